@@ -10,9 +10,8 @@ from typing import Literal
 from common.runtime.config import ConfigError, ServiceConfig, at_least, between, setting
 from router_svc.core.admission import NO_QUEUE, QueuePolicy, QueueSettings
 from router_svc.core.approx_index import ApproxLimits
-from router_svc.core.busy import BusyLimits
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
-from router_svc.core.eligibility import LoraResidency
+from router_svc.core.eligibility import BusyLimits, LoraResidency
 from router_svc.core.load_tracker import BOOKING_EXPIRY_S
 from router_svc.core.overlap import IndexSettings, derive_index_settings
 from router_svc.core.pairing import (

@@ -1,14 +1,14 @@
-"""Every decision of a router process: made at once, or when the queue lets it; measured and traced.
+"""Every decision of a router process: made at once or from the queue; measured and traced.
 
-The core never waits; here is who does. An answer that comes late goes to the `OnDecision` that came
-with the question, exactly once, unless whoever asked withdraws it first. Whatever goes wrong with
-one question is its own answer, a MeshError; what is only told of a decision never undoes it.
+The core never waits; this module does. The result of a queued request goes to the `OnDecision` of
+its submission, exactly once, unless the caller withdraws it first. A failure is the result of one
+request, a MeshError. A failure to measure or trace a decision never undoes it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
@@ -20,9 +20,8 @@ from common.kv.hashing import HASH_SCHEME_ID
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, queue_timeout_error
 from router_svc.core.query import Query, block_size_of
-from router_svc.core.rank_load import REPORT_MAX_AGE_S
-from router_svc.core.router import AdmissionResult, Decision, Router
-from router_svc.core.types import BookingKey, Placement, SessionName
+from router_svc.core.router import Decision, Router
+from router_svc.core.types import BookingKey
 from router_svc.hashing import HasherCache
 from router_svc.metrics import Metrics
 from router_svc.proto import query_from_proto
@@ -30,13 +29,11 @@ from router_svc.tracing import DecisionSpans, Stopwatch
 
 LOG = structlog.get_logger(__name__)
 
-# The parked that are picked for without letting the loop run; about 5 ms.
+# Queued requests that are tried in one turn of the event loop; about 5 ms.
 REQUESTS_PER_SLICE = 64
-# Looking through the queue takes at most one part in so many of the loop's time.
+# Rescans of the queue take at most this share of the loop's time, as a divisor.
 LOOP_TIME_DIVISOR = 4
-# What changes by the passing of time is noticed so much later at least: no loop of timers.
-TIMER_DELAY_MIN_S = 0.005
-# The reason of the error that a router which is closing gives to those who wait.
+# Reason of the error that a closing router gives to queued requests.
 DRAINING_REASON = "ROUTER_DRAINING"
 
 OnDecision = Callable[[Decision | MeshError], None]
@@ -44,8 +41,6 @@ OnDecision = Callable[[Decision | MeshError], None]
 
 @dataclass(frozen=True, slots=True)
 class _PendingReply:
-    """What a parked request needs when its turn comes."""
-
     queued: QueuedRequest
     on_decision: OnDecision
     stopwatch: Stopwatch
@@ -53,7 +48,7 @@ class _PendingReply:
 
 
 class Decisions:
-    """Asks the core, and keeps those who wait. `clock` is the one that feeds the core, seconds."""
+    """Calls the core and serves its queue. clock: the one that the core uses, in seconds."""
 
     def __init__(
         self,
@@ -72,23 +67,15 @@ class Decisions:
         self.spans = spans
         self._clock = clock
         self._pending: dict[BookingKey, _PendingReply] = {}
-        self._next_slice: asyncio.TimerHandle | None = (
-            None  # The next call of `_serve_queue_slice`.
-        )
-        self._timer: asyncio.TimerHandle | None = None  # Of `serve_queue`, when time has passed.
-        self._timer_at = 0.0  # By the clock.
-        self._is_serving = False
-        self._freed_ranks: dict[Placement, None] = {}  # Whose relief nobody has profited from yet.
-        self._is_rescanning = False  # A sweep through the queue is due, or to be gone on with.
-        self._rescan_again = False  # Another one is due after it.
-        self._rebound_sessions: dict[SessionName, None] = {}  # Bound anew while somebody waited.
+        self._next_slice: asyncio.TimerHandle | None = None
         self._next_slice_at = 0.0  # Loop time.
+        self._is_serving = False
         self._is_closed = False
-        events = router.events
-        events.capacity_freed.subscribe(self._on_capacity_freed)
-        events.frontend_session_superseded.subscribe(self.withdraw_session)
-        events.fleet_changed.subscribe(self._on_fleet_changed)
-        events.session_moved.subscribe(self._on_session_moved)
+        # The router subscribed first: its queue is marked dirty by now.
+        for event in (router.events.capacity_freed, router.events.session_moved):
+            event.subscribe(lambda _: self._schedule_slice())
+        router.events.fleet_changed.subscribe(self._schedule_slice)
+        router.events.frontend_session_superseded.subscribe(self.withdraw_session)
 
     def submit(
         self,
@@ -98,11 +85,11 @@ class Decisions:
         traceparent: str,
         on_decision: OnDecision,
     ) -> Decision | QueuedRequest:
-        """The decision, booked under `key` unless that is None; or, where there is a queue and no
-        worker has room, a place in it: then `on_decision` is called later.
+        """The decision, booked under `key` unless that is None; or a queued request, for which
+        `on_decision` is called later. Without a key the request is neither booked nor queued.
 
-        Without a key nothing is booked, and so nobody waits. Raises what `Router.admit` does; one
-        who asked for the same key before and still waits is answered Conflict (ASKED_AGAIN).
+        A queued request with the same key gets Conflict (ASKED_AGAIN). Raises what `Router.admit`
+        does, and Conflict (SUPERSEDED).
         """
         stopwatch = Stopwatch()
         decided: Decision | QueuedRequest
@@ -130,16 +117,16 @@ class Decisions:
             raise
         except Exception as error:
             # One request fails, the session does not.
-            bug = InternalError("the router failed to decide")
-            bug.__cause__ = error
-            self._record_failure(bug, message.model, stopwatch, traceparent)
-            raise bug from error
+            internal_error = InternalError("the router failed to decide")
+            internal_error.__cause__ = error
+            self._record_failure(internal_error, message.model, stopwatch, traceparent)
+            raise internal_error from error
         laps_s = (*stopwatch.laps_s(), stopwatch.total_s())
         self._record_decision(query, key, decided, stopwatch, traceparent, laps_s)
         return decided
 
     def with_hashes(self, query: Query, message: router_pb2.Query) -> Query:
-        """The query with the hashes of its token ids, where it has those and no hashes."""
+        """The query, with the hashes of its token ids if it has token ids and no hashes."""
         if not message.token_ids or query.prefix_hashes or not query.model:
             return query
         block_size = block_size_of(query, self._router.fleet.block_size(query.model))
@@ -152,158 +139,73 @@ class Decisions:
         )
 
     def withdraw(self, queued: QueuedRequest) -> bool:
-        """Whoever asked is gone: no answer, no booking. False if it does not wait any more."""
+        """Drop a request without a result: its caller is gone. False if it is not queued."""
         pending = self._pending.get(queued.key)
         if pending is None or pending.queued is not queued:
             return False
         self._dequeue(queued.key)
-        self._finish_cancelled(pending)
+        self._record_withdrawn(pending)
         return True
 
     def withdraw_session(self, session: int) -> int:
-        """The same for all that a session has parked; how many."""
+        """Drop all queued requests of a frontend session; their number."""
         withdrawn = self._router.queue.withdraw_session(session)
         for queued in withdrawn:
-            self._finish_cancelled(self._pending.pop(queued.key))
+            self._record_withdrawn(self._pending.pop(queued.key))
         return len(withdrawn)
 
     def cancel_request(self, key: BookingKey) -> bool:
-        """The request under `key` has ended: its question, if it waits, is answered
-        RequestCancelled. False if it does not wait.
-        """
+        """Finish a queued request with RequestCancelled. False if it is not queued."""
         pending = self._dequeue(key)
         if pending is not None:
-            error = RequestCancelled("the request was given up while it waited for a worker")
+            error = RequestCancelled("the request was cancelled while it was queued")
             self._finish(pending, error)
         return pending is not None
 
     def serve_queue(self) -> None:
-        """Time has passed: place whoever need not wait any more because of that, and turn away who
-        has waited too long.
+        """Rescan the whole queue and reject overdue requests.
 
-        To be called now and then; reliefs and changes of the fleet are noticed by themselves.
+        To be called periodically, for what happens by time alone: a load report expires, or a
+        request is overdue. Events schedule rescans by themselves.
         """
         self._router.expire(self._clock())
-        self._freed_ranks.update((slot.placement, None) for slot in self._router.queue.slots)
-        self._is_rescanning |= self._router.needs_periodic_rescan
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._serve_queue_slice()
+        self._router.queue.mark_all_dirty()
+        self._serve_slice()
 
-    def _serve_queue_slice(self) -> None:
+    def close(self) -> None:
+        """Finish all queued requests, and reject further ones, with ROUTER_DRAINING."""
+        self._is_closed = True
+        for queued in self._router.queue.clear():
+            self._finish(self._pending.pop(queued.key), _draining())
+
+    def _serve_slice(self) -> None:
         if self._next_slice is not None:
             self._next_slice.cancel()
             self._next_slice = None
         loop = asyncio.get_running_loop()
         started_at = loop.time()
-        self._is_serving = True  # The next turn is set when it is known how long this one took.
+        self._is_serving = True  # No slice is scheduled before the duration of this one is known.
         try:
-            self._serve_slice()
+            self._try_queued()
         finally:
             finished_at = loop.time()
             self._next_slice_at = finished_at + (LOOP_TIME_DIVISOR - 1) * (finished_at - started_at)
             self._is_serving = False
-        if self._freed_ranks or self._is_rescanning or self._rebound_sessions:
-            self._schedule_slice()
-        self._set_timer()
+        self._schedule_slice()
 
-    def _serve_slice(self) -> None:
-        """One slice of what is to be looked at."""
+    def _try_queued(self) -> None:
         now, router = self._clock(), self._router
         for queued in router.queue.pop_overdue(now):
             pending = self._pending.pop(queued.key)
             self._finish(pending, queue_timeout_error(queued, now - queued.queued_at))
-        if not router.queue:
-            self._freed_ranks.clear()
-            self._rebound_sessions.clear()
-            self._is_rescanning = self._rescan_again = False
-            return
-        remaining = REQUESTS_PER_SLICE
-        # However often sessions move, or the fleet changes, half of what is left is for others.
-        reserved = remaining // 2 if self._is_rescanning or self._freed_ranks else 0
-        for session in tuple(self._rebound_sessions):
-            if remaining <= reserved:
-                break
-            del self._rebound_sessions[session]
-            remaining -= self._deliver(
-                router.rebound_requests(session, now, self._rng), remaining - reserved
-            )[0]
-            if remaining <= reserved:
-                self._rebound_sessions[session] = None  # There may be more of it.
-        if self._is_rescanning and remaining > 0:
-            # First, for those not seen since the fleet changed hold up whom a relief would help.
-            share = remaining // 2 if self._freed_ranks else remaining
-            count, _ = self._deliver(router.rescan(now, self._rng), share)
-            remaining -= count
-            if count < share:
-                self._is_rescanning, self._rescan_again = self._rescan_again, False
-        for placement in tuple(self._freed_ranks):
-            if remaining <= 0:
-                return
-            del self._freed_ranks[placement]
-            count, placed = self._deliver(
-                router.capacity_freed(placement, now, self._rng), remaining
-            )
-            remaining -= count
-            if remaining <= 0 and placed:
-                self._freed_ranks[placement] = None  # It may have more room.
-
-    def _deliver(self, outcomes: Iterator[AdmissionResult], outcomes_max: int) -> tuple[int, int]:
-        """Answer the first of these; how many were looked at, and how many answered."""
-        count = delivered = 0
-        for queued, outcome in islice(outcomes, outcomes_max):
-            count += 1
+        for queued, outcome in islice(router.rescan(now, self._rng), REQUESTS_PER_SLICE):
             if outcome is not None:
-                delivered += 1
                 self._finish(self._pending.pop(queued.key), outcome)
-        return count, delivered
-
-    def close(self) -> None:
-        """Nobody waits here any more: all who do are answered Unavailable (ROUTER_DRAINING)."""
-        self._is_closed = True
-        for queued in self._router.queue.clear():
-            self._finish(self._pending.pop(queued.key), _draining())
-
-    # Inside.
-
-    def _on_capacity_freed(self, placement: Placement) -> None:
-        """Load went down there."""
-        if self._pending and self._router.has_waiters_for(placement):
-            self._freed_ranks[placement] = None
-            self._schedule_slice()
-
-    def _on_session_moved(self, session: SessionName) -> None:
-        """Whoever waits where it was bound before need not any more."""
-        if self._pending and self._router.queue.has_queued_for_session(session):
-            self._rebound_sessions[session] = None
-            self._schedule_slice()
-
-    def _on_fleet_changed(self) -> None:
-        if self._pending:
-            self._rescan_again, self._is_rescanning = self._is_rescanning, True
-            self._schedule_slice()
 
     def _schedule_slice(self) -> None:
-        if self._pending and self._next_slice is None and not self._is_serving:
+        if self._router.queue.has_dirty and self._next_slice is None and not self._is_serving:
             loop = asyncio.get_running_loop()
-            self._next_slice = loop.call_at(self._next_slice_at, self._serve_queue_slice)
-
-    def _set_timer(self) -> None:
-        """For the next time at which somebody may be let in, or turned away, by time alone.
-
-        A report puts off when its worker's load is forgotten: at worst it rings too early.
-        """
-        now = self._clock()
-        is_soon = self._timer is not None and self._timer_at - now <= REPORT_MAX_AGE_S
-        if is_soon or not self._pending:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = self._router.next_wakeup_at(now)
-        after_s = max(TIMER_DELAY_MIN_S, self._timer_at - now)
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(after_s, self.serve_queue)
+            self._next_slice = loop.call_at(self._next_slice_at, self._serve_slice)
 
     def _enqueue(self, pending: _PendingReply) -> None:
         key = pending.queued.key
@@ -311,12 +213,12 @@ class Decisions:
             self._router.queue.withdraw(key)
             raise _draining()
         self._pending[key] = pending
-        self._set_timer()
+        self._schedule_slice()
 
     def _supersede(self, key: BookingKey) -> None:
         pending = self._dequeue(key)
         if pending is not None:
-            error = Conflict("the same booking was asked for again meanwhile", reason="ASKED_AGAIN")
+            error = Conflict("the same booking was requested again", reason="ASKED_AGAIN")
             self._finish(pending, error)
 
     def _dequeue(self, key: BookingKey) -> _PendingReply | None:
@@ -326,7 +228,7 @@ class Decisions:
         return pending
 
     def _finish(self, pending: _PendingReply, outcome: Decision | MeshError) -> None:
-        """Answer, measure, trace."""
+        """Deliver the result, then measure and trace it."""
         queued, stopwatch = pending.queued, pending.stopwatch
         if not isinstance(outcome, MeshError):
             stopwatch.lap()
@@ -345,11 +247,11 @@ class Decisions:
                 queued.query, queued.key, outcome, stopwatch, pending.traceparent, laps_s
             )
 
-    def _finish_cancelled(self, pending: _PendingReply) -> None:
-        """Like `_finish` where nobody is there to be answered."""
+    def _record_withdrawn(self, pending: _PendingReply) -> None:
+        """Like `_finish`, for a caller that receives no result."""
         queued_s = self._clock() - pending.queued.queued_at
         self._metrics.record_queue_wait(queued_s)
-        withdrawn = RequestCancelled("who asked is gone")
+        withdrawn = RequestCancelled("the caller is gone")
         model = pending.queued.query.model
         self._record_failure(withdrawn, model, pending.stopwatch, pending.traceparent, queued_s)
 
@@ -368,7 +270,7 @@ class Decisions:
             self._metrics.placed(query, decision, laps_s)
             self.spans.placed(traceparent, stopwatch, query, key, decision)
         except Exception:
-            LOG.exception("decision not measured", model=query.model)
+            LOG.exception("decision_not_measured", model=query.model)
 
     def _record_failure(
         self,
@@ -378,17 +280,17 @@ class Decisions:
         traceparent: str,
         queued_s: float = 0.0,
     ) -> None:
-        """Log, measure and trace a failure. The error may be somebody else's, and ill-formed."""
+        """Log, measure and trace a failure. The error may be foreign, and ill-formed."""
         if isinstance(error, InternalError):
             cause = error.__cause__ or error
-            LOG.error("decision failed", model=model, reason=error.message, exc_info=cause)
+            LOG.error("decision_failed", model=model, reason=error.message, exc_info=cause)
         try:
             self._metrics.decided(error.kind.lower(), max(0.0, stopwatch.total_s() - queued_s))
             self._metrics.refused(error)
             self.spans.failed(traceparent, stopwatch, error)
         except Exception:
-            LOG.exception("failure not measured", error=type(error).__name__)
+            LOG.exception("failure_not_measured", error=type(error).__name__)
 
 
 def _draining() -> Unavailable:
-    return Unavailable("this router is closing: ask another one", 1.0, reason=DRAINING_REASON)
+    return Unavailable("this router is closing: use another one", 1.0, reason=DRAINING_REASON)

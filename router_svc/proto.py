@@ -1,4 +1,4 @@
-"""The router's messages to and from its core's types: translation, no decisions."""
+"""Translates between the router's messages and the types of its core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router_svc.core.fleet import Fleet
 from router_svc.core.load_tracker import COUNTER_MAX
 from router_svc.core.query import Query
 from router_svc.core.replication import Frame
-from router_svc.core.router import Decision, PotentialLoad
+from router_svc.core.router import Decision
 from router_svc.core.sessions import (
     SESSION_ID_CHARS_MAX,
     SessionPlacement,
@@ -37,13 +37,13 @@ T = TypeVar("T")
 
 
 def query_from_proto(message: router_pb2.Query) -> Query:
-    """The query; token ids are counted, not hashed. InvalidRequest names the field at fault."""
+    """The query; token ids are counted, not hashed. Raises InvalidRequest with the field."""
     total_tokens = message.total_tokens
     token_count = len(message.token_ids)
     if token_count:
         if total_tokens not in (0, token_count):
             raise InvalidRequest(
-                f"query.total_tokens is {total_tokens}, but there are {token_count} token_ids",
+                f"query.total_tokens is {total_tokens}, but query.token_ids has {token_count}",
                 "query.total_tokens",
             )
         total_tokens = token_count
@@ -67,7 +67,7 @@ def query_from_proto(message: router_pb2.Query) -> Query:
 
 
 def key_from_proto(message: router_pb2.BookingKey, frontend_id: int, field: str) -> BookingKey:
-    """The key of a booking of `frontend_id`; InvalidRequest where it names no request."""
+    """The key of a booking of `frontend_id`. Raises InvalidRequest without a request id."""
     request_id = message.request_id
     if not 0 < len(request_id) <= REQUEST_ID_CHARS_MAX:
         raise InvalidRequest(
@@ -79,10 +79,10 @@ def key_from_proto(message: router_pb2.BookingKey, frontend_id: int, field: str)
 
 
 def booking_from_proto(message: router_pb2.Booking, frontend_id: int, field: str) -> Booking:
-    """An announced booking, which must be its announcer's own. InvalidRequest names the field."""
+    """A booking of `frontend_id`. Raises InvalidRequest, which names the field."""
     if message.frontend_id != frontend_id:
         raise InvalidRequest(
-            f"{field}.frontend_id is {message.frontend_id}, but the session is of {frontend_id}",
+            f"{field}.frontend_id is {message.frontend_id}, not {frontend_id} of the session",
             f"{field}.frontend_id",
         )
     if not message.HasField("worker"):
@@ -112,19 +112,19 @@ def booking_from_proto(message: router_pb2.Booking, frontend_id: int, field: str
 
 
 def peer_booking_from_proto(message: router_pb2.Booking, field: str) -> Booking:
-    """A booking that a router tells of, of whatever frontend. InvalidRequest names the field."""
+    """A booking from a peer, of any frontend. Raises InvalidRequest, which names the field."""
     if not message.frontend_id:
         raise InvalidRequest(f"{field}.frontend_id is required", f"{field}.frontend_id")
     return booking_from_proto(message, message.frontend_id, field)
 
 
 def frame_from_proto(message: router_pb2.SyncRequest) -> Frame:
-    """What a peer tells; entries that cannot be are refused by the name of their field.
+    """A frame of a peer. Malformed entries are left out and listed as errors.
 
-    Raises InvalidRequest where it is the frame that is wrong.
+    Raises InvalidRequest if the frame itself is malformed.
     """
     if not message.sequence:
-        raise InvalidRequest("sequence counts from 1", "sequence")
+        raise InvalidRequest("sequence must be at least 1", "sequence")
     refused: list[InvalidRequest] = []
     refused_session_records: list[InvalidRequest] = []
     return Frame(
@@ -149,7 +149,7 @@ def frame_from_proto(message: router_pb2.SyncRequest) -> Frame:
 def snapshot_from_proto(
     message: router_pb2.SyncResponse,
 ) -> tuple[list[Booking], list[SessionUpdate], list[InvalidRequest]]:
-    """A part of a peer's snapshot, and what is wrong with entries that are left out of it."""
+    """A part of a peer's snapshot, and the errors of malformed entries, which are left out."""
     refused: list[InvalidRequest] = []
     bookings = _parse_valid(peer_booking_from_proto, message.snapshot, "snapshot", refused)
     session_records = _parse_valid(
@@ -159,7 +159,7 @@ def snapshot_from_proto(
 
 
 def session_record_from_proto(message: router_pb2.SessionBinding, field: str) -> SessionUpdate:
-    """What a router knows of a client session. InvalidRequest names the field at fault."""
+    """The record of a client session. Raises InvalidRequest, which names the field."""
     if not message.model:
         raise InvalidRequest(f"{field}.model is required", f"{field}.model")
     _check_session_id(message.session_id, field)
@@ -175,8 +175,8 @@ def session_record_from_proto(message: router_pb2.SessionBinding, field: str) ->
     )
 
 
-def session_record_to_proto(told: SessionUpdate) -> router_pb2.SessionBinding:
-    record, idle_s = told
+def session_record_to_proto(update: SessionUpdate) -> router_pb2.SessionBinding:
+    record, idle_s = update
     message = router_pb2.SessionBinding(
         **record.session._asdict(),
         revision=record.revision,
@@ -228,7 +228,7 @@ def booking_to_proto(booking: Booking) -> router_pb2.Booking:
 
 
 def decision_to_proto(decision: Decision, fleet: Fleet) -> router_pb2.Decision:
-    """The decision, with the addresses that discovery shows for its workers."""
+    """The decision, with the addresses of its workers from discovery."""
     message = router_pb2.Decision(
         worker=placement_to_proto(decision.worker),
         overlap_blocks=decision.overlap_blocks,
@@ -252,8 +252,13 @@ def candidates_to_proto(rows: Iterable[CandidateRow]) -> list[router_pb2.Candida
     return [_candidate_to_proto(row) for row in rows]
 
 
-def potential_load_to_proto(row: PotentialLoad) -> router_pb2.PotentialLoad:
-    return _load_to_proto(row.placement, row.load)
+def load_to_proto(placement: Placement, load: LoadTotals) -> router_pb2.PotentialLoad:
+    return router_pb2.PotentialLoad(
+        worker=placement_to_proto(placement),
+        potential_prefill_tokens=load.prefill_tokens,
+        potential_decode_blocks=load.decode_blocks,
+        active_requests=load.requests,
+    )
 
 
 def placement_to_proto(placement: Placement) -> router_pb2.Placement:
@@ -305,7 +310,7 @@ def _candidate_to_proto(row: CandidateRow) -> router_pb2.Candidate:
         worker=placement_to_proto(row.placement),
         cost=row.cost,
         overlap_blocks=row.overlap_blocks,
-        load=_load_to_proto(row.placement, row.load),
+        load=load_to_proto(row.placement, row.load),
         report_age_ms=None if age_s is None else round(age_s * 1000),
         excluded_reason=row.excluded_reason,
         leg=row.leg,
@@ -313,13 +318,4 @@ def _candidate_to_proto(row: CandidateRow) -> router_pb2.Candidate:
         source_state=index_status.state,
         source_reason=index_status.reason,
         source_age_ms=None if index_status.age_s is None else round(index_status.age_s * 1000),
-    )
-
-
-def _load_to_proto(placement: Placement, load: LoadTotals) -> router_pb2.PotentialLoad:
-    return router_pb2.PotentialLoad(
-        worker=placement_to_proto(placement),
-        potential_prefill_tokens=load.prefill_tokens,
-        potential_decode_blocks=load.decode_blocks,
-        active_requests=load.requests,
     )

@@ -1,7 +1,7 @@
-"""RouterService over grpc.aio: messages in, core calls, messages out.
+"""RouterService over grpc.aio: translates messages to core calls and results to messages.
 
 A session has one reader, which applies each frame as a whole to the core, and one writer, which
-sends what has gathered since its last write as one frame: an overloaded link makes larger frames.
+sends all results since its last write as one frame: a slow link gets larger frames.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from itertools import islice
+from itertools import islice, starmap
 from random import Random
 from typing import Any
 
@@ -43,7 +43,7 @@ from router_svc.proto import (
     candidates_to_proto,
     decision_to_proto,
     key_from_proto,
-    potential_load_to_proto,
+    load_to_proto,
     query_from_proto,
 )
 from router_svc.replication_sync import PeerSync
@@ -52,20 +52,20 @@ from router_svc.tracing import DecisionSpans
 LOG = structlog.get_logger(__name__)
 
 SERVICE_NAME = "kvmesh.router.v1.RouterService"
-# Answers a session may have waiting for its peer to read; above it, nothing more is read from it.
+# Results that may wait for the peer to read; above it, the session reads no further frame.
 OUTBOX_RESULTS_MAX = 8192
-# What stands before a request's id in that of its answer.
+# Prefix of a request's id in the id of its response.
 _RESPONSE_ID_PREFIX = re.compile("^(chat)?cmpl-")
-# News decided without letting the loop run; about 5 ms.
+# Queries that are decided in one turn of the event loop; about 5 ms.
 QUERIES_PER_SLICE = 256
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RouterService(router_pb2_grpc.RouterServiceServicer):
-    """One router process. `clock` is the one that feeds the core, in seconds.
+    """One router process. clock: the one that the core uses, in seconds.
 
-    track_output_blocks: whether frontends shall tell by what their answers grow.
+    track_output_blocks: whether frontends send output blocks.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._outboxes: set[_SessionOutbox] = set()
 
     def end_sessions(self) -> None:
-        """Send what is answered and close every session, so that frontends go elsewhere.
+        """Send pending results and close every session, so that frontends use another router.
 
-        The streams of other routers end too. Who waits in the queue is told to ask elsewhere: a
-        session with such questions ends with that error, so that its frontend does.
+        The streams of peer routers end too. A session with queued requests ends with
+        ROUTER_DRAINING, so that its frontend routes them elsewhere.
         """
         self.decisions.close()
         for outbox in self._outboxes:
@@ -145,7 +145,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def _await_decision(
         self, query: router_pb2.Query, key: BookingKey | None, traceparent: str
     ) -> Decision:
-        """The decision, waited for if it must be. Nothing stays booked if the caller gives up."""
+        """The decision, also of a queued request. Nothing stays booked if the caller cancels."""
         late_result: asyncio.Future[Decision | MeshError]
         late_result = asyncio.get_running_loop().create_future()
         reply = self.decisions.submit(query, key, None, traceparent, late_result.set_result)
@@ -166,10 +166,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.PotentialLoadsResponse:
         _require_query(request.HasField("query"), "query")
         query = self.decisions.with_hashes(query_from_proto(request.query), request.query)
-        rows = self._router.potential_loads(query, self._clock())
+        loads = self._router.potential_loads(query, self._clock())
         queue = self._router.queue
         return router_pb2.PotentialLoadsResponse(
-            loads=map(potential_load_to_proto, rows),
+            loads=starmap(load_to_proto, loads.items()),
             pending_count=len(queue),
             pending_tokens=queue.tokens,
         )
@@ -178,7 +178,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.ExplainRequest, context: Context
     ) -> router_pb2.ExplainResponse:
         if bool(request.request_id) == request.HasField("query"):
-            raise InvalidRequest("give either request_id or query", "request_id")
+            raise InvalidRequest("exactly one of request_id and query is required", "request_id")
         now = self._clock()
         if request.request_id:
             decision = self._recent_decision(request.request_id)
@@ -193,12 +193,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         )
 
     def _recent_decision(self, request_id: str) -> Decision:
-        """By a request's id, or by the id of its answer, which has a word before it."""
+        """By the id of a request or of its response."""
         decision = self._router.recent(_RESPONSE_ID_PREFIX.sub("", request_id))
         if decision is None:
             raise NotFound(
-                f"no decision for the request {request_id!r} among the last {RECENT_MAX} that this "
-                "router made; wanted is the id of its answer, or request_id of its log line",
+                f"no decision for the request {request_id!r} among the last {RECENT_MAX} of this "
+                "router; use the id of its response, or request_id of its log line",
                 field="request_id",
             )
         return decision
@@ -217,7 +217,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, request_iterator: AsyncIterator[router_pb2.SyncRequest], context: Context
     ) -> None:
         if self._peers is None:
-            raise Unimplemented("this router keeps its bookings for itself")
+            raise Unimplemented("this router does not exchange bookings")
         await self._peers.serve(request_iterator, context.write)
 
     # A session.
@@ -225,7 +225,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def _read_session(
         self, frames: AsyncIterator[router_pb2.SessionRequest], outbox: _SessionOutbox
     ) -> None:
-        """Read until the stream ends or breaks the protocol; then its bookings are orphans."""
+        """Read until the stream ends or violates the protocol; then its bookings are orphans."""
         book = self._router.book
         session: int | None = None
         try:
@@ -247,7 +247,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 self.decisions.withdraw_session(session)
                 orphaned = book.end_session(session, self._clock())
                 self._metrics.sessions.dec()
-                LOG.info("session ended", frontend_id=frontend_id, orphaned=orphaned)
+                LOG.info("session_ended", frontend_id=frontend_id, orphaned=orphaned)
             outbox.close()
 
     async def _apply(
@@ -257,16 +257,16 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         session: int,
         outbox: _SessionOutbox,
     ) -> None:
-        """In the order that the contract gives the parts of a frame."""
+        """Apply the parts of a frame in the order of the contract."""
         book = self._router.book
-        for announced in frame.announced:
-            booking = booking_from_proto(announced, frontend_id, "announced")
+        for wire_booking in frame.announced:
+            booking = booking_from_proto(wire_booking, frontend_id, "announced")
             try:
                 self._router.reregister(booking, session, self._clock())
             except Overloaded as error:
                 self._metrics.unclaimed("announce_refused")
                 LOG.warning(
-                    "announced booking refused",
+                    "booking_rejected",
                     frontend_id=frontend_id,
                     request_id=booking.key.request_id,
                     error=error.message,
@@ -283,7 +283,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 self._metrics.unclaimed("output")
         for message in frame.frees:
             key = key_from_proto(message, frontend_id, "frees")
-            # A parked one has no booking; peers may hold an orphan of the same key all the same.
+            # A queued request has no booking, but peers may hold an orphan of the same key.
             was_queued = self.decisions.cancel_request(key)
             if not book.free(key) and not was_queued:
                 self._metrics.unclaimed("free")
@@ -295,7 +295,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         session: int,
         outbox: _SessionOutbox,
     ) -> Iterator[list[router_pb2.NewResult]]:
-        """The answers to the News of a frame, a slice at a time; those in the queue come later."""
+        """The results of the News of a frame, in slices; those of queued requests follow later."""
         news = iter(frame.news)
         while part := list(islice(news, QUERIES_PER_SLICE)):
             replies = (self._reply(new, frontend_id, session, outbox) for new in part)
@@ -304,9 +304,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     def _reply(
         self, new: router_pb2.New, frontend_id: int, session: int, outbox: _SessionOutbox
     ) -> router_pb2.NewResult | None:
-        """The answer to one of them; None if it comes later. Whatever is wrong with it is its own
-        answer: those around it are answered as if it were not there.
-        """
+        """The result of one query, also if it fails; None if it is queued."""
         number = new.id
 
         def reply(outcome: Decision | MeshError) -> None:
@@ -322,7 +320,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         except MeshError as error:
             if error.reason != DRAINING_REASON:
                 return self._result(number, None, error)
-            # Not for the client: other routers may have room. See `end_sessions`.
+            # The client does not get it: other routers may serve the request. See `end_sessions`.
             outbox.failure = error
             outbox.close()
             return None
@@ -331,8 +329,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     def _result(
         self, number: int, key: BookingKey | None, outcome: Decision | MeshError
     ) -> router_pb2.NewResult:
-        """The message. What cannot be told (a selector may be somebody else's) is a Bug, and not
-        booked.
+        """The message. A result that cannot be encoded (a selector may be foreign code) becomes an
+        InternalError, without a booking.
         """
         try:
             if isinstance(outcome, MeshError):
@@ -340,18 +338,15 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             decision = decision_to_proto(outcome, self._router.fleet)
             return router_pb2.NewResult(id=number, decision=decision)
         except Exception:
-            LOG.exception("answer cannot be told", outcome=type(outcome).__name__)
+            LOG.exception("result_not_encodable", outcome=type(outcome).__name__)
             if key is not None:
                 self._router.book.free(key)
-            bug = InternalError("the router's answer cannot be told")
-            return router_pb2.NewResult(id=number, error=error_to_proto(bug))
+            error = InternalError("the router's result cannot be encoded")
+            return router_pb2.NewResult(id=number, error=error_to_proto(error))
 
 
 class _SessionOutbox:
-    """What a session still has to send, for its one writer.
-
-    breach: why the session ends, if it ends with an error.
-    """
+    """The send queue of one session. failure: the error that ends the session, if any."""
 
     def __init__(self, hello_ack: router_pb2.SessionHelloAck) -> None:
         self._hello_ack_message = hello_ack
@@ -368,35 +363,35 @@ class _SessionOutbox:
         self._has_items.set()
 
     def put_heartbeat(self) -> None:
-        """The peer asked for one; any frame is one."""
+        """Requested by the peer; any frame counts as one."""
         self._heartbeat_due = True
         self._has_items.set()
 
     def post(self, result: router_pb2.NewResult) -> None:
-        """Queue an answer that waited for its turn; the bound of the router's queue is theirs."""
+        """Queue the result of a queued request; the limits of the admission queue bound these."""
         self._results.append(result)
         self._has_items.set()
 
     async def put(self, results: list[router_pb2.NewResult]) -> None:
-        """Queue answers; waits while the peer is OUTBOX_MAX behind."""
+        """Queue results; waits while OUTBOX_RESULTS_MAX are pending."""
         while len(self._results) >= OUTBOX_RESULTS_MAX:
             self._frame_taken.clear()
             await self._frame_taken.wait()
         if results:
             self._results += results
             self._has_items.set()
-        await asyncio.sleep(0)  # The writer's turn, also amid a long frame.
+        await asyncio.sleep(0)  # Lets the writer run during a long frame.
 
     def close(self) -> None:
-        """What is queued is still sent, then `next_frame` says that it is over."""
+        """Send what is queued; then `next_frame` returns None."""
         self._closed = True
         self._has_items.set()
 
     async def next_frame(self) -> router_pb2.SessionResponse | None:
-        """All that has gathered, as one frame; None at the end."""
+        """All pending results as one frame; None at the end."""
         await self._has_items.wait()
         if not self._results and self._hello_ack is None and not self._heartbeat_due:
-            assert self._closed, "woken for nothing"
+            assert self._closed, "the event was set without a frame"
             return None
         frame = router_pb2.SessionResponse(hello_ack=self._hello_ack, results=self._results)
         self._hello_ack, self._results, self._heartbeat_due = None, [], False
@@ -416,7 +411,7 @@ def _frontend_id_from_hello(frame: router_pb2.SessionRequest) -> int:
 
 def _key_of(request: router_pb2.RouteRequest) -> BookingKey:
     if request.frontend_id == 0:
-        raise InvalidRequest("book needs frontend_id: whose booking it is", "frontend_id")
+        raise InvalidRequest("book requires frontend_id, the owner of the booking", "frontend_id")
     return key_from_proto(request.key, request.frontend_id, "key")
 
 

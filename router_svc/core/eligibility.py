@@ -1,27 +1,38 @@
-"""Who may be chosen at all: pins, allow-list, taints, adapters, sessions, failed workers (pure)."""
+"""The candidates that may serve a request: pins, adapters, sessions, busy limits (pure).
+
+Two limits concern load, both as in NVIDIA Dynamo 1.6 and off by default. A rank is prefill-busy if
+more than `threshold` batches of prompt tokens wait or run there: requests then wait in the
+admission queue. A worker is busy if each of its ranks exceeds one of `BusyLimits`: it then gets no
+request, and if no other worker may serve one, the request is rejected with a retry hint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from common.errors import InvalidRequest, MeshError, Overloaded, Unavailable
+from common.errors import InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
+from common.registry.instances import Instance
 from common.request.preprocessed import RoutingHints
+from router_svc.core.fleet import GONE_MODEL_TTL_S
 from router_svc.core.query import Query
-from router_svc.core.types import AffinityConstraint, Candidate, Leg
+from router_svc.core.types import AffinityConstraint, Candidate, Leg, LoadTotals, Placement
 
-# required: a request for an adapter runs where that is resident; preferred: there if somebody who
-# has it may serve, else anywhere, since engines may load adapters when they are asked for.
+# required: a request for an adapter runs on workers that have it resident. preferred: there if one
+# of them may serve it, else anywhere, since engines may load adapters on demand.
 LoraResidency = Literal["required", "preferred"]
 
 _ROUTING = "query.routing"
-# Hint to callers whom nobody can serve just now: about the time discovery takes to show a worker.
+# Retry hint if no worker can serve a request now: about the time discovery takes to show one.
 RETRY_AFTER_S = 1.0
+RECENTLY_REMOVED_MAX = 1024
+# Tokens per batch of a worker that does not report them: only absurd loads are busy.
+BATCH_TOKENS_UNKNOWN = 10_000_000
 
 
 class Excluded(NamedTuple):
-    """A candidate that a filter took out, and why. A tuple, since one pin makes many."""
+    """A candidate that a filter excluded. A tuple, since one pin excludes many."""
 
     candidate: Candidate
     reason: str
@@ -29,10 +40,7 @@ class Excluded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _CandidateFilter:
-    """keeps: whether a candidate may stay. If nobody may, `error_if_empty` is the error; without
-    one it is
-    a wish, which nobody's staying puts aside.
-    """
+    """error_if_empty: the error if no candidate passes; None: a preference, then ignored."""
 
     accepts: Callable[[Candidate], bool]
     reason: str
@@ -42,8 +50,10 @@ class _CandidateFilter:
 def pinned_worker_id(routing: RoutingHints | None, leg: Leg = "whole") -> int | None:
     """The worker that a request pins for a leg; None if it pins none.
 
-    The whole request and the decode leg go by backend_instance_id or decode_worker_id, which must
-    agree (else InvalidRequest); the prefill leg goes by prefill_worker_id.
+    For the whole request and the decode leg backend_instance_id or decode_worker_id counts; both
+    must agree. For the prefill leg prefill_worker_id counts.
+
+    Raises InvalidRequest if the two pins differ.
     """
     if routing is None:
         return None
@@ -67,11 +77,12 @@ def eligible(
     residency: LoraResidency = "required",
     has_capacity: Callable[[Candidate], bool] | None = None,
 ) -> tuple[Sequence[Candidate], list[Excluded]]:
-    """The candidates that may serve the query's leg, and the others with the reason.
+    """The candidates that may serve the query's leg, and the excluded ones with reasons.
 
-    has_room: if given, the only wish: others than the wished for may serve if these have no room.
-    Raises Unavailable or InvalidRequest, with a reason that names the filter that left nobody, and
-    the field that asked for it.
+    has_capacity: if given, the only preference; others are ignored.
+
+    Raises Unavailable or InvalidRequest, with the reason of the filter that no candidate passes
+    and the field of the request that sets it.
     """
     if query.routing is None and not query.excluded_worker_ids:
         return candidates, []
@@ -95,11 +106,12 @@ def eligible(
 
 
 def all_busy_error(model: str, leg: Leg) -> Overloaded:
-    """The error where all who may serve the leg are above a busy threshold."""
+    """The error if each eligible worker of the leg is above a busy threshold."""
     role = "" if leg == "whole" else f"{leg} "
     return Overloaded(
         RETRY_AFTER_S,
-        f"every {role}worker of {model!r} that may serve the request is busy",
+        f"every eligible {role}worker of {model!r} is above a busy threshold; retry after "
+        f"{RETRY_AFTER_S:g} s",
         reason="ALL_WORKERS_BUSY",
         metadata={"model": model, "leg": leg},
     )
@@ -112,7 +124,7 @@ def _candidate_filters(
     residency: LoraResidency,
     has_capacity: Callable[[Candidate], bool] | None,
 ) -> list[_CandidateFilter]:
-    """In the order in which an empty result is best explained; wishes come last."""
+    """Requirements, in the order in which an empty result is best explained; then preferences."""
     requirements: list[_CandidateFilter] = []
     preferences: list[_CandidateFilter] = []
     if (routing := query.routing) is not None:
@@ -136,7 +148,7 @@ def _candidate_filters(
         session_filter = _session_filter(query.model, affinity_constraint, leg)
         (requirements if affinity_constraint.is_hard else preferences).append(session_filter)
     if has_capacity is not None:
-        preferences = [_CandidateFilter(has_capacity, "has no room, and others have")]
+        preferences = [_CandidateFilter(has_capacity, "no capacity, and others have some")]
     return requirements + preferences
 
 
@@ -144,7 +156,7 @@ def _adapter_filter(
     model: str, lora_name: str, leg: Leg, residency: LoraResidency
 ) -> _CandidateFilter:
     def error_if_empty() -> MeshError:
-        requirement = f"worker that has the adapter {lora_name!r}"
+        requirement = f"worker has the adapter {lora_name!r}"
         return _no_worker_error(model, leg, "NO_ADAPTER_WORKER", requirement, "lora_name")
 
     return _CandidateFilter(
@@ -154,21 +166,19 @@ def _adapter_filter(
     )
 
 
-def _session_filter(
-    model: str, affinity_constraint: AffinityConstraint, leg: Leg
-) -> _CandidateFilter:
-    worker_id, rank = affinity_constraint.placement
+def _session_filter(model: str, constraint: AffinityConstraint, leg: Leg) -> _CandidateFilter:
+    worker_id, rank = constraint.placement
 
     def error_if_empty() -> MeshError:
-        requirement = f"choice but worker {worker_id}, rank {rank}, as its session is bound to it"
+        requirement = f"other worker than {worker_id}, rank {rank}, may serve its session"
         return _no_worker_error(
             model, leg, "SESSION_WORKER_NOT_ELIGIBLE", requirement, "session_control.session_id"
         )
 
     return _CandidateFilter(
-        lambda c: c.placement == affinity_constraint.placement,
-        "the session is bound to another place",
-        error_if_empty if affinity_constraint.is_hard else None,
+        lambda c: c.placement == constraint.placement,
+        "the session has another placement",
+        error_if_empty if constraint.is_hard else None,
     )
 
 
@@ -176,7 +186,7 @@ def _hint_requirements(model: str, routing: RoutingHints, leg: Leg) -> list[_Can
     requirements = []
     if (pin := pinned_worker_id(routing, leg)) is not None:
         field = _pin_field(routing, leg)
-        requirement = f"worker is {pin}, as {field} asks"
+        requirement = f"worker is {pin}, as {field} requires"
         requirements.append(
             _CandidateFilter(
                 lambda c: c.placement.worker_id == pin,
@@ -199,16 +209,13 @@ def _hint_requirements(model: str, routing: RoutingHints, leg: Leg) -> list[_Can
             )
         )
     if (allowed := routing.allowed_worker_ids) is not None:
+        field_name = "allowed_worker_ids"
         requirements.append(
             _CandidateFilter(
                 lambda c: c.placement.worker_id in allowed,
                 "not in allowed_worker_ids",
                 lambda: _no_worker_error(
-                    model,
-                    leg,
-                    "NO_ALLOWED_WORKER",
-                    "worker of allowed_worker_ids",
-                    "allowed_worker_ids",
+                    model, leg, "NO_ALLOWED_WORKER", f"worker is in {field_name}", field_name
                 ),
             )
         )
@@ -232,7 +239,7 @@ def _hint_requirements(model: str, routing: RoutingHints, leg: Leg) -> list[_Can
 
 
 def _pin_field(routing: RoutingHints, leg: Leg) -> str:
-    """Which of the fields of `pinned_worker_id` pins it."""
+    """The field that `pinned_worker_id` reads."""
     if leg == "prefill":
         return "prefill_worker_id"
     return "decode_worker_id" if routing.backend_instance_id is None else "backend_instance_id"
@@ -241,12 +248,132 @@ def _pin_field(routing: RoutingHints, leg: Leg) -> str:
 def _no_worker_error(
     model: str, leg: Leg, reason: str, requirement: str, hint_field: str = ""
 ) -> Unavailable:
-    """asked_by: the field of the routing hints that leaves nobody. One who will do may yet come."""
+    """Retryable, since a suitable worker may join. hint_field: the hint that excludes all."""
     role = "" if leg == "whole" else f"{leg} "
     return Unavailable(
-        f"nobody can serve {model!r}: no {role}{requirement}",
+        f"no worker can serve {model!r}: no {role}{requirement}",
         RETRY_AFTER_S,
         field=f"{_ROUTING}.{hint_field}" if hint_field else None,
         reason=reason,
         metadata={"model": model, "leg": leg},
     )
+
+
+class AdapterResidency:
+    """The adapters that the models' workers have, or had until recently.
+
+    An adapter that left with its last worker is unavailable (503) for GONE_MODEL_TTL_S, like a
+    model, then unknown (404): requests that it served look for another worker just then.
+
+    Invariant: an adapter is either resident or recently removed, never both.
+    """
+
+    def __init__(self) -> None:
+        self._resident: frozenset[tuple[str, str]] = frozenset()
+        # (model, adapter) -> time of removal, seconds; oldest first.
+        self._recently_removed: dict[tuple[str, str], float] = {}
+
+    def update(self, workers: Iterable[Instance], now: float) -> None:
+        """Apply a fleet change. workers: all present workers."""
+        resident = frozenset(
+            (worker.model, adapter_name) for worker in workers for adapter_name in worker.loras
+        )
+        for adapter_key in sorted(self._resident - resident):
+            self._recently_removed[adapter_key] = now
+        for adapter_key in resident & self._recently_removed.keys():
+            del self._recently_removed[adapter_key]
+        for adapter_key in [
+            p for p, at in self._recently_removed.items() if now - at >= GONE_MODEL_TTL_S
+        ]:
+            del self._recently_removed[adapter_key]
+        while len(self._recently_removed) > RECENTLY_REMOVED_MAX:
+            del self._recently_removed[next(iter(self._recently_removed))]
+        self._resident = resident
+
+    def check(self, query: Query, now: float) -> None:
+        """Check that a worker of the model has the adapter that the query names, if any.
+
+        Raises Unavailable if one had it recently, else NotFound; both name the adapter.
+        """
+        adapter_name = query.routing.lora_name if query.routing is not None else None
+        if not adapter_name or (query.model, adapter_name) in self._resident:
+            return
+        metadata = {"model": query.model, "adapter": adapter_name}
+        removed_at = self._recently_removed.get((query.model, adapter_name))
+        if removed_at is not None and now - removed_at < GONE_MODEL_TTL_S:
+            raise Unavailable(
+                f"no worker can serve {query.model!r}: the last worker with the adapter "
+                f"{adapter_name!r} left",
+                RETRY_AFTER_S,
+                reason="NO_ADAPTER_WORKER",
+                metadata=metadata,
+            )
+        raise NotFound(
+            f"no worker of {query.model!r} has the adapter {adapter_name!r}",
+            field="query.routing.lora_name",
+            reason="UNKNOWN_ADAPTER",
+            metadata=metadata,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusyLimits:
+    """Load above which a rank counts as busy; None: no limit.
+
+    active_decode_blocks: share of its KV blocks in use, 0..1, if it reports their number; not for
+    the prefill leg. active_prefill_tokens: prompt tokens to compute; active_prefill_tokens_frac:
+    the same in batches, if it reports its batch size; neither for the decode leg.
+    """
+
+    active_decode_blocks: float | None = None
+    active_prefill_tokens: int | None = None
+    active_prefill_tokens_frac: float | None = None
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether no limit is set."""
+        return self == NO_LIMITS
+
+    def is_exceeded(self, candidate: Candidate, load: LoadTotals, leg: Leg) -> bool:
+        """Whether a rank with this load is busy."""
+        worker, tokens = candidate.instance, load.prefill_tokens
+        if leg != "decode":
+            if self.active_prefill_tokens is not None and tokens > self.active_prefill_tokens:
+                return True
+            max_share, batch_tokens = self.active_prefill_tokens_frac, worker.max_num_batched_tokens
+            if (
+                max_share is not None
+                and batch_tokens is not None
+                and tokens > max_share * batch_tokens
+            ):
+                return True
+        max_share, blocks = self.active_decode_blocks, worker.total_kv_blocks
+        if leg == "prefill" or max_share is None or blocks is None:
+            return False
+        return load.decode_blocks > max_share * blocks
+
+
+NO_LIMITS = BusyLimits()
+
+
+def is_prefill_busy(candidate: Candidate, load: LoadTotals, threshold: float) -> bool:
+    """prefill_tokens > threshold * max_num_batched_tokens."""
+    batch_tokens = candidate.instance.max_num_batched_tokens or BATCH_TOKENS_UNKNOWN
+    return load.prefill_tokens > threshold * batch_tokens
+
+
+def busy_worker_ids(
+    candidates: Sequence[Candidate],
+    load_of: Callable[[Placement], LoadTotals],
+    limits: BusyLimits,
+    leg: Leg,
+) -> frozenset[int]:
+    """Ids of the workers that have only busy ranks among `candidates`."""
+    if limits.is_disabled:
+        return frozenset()
+    not_busy = {
+        c.placement.worker_id
+        for c in candidates
+        if not limits.is_exceeded(c, load_of(c.placement), leg)
+    }
+    return frozenset(c.placement.worker_id for c in candidates) - not_busy

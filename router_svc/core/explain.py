@@ -1,4 +1,4 @@
-"""Why a decision was made: one row for each candidate (pure)."""
+"""Explains decisions: one row per candidate (pure)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from router_svc.core.types import Candidate, Leg, LoadTotals, Placement
 class CandidateRow(NamedTuple):
     """One row of an explanation. A tuple, because every decision makes some.
 
-    cost: in the selector's unit, None if it put no price on it or must not choose it; terms: what
-    it is made of, None if the selector does not say. report_age_s: None without report.
-    excluded_why: empty if it could have been chosen. leg: what it was considered for.
+    cost: in the selector's unit; None if the candidate was not scored or is excluded. terms: parts
+    of the cost, None if the selector reports none. report_age_s: seconds; None without a report.
+    excluded_reason: empty if the candidate was eligible.
     """
 
     placement: Placement
@@ -35,26 +35,32 @@ class CandidateRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LegPlan:
-    """Who was chosen for a leg, among whom, by what view. of: how many there were at first."""
+    """The selection of one leg. kept: the eligible candidates."""
 
     choice: Selection
     view: View
     kept: Sequence[Candidate]
     excluded: Sequence[Excluded]
-    of: int
 
     @property
     def chosen(self) -> Candidate:
         return self.choice.candidate
 
+    @property
+    def candidate_count(self) -> int:
+        """Eligible and excluded candidates."""
+        return len(self.kept) + len(self.excluded)
 
-def explain(pick: LegPlan, index: IndexStatusProvider, rows_max: int | None) -> list[CandidateRow]:
-    """The priced ones, cheapest first, then the unpriced, the chosen one first, then the excluded.
 
-    With a limit: of all these as many, always the chosen one among them, with its price if it has
-    one.
+def explain(
+    leg_plan: LegPlan, index: IndexStatusProvider, rows_max: int | None
+) -> list[CandidateRow]:
+    """Rows of the scored candidates, cheapest first, then of the others, then of the excluded ones.
+
+    The chosen candidate comes first among those without a cost. rows_max: None for all; the chosen
+    candidate is always included.
     """
-    choice, view = pick.choice, pick.view
+    choice, view = leg_plan.choice, leg_plan.view
     candidate_costs = CandidateCosts.of(choice.scored)
     candidates, costs, loads = (
         candidate_costs.candidates,
@@ -63,7 +69,7 @@ def explain(pick: LegPlan, index: IndexStatusProvider, rows_max: int | None) -> 
     )
     shown_indexes: Sequence[int] = sorted(range(len(costs)), key=costs.__getitem__)
     if rows_max is not None and len(shown_indexes) >= rows_max:
-        shown_indexes = _with_chosen(shown_indexes, candidates, pick.chosen, rows_max)
+        shown_indexes = _with_chosen(shown_indexes, candidates, leg_plan.chosen, rows_max)
     rows = [
         candidate_row(candidates[at], view, index, loads[at], costs[at], candidate_costs.terms(at))
         for at in shown_indexes
@@ -71,10 +77,10 @@ def explain(pick: LegPlan, index: IndexStatusProvider, rows_max: int | None) -> 
     remaining = None if rows_max is None else rows_max - len(rows)
     if remaining == 0:
         return rows
-    without_cost = islice(_without_cost(candidates, pick), remaining)
+    without_cost = islice(_without_cost(candidates, leg_plan), remaining)
     rows += [candidate_row(candidate, view, index) for candidate in without_cost]
     remaining = None if rows_max is None else rows_max - len(rows)
-    excluded = islice(pick.excluded, remaining)
+    excluded = islice(leg_plan.excluded, remaining)
     rows += [candidate_row(candidate, view, index, reason=reason) for candidate, reason in excluded]
     return rows
 
@@ -82,8 +88,8 @@ def explain(pick: LegPlan, index: IndexStatusProvider, rows_max: int | None) -> 
 def _with_chosen(
     by_cost: Sequence[int], candidates: Sequence[Candidate], chosen: Candidate, rows_max: int
 ) -> Sequence[int]:
-    """The cheapest, of which the last gives way to the chosen one if that is priced higher, or not
-    at all: some selectors price others only.
+    """The cheapest ones. The chosen candidate replaces the last if it costs more, and gets a row
+    without a cost later if it has none: some selectors score other candidates only.
     """
     for number, at in enumerate(by_cost):
         if candidates[at].placement == chosen.placement:
@@ -91,15 +97,15 @@ def _with_chosen(
     return by_cost[: rows_max - 1]
 
 
-def _without_cost(scored: Sequence[Candidate], pick: LegPlan) -> Iterator[Candidate]:
-    """Those that could have been chosen and have no price, the chosen one first."""
-    if len(scored) == len(pick.kept):
+def _without_cost(scored: Sequence[Candidate], leg_plan: LegPlan) -> Iterator[Candidate]:
+    """The eligible candidates without a cost, the chosen one first."""
+    if len(scored) == len(leg_plan.kept):
         return
-    with_cost, chosen = {one.placement for one in scored}, pick.chosen
+    with_cost, chosen = {one.placement for one in scored}, leg_plan.chosen
     if chosen.placement not in with_cost:
         yield chosen
         with_cost.add(chosen.placement)
-    yield from (one for one in pick.kept if one.placement not in with_cost)
+    yield from (one for one in leg_plan.kept if one.placement not in with_cost)
 
 
 def candidate_row(
@@ -112,7 +118,7 @@ def candidate_row(
     *,
     reason: str = "",
 ) -> CandidateRow:
-    """One candidate as the view shows it."""
+    """The row of one candidate, from the view."""
     at, now, book = candidate.placement, view.now, view.book
     if load is None:
         load = book.load(at, now)

@@ -1,13 +1,12 @@
-"""Prefill and decode of one request on two workers, or not on two: who can pair, where they meet,
-when a pair is not worth it (pure).
+"""Pairs of a prefill and a decode worker, and when a request is served without a pair (pure).
 
-Topology. A worker is in a domain by its taints: `zone=a` puts it at `a` of the domain `zone`. KV
-that is to stay inside a domain goes from a prefill worker to decode workers with the same taint.
+Topology. The taints of a worker define its domains: `zone=a` is the value `a` of the domain `zone`.
+KV that must stay inside a domain goes from a prefill worker to decode workers with the same taint.
 
-Conditional disaggregation. A prompt that is nearly cached where it could be decoded costs less
-there than a handoff does, and a busy prefill worker more than it saves. `Bypass` says when; the
-formulas are NVIDIA Dynamo's, as documented. With its own booking the bypassing request weighs on
-the worker at once, so that requests side by side do not all pass the same threshold.
+Conditional disaggregation. If most of a prompt is cached where it could be decoded, prefill there
+costs less than a handoff; a busy prefill worker costs more than it saves. `Bypass` has the
+formulas, as NVIDIA Dynamo documents them. The booking of a request that bypasses prefill counts at
+once, so that concurrent requests do not all pass the same threshold.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from router_svc.core.types import Candidate
 BOOTSTRAP_ROOM_MAX = 2**63 - 1
 
 BypassPolicy = Literal["off", "isl_bounding", "prefill_load", "isl_or_load"]
-# Those that ask how short a prompt is, and those that ask how busy prefill is.
+# Policies that depend on the prompt length, and on the load of prefill workers.
 ISL_POLICIES: tuple[BypassPolicy, ...] = ("isl_bounding", "isl_or_load")
 LOAD_POLICIES: tuple[BypassPolicy, ...] = ("prefill_load", "isl_or_load")
-# Why a request that could be split was not.
+# Why a request that could be split is not.
 BYPASS_REASONS = ("short_prompt", "prefill_busy")
 
 
 @dataclass(frozen=True, slots=True)
 class TransferDomain:
-    """Inside which domain KV travels. name: "" = anywhere. weight: None = it must stay inside;
-    else how much workers inside are preferred, 0..1, as the weight of a preferred taint.
+    """The domain inside which KV travels. name: "" = anywhere. weight: None = it must stay inside;
+    else the weight, 0..1, by which workers inside are preferred, as of a preferred taint.
     """
 
     name: str = ""
@@ -43,16 +42,16 @@ class TransferDomain:
 
     @property
     def is_required(self) -> bool:
-        """Whether a pair across the domain's borders is none."""
+        """Whether a pair must be inside one value of the domain."""
         return bool(self.name) and self.weight is None
 
     def taints_of(self, worker: Instance) -> frozenset[str]:
-        """The worker's taints of this domain; several are allowed, none puts it outside."""
+        """The worker's taints of this domain. Several are allowed; without one it is outside."""
         taint_prefix = f"{self.name}="
         return frozenset(taint for taint in worker.taints if taint.startswith(taint_prefix))
 
     def prefer_domain_of(self, prefill: Candidate, query: Query) -> Query:
-        """The query of the decode leg, once prefill is chosen: it prefers the same domain."""
+        """The query of the decode leg: it prefers the domain of the selected prefill worker."""
         if not (self.name and self.weight) or not (
             domain_taints := self.taints_of(prefill.instance)
         ):
@@ -71,14 +70,13 @@ ANY_DOMAIN = TransferDomain()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bypass:
-    """When a request that could be split is served in one piece.
+    """When a request that could be split is served by one worker.
 
-    isl_bounding: where prefill there is short, in tokens (eff_isl_threshold) and as a share of the
-    prompt (eff_isl_ratio_threshold). prefill_load: where the prefill worker of the pair is busy,
-    with more waiting than prefill_busy_threshold times what it computes in a step, or where none
-    takes the request now, by the queue's threshold or a limit. isl_or_load: where either is so.
-    decode_busy_threshold: only if with the request the worker holds no more than this share of its
-    KV blocks; None: whatever it holds.
+    isl_bounding: if prefill there is short, in tokens (eff_isl_threshold) and as a share of the
+    prompt (eff_isl_ratio_threshold). prefill_load: if more tokens wait at the prefill worker of the
+    pair than prefill_busy_threshold times its batch, or if no prefill worker accepts the request
+    now, by the queue's threshold or a busy limit. isl_or_load: either. decode_busy_threshold: only
+    if the worker, with the request, holds at most this share of its KV blocks; None: no limit.
     """
 
     policy: BypassPolicy = "off"
@@ -88,15 +86,15 @@ class Bypass:
     decode_busy_threshold: float | None = None
 
     def cause(self, total_tokens: int, cached_tokens: int, prefill_is_busy: bool) -> str:
-        """One of BYPASSES, or empty. cached_tokens: where it would run in one piece.
-        prefill_is_busy: see `is_busy`; also so where no prefill worker takes the request now.
+        """One of BYPASS_REASONS, or empty. cached_tokens: on the worker that would serve it alone.
+        prefill_is_busy: see `is_busy`; also if no prefill worker accepts the request now.
         """
         if self.policy in ISL_POLICIES and self.is_short(total_tokens, cached_tokens):
             return "short_prompt"
         return "prefill_busy" if self.policy in LOAD_POLICIES and prefill_is_busy else ""
 
     def is_short(self, total_tokens: int, cached_tokens: int) -> bool:
-        """eff_isl < eff_isl_threshold and eff_isl / total_tokens < eff_isl_ratio_threshold, where
+        """eff_isl < eff_isl_threshold and eff_isl / total_tokens < eff_isl_ratio_threshold, with
         eff_isl = max(0, total_tokens - cached_tokens).
         """
         eff_isl = max(0, total_tokens - cached_tokens)
@@ -104,7 +102,7 @@ class Bypass:
         return eff_isl < self.eff_isl_threshold and ratio < self.eff_isl_ratio_threshold
 
     def is_busy(self, waiting_tokens: int, batch_tokens: int | None) -> bool:
-        """waiting_tokens > prefill_busy_threshold * batch_tokens; what is not known is calm."""
+        """waiting_tokens > prefill_busy_threshold * batch_tokens; False if one is unknown."""
         if self.prefill_busy_threshold is None or batch_tokens is None:
             return False
         return waiting_tokens > self.prefill_busy_threshold * batch_tokens
@@ -112,7 +110,7 @@ class Bypass:
     def has_capacity(
         self, booked_blocks: int, request_blocks: int, total_blocks: int | None
     ) -> bool:
-        """held + own <= decode_busy_threshold * total; what is not known has none."""
+        """booked + request <= decode_busy_threshold * total; False if total is unknown."""
         if self.decode_busy_threshold is None:
             return True
         if total_blocks is None:
@@ -124,9 +122,9 @@ NO_BYPASS = Bypass()
 
 
 def make_bootstrap_info(prefill: Candidate, rng: Random) -> BootstrapInfo | None:
-    """A fresh meeting place on the prefill worker; None if it advertises none.
+    """A fresh bootstrap room on the prefill worker; None if it advertises no bootstrap address.
 
-    Without one prefill completes first, and what it left travels to decode with the request.
+    Without one, prefill completes first, and its result travels to decode with the request.
     """
     worker = prefill.instance
     if worker.bootstrap_host is None or worker.bootstrap_port is None:
@@ -137,9 +135,9 @@ def make_bootstrap_info(prefill: Candidate, rng: Random) -> BootstrapInfo | None
 
 
 def bootstrap_room(rng: Random, dp_size: int, dp_rank: int) -> int:
-    """A random room in 0..2^63-1 with room mod dp_size == dp_rank: engines read the rank from it.
+    """A random bootstrap room in 0..2^63-1 with room mod dp_size == dp_rank.
 
-    dp_rank: counted from the worker's first rank. Formula: SGLang takes the rank from the room.
+    dp_rank: from the worker's first rank. SGLang derives the rank from the room by this formula.
     """
     assert 0 <= dp_rank < dp_size, "a rank is one of the worker's"
     quotient = rng.randrange(BOOTSTRAP_ROOM_MAX + 1) % (
@@ -151,10 +149,10 @@ def bootstrap_room(rng: Random, dp_size: int, dp_rank: int) -> int:
 def pairable(
     prefill: Sequence[Candidate], decode: Sequence[Candidate], domain: TransferDomain = ANY_DOMAIN
 ) -> tuple[Sequence[Candidate], Sequence[Candidate]]:
-    """Those of each side with somebody on the other to move KV to or from; both may be empty.
+    """The candidates of each side that have a partner on the other; both may be empty.
 
-    KV pages can travel inside a transfer group only (equal page size, dtype, layout and model),
-    and inside one value of the domain, if that is required.
+    KV pages travel only inside a transfer group (equal page size, dtype, layout and model) and, if
+    the domain is required, inside one value of it.
     """
     if not domain.is_required:
         shared_groups = {c.instance.transfer_group for c in prefill} & {
@@ -180,7 +178,7 @@ def pairable(
 def decode_partners(
     prefill: Candidate, decode: Sequence[Candidate], domain: TransferDomain = ANY_DOMAIN
 ) -> list[Candidate]:
-    """Those that can take over what the prefill worker has computed."""
+    """The decode candidates that can receive the KV of the prefill worker."""
     group = prefill.instance.transfer_group
     same_group = [c for c in decode if c.instance.transfer_group == group]
     if not domain.is_required:

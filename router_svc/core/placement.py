@@ -1,31 +1,32 @@
-"""On whom a request runs: filters, the pairing of legs and the selector put together (pure).
+"""Chooses the ranks of a request: filters, pairing of legs and selector put together (pure).
 
-Which workers a request runs on, in this order:
+A request is served in the first of these serving modes that is open:
 
-1. a pair, where the model has prefill and decode workers: prefill by the cost of a prompt (its
-   cache counts there), decode in the same transfer group and domain by its load alone; unless
-   `Bypass` has a reason to serve it as in 2 or 3 although it could be split;
+1. a pair, if the model has prefill and decode workers. Prefill is selected by the cost of the
+   prompt (cached blocks count), decode by load alone, in the same transfer group and domain. If
+   `Bypass` has a reason, mode 2 or 3 comes first although the request could be split;
 2. an aggregated worker;
-3. a decode worker that can prefill by itself (`local_prefill`), where no prefill worker can serve;
-4. nobody: Unavailable names the role that is missing, Overloaded says that whoever could serve it
-   is busy.
+3. a decode worker with `local_prefill`, if no prefill worker can serve the request.
 
-A way whose workers are all above a busy threshold is closed. One where all who may compute the
-prompt are prefill-busy is *full*: the next that is not comes before it, and where all that are open
-are full, the first of them is picked, and `ServingPlan.blocked_candidates` says who has to get
-room. Wishes (a
-soft session, a preferred adapter) make no way full: they are put aside for whoever has room.
+If no mode is open, planning raises Unavailable, which names the missing role, or Overloaded if
+every worker that could serve the request is busy.
 
-A request that pins an aggregated worker, or whose session is bound to one, goes there first; one
-that pins its prefill is served by a pair or not at all. What is not a pair although the model has
-halves of pairs is a *fallback*: counted, and named in the reasons.
+A mode is closed if each of its workers is above a busy threshold. It is full if every rank that may
+compute the prompt is prefill-busy. A mode with capacity precedes a full one. If all open modes are
+full, the first is planned and `ServingPlan.is_blocked` is set: the request has to wait in the
+admission queue. Preferences (a soft session, a preferred adapter) make no mode full: ranks with
+capacity precede preferred ranks.
+
+A request that pins an aggregated worker, or has its session on one, is served there first. A
+request that pins its prefill leg is served by a pair or not at all. A request that is not split
+although the model has prefill or decode workers is a fallback: it is counted and its reason
+reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 from random import Random
 
@@ -39,15 +40,15 @@ from common.errors import (
     Unsupported,
 )
 from common.registry.instances import Instance
-from router_svc.core.adapters import AdapterResidency
-from router_svc.core.admission import ConstraintClass, constraint_class_of
-from router_svc.core.busy import busy_worker_ids, is_prefill_busy
 from router_svc.core.cost import CostSettings, RecentPrefill
 from router_svc.core.eligibility import (
     RETRY_AFTER_S,
+    AdapterResidency,
     Excluded,
     all_busy_error,
+    busy_worker_ids,
     eligible,
+    is_prefill_busy,
     pinned_worker_id,
 )
 from router_svc.core.explain import LegPlan
@@ -65,7 +66,7 @@ from router_svc.core.selectors import View, WorkerSelector
 from router_svc.core.sessions import SessionConstraint
 from router_svc.core.types import AffinityConstraint, Candidate, Leg, Matches, Placement
 
-# Why a model with halves of pairs served a request in one piece.
+# Why a request of a model with prefill or decode workers was not split.
 FALLBACK_REASONS = (
     "no_prefill_worker",
     "no_decode_worker",
@@ -74,190 +75,175 @@ FALLBACK_REASONS = (
     "prefill_busy",
     "decode_busy",
 )
-# The reason of the error where the selector itself fails.
+# Reason of the error if the selector fails.
 SELECTOR_FAILED = "SELECTOR_FAILED"
 _BUSY_REASON = "busy: above a configured threshold"
-_GATED_REASON = "its KV blocks leave no room by the gate of the bypass"
+_GATED_REASON = "busy: too few free KV blocks for the bypass"
 
-# Of one leg: those who can serve it, and the others with the reason.
+# Of one leg: the eligible candidates, and the excluded ones with reasons.
 _Eligibility = tuple[Sequence[Candidate], list[Excluded]]
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """One query on its way to a decision. stay: what its session asks, None if it names none.
-
-    has_room: of those who compute prompts; if given, who has is wished for, and nothing else is.
-    """
-
-    query: Query
-    cost_settings: CostSettings
-    matches: Matches
-    now: float
-    rng: Random
-    session_constraint: SessionConstraint | None = None
-    has_capacity: Callable[[Candidate], bool] | None = None
-
-    def affinity_constraint(self, leg: Leg) -> AffinityConstraint | None:
-        """Where its session is bound for the leg; a soft one only if that is wished for."""
-        affinity_constraint = (
-            None
-            if self.session_constraint is None
-            else self.session_constraint.affinity_constraint(leg)
-        )
-        return (
-            affinity_constraint
-            if affinity_constraint is None
-            or affinity_constraint.is_hard
-            or self.uses_preferences(leg)
-            else None
-        )
-
-    def uses_preferences(self, leg: Leg) -> bool:
-        """Whether its own wishes count for the leg."""
-        return self.has_capacity is None or leg == "decode"
-
-    @property
-    def constraint_class(self) -> ConstraintClass:
-        """Where it waits, if it must."""
-        return constraint_class_of(
-            self.query,
-            () if self.session_constraint is None else self.session_constraint.required_placements,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class ServingPlan:
-    """Who was chosen: `prefill` is None where the request is not split.
+    """The selected ranks. prefill: None if the request is not split.
 
-    waits_for: all who may compute the prompt, if each of them is prefill-busy; else nobody.
+    fallback: one of FALLBACK_REASONS; bypass: one of `pairing.BYPASS_REASONS`; or empty.
+    is_blocked: every rank that may compute the prompt is prefill-busy.
     """
 
     worker: LegPlan
     prefill: LegPlan | None = None
     fallback: str = ""
     bypass: str = ""
-    blocked_candidates: Sequence[Candidate] = ()
+    is_blocked: bool = False
 
     @property
-    def prompt_leg_plan(self) -> LegPlan:
+    def prompt_leg(self) -> LegPlan:
         """The leg that computes the prompt."""
         return self.worker if self.prefill is None else self.prefill
 
 
 class Planner:
-    """Picks by what fleet, book and misses say at the moment; books nothing."""
+    """Plans placements from the present fleet and load; books nothing."""
 
     def __init__(
         self,
         fleet: Fleet,
-        book: LoadTracker,
+        tracker: LoadTracker,
         selector: WorkerSelector,
         policy: Policy,
         recent_prefill: RecentPrefill,
     ) -> None:
-        self._fleet = fleet
-        self._book = book
-        self._selector = selector
-        self._policy = policy
-        self._recent_prefill = recent_prefill
-        self._adapter_residency = AdapterResidency()
-        # The last choice by model and leg, for selectors that go round.
-        self._last_placements: dict[tuple[str, Leg], Placement] = {}
+        self.fleet = fleet
+        self.tracker = tracker
+        self.selector = selector
+        self.policy = policy
+        self.recent_prefill = recent_prefill
+        self.adapter_residency = AdapterResidency()
+        # The last placement by model and leg, for selectors that rotate.
+        self.last_placements: dict[tuple[str, Leg], Placement] = {}
 
     def update_workers(self, workers: Iterable[Instance], now: float) -> None:
-        """The fleet has changed; these are its workers now."""
-        self._last_placements = {
-            key: at for key, at in self._last_placements.items() if key[0] in self._fleet.models
+        """Apply a fleet change, after the fleet itself. workers: all present workers."""
+        self.last_placements = {
+            key: at for key, at in self.last_placements.items() if key[0] in self.fleet.models
         }
-        self._adapter_residency.update(workers, now)
+        self.adapter_residency.update(workers, now)
 
     def record_placement(self, model: str, plan: ServingPlan) -> None:
-        """The picks became a decision, which selectors that go round go on from."""
-        for pick in (plan.worker, plan.prefill):
-            if pick is not None:
-                self._last_placements[model, pick.view.leg] = pick.chosen.placement
-
-    def pick(self, placement_request: PlacementRequest) -> ServingPlan:
-        """The first way, in the order of the module's docstring, that is open and not full.
-
-        If none is open, raises why: that all are busy, where they are, else the first reason.
-        """
-        first_error: MeshError | None = None
-        prefill_busy_plans: list[ServingPlan] = []
-        for mode_plan in self._plans_by_mode(placement_request):
-            if isinstance(mode_plan, MeshError):
-                takes_precedence = isinstance(mode_plan, Overloaded) and not isinstance(
-                    first_error, Overloaded
-                )
-                first_error = mode_plan if first_error is None or takes_precedence else first_error
-            elif self.are_prefill_busy(mode_plan.prompt_leg_plan.kept, placement_request.now):
-                prefill_busy_plans.append(mode_plan)
-            else:
-                return mode_plan
-        if prefill_busy_plans:
-            return replace(
-                prefill_busy_plans[0],
-                blocked_candidates=_union(
-                    mode_plan.prompt_leg_plan.kept for mode_plan in prefill_busy_plans
-                ),
-            )
-        assert first_error is not None, "a way is open or there is a reason why not"
-        raise first_error
+        """Record a plan that was carried out, for selectors that rotate."""
+        for leg_plan in (plan.worker, plan.prefill):
+            if leg_plan is not None:
+                self.last_placements[model, leg_plan.view.leg] = leg_plan.chosen.placement
 
     def are_prefill_busy(self, candidates: Sequence[Candidate], now: float) -> bool:
-        """Whether each of them is prefill-busy, so that who needs one waits in the queue."""
-        threshold, book = self._policy.queue.threshold, self._book
+        """Whether each candidate is prefill-busy. False without an admission queue."""
+        threshold, tracker = self.policy.queue.threshold, self.tracker
         if threshold is None:
             return False
-        return all(is_prefill_busy(c, book.load(c.placement, now), threshold) for c in candidates)
-
-    def passes_gate(self, query: Query, at: Candidate, now: float) -> bool:
-        """Whether the bypass's gate at decode lets the request in there."""
-        booked_blocks = self._book.load(at.placement, now).decode_blocks
-        request_blocks = bookable_decode_blocks(query, block_size_of(query, at.instance.block_size))
-        return self._policy.bypass.has_capacity(
-            booked_blocks, request_blocks, at.instance.total_kv_blocks
+        return all(
+            is_prefill_busy(c, tracker.load(c.placement, now), threshold) for c in candidates
         )
 
-    def can_split(self, placement_request: PlacementRequest) -> bool:
-        """Whether a pair may serve the request, busy or not."""
-        of = partial(self._fleet.candidates, placement_request.query.model)
-        try:
-            self._match_pairs(placement_request, of("prefill"), of("decode"))
-        except (Unavailable, InvalidRequest):
-            return False
-        return True
+    def no_worker_error(
+        self, model: str, now: float, missing: str = "worker"
+    ) -> UnknownModel | Unavailable:
+        """The error of a model without workers. missing: prefill_worker, decode_worker, worker."""
+        roles = self.fleet.roles(model)
+        if not roles and self.fleet.has_snapshot and not self.fleet.is_known_model(model, now):
+            return UnknownModel(model)
+        if not self.fleet.has_snapshot:
+            reason, cause = "FLEET_UNKNOWN", "the router has received no fleet snapshot yet"
+        elif not roles:
+            reason, cause = "NO_WORKER", "its last worker left"
+        else:
+            reason = f"NO_{missing.upper()}"
+            cause = f"it has {' and '.join(sorted(roles))} workers only"
+        return _unavailable(model, reason, cause)
 
-    def _plans_by_mode(
-        self, placement_request: PlacementRequest
-    ) -> Iterator[ServingPlan | MeshError]:
-        """The ways to serve a request, in order, each picked for when it is asked for; for one that
-        is closed, why.
+
+@dataclass(frozen=True, slots=True)
+class PlacementAttempt:
+    """Plans one query at one moment. session_constraint: None if the query names no session.
+
+    prefers_capacity: on legs that compute prompts, ranks with capacity are the only preference.
+    """
+
+    planner: Planner
+    query: Query
+    cost_settings: CostSettings
+    matches: Matches
+    now: float
+    rng: Random
+    session_constraint: SessionConstraint | None = None
+    prefers_capacity: bool = False
+
+    def plan(self) -> ServingPlan:
+        """The plan of the first serving mode that is open and not full, else of the first open one.
+
+        Raises, if no mode is open, the first Overloaded, else the first error.
         """
-        query, fleet = placement_request.query, self._fleet
-        prefill = fleet.candidates(query.model, "prefill")
-        decode = fleet.candidates(query.model, "decode")
-        aggregated = fleet.candidates(query.model, "aggregated")
-        if not (prefill or decode or aggregated):
-            raise self.no_worker_error(query.model, placement_request.now)
-        if self._policy.lora_residency == "required":
-            self._adapter_residency.check(query, placement_request.now)
-        prefill_pin_field, requires_unsplit = (
-            _prefill_pin_field(query),
-            self._requires_unsplit(placement_request, aggregated),
+        first_error: MeshError | None = None
+        full_plan: ServingPlan | None = None
+        for plan in self._plans_by_mode():
+            if isinstance(plan, MeshError):
+                takes_precedence = isinstance(plan, Overloaded) and not isinstance(
+                    first_error, Overloaded
+                )
+                first_error = plan if first_error is None or takes_precedence else first_error
+            elif not self._are_prefill_busy(plan.prompt_leg.kept):
+                return plan
+            elif full_plan is None:
+                full_plan = plan
+        if full_plan is not None:
+            return replace(full_plan, is_blocked=True)
+        assert first_error is not None, "a mode is open or has an error"
+        raise first_error
+
+    @property
+    def required_placements(self) -> tuple[Placement, ...]:
+        """All placements that a hard session requires; empty: any."""
+        return (
+            () if self.session_constraint is None else self.session_constraint.required_placements
         )
+
+    def _affinity_constraint(self, leg: Leg) -> AffinityConstraint | None:
+        """The session's constraint of the leg; None for a soft one that does not count here."""
+        if self.session_constraint is None:
+            return None
+        constraint = self.session_constraint.affinity_constraint(leg)
+        if constraint is None or constraint.is_hard or self._uses_preferences(leg):
+            return constraint
+        return None
+
+    def _uses_preferences(self, leg: Leg) -> bool:
+        return not self.prefers_capacity or leg == "decode"
+
+    def _are_prefill_busy(self, candidates: Sequence[Candidate]) -> bool:
+        return self.planner.are_prefill_busy(candidates, self.now)
+
+    def _has_capacity(self, candidate: Candidate) -> bool:
+        return not self._are_prefill_busy((candidate,))
+
+    def _plans_by_mode(self) -> Iterator[ServingPlan | MeshError]:
+        """The plan of each serving mode in order, made when requested; its error if closed."""
+        query, planner = self.query, self.planner
+        prefill = planner.fleet.candidates(query.model, "prefill")
+        decode = planner.fleet.candidates(query.model, "decode")
+        aggregated = planner.fleet.candidates(query.model, "aggregated")
+        if not (prefill or decode or aggregated):
+            raise planner.no_worker_error(query.model, self.now)
+        if planner.policy.lora_residency == "required":
+            planner.adapter_residency.check(query, self.now)
+        prefill_pin_field = _prefill_pin_field(query)
+        requires_unsplit = self._requires_unsplit(aggregated)
         local_prefill_workers = [c for c in decode if c.instance.local_prefill]
         fallback, needs_local_prefill = "", False
         if prefill and decode and (prefill_pin_field or not requires_unsplit):
-            pair = self._plan_with_capacity(
-                placement_request,
-                lambda placement_request: self._plan_pair(placement_request, prefill, decode),
-            )
+            pair = self._plan_with_capacity(lambda attempt: attempt._plan_pair(prefill, decode))
             if not prefill_pin_field:
-                bypass_plan = self._plan_bypass(
-                    placement_request, pair, (*local_prefill_workers, *aggregated)
-                )
+                bypass_plan = self._plan_bypass(pair, (*local_prefill_workers, *aggregated))
                 if bypass_plan is not None:
                     yield bypass_plan
             yield pair
@@ -271,169 +257,119 @@ class Planner:
             needs_local_prefill = not prefill
         if prefill_pin_field:
             if not (prefill and decode):
-                yield self._no_pair_error(placement_request, prefill_pin_field, fallback)
+                yield self._no_pair_error(prefill_pin_field, fallback)
             return
         if aggregated:
-            yield self._plan_unsplit(placement_request, aggregated, fallback)
+            yield self._plan_unsplit(aggregated, fallback)
         if local_prefill_workers and needs_local_prefill:
-            is_busy_fallback = fallback in ("prefill_busy", "decode_busy")
-            yield self._plan_unsplit(
-                placement_request, local_prefill_workers, fallback, is_gated=is_busy_fallback
-            )
-        yield self.no_worker_error(query.model, placement_request.now, fallback.removeprefix("no_"))
+            is_gated = fallback in ("prefill_busy", "decode_busy")
+            yield self._plan_unsplit(local_prefill_workers, fallback, is_gated=is_gated)
+        yield planner.no_worker_error(query.model, self.now, fallback.removeprefix("no_"))
 
     def _plan_unsplit(
-        self,
-        placement_request: PlacementRequest,
-        candidates: Sequence[Candidate],
-        fallback: str,
-        *,
-        is_gated: bool = False,
+        self, candidates: Sequence[Candidate], fallback: str, *, is_gated: bool = False
     ) -> ServingPlan | MeshError:
-        """is_gated: the gate of the bypass closes workers like a busy threshold."""
-        passing_gate = self._passing_gate(placement_request, candidates) if is_gated else candidates
-        if not passing_gate:
-            return all_busy_error(placement_request.query.model, "whole")
+        """is_gated: the decode threshold of the bypass closes workers like a busy threshold."""
+        passing = self._passing_gate(candidates) if is_gated else candidates
+        if not passing:
+            return all_busy_error(self.query.model, "whole")
 
-        def pick(placement_request: PlacementRequest) -> ServingPlan:
-            kept, excluded = self._eligible_and_free(placement_request, passing_gate, "whole")
-            excluded += _exclusions(candidates, passing_gate, _GATED_REASON)
-            return ServingPlan(
-                self._select(placement_request, "whole", kept, excluded), fallback=fallback
-            )
+        def plan(attempt: PlacementAttempt) -> ServingPlan:
+            kept, excluded = attempt._eligible_and_free(passing, "whole")
+            excluded += _exclusions(candidates, passing, _GATED_REASON)
+            return ServingPlan(attempt._select("whole", kept, excluded), fallback=fallback)
 
-        return self._plan_with_capacity(placement_request, pick)
+        return self._plan_with_capacity(plan)
 
     def _plan_with_capacity(
-        self, placement_request: PlacementRequest, pick: Callable[[PlacementRequest], ServingPlan]
+        self, make_plan: Callable[[PlacementAttempt], ServingPlan]
     ) -> ServingPlan | MeshError:
-        """As its wishes have it; but where that is full, with whoever has room."""
-        now = placement_request.now
-        plan = _try_plan(lambda: pick(placement_request))
-        if isinstance(plan, MeshError) or not self._has_preferences(placement_request):
+        """The plan with all preferences; if that is full, the one that prefers capacity."""
+        plan = _try_plan(make_plan, self)
+        if isinstance(plan, MeshError) or not self._has_preferences():
             return plan
-        if not self.are_prefill_busy(plan.prompt_leg_plan.kept, now):
+        if not self._are_prefill_busy(plan.prompt_leg.kept):
             return plan
-        relaxed_request = replace(
-            placement_request, has_capacity=lambda at: not self.are_prefill_busy((at,), now)
-        )
-        relaxed_plan = _try_plan(lambda: pick(relaxed_request))
+        relaxed_plan = _try_plan(make_plan, replace(self, prefers_capacity=True))
         return plan if isinstance(relaxed_plan, MeshError) else relaxed_plan
 
-    def _has_preferences(self, placement_request: PlacementRequest) -> bool:
-        """Whether it wishes for some of those who may serve it."""
-        session_constraint, routing = (
-            placement_request.session_constraint,
-            placement_request.query.routing,
-        )
-        if (
-            session_constraint is not None
-            and session_constraint.placement is not None
-            and not session_constraint.is_hard
-        ):
+    def _has_preferences(self) -> bool:
+        session, routing = self.session_constraint, self.query.routing
+        if session is not None and session.placement is not None and not session.is_hard:
             return True
-        is_preferred = self._policy.lora_residency == "preferred"
+        is_preferred = self.planner.policy.lora_residency == "preferred"
         return is_preferred and routing is not None and bool(routing.lora_name)
 
-    def _requires_unsplit(
-        self, placement_request: PlacementRequest, aggregated: Sequence[Candidate]
-    ) -> bool:
-        """Whether a pin or the session wants the request in one piece, on one of these."""
-        pin = pinned_worker_id(placement_request.query.routing)
+    def _requires_unsplit(self, aggregated: Sequence[Candidate]) -> bool:
+        """Whether a pin or the session places the request on one of these."""
+        pin = pinned_worker_id(self.query.routing)
         if pin is not None:
             return any(c.placement.worker_id == pin for c in aggregated)
-        affinity_constraint = placement_request.affinity_constraint("whole")
-        if affinity_constraint is None:
+        constraint = self._affinity_constraint("whole")
+        if constraint is None:
             return False
-        session_candidates = [c for c in aggregated if c.placement == affinity_constraint.placement]
-        if not session_candidates or affinity_constraint.is_hard:
+        session_candidates = [c for c in aggregated if c.placement == constraint.placement]
+        if not session_candidates or constraint.is_hard:
             return bool(session_candidates)
-        return self._may_serve(placement_request, session_candidates) and not self.are_prefill_busy(
-            session_candidates, placement_request.now
+        return self._can_serve(session_candidates) and not self._are_prefill_busy(
+            session_candidates
         )
 
-    def _may_serve(
-        self, placement_request: PlacementRequest, candidates: Sequence[Candidate]
-    ) -> bool:
+    def _can_serve(self, candidates: Sequence[Candidate]) -> bool:
         try:
-            return bool(self._eligible_and_free(placement_request, candidates, "whole")[0])
+            return bool(self._eligible_and_free(candidates, "whole")[0])
         except (Unavailable, InvalidRequest, Overloaded):
             return False
 
-    def _plan_pair(
-        self,
-        placement_request: PlacementRequest,
-        prefill: Sequence[Candidate],
-        decode: Sequence[Candidate],
-    ) -> ServingPlan:
+    def _plan_pair(self, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> ServingPlan:
         """Prefill first; then decode in its transfer group and domain."""
-        domain = self._policy.domain
-        first_leg, (pairable_decode, excluded_decode) = self._pairable(
-            placement_request, prefill, decode
-        )
-        first = self._select(placement_request, "prefill", *first_leg)
-        decode_partner_candidates = decode_partners(first.chosen, pairable_decode, domain)
-        excluded_decode += _exclusions(
-            pairable_decode, decode_partner_candidates, _outside_domain_reason(domain)
-        )
-        decode_request = replace(
-            placement_request, query=domain.prefer_domain_of(first.chosen, placement_request.query)
-        )
-        return ServingPlan(
-            self._select(decode_request, "decode", decode_partner_candidates, excluded_decode),
-            first,
-        )
+        domain = self.planner.policy.domain
+        prefill_eligibility, (pairable_decode, excluded_decode) = self._pairable(prefill, decode)
+        first = self._select("prefill", *prefill_eligibility)
+        partners = decode_partners(first.chosen, pairable_decode, domain)
+        excluded_decode += _exclusions(pairable_decode, partners, _outside_domain_reason(domain))
+        decode_query = domain.prefer_domain_of(first.chosen, self.query)
+        attempt = self if decode_query is self.query else replace(self, query=decode_query)
+        return ServingPlan(attempt._select("decode", partners, excluded_decode), first)
 
     def _pairable(
-        self,
-        placement_request: PlacementRequest,
-        prefill: Sequence[Candidate],
-        decode: Sequence[Candidate],
+        self, prefill: Sequence[Candidate], decode: Sequence[Candidate]
     ) -> tuple[_Eligibility, _Eligibility]:
-        """Of each side those who are free and have a free partner, with those left out and why.
+        """Of each side the candidates that are free and have a free partner.
 
-        Raises Overloaded where there are mates, but not among the free.
+        Raises Overloaded if partners exist, but none of them is free.
         """
-        unloaded_prefill = self._without_busy(placement_request, prefill, "prefill")
-        unloaded_decode = self._without_busy(placement_request, decode, "decode")
+        free_prefill = self._without_busy(prefill, "prefill")
+        free_decode = self._without_busy(decode, "decode")
         try:
-            first, second = self._match_pairs(placement_request, unloaded_prefill, unloaded_decode)
+            first, second = self._match_pairs(free_prefill, free_decode)
         except (Unavailable, InvalidRequest):
-            if unloaded_prefill is prefill and unloaded_decode is decode:
+            if free_prefill is prefill and free_decode is decode:
                 raise
-            self._match_pairs(
-                placement_request, prefill, decode
-            )  # Raises where it is not for being busy.
+            self._match_pairs(prefill, decode)  # Raises if the cause is not a busy worker.
             try:
-                self._match_pairs(placement_request, prefill, unloaded_decode)
+                self._match_pairs(prefill, free_decode)
             except (Unavailable, InvalidRequest):
-                raise all_busy_error(placement_request.query.model, "decode") from None
-            raise all_busy_error(placement_request.query.model, "prefill") from None
+                raise all_busy_error(self.query.model, "decode") from None
+            raise all_busy_error(self.query.model, "prefill") from None
         return (
-            (first[0], first[1] + _exclusions(prefill, unloaded_prefill, _BUSY_REASON)),
-            (second[0], second[1] + _exclusions(decode, unloaded_decode, _BUSY_REASON)),
+            (first[0], first[1] + _exclusions(prefill, free_prefill, _BUSY_REASON)),
+            (second[0], second[1] + _exclusions(decode, free_decode, _BUSY_REASON)),
         )
 
     def _match_pairs(
-        self,
-        placement_request: PlacementRequest,
-        prefill: Sequence[Candidate],
-        decode: Sequence[Candidate],
+        self, prefill: Sequence[Candidate], decode: Sequence[Candidate]
     ) -> tuple[_Eligibility, _Eligibility]:
-        """Of each side those who may serve and have a partner, with those left out and why."""
-        domain = self._policy.domain
-        eligible_prefill, excluded_prefill = self._filter_candidates(
-            placement_request, prefill, "prefill"
-        )
-        eligible_decode, excluded_decode = self._filter_candidates(
-            placement_request, decode, "decode"
-        )
+        """Of each side the eligible candidates that have a partner."""
+        domain = self.planner.policy.domain
+        eligible_prefill, excluded_prefill = self._filter(prefill, "prefill")
+        eligible_decode, excluded_decode = self._filter(decode, "decode")
         pairable_prefill, pairable_decode = pairable(eligible_prefill, eligible_decode, domain)
         if not pairable_prefill:
             domain_name = domain.name if pairable(eligible_prefill, eligible_decode)[0] else ""
-            raise _no_pairable_error(placement_request.query.model, domain_name)
+            raise _no_pairable_error(self.query.model, domain_name)
         excluded_prefill += _exclusions(
-            eligible_prefill, pairable_prefill, "has no partner to send its cache to"
+            eligible_prefill, pairable_prefill, "has no partner to send its KV cache to"
         )
         excluded_decode += _exclusions(
             eligible_decode, pairable_decode, _outside_domain_reason(domain)
@@ -441,197 +377,142 @@ class Planner:
         return (pairable_prefill, excluded_prefill), (pairable_decode, excluded_decode)
 
     def _plan_bypass(
-        self,
-        placement_request: PlacementRequest,
-        pair: ServingPlan | MeshError,
-        unsplit_candidates: Sequence[Candidate],
+        self, pair: ServingPlan | MeshError, unsplit_candidates: Sequence[Candidate]
     ) -> ServingPlan | None:
-        """One of `unsplit_candidates` instead of the pair, where `Bypass` has a reason; else None.
+        """A plan without the pair, if `Bypass` has a reason; else None.
 
-        Prefill workers that take no more requests, or let them wait, are busy whatever the
+        Prefill workers that accept no more requests, or would queue them, count as busy at any
         threshold of the bypass.
         """
-        query, policy = placement_request.query, self._policy.bypass
-        if policy.policy == "off" or not unsplit_candidates or not query.total_tokens:
+        query, bypass = self.query, self.planner.policy.bypass
+        if bypass.policy == "off" or not unsplit_candidates or not query.total_tokens:
             return None
         if isinstance(pair, MeshError):
             if _fallback_reason(pair) != "prefill_busy":
                 return None
             is_busy = True
         else:
-            at, view = pair.prompt_leg_plan.chosen, pair.prompt_leg_plan.view
-            waiting = view.load(at.placement).prefill_tokens
-            is_busy = policy.is_busy(waiting, at.instance.max_num_batched_tokens)
-            is_busy = is_busy or self.are_prefill_busy(
-                pair.prompt_leg_plan.kept, placement_request.now
-            )
+            at, view = pair.prompt_leg.chosen, pair.prompt_leg.view
+            waiting_tokens = view.load(at.placement).prefill_tokens
+            is_busy = bypass.is_busy(waiting_tokens, at.instance.max_num_batched_tokens)
+            is_busy = is_busy or self._are_prefill_busy(pair.prompt_leg.kept)
         sorted_candidates = sorted(unsplit_candidates, key=attrgetter("placement"))
-        mode_plan = self._plan_unsplit(placement_request, sorted_candidates, "", is_gated=True)
-        if isinstance(mode_plan, MeshError):
+        plan = self._plan_unsplit(sorted_candidates, "", is_gated=True)
+        if isinstance(plan, MeshError):
             return None
-        cause = policy.cause(query.total_tokens, cached_tokens(query, mode_plan.worker), is_busy)
-        return replace(mode_plan, bypass=cause) if cause else None
+        cause = bypass.cause(query.total_tokens, cached_tokens(query, plan.worker), is_busy)
+        return replace(plan, bypass=cause) if cause else None
 
-    def _passing_gate(
-        self, placement_request: PlacementRequest, candidates: Sequence[Candidate]
-    ) -> Sequence[Candidate]:
-        """Those where the bypass's gate at decode lets the request in."""
-        if self._policy.bypass.decode_busy_threshold is None:
+    def _passing_gate(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """The candidates below the decode threshold of the bypass."""
+        bypass = self.planner.policy.bypass
+        if bypass.decode_busy_threshold is None:
             return candidates
         return [
             c
             for c in candidates
-            if self.passes_gate(placement_request.query, c, placement_request.now)
+            if bypass.has_capacity(
+                self.planner.tracker.load(c.placement, self.now).decode_blocks,
+                bookable_decode_blocks(
+                    self.query, block_size_of(self.query, c.instance.block_size)
+                ),
+                c.instance.total_kv_blocks,
+            )
         ]
 
-    def _eligible_and_free(
-        self, placement_request: PlacementRequest, candidates: Sequence[Candidate], leg: Leg
-    ) -> _Eligibility:
-        """Those who may serve the leg and are not busy, with the others and why.
+    def _eligible_and_free(self, candidates: Sequence[Candidate], leg: Leg) -> _Eligibility:
+        """The eligible candidates that are not busy, and the others with reasons.
 
-        Raises Overloaded where those who may serve it are all busy.
+        Raises Overloaded if every eligible candidate is busy.
         """
-        eligibility = self._filter_candidates(placement_request, candidates, leg)
-        unloaded = self._without_busy(placement_request, candidates, leg)
-        if unloaded is candidates:
+        eligibility = self._filter(candidates, leg)
+        free = self._without_busy(candidates, leg)
+        if free is candidates:
             return eligibility
-        if not unloaded:
-            raise all_busy_error(placement_request.query.model, leg)
+        if not free:
+            raise all_busy_error(self.query.model, leg)
         try:
-            kept, excluded = self._filter_candidates(placement_request, unloaded, leg)
+            kept, excluded = self._filter(free, leg)
         except (Unavailable, InvalidRequest) as error:
-            raise all_busy_error(placement_request.query.model, leg) from error
-        return kept, excluded + _exclusions(candidates, unloaded, _BUSY_REASON)
+            raise all_busy_error(self.query.model, leg) from error
+        return kept, excluded + _exclusions(candidates, free, _BUSY_REASON)
 
-    def _filter_candidates(
-        self, placement_request: PlacementRequest, candidates: Sequence[Candidate], leg: Leg
-    ) -> _Eligibility:
-        """Those whom the filters leave, with the others and why."""
-        residency = self._policy.lora_residency
-        has_capacity = (
-            None if placement_request.uses_preferences(leg) else placement_request.has_capacity
-        )
-        affinity_constraint = placement_request.affinity_constraint(leg)
+    def _filter(self, candidates: Sequence[Candidate], leg: Leg) -> _Eligibility:
         return eligible(
-            placement_request.query,
+            self.query,
             candidates,
             leg,
-            affinity_constraint=affinity_constraint,
-            residency=residency,
-            has_capacity=has_capacity,
+            affinity_constraint=self._affinity_constraint(leg),
+            residency=self.planner.policy.lora_residency,
+            has_capacity=None if self._uses_preferences(leg) else self._has_capacity,
         )
 
-    def _without_busy(
-        self, placement_request: PlacementRequest, candidates: Sequence[Candidate], leg: Leg
-    ) -> Sequence[Candidate]:
-        """Those that are not above a busy threshold; the very same sequence if all are not."""
-        limits, book = self._policy.busy, self._book
+    def _without_busy(self, candidates: Sequence[Candidate], leg: Leg) -> Sequence[Candidate]:
+        """The candidates below all busy thresholds; the same sequence object if all are."""
+        tracker = self.planner.tracker
         busy = busy_worker_ids(
-            candidates, lambda at: book.load(at, placement_request.now), limits, leg
+            candidates, lambda at: tracker.load(at, self.now), self.planner.policy.busy, leg
         )
         if not busy:
             return candidates
         return [c for c in candidates if c.placement.worker_id not in busy]
 
-    def _select(
-        self,
-        placement_request: PlacementRequest,
-        leg: Leg,
-        kept: Sequence[Candidate],
-        excluded: Sequence[Excluded],
-    ) -> LegPlan:
+    def _select(self, leg: Leg, kept: Sequence[Candidate], excluded: Sequence[Excluded]) -> LegPlan:
+        planner, query = self.planner, self.query
         view = View(
-            self._book,
-            placement_request.now,
-            self._last_placements.get((placement_request.query.model, leg)),
-            placement_request.matches,
+            planner.tracker,
+            self.now,
+            planner.last_placements.get((query.model, leg)),
+            self.matches,
             leg,
-            placement_request.cost_settings.for_decode_leg()
-            if leg == "decode"
-            else placement_request.cost_settings,
-            self._recent_prefill,
+            self.cost_settings.for_decode_leg() if leg == "decode" else self.cost_settings,
+            planner.recent_prefill,
         )
         try:
-            choice = self._selector.select(
-                placement_request.query, kept, view, placement_request.rng
-            )
+            choice = planner.selector.select(query, kept, view, self.rng)
             chosen = choice.candidate
         except MeshError:
             raise
         except Exception as error:
-            # What it says is for the log: it may be anything.
+            # The text of a foreign exception goes to the log only: it may contain anything.
             cause = f"it raised {type(error).__name__}"
-            raise _selector_error(
-                self._selector.name, placement_request.query.model, cause
-            ) from error
-        for one in kept:
-            if one is chosen:
-                return LegPlan(choice, view, kept, excluded, len(kept) + len(excluded))
-        raise _selector_error(
-            self._selector.name, placement_request.query.model, "it chose no candidate"
-        )
+            raise _selector_error(planner.selector.name, query.model, cause) from error
+        if not any(one is chosen for one in kept):
+            raise _selector_error(planner.selector.name, query.model, "it chose no candidate")
+        return LegPlan(choice, view, kept, excluded)
 
-    def _no_pair_error(
-        self, placement_request: PlacementRequest, pin_field: str, fallback: str
-    ) -> MeshError:
-        """Why a request that pins its prefill cannot be served where there are no pairs."""
+    def _no_pair_error(self, pin_field: str, fallback: str) -> MeshError:
+        """The error of a request that pins its prefill leg, for a model without pairs."""
         if not fallback:
             return Unsupported(f"query.routing.{pin_field}", "requests are not split here")
-        return self.no_worker_error(
-            placement_request.query.model, placement_request.now, fallback.removeprefix("no_")
-        )
-
-    def no_worker_error(
-        self, model: str, now: float, missing: str = "worker"
-    ) -> UnknownModel | Unavailable:
-        """Why there is none. missing: prefill_worker, decode_worker, or worker."""
-        roles = self._fleet.roles(model)
-        if not roles and self._fleet.has_snapshot and not self._fleet.is_known_model(model, now):
-            return UnknownModel(model)
-        if not self._fleet.has_snapshot:
-            reason, cause = "FLEET_UNKNOWN", "the router has not seen the fleet yet"
-        elif not roles:
-            reason, cause = "NO_WORKER", "its last worker left"
-        else:
-            reason = f"NO_{missing.upper()}"
-            cause = f"it has {' and '.join(sorted(roles))} workers only"
-        return Unavailable(
-            f"nobody can serve {model!r}: {cause}",
-            RETRY_AFTER_S,
-            reason=reason,
-            metadata={"model": model},
+        return self.planner.no_worker_error(
+            self.query.model, self.now, fallback.removeprefix("no_")
         )
 
 
-def _try_plan(pick: Callable[[], ServingPlan]) -> ServingPlan | MeshError:
+def cached_tokens(query: Query, leg_plan: LegPlan) -> int:
+    """Prompt tokens that the selected rank has cached."""
+    at = leg_plan.chosen
+    block_size = block_size_of(query, at.instance.block_size)
+    return predicted_cached_tokens(query, leg_plan.view.overlap(at.placement), block_size)
+
+
+def _try_plan(
+    make_plan: Callable[[PlacementAttempt], ServingPlan], attempt: PlacementAttempt
+) -> ServingPlan | MeshError:
     try:
-        return pick()
+        return make_plan(attempt)
     except (Unavailable, InvalidRequest, Overloaded) as error:
         return error
 
 
-def _union(parts: Iterable[Sequence[Candidate]]) -> Sequence[Candidate]:
-    """All of them once; one part alone stays the object that it is."""
-    parts_list = list(parts)
-    if len(parts_list) == 1:
-        return parts_list[0]
-    return list({c.placement: c for part in parts_list for c in part}.values())
-
-
-def cached_tokens(query: Query, pick: LegPlan) -> int:
-    """Prompt tokens that the chosen one has in its cache."""
-    at = pick.chosen
-    block_size = block_size_of(query, at.instance.block_size)
-    return predicted_cached_tokens(query, pick.view.overlap(at.placement), block_size)
-
-
 def _exclusions(
-    candidates: Sequence[Candidate], kept: Sequence[Candidate], cause: str
+    candidates: Sequence[Candidate], kept: Sequence[Candidate], reason: str
 ) -> list[Excluded]:
     if len(kept) == len(candidates):
         return []
-    session_constraint = {c.placement for c in kept}
-    return [Excluded(c, cause) for c in candidates if c.placement not in session_constraint]
+    kept_placements = {c.placement for c in kept}
+    return [Excluded(c, reason) for c in candidates if c.placement not in kept_placements]
 
 
 def _outside_domain_reason(domain: TransferDomain) -> str:
@@ -640,7 +521,7 @@ def _outside_domain_reason(domain: TransferDomain) -> str:
 
 
 def _prefill_pin_field(query: Query) -> str:
-    """The field by which the request pins its prefill; empty if by none."""
+    """The field by which the request pins its prefill leg; empty if none."""
     if query.routing is not None:
         for name in ("prefill_worker_id", "prefill_dp_rank"):
             if getattr(query.routing, name) is not None:
@@ -649,32 +530,37 @@ def _prefill_pin_field(query: Query) -> str:
 
 
 def _selector_error(selector: str, model: str, cause: str) -> InternalError:
-    """Whatever is wrong with a selector, which may be somebody else's code: nothing is booked, and
-    another router, or this one in another state, may well choose.
+    """The error of a failed selector, which may be foreign code. Nothing is booked.
+
+    It is retryable: another router, or this one in another state, may succeed.
     """
     metadata = {"selector": selector, "model": model}
-    bug = InternalError(
+    error = InternalError(
         f"the selector {selector!r} failed: {cause}", reason=SELECTOR_FAILED, metadata=metadata
     )
-    bug.retryable = True
-    return bug
+    error.retryable = True
+    return error
 
 
 def _no_pairable_error(model: str, domain: str) -> Unavailable:
-    """Nobody can pair: across the borders of `domain`, or of a transfer group if that is empty."""
-    what = f"place of the domain {domain!r}" if domain else "transfer group"
+    """domain: the domain that separates prefill from decode; empty: the transfer group does."""
+    boundary = f"value of the domain {domain!r}" if domain else "transfer group"
+    reason = "NO_TRANSFER_DOMAIN" if domain else "NO_TRANSFER_GROUP"
+    return _unavailable(model, reason, f"its prefill and decode workers share no {boundary}")
+
+
+def _unavailable(model: str, reason: str, cause: str) -> Unavailable:
     return Unavailable(
-        f"nobody can serve {model!r}: its prefill and decode workers share no {what}",
+        f"no worker can serve {model!r}: {cause}",
         RETRY_AFTER_S,
-        reason="NO_TRANSFER_DOMAIN" if domain else "NO_TRANSFER_GROUP",
+        reason=reason,
         metadata={"model": model},
     )
 
 
 def _fallback_reason(error: MeshError) -> str:
-    """Which of FALLBACKS the failure to find a pair is."""
+    """The one of FALLBACK_REASONS for the error of planning a pair."""
     if error.reason in ("NO_TRANSFER_GROUP", "NO_TRANSFER_DOMAIN"):
         return error.reason.lower()
-    if isinstance(error, Overloaded):
-        return "prefill_busy" if error.metadata.get("leg") == "prefill" else "decode_busy"
-    return "no_prefill_worker" if error.metadata.get("leg") == "prefill" else "no_decode_worker"
+    leg = "prefill" if error.metadata.get("leg") == "prefill" else "decode"
+    return f"{leg}_busy" if isinstance(error, Overloaded) else f"no_{leg}_worker"

@@ -1,6 +1,6 @@
-"""What is to be placed, and what a booking of it is charged (pure).
+"""A request to place, and the load that its booking adds (pure).
 
-A Query never carries prompt content: its tokens are a count, its blocks are hashes.
+A Query carries no prompt content: its tokens are a count, its blocks are hashes.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from common.errors import InvalidRequest
 from common.request.preprocessed import RouterConfigOverride, RoutingHints
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
 
-# Tokens a block where neither the query nor the worker says.
+# Tokens per block if neither the query nor the worker reports them.
 DEFAULT_BLOCK_SIZE = 16
 HASH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One request to place; meanings and absences as in `kvmesh/router/v1/router.proto`.
+    """One request to place; fields and defaults as in `kvmesh/router/v1/router.proto`.
 
-    total_tokens: of the whole prompt, 0 where nobody tokenized it (pass-through kinds).
-    prefix_hashes: 8 B little endian a block of block_size tokens, made as hash_scheme says.
+    total_tokens: of the whole prompt, 0 if it is not tokenized (pass-through kinds).
+    prefix_hashes: 8 bytes, little endian, per block of block_size tokens, by hash_scheme.
     excluded_worker_ids: workers that failed this request before.
     waited_s: since the request arrived at the frontend. strict_priority: level in the queue, 0 or
-    more; a higher one goes first.
+    more; higher first.
     """
 
     model: str
@@ -42,7 +42,7 @@ class Query:
 
 
 def validate_query(query: Query) -> None:
-    """InvalidRequest, naming the field, for a query that nobody could place."""
+    """Raise InvalidRequest, which names the field, for a malformed query."""
     if not query.model:
         raise InvalidRequest("query.model must name a model", "query.model")
     priority_jump_s = query.routing.priority_jump if query.routing is not None else None
@@ -73,12 +73,12 @@ def validate_query(query: Query) -> None:
 
 
 def block_size_of(query: Query, worker_block_size: int | None) -> int:
-    """Tokens a block: as the query counts, else as the worker does, else the default."""
+    """Tokens per block: of the query, else of the worker, else the default."""
     return query.block_size or worker_block_size or DEFAULT_BLOCK_SIZE
 
 
 def predicted_cached_tokens(query: Query, overlap_blocks: int, block_size: int) -> int:
-    """Prompt tokens served from cache as engines count: whole blocks, never the last token.
+    """Prompt tokens served from cache, as engines count: whole blocks, never the last token.
 
     min(overlap_blocks * block_size, floor((total_tokens - 1) / block_size) * block_size)
     """
@@ -89,7 +89,7 @@ def predicted_cached_tokens(query: Query, overlap_blocks: int, block_size: int) 
 def bookable_prefill_tokens(
     query: Query, cached_tokens: int, cost_settings: CostSettings = DEFAULT_COST_SETTINGS
 ) -> int:
-    """Prompt tokens still to be computed: total - cached, or 0 where prefill is not tracked."""
+    """Prompt tokens still to be computed: total - cached, or 0 if prefill is not tracked."""
     if not cost_settings.track_prefill_tokens:
         return 0
     return max(0, query.total_tokens - cached_tokens)
@@ -98,7 +98,7 @@ def bookable_prefill_tokens(
 def bookable_decode_blocks(
     query: Query, block_size: int, cost_settings: CostSettings = DEFAULT_COST_SETTINGS
 ) -> int:
-    """KV blocks the prompt holds: ceil(total_tokens / block_size), 0 where they are not tracked."""
+    """KV blocks of the prompt: ceil(total_tokens / block_size), or 0 if they are not tracked."""
     if not cost_settings.track_active_blocks:
         return 0
     return -(-query.total_tokens // block_size)

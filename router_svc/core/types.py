@@ -30,13 +30,6 @@ class Candidate:
     instance: Instance
 
 
-class RankCapacity(NamedTuple):
-    """A rank slot: one rank and the leg that it serves."""
-
-    placement: Placement
-    leg: Leg
-
-
 @dataclass(frozen=True, slots=True)
 class AffinityConstraint:
     """The rank that a session requires (is_hard) or prefers for one leg."""
@@ -55,14 +48,13 @@ class BookingKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """A charge. Tokens and blocks are counts; `prefill` None means that prefill is on `worker`.
+    """The load of one attempt of one request. prefill: None if prefill runs on `worker`.
 
-    prefill_tokens are charged to `prefill` (or `worker`) and 0 once prefill is done;
-    decode_blocks are charged to `worker`, each at the weight `decay`, 0..1: a nearly finished
-    request weighs less.
+    prefill_tokens count on `prefill` (or `worker`), and are 0 once prefill is done. decode_blocks
+    count on `worker`, each with the weight `decay`, 0..1: a nearly finished request counts less.
 
-    session_id: the client session that the request is of, empty if of none; session_revision: of
-    the bond that it made or kept, from 1 (see `affinity.Bond`); lora_name: the session's adapter.
+    session_id: of the client session, empty without one; session_revision: of its session record,
+    from 1; lora_name: the session's adapter.
     """
 
     key: BookingKey
@@ -80,12 +72,12 @@ class Booking:
 
     @property
     def session(self) -> tuple[str, str, str]:
-        """What its session is known by."""
+        """The fields of its SessionName."""
         return self.model, self.session_id, self.lora_name
 
     @property
     def version(self) -> tuple[int, int]:
-        """Of two about the same booking, the greater is newer."""
+        """Orders versions of one booking; the greater is newer."""
         return self.generation, self.revision
 
     def __post_init__(self) -> None:
@@ -95,9 +87,9 @@ class Booking:
             )
         for name in ("prefill_tokens", "decode_blocks"):
             if getattr(self, name) < 0:
-                raise InvalidRequest(f"{name} must not be negative", name)
+                raise InvalidRequest(f"{name} must be at least 0, not {getattr(self, name)}", name)
         if self.revision < 1:
-            raise InvalidRequest("revision counts from 1", "revision")
+            raise InvalidRequest(f"revision must be at least 1, not {self.revision}", "revision")
 
 
 class SessionName(NamedTuple):

@@ -1,4 +1,4 @@
-"""A router process of S1: how it is made, what it waits for, what its calls do, how it ends."""
+"""A router process of S1: its start, its calls and its end."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Running:
-    """A router that runs, and a channel to it."""
+    """A running router and a channel to it."""
 
     def __init__(self, app: RouterApp, lifecycle: Lifecycle) -> None:
         self.app = app
@@ -74,13 +74,13 @@ class Running:
         return await rpc.unary(getattr(self.stub, method), request, timeout_s=timeout_s)
 
     async def route(self, **facts: Any) -> pb.Decision:
-        """A decision that books nothing."""
+        """A decision without a booking."""
         query = pb.Query(**{"model": "m", "total_tokens": 100, **facts})
         decision: pb.Decision = (await self.unary("Route", pb.RouteRequest(query=query))).decision
         return decision
 
     async def session(self, *frames: pb.SessionRequest) -> list[pb.NewResult]:
-        """All answers to a session's frames; the session is over then."""
+        """All results of a session with these frames, which ends then."""
         call: Any = self.stub.Session()
         results: list[pb.NewResult] = []
         async with rpc.cancelling(call), asyncio.timeout(WAIT_S):
@@ -98,9 +98,9 @@ class Running:
 
 
 @asynccontextmanager
-async def router(store: MemoryStore, **knobs: Any) -> AsyncIterator[Running]:
+async def router(store: MemoryStore, **settings: Any) -> AsyncIterator[Running]:
     app = RouterApp(
-        RouterConfig(registry="memory", mesh_key=MESH_KEY, **knobs),
+        RouterConfig(registry="memory", mesh_key=MESH_KEY, **settings),
         registry=MemoryRegistry(store),
         rng=Random(1),
     )
@@ -113,7 +113,7 @@ async def router(store: MemoryStore, **knobs: Any) -> AsyncIterator[Running]:
 
 def worker(worker_id: int, **facts: Any) -> Instance:
     given: dict[str, Any] = {"model": "m", "block_size": B, "kv_index": "events", **facts}
-    # Nobody listens there: a router that forwarded anything would fail.
+    # No server listens there: a router that forwards anything fails.
     return Instance(worker_id, NS, "worker", "", "127.0.0.1:1", **given)
 
 
@@ -126,8 +126,8 @@ class Bed:
         self._stack = stack
         stack.push_async_callback(self.registry.close)
 
-    async def router(self, **knobs: Any) -> Running:
-        return await self._stack.enter_async_context(router(self.store, **knobs))
+    async def router(self, **settings: Any) -> Running:
+        return await self._stack.enter_async_context(router(self.store, **settings))
 
     async def add(self, running: Running, *instances: Instance) -> None:
         for instance in instances:
@@ -190,11 +190,11 @@ def new(number: int, **facts: Any) -> pb.New:
     return pb.New(id=number, key=pb.BookingKey(request_id=f"r{number}"), query=query)
 
 
-# How it is made (S1.F).
+# Start (S1.F).
 
 
 @pytest.mark.row("S1-56", "S1-57", "S1-61", "S1-63")
-async def test_a_router_is_made_of_its_configuration_and_tells_what_it_is_made_of(bed: Bed) -> None:
+async def test_a_router_is_built_from_its_configuration_and_reports_it(bed: Bed) -> None:
     running = await bed.router()
     app = running.app
     defaults = RouterConfig()
@@ -215,7 +215,7 @@ async def test_a_router_is_made_of_its_configuration_and_tells_what_it_is_made_o
 
 @pytest.mark.slow
 @pytest.mark.row("S1-57")
-async def test_an_invalid_configuration_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+async def test_an_invalid_configuration_stops_the_start_before_any_work(tmp_path: Path) -> None:
     registry = tmp_path / "registry"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "router_svc", "--registry-path", str(registry)),
@@ -224,15 +224,15 @@ async def test_an_invalid_configuration_is_refused_before_anything_is_done(tmp_p
         stderr=asyncio.subprocess.PIPE,
     )
     async with asyncio.timeout(60):
-        _, said = await process.communicate()
+        _, stderr = await process.communicate()
     assert process.returncode == 2
-    assert "--router-ttl-secs" in said.decode()
-    assert "--router-prune-target-ratio" in said.decode(), "all that is wrong, at once"
+    assert "--router-ttl-secs" in stderr.decode()
+    assert "--router-prune-target-ratio" in stderr.decode(), "all problems at once"
     assert not registry.exists(), "nothing was registered or created"
 
 
 @pytest.mark.row("S1-58")
-async def test_a_router_decides_as_soon_as_a_worker_is_known_and_not_before(bed: Bed) -> None:
+async def test_a_router_decides_once_a_worker_is_known(bed: Bed) -> None:
     running = await bed.router()
     await bed.registry.register(Instance(5, NS, "worker", "", "127.0.0.1:1"))
     await sees(running, 5)
@@ -244,13 +244,13 @@ async def test_a_router_decides_as_soon_as_a_worker_is_known_and_not_before(bed:
     await until(lambda: not running.app.router.fleet.is_present(1), "it is gone")
     with pytest.raises(Unavailable) as refused:
         await running.route()
-    assert refused.value.reason == "NO_WORKER", "a worker without a model is nobody's candidate"
+    assert refused.value.reason == "NO_WORKER", "a worker without a model is no candidate"
     await bed.add(running, worker(2))
     assert (await running.route()).worker.worker_id == 2
 
 
 @pytest.mark.row("S1-60")
-async def test_waiting_for_workers_of_one_model_holds_up_nobody_and_can_be_given_up(
+async def test_waiting_for_workers_of_one_model_delays_no_other_and_can_be_cancelled(
     bed: Bed,
 ) -> None:
     running = await bed.router()
@@ -258,7 +258,7 @@ async def test_waiting_for_workers_of_one_model_holds_up_nobody_and_can_be_given
     await sees(running, 1)
 
     async def wait_for(model: str) -> int:
-        """As frontends do: ask again while nobody is there."""
+        """Retries while there is no worker, as frontends do."""
         while True:
             try:
                 return (await running.route(model=model)).worker.worker_id
@@ -285,7 +285,7 @@ async def test_waiting_for_workers_of_one_model_holds_up_nobody_and_can_be_given
 @pytest.mark.row("S1-60")
 async def test_a_start_that_waits_for_its_registry_can_be_cancelled() -> None:
     class Silent(MemoryRegistry):
-        """A registry that never answers a watch."""
+        """A registry that never responds to a watch."""
 
         @asynccontextmanager
         async def watch(self, namespace: str) -> AsyncGenerator[Any, None]:
@@ -312,11 +312,11 @@ async def test_a_start_that_waits_for_its_registry_can_be_cancelled() -> None:
     assert starting.done()
 
 
-# How routers are found (S1-11 … S1-13).
+# Discovery (S1-11 … S1-13).
 
 
 @pytest.mark.row("S1-11", "S1-12", "S1-13")
-async def test_a_question_for_the_routers_of_a_namespace_finds_exactly_those(bed: Bed) -> None:
+async def test_discovery_of_the_routers_of_a_namespace_finds_exactly_those(bed: Bed) -> None:
     first, second = await bed.router(), await bed.router()
     for instance in (
         worker(1),
@@ -340,26 +340,26 @@ async def test_a_question_for_the_routers_of_a_namespace_finds_exactly_those(bed
         assert [one.id for one in watch.current.of("router")] == [second.app.instance_id]
 
 
-# Who follows events (S1-62), and who does not (S1-54).
+# Routers with and without KV events (S1-62, S1-54).
 
 NOT_FOLLOWED = "KV events are not followed"
 
 
 @pytest.mark.row("S1-54", "S1-62", "S1-96", "S1-97", "S1-103")
 @pytest.mark.parametrize(
-    ("knobs", "said"),
+    ("settings", "logged"),
     [
         ({"overlap_score_credit": 0.0}, {"kv_events": True, "overlap_score_credit": 0.0}),
         ({"kv_events": False}, {"kv_events": False, "overlap_score_credit": 1.0}),
     ],
 )
-async def test_without_use_for_events_loads_alone_are_followed_and_one_line_says_why(
-    bed: Bed, knobs: dict[str, Any], said: dict[str, Any]
+async def test_a_router_that_needs_no_events_follows_loads_only_and_logs_the_reason(
+    bed: Bed, settings: dict[str, Any], logged: dict[str, Any]
 ) -> None:
     indexer = await bed.indexer()
     blocks = HASHER.prefix_hashes(tokens(8 * B))
     with capture_logs() as logs:
-        running = await bed.router(**knobs)
+        running = await bed.router(**settings)
         await bed.add(running, worker(1), worker(2))
         await bed.publish(indexer, 1, blocks)
         book, feed = running.app.router.book, running.app.index.feed
@@ -369,7 +369,7 @@ async def test_without_use_for_events_loads_alone_are_followed_and_one_line_says
         await until(lambda: indexer.ingest.feed.blocks == 8, "the indexer has the blocks")
         lines = [line for line in logs if line["event"] == NOT_FOLLOWED]
     assert len(lines) == 1
-    assert {name: lines[0][name] for name in said} == said
+    assert {name: lines[0][name] for name in logged} == logged
     assert lines[0]["log_level"] == "info"
     decision = await running.route(**named(tokens(8 * B)))
     assert (decision.worker.worker_id, decision.overlap_blocks) == (2, 0)
@@ -379,7 +379,7 @@ async def test_without_use_for_events_loads_alone_are_followed_and_one_line_says
 
 
 @pytest.mark.row("S1-62", "S1-103")
-async def test_a_router_with_use_for_events_follows_them_and_says_nothing(bed: Bed) -> None:
+async def test_a_router_that_needs_events_follows_them_without_a_log_line(bed: Bed) -> None:
     indexer = await bed.indexer()
     with capture_logs() as logs:
         running = await bed.router()
@@ -391,7 +391,7 @@ async def test_a_router_with_use_for_events_follows_them_and_says_nothing(bed: B
     assert decision.overlap_blocks in (0, 8)
 
 
-async def test_a_router_without_events_guesses_over_the_wire(bed: Bed) -> None:
+async def test_a_router_without_events_uses_approximate_entries_over_the_wire(bed: Bed) -> None:
     running = await bed.router(kv_events=False, recent_miss_weight=0.0)
     await bed.add(running, worker(1), worker(2), worker(3))
     prompt = tokens(10 * B)
@@ -407,7 +407,7 @@ async def test_a_router_without_events_guesses_over_the_wire(bed: Bed) -> None:
     assert gauge("kvmesh_router_guessed_blocks", {"kind": "predictions"}) == 0
 
 
-# What it holds, and how that is asked (S1-49, the trap; S1-53, S1-87).
+# Dumps and states (S1-49, the trap; S1-53, S1-87).
 
 
 @pytest.mark.row("S1-49", "S1-87")
@@ -422,11 +422,11 @@ async def test_a_dump_can_be_replayed_into_an_index_that_answers_the_same(bed: B
     async with rpc.channel(indexer.address) as channel:
         stub = indexer_pb2_grpc.IndexerServiceStub(channel)
         call: Any = stub.Dump(indexer_pb2.DumpRequest(), timeout=WAIT_S)
-        async for told in call:
-            chunk = snapshot_chunk_from_proto(told.chunk)
+        async for response in call:
+            chunk = snapshot_chunk_from_proto(response.chunk)
             if chunk.first:
                 state = SourceState(chunk.source, chunk.epoch, chunk.sequence)
-                copy.register_source(partition_from_proto(told.partition), state, 0.0)
+                copy.register_source(partition_from_proto(response.partition), state, 0.0)
             run_all_steps(copy.load(chunk, 0.0))
         for depth in (1, 90, 91, 200):
             expected = indexer.ingest.feed.match(PART, chain[:depth])
@@ -435,7 +435,7 @@ async def test_a_dump_can_be_replayed_into_an_index_that_answers_the_same(bed: B
 
 
 @pytest.mark.row("S1-49")
-async def test_what_has_no_index_is_a_typed_error_or_says_so_and_never_a_crash(bed: Bed) -> None:
+async def test_a_missing_index_is_a_typed_error_or_an_explicit_state(bed: Bed) -> None:
     indexer = await bed.indexer()
     running = await bed.router(overlap_score_credit=0.0)
     await bed.add(running, worker(7, kv_index="none"))
@@ -455,7 +455,7 @@ async def test_what_has_no_index_is_a_typed_error_or_says_so_and_never_a_crash(b
 
 
 @pytest.mark.row("S1-53")
-async def test_workers_are_listed_with_the_state_of_what_is_known_of_them(bed: Bed) -> None:
+async def test_workers_are_listed_with_the_state_of_their_index(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(running, worker(1), worker(2, kv_index="approx"), worker(3))
     rows = (await running.unary("Dump", pb.DumpRequest())).workers
@@ -473,7 +473,7 @@ async def test_workers_are_listed_with_the_state_of_what_is_known_of_them(bed: B
     }
 
 
-# How it ends (S1-64, the trap).
+# End (S1-64, the trap).
 
 
 @pytest.mark.row("S1-64")
@@ -498,7 +498,7 @@ async def test_closing_one_router_leaves_a_second_one_working(bed: Bed) -> None:
 
 
 @pytest.mark.row("S1-47", "S1-64")
-async def test_a_router_that_ends_ends_all_its_tasks_and_calls_and_no_others(bed: Bed) -> None:
+async def test_a_router_that_stops_ends_all_its_tasks_and_calls_only(bed: Bed) -> None:
     indexer = await bed.indexer()
     running = await bed.router()
     await until(lambda: len(indexer.ingest.subscribers) == 1, "it follows the indexer")
@@ -514,11 +514,11 @@ async def test_a_router_that_ends_ends_all_its_tasks_and_calls_and_no_others(bed
         await asyncio.wait({mine})
 
 
-# Its calls (S1.I).
+# Calls (S1.I).
 
 
 @pytest.mark.row("S1-34", "S1-35", "S1-88")
-async def test_one_id_names_a_request_from_new_over_prefill_done_to_free(bed: Bed) -> None:
+async def test_one_id_identifies_a_request_from_new_over_prefill_done_to_free(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(running, worker(1))
     key = pb.BookingKey(request_id="r1")
@@ -541,7 +541,7 @@ async def test_one_id_names_a_request_from_new_over_prefill_done_to_free(bed: Be
 
 
 @pytest.mark.row("S1-89")
-async def test_a_new_books_what_it_answers(bed: Bed) -> None:
+async def test_a_query_books_what_its_result_reports(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(running, worker(1), worker(2))
     call: Any = running.stub.Session()
@@ -553,13 +553,13 @@ async def test_a_new_books_what_it_answers(bed: Bed) -> None:
         while len(results) < 2:
             results += (await call.read()).results
         placed = {result.decision.worker.worker_id for result in results}
-        assert placed == {1, 2}, "the second sees the booking of the first"
+        assert placed == {1, 2}, "the second includes the booking of the first"
         bookings = (await running.unary("Dump", pb.DumpRequest())).bookings
         assert {one.worker.worker_id for one in bookings} == placed
 
 
 @pytest.mark.row("S1-90")
-async def test_a_new_carries_constraints_pins_overrides_and_adapters(bed: Bed) -> None:
+async def test_a_query_carries_constraints_pins_overrides_and_adapters(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(
         running, worker(1), worker(2, taints=frozenset({"big"})), worker(3, dp_size=2), worker(4)
@@ -581,12 +581,12 @@ async def test_a_new_carries_constraints_pins_overrides_and_adapters(bed: Bed) -
     adapter = new(9)
     adapter.query.routing.lora_name = "an-adapter"
     (result,) = await running.session(pb.SessionRequest(news=[adapter]))
-    said = error_from_proto(result.error).message if result.HasField("error") else ""
-    assert "adapter" in " ".join([said, *result.decision.reasons]), "known, or refused by name"
+    message = error_from_proto(result.error).message if result.HasField("error") else ""
+    assert "adapter" in " ".join([message, *result.decision.reasons]), "known, or rejected by name"
 
 
 @pytest.mark.row("S1-91", "S1-92")
-async def test_words_about_unknown_bookings_fail_nothing_and_are_counted(bed: Bed) -> None:
+async def test_updates_of_unknown_bookings_are_counted_and_ignored(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(running, worker(1))
     key, unknown = pb.BookingKey(request_id="r1"), pb.BookingKey(request_id="r404")
@@ -596,7 +596,7 @@ async def test_words_about_unknown_bookings_fail_nothing_and_are_counted(bed: Be
         pb.SessionRequest(frees=[key, key]),
         pb.SessionRequest(news=[new(2)]),
     )
-    assert [result.id for result in results] == [1, 2], "the session goes on"
+    assert [result.id for result in results] == [1, 2], "the session continues"
     count = running.app.metrics.registry.get_sample_value
     name = "kvmesh_router_unclaimed_total"
     assert count(name, {"kind": "prefill_done"}) == 1
@@ -604,7 +604,7 @@ async def test_words_about_unknown_bookings_fail_nothing_and_are_counted(bed: Be
 
 
 @pytest.mark.row("S1-93")
-async def test_every_new_has_exactly_one_answer_with_its_own_id(bed: Bed) -> None:
+async def test_every_query_has_exactly_one_result_with_its_own_id(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(running, worker(1))
     news = [new(n, model="m" if n % 3 else "nope") for n in range(1, 301)]
@@ -617,7 +617,7 @@ async def test_every_new_has_exactly_one_answer_with_its_own_id(bed: Bed) -> Non
 
 
 @pytest.mark.row("S1-94")
-async def test_a_failed_decision_is_an_error_of_the_call_with_its_status(bed: Bed) -> None:
+async def test_a_failed_decision_ends_the_call_with_its_status(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(running, worker(1))
     request = pb.RouteRequest(query=pb.Query(model="nope", total_tokens=1))
@@ -629,7 +629,7 @@ async def test_a_failed_decision_is_an_error_of_the_call_with_its_status(bed: Be
 
 
 @pytest.mark.row("S1-95")
-async def test_a_router_decides_and_speaks_to_no_worker(bed: Bed) -> None:
+async def test_a_router_decides_and_connects_to_no_worker(bed: Bed) -> None:
     touched = []
 
     async def touch(_reader: Any, writer: asyncio.StreamWriter) -> None:
@@ -651,7 +651,7 @@ async def test_a_router_decides_and_speaks_to_no_worker(bed: Bed) -> None:
 
 
 @pytest.mark.row("S1-95")
-def test_no_module_of_the_router_knows_the_engine_contract() -> None:
+def test_no_module_of_the_router_imports_the_engine_contract() -> None:
     folder = Path(str(router_svc.__file__)).parent
     files = sorted(folder.rglob("*.py"))
     assert len(files) > 10
@@ -668,7 +668,7 @@ def test_no_module_of_the_router_knows_the_engine_contract() -> None:
                 assert not name.startswith(("kvmesh.engine", "worker_svc", "frontend_svc")), file
 
 
-# What is seen of a decision (S1-75 … S1-77).
+# Metrics and spans of a decision (S1-75 … S1-77).
 
 
 @pytest.mark.row("S1-75", "S1-77")
@@ -705,7 +705,7 @@ async def test_a_decision_leaves_its_stages_as_spans_in_order_with_their_figures
 
 
 @pytest.mark.row("S1-76")
-async def test_each_placed_request_is_observed_once_in_every_stage(bed: Bed) -> None:
+async def test_each_placed_request_is_measured_once_in_every_stage(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(running, worker(1))
     value = running.app.metrics.registry.get_sample_value

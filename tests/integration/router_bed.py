@@ -33,7 +33,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class RouterBed:
     """A running router, the registry it watches, and a channel to it.
 
-    query, worker: what questions and workers are like unless a test says otherwise.
+    query, worker: default fields of queries and workers.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class RouterBed:
             self.leases[instance.id] = await self.registry.register(instance)
         await self.sees(*(instance.id for instance in instances))
 
-    async def add_workers(self, *worker_ids: int, **facts: Any) -> None:
-        given: dict[str, Any] = {"model": "m", "block_size": 16, **self._worker, **facts}
+    async def add_workers(self, *worker_ids: int, **fields: Any) -> None:
+        given: dict[str, Any] = {"model": "m", "block_size": 16, **self._worker, **fields}
         await self.add(
             *(Instance(one, NS, "worker", "", "127.0.0.1:1", **given) for one in worker_ids)
         )
@@ -90,7 +90,7 @@ class RouterBed:
         return await rpc.unary(getattr(self.stub, method), request, timeout_s=WAIT_S)
 
     async def route(self, number: int, **query: Any) -> pb.Decision:
-        """A booked decision of a caller without a session."""
+        """A booked decision by a Route call, without a session."""
         request = pb.RouteRequest(
             query=query_of(**{**self._query, **query}),
             book=True,
@@ -109,7 +109,7 @@ class RouterBed:
         return found
 
     async def die(self) -> None:
-        """As by SIGKILL: connections break, nobody is told, discovery still shows it."""
+        """As by SIGKILL: connections break without a message; discovery still shows it."""
         self.is_running = False
         await self.app._server.stop(None)
         self.lifecycle.drain("killed")
@@ -117,7 +117,7 @@ class RouterBed:
 
 
 class Session:
-    """A frontend's end."""
+    """The frontend's end of a session."""
 
     def __init__(self, call: Any, query: Mapping[str, Any] = NOTHING) -> None:
         self.call = call
@@ -141,7 +141,7 @@ class Session:
         return frame
 
     async def results(self, count: int) -> list[pb.NewResult]:
-        """The next `count` answers, however they are framed; none comes twice."""
+        """The next `count` results, in any number of frames; none comes twice."""
         results: list[pb.NewResult] = []
         while len(results) < count:
             results += (await self.read()).results
@@ -153,19 +153,19 @@ class Session:
         return {result.id: result for result in await self.results(count)}
 
     async def answers_now(self) -> dict[int, pb.NewResult]:
-        """The answers of the next frame, by id."""
+        """The results of the next frame, by id."""
         return {result.id: result for result in (await self.read()).results}
 
-    async def ask(self, *numbers: int, **query: Any) -> None:
+    async def send_queries(self, *numbers: int, **query: Any) -> None:
         await self.send(news=[new(number, **{**self._query, **query}) for number in numbers])
 
     async def place(self, number: int, **query: Any) -> pb.NewResult:
-        await self.ask(number, **query)
+        await self.send_queries(number, **query)
         return (await self.results(1))[0]
 
 
-def query_of(**facts: Any) -> pb.Query:
-    return pb.Query(**{"model": "m", "total_tokens": 100, **facts})
+def query_of(**fields: Any) -> pb.Query:
+    return pb.Query(**{"model": "m", "total_tokens": 100, **fields})
 
 
 def key(number: int) -> pb.BookingKey:
@@ -189,14 +189,14 @@ async def running(
     registered: bool = True,
     query: Mapping[str, Any] = NOTHING,
     worker: Mapping[str, Any] = NOTHING,
-    **knobs: Any,
+    **settings: Any,
 ) -> AsyncIterator[RouterBed]:
     """watched: the router's registry; by default it shares its store with the tests' own.
     store: to be shared with other routers. registered: see `living`. query, worker: see RouterBed.
     """
     store, clock = store or MemoryStore(), Clock()
     app = RouterApp(
-        RouterConfig(registry="memory", **knobs),
+        RouterConfig(registry="memory", **settings),
         registry=watched or MemoryRegistry(store),
         rng=Random(1),
         clock=clock,

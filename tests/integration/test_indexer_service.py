@@ -996,7 +996,7 @@ def scrape(url: str) -> str:
 
 @pytest.mark.row("S1-15")
 @pytest.mark.slow
-async def test_the_process_serves_registers_and_ends_upon_sigterm(tmp_path: Path) -> None:
+async def test_the_process_serves_registers_and_ends_on_sigterm(tmp_path: Path) -> None:
     await check_life("indexer", tmp_path / "registry")
 
 

@@ -1,4 +1,4 @@
-"""Many callers at once, and callers that wait: nothing is lost or booked twice, over real gRPC."""
+"""Concurrent and queued requests over real gRPC: nothing is lost or booked twice."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ BATCH = 1000
 TOKENS = 2 * BATCH  # One such prompt makes a worker busy.
 
 
-def busy(**knobs: Any) -> AbstractAsyncContextManager[RouterBed]:
-    """A router whose workers are busy with one prompt of the usual length."""
+def busy(**settings: Any) -> AbstractAsyncContextManager[RouterBed]:
+    """A router with workers that are busy with one prompt of the usual length."""
     query, worker = {"total_tokens": TOKENS}, {"max_num_batched_tokens": BATCH}
-    return running(query=query, worker=worker, **knobs)
+    return running(query=query, worker=worker, **settings)
 
 
 @pytest.fixture
@@ -51,19 +51,19 @@ async def bed() -> AsyncIterator[RouterBed]:
         yield bed
 
 
-# A thousand at once.
+# A thousand concurrent requests.
 
 
 @pytest.mark.slow
 @pytest.mark.row("S1-105")
-async def test_a_thousand_decisions_at_once_over_session_and_route_lose_and_double_none() -> None:
+async def test_a_thousand_concurrent_decisions_are_neither_lost_nor_doubled() -> None:
     async with busy() as bed, bed.session() as one, bed.session() as other:
         await bed.add_workers(1, 2, 3, 4, 5)
         tokens = 100
 
         async def by_session(session: Session, numbers: range) -> list[int]:
             for number in numbers:
-                await session.ask(number, total_tokens=tokens)
+                await session.send_queries(number, total_tokens=tokens)
             answers = await session.answers(len(numbers))
             assert set(answers) == set(numbers)
             return [answer.decision.worker.worker_id for answer in answers.values()]
@@ -82,8 +82,10 @@ async def test_a_thousand_decisions_at_once_over_session_and_route_lose_and_doub
         for worker_id, requests in at.items():
             load = bed.router.book.load(Placement(worker_id, 0), bed.clock.now)
             assert load == LoadTotals(requests * tokens, requests * 7, requests)
-        assert max(at.values()) - min(at.values()) <= 1, "each saw what all before it had booked"
-        # All again, by other ways than before: the same answers, and no load twice.
+        assert max(at.values()) - min(at.values()) <= 1, (
+            "each decision includes all bookings before it"
+        )
+        # All again, by the other call: the same results, and no load twice.
         again = await asyncio.gather(*(by_route(number) for number in range(0, 1000, 5)))
         assert len(again) == 200
         assert len(bed.router.book) == 1000
@@ -96,13 +98,13 @@ async def test_a_thousand_decisions_at_once_over_session_and_route_lose_and_doub
 
 @pytest.mark.slow
 @pytest.mark.row("S1-105", "S1-106")
-async def test_a_thousand_that_wait_are_each_placed_once_and_never_two_on_a_busy_worker(
+async def test_a_thousand_queued_requests_are_placed_once_each_and_never_on_a_busy_worker(
     bed: RouterBed,
 ) -> None:
     await bed.add_workers(2, 3, 4)
     async with bed.session() as session:
         for first in range(0, 1000, 100):
-            await session.ask(*range(first, first + 100))
+            await session.send_queries(*range(first, first + 100))
         open_ones, seen = set[int](), set[int]()
         while len(seen) < 1000:
             for number, answer in (await session.answers_now()).items():
@@ -119,23 +121,23 @@ async def test_a_thousand_that_wait_are_each_placed_once_and_never_two_on_a_busy
 
 
 @pytest.mark.row("S1-106")
-async def test_a_booking_counts_before_its_caller_has_the_answer() -> None:
+async def test_a_booking_counts_before_its_caller_has_the_response() -> None:
     async with busy() as bed, bed.session() as session:
         await bed.add_workers(1, 2, 3, 4)
-        await session.ask(*range(8))
+        await session.send_queries(*range(8))
         await until(lambda: len(bed.router.book) == 8, "all are booked; no answer was read yet")
         at = Counter(booking.worker.worker_id for booking in bed.router.book)
         assert at == {1: 2, 2: 2, 3: 2, 4: 2}, "no herd on one worker"
         assert len(await session.answers(8)) == 8
 
 
-# The queue over the wire.
+# The admission queue over gRPC.
 
 
 @pytest.mark.row("S1-21")
-async def test_a_new_that_must_wait_is_answered_when_a_worker_has_room(bed: RouterBed) -> None:
+async def test_a_queued_query_gets_its_result_once_a_worker_has_capacity(bed: RouterBed) -> None:
     async with bed.session() as session:
-        await session.ask(1, 2, 3)
+        await session.send_queries(1, 2, 3)
         assert set(await session.answers(1)) == {1}
         await bed.waiting(2)
         bed.clock.now += 0.25
@@ -148,12 +150,14 @@ async def test_a_new_that_must_wait_is_answered_when_a_worker_has_room(bed: Rout
     assert bed.metric("decisions_total", selector="kv", outcome="placed") == 3
 
 
-async def test_a_route_waits_like_a_new_and_both_by_priority(bed: RouterBed) -> None:
+async def test_a_route_call_is_queued_like_a_session_query_and_both_by_priority(
+    bed: RouterBed,
+) -> None:
     async with bed.session() as session:
         await bed.route(0)
         low = asyncio.ensure_future(bed.route(1))
         await bed.waiting(1)
-        await session.ask(2, strict_priority=1)
+        await session.send_queries(2, strict_priority=1)
         await bed.waiting(2)
         await session.send(frees=[key(0)])
         assert set(await session.answers(1)) == {2}
@@ -163,18 +167,18 @@ async def test_a_route_waits_like_a_new_and_both_by_priority(bed: RouterBed) -> 
         await until(lambda: len(bed.router.book) == 0, "all are freed")
 
 
-async def test_what_waits_is_told_by_potential_loads_and_metrics(bed: RouterBed) -> None:
+async def test_potential_loads_and_metrics_report_the_queue(bed: RouterBed) -> None:
     async with bed.session() as session:
-        await session.ask(1, 2, 3)
+        await session.send_queries(1, 2, 3)
         await bed.waiting(2)
         request = pb.PotentialLoadsRequest(query=query_of(total_tokens=10))
-        told = await rpc.unary(bed.stub.PotentialLoads, request, timeout_s=WAIT_S)
-        assert (told.pending_count, told.pending_tokens) == (2, 2 * TOKENS)
+        response = await rpc.unary(bed.stub.PotentialLoads, request, timeout_s=WAIT_S)
+        assert (response.pending_count, response.pending_tokens) == (2, 2 * TOKENS)
         assert bed.metric("queue_requests") == 2
         assert bed.metric("queue_tokens") == 2 * TOKENS
 
 
-async def test_who_books_nothing_never_waits(bed: RouterBed) -> None:
+async def test_a_query_without_a_booking_is_never_queued(bed: RouterBed) -> None:
     await bed.route(0)
     request = pb.RouteRequest(query=query_of())
     response = await rpc.unary(bed.stub.Route, request, timeout_s=WAIT_S)
@@ -182,9 +186,9 @@ async def test_who_books_nothing_never_waits(bed: RouterBed) -> None:
     assert len(bed.router.queue) == 0
 
 
-async def test_a_request_freed_while_it_waits_is_gone_and_books_nothing(bed: RouterBed) -> None:
+async def test_a_request_freed_while_queued_is_withdrawn_without_a_booking(bed: RouterBed) -> None:
     async with bed.session() as session:
-        await session.ask(1, 2, 3)
+        await session.send_queries(1, 2, 3)
         await session.answers(1)
         await bed.waiting(2)
         await session.send(frees=[key(2)])
@@ -196,7 +200,7 @@ async def test_a_request_freed_while_it_waits_is_gone_and_books_nothing(bed: Rou
     assert bed.metric("unclaimed_total", kind="free") == 0
 
 
-async def test_a_request_asked_and_freed_in_one_frame_leaves_nothing(bed: RouterBed) -> None:
+async def test_a_request_sent_and_freed_in_one_frame_leaves_no_booking(bed: RouterBed) -> None:
     async with bed.session() as session:
         await bed.route(0)
         await session.send(news=[new(1)], frees=[key(1)])
@@ -204,16 +208,16 @@ async def test_a_request_asked_and_freed_in_one_frame_leaves_nothing(bed: Router
         assert (len(bed.router.queue), len(bed.router.book)) == (0, 1)
 
 
-async def test_a_session_that_ends_takes_its_waiting_requests_with_it(bed: RouterBed) -> None:
+async def test_a_session_that_ends_withdraws_its_queued_requests(bed: RouterBed) -> None:
     await bed.route(0)
     async with bed.session() as session:
-        await session.ask(1, 2)
+        await session.send_queries(1, 2)
         await bed.waiting(2)
     await bed.waiting(0)
     assert len(bed.router.book) == 1
 
 
-async def test_a_caller_of_route_that_gives_up_leaves_the_queue(bed: RouterBed) -> None:
+async def test_a_cancelled_route_call_leaves_the_queue(bed: RouterBed) -> None:
     await bed.route(0)
     call = asyncio.ensure_future(bed.route(1))
     await bed.waiting(1)
@@ -223,12 +227,12 @@ async def test_a_caller_of_route_that_gives_up_leaves_the_queue(bed: RouterBed) 
     assert len(bed.router.book) == 1
 
 
-async def test_a_key_asked_for_again_takes_over_its_place(bed: RouterBed) -> None:
+async def test_a_repeated_key_replaces_the_queued_request(bed: RouterBed) -> None:
     async with bed.session() as old, bed.session() as young:
-        await old.ask(1, 2)
+        await old.send_queries(1, 2)
         await old.answers(1)
         await bed.waiting(1)
-        await young.ask(2, waited_ms=500)
+        await young.send_queries(2, waited_ms=500)
         answer = (await old.answers(1))[2]
         error = error_of(answer)
         assert isinstance(error, Conflict)
@@ -239,10 +243,10 @@ async def test_a_key_asked_for_again_takes_over_its_place(bed: RouterBed) -> Non
         assert len(bed.router.book) == 1
 
 
-async def test_a_full_queue_refuses_with_the_limit_and_a_time_to_come_again() -> None:
+async def test_a_full_queue_rejects_with_the_limit_and_a_retry_hint() -> None:
     async with busy(queue_threshold=1.0, queue_requests_max=2) as bed, bed.session() as session:
         await bed.add_workers(1)
-        await session.ask(1, 2, 3, 4)
+        await session.send_queries(1, 2, 3, 4)
         answers = await session.answers(2)
         assert set(answers) == {1, 4}
         error = error_of(answers[4])
@@ -256,9 +260,9 @@ async def test_a_full_queue_refuses_with_the_limit_and_a_time_to_come_again() ->
         assert bed.metric("queue_full_total", limit="requests") == 2
 
 
-async def test_a_wait_that_is_too_long_ends_with_a_typed_error(bed: RouterBed) -> None:
+async def test_a_wait_above_the_limit_ends_with_a_typed_error(bed: RouterBed) -> None:
     async with bed.session() as session:
-        await session.ask(1, 2)
+        await session.send_queries(1, 2)
         await session.answers(1)
         await bed.waiting(1)
         bed.clock.now += 60.0
@@ -267,9 +271,9 @@ async def test_a_wait_that_is_too_long_ends_with_a_typed_error(bed: RouterBed) -
         assert error.reason == "QUEUE_TIMEOUT"
 
 
-async def test_when_all_workers_go_all_who_wait_are_told_at_once(bed: RouterBed) -> None:
+async def test_when_all_workers_leave_all_queued_requests_fail_at_once(bed: RouterBed) -> None:
     async with bed.session() as session:
-        await session.ask(1, 2, 3)
+        await session.send_queries(1, 2, 3)
         await session.answers(1)
         await bed.waiting(2)
         await bed.leases[1].close()
@@ -279,9 +283,9 @@ async def test_when_all_workers_go_all_who_wait_are_told_at_once(bed: RouterBed)
             assert error.reason == "NO_WORKER"
 
 
-async def test_a_router_that_closes_tells_all_who_wait_to_ask_another_one(bed: RouterBed) -> None:
+async def test_a_closing_router_ends_queued_requests_with_a_retryable_error(bed: RouterBed) -> None:
     async with bed.session() as session:
-        await session.ask(1, 2)
+        await session.send_queries(1, 2)
         await session.answers(1)
         unary = asyncio.ensure_future(bed.route(3))
         await bed.waiting(2)
@@ -296,14 +300,14 @@ async def test_a_router_that_closes_tells_all_who_wait_to_ask_another_one(bed: R
         assert len(bed.router.queue) == 0
 
 
-async def test_who_asks_a_closing_router_and_would_wait_is_told_to_ask_another_one(
+async def test_a_closing_router_rejects_requests_that_would_be_queued(
     bed: RouterBed,
 ) -> None:
     async with bed.session() as session:
-        await session.ask(1)
+        await session.send_queries(1)
         await session.answers(1)
         bed.decisions.close()
-        await session.ask(2, 3)
+        await session.send_queries(2, 3)
         with pytest.raises(Unavailable) as closing:
             await session.read()
         assert closing.value.reason == "ROUTER_DRAINING"
@@ -311,15 +315,15 @@ async def test_who_asks_a_closing_router_and_would_wait_is_told_to_ask_another_o
 
 
 @pytest.mark.parametrize("tracks", [True, False])
-async def test_a_router_tells_its_frontends_whether_to_tell_of_output(tracks: bool) -> None:
+async def test_the_hello_reports_whether_frontends_send_output_blocks(tracks: bool) -> None:
     async with busy(track_output_blocks=tracks) as bed, bed.session() as session:
         assert session.hello_ack.track_output_blocks is tracks
 
 
-async def test_busy_workers_are_left_out_and_where_all_are_busy_callers_come_again() -> None:
+async def test_busy_workers_get_no_request_and_if_all_are_busy_requests_are_rejected() -> None:
     async with busy(active_prefill_tokens_threshold=TOKENS - 1) as bed, bed.session() as session:
         await bed.add_workers(1, 2)
-        await session.ask(1, 2, 3)
+        await session.send_queries(1, 2, 3)
         answers = await session.answers(3)
         assert {answers[n].decision.worker.worker_id for n in (1, 2)} == {1, 2}
         error = error_of(answers[3])
@@ -327,18 +331,18 @@ async def test_busy_workers_are_left_out_and_where_all_are_busy_callers_come_aga
         assert error.reason == "ALL_WORKERS_BUSY"
 
 
-async def test_a_soft_session_does_not_wait_for_its_worker_while_another_has_room() -> None:
+async def test_a_soft_session_does_not_wait_for_its_worker_while_another_has_capacity() -> None:
     hints = RoutingHints(session_control=SessionControl("alice"))
     routing = request_pb2.RoutingHints()
     dataclass_to_proto(hints, routing)
     async with busy(queue_threshold=1.0, session_affinity_mode="soft") as bed:
         await bed.add_workers(1, 2)
         async with bed.session() as session:
-            await session.ask(1, 2, 3, routing=routing)
+            await session.send_queries(1, 2, 3, routing=routing)
             answers = await session.answers(2)
             workers = [answers[number].decision.worker.worker_id for number in (1, 2)]
             assert sorted(workers) == [1, 2]
             await bed.waiting(1)
             await session.send(frees=[key(1)])
             (third,) = (await session.answers(1)).values()
-            assert third.decision.worker.worker_id == workers[0], "whoever has room first"
+            assert third.decision.worker.worker_id == workers[0], "the first worker with capacity"

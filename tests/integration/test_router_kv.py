@@ -40,7 +40,7 @@ TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class FakeIndexer(indexer_pb2_grpc.IndexerServiceServicer):
-    """Tells its subscribers what it is told, in order; a late one gets all of it."""
+    """Sends its messages to subscribers in order; a late subscriber gets all of them."""
 
     def __init__(self, instance_id: int) -> None:
         self.instance_id = instance_id
@@ -51,7 +51,7 @@ class FakeIndexer(indexer_pb2_grpc.IndexerServiceServicer):
         self._grown = asyncio.Event()
         indexer_pb2_grpc.add_IndexerServiceServicer_to_server(self, self.server)
 
-    def tell(self, *messages: indexer_pb2.SubscribeResponse) -> None:
+    def publish(self, *messages: indexer_pb2.SubscribeResponse) -> None:
         self.story += messages
         self._grown.set()
 
@@ -59,11 +59,11 @@ class FakeIndexer(indexer_pb2_grpc.IndexerServiceServicer):
         self, request: indexer_pb2.SubscribeRequest, context: Any
     ) -> None:
         self.requests.append(request)
-        told = 0
+        sent = 0
         while True:
-            for message in self.story[told:]:
+            for message in self.story[sent:]:
                 await context.write(message)
-            told = len(self.story)
+            sent = len(self.story)
             self._grown.clear()
             await self._grown.wait()
 
@@ -80,7 +80,7 @@ async def bed() -> AsyncIterator[RouterBed]:
 
 @asynccontextmanager
 async def indexer(instance_id: int = 900) -> AsyncIterator[FakeIndexer]:
-    fake = FakeIndexer(instance_id)  # type: ignore[abstract]  # Only Subscribe is asked for.
+    fake = FakeIndexer(instance_id)  # type: ignore[abstract]  # Only Subscribe is called.
     await fake.server.start()
     try:
         yield fake
@@ -91,7 +91,7 @@ async def indexer(instance_id: int = 900) -> AsyncIterator[FakeIndexer]:
 async def place(
     bed: RouterBed, number: int, query: pb.Query, traceparent: str = ""
 ) -> pb.NewResult:
-    """Through a session of its own."""
+    """Places a query on its own session."""
     async with bed.session() as session:
         asked = pb.New(id=number, key=key(number), query=query, traceparent=traceparent)
         await session.send(news=[asked])
@@ -108,8 +108,8 @@ def depth(bed: RouterBed, worker_id: int, hashes: Hashes) -> int:
     return next((r.device_blocks for r in rows if r.source.worker_id == worker_id), 0)
 
 
-def worker(worker_id: int, **facts: Any) -> Instance:
-    given: dict[str, Any] = {"model": "m", "block_size": B, "kv_index": "events", **facts}
+def worker(worker_id: int, **fields: Any) -> Instance:
+    given: dict[str, Any] = {"model": "m", "block_size": B, "kv_index": "events", **fields}
     return Instance(worker_id, NS, "worker", "", "127.0.0.1:1", **given)
 
 
@@ -118,14 +118,14 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return drawn
 
 
-def query(token_ids: list[int], **facts: Any) -> pb.Query:
+def query(token_ids: list[int], **fields: Any) -> pb.Query:
     return pb.Query(
         model="m",
         total_tokens=len(token_ids),
         prefix_hashes=hashes_to_bytes(HASHER.prefix_hashes(token_ids)),
         hash_scheme=HASH_SCHEME_ID,
         block_size=B,
-        **facts,
+        **fields,
     )
 
 
@@ -145,12 +145,12 @@ def stores(worker_id: int, hashes: Hashes) -> indexer_pb2.SubscribeResponse:
     )
 
 
-async def test_a_prompt_goes_to_the_worker_that_holds_its_beginning(bed: RouterBed) -> None:
+async def test_a_prompt_goes_to_the_worker_that_holds_its_prefix(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
         await bed.add(worker(1), worker(2), worker(3), fake.instance)
-        fake.tell(trusted(1), trusted(2), trusted(3), stores(2, hashes[:8]))
+        fake.publish(trusted(1), trusted(2), trusted(3), stores(2, hashes[:8]))
         await until(lambda: depth(bed, 2, hashes) == 8, "the replica has the blocks")
         decision = (await place(bed, 1, query(prompt))).decision
         assert decision.worker.worker_id == 2
@@ -165,7 +165,7 @@ async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: RouterBed
     async with indexer() as fake:
         await bed.add(worker(1), worker(2, loras=frozenset({"mine"})), fake.instance)
         hashes = HASHER.prefix_hashes(prompt)
-        fake.tell(trusted(2), stores(2, hashes))
+        fake.publish(trusted(2), stores(2, hashes))
         await until(lambda: depth(bed, 2, hashes) == 10, "the replica has the blocks")
         asked = pb.Query(model="m", token_ids=prompt)
         decision = (await bed.unary("Route", pb.RouteRequest(query=asked))).decision
@@ -174,7 +174,7 @@ async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: RouterBed
         asked.routing.lora_name = "mine"
         decision = (await bed.unary("Route", pb.RouteRequest(query=asked))).decision
         assert decision.worker.worker_id == 2
-        assert decision.overlap_blocks == 0, "an adapter's blocks are others"
+        assert decision.overlap_blocks == 0, "an adapter has its own blocks"
         bad = pb.Query(model="m", token_ids=prompt, block_size=2**31)
         with pytest.raises(InvalidRequest) as refused:
             await bed.unary("Route", pb.RouteRequest(query=bad))
@@ -182,12 +182,12 @@ async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: RouterBed
 
 
 @pytest.mark.row("S1-84", "S1-86")
-async def test_potential_loads_know_what_each_worker_holds(bed: RouterBed) -> None:
+async def test_potential_loads_use_the_cached_blocks_of_each_worker(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
         await bed.add(worker(1), worker(2), fake.instance)
-        fake.tell(trusted(1), stores(1, hashes[:4]))
+        fake.publish(trusted(1), stores(1, hashes[:4]))
         await until(lambda: depth(bed, 1, hashes) == 4, "the replica has the blocks")
         request = pb.PotentialLoadsRequest(query=pb.Query(model="m", token_ids=prompt))
         rows = (await bed.unary("PotentialLoads", request)).loads
@@ -196,12 +196,12 @@ async def test_potential_loads_know_what_each_worker_holds(bed: RouterBed) -> No
         assert {r.worker.worker_id: r.overlap_blocks for r in answer.candidates} == {1: 4, 2: 0}
 
 
-async def test_an_explanation_names_terms_states_and_ages(bed: RouterBed) -> None:
+async def test_an_explanation_has_terms_states_and_ages(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
         await bed.add(worker(1), worker(2), worker(3), fake.instance)
-        fake.tell(
+        fake.publish(
             trusted(1),
             stores(1, hashes[:4]),
             trusted(2, "gapped"),
@@ -229,26 +229,26 @@ async def test_an_explanation_names_terms_states_and_ages(bed: RouterBed) -> Non
         assert (three.source_state, three.HasField("source_age_ms")) == ("none", False)
 
 
-async def test_workers_that_do_not_publish_hold_nothing(bed: RouterBed) -> None:
+async def test_workers_without_kv_events_have_no_cached_blocks(bed: RouterBed) -> None:
     prompt = tokens(4 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
         await bed.add(worker(1, kv_index="none"), worker(2, kv_index="approx"), fake.instance)
-        fake.tell(trusted(1), stores(1, hashes), trusted(2), stores(2, hashes))
+        fake.publish(trusted(1), stores(1, hashes), trusted(2), stores(2, hashes))
         await until(lambda: depth(bed, 2, hashes) == 4, "the replica has the blocks")
         answer = await explain(bed, query(prompt))
         assert [row.overlap_blocks for row in answer.candidates] == [0, 0]
         assert "no worker publishes KV events" in answer.decision.reasons[0]
 
 
-async def test_when_the_indexer_dies_the_replica_serves_on_and_finds_another(
+async def test_if_the_indexer_dies_the_replica_continues_and_finds_another(
     bed: RouterBed,
 ) -> None:
     prompt = tokens(4 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer(900) as first:
         await bed.add(worker(1), worker(2), first.instance)
-        first.tell(trusted(2), stores(2, hashes))
+        first.publish(trusted(2), stores(2, hashes))
         await until(lambda: depth(bed, 2, hashes) == 4, "the replica has the blocks")
     await until(lambda: bed.app.index.indexer_id is None, "the indexer is lost")
     answer = await explain(bed, query(prompt))
@@ -260,17 +260,17 @@ async def test_when_the_indexer_dies_the_replica_serves_on_and_finds_another(
         await until(lambda: len(second.requests) > 0, "the replica subscribes to the other")
         (resume,) = second.requests[0].resume
         assert (resume.source.worker_id, resume.sequence) == (2, 1)
-        second.tell(trusted(2))
+        second.publish(trusted(2))
         await until(lambda: bed.app.index.indexer_id == 901, "it follows the other")
         assert (await explain(bed, query(prompt))).candidates[0].source_state == "exact"
 
 
-async def test_ten_seconds_after_the_last_indexer_nothing_counts_any_more(bed: RouterBed) -> None:
+async def test_ten_seconds_after_the_last_indexer_no_overlap_counts(bed: RouterBed) -> None:
     prompt = tokens(4 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
         await bed.add(worker(1), worker(2), fake.instance)
-        fake.tell(trusted(2), stores(2, hashes))
+        fake.publish(trusted(2), stores(2, hashes))
         await until(lambda: depth(bed, 2, hashes) == 4, "the replica has the blocks")
     await until(lambda: bed.app.index.indexer_id is None, "the indexer is lost")
     bed.clock.now += 10.5
@@ -278,7 +278,7 @@ async def test_ten_seconds_after_the_last_indexer_nothing_counts_any_more(bed: R
     assert (await place(bed, 1, query(prompt))).decision.overlap_blocks == 0
 
 
-async def test_pairs_go_out_over_the_wire_with_their_meeting_place(bed: RouterBed) -> None:
+async def test_pairs_are_sent_with_their_bootstrap_room(bed: RouterBed) -> None:
     meeting = {"bootstrap_host": "p", "bootstrap_port": 8998}
     await bed.add(
         worker(1, role="prefill", dp_size=2, **meeting),
@@ -299,12 +299,12 @@ async def test_pairs_go_out_over_the_wire_with_their_meeting_place(bed: RouterBe
 
 
 @pytest.mark.row("S1-105", "S1-106")
-async def test_a_burst_of_one_prompt_is_shared_out_although_one_holds_it(bed: RouterBed) -> None:
+async def test_a_burst_of_one_prompt_spreads_although_one_worker_holds_it(bed: RouterBed) -> None:
     prompt = tokens(8 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
         await bed.add(worker(1), worker(2), worker(3), worker(4), fake.instance)
-        fake.tell(trusted(1), stores(1, hashes))
+        fake.publish(trusted(1), stores(1, hashes))
         await until(lambda: depth(bed, 1, hashes) == 8, "the replica has the blocks")
         answers = await asyncio.gather(*(place(bed, n, query(prompt)) for n in range(40)))
         shares = [a.decision.worker.worker_id for a in answers]
@@ -342,8 +342,8 @@ async def test_a_sampled_request_gets_the_stages_of_its_decision_as_spans(
         )
     ends = [(span.start_time or 0, span.end_time or 0) for span in finished]
     assert all(a[0] <= a[1] == b[0] for a, b in pairwise(ends))
-    facts = finished[-1].attributes or {}
-    assert (facts["request_id"], facts["worker_id"], facts["isl_tokens"]) == ("r4", "1", 32)
+    fields = finished[-1].attributes or {}
+    assert (fields["request_id"], fields["worker_id"], fields["isl_tokens"]) == ("r4", "1", 32)
     exporter.clear()
     asked.model = "nope"
     await place(bed, 5, asked, f"00-{TRACE_ID}-{SPAN_ID}-01")
@@ -358,7 +358,7 @@ async def test_metrics_show_the_stages_the_hits_the_index_and_fallbacks(bed: Rou
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
         await bed.add(worker(1), worker(11, role="decode"), fake.instance)
-        fake.tell(trusted(1), stores(1, hashes[:4]), trusted(2, "gapped"))
+        fake.publish(trusted(1), stores(1, hashes[:4]), trusted(2, "gapped"))
         await until(lambda: depth(bed, 1, hashes) == 4, "the replica has the blocks")
         await until(lambda: len(bed.app.index.feed.sources()) == 2, "and the other source")
         await place(bed, 1, query(prompt))
@@ -378,12 +378,12 @@ async def test_metrics_show_the_stages_the_hits_the_index_and_fallbacks(bed: Rou
 
 
 @pytest.mark.row("S1-14")
-async def test_the_knobs_of_one_request_change_its_decision(bed: RouterBed) -> None:
+async def test_overrides_of_one_request_change_its_decision(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
         await bed.add(worker(1), worker(2), fake.instance)
-        fake.tell(
+        fake.publish(
             trusted(1),
             stores(1, hashes),
             indexer_pb2.SubscribeResponse(
@@ -405,7 +405,7 @@ async def test_the_knobs_of_one_request_change_its_decision(bed: RouterBed) -> N
         assert refused.value.field == "query.config_override.router_temperature"
 
 
-async def test_without_a_fleet_view_of_an_indexer_load_alone_decides(bed: RouterBed) -> None:
+async def test_without_an_indexer_in_the_fleet_load_alone_decides(bed: RouterBed) -> None:
     await bed.add(worker(1), worker(2))
     decision = (await place(bed, 1, query(tokens(2 * B)))).decision
     assert decision.overlap_blocks == 0
@@ -413,13 +413,13 @@ async def test_without_a_fleet_view_of_an_indexer_load_alone_decides(bed: Router
     assert {row.source_state for row in answer.candidates} == {"none"}
 
 
-async def test_an_indexer_that_cannot_be_reached_stops_nothing(bed: RouterBed) -> None:
+async def test_an_unreachable_indexer_does_not_stop_decisions(bed: RouterBed) -> None:
     await bed.add(worker(1), Instance(900, NS, "indexer", "", "127.0.0.1:9"))
     for number in range(3):
         assert (await place(bed, number, query(tokens(B)))).decision.worker.worker_id == 1
 
 
-async def test_what_a_worker_publishes_to_an_indexer_draws_its_prompts(bed: RouterBed) -> None:
+async def test_kv_events_published_to_an_indexer_attract_matching_prompts(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with AsyncExitStack() as stack:

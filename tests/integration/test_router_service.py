@@ -55,14 +55,14 @@ from tests.integration.service_process import check_life
 from tests.living import WAIT_S, until
 
 
-def announced(number: int, worker_id: int, **facts: Any) -> pb.Booking:
+def reregistered(number: int, worker_id: int, **fields: Any) -> pb.Booking:
     given: dict[str, Any] = {
         "frontend_id": FRONTEND,
         "model": "m",
         "prefill_tokens": 100,
         "decode_blocks": 7,
         "revision": 1,
-        **facts,
+        **fields,
     }
     return pb.Booking(key=key(number), worker=pb.Placement(worker_id=worker_id), **given)
 
@@ -79,7 +79,7 @@ async def dump(mesh: RouterBed) -> dict[int, pb.PotentialLoad]:
     return {row.worker.worker_id: row.load for row in response.workers}
 
 
-async def test_the_news_of_one_frame_are_answered_in_one_frame(mesh: RouterBed) -> None:
+async def test_the_queries_of_one_frame_get_their_results_in_one_frame(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2, 3, 4)
     async with mesh.session() as session:
         await session.send(news=[new(n) for n in range(100)])
@@ -92,7 +92,7 @@ async def test_the_news_of_one_frame_are_answered_in_one_frame(mesh: RouterBed) 
 
 @pytest.mark.slow
 @pytest.mark.row("S1-105")
-async def test_a_thousand_news_of_many_sessions_are_booked_once_each(mesh: RouterBed) -> None:
+async def test_a_thousand_queries_of_many_sessions_are_booked_once_each(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2, 3, 4)
 
     async def frontend(frontend_id: int) -> Counter[int]:
@@ -114,7 +114,7 @@ async def test_a_thousand_news_of_many_sessions_are_booked_once_each(mesh: Route
 
 
 @pytest.mark.row("S1-88", "S1-91", "S1-92")
-async def test_a_booking_lives_from_new_to_free_and_unknown_keys_do_no_harm(
+async def test_a_booking_exists_from_new_to_free_and_unknown_keys_are_ignored(
     mesh: RouterBed,
 ) -> None:
     await mesh.add_workers(1)
@@ -134,7 +134,7 @@ async def test_a_booking_lives_from_new_to_free_and_unknown_keys_do_no_harm(
         assert (await dump(mesh))[1].active_requests == 1
 
 
-async def test_the_same_key_is_answered_the_same_and_booked_once(mesh: RouterBed) -> None:
+async def test_the_same_key_gets_the_same_result_and_one_booking(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2, 3, 4)
     async with mesh.session() as session:
         first = await session.place(0)
@@ -166,7 +166,7 @@ async def test_an_unknown_model_fails_its_request_and_not_the_session(mesh: Rout
         (pb.New(id=1, key=key(1), query=query_of(model="")), "query.model"),
     ],
 )
-async def test_a_question_that_is_wrong_is_answered_so_and_harms_nobody_else(
+async def test_a_malformed_query_gets_an_error_and_affects_no_other(
     mesh: RouterBed, wrong: pb.New, field: str
 ) -> None:
     await mesh.add_workers(1)
@@ -178,7 +178,7 @@ async def test_a_question_that_is_wrong_is_answered_so_and_harms_nobody_else(
         assert (refused.id, error.field) == (1, field)
         assert before.HasField("decision")
         assert after.HasField("decision")
-        assert (await session.place(3)).HasField("decision"), "the session goes on"
+        assert (await session.place(3)).HasField("decision"), "the session continues"
 
 
 async def test_no_worker_left_is_unavailable_with_a_reason(mesh: RouterBed) -> None:
@@ -208,7 +208,7 @@ async def test_bookings_of_a_dead_stream_are_orphaned_and_then_freed(mesh: Route
     assert len(book) == 0
 
 
-async def test_announced_bookings_are_adopted_from_a_dead_stream(mesh: RouterBed) -> None:
+async def test_reregistered_bookings_are_adopted_from_a_dead_stream(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.place(0)
@@ -216,7 +216,7 @@ async def test_announced_bookings_are_adopted_from_a_dead_stream(mesh: RouterBed
     book = mesh.app.router.book
     await until(lambda: book.orphan_count == 2, "the bookings are orphaned")
     async with mesh.session() as session:
-        await session.send(announced=[announced(0, 1)], news=[new(2)])
+        await session.send(announced=[reregistered(0, 1)], news=[new(2)])
         await session.results(1)
         assert book.orphan_count == 1
         mesh.clock.now += 3.1
@@ -226,10 +226,10 @@ async def test_announced_bookings_are_adopted_from_a_dead_stream(mesh: RouterBed
         assert {b.key.request_id for b in response.bookings} == {"r0", "r2"}
 
 
-async def test_a_router_learns_the_bookings_of_another_by_announcement(mesh: RouterBed) -> None:
+async def test_a_router_gets_the_bookings_of_another_by_reregistration(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2)
     async with mesh.session() as session:
-        busy = announced(0, 1, prefill_tokens=0, decode_blocks=50, revision=9)
+        busy = reregistered(0, 1, prefill_tokens=0, decode_blocks=50, revision=9)
         await session.send(announced=[busy], news=[new(1)])
         (result,) = await session.results(1)
         assert result.decision.worker.worker_id == 2
@@ -244,12 +244,12 @@ async def test_a_router_learns_the_bookings_of_another_by_announcement(mesh: Rou
         ({"frees": [pb.BookingKey()]}, "frees.request_id"),
         ({"frees": [pb.BookingKey(request_id="x" * 257)]}, "frees.request_id"),
         ({"outputs": [pb.OutputBlocks(key=key(1))]}, "blocks"),
-        ({"announced": [announced(1, 1, frontend_id=5)]}, "announced.frontend_id"),
-        ({"announced": [announced(1, 1, revision=0)]}, "announced.revision"),
+        ({"announced": [reregistered(1, 1, frontend_id=5)]}, "announced.frontend_id"),
+        ({"announced": [reregistered(1, 1, revision=0)]}, "announced.revision"),
         ({"announced": [pb.Booking(frontend_id=FRONTEND, revision=1)]}, "announced.worker"),
     ],
 )
-async def test_a_breach_of_protocol_ends_the_stream_and_names_it(
+async def test_a_protocol_violation_ends_the_stream_with_its_field(
     mesh: RouterBed, frame: dict[str, Any], field: str
 ) -> None:
     async with mesh.session() as session:
@@ -259,7 +259,7 @@ async def test_a_breach_of_protocol_ends_the_stream_and_names_it(
         assert refused.value.field == field
 
 
-async def test_what_was_answered_before_a_breach_still_arrives(mesh: RouterBed) -> None:
+async def test_results_before_a_protocol_violation_still_arrive(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0)])
@@ -287,7 +287,7 @@ async def test_a_session_must_begin_with_hello(
             await Session(call).read()
 
 
-async def test_a_session_that_its_frontend_closes_ends_well(mesh: RouterBed) -> None:
+async def test_a_session_closed_by_its_frontend_ends_without_an_error(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0)])
@@ -298,7 +298,7 @@ async def test_a_session_that_its_frontend_closes_ends_well(mesh: RouterBed) -> 
         assert await session.call.code() is grpc.StatusCode.OK
 
 
-async def test_draining_closes_sessions_with_everything_answered(mesh: RouterBed) -> None:
+async def test_draining_closes_sessions_after_all_results(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0)])
@@ -310,7 +310,7 @@ async def test_draining_closes_sessions_with_everything_answered(mesh: RouterBed
 
 
 @pytest.mark.row("S1-74")
-async def test_route_books_nothing_unless_asked(mesh: RouterBed) -> None:
+async def test_route_books_only_on_request(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     answer = await mesh.unary(
         "Route", pb.RouteRequest(query=query_of(token_ids=[1, 2], total_tokens=0))
@@ -339,7 +339,7 @@ async def test_route_books_nothing_unless_asked(mesh: RouterBed) -> None:
         (pb.RouteRequest(query=pb.Query()), "query.model"),
     ],
 )
-async def test_a_route_that_cannot_be_is_refused_before_any_work(
+async def test_a_malformed_route_call_is_rejected_before_any_work(
     mesh: RouterBed, request_: pb.RouteRequest, field: str
 ) -> None:
     await mesh.add_workers(1)
@@ -362,7 +362,7 @@ async def test_hints_reach_the_decision(mesh: RouterBed) -> None:
 
 
 @pytest.mark.row("S1-86")
-async def test_potential_loads_are_those_with_the_request_placed(mesh: RouterBed) -> None:
+async def test_potential_loads_include_the_request(mesh: RouterBed) -> None:
     await mesh.add_workers(1, dp_size=2)
     request = pb.PotentialLoadsRequest(query=query_of())
     loads = (await mesh.unary("PotentialLoads", request)).loads
@@ -375,7 +375,7 @@ async def test_potential_loads_are_those_with_the_request_placed(mesh: RouterBed
         await mesh.unary("PotentialLoads", pb.PotentialLoadsRequest(query=query_of(model="no")))
 
 
-async def test_decisions_are_explained_afterwards_and_beforehand(mesh: RouterBed) -> None:
+async def test_decisions_can_be_explained_after_and_before_they_are_made(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2)
     async with mesh.session() as session:
         placed = (await session.place(0)).decision
@@ -394,7 +394,7 @@ async def test_decisions_are_explained_afterwards_and_beforehand(mesh: RouterBed
         assert out.load.active_requests == 1
     with pytest.raises(NotFound) as unknown:
         await mesh.unary("Explain", pb.ExplainRequest(request_id="r404"))
-    for part in ("'r404'", "the last 4096", "the id of its answer", "request_id"):
+    for part in ("'r404'", "the last 4096", "the id of its response", "request_id"):
         assert part in unknown.value.message
     for word in ("chatcmpl", "cmpl"):
         by_answer = await mesh.unary("Explain", pb.ExplainRequest(request_id=f"{word}-r0"))
@@ -403,7 +403,7 @@ async def test_decisions_are_explained_afterwards_and_beforehand(mesh: RouterBed
         await mesh.unary("Explain", pb.ExplainRequest())
 
 
-async def test_health_and_reflection_answer(mesh: RouterBed) -> None:
+async def test_health_and_reflection_respond(mesh: RouterBed) -> None:
     channel: Any = mesh.channel  # The stubs' types know synchronous channels only.
     health: Any = health_pb2_grpc.HealthStub(channel)
     for service in ("", SERVICE_NAME):
@@ -425,7 +425,7 @@ async def test_the_router_is_in_discovery_until_it_deregisters(mesh: RouterBed) 
     assert (await mesh.registry.snapshot(NS)).of("router") == ()
 
 
-async def test_a_registry_that_is_lost_does_not_stop_decisions(mesh: RouterBed) -> None:
+async def test_a_lost_registry_does_not_stop_decisions(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     await mesh.app._registry.close()
     async with mesh.session() as session:
@@ -433,7 +433,7 @@ async def test_a_registry_that_is_lost_does_not_stop_decisions(mesh: RouterBed) 
 
 
 class Silent(MemoryRegistry):
-    """A registry whose store never answers a watch."""
+    """A registry with a store that never responds to a watch."""
 
     @asynccontextmanager
     async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
@@ -442,7 +442,7 @@ class Silent(MemoryRegistry):
 
 
 class IndexLost(MemoryRegistry):
-    """A registry whose store cannot be reached: its watches open, and have seen nothing."""
+    """A registry with an unreachable store: its watches open without a snapshot."""
 
     @asynccontextmanager
     async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
@@ -456,7 +456,7 @@ class IndexLost(MemoryRegistry):
 
 @pytest.mark.row("S1-59")
 @pytest.mark.parametrize("registry", [Silent, IndexLost])
-async def test_without_any_snapshot_it_serves_after_a_while_and_calls_no_model_unknown(
+async def test_without_a_snapshot_it_serves_after_a_timeout_and_reports_no_model_as_unknown(
     monkeypatch: pytest.MonkeyPatch, registry: type[MemoryRegistry]
 ) -> None:
     monkeypatch.setattr(router_svc.app, "STARTUP_TIMEOUT_S", 0.05)
@@ -492,12 +492,12 @@ async def test_it_does_not_serve_before_the_first_snapshot(
 
 
 @pytest.mark.slow
-async def test_the_process_serves_registers_and_ends_upon_sigterm(tmp_path: Path) -> None:
+async def test_the_process_serves_registers_and_ends_on_sigterm(tmp_path: Path) -> None:
     await check_life("router", tmp_path / "registry")
 
 
 class Broken(RoundRobinSelector):
-    """A selector of somebody who made a mistake."""
+    """A selector with a bug."""
 
     name = "broken"
 
@@ -517,13 +517,13 @@ async def test_a_selector_that_fails_fails_one_request_and_not_the_session() -> 
 
 
 class NoGpu(InvalidRequest):
-    """An error that only its selector knows."""
+    """An error class of a selector."""
 
     kind = "NO_GPU"
 
 
 class IllFormed(MeshError):
-    """An error that no message can carry."""
+    """An error that no message can encode."""
 
     def __init__(self) -> None:
         super().__init__("ill-formed", metadata={"limit": 5})  # type: ignore[dict-item]
@@ -539,7 +539,7 @@ RAISED: dict[int, Callable[[], Exception]] = {
 }
 
 
-# For prompts of this length a worker is chosen that there cannot be.
+# For prompts of this length a worker is selected that cannot exist.
 NOBODY = 19
 
 
@@ -552,12 +552,12 @@ class Raising(RoundRobinSelector):
         if raised := RAISED.get(query.total_tokens):
             raise raised()
         if query.total_tokens == NOBODY:
-            return Selection(Candidate(Placement(-1, 0), candidates[0].instance), "nobody")
+            return Selection(Candidate(Placement(-1, 0), candidates[0].instance), "invalid")
         return super().select(query, candidates, *args)
 
 
 @pytest.mark.parametrize("tokens", [*RAISED, NOBODY])
-async def test_no_error_of_a_selector_reaches_beyond_its_question(tokens: int) -> None:
+async def test_an_error_of_a_selector_affects_its_query_only(tokens: int) -> None:
     async with running(selector=f"{__name__}:Raising") as mesh:
         await mesh.add_workers(1)
         async with mesh.session() as session:
@@ -567,7 +567,7 @@ async def test_no_error_of_a_selector_reaches_beyond_its_question(tokens: int) -
             assert after.HasField("decision")
             assert refused.error.kind
             assert not refused.HasField("decision")
-            assert (await session.place(3)).HasField("decision"), "the session goes on"
+            assert (await session.place(3)).HasField("decision"), "the session continues"
             assert len(mesh.app.router.book) == 3, "what is refused is not booked"
         route = pb.RouteRequest(query=query_of(total_tokens=tokens))
         with pytest.raises(MeshError):
@@ -576,7 +576,7 @@ async def test_no_error_of_a_selector_reaches_beyond_its_question(tokens: int) -
 
 
 @pytest.mark.slow
-async def test_metrics_count_decisions_and_show_the_book() -> None:
+async def test_metrics_count_decisions_and_show_the_load() -> None:
     async with running(metrics_port=0) as mesh:
         await mesh.add_workers(1, 2)
         async with mesh.session() as session:

@@ -13,7 +13,7 @@ from common.registry.instances import KvIndex
 from common.request.preprocessed import SessionAction, StopConditions
 from router_svc.core.admission import QueueSettings
 from router_svc.core.approx_index import ApproxLimits
-from router_svc.core.busy import BusyLimits
+from router_svc.core.eligibility import BusyLimits
 from router_svc.core.overlap import IndexSettings, derive_index_settings
 from tests.sim.clients import ClientSpec
 from tests.sim.faults import FaultKind, draw_faults, with_fast_detection

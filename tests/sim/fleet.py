@@ -54,7 +54,7 @@ from router_svc.app import TICK_S as ROUTER_TICK_S
 from router_svc.core.admission import QueuedRequest
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.overlap import EVENT_INDEX_SETTINGS, IndexSettings
-from router_svc.core.placement import PlacementRequest, ServingPlan
+from router_svc.core.placement import PlacementAttempt, ServingPlan
 from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.query import Query as RouterQuery
 from router_svc.core.router import Decision, Router
@@ -333,17 +333,15 @@ class ObservedRouter(Router):
 
     def _place(
         self,
-        placement_request: PlacementRequest,
+        attempt: PlacementAttempt,
         plan: ServingPlan,
         key: BookingKey | None,
         session: int | None,
         queued_s: float | None = None,
     ) -> Decision:
-        decision = super()._place(placement_request, plan, key, session, queued_s)
+        decision = super()._place(attempt, plan, key, session, queued_s)
         if self.decision_checker is not None and key is not None:
-            self.decision_checker.placed(
-                self, placement_request.query, key, decision, placement_request.now
-            )
+            self.decision_checker.placed(self, attempt.query, key, decision, attempt.now)
         return decision
 
 

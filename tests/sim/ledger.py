@@ -20,7 +20,7 @@ from common.registry.instances import Instance, SnapshotDiff
 from common.request.preprocessed import RoutingHints, SessionAction
 from router_svc.app import TICK_S
 from router_svc.core.admission import ConstraintClass, QueuedRequest
-from router_svc.core.busy import BusyLimits
+from router_svc.core.eligibility import BusyLimits
 from router_svc.core.fleet import GONE_MODEL_TTL_S
 from router_svc.core.overlap import IndexSettings
 from router_svc.core.policy import Policy

@@ -21,7 +21,7 @@ from frontend_svc.peers.router_client import Query
 from frontend_svc.request.gateway import Gateway, RequestHandle, ResponseSink
 from router_svc.core.admission import QueueSettings
 from router_svc.core.approx_index import ApproxLimits
-from router_svc.core.busy import NO_LIMITS, BusyLimits
+from router_svc.core.eligibility import NO_LIMITS, BusyLimits
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.overlap import derive_index_settings
 from router_svc.core.policy import Policy

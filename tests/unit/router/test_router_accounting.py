@@ -1,4 +1,4 @@
-"""Load accounting: fractional weights, output blocks, and expiry of bookings."""
+"""Load accounting: fractional weights, output blocks, and bookings without renewal."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def key(number: int = 0) -> BookingKey:
     return BookingKey(FRONTEND, f"r{number}", 0)
 
 
-def booking(number: int = 0, **facts: Any) -> Booking:
-    given: dict[str, Any] = {"prefill_tokens": 0, "decode_blocks": 4, **facts}
+def booking(number: int = 0, **fields: Any) -> Booking:
+    given: dict[str, Any] = {"prefill_tokens": 0, "decode_blocks": 4, **fields}
     return Booking(key(number), "m", W1, **given)
 
 
@@ -69,16 +69,16 @@ def test_fractions_of_blocks_are_summed_and_then_rounded() -> None:
     assert book.load(W1, 0.0).decode_blocks == 2, "0.75 + 2 * 0.4 = 1.55"
 
 
-def test_a_request_longer_than_expected_has_no_block_load_but_still_counts() -> None:
+def test_a_request_longer_than_expected_has_weight_zero_but_counts_as_a_request() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     book.add_output_blocks(key(), 3, 0.0)
     assert book.load(W1, 0.0) == LoadTotals(0, 0, 1)
     book.add_output_blocks(key(), 1)
-    assert book.load(W1, 0.0) == LoadTotals(0, 0, 1), "the last reported weight stays"
+    assert book.load(W1, 0.0) == LoadTotals(0, 0, 1), "the weight stays as reported last"
 
 
-def test_blocks_newer_than_a_report_are_added_to_it_at_their_weight() -> None:
+def test_weighted_blocks_newer_than_a_report_are_added_to_it() -> None:
     book, session = owned()
     book.report(1, 0, Load(kv_used_blocks=10), 0.0)
     book.book(booking(decode_blocks=4), session, 0.0)
@@ -92,7 +92,7 @@ def test_blocks_newer_than_a_report_are_added_to_it_at_their_weight() -> None:
         st.tuples(st.integers(0, 4), st.integers(1, 9), st.none() | st.floats(0, 1)), max_size=40
     )
 )
-def test_weights_add_up_exactly_and_return_to_zero(
+def test_weights_are_summed_exactly_and_return_to_zero(
     steps: list[tuple[int, int, float | None]],
 ) -> None:
     book, session = owned()
@@ -114,7 +114,7 @@ def test_weights_add_up_exactly_and_return_to_zero(
     assert len(book) == 0
 
 
-def test_the_decay_weight_is_replicated_with_the_booking() -> None:
+def test_a_reregistered_booking_keeps_its_weight() -> None:
     book, session = owned()
     book.book(booking(decode_blocks=7), session, 0.0)
     book.add_output_blocks(key(), 1, 0.25)
@@ -128,7 +128,7 @@ def test_the_decay_weight_is_replicated_with_the_booking() -> None:
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
-def test_a_reregistered_decay_out_of_range_is_refused_and_named(decay: float) -> None:
+def test_a_reregistered_weight_out_of_range_is_rejected_with_its_field(decay: float) -> None:
     message = router_pb2.Booking(
         key=router_pb2.BookingKey(request_id="r"),
         frontend_id=FRONTEND,
@@ -142,7 +142,7 @@ def test_a_reregistered_decay_out_of_range_is_refused_and_named(decay: float) ->
     assert caught.value.field == "decay_fraction"
 
 
-# Renewal of bookings.
+# Bookings that are not renewed.
 
 
 def test_a_booking_that_is_not_renewed_ends_after_five_minutes() -> None:
@@ -155,19 +155,19 @@ def test_a_booking_that_is_not_renewed_ends_after_five_minutes() -> None:
     assert book.load(W1, BOOKING_EXPIRY_S) == LoadTotals()
 
 
-def test_a_renewed_booking_does_not_expire() -> None:
+def test_a_booking_that_is_renewed_does_not_expire() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     now = 0.0
     for _ in range(10):
         now += 100.0
-        assert not book.reregister(booking(), session, now), "the booking is not new"
+        assert not book.reregister(booking(), session, now), "it is not new"
         book.expire(now)
     assert (len(book), book.expired) == (1, 0)
     assert book.load(W1, now) == LoadTotals(0, 4, 1)
 
 
-def test_a_booking_of_a_peer_does_not_expire_here() -> None:
+def test_a_booking_held_by_a_peer_does_not_expire_here() -> None:
     book = LoadTracker()
     book.add_peer(9, {booking().key})
     book.receive(booking(), 0.0)
@@ -175,7 +175,7 @@ def test_a_booking_of_a_peer_does_not_expire_here() -> None:
     assert (len(book), book.expired) == (1, 0)
 
 
-# Booked load.
+# The booked load of a request.
 
 
 def router_of(*workers: int, **options: Any) -> Router:
@@ -200,7 +200,7 @@ def router_of(*workers: int, **options: Any) -> Router:
 
 
 @pytest.mark.row("S1-70", "S1-104")
-def test_bookings_include_blocks_only_if_the_router_tracks_them() -> None:
+def test_blocks_are_booked_only_if_they_are_tracked() -> None:
     query = Query("m", 100)
     for tracks, blocks in ((True, 7), (False, 0)):
         router = router_of(1, cost_settings=CostSettings(track_active_blocks=tracks))
@@ -210,7 +210,7 @@ def test_bookings_include_blocks_only_if_the_router_tracks_them() -> None:
 
 
 @pytest.mark.row("S1-104")
-def test_a_request_can_override_tracking_for_itself_only() -> None:
+def test_one_request_can_override_tracking_for_itself_only() -> None:
     router = router_of(1)
     untracked = Query("m", 100, override=RouterConfigOverride(track_prefill_tokens=False))
     router.decide(untracked, key(0), 0.0, Random(0))
@@ -227,42 +227,45 @@ def test_a_request_can_override_tracking_for_itself_only() -> None:
 
 
 @pytest.mark.row("S1-23", "S1-80")
-def test_potential_loads_equal_the_load_after_the_booking() -> None:
+def test_a_booking_has_request_worker_and_load_and_potential_loads_predict_it() -> None:
     router = router_of(1, 2)
     query = Query("m", 100, routing=RoutingHints(expected_output_tokens=50))
-    foretold = {row.placement: row.load for row in router.potential_loads(query, 0.0)}
+    predicted = router.potential_loads(query, 0.0)
     decision = router.decide(query, key(), 0.0, Random(0))
     booked = router.book.get(key())
     assert booked == Booking(key(), "m", decision.worker, None, 100, 7)
     message = decision_to_proto(decision, router.fleet)
     assert (message.charged_prefill_tokens, message.charged_decode_blocks) == (100, 7)
-    assert router.book.load(decision.worker, 0.0) == foretold[decision.worker]
+    assert router.book.load(decision.worker, 0.0) == predicted[decision.worker]
     assert bookable_prefill_tokens(query, 0) == 100
 
 
-# Queries.
+# Query parameters.
 
 
 @pytest.mark.row("S1-65", "S1-71")
-def test_each_parameter_of_a_query_has_an_effect() -> None:
+def test_each_query_parameter_has_its_effect() -> None:
     router = router_of(1, 2, 3, policy=Policy(queue=QueueSettings(threshold=0.1)))
 
-    def admit(number: int | None, **hints: Any) -> Placement | QueuedRequest:
+    def submit(number: int | None, **hints: Any) -> Placement | QueuedRequest:
         query = Query("m", 200, routing=RoutingHints(**hints))
         if number is None:
             return router.decide(query, None, 0.0, Random(0)).worker
         result = router.admit(query, key(number), 0.0, Random(0))
         return result if isinstance(result, QueuedRequest) else result.worker
 
-    assert admit(0, allowed_worker_ids=frozenset({2})) == W2
-    assert admit(1, lora_name="lora3") == Placement(3, 0)
-    assert admit(None) == W1, "worker 1 is idle"
-    assert admit(2) == W1, "no key, no booking: worker 1 is still idle"
-    assert isinstance(admit(3), QueuedRequest)
-    assert isinstance(admit(4, priority_jump=9.0), QueuedRequest)
-    assert [one.key for one in router.queue.heads()] == [key(4)], "it is ahead of the other request"
+    assert submit(0, allowed_worker_ids=frozenset({2})) == W2
+    assert submit(1, lora_name="lora3") == Placement(3, 0)
+    assert submit(None) == W1, "1 is idle"
+    assert submit(2) == W1, "no key, no booking: it still is"
+    assert isinstance(submit(3), QueuedRequest)
+    assert isinstance(submit(4, priority_jump=9.0), QueuedRequest)
+    router.queue.mark_all_dirty()
+    head = router.queue.next_dirty()
+    assert head is not None
+    assert head.key == key(4), "it jumped ahead of the other"
     with pytest.raises(Unavailable):
-        admit(5, allowed_worker_ids=frozenset({99}))
+        submit(5, allowed_worker_ids=frozenset({99}))
     free = Query("m", 200, override=RouterConfigOverride(track_prefill_tokens=False))
     wild = Query("m", 200, override=RouterConfigOverride(router_temperature=-1.0))
     with pytest.raises(InvalidRequest, match="router_temperature"):
@@ -310,7 +313,7 @@ def query_of_names(names: Sequence[int]) -> Query:
 
 
 @pytest.mark.row("S1-68")
-def test_prefix_hashes_with_adapter_and_media_match_both() -> None:
+def test_blocks_are_matched_by_adapter_and_media() -> None:
     held = {1: frozenset(named(image=7)), 2: frozenset(named(image=7, lora="lora2"))}
     router = router_of(1, 2, index=Caches(XXH3, held))
     depth = {
@@ -332,14 +335,10 @@ def test_prefix_hashes_with_adapter_and_media_match_both() -> None:
 
 
 @pytest.mark.row("S1-85")
-def test_potential_loads_and_overlaps_include_the_media_of_a_prompt() -> None:
+def test_potential_loads_and_overlaps_depend_on_the_media_of_a_prompt() -> None:
     router = router_of(1, 2, index=Caches(XXH3, {1: frozenset(named(image=7))}))
-    same = {
-        row.placement: row.load for row in router.potential_loads(query_of_names(named(7)), 0.0)
-    }
-    other = {
-        row.placement: row.load for row in router.potential_loads(query_of_names(named(8)), 0.0)
-    }
+    same = router.potential_loads(query_of_names(named(7)), 0.0)
+    other = router.potential_loads(query_of_names(named(8)), 0.0)
     assert same[W1].prefill_tokens == 16, "all but the block of the last token is cached"
     assert other[W1].prefill_tokens == 48
     assert same[W2].prefill_tokens == other[W2].prefill_tokens == 64
@@ -350,7 +349,7 @@ def test_potential_loads_and_overlaps_include_the_media_of_a_prompt() -> None:
 
 
 @pytest.mark.row("S1-108")
-def test_errors_of_the_queue_are_typed() -> None:
+def test_rejections_of_the_queue_are_typed_errors() -> None:
     router = router_of(1, policy=Policy(queue=QueueSettings(threshold=0.0, requests_max=1)))
     router.admit(Query("m", 10), key(0), 0.0, Random(0))
     router.admit(Query("m", 10), key(1), 0.0, Random(0))

@@ -1,8 +1,7 @@
-"""The admission queue: who is parked, who goes first, and what ends a wait."""
+"""The admission queue: which requests wait, in which order, and what ends a wait."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -26,43 +25,35 @@ from common.request.preprocessed import (
     SessionControl,
 )
 from router_svc.core.admission import (
-    AdmissionQueue,
-    Blockers,
     QueuedRequest,
     QueuePolicy,
     QueueSettings,
-    constraint_class_of,
     queue_timeout_error,
 )
-from router_svc.core.busy import BusyLimits
-from router_svc.core.load_tracker import ORPHAN_S
+from router_svc.core.eligibility import BusyLimits
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import NO_BYPASS, Bypass
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
-from router_svc.core.rank_load import REPORT_MAX_AGE_S
-from router_svc.core.router import AdmissionResult, Decision, Router
+from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS, Selection, View, WorkerSelector
 from router_svc.core.types import (
     BookingKey,
     Candidate,
     LoadTotals,
     Placement,
-    RankCapacity,
-    SessionName,
 )
 
 FRONTEND = 7
 BATCH = 1000
-NOBODY = Blockers(0, frozenset())
 
 
-def worker(worker_id: int, **facts: Any) -> Instance:
+def worker(worker_id: int, **fields: Any) -> Instance:
     given: dict[str, Any] = {
         "model": "m",
         "block_size": 16,
         "max_num_batched_tokens": BATCH,
-        **facts,
+        **fields,
     }
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
@@ -76,9 +67,9 @@ def key(name: str) -> BookingKey:
 
 
 class Bed:
-    """A router whose workers count as busy above one batch of prompt tokens; `now` is set by hand.
+    """A router whose workers are prefill-busy above one batch; `now` is set by hand.
 
-    answers: of those who waited, in the order in which they were told.
+    outcomes: of the queued requests, in order.
     """
 
     def __init__(
@@ -88,16 +79,16 @@ class Bed:
         busy: BusyLimits | None = None,
         bypass: Bypass = NO_BYPASS,
         index: Any = None,
-        more_rules: Mapping[str, Any] = MappingProxyType({}),
+        more_policy: Mapping[str, Any] = MappingProxyType({}),
         **queue: Any,
     ) -> None:
         given = {"threshold": 1.0, **queue}
         policy = Policy(
-            queue=QueueSettings(**given), busy=busy or BusyLimits(), bypass=bypass, **more_rules
+            queue=QueueSettings(**given), busy=busy or BusyLimits(), bypass=bypass, **more_policy
         )
         self.router = Router(selector or SELECTORS["least_loaded"](), policy=policy, index=index)
         self.now = 100.0
-        self.answers: dict[str, Decision | MeshError] = {}
+        self.outcomes: dict[str, Decision | MeshError] = {}
         self.see(*(workers or (worker(1),)))
         self.session = self.router.book.open_session(FRONTEND)
 
@@ -107,43 +98,31 @@ class Bed:
     def admit(
         self, name: str, tokens: int = 2 * BATCH, *, level: int = 0, **hints: Any
     ) -> Decision | QueuedRequest:
-        """Ask for a placement; `tokens` alone make a worker busy unless told otherwise."""
+        """Request a placement; the default `tokens` alone make a worker busy."""
         routing = RoutingHints(**hints) if hints else None
         query = Query("m", tokens, routing=routing, strict_priority=level)
-        return self.ask(name, query)
+        return self.submit(name, query)
 
-    def ask(self, name: str, query: Query) -> Decision | QueuedRequest:
+    def submit(self, name: str, query: Query) -> Decision | QueuedRequest:
         return self.router.admit(query, key(name), self.now, Random(0), self.session)
 
     def free(self, name: str) -> None:
         assert self.router.book.free(key(name))
 
     def serve(self) -> list[str]:
-        """Let those in who need not wait; their names, in that order."""
+        """Rescan the queue; the names of the requests that left it, in order."""
         names = []
         for queued, outcome in self.router.rescan(self.now, Random(0)):
             if outcome is None:
                 continue
             names.append(queued.key.request_id)
-            self.answers[queued.key.request_id] = outcome
+            self.outcomes[queued.key.request_id] = outcome
         return names
 
-    def relieve(self, *worker_ids: int) -> list[str]:
-        """Let those in who profit from the relief of these; their names, in that order."""
-        names = []
-        for worker_id in worker_ids:
-            for queued, outcome in self.router.capacity_freed(
-                Placement(worker_id, 0), self.now, Random(0)
-            ):
-                if outcome is not None:
-                    names.append(queued.key.request_id)
-                    self.answers[queued.key.request_id] = outcome
-        return names
-
-    def rebound_requests(self, control: SessionControl) -> list[AdmissionResult]:
-        """What becomes of those who wait where the session is bound no more."""
-        session = SessionName("m", control.session_id)
-        return list(self.router.rebound_requests(session, self.now, Random(0)))
+    def tick(self) -> list[str]:
+        """Rescan the whole queue, as the router does twice per second."""
+        self.router.queue.mark_all_dirty()
+        return self.serve()
 
     def load(self, worker_id: int = 1) -> LoadTotals:
         return self.router.book.load(Placement(worker_id, 0), self.now)
@@ -153,20 +132,20 @@ class Bed:
         return len(self.router.queue)
 
 
-def placed(answer: Decision | QueuedRequest | MeshError) -> Decision:
-    assert isinstance(answer, Decision), answer
-    return answer
+def placed(outcome: Decision | QueuedRequest | MeshError) -> Decision:
+    assert isinstance(outcome, Decision), outcome
+    return outcome
 
 
-def queued(answer: Decision | QueuedRequest) -> QueuedRequest:
-    assert isinstance(answer, QueuedRequest), "it was placed at once"
-    return answer
+def queued(outcome: Decision | QueuedRequest) -> QueuedRequest:
+    assert isinstance(outcome, QueuedRequest), "it was placed at once"
+    return outcome
 
 
-# Who is parked.
+# Which requests are queued.
 
 
-def test_without_a_threshold_nobody_ever_waits() -> None:
+def test_without_a_threshold_no_request_is_queued() -> None:
     bed = Bed(threshold=None)
     for number in range(5):
         placed(bed.admit(f"r{number}"))
@@ -186,7 +165,7 @@ def test_a_request_waits_while_all_its_workers_are_busy_and_books_nothing_meanwh
     bed.free("b")
     bed.now += 1.5
     assert bed.serve() == ["c"]
-    decision = placed(bed.answers["c"])
+    decision = placed(bed.outcomes["c"])
     assert (decision.worker, decision.queued_s) == (Placement(2, 0), 1.5)
     assert decision.reasons[-1] == "queued for 1500 ms"
     assert bed.load(2) == LoadTotals(300, 19, 1)
@@ -200,7 +179,7 @@ def test_a_worker_is_busy_above_the_threshold_and_not_at_it() -> None:
     queued(bed.admit("c", 1))
 
 
-def test_a_worker_that_does_not_say_its_batch_is_never_busy_in_practice() -> None:
+def test_a_worker_without_a_reported_batch_size_is_busy_at_absurd_loads_only() -> None:
     bed = Bed(worker(1, max_num_batched_tokens=None))
     for number in range(5):
         placed(bed.admit(f"r{number}", 2_000_000))
@@ -209,16 +188,16 @@ def test_a_worker_that_does_not_say_its_batch_is_never_busy_in_practice() -> Non
 
 
 @pytest.mark.row("S1-21")
-def test_who_may_wait_for_the_same_workers_waits_behind_those_who_do() -> None:
+def test_a_new_request_waits_behind_queued_requests_for_the_same_workers() -> None:
     bed = Bed()
     placed(bed.admit("a"))
     queued(bed.admit("b", 10))
-    bed.free("a")  # A worker has room, but nobody was let in yet.
+    bed.free("a")  # Capacity, but no rescan yet.
     queued(bed.admit("c", 10))
     assert bed.serve() == ["b", "c"]
 
 
-def test_the_end_of_prefill_makes_room_long_before_the_answer_ends() -> None:
+def test_the_end_of_prefill_frees_capacity_before_the_response_ends() -> None:
     bed = Bed()
     placed(bed.admit("a"))
     queued(bed.admit("b"))
@@ -227,16 +206,16 @@ def test_the_end_of_prefill_makes_room_long_before_the_answer_ends() -> None:
     assert bed.load().requests == 2
 
 
-def test_a_new_worker_makes_room() -> None:
+def test_a_new_worker_adds_capacity() -> None:
     bed = Bed()
     placed(bed.admit("a"))
     queued(bed.admit("b"))
     bed.see(worker(1), worker(2))
     assert bed.serve() == ["b"]
-    assert placed(bed.answers["b"]).worker == Placement(2, 0)
+    assert placed(bed.outcomes["b"]).worker == Placement(2, 0)
 
 
-def test_a_report_that_a_worker_is_busy_holds_requests_and_a_later_one_lets_them_in() -> None:
+def test_a_load_report_blocks_requests_and_a_later_one_admits_them() -> None:
     bed = Bed()
     bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
     queued(bed.admit("a", 10))
@@ -245,46 +224,25 @@ def test_a_report_that_a_worker_is_busy_holds_requests_and_a_later_one_lets_them
     assert bed.serve() == ["a"]
 
 
-def test_a_report_that_grew_old_holds_nobody() -> None:
+def test_an_expired_load_report_blocks_no_request() -> None:
     bed = Bed()
     bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
     queued(bed.admit("a", 10))
     bed.now += 0.6
-    assert bed.serve() == ["a"]
+    assert bed.tick() == ["a"]
 
 
-def test_whoever_waits_for_load_to_go_down_is_told_when_it_does() -> None:
-    bed = Bed()
-    told: list[Placement] = []
-    fleets: list[int] = []
-    bed.router.events.capacity_freed.subscribe(told.append)
-    bed.router.events.fleet_changed.subscribe(lambda: fleets.append(1))
-    placed(bed.admit("a"))
-    assert told == [], "a booking is no relief"
-    bed.router.book.mark_prefill_done(key("a"))
-    bed.free("a")
-    bed.router.book.report(1, 0, Load(), bed.now)
-    assert told == [Placement(1, 0)] * 3
-    bed.see(worker(1), worker(2))
-    assert len(fleets) == 1
-    placed(bed.admit("b"))
-    bed.router.book.end_session(bed.session, bed.now)
-    before = len(told)
-    bed.router.expire(bed.now + 10.0)
-    assert len(told) > before, "orphans end by time"
-
-
-def test_a_pair_waits_for_whom_computes_the_prompt_only() -> None:
+def test_a_pair_waits_only_for_the_worker_that_computes_the_prompt() -> None:
     group = {"transfer_group": "g", "local_prefill": False}
     bed = Bed(worker(1, role="prefill", **group), worker(2, role="decode", **group))
     first = placed(bed.admit("a"))
     assert (first.prefill, first.worker) == (Placement(1, 0), Placement(2, 0))
     queued(bed.admit("b"))
     bed.router.book.mark_prefill_done(key("a"))
-    assert bed.serve() == ["b"], "decode was not asked"
+    assert bed.serve() == ["b"], "decode load does not matter"
 
 
-def test_a_worker_that_was_above_a_busy_threshold_lets_in_who_waited_for_others() -> None:
+def test_a_worker_below_its_busy_threshold_again_admits_requests_that_wait_for_others() -> None:
     workers = [worker(1, total_kv_blocks=100), worker(2, total_kv_blocks=100)]
     bed = Bed(*workers, busy=BusyLimits(active_decode_blocks=0.5))
     bed.router.book.report(1, 0, Load(kv_used_blocks=90), bed.now)
@@ -293,10 +251,10 @@ def test_a_worker_that_was_above_a_busy_threshold_lets_in_who_waited_for_others(
     assert bed.serve() == []
     bed.router.book.report(1, 0, Load(), bed.now)
     assert bed.serve() == ["a"]
-    assert placed(bed.answers["a"]).worker == Placement(1, 0)
+    assert placed(bed.outcomes["a"]).worker == Placement(1, 0)
 
 
-def test_a_worker_that_gets_room_to_serve_alone_lets_in_who_waited_for_prefill() -> None:
+def test_a_decode_worker_with_capacity_admits_requests_that_wait_for_prefill() -> None:
     group = {"transfer_group": "g", "local_prefill": True, "total_kv_blocks": 100}
     workers = [worker(1, role="prefill", **group), worker(2, role="decode", **group)]
     bypass = Bypass(policy="isl_bounding", eff_isl_ratio_threshold=1.1, decode_busy_threshold=0.5)
@@ -307,74 +265,25 @@ def test_a_worker_that_gets_room_to_serve_alone_lets_in_who_waited_for_prefill()
     assert bed.serve() == []
     bed.router.book.report(2, 0, Load(), bed.now)
     assert bed.serve() == ["a"]
-    assert placed(bed.answers["a"]).bypass == "short_prompt"
-
-
-# What a look through the queue costs.
+    assert placed(bed.outcomes["a"]).bypass == "short_prompt"
 
 
 class Counting:
-    """Chooses the first, and counts how often it was asked."""
+    """Selects the first candidate and counts the calls."""
 
     name = "counting"
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.calls = 0
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Selection:
-        self.asked += 1
+        self.calls += 1
         return Selection(candidates[0], "first")
 
 
-def crowded(selector: WorkerSelector, lanes: int, **policy: Any) -> Bed:
-    """So many lanes wait for worker 1."""
-    bed = Bed(selector=selector, **policy)
-    placed(bed.admit("a"))
-    for number in range(lanes):
-        queued(bed.admit(f"r{number}", allowed_worker_ids=frozenset({1, 100 + number})))
-    return bed
-
-
-@pytest.mark.parametrize(
-    "busy", [BusyLimits(), BusyLimits(active_prefill_tokens=9 * BATCH)], ids=["no limits", "limits"]
-)
-def test_a_sweep_that_is_left_early_goes_on_and_gets_to_the_last_lane(busy: BusyLimits) -> None:
-    selector = Counting()
-    bed = crowded(selector, 25, busy=busy)
-    bed.see(worker(1, max_num_batched_tokens=BATCH + 1))
-    selector.asked = 0
-    looked_at: list[int] = []
-    for count in (10, 10, 5):
-        part = list(islice(bed.router.rescan(bed.now, Random(0)), 10))
-        assert len(part) == count
-        assert all(outcome is None for _, outcome in part)
-        looked_at += [one.number for one, _ in part]
-    assert looked_at == list(range(1, 26))
-    assert selector.asked == 25
-    bed.free("a")
-    assert bed.serve() == ["r0"], "a new sweep looks again"
-
-
-@pytest.mark.parametrize(
-    "busy",
-    [BusyLimits(), BusyLimits(active_prefill_tokens_frac=9.0, active_decode_blocks=0.9)],
-    ids=["no limits", "limits"],
-)
-def test_a_relief_looks_at_no_more_lanes_than_it_has_room_for(busy: BusyLimits) -> None:
-    selector = Counting()
-    bed = crowded(selector, 100, busy=busy)
-    selector.asked = 0
-    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
-    assert (bed.relieve(1), selector.asked) == ([], 0), "it is as busy as before"
-    bed.free("a")
-    bed.router.book.report(1, 0, Load(), bed.now)
-    assert (bed.relieve(1), selector.asked) == (["r0"], 1)
-    assert (bed.relieve(1), selector.asked) == ([], 1)
-
-
-def test_whom_a_limit_kept_from_others_is_found_by_the_relief_that_lifts_it() -> None:
+def test_a_request_blocked_by_a_busy_limit_is_admitted_when_the_limit_no_longer_applies() -> None:
     workers = [worker(at, total_kv_blocks=100) for at in (1, 2, 3)]
     bed = Bed(*workers, busy=BusyLimits(active_decode_blocks=0.5))
     for at in (1, 2):
@@ -382,25 +291,24 @@ def test_whom_a_limit_kept_from_others_is_found_by_the_relief_that_lifts_it() ->
     bed.router.book.report(3, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
     queued(bed.admit("a", 10))
     queued(bed.admit("b", 10, backend_instance_id=3))
-    assert bed.relieve(1, 2, 3) == []
+    assert bed.serve() == []
     bed.router.book.report(2, 0, Load(kv_used_blocks=40), bed.now)
-    assert bed.relieve(2) == ["a"]
-    assert placed(bed.answers["a"]).worker == Placement(2, 0)
+    assert bed.serve() == ["a"]
+    assert placed(bed.outcomes["a"]).worker == Placement(2, 0)
 
 
-def test_a_rank_counts_as_relieved_when_another_of_its_worker_is() -> None:
+def test_capacity_freed_on_one_rank_admits_requests_to_its_worker() -> None:
     bed = Bed(worker(1, dp_size=2), busy=BusyLimits(active_prefill_tokens_frac=2.0))
     busy = Load(waiting=1, waiting_tokens=5000)
     bed.router.book.report(1, 1, Load(waiting=1, waiting_tokens=1500), bed.now)
     bed.router.book.report(1, 0, busy, bed.now)
     queued(bed.admit("a", 10))
     bed.router.book.report(1, 1, Load(), bed.now)
-    ((_, outcome),) = bed.router.capacity_freed(Placement(1, 1), bed.now, Random(0))
-    assert isinstance(outcome, Decision)
-    assert outcome.worker == Placement(1, 1)
+    assert bed.serve() == ["a"]
+    assert placed(bed.outcomes["a"]).worker == Placement(1, 1)
 
 
-def test_who_waits_is_not_refused_because_all_are_above_a_limit_just_then() -> None:
+def test_a_queued_request_stays_queued_while_all_workers_are_above_a_busy_limit() -> None:
     workers = [worker(at, total_kv_blocks=100) for at in (1, 2)]
     bed = Bed(*workers, busy=BusyLimits(active_decode_blocks=0.5))
     for at in (1, 2):
@@ -413,48 +321,26 @@ def test_who_waits_is_not_refused_because_all_are_above_a_limit_just_then() -> N
     with pytest.raises(Overloaded):
         bed.admit("b", 10)
     bed.router.book.report(2, 0, Load(), bed.now)
-    assert bed.relieve(2) == ["a"]
+    assert bed.serve() == ["a"]
 
 
-def test_when_to_look_again_though_nothing_happens() -> None:
-    bed = Bed()
-    lost = bed.router.book.open_session(8)
-    assert bed.router.next_wakeup_at(bed.now) == math.inf
-    bed.router.admit(Query("m", 2 * BATCH), BookingKey(8, "x", 0), bed.now, Random(0), lost)
-    queued(bed.admit("a"))
-    assert bed.router.next_wakeup_at(bed.now) == bed.now + 60.0, "its longest wait"
-    bed.router.book.end_session(lost, bed.now)
-    assert bed.router.next_wakeup_at(bed.now) == bed.now + ORPHAN_S
-    bed.router.book.report(1, 0, Load(), bed.now)
-    assert bed.router.next_wakeup_at(bed.now) == bed.now + REPORT_MAX_AGE_S
-
-
-def test_nothing_is_remembered_of_those_who_have_left_the_queue() -> None:
-    bed = crowded(Counting(), 30)
-    for number in range(30):
-        bed.router.queue.withdraw(key(f"r{number}"))
-    assert bed.router.queue.slots == []
-    many = crowded(Counting(), 30)
-    for number in range(29):
-        many.router.queue.withdraw(key(f"r{number}"))
-    many.router.queue.drop_stale_slots()
-    assert sum(map(len, many.router.queue._heads_by_slot.values())) == 1
-
-
-def test_a_frontend_that_comes_makes_nobody_be_picked_for_again() -> None:
+def test_a_frontend_that_joins_triggers_no_rescan() -> None:
     selector = Counting()
-    bed = crowded(selector, 3)
-    selector.asked = 0
+    bed = Bed(selector=selector)
+    placed(bed.admit("fills"))
+    for number in range(3):
+        queued(bed.admit(f"r{number}", allowed_worker_ids=frozenset({1, 100 + number})))
+    selector.calls = 0
     bed.see(worker(1), Instance(FRONTEND, "mesh", "frontend", "", "127.0.0.1:2"))
-    assert (bed.serve(), selector.asked) == ([], 0)
+    assert (bed.serve(), selector.calls) == ([], 0)
     bed.see(worker(1), worker(2, model="n"))
-    assert (bed.serve(), selector.asked) == ([], 3)
+    assert (bed.serve(), selector.calls) == ([], 3)
 
 
-# Pins, and other ways to be particular.
+# Constraint classes.
 
 
-def test_a_pinned_request_waits_for_its_own_worker_and_for_no_other() -> None:
+def test_a_pinned_request_waits_for_its_own_worker_only() -> None:
     bed = Bed(worker(1), worker(2))
     placed(bed.admit("a", backend_instance_id=1))
     queued(bed.admit("b", backend_instance_id=1))
@@ -464,21 +350,21 @@ def test_a_pinned_request_waits_for_its_own_worker_and_for_no_other() -> None:
     assert bed.serve() == ["d"], "b is first in the queue, but its worker is busy"
 
 
-def test_a_pinned_request_holds_up_nobody_else() -> None:
+def test_a_pinned_request_delays_no_other_request() -> None:
     bed = Bed(worker(1), worker(2))
     placed(bed.admit("a", backend_instance_id=1))
     queued(bed.admit("b", backend_instance_id=1))
     assert placed(bed.admit("c", 10)).worker == Placement(2, 0)
 
 
-def test_a_session_that_waits_for_its_worker_holds_up_nobody_else() -> None:
+def test_a_session_that_waits_for_its_worker_delays_no_other_request() -> None:
     bed = Bed(worker(1), worker(2))
     bound = placed(bed.admit("a", session_control=SessionControl("s", None)))
     queued(bed.admit("b", session_control=SessionControl("s", None)))
     assert placed(bed.admit("c", 10)).worker != bound.worker
 
 
-def test_taints_and_allow_lists_and_sessions_are_judged_by_whom_they_leave() -> None:
+def test_taints_allow_lists_and_sessions_form_constraint_classes() -> None:
     bed = Bed(worker(1, taints=frozenset({"big"})), worker(2), worker(3))
     tainted = RoutingConstraints(required_taints=frozenset({"big"}))
     placed(bed.admit("a", routing_constraints=tainted))
@@ -492,21 +378,21 @@ def test_taints_and_allow_lists_and_sessions_are_judged_by_whom_they_leave() -> 
     assert bed.serve() == ["f"]
 
 
-def test_requests_of_other_models_are_not_held_up() -> None:
+def test_a_queued_request_delays_no_other_model() -> None:
     bed = Bed(worker(1), worker(2, model="n"))
     placed(bed.admit("a"))
     queued(bed.admit("b"))
-    answer = bed.ask("c", Query("n", 10))
+    answer = bed.submit("c", Query("n", 10))
     assert placed(answer).worker == Placement(2, 0)
 
 
-# Wishes.
+# Preferences.
 
 SESSION = SessionControl("s", None)
-SOFT: dict[str, Any] = {"more_rules": {"session_mode": "soft"}}
+SOFT: dict[str, Any] = {"more_policy": {"session_mode": "soft"}}
 
 
-def test_a_soft_session_whose_worker_is_busy_goes_to_another_that_is_not() -> None:
+def test_a_soft_session_moves_to_a_free_worker_if_its_own_is_busy() -> None:
     bed = Bed(worker(1), worker(2), worker(3), **SOFT)
     bound = placed(bed.admit("a", session_control=SESSION))
     moved = placed(bed.admit("b", 10, session_control=SESSION))
@@ -514,40 +400,42 @@ def test_a_soft_session_whose_worker_is_busy_goes_to_another_that_is_not() -> No
     assert moved.affinity == "moved"
 
 
-def test_a_soft_session_stays_while_its_worker_has_room() -> None:
+def test_a_soft_session_stays_while_its_worker_has_capacity() -> None:
     bed = Bed(worker(1), worker(2), **SOFT)
     bound = placed(bed.admit("a", 900, session_control=SESSION))
     assert placed(bed.admit("b", 90, session_control=SESSION)).worker == bound.worker
 
 
-def test_a_soft_session_waits_for_all_who_may_serve_it_and_prefers_its_own() -> None:
+def test_a_soft_session_waits_for_all_eligible_workers_and_prefers_its_own() -> None:
     bed = Bed(worker(1), worker(2), **SOFT)
     bound = placed(bed.admit("a", session_control=SESSION)).worker.worker_id
     other = 3 - bound
     placed(bed.admit("b", backend_instance_id=other))
     queued(bed.admit("c", 10, session_control=SESSION))
     bed.free("b")
-    assert bed.relieve(other) == ["c"]
-    assert placed(bed.answers["c"]).worker == Placement(other, 0)
+    assert bed.serve() == ["c"]
+    assert placed(bed.outcomes["c"]).worker == Placement(other, 0)
     placed(bed.admit("d", backend_instance_id=other))
     queued(bed.admit("e", 10, session_control=SESSION))
     bed.free("d")
     bed.free("a")
-    assert bed.relieve(bound, other) == ["e"]
-    assert placed(bed.answers["e"]).worker == Placement(other, 0), "it was bound there meanwhile"
+    assert bed.serve() == ["e"]
+    assert placed(bed.outcomes["e"]).worker == Placement(other, 0), (
+        "the session moved there meanwhile"
+    )
 
 
-def test_a_soft_session_stands_in_line_with_those_who_want_the_same() -> None:
+def test_a_soft_session_is_in_the_same_constraint_class_as_requests_without_one() -> None:
     bed = Bed(worker(1), worker(2), **SOFT)
     for at in (1, 2):
         placed(bed.admit(f"fills {at}", backend_instance_id=at))
     queued(bed.admit("first", 10))
     bed.free("fills 1")
     queued(bed.admit("second", 10, session_control=SESSION))
-    assert bed.relieve(1) == ["first", "second"]
+    assert bed.serve() == ["first", "second"]
 
 
-def test_a_soft_pair_goes_to_another_prefill_worker_and_keeps_its_decode() -> None:
+def test_a_soft_session_moves_to_another_prefill_worker_and_keeps_its_decode_worker() -> None:
     group = {"transfer_group": "g", "local_prefill": False}
     bed = Bed(
         *(worker(n, role="prefill", **group) for n in (1, 2)),
@@ -560,7 +448,7 @@ def test_a_soft_pair_goes_to_another_prefill_worker_and_keeps_its_decode() -> No
     assert first.worker == second.worker
 
 
-def test_a_soft_session_on_a_whole_worker_goes_to_a_pair_that_has_room() -> None:
+def test_a_soft_session_on_an_aggregated_worker_moves_to_a_pair_with_capacity() -> None:
     group = {"transfer_group": "g", "local_prefill": False}
     bed = Bed(worker(1), **SOFT)
     placed(bed.admit("a", session_control=SESSION))
@@ -570,77 +458,73 @@ def test_a_soft_session_on_a_whole_worker_goes_to_a_pair_that_has_room() -> None
 
 def test_a_preferred_adapter_is_no_reason_to_wait() -> None:
     policy: dict[str, Any] = {"lora_residency": "preferred"}
-    bed = Bed(worker(1, loras=frozenset({"l"})), worker(2), more_rules=policy)
+    bed = Bed(worker(1, loras=frozenset({"l"})), worker(2), more_policy=policy)
     assert placed(bed.admit("a", lora_name="l")).worker == Placement(1, 0)
     assert placed(bed.admit("b", lora_name="l")).worker == Placement(2, 0)
     queued(bed.admit("c", lora_name="l"))
 
 
-def test_hard_sessions_of_one_worker_wait_in_one_lane_and_an_unbound_one_waits_for_all() -> None:
+def test_hard_sessions_of_one_worker_share_a_class_and_a_new_session_waits_for_all() -> None:
     bed = Bed(worker(1), worker(2))
     one = placed(bed.admit("a", 10, session_control=SessionControl("y", None))).worker.worker_id
     x = SessionControl("x", None)
     placed(bed.admit("b", backend_instance_id=one, session_control=x))
     placed(bed.admit("fills", backend_instance_id=3 - one))
-    lanes = [
+    classes = [
         queued(bed.admit(name, 10, session_control=SessionControl(name, None))).constraint_class
         for name in ("x", "y", "unbound")
     ]
-    assert lanes[0] == lanes[1]
-    assert lanes[0].placements == (Placement(one, 0),)
-    assert lanes[2].placements == ()
+    assert classes[0] == classes[1]
+    assert classes[0].placements == (Placement(one, 0),)
+    assert classes[2].placements == ()
     bed.free("fills")
-    assert bed.relieve(3 - one) == ["unbound"]
+    assert bed.serve() == ["unbound"]
 
 
-def test_who_waits_for_a_worker_that_its_session_left_is_found() -> None:
+def test_a_request_whose_session_moved_to_another_worker_is_placed_there() -> None:
     bed = Bed(worker(1), worker(2))
     bound = placed(bed.admit("a", session_control=SESSION)).worker.worker_id
     queued(bed.admit("b", 10, session_control=SESSION))
-    assert bed.rebound_requests(SESSION) == []
+    assert bed.serve() == []
     placed(bed.admit("c", 10, backend_instance_id=3 - bound, session_control=SESSION))
-    ((one, outcome),) = bed.rebound_requests(SESSION)
-    assert one.key == key("b")
-    assert isinstance(outcome, Decision)
-    assert outcome.worker == Placement(3 - bound, 0)
-    assert bed.router.queue.bound(SessionName("m", SESSION.session_id)) == []
+    assert bed.serve() == ["b"]
+    assert placed(bed.outcomes["b"]).worker == Placement(3 - bound, 0)
 
 
-def test_a_stray_is_found_behind_one_of_another_session_too() -> None:
+def test_requests_of_a_moved_session_are_found_behind_those_of_another_session() -> None:
     bed = Bed(worker(1), worker(2))
     other = SessionControl("other", None)
     placed(bed.admit("a", 10, backend_instance_id=1, session_control=SESSION))
     placed(bed.admit("b", backend_instance_id=1, session_control=other))
-    asked = (("x", SESSION), ("y1", other), ("y2", other))
-    lanes = {
+    requests = (("x", SESSION), ("y1", other), ("y2", other))
+    classes = {
         queued(bed.admit(name, 10, session_control=control)).constraint_class
-        for name, control in asked
+        for name, control in requests
     }
-    assert len(lanes) == 1
+    assert len(classes) == 1
     placed(bed.admit("c", 10, backend_instance_id=2, session_control=other))
-    assert bed.rebound_requests(SESSION) == []
-    assert [one.key.request_id for one, _ in bed.rebound_requests(other)] == ["y1", "y2"]
+    assert bed.serve() == ["y1", "y2"]
     assert bed.router.book.load(Placement(2, 0), bed.now).requests == 3
     assert bed.waiting == 1
 
 
-def test_a_stray_whose_new_worker_is_busy_too_waits_there() -> None:
+def test_a_request_of_a_moved_session_waits_for_its_new_worker_if_that_is_busy() -> None:
     bed = Bed(worker(1), worker(2))
     bound = placed(bed.admit("a", session_control=SESSION)).worker.worker_id
-    queued(bed.admit("b", 10, session_control=SESSION))
+    one = queued(bed.admit("b", 10, session_control=SESSION))
     placed(bed.admit("c", backend_instance_id=3 - bound, session_control=SESSION))
-    ((one, outcome),) = bed.rebound_requests(SESSION)
-    assert (outcome, one.constraint_class.placements) == (None, (Placement(3 - bound, 0),))
+    assert bed.serve() == []
+    assert one.constraint_class.placements == (Placement(3 - bound, 0),)
     bed.free("a")
-    assert bed.relieve(bound) == []
+    assert bed.serve() == []
     bed.free("c")
-    assert bed.relieve(3 - bound) == ["b"]
+    assert bed.serve() == ["b"]
 
 
 # The order.
 
 
-def test_a_higher_level_goes_first_however_late_it_came() -> None:
+def test_a_higher_level_goes_first_at_any_arrival_time() -> None:
     bed = Bed()
     placed(bed.admit("a"))
     for name, level, jump in (("low", 0, 50.0), ("mid", 1, None), ("high", 2, None)):
@@ -654,82 +538,84 @@ def test_a_higher_level_goes_first_however_late_it_came() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "wspt", "lcfs"])
-def test_a_level_counts_before_whatever_the_policy_says(policy: QueuePolicy) -> None:
-    asked = [
+def test_the_level_precedes_the_policy(policy: QueuePolicy) -> None:
+    requests = [
         ("long ago and urgent", 0.0, Query("m", 1, routing=jumping(1e6), waited_s=1e6)),
         ("high", 1.0, Query("m", 10_000, strict_priority=1)),
         ("highest", 2.0, Query("m", 10_000, strict_priority=2**32 - 1)),
         ("low", 3.0, Query("m", 1, routing=jumping(1e6))),
     ]
-    names = drained(policy, asked)
+    names = drained(policy, requests)
     assert names[:2] == ["highest", "high"]
     assert set(names[2:]) == {"long ago and urgent", "low"}
 
 
-def drained(policy: QueuePolicy, asked: Sequence[tuple[str, float, Query]]) -> list[str]:
-    """The order in which a queue lets (name, time of asking, query) go."""
-    queue = AdmissionQueue(QueueSettings(threshold=0.0, policy=policy))
-    for name, at, query in asked:
-        queue.enqueue(query, key(name), at, blockers=NOBODY)
-    names = []
-    for one in queue.heads():
-        names.append(one.key.request_id)
-        queue.withdraw(one.key)
-    return names
+def drained(policy: QueuePolicy, requests: Sequence[tuple[str, float, Query]]) -> list[str]:
+    """The order in which (name, enqueue time, query) leave the queue, one at a time."""
+    bed = Bed(threshold=0.0, policy=policy)
+    placed(bed.admit("fills", 1))
+    for name, at, query in requests:
+        bed.now = 100.0 + at
+        queued(bed.submit(name, query))
+    names = ["fills"]
+    while bed.waiting:
+        bed.free(names[-1])
+        names += bed.serve()
+    return names[1:]
 
 
 def jumping(seconds: float) -> RoutingHints:
     return RoutingHints(priority_jump=seconds)
 
 
-def test_fcfs_goes_by_arrival_which_a_jump_moves_forward() -> None:
+def test_fcfs_orders_by_arrival_minus_jump() -> None:
     query = Query("m", 100)
-    asked = [
+    requests = [
         ("first", 0.0, query),
         ("second", 1.0, query),
         ("jumps two", 2.5, replace(query, routing=jumping(2.0))),
         ("negative jumps nothing", 3.0, replace(query, routing=jumping(-9.0))),
     ]
     expected = ["first", "jumps two", "second", "negative jumps nothing"]
-    assert drained("fcfs", asked) == expected
+    assert drained("fcfs", requests) == expected
 
 
-def test_lcfs_goes_the_other_way_round() -> None:
+def test_lcfs_orders_by_latest_arrival_plus_jump() -> None:
     query = Query("m", 100)
-    asked = [
+    requests = [
         ("first", 0.0, query),
         ("second", 1.0, query),
         ("jumps two", 0.5, replace(query, routing=jumping(2.0))),
     ]
-    assert drained("lcfs", asked) == ["jumps two", "second", "first"]
+    assert drained("lcfs", requests) == ["jumps two", "second", "first"]
 
 
-def test_a_request_that_is_routed_again_keeps_its_place() -> None:
+def test_a_request_that_is_routed_again_keeps_its_position() -> None:
     query = Query("m", 100)
-    asked = [
+    requests = [
         ("came at 0", 0.0, query),
         ("came at 2", 2.0, query),
-        ("came at 1, failed, asked at 3", 3.0, replace(query, waited_s=2.0)),
+        ("came at 1, failed, again at 3", 3.0, replace(query, waited_s=2.0)),
     ]
-    assert drained("fcfs", asked) == [
+    assert drained("fcfs", requests) == [
         "came at 0",
-        "came at 1, failed, asked at 3",
+        "came at 1, failed, again at 3",
         "came at 2",
     ]
 
 
-def test_wspt_goes_by_the_least_work_and_a_jump_weighs_it() -> None:
-    asked = [
+def test_wspt_orders_by_least_work_divided_by_jump() -> None:
+    requests = [
         ("long", 0.0, Query("m", 1000)),
         ("short", 1.0, Query("m", 10)),
         ("middling", 2.0, Query("m", 100)),
         ("long and urgent", 3.0, Query("m", 1000, routing=jumping(49.0))),
     ]
-    assert drained("wspt", asked) == ["short", "long and urgent", "middling", "long"]
+    assert drained("wspt", requests) == ["short", "long and urgent", "middling", "long"]
 
 
 class Held:
-    """An index in which workers hold so many blocks of whatever prompt."""
+    """An index in which workers hold this many blocks of any prompt."""
 
     def __init__(self, **blocks: int) -> None:
         self.blocks = {int(name[1:]): count for name, count in blocks.items()}
@@ -758,14 +644,14 @@ def test_wspt_counts_what_an_eligible_worker_has_cached(pin: int | None, first: 
     for at in (1, 2):
         placed(bed.admit(f"fills {at}", backend_instance_id=at))
     hints = None if pin is None else RoutingHints(backend_instance_id=pin)
-    # 100 blocks, of which worker 1 has 90, against 50 blocks that share no beginning with it.
-    queued(bed.ask("cached", replace(hashed(100), routing=hints)))
-    queued(bed.ask("short", replace(Query("m", 800), routing=hints)))
-    heads = [one.key.request_id for one in bed.router.queue.heads()]
-    assert heads[0] == first
+    # 100 blocks, of which worker 1 has 90, against 50 blocks that share no prefix with it.
+    queued(bed.submit("cached", replace(hashed(100), routing=hints)))
+    queued(bed.submit("short", replace(Query("m", 800), routing=hints)))
+    bed.free("fills 2")
+    assert bed.serve()[0] == first
 
 
-def test_the_best_of_all_lanes_goes_first_where_they_want_the_same_worker() -> None:
+def test_the_best_head_of_all_classes_is_tried_first() -> None:
     bed = Bed(worker(1), worker(2))
     placed(bed.admit("a", backend_instance_id=1))
     placed(bed.admit("b", backend_instance_id=2))
@@ -777,10 +663,10 @@ def test_the_best_of_all_lanes_goes_first_where_they_want_the_same_worker() -> N
     assert bed.serve() == ["pinned and high"]
     bed.free("pinned and high")
     assert bed.serve() == ["anywhere"]
-    assert placed(bed.answers["anywhere"]).worker == Placement(1, 0)
+    assert placed(bed.outcomes["anywhere"]).worker == Placement(1, 0)
 
 
-def test_several_are_let_in_at_once_but_each_sees_what_the_one_before_booked() -> None:
+def test_several_requests_are_admitted_in_one_rescan_each_with_the_bookings_before_it() -> None:
     bed = Bed()
     placed(bed.admit("a"))
     for name in "bcde":
@@ -790,7 +676,7 @@ def test_several_are_let_in_at_once_but_each_sees_what_the_one_before_booked() -
     assert bed.load() == LoadTotals(1200, 76, 2)
 
 
-# The bounds.
+# Limits.
 
 
 @pytest.mark.parametrize(
@@ -800,7 +686,7 @@ def test_several_are_let_in_at_once_but_each_sees_what_the_one_before_booked() -
         ({"tokens_max": 500}, "tokens", "600", "500"),
     ],
 )
-def test_a_full_queue_says_which_limit_is_reached_and_when_to_come_again(
+def test_a_full_queue_reports_the_limit_and_a_retry_hint(
     limits: dict[str, Any], kind: str, current: str, limit: str
 ) -> None:
     bed = Bed(**limits)
@@ -819,10 +705,10 @@ def test_a_full_queue_says_which_limit_is_reached_and_when_to_come_again(
     }
     assert (bed.waiting, len(bed.router.book)) == (3, 1)
     assert bed.router.queue.withdraw(key("r1")) is not None
-    queued(bed.admit("now there is room", 200))
+    queued(bed.admit("now there is capacity", 200))
 
 
-def test_who_waited_too_long_is_turned_away_and_nobody_else() -> None:
+def test_only_overdue_requests_are_rejected() -> None:
     bed = Bed(wait_max_s=5.0)
     placed(bed.admit("a"))
     queued(bed.admit("early"))
@@ -849,7 +735,7 @@ def test_a_withdrawn_request_is_gone_and_books_nothing() -> None:
     assert bed.router.book.get(key("b")) is None
 
 
-def test_the_end_of_a_session_takes_out_its_own() -> None:
+def test_the_end_of_a_frontend_session_withdraws_its_requests_only() -> None:
     bed = Bed()
     placed(bed.admit("a"))
     queued(bed.admit("mine"))
@@ -862,10 +748,10 @@ def test_the_end_of_a_session_takes_out_its_own() -> None:
     assert (bed.waiting, bed.router.queue.tokens) == (0, 0)
 
 
-# What goes wrong.
+# Failures.
 
 
-def test_when_the_last_worker_goes_all_who_wait_are_told_at_once_and_nothing_is_booked() -> None:
+def test_when_the_last_worker_leaves_all_queued_requests_fail_at_once_without_a_booking() -> None:
     bed = Bed()
     placed(bed.admit("a"))
     for name in "bcd":
@@ -873,13 +759,13 @@ def test_when_the_last_worker_goes_all_who_wait_are_told_at_once_and_nothing_is_
     bed.see()
     assert bed.serve() == ["b", "c", "d"]
     for name in "bcd":
-        error = bed.answers[name]
+        error = bed.outcomes[name]
         assert isinstance(error, Unavailable)
         assert error.reason == "NO_WORKER"
     assert (bed.waiting, len(bed.router.book)) == (0, 1)
 
 
-def test_who_is_pinned_to_a_worker_that_goes_is_told_and_others_wait_on() -> None:
+def test_requests_pinned_to_a_worker_that_left_fail_and_others_stay_queued() -> None:
     bed = Bed(worker(1), worker(2))
     placed(bed.admit("a", backend_instance_id=1))
     placed(bed.admit("b", backend_instance_id=2))
@@ -888,28 +774,28 @@ def test_who_is_pinned_to_a_worker_that_goes_is_told_and_others_wait_on() -> Non
     queued(bed.admit("free"))
     bed.see(worker(2))
     assert bed.serve() == ["pinned", "pinned too"]
-    error = bed.answers["pinned too"]
+    error = bed.outcomes["pinned too"]
     assert isinstance(error, Unavailable)
     assert error.reason == "PINNED_WORKER_GONE"
     assert bed.waiting == 1
 
 
 @pytest.mark.row("S1-107")
-def test_a_worker_that_goes_while_a_request_waits_for_it_is_never_chosen() -> None:
+def test_a_worker_that_left_while_a_request_was_queued_is_never_selected() -> None:
     bed = Bed(worker(1), worker(2))
     placed(bed.admit("a", backend_instance_id=1))
     placed(bed.admit("b", backend_instance_id=2))
     queued(bed.admit("c"))
     bed.free("a")
     bed.see(worker(2))
-    assert bed.serve() == [], "the worker with room is not there any more"
+    assert bed.serve() == [], "the worker with capacity left"
     bed.free("b")
     assert bed.serve() == ["c"]
-    assert placed(bed.answers["c"]).worker == Placement(2, 0)
+    assert placed(bed.outcomes["c"]).worker == Placement(2, 0)
 
 
 class Broken:
-    """Chooses the first of them until it is told to fail."""
+    """Selects the first candidate until `fails` is set."""
 
     name = "broken"
 
@@ -920,11 +806,11 @@ class Broken:
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Selection:
         if self.fails:
-            raise ZeroDivisionError("of no fault of ours")
+            raise ZeroDivisionError("not our fault")
         return Selection(candidates[0], "first")
 
 
-def test_a_selector_that_fails_on_the_parked_costs_that_request_only() -> None:
+def test_a_selector_that_fails_on_a_queued_request_fails_that_request_only() -> None:
     selector = Broken()
     bed = Bed(selector=selector)
     placed(bed.admit("a"))
@@ -932,20 +818,20 @@ def test_a_selector_that_fails_on_the_parked_costs_that_request_only() -> None:
     bed.free("a")
     selector.fails = True
     assert bed.serve() == ["b"]
-    error = bed.answers["b"]
+    error = bed.outcomes["b"]
     assert isinstance(error, InternalError)
     assert isinstance(error.__cause__, ZeroDivisionError)
     assert (bed.waiting, len(bed.router.book)) == (0, 0)
 
 
 @pytest.mark.parametrize("jump", [float("inf"), float("nan")])
-def test_a_jump_that_has_no_place_in_an_order_is_refused(jump: float) -> None:
+def test_a_jump_that_is_not_finite_is_rejected(jump: float) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Bed().admit("a", priority_jump=jump)
     assert caught.value.field == "query.routing.priority_jump"
 
 
-def test_a_key_that_is_booked_gets_its_answer_though_others_wait() -> None:
+def test_a_booked_key_gets_its_decision_though_others_are_queued() -> None:
     bed = Bed()
     first = placed(bed.admit("a"))
     queued(bed.admit("b"))
@@ -953,54 +839,46 @@ def test_a_key_that_is_booked_gets_its_answer_though_others_wait() -> None:
     assert (bed.waiting, len(bed.router.book)) == (1, 1)
 
 
-def test_an_override_that_tracks_no_prefill_makes_nobody_busy() -> None:
+def test_an_override_without_prefill_tracking_makes_no_worker_busy() -> None:
     bed = Bed()
     untracked = RouterConfigOverride(track_prefill_tokens=False)
     for number in range(3):
-        placed(bed.ask(f"r{number}", Query("m", 5000, override=untracked)))
+        placed(bed.submit(f"r{number}", Query("m", 5000, override=untracked)))
     assert bed.load().prefill_tokens == 0
 
 
 # Properties.
 
-_ASKED = st.lists(
+_REQUESTS = st.lists(
     st.tuples(
         st.integers(0, 2),  # strict priority
         st.floats(0, 5),  # seconds since arrival
         st.sampled_from([None, 0.0, 1.5, -1.0]),  # jump
         st.integers(1, 500),  # tokens
-        st.sampled_from([None, 1, 2]),  # pin
     ),
     max_size=12,
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(asked=_ASKED, policy=st.sampled_from(["fcfs", "wspt", "lcfs"]))
-def test_the_queue_orders_like_a_sorted_list_whatever_the_lanes(
-    asked: list[tuple[int, float, float | None, int, int | None]], policy: QueuePolicy
+@given(requests=_REQUESTS, policy=st.sampled_from(["fcfs", "wspt", "lcfs"]))
+def test_a_constraint_class_is_served_like_a_sorted_list(
+    requests: list[tuple[int, float, float | None, int]], policy: QueuePolicy
 ) -> None:
-    queue = AdmissionQueue(QueueSettings(threshold=0.0, policy=policy))
-    expected = []
-    for number, (level, waited, jump, tokens, pin) in enumerate(asked):
-        hints = RoutingHints(priority_jump=jump, backend_instance_id=pin)
+    enqueued, expected = [], []
+    for number, (level, waited, jump, tokens) in enumerate(requests):
+        hints = RoutingHints(priority_jump=jump)
         query = Query("m", tokens, routing=hints, waited_s=waited, strict_priority=level)
-        queue.enqueue(query, key(str(number)), float(number), blockers=NOBODY)
-        gain, arrival = max(0.0, jump or 0.0), number - waited
+        enqueued.append((str(number), float(number), query))
+        gain, arrival = max(0.0, jump or 0.0), 100.0 + number - waited
         value = {"fcfs": gain - arrival, "lcfs": gain + arrival, "wspt": (1 + gain) / tokens}
         expected.append((-level, -value[policy], number))
-    assert queue.tokens == sum(tokens for *_, tokens, _ in asked)
-    names = []
-    for one in queue.heads():
-        names.append(int(one.key.request_id))
-        queue.withdraw(one.key)
-    assert names == [number for *_, number in sorted(expected)]
-    assert (len(queue), queue.tokens) == (0, 0)
+    assert drained(policy, enqueued) == [str(number) for *_, number in sorted(expected)]
 
 
 _STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["ask", "free", "done", "serve", "withdraw", "fleet"]), st.integers(0, 9)
+        st.sampled_from(["submit", "free", "done", "serve", "withdraw", "fleet"]), st.integers(0, 9)
     ),
     max_size=60,
 )
@@ -1008,45 +886,35 @@ _STEPS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(steps=_STEPS, seed=st.integers(0, 99))
-@example(steps=[("ask", 8), ("ask", 2), ("ask", 2), ("free", 0), ("ask", 4)], seed=0)
-def test_whatever_happens_everybody_is_placed_or_told_and_books_return_to_zero(
+@example(steps=[("submit", 8), ("submit", 2), ("submit", 2), ("free", 0), ("submit", 4)], seed=0)
+def test_after_any_events_each_request_gets_one_result_and_loads_return_to_zero(
     steps: list[tuple[str, int]], seed: int
 ) -> None:
     rng = Random(seed)
     workers = [worker(at) for at in (1, 2, 3)]
     bed = Bed(*workers)
-    asked: set[str] = set()
+    submitted: dict[str, int | None] = {}
     running: set[str] = set()
     gone: set[str] = set()
     here = list(workers)
-    by_fleet = False
-
-    capacity_freed: dict[int, None] = {}
-    bed.router.events.capacity_freed.subscribe(lambda at: capacity_freed.setdefault(at.worker_id))
 
     def serve() -> None:
-        # The fleet changes are for sweeps, all else for reliefs.
-        nonlocal by_fleet
-        names = bed.serve() if by_fleet else []
-        by_fleet = False
-        while capacity_freed:
-            at = next(iter(capacity_freed))
-            del capacity_freed[at]
-            names += bed.relieve(at)
-        for name in names:
-            assert name in asked - running - gone, "told twice, or after it was withdrawn"
-            (running if isinstance(bed.answers[name], Decision) else gone).add(name)
+        for name in bed.serve():
+            assert name in submitted.keys() - running - gone, "two results, or one after withdrawal"
+            (running if isinstance(bed.outcomes[name], Decision) else gone).add(name)
         free_workers = [w.id for w in here if bed.load(w.id).prefill_tokens <= BATCH]
-        for head in bed.router.queue.heads():
-            pin = head.constraint_class.worker_id
-            assert not free_workers if pin is None else pin not in free_workers, "waits for nothing"
+        for name in submitted.keys() - running - gone:
+            pin = submitted[name]
+            assert not free_workers if pin is None else pin not in free_workers, (
+                f"{name} waits though a worker has capacity"
+            )
 
     for number, (step, arg) in enumerate(steps):
         bed.now += 0.01
         name = f"r{number}"
-        if step == "ask":
+        if step == "submit":
             pin = arg if arg in (1, 2) else None
-            asked.add(name)
+            submitted[name] = pin
             try:
                 answer = bed.admit(name, 200 * (arg + 1), backend_instance_id=pin)
             except MeshError:
@@ -1062,21 +930,19 @@ def test_whatever_happens_everybody_is_placed_or_told_and_books_return_to_zero(
                 gone.add(one)
             else:
                 bed.router.book.mark_prefill_done(key(one))
-        elif step == "withdraw" and asked - running - gone:
-            one = rng.choice(sorted(asked - running - gone))
+        elif step == "withdraw" and submitted.keys() - running - gone:
+            one = rng.choice(sorted(submitted.keys() - running - gone))
             assert bed.router.queue.withdraw(key(one)) is not None
             gone.add(one)
         elif step == "fleet":
             here = [w for w in workers if w.id != arg]
             bed.see(*here)
-            by_fleet = True
-        if step == "serve" or arg % 3:  # Else what comes next comes before anybody is let in.
+        if step == "serve" or arg % 3:  # Else the next step precedes the rescan.
             serve()
     serve()
-    assert bed.waiting == len(asked - running - gone)
+    assert bed.waiting == len(submitted.keys() - running - gone)
     bed.see(*workers)
-    by_fleet = True
-    while asked - gone:
+    while submitted.keys() - gone:
         for one in sorted(running):
             bed.free(one)
         gone |= running
@@ -1086,40 +952,78 @@ def test_whatever_happens_everybody_is_placed_or_told_and_books_return_to_zero(
     assert all(bed.load(at) == LoadTotals() for at in (1, 2, 3))
 
 
-def test_who_goes_to_another_lane_amid_a_relief_is_found_at_the_same_spot_again() -> None:
-    queue, slot = (
-        AdmissionQueue(QueueSettings(threshold=0.0)),
-        RankCapacity(Placement(1, 0), "whole"),
-    )
-    blockers = Blockers(1, frozenset({slot}))
-    query = Query("m", 1, routing=RoutingHints(session_control=SESSION))
-    queue.enqueue(query, key("moves"), 0.0, blockers=blockers)
-    bound = constraint_class_of(query, (Placement(1, 0),))
-    seen = []
-    for one in queue.queued_heads_at(slot):
-        seen.append(one.constraint_class)
-        queue.mark_blocked(one, bound, blockers)
-    assert seen[-1] == bound, "it is looked at in its new lane too"
-    assert len(seen) == 2
-    assert [one.key for one in queue.queued_heads_at(slot)] == [key("moves")]
+# Several constraint classes.
+
+PARTICULAR: dict[str, RoutingHints] = {
+    "a session without a placement": RoutingHints(session_control=SessionControl("s1")),
+    "an allow-list of all workers": RoutingHints(allowed_worker_ids=frozenset({1, 2})),
+    "a pin": RoutingHints(backend_instance_id=1),
+}
 
 
-def test_a_sweep_gets_to_those_behind_one_that_went_to_another_lane() -> None:
-    """They were left unseen, and held up whoever came after them: simulated seed 304."""
-    queue = AdmissionQueue(QueueSettings(threshold=0.0))
-    query = Query("m", 1, routing=RoutingHints(session_control=SESSION))
-    bound = constraint_class_of(query, (Placement(1, 0),))
-    for number, name in enumerate(("moves", "behind")):
-        queue.enqueue(query, key(name), float(number), blockers=NOBODY, constraint_class=bound)
-    queue.mark_all_dirty()
-    seen = []
-    for one in queue.heads():
-        seen.append(one.key.request_id)
-        queue.mark_blocked(
-            one, constraint_class_of(one.query) if seen == ["moves"] else bound, NOBODY
-        )
-    assert seen == ["moves", "behind"]
-    order = queue.order(Query("m", 1), 9.0)
-    assert not queue.overtakes(order, "m", RankCapacity(Placement(9, 0), "whole")), (
-        "nobody is unseen"
-    )
+@pytest.mark.parametrize("hints", PARTICULAR.values(), ids=PARTICULAR)
+def test_a_new_request_does_not_take_capacity_that_was_freed_for_a_queued_one(
+    hints: RoutingHints,
+) -> None:
+    bed = Bed()
+    placed(bed.admit("first"))
+    queued(bed.admit("waits"))
+    bed.router.book.mark_prefill_done(key("first"))  # No rescan follows yet.
+    queued(bed.submit("new", Query("m", 2 * BATCH, routing=hints)))
+    assert bed.serve() == ["waits"]
+    bed.router.book.mark_prefill_done(key("waits"))
+    assert bed.serve() == ["new"]
+
+
+def test_a_new_worker_serves_a_queued_request_before_a_new_one() -> None:
+    bed = Bed()
+    placed(bed.admit("first"))
+    queued(bed.admit("waits"))
+    bed.see(worker(1), worker(2))
+    queued(bed.admit("new", allowed_worker_ids=frozenset({1, 2})))
+    assert bed.serve() == ["waits"]
+    assert placed(bed.outcomes["waits"]).worker == Placement(2, 0)
+
+
+def test_constraint_classes_are_served_by_arrival_so_that_none_starves() -> None:
+    bed = Bed()
+    placed(bed.admit("fills"))
+    requests = []
+    for number in range(3):
+        for name, hints in (("any", {}), ("pinned", {"backend_instance_id": 1})):
+            bed.now += 0.01
+            requests.append(f"{name} {number}")
+            queued(bed.admit(requests[-1], **hints))
+    names = ["fills"]
+    while bed.waiting:
+        bed.free(names[-1])
+        names += bed.serve()
+    assert names[1:] == requests
+
+
+def test_a_rescan_that_is_stopped_early_continues_with_the_other_classes() -> None:
+    bed = Bed()
+    placed(bed.admit("fills"))
+    for number in range(25):
+        queued(bed.admit(f"r{number}", allowed_worker_ids=frozenset({1, 100 + number})))
+    bed.router.queue.mark_all_dirty()
+    tried: list[str] = []
+    for _ in range(3):
+        bed.router.book.report(1, 0, Load(), bed.now)  # Marks all classes dirty again.
+        part = list(islice(bed.router.rescan(bed.now, Random(0)), 10))
+        assert all(outcome is None for _, outcome in part)
+        tried += [one.key.request_id for one, _ in part]
+    assert tried[:25] == [f"r{number}" for number in range(25)]
+
+
+def test_a_class_that_was_tried_in_vain_is_not_tried_again_without_an_event() -> None:
+    selector = Counting()
+    bed = Bed(selector=selector)
+    placed(bed.admit("fills"))
+    queued(bed.admit("waits"))
+    selector.calls = 0
+    bed.free("fills")
+    assert (bed.serve(), selector.calls) == (["waits"], 1)
+    queued(bed.admit("next"))
+    selector.calls = 0
+    assert (bed.serve(), bed.serve(), selector.calls) == ([], [], 0)

@@ -375,7 +375,7 @@ def test_a_router_without_events_remembers_where_it_sent_a_prompt() -> None:
     again = bed.send(prompt(1, 2, 3, 4, 5))
     assert again.worker == first.worker
     assert (again.overlap_blocks, again.predicted_cached_tokens) == (4, 64)
-    assert again.reasons[0] == "prefix hit: 4 of 5 blocks, guessed"
+    assert again.reasons[0] == "prefix hit: 4 of 5 blocks, approximate"
     assert bed.index.query_count == 0, "the router has no event index"
     row = next(r for r in again.considered if r.placement == first.worker)
     assert row.index_status.state == "approx"

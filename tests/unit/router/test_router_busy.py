@@ -1,8 +1,7 @@
-"""Busy thresholds: workers that get no request, and callers that are told to come again."""
+"""Busy thresholds: busy workers get no request, and rejected requests get a retry hint."""
 
 from __future__ import annotations
 
-from collections import Counter
 from random import Random
 from typing import Any
 
@@ -12,10 +11,7 @@ from common.errors import Overloaded, Unavailable
 from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints, SessionControl
-from router_svc.core.admission import QueueSettings
-from router_svc.core.busy import BusyLimits, busy_worker_ids
-from router_svc.core.cost import DEFAULT_COST_SETTINGS
-from router_svc.core.placement import PlacementRequest
+from router_svc.core.eligibility import BusyLimits, busy_worker_ids
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
@@ -25,13 +21,13 @@ from router_svc.core.types import BookingKey, Candidate, LoadTotals, Placement
 FRONTEND = 7
 
 
-def worker(worker_id: int, **facts: Any) -> Instance:
+def worker(worker_id: int, **fields: Any) -> Instance:
     given: dict[str, Any] = {
         "model": "m",
         "block_size": 16,
         "total_kv_blocks": 100,
         "max_num_batched_tokens": 1000,
-        **facts,
+        **fields,
     }
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
@@ -72,39 +68,14 @@ def test_a_rank_is_busy_above_a_limit_and_not_at_it(
     assert limits.is_exceeded(candidate, above, "whole")
 
 
-def test_where_a_query_could_go_reads_each_load_a_few_times_however_many_ranks_a_worker_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    workers = [worker(i, dp_size=16) for i in range(1, 9)]
-    queue = QueueSettings(threshold=1.0)
-    router = router_of(BusyLimits(active_decode_blocks=0.5), *workers, queue=queue)
-    for number in (1, 2):
-        for rank in range(16):
-            report(router, number, rank, kv_used_blocks=51)
-    read: list[Placement] = []
-    load = router.book.load
-
-    def counted(at: Placement, now: float) -> LoadTotals:
-        read.append(at)
-        return load(at, now)
-
-    monkeypatch.setattr(router.book, "load", counted)
-    slots = router.capacity.slots(
-        PlacementRequest(Query("m", 10), DEFAULT_COST_SETTINGS, {}, 0.0, Random(0)), None
-    )
-    assert {slot.placement.worker_id for slot in slots} == {1, 2}
-    assert len(slots) == 2 * 16
-    assert max(Counter(read).values()) <= 3
-
-
-def test_a_share_of_something_unknown_is_no_limit() -> None:
+def test_a_limit_on_an_unknown_capacity_has_no_effect() -> None:
     silent = worker(1, total_kv_blocks=None, max_num_batched_tokens=None)
     limits = BusyLimits(active_decode_blocks=0.1, active_prefill_tokens_frac=0.1)
     load = LoadTotals(10**9, 10**9, 1)
     assert not limits.is_exceeded(Candidate(Placement(1, 0), silent), load, "whole")
 
 
-def test_each_leg_is_judged_by_what_it_uses() -> None:
+def test_each_leg_is_limited_by_the_resources_that_it_uses() -> None:
     limits = BusyLimits(active_decode_blocks=0.5, active_prefill_tokens=100)
     candidate = Candidate(Placement(1, 0), worker(1))
     computes, holds = LoadTotals(101, 0, 1), LoadTotals(0, 51, 1)
@@ -114,7 +85,7 @@ def test_each_leg_is_judged_by_what_it_uses() -> None:
     assert not limits.is_exceeded(candidate, computes, "decode")
 
 
-def test_a_worker_is_busy_when_each_of_its_ranks_is() -> None:
+def test_a_worker_is_busy_if_each_of_its_ranks_is() -> None:
     two = worker(1, dp_size=2)
     ranks = [Candidate(Placement(1, rank), two) for rank in (0, 1)]
     loads = {Placement(1, 0): LoadTotals(0, 99, 1), Placement(1, 1): LoadTotals(0, 10, 1)}
@@ -125,7 +96,7 @@ def test_a_worker_is_busy_when_each_of_its_ranks_is() -> None:
     assert busy_worker_ids(ranks, loads.__getitem__, BusyLimits(), "whole") == frozenset()
 
 
-def test_a_busy_worker_gets_nothing_and_the_explanation_says_why() -> None:
+def test_a_busy_worker_gets_no_request_and_the_explanation_has_the_reason() -> None:
     router = router_of(BusyLimits(active_decode_blocks=0.5), worker(1), worker(2))
     report(router, 1, kv_used_blocks=51)
     report(router, 2, kv_used_blocks=50, running=5)
@@ -136,7 +107,7 @@ def test_a_busy_worker_gets_nothing_and_the_explanation_says_why() -> None:
     assert left_out.excluded_reason == "busy: above a configured threshold"
 
 
-def test_where_all_are_busy_callers_are_told_to_come_again_and_nothing_is_booked() -> None:
+def test_if_all_workers_are_busy_requests_get_a_retry_hint_and_no_booking() -> None:
     router = router_of(BusyLimits(active_prefill_tokens_frac=1.0), worker(1), worker(2))
     for at in (1, 2):
         report(router, at, waiting_tokens=1001)
@@ -146,7 +117,7 @@ def test_where_all_are_busy_callers_are_told_to_come_again_and_nothing_is_booked
     assert len(router.book) == 0
 
 
-def test_nobody_there_is_another_error_than_everybody_busy() -> None:
+def test_no_workers_and_all_workers_busy_are_different_errors() -> None:
     router = router_of(BusyLimits(active_prefill_tokens=0), worker(1))
     report(router, 1, waiting_tokens=1)
     with pytest.raises(Unavailable):
@@ -155,7 +126,7 @@ def test_nobody_there_is_another_error_than_everybody_busy() -> None:
         decide(router, backend_instance_id=1)
 
 
-def test_a_session_leaves_a_busy_worker_where_it_may() -> None:
+def test_a_soft_session_leaves_a_busy_worker_and_a_hard_one_does_not() -> None:
     hints: dict[str, Any] = {"session_control": SessionControl("s", None)}
     for mode, moves in (("soft", True), ("hard", False)):
         router = router_of(
@@ -171,7 +142,7 @@ def test_a_session_leaves_a_busy_worker_where_it_may() -> None:
                 decide(router, **hints)
 
 
-def test_a_busy_pair_is_refused_by_the_leg_that_is_busy() -> None:
+def test_a_busy_pair_is_rejected_with_the_busy_leg() -> None:
     group = {"transfer_group": "g", "local_prefill": False}
     router = router_of(
         BusyLimits(active_decode_blocks=0.5, active_prefill_tokens=100),

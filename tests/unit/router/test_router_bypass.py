@@ -1,4 +1,4 @@
-"""Conditional disaggregation: when a request that could be split is served in one piece."""
+"""Conditional disaggregation: when a request that could be split is served by one worker."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ B = 16
 SHORT = Bypass(policy="isl_bounding")
 
 
-def isl(prompt: int, cached: int, **facts: Any) -> str:
-    return Bypass(policy="isl_bounding", **facts).cause(prompt, cached, False)
+def isl(prompt: int, cached: int, **fields: Any) -> str:
+    return Bypass(policy="isl_bounding", **fields).cause(prompt, cached, False)
 
 
 # The formulas.
@@ -57,7 +57,7 @@ def test_a_prompt_is_short_by_tokens_and_by_share_both_strictly(
 
 
 @given(prompt=st.integers(0, 10_000), cached=st.integers(0, 10_000), more=st.integers(0, 500))
-def test_what_is_short_stays_short_with_more_of_it_cached(
+def test_a_short_prompt_stays_short_with_more_cached_tokens(
     prompt: int, cached: int, more: int
 ) -> None:
     if SHORT.is_short(prompt, cached):
@@ -82,7 +82,7 @@ def test_prefill_is_busy_above_its_threshold(
     assert Bypass(prefill_busy_threshold=threshold).is_busy(waiting, batch) is is_busy
 
 
-def test_each_policy_asks_its_own_question() -> None:
+def test_each_bypass_policy_uses_its_own_condition() -> None:
     table = {
         "off": ("", "", ""),
         "isl_bounding": ("short_prompt", "", "short_prompt"),
@@ -102,11 +102,11 @@ def test_each_policy_asks_its_own_question() -> None:
         (50, 30, 100, 0.8, True),
         (51, 30, 100, 0.8, False),
         (0, 1, None, 0.8, False),  # what is not known has none
-        (10**6, 1, None, None, True),  # nobody asked
+        (10**6, 1, None, None, True),  # no threshold
         (0, 0, 100, 0.0, True),
     ],
 )
-def test_the_gate_at_decode_counts_the_request_itself(
+def test_the_decode_threshold_includes_the_request_itself(
     held: int, own: int, total: int | None, threshold: float | None, has_capacity: bool
 ) -> None:
     assert Bypass(decode_busy_threshold=threshold).has_capacity(held, own, total) is has_capacity
@@ -128,7 +128,7 @@ class Depths:
         return IndexStatus("exact")
 
 
-def worker(worker_id: int, role: str, **facts: Any) -> Instance:
+def worker(worker_id: int, role: str, **fields: Any) -> Instance:
     given: dict[str, Any] = {
         "model": "m",
         "block_size": B,
@@ -136,7 +136,7 @@ def worker(worker_id: int, role: str, **facts: Any) -> Instance:
         "role": role,
         "total_kv_blocks": 1000,
         "max_num_batched_tokens": 2048,
-        **facts,
+        **fields,
     }
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
@@ -148,7 +148,7 @@ QUERY = Query("m", 100 * B, bytes(8 * 100), 1, B)
 
 
 class Bed:
-    """A router whose requests are numbered."""
+    """A router and numbered requests."""
 
     def __init__(
         self,
@@ -189,14 +189,14 @@ def test_a_prompt_that_is_cached_at_prefill_only_is_split() -> None:
     assert decision.bypass == ""
 
 
-def test_it_is_off_by_default() -> None:
+def test_the_bypass_is_off_by_default() -> None:
     assert NO_BYPASS.policy == "off"
     assert Policy().bypass == NO_BYPASS
     decision = Bed(P1, D11, cached={11: 100}, policy="off").place()
     assert decision.prefill == Placement(1, 0)
 
 
-def test_only_workers_that_can_compute_prompts_take_bypassing_requests() -> None:
+def test_only_workers_that_can_prefill_serve_bypassing_requests() -> None:
     cached = {11: 90, 13: 100, 21: 95}
     assert Bed(P1, REMOTE, cached=cached).place().prefill == Placement(1, 0)
     assert Bed(P1, REMOTE, D11, cached=cached).place().worker == Placement(11, 0)
@@ -205,7 +205,7 @@ def test_only_workers_that_can_compute_prompts_take_bypassing_requests() -> None
     assert (decision.worker, decision.bypass) == (Placement(21, 0), "short_prompt")
 
 
-def test_busy_prefill_is_bypassed_until_it_is_calm() -> None:
+def test_busy_prefill_is_bypassed_while_it_is_busy() -> None:
     bed = Bed(P1, D11, policy="prefill_load", prefill_busy_threshold=1.0)
     bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=2049), 0.0)
     decision = bed.place()
@@ -226,7 +226,7 @@ def test_only_the_prefill_worker_of_the_pair_has_to_be_busy() -> None:
     assert bed.place().bypass == "prefill_busy"
 
 
-def test_decode_that_has_no_room_keeps_the_pair() -> None:
+def test_a_decode_worker_without_capacity_keeps_the_pair() -> None:
     bed = Bed(P1, D11, cached={11: 90}, decode_busy_threshold=0.5)
     bed.router.book.report(11, 0, Load(running=1, kv_used_blocks=401), 0.0)
     assert bed.place().prefill == Placement(1, 0)
@@ -237,14 +237,14 @@ def test_decode_that_has_no_room_keeps_the_pair() -> None:
     assert Bed(P1, unknown, cached={11: 90}, decode_busy_threshold=0.5).place().bypass == ""
 
 
-def test_requests_side_by_side_do_not_all_pass_the_same_gate() -> None:
+def test_concurrent_requests_do_not_all_pass_the_same_threshold() -> None:
     bed = Bed(P1, D11, cached={11: 90}, decode_busy_threshold=0.5)
     placed = [bed.place() for _ in range(10)]
     assert [d.bypass for d in placed] == ["short_prompt"] * 5 + [""] * 5
 
 
-def test_selectors_that_go_round_get_to_everybody_whom_a_bypass_may_choose() -> None:
-    """Decode workers and aggregated ones together stand in order of placement, as they expect."""
+def test_rotating_selectors_reach_every_worker_that_a_bypass_may_use() -> None:
+    """Decode and aggregated workers are passed together, in order of placement."""
     whole = [replace(D11, id=n, role="aggregated") for n in (3, 15)]
     bed = Bed(
         P1, D11, D12, *whole, cached=dict.fromkeys((3, 11, 12, 15), 90), selector="round_robin"
@@ -258,7 +258,7 @@ def test_a_pinned_prefill_is_never_bypassed() -> None:
     assert bed.place(prefill_dp_rank=0).bypass == ""
 
 
-def test_a_bypass_keeps_to_pins_taints_and_failed_workers() -> None:
+def test_a_bypass_respects_pins_taints_and_failed_workers() -> None:
     cached = {11: 90, 12: 95}
     bed = Bed(P1, D11, D12, cached=cached)
     assert bed.place(decode_worker_id=11).worker == Placement(11, 0)
@@ -271,7 +271,7 @@ def test_a_bypass_keeps_to_pins_taints_and_failed_workers() -> None:
     assert (decision.prefill, decision.worker) == (Placement(1, 0), Placement(13, 0))
 
 
-def test_a_session_stays_where_it_decodes_and_comes_back_to_its_prefill_worker() -> None:
+def test_a_session_keeps_its_decode_worker_and_returns_to_its_prefill_worker() -> None:
     bed = Bed(P1, P2, D11, D12)
     hints: dict[str, Any] = {"session_control": SessionControl("s")}
     split = bed.place(**hints)
@@ -289,7 +289,7 @@ def test_a_request_without_tokens_is_split() -> None:
     assert Bed(P1, D11).place(Query("m")).prefill == Placement(1, 0)
 
 
-def test_without_a_pair_there_is_nothing_to_bypass() -> None:
+def test_without_a_pair_there_is_no_bypass() -> None:
     decision = Bed(D11, cached={11: 90}).place()
     assert (decision.bypass, decision.fallback) == ("", "no_prefill_worker")
     with pytest.raises(Unavailable):

@@ -1,4 +1,4 @@
-"""What a placement respects: taints, topology, adapters, allow-lists, pins, the fleet as it is."""
+"""Placements respect taints, topology, adapters, allow-lists, pins and the present fleet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.kv.events import Source
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingConstraints, RoutingHints
-from router_svc.core.adapters import RECENTLY_REMOVED_MAX, AdapterResidency
+from router_svc.core.eligibility import RECENTLY_REMOVED_MAX, AdapterResidency
 from router_svc.core.fleet import GONE_MODEL_TTL_S
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import TransferDomain
@@ -30,14 +30,14 @@ QUERY = Query("m", 160, bytes(range(80)), 1, 16)
 SEEDS = range(30)
 
 
-def worker(worker_id: int, role: str = "aggregated", *taints: str, **facts: Any) -> Instance:
+def worker(worker_id: int, role: str = "aggregated", *taints: str, **fields: Any) -> Instance:
     given: dict[str, Any] = {
         "model": "m",
         "block_size": 16,
         "role": role,
         "taints": frozenset(taints),
         "local_prefill": role != "decode",
-        **facts,
+        **fields,
     }
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
@@ -48,18 +48,18 @@ def router_of(*workers: Instance, selector: str = "kv", **policy: Any) -> Router
     return router
 
 
-def ask(router: Router, seed: int = 0, **hints: Any) -> Decision:
+def submit(router: Router, seed: int = 0, **hints: Any) -> Decision:
     query = replace(QUERY, routing=RoutingHints(**hints))
     return router.decide(query, None, 0.0, Random(seed))
 
 
 def chosen(router: Router, **hints: Any) -> set[int]:
-    """The workers that many draws choose."""
-    return {ask(router, seed, **hints).worker.worker_id for seed in SEEDS}
+    """The workers that many seeds select."""
+    return {submit(router, seed, **hints).worker.worker_id for seed in SEEDS}
 
 
 def refused(router: Router, kind: type[MeshError], **hints: Any) -> MeshError:
-    """Why a booking is refused; nothing is booked."""
+    """The error of a booking; nothing is booked."""
     query = replace(QUERY, routing=RoutingHints(**hints))
     with pytest.raises(kind) as error:
         router.decide(query, BookingKey(7, "r", 0), 0.0, Random(0))
@@ -97,7 +97,7 @@ def test_only_workers_with_every_required_taint_are_chosen() -> None:
 
 
 @pytest.mark.parametrize("selector", ["kv", "least_loaded", "power_of_two"])
-def test_a_preferred_taint_draws_and_load_draws_harder(selector: str) -> None:
+def test_a_preferred_taint_attracts_until_load_outweighs_it(selector: str) -> None:
     router = router_of(worker(1), worker(2, "aggregated", "fast"), selector=selector)
     assert chosen(router, routing_constraints=preferred(fast=2.0)) == {2}
     assert chosen(router, routing_constraints=preferred(fast=-2.0)) == {1}
@@ -132,19 +132,19 @@ ZONE = TransferDomain("zone")
 
 
 def legs(router: Router, **hints: Any) -> set[tuple[int, int]]:
-    drawn = [ask(router, seed, **hints) for seed in range(60)]
+    drawn = [submit(router, seed, **hints) for seed in range(60)]
     return {(d.prefill.worker_id if d.prefill else 0, d.worker.worker_id) for d in drawn}
 
 
-def test_a_required_domain_keeps_both_legs_in_one_place() -> None:
+def test_a_required_domain_keeps_both_legs_inside() -> None:
     assert legs(router_of(*ZONED, domain=ZONE)) == {(1, 11), (2, 12), (2, 13)}
-    assert (1, 12) in legs(router_of(*ZONED)), "without a domain they cross"
+    assert (1, 12) in legs(router_of(*ZONED)), "without a domain, pairs cross it"
 
 
-def test_a_required_domain_holds_under_load_and_says_whom_it_left_out() -> None:
+def test_a_required_domain_holds_under_load_and_lists_the_excluded_workers() -> None:
     router = router_of(*ZONED, domain=ZONE)
     load_decode(router, 11, 50)
-    decision = ask(router, prefill_worker_id=1)
+    decision = submit(router, prefill_worker_id=1)
     assert decision.worker.worker_id == 11
     why = {row.placement.worker_id: row.excluded_reason for row in decision.considered}
     assert why[12] == why[13] == "in another transfer group or domain than prefill"
@@ -162,7 +162,7 @@ def test_a_worker_outside_of_the_required_domain_is_in_no_pair() -> None:
     assert legs(router) == {(1, 11), (2, 12), (2, 13)}
 
 
-def test_only_taints_of_the_very_domain_are_places_of_it() -> None:
+def test_only_taints_of_the_domain_itself_are_its_values() -> None:
     router = router_of(
         worker(1, "prefill", "zone=a", "zones=x", "z=x", "zone"),
         worker(11, "decode", "zone=b", "zones=x", "z=x", "zone"),
@@ -171,7 +171,7 @@ def test_only_taints_of_the_very_domain_are_places_of_it() -> None:
     assert refused(router, Unavailable).reason == "NO_TRANSFER_DOMAIN"
 
 
-def test_a_worker_in_two_places_pairs_in_both() -> None:
+def test_a_worker_with_two_domain_values_pairs_in_both() -> None:
     router = router_of(worker(1, "prefill", "zone=a", "zone=b"), *ZONED[2:4], domain=ZONE)
     assert legs(router) == {(1, 11), (1, 12)}
 
@@ -187,45 +187,45 @@ def test_a_domain_counts_inside_a_transfer_group_only() -> None:
     assert error.reason == "NO_TRANSFER_DOMAIN"
 
 
-def test_a_domain_that_nobody_shares_is_named_and_falls_back_to_who_can_do_both() -> None:
+def test_a_domain_without_pairs_is_reported_and_falls_back_to_unsplit_serving() -> None:
     apart = (worker(1, "prefill", "zone=a"), worker(11, "decode", "zone=b"))
     error = refused(router_of(*apart, domain=ZONE), Unavailable)
     assert (error.reason, error.retryable) == ("NO_TRANSFER_DOMAIN", True)
     assert "zone" in error.message
-    decision = ask(router_of(*apart, worker(21), domain=ZONE))
+    decision = submit(router_of(*apart, worker(21), domain=ZONE))
     assert (decision.worker.worker_id, decision.fallback) == (21, "no_transfer_domain")
     local = replace(apart[1], local_prefill=True)
-    decision = ask(router_of(apart[0], local, domain=ZONE))
+    decision = submit(router_of(apart[0], local, domain=ZONE))
     assert (decision.worker.worker_id, decision.fallback) == (11, "no_transfer_domain")
 
 
-def test_pins_that_a_required_domain_parts_are_refused() -> None:
+def test_pins_across_a_required_domain_are_rejected() -> None:
     router = router_of(*ZONED, domain=ZONE)
     error = refused(router, Unavailable, prefill_worker_id=1, decode_worker_id=12)
     assert error.reason == "NO_TRANSFER_DOMAIN"
 
 
-def test_a_preferred_domain_draws_decode_until_load_draws_harder() -> None:
+def test_a_preferred_domain_attracts_decode_until_load_outweighs_it() -> None:
     router = router_of(*ZONED, domain=TransferDomain("zone", 1.0))
     assert legs(router) == {(1, 11), (2, 12), (2, 13)}
     load_decode(router, 11, 3)
     assert legs(router, prefill_worker_id=1) == {(1, 12), (1, 13)}
 
 
-def test_a_preferred_domain_adds_to_what_the_request_prefers() -> None:
+def test_a_preferred_domain_adds_to_the_preferences_of_the_request() -> None:
     router = router_of(*ZONED, domain=TransferDomain("zone", 0.5))
     against = preferred(**{"zone=a": -0.75})
     assert legs(router, prefill_worker_id=1, routing_constraints=against) == {(1, 12), (1, 13)}
     row = next(
         row
-        for row in ask(router, prefill_worker_id=1, routing_constraints=against).considered
+        for row in submit(router, prefill_worker_id=1, routing_constraints=against).considered
         if row.placement == Placement(11, 0)
     )
     assert row.terms is not None
     assert row.terms.taint_factor == pytest.approx(math.exp(-math.tanh(0.5 - 0.75)))
 
 
-def test_a_weight_of_zero_and_a_prefill_worker_without_place_leave_decode_alone() -> None:
+def test_a_zero_weight_or_a_prefill_worker_outside_the_domain_does_not_affect_decode() -> None:
     assert len(legs(router_of(*ZONED, domain=TransferDomain("zone", 0.0)))) == 6
     router = router_of(worker(3, "prefill"), *ZONED[2:], domain=TransferDomain("zone", 1.0))
     assert legs(router) == {(3, 11), (3, 12), (3, 13)}
@@ -237,7 +237,7 @@ def test_a_weight_of_zero_and_a_prefill_worker_without_place_leave_decode_alone(
     decode=st.lists(st.sets(st.sampled_from("abc")), min_size=1, max_size=4),
     seed=st.integers(0, 1000),
 )
-def test_a_required_domain_is_never_left(
+def test_no_pair_crosses_a_required_domain(
     prefill: list[set[str]], decode: list[set[str]], seed: int
 ) -> None:
     places = {n: {f"zone={z}" for z in zones} for n, zones in enumerate(prefill, 1)}
@@ -247,7 +247,7 @@ def test_a_required_domain_is_never_left(
     if not any(p & d for p in prefill for d in decode):
         assert refused(router, Unavailable).reason == "NO_TRANSFER_DOMAIN"
         return
-    decision = ask(router, seed)
+    decision = submit(router, seed)
     assert decision.prefill is not None
     assert places[decision.prefill.worker_id] & places[decision.worker.worker_id]
 
@@ -257,7 +257,7 @@ def test_a_required_domain_is_never_left(
 FR, DE = frozenset({"fr"}), frozenset({"fr", "de"})
 
 
-def test_a_request_for_an_adapter_runs_where_that_is_resident() -> None:
+def test_a_request_for_an_adapter_runs_on_a_worker_that_has_it() -> None:
     router = router_of(worker(1), worker(2, loras=FR), worker(3, loras=DE))
     load(router, 3, 16_000)
     assert chosen(router, lora_name="fr") == {2}
@@ -266,7 +266,7 @@ def test_a_request_for_an_adapter_runs_where_that_is_resident() -> None:
     assert chosen(router) == {1, 2}
 
 
-def test_an_adapter_that_nobody_has_is_an_error_that_names_it() -> None:
+def test_an_unknown_adapter_is_an_error_with_its_name() -> None:
     router = router_of(worker(1), worker(2, loras=FR))
     error = refused(router, NotFound, lora_name="it")
     assert (error.reason, error.field) == ("UNKNOWN_ADAPTER", "query.routing.lora_name")
@@ -275,7 +275,7 @@ def test_an_adapter_that_nobody_has_is_an_error_that_names_it() -> None:
     assert not error.retryable
 
 
-def test_an_adapter_that_only_the_wrong_workers_have_is_nobody_there() -> None:
+def test_an_adapter_only_on_ineligible_workers_is_unavailable() -> None:
     pair = (worker(1, "prefill", loras=FR), worker(11, "decode"))
     error = refused(router_of(*pair), Unavailable, lora_name="fr")
     assert (error.reason, error.metadata["leg"]) == ("NO_ADAPTER_WORKER", "decode")
@@ -294,7 +294,7 @@ def test_both_legs_need_the_adapter() -> None:
     assert legs(router, lora_name="fr") == {(2, 11)}
 
 
-def test_where_residency_is_preferred_others_serve_when_nobody_has_it() -> None:
+def test_with_preferred_residency_other_workers_serve_an_adapter_that_none_has() -> None:
     members = (worker(1), worker(2, loras=FR), worker(3, "aggregated", "t"))
     router = router_of(*members, lora_residency="preferred")
     load(router, 2, 16_000)
@@ -303,7 +303,7 @@ def test_where_residency_is_preferred_others_serve_when_nobody_has_it() -> None:
     assert chosen(router, lora_name="fr", routing_constraints=required("t")) == {3}
 
 
-def test_an_adapter_comes_and_goes_with_its_worker() -> None:
+def test_an_adapter_joins_and_leaves_with_its_worker() -> None:
     router = router_of(worker(1), worker(2, loras=FR))
     router.update(Snapshot(2, {1: replace(worker(1), loras=FR)}), 0.0)
     assert chosen(router, lora_name="fr") == {1}
@@ -315,7 +315,7 @@ def test_an_adapter_comes_and_goes_with_its_worker() -> None:
     assert chosen(router, lora_name="fr") == {2}
 
 
-def test_an_adapter_is_missed_for_a_minute_and_then_unknown() -> None:
+def test_a_removed_adapter_is_unavailable_for_a_minute_and_then_unknown() -> None:
     adapters = AdapterResidency()
     query = replace(QUERY, routing=RoutingHints(lora_name="fr"))
     adapters.update([worker(1, loras=FR)], 0.0)
@@ -329,7 +329,7 @@ def test_an_adapter_is_missed_for_a_minute_and_then_unknown() -> None:
         adapters.check(replace(query, model="other"), 10.0)
 
 
-def test_adapters_that_left_are_not_remembered_without_bound() -> None:
+def test_the_memory_of_removed_adapters_is_bounded() -> None:
     adapters = AdapterResidency()
     many = frozenset(f"a{n:05}" for n in range(RECENTLY_REMOVED_MAX + 10))
     adapters.update([worker(1, loras=many)], 0.0)
@@ -341,14 +341,14 @@ def test_adapters_that_left_are_not_remembered_without_bound() -> None:
 
 
 @pytest.mark.row("S1-73")
-def test_only_allowed_workers_are_candidates_and_none_alive_is_an_error_without_booking() -> None:
+def test_only_allowed_workers_are_candidates_and_without_one_nothing_is_booked() -> None:
     router = router_of(worker(1), worker(2), worker(3))
     load(router, 2, 16_000)
     assert chosen(router, allowed_worker_ids=frozenset({2})) == {2}
     assert chosen(router, allowed_worker_ids=frozenset({2, 3, 99})) == {3}
     router = router_of(worker(1), worker(2), worker(3))
-    for nobody in (frozenset({99}), frozenset[int]()):
-        error = refused(router, Unavailable, allowed_worker_ids=nobody)
+    for absent in (frozenset({99}), frozenset[int]()):
+        error = refused(router, Unavailable, allowed_worker_ids=absent)
         assert error.reason == "NO_ALLOWED_WORKER"
 
 
@@ -363,29 +363,31 @@ def test_an_allow_list_holds_for_both_legs() -> None:
 def test_pins_of_workers_and_ranks_hold_on_both_legs_with_every_selector(selector: str) -> None:
     members = [replace(w, dp_size=2) for w in ZONED]
     router = router_of(*members, selector=selector)
-    decision = ask(router, prefill_worker_id=2, prefill_dp_rank=1, decode_worker_id=11, dp_rank=0)
+    decision = submit(
+        router, prefill_worker_id=2, prefill_dp_rank=1, decode_worker_id=11, dp_rank=0
+    )
     assert (decision.prefill, decision.worker) == (Placement(2, 1), Placement(11, 0))
 
 
-def test_a_rank_that_nobody_has_is_refused_by_field() -> None:
+def test_an_unknown_rank_is_rejected_with_its_field() -> None:
     router = router_of(*ZONED)
     for field in ("dp_rank", "prefill_dp_rank"):
         error = refused(router, InvalidRequest, **{field: 5})
         assert (error.reason, error.field) == ("NO_SUCH_RANK", f"query.routing.{field}")
 
 
-def test_a_pinned_worker_that_is_not_there_is_named() -> None:
+def test_an_absent_pinned_worker_is_named_in_the_error() -> None:
     router = router_of(worker(1), worker(2))
     error = refused(router, Unavailable, backend_instance_id=77)
     assert error.reason == "PINNED_WORKER_GONE"
     assert "77" in error.message
 
 
-# The fleet as it is.
+# The present fleet.
 
 
 class Stale:
-    """An index that still knows a worker which has left."""
+    """An index that still lists a worker that left."""
 
     def match(self, query: Query) -> list[SourceMatch]:
         return [SourceMatch(Source(2), 10, 10, 10)]
@@ -412,7 +414,7 @@ def test_a_worker_that_disappears_between_match_and_decision_is_never_selected()
 
 
 @pytest.mark.row("S1-39")
-def test_what_each_worker_advertises_is_watched_and_followed_at_once() -> None:
+def test_changes_of_what_a_worker_advertises_apply_at_once() -> None:
     router = router_of(worker(1, "aggregated", "t", dp_size=2, block_size=32), worker(2))
     assert chosen(router, routing_constraints=required("t")) == {1}
     found = router.fleet.candidate(Placement(1, 1))

@@ -1,4 +1,4 @@
-"""When those who wait at a router are looked through."""
+"""When the router rescans its admission queue, and what a failure costs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ BATCH = 1000
 TOO_MUCH = 2 * BATCH
 
 
-class Turn:
-    """A call that is to come."""
+class ScheduledCall:
+    """A handle of `call_at`."""
 
     def __init__(self, when: float, call: Callable[[], None]) -> None:
         self.when, self.call, self.is_cancelled = when, call, False
@@ -43,59 +43,53 @@ class Turn:
 
 
 class HandLoop:
-    """A loop whose time goes on by one second each time it is asked for; runs nothing by itself."""
+    """A loop whose time advances by one second per reading; it runs calls in `run` only."""
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.turns: list[Turn] = []
-        self.alarms: list[Turn] = []
+        self.calls: list[ScheduledCall] = []
 
     def time(self) -> float:
         self.now += 1.0
         return self.now
 
-    def call_at(self, when: float, call: Callable[[], None]) -> Turn:
-        self.turns.append(Turn(when, call))
-        return self.turns[-1]
-
-    def call_later(self, delay: float, call: Callable[[], None]) -> Turn:
-        """What only the passing of time brings about; `when` is the delay."""
-        self.alarms.append(Turn(delay, call))
-        return self.alarms[-1]
+    def call_at(self, when: float, call: Callable[[], None]) -> ScheduledCall:
+        self.calls.append(ScheduledCall(when, call))
+        return self.calls[-1]
 
     @property
     def due(self) -> list[float]:
-        """When the calls that still are to come will come."""
-        return [turn.when for turn in self.turns if not turn.is_cancelled]
+        """Times of the scheduled calls."""
+        return [call.when for call in self.calls if not call.is_cancelled]
 
     def run(self) -> None:
-        """Make the only call that is to come."""
-        (turn,) = (turn for turn in self.turns if not turn.is_cancelled)
-        self.turns.clear()
-        turn.call()
+        """Run the only scheduled call."""
+        (call,) = (call for call in self.calls if not call.is_cancelled)
+        self.calls.clear()
+        call.call()
 
 
 class NoGpu(InvalidRequest):
     kind = "NO_GPU"
 
 
-class Moody(LeastLoadedSelector):
-    """Somebody's selector: raises `mood` while there is one."""
+class FailingSelector(LeastLoadedSelector):
+    """Raises `error` if set."""
 
-    mood: Exception | None = None
+    error: Exception | None = None
 
     def select(self, *args: Any) -> Selection:
-        if self.mood is not None:
-            raise self.mood
+        if self.error is not None:
+            raise self.error
         return super().select(*args)
 
 
-class Desk:
-    """Decisions on one worker that is busy above BATCH tokens."""
+class Bed:
+    """Decisions on one worker that is prefill-busy above BATCH tokens."""
 
     def __init__(self, selector: WorkerSelector | None = None, **policy: Any) -> None:
         self.now = 100.0
-        self.answers: dict[str, Decision | MeshError] = {}
+        self.outcomes: dict[str, Decision | MeshError] = {}
         self.router = Router(
             selector or SELECTORS["least_loaded"](),
             policy=Policy(queue=QueueSettings(threshold=1.0), **policy),
@@ -121,7 +115,7 @@ class Desk:
         }
         self.router.update(Snapshot(1, workers), self.now)
 
-    def hear(self, record: SessionRecord) -> None:
+    def receive(self, record: SessionRecord) -> None:
         self.router.affinity.receive(SessionUpdate(record, 0.0), self.now)
 
     def submit(
@@ -144,10 +138,10 @@ class Desk:
         key = BookingKey(7 if session is None else 8, name, 0)
         session = self.session if session is None else session
 
-        def answer(outcome: Decision | MeshError) -> None:
-            self.answers[name] = outcome
+        def deliver(outcome: Decision | MeshError) -> None:
+            self.outcomes[name] = outcome
 
-        return self.decisions.submit(message, key, session, "", answer)
+        return self.decisions.submit(message, key, session, "", deliver)
 
 
 @pytest.fixture
@@ -157,79 +151,79 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> HandLoop:
     return loop
 
 
-@pytest.mark.parametrize("is_expired_first", [False, True], ids=["by the turn", "just before it"])
-def test_an_orphan_that_is_freed_lets_in_the_next_and_leaves_no_turn_over(
+@pytest.mark.parametrize("is_expired_first", [False, True], ids=["by the rescan", "just before it"])
+def test_an_orphan_that_is_freed_admits_the_next_request_and_no_rescan_stays_due(
     loop: HandLoop, is_expired_first: bool
 ) -> None:
-    desk = Desk()
-    lost = desk.router.book.open_session(8)
-    desk.submit("lost", lost)
+    bed = Bed()
+    lost = bed.router.book.open_session(8)
+    bed.submit("lost", lost)
     for name in ("first", "second"):
-        assert isinstance(desk.submit(name), QueuedRequest)
-    desk.router.book.end_session(lost, desk.now)
-    desk.now += ORPHAN_S
+        assert isinstance(bed.submit(name), QueuedRequest)
+    bed.router.book.end_session(lost, bed.now)
+    bed.now += ORPHAN_S
     if is_expired_first:
-        desk.router.expire(desk.now)
+        bed.router.expire(bed.now)
         assert len(loop.due) == 1
-    desk.decisions.serve_queue()
-    assert list(desk.answers) == ["first"]
+    bed.decisions.serve_queue()
+    assert list(bed.outcomes) == ["first"]
     assert loop.due == []
 
 
 @pytest.mark.parametrize(
-    "mood",
-    [NoGpu("no gpu"), MeshError("of no class"), Overloaded(reason="QUEUE_FULL"), KeyError("?")],
-    ids=["of its own kind", "of no class", "full without saying of what", "no error of ours"],
+    "error",
+    [NoGpu("no gpu"), MeshError("of no kind"), Overloaded(reason="QUEUE_FULL"), KeyError("?")],
+    ids=["of its own kind", "of no kind", "full without a limit", "a foreign exception"],
 )
-def test_who_fails_when_its_turn_comes_is_answered_and_the_router_goes_on(
-    loop: HandLoop, mood: Exception
+def test_a_queued_request_that_fails_gets_an_error_and_the_router_continues(
+    loop: HandLoop, error: Exception
 ) -> None:
-    selector = Moody()
-    desk = Desk(selector)
-    desk.submit("first")
-    assert isinstance(desk.submit("a"), QueuedRequest)
-    desk.router.book.free(BookingKey(7, "first", 0))
-    selector.mood = mood
-    desk.decisions.serve_queue()
-    selector.mood = None
-    answer = desk.answers["a"]
-    assert answer is mood or isinstance(answer, InternalError)
-    assert isinstance(desk.submit("next"), Decision)
+    selector = FailingSelector()
+    bed = Bed(selector)
+    bed.submit("first")
+    assert isinstance(bed.submit("a"), QueuedRequest)
+    bed.router.book.free(BookingKey(7, "first", 0))
+    selector.error = error
+    bed.decisions.serve_queue()
+    selector.error = None
+    answer = bed.outcomes["a"]
+    assert answer is error or isinstance(answer, InternalError)
+    assert isinstance(bed.submit("next"), Decision)
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["at once", "when its turn comes"])
-def test_what_a_selector_raises_is_logged_once_with_where_it_did_so(
-    loop: HandLoop, waits: bool
+@pytest.mark.parametrize("is_queued", [False, True], ids=["at once", "from the queue"])
+def test_an_exception_of_a_selector_is_logged_once_with_its_traceback(
+    loop: HandLoop, is_queued: bool
 ) -> None:
-    selector, mood = Moody(), KeyError("gpus")
-    desk = Desk(selector)
-    desk.submit("first")
-    assert not waits or isinstance(desk.submit("a"), QueuedRequest)
-    desk.router.book.free(BookingKey(7, "first", 0))
-    selector.mood = mood
+    selector, error = FailingSelector(), KeyError("gpus")
+    bed = Bed(selector)
+    bed.submit("first")
+    assert not is_queued or isinstance(bed.submit("a"), QueuedRequest)
+    bed.router.book.free(BookingKey(7, "first", 0))
+    selector.error = error
     with capture_logs() as lines:
-        if waits:
+        if is_queued:
             loop.run()
-            answer = desk.answers["a"]
+            answer = bed.outcomes["a"]
         else:
             with pytest.raises(InternalError) as raised:
-                desk.submit("a")
+                bed.submit("a")
             answer = raised.value
     assert isinstance(answer, InternalError)
     assert (answer.reason, answer.retryable) == (SELECTOR_FAILED, True)
     (line,) = lines
-    assert line["exc_info"] is mood
-    assert mood.__traceback__ is not None
+    assert line["exc_info"] is error
+    assert error.__traceback__ is not None
     assert line["reason"] == "the selector 'least_loaded' failed: it raised KeyError"
     counted = {"selector": selector.name, "outcome": "bug"}
-    assert desk.metrics.registry.get_sample_value("kvmesh_router_decisions_total", counted) == 1
+    assert bed.metrics.registry.get_sample_value("kvmesh_router_decisions_total", counted) == 1
 
 
 @pytest.mark.parametrize(
-    ("mood", "sample", "labels"),
+    ("error", "sample", "labels"),
     [
         (NoGpu("no gpu"), "decisions", {"outcome": "other"}),
-        (MeshError("of no class"), "decisions", {"outcome": "other"}),
+        (MeshError("of no kind"), "decisions", {"outcome": "other"}),
         (Overloaded(reason="QUEUE_FULL"), "queue_full", {"limit": "other"}),
         (
             Overloaded(reason="QUEUE_FULL", metadata={"limit_kind": "mine"}),
@@ -238,238 +232,200 @@ def test_what_a_selector_raises_is_logged_once_with_where_it_did_so(
         ),
     ],
 )
-def test_errors_that_nobody_knows_are_counted_as_others(
-    loop: HandLoop, mood: MeshError, sample: str, labels: dict[str, str]
+def test_unknown_errors_are_counted_as_other(
+    loop: HandLoop, error: MeshError, sample: str, labels: dict[str, str]
 ) -> None:
-    selector = Moody()
-    desk = Desk(selector)
-    selector.mood = mood
-    with pytest.raises(type(mood)):
-        desk.submit("a")
+    selector = FailingSelector()
+    bed = Bed(selector)
+    selector.error = error
+    with pytest.raises(type(error)):
+        bed.submit("a")
     if sample == "decisions":
         labels = {"selector": selector.name, **labels}
     name = f"kvmesh_router_{sample}_total"
-    assert desk.metrics.registry.get_sample_value(name, labels) == 1
+    assert bed.metrics.registry.get_sample_value(name, labels) == 1
 
 
-@pytest.mark.parametrize("mood", [None, NoGpu("no gpu")], ids=["placed", "refused"])
-def test_who_waited_is_answered_also_when_the_answer_cannot_be_measured(
-    loop: HandLoop, monkeypatch: pytest.MonkeyPatch, mood: Exception | None
+@pytest.mark.parametrize("error", [None, NoGpu("no gpu")], ids=["placed", "refused"])
+def test_a_queued_request_gets_its_result_even_if_measuring_fails(
+    loop: HandLoop, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     def fail(*args: object) -> None:
-        raise KeyError("a mistake of ours")
+        raise KeyError("a bug")
 
-    selector = Moody()
-    desk = Desk(selector)
-    desk.submit("first")
-    assert isinstance(desk.submit("a"), QueuedRequest)
+    selector = FailingSelector()
+    bed = Bed(selector)
+    bed.submit("first")
+    assert isinstance(bed.submit("a"), QueuedRequest)
     monkeypatch.setattr(Metrics, "decided", fail)
-    desk.router.book.free(BookingKey(7, "first", 0))
-    selector.mood = mood
-    desk.decisions.serve_queue()
-    assert isinstance(desk.answers["a"], Decision if mood is None else NoGpu)
+    bed.router.book.free(BookingKey(7, "first", 0))
+    selector.error = error
+    bed.decisions.serve_queue()
+    assert isinstance(bed.outcomes["a"], Decision if error is None else NoGpu)
 
 
-def test_who_must_wait_on_is_looked_at_in_slices_and_a_relief_meanwhile_is_not_lost(
-    loop: HandLoop,
-) -> None:
-    desk = Desk()
-    desk.submit("a")
-    for number in range(REQUESTS_PER_SLICE + 1):
-        assert isinstance(desk.submit(f"r{number}", constraint_class=number + 1), QueuedRequest)
-    desk.see(BATCH + 1)
-    loop.run()
-    assert desk.answers == {}
-    assert loop.due == [loop.now + LOOP_TIME_DIVISOR - 1], "one lane is left"
-    desk.router.book.free(BookingKey(7, "a", 0))
-    loop.run()
-    assert list(desk.answers) == ["r0"], "the best of all, not the one that the sweep had left"
-    assert loop.due == [], "and the sweep has looked at that one"
-    desk.router.book.free(BookingKey(7, "r0", 0))
-    loop.run()
-    assert list(desk.answers) == ["r0", "r1"]
-    assert loop.due == []
-
-
-def test_a_relief_that_helps_nobody_wakes_nobody(loop: HandLoop) -> None:
-    desk = Desk()
-    desk.submit("a")
-    desk.submit("b")
-    desk.router.book.report(2, 0, Load(), desk.now)
-    assert loop.due == [], "nobody waits for that worker"
-    desk.router.book.report(1, 0, Load(), desk.now)
+def test_capacity_freed_at_an_unknown_worker_triggers_no_rescan(loop: HandLoop) -> None:
+    bed = Bed()
+    bed.submit("a")
+    bed.submit("b")
+    bed.router.book.report(2, 0, Load(), bed.now)
+    assert loop.due == [], "no request waits for that worker"
+    bed.router.book.report(1, 0, Load(), bed.now)
     assert len(loop.due) == 1
     loop.run()
-    assert (desk.answers, loop.due) == ({}, [])
+    assert (bed.outcomes, loop.due) == ({}, [])
 
 
-def test_a_report_that_grows_old_is_noticed_when_it_does_not_at_the_next_tick(
-    loop: HandLoop,
-) -> None:
-    desk = Desk()
-    desk.router.book.report(1, 0, Load(waiting=1, waiting_tokens=TOO_MUCH), desk.now)
-    assert isinstance(desk.submit("a"), QueuedRequest)
-    (alarm,) = loop.alarms
-    assert alarm.when == pytest.approx(REPORT_MAX_AGE_S)
-    desk.now += REPORT_MAX_AGE_S + 0.001
-    alarm.call()
-    assert list(desk.answers) == ["a"]
+def test_the_periodic_rescan_admits_requests_after_a_load_report_expired(loop: HandLoop) -> None:
+    bed = Bed()
+    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=TOO_MUCH), bed.now)
+    assert isinstance(bed.submit("a"), QueuedRequest)
+    bed.now += REPORT_MAX_AGE_S + 0.001
+    bed.decisions.serve_queue()
+    assert list(bed.outcomes) == ["a"]
 
 
-def test_an_alarm_that_rings_too_early_is_set_again(loop: HandLoop) -> None:
-    desk = Desk()
-    busy = Load(waiting=1, waiting_tokens=TOO_MUCH)
-    desk.router.book.report(1, 0, busy, desk.now)
-    desk.submit("a")
-    desk.now += 0.1
-    desk.router.book.report(1, 0, busy, desk.now)
-    loop.run()
-    desk.now += REPORT_MAX_AGE_S - 0.1
-    (alarm,) = loop.alarms
-    alarm.call()
-    assert desk.answers == {}
-    (_, again) = loop.alarms
-    assert again.when == pytest.approx(0.1)
+def test_the_periodic_rescan_rejects_overdue_requests(loop: HandLoop) -> None:
+    bed = Bed()
+    bed.submit("a")
+    bed.submit("b")
+    bed.now += bed.router.queue.policy.wait_max_s
+    bed.decisions.serve_queue()
+    assert isinstance(bed.outcomes["b"], Overloaded)
 
 
-def test_the_longest_wait_ends_by_itself(loop: HandLoop) -> None:
-    desk = Desk()
-    desk.submit("a")
-    desk.submit("b")
-    wait_s = desk.router.queue.policy.wait_max_s
-    (alarm,) = loop.alarms
-    assert alarm.when == wait_s
-    desk.now += wait_s
-    alarm.call()
-    assert isinstance(desk.answers["b"], Overloaded)
-
-
-def test_a_sweep_in_slices_ends_where_nothing_was_relieved(loop: HandLoop) -> None:
-    desk = Desk()
-    desk.submit("a")
+def test_a_rescan_is_done_in_slices_that_leave_the_loop_most_of_its_time(loop: HandLoop) -> None:
+    bed = Bed()
+    bed.submit("a")
     for number in range(REQUESTS_PER_SLICE + 1):
-        desk.submit(f"r{number}", constraint_class=number + 1)
-    desk.see(BATCH + 1)
+        assert isinstance(bed.submit(f"r{number}", constraint_class=number + 1), QueuedRequest)
+    bed.see(BATCH + 1)
     loop.run()
+    assert bed.outcomes == {}
+    assert loop.due == [loop.now + LOOP_TIME_DIVISOR - 1], "one class is left"
     loop.run()
-    assert (desk.answers, loop.due) == ({}, [])
+    assert (bed.outcomes, loop.due) == ({}, [])
 
 
-def test_reliefs_do_not_keep_a_sweep_from_those_who_hold_others_up(loop: HandLoop) -> None:
-    """A slice full of heads that might overtake one not seen yet spent all of it, for ever."""
-    desk = Desk()
-    workers = {
-        id: Instance(id, "mesh", "worker", "", "127.0.0.1:1", model=m, max_num_batched_tokens=BATCH)
-        for id, m in ((1, "m"), (2, "m"), (3, "other"))
-    }
-    here = {id: workers[id] for id in (1, 2)}
-    desk.router.update(Snapshot(2, here), desk.now)
-    for name in ("a", "b"):
-        assert isinstance(desk.submit(name), Decision)
-    pinned = router_pb2.Query(model="m", total_tokens=TOO_MUCH)
-    pinned.routing.backend_instance_id = 2
-    for number in range(2):
-        key = BookingKey(7, f"pinned{number}", 0)
-        waits = desk.decisions.submit(pinned, key, desk.session, "", lambda outcome: None)
-        assert isinstance(waits, QueuedRequest)
-    for number in range(2 * REQUESTS_PER_SLICE):
-        assert isinstance(desk.submit(f"r{number}", constraint_class=number + 1), QueuedRequest)
-    desk.router.update(Snapshot(3, workers), desk.now)
-    booked = {b.key.request_id: b.worker.worker_id for b in desk.router.book}
-    (free,) = (name for name, worker_id in booked.items() if worker_id == 1)
-    desk.router.book.free(BookingKey(7, free, 0))
-    for _ in range(6):
-        if loop.due:
-            loop.run()
-    assert list(desk.answers) == ["r0"]
+def test_capacity_freed_during_a_rescan_is_used_after_it(loop: HandLoop) -> None:
+    bed = Bed()
+    bed.submit("a")
+    for number in range(REQUESTS_PER_SLICE + 1):
+        assert isinstance(bed.submit(f"r{number}", constraint_class=number + 1), QueuedRequest)
+    bed.see(BATCH + 1)
+    loop.run()
+    bed.router.book.free(BookingKey(7, "a", 0))
+    loop.run()
+    (name,) = bed.outcomes
+    bed.router.book.free(BookingKey(7, name, 0))
+    while loop.due:
+        loop.run()
+    assert len(bed.outcomes) == 2
+
+
+def test_reports_all_the_time_do_not_keep_the_rescan_from_the_last_class(loop: HandLoop) -> None:
+    bed = Bed()
+    bed.see(BATCH, 1, 2)
+    for at in (1, 2):
+        assert isinstance(bed.submit(f"fills {at}", pin=at), Decision)
+    for number in range(3 * REQUESTS_PER_SLICE):
+        assert isinstance(
+            bed.submit(f"r{number}", constraint_class=number + 1, pin=1), QueuedRequest
+        )
+    assert isinstance(bed.submit("last", pin=2), QueuedRequest)
+    bed.router.book.free(BookingKey(7, "fills 2", 0))
+    for _ in range(4):
+        loop.run()
+        bed.router.book.report(1, 0, Load(), bed.now)
+    assert list(bed.outcomes) == ["last"]
 
 
 S = SessionName("m", "s")
-LATER = 2**50  # Than any revision by the time of day.
+LATER = 2**50  # Than any revision from the time of day.
 
 
 @pytest.mark.parametrize(
     "move",
     [
-        lambda desk: desk.submit("c", session_id="s", pin=2, tokens=1),
-        lambda desk: desk.hear(
+        lambda bed: bed.submit("c", session_id="s", pin=2, tokens=1),
+        lambda bed: bed.receive(
             SessionRecord(S, SessionPlacement(Placement(2, 0)), LATER, BookingKey(9, "c", 0))
         ),
-        lambda desk: desk.hear(SessionRecord(S, None, LATER, BookingKey(9, "c", 0))),
+        lambda bed: bed.receive(SessionRecord(S, None, LATER, BookingKey(9, "c", 0))),
     ],
     ids=["by another request", "by another router", "closed by another router"],
 )
-def test_who_waits_where_its_session_was_bound_before_is_let_in_without_a_tick(
-    loop: HandLoop, move: Callable[[Desk], object]
+def test_a_request_of_a_moved_session_is_admitted_without_a_periodic_rescan(
+    loop: HandLoop, move: Callable[[Bed], object]
 ) -> None:
-    desk = Desk()
-    desk.see(BATCH, 1, 2)
-    assert isinstance(desk.submit("a", session_id="s", pin=1), Decision)
+    bed = Bed()
+    bed.see(BATCH, 1, 2)
+    assert isinstance(bed.submit("a", session_id="s", pin=1), Decision)
     for number in range(REQUESTS_PER_SLICE + 1):
-        assert isinstance(desk.submit(f"b{number}", session_id="s", tokens=1), QueuedRequest)
+        assert isinstance(bed.submit(f"b{number}", session_id="s", tokens=1), QueuedRequest)
     assert loop.due == []
-    move(desk)
+    move(bed)
     for _ in range(2):
         loop.run()
-    workers = [a.worker.worker_id for a in desk.answers.values() if isinstance(a, Decision)]
+    workers = [a.worker.worker_id for a in bed.outcomes.values() if isinstance(a, Decision)]
     assert workers == [2] * (REQUESTS_PER_SLICE + 1)
     assert loop.due == []
 
 
-def test_sessions_that_move_all_the_time_do_not_keep_a_relief_from_the_others(
+def test_sessions_that_move_all_the_time_do_not_delay_other_requests(
     loop: HandLoop,
 ) -> None:
-    desk = Desk()
-    desk.see(BATCH, 1, 2, 3)
-    assert isinstance(desk.submit("a", session_id="s", pin=2, tokens=1), Decision)
+    bed = Bed()
+    bed.see(BATCH, 1, 2, 3)
+    assert isinstance(bed.submit("a", session_id="s", pin=2, tokens=1), Decision)
     for at in (2, 3):
-        assert isinstance(desk.submit(f"fills {at}", pin=at), Decision)
+        assert isinstance(bed.submit(f"fills {at}", pin=at), Decision)
     for number in range(REQUESTS_PER_SLICE + 1):
-        assert isinstance(desk.submit(f"b{number}", session_id="s", tokens=1), QueuedRequest)
-    assert isinstance(desk.submit("first", pin=1), Decision)
-    assert isinstance(desk.submit("pinned", pin=1), QueuedRequest)
-    desk.router.book.free(BookingKey(7, "first", 0))
-    for turn in range(2):
+        assert isinstance(bed.submit(f"b{number}", session_id="s", tokens=1), QueuedRequest)
+    assert isinstance(bed.submit("first", pin=1), Decision)
+    assert isinstance(bed.submit("pinned", pin=1), QueuedRequest)
+    bed.router.book.free(BookingKey(7, "first", 0))
+    for number in range(2):
         record = SessionRecord(
-            S, SessionPlacement(Placement(3 - turn, 0)), LATER + turn, BookingKey(9, "c", 0)
+            S, SessionPlacement(Placement(3 - number, 0)), LATER + number, BookingKey(9, "c", 0)
         )
-        desk.hear(record)
+        bed.receive(record)
         loop.run()
-    assert list(desk.answers) == ["pinned"]
+    assert list(bed.outcomes) == ["pinned"]
 
 
-def test_a_session_that_is_forgotten_while_somebody_waits_for_its_worker_binds_it_no_more(
+def test_an_expired_session_no_longer_constrains_its_queued_request(
     loop: HandLoop,
 ) -> None:
-    desk = Desk(session_ttl_s=5.0)
-    desk.see(BATCH, 1, 2)
-    assert isinstance(desk.submit("a", session_id="s", pin=1, tokens=1), Decision)
-    assert isinstance(desk.submit("fills", pin=1), Decision)
-    assert isinstance(desk.submit("b", session_id="s"), QueuedRequest)
-    desk.router.book.free(BookingKey(7, "a", 0))
-    desk.router.expire(desk.now)
+    bed = Bed(session_ttl_s=5.0)
+    bed.see(BATCH, 1, 2)
+    assert isinstance(bed.submit("a", session_id="s", pin=1, tokens=1), Decision)
+    assert isinstance(bed.submit("fills", pin=1), Decision)
+    assert isinstance(bed.submit("b", session_id="s"), QueuedRequest)
+    bed.router.book.free(BookingKey(7, "a", 0))
+    bed.router.expire(bed.now)
     loop.run()
-    assert (desk.answers, loop.due) == ({}, [])
-    desk.now += 5.0
-    desk.router.expire(desk.now)
+    assert (bed.outcomes, loop.due) == ({}, [])
+    bed.now += 5.0
+    bed.router.expire(bed.now)
     loop.run()
-    answer = desk.answers["b"]
+    answer = bed.outcomes["b"]
     assert isinstance(answer, Decision)
     assert (answer.worker.worker_id, answer.affinity) == (2, "bound")
 
 
-def test_what_a_superseded_session_asked_waits_no_more_and_what_it_asks_is_refused(
+def test_requests_of_a_superseded_frontend_session_are_withdrawn_and_new_ones_rejected(
     loop: HandLoop,
 ) -> None:
-    desk = Desk()
-    desk.submit("a")
-    book = desk.router.book
-    desk.session = book.open_session(8, generation=1)
-    assert isinstance(desk.submit("old", desk.session), QueuedRequest)
-    book.supersede_sessions(SessionHello(8, 2), desk.now)
-    assert len(desk.router.queue) == 0
+    bed = Bed()
+    bed.submit("a")
+    book = bed.router.book
+    bed.session = book.open_session(8, generation=1)
+    assert isinstance(bed.submit("old", bed.session), QueuedRequest)
+    book.supersede_sessions(SessionHello(8, 2), bed.now)
+    assert len(bed.router.queue) == 0
     with pytest.raises(Conflict) as refused:
-        desk.submit("late", desk.session)
+        bed.submit("late", bed.session)
     assert refused.value.reason == "SUPERSEDED"
-    assert desk.answers == {}, "nobody listens there"
-    book.end_session(desk.session, desk.now)
+    assert bed.outcomes == {}, "that session receives no results"
+    book.end_session(bed.session, bed.now)

@@ -1,4 +1,4 @@
-"""Prefill and decode of one request on two workers: who pairs, what is booked, what falls back."""
+"""Prefill and decode of one request on two workers: pairs, bookings and fallbacks."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class Depths:
         return IndexStatus("exact")
 
 
-def worker(worker_id: int, role: str, **facts: Any) -> Instance:
+def worker(worker_id: int, role: str, **fields: Any) -> Instance:
     given: dict[str, Any] = {
         "model": "m",
         "block_size": 16,
         "kv_index": "events",
         "role": role,
         "local_prefill": role != "decode",
-        **facts,
+        **fields,
     }
-    if role == "prefill" and "bootstrap_port" not in facts:
+    if role == "prefill" and "bootstrap_port" not in fields:
         given |= {"bootstrap_host": f"host{worker_id}", "bootstrap_port": 8998}
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
@@ -90,7 +90,7 @@ def refusal(router: Router, **changes: Any) -> MeshError:
 
 
 @pytest.mark.row("S1-18")
-def test_prefill_goes_where_the_cache_is_and_decode_where_the_load_is_not() -> None:
+def test_prefill_follows_the_cache_and_decode_the_least_load() -> None:
     router = router_of(depths={2: 8, 11: 10})
     router.book.report(11, 0, Load(running=1, kv_used_blocks=5), 0.0)
     decision = place(router)
@@ -105,7 +105,7 @@ def test_decode_ignores_its_own_cache() -> None:
     assert drawn == {D1, D2}
 
 
-def test_each_leg_is_charged_on_its_worker_and_prefill_ends_before_decode() -> None:
+def test_each_leg_is_booked_on_its_worker_and_prefill_ends_before_decode() -> None:
     router = router_of(depths={1: 4})
     decision = place(router)
     assert loads(router) == {
@@ -126,18 +126,20 @@ def test_bookings_spread_both_legs() -> None:
     assert [sum(d.worker == p for d in placed) for p in (D1, D2)] == [4, 4]
 
 
-# Where they meet.
+# Bootstrap rooms.
 
 
 @given(seed=st.integers(0, 2**32), dp_size=st.integers(1, 64), rank=st.integers(0, 63))
-def test_a_room_names_its_rank_and_fits_63_bits(seed: int, dp_size: int, rank: int) -> None:
+def test_a_bootstrap_room_encodes_its_rank_and_fits_63_bits(
+    seed: int, dp_size: int, rank: int
+) -> None:
     rank %= dp_size
     room = bootstrap_room(Random(seed), dp_size, rank)
     assert 0 <= room <= BOOTSTRAP_ROOM_MAX
     assert room % dp_size == rank
 
 
-def test_the_largest_rooms_stay_in_range() -> None:
+def test_the_largest_bootstrap_rooms_stay_in_range() -> None:
     class Most(Random):
         def randrange(self, *args: Any) -> int:
             return int(args[0]) - 1
@@ -147,7 +149,7 @@ def test_the_largest_rooms_stay_in_range() -> None:
             assert bootstrap_room(Most(), dp_size, rank) <= BOOTSTRAP_ROOM_MAX
 
 
-def test_a_pair_meets_at_the_prefill_workers_rank_in_a_room_of_its_own() -> None:
+def test_each_pair_gets_its_own_bootstrap_room_on_the_prefill_rank() -> None:
     prefill = worker(1, "prefill", dp_size=4, bootstrap_host="h", bootstrap_port=9)
     router = router_of(prefill, worker(11, "decode"))
     rooms = set()
@@ -161,7 +163,7 @@ def test_a_pair_meets_at_the_prefill_workers_rank_in_a_room_of_its_own() -> None
     assert len(rooms) == 30
 
 
-def test_the_same_attempt_keeps_its_room_and_the_next_gets_another() -> None:
+def test_an_attempt_keeps_its_bootstrap_room_and_the_next_gets_another() -> None:
     router = router_of()
     first = place(router)
     assert place(router) == first
@@ -176,7 +178,7 @@ def test_without_a_bootstrap_server_prefill_completes_first() -> None:
     assert (decision.prefill, decision.bootstrap) == (P1, None)
 
 
-# Who pairs with whom.
+# Pairs.
 
 
 def test_a_pair_never_crosses_transfer_groups() -> None:
@@ -203,7 +205,7 @@ def test_a_prefill_worker_without_partner_is_not_considered() -> None:
     assert {place(router, n).prefill for n in range(5)} == {P2}
 
 
-def test_no_common_group_is_named_and_falls_back_to_whoever_can_do_both() -> None:
+def test_a_missing_transfer_group_is_reported_and_falls_back_to_unsplit_serving() -> None:
     apart = (worker(1, "prefill", transfer_group="a"), worker(11, "decode", transfer_group="b"))
     assert refusal(router_of(*apart)).reason == "NO_TRANSFER_GROUP"
     decision = place(router_of(*apart, worker(21, "aggregated")))
@@ -211,7 +213,7 @@ def test_no_common_group_is_named_and_falls_back_to_whoever_can_do_both() -> Non
     assert decision.fallback == "no_transfer_group"
 
 
-def test_workers_that_failed_the_request_are_left_out_on_both_sides() -> None:
+def test_workers_that_failed_the_request_are_excluded_on_both_legs() -> None:
     router = router_of(depths={1: 10})
     decision = place(router, excluded_worker_ids=frozenset({1, 11}))
     assert (decision.prefill, decision.worker) == (P2, D2)
@@ -241,10 +243,10 @@ def test_both_legs_can_be_pinned() -> None:
         ),
     ],
 )
-def test_a_pin_of_prefill_is_kept_or_refused_and_never_replaced(
+def test_a_prefill_pin_is_honoured_or_rejected_and_never_replaced(
     hints: dict[str, int], reason: str, field: str
 ) -> None:
-    # The aggregated worker could serve it, were it not for the pin.
+    # The aggregated worker could serve it without the pin.
     router = router_of(*TWO_PAIRS, worker(21, "aggregated"))
     error = refusal(router, **hinted(**hints))
     assert (error.reason, error.field) == (reason, f"query.routing.{field}")
@@ -260,7 +262,7 @@ def test_constraints_hold_for_both_legs() -> None:
     assert (decision.prefill, decision.worker) == (P1, D2)
 
 
-# What happens without pairs.
+# Fallbacks.
 
 
 def test_pairs_come_before_aggregated_workers_unless_one_is_pinned() -> None:
@@ -277,7 +279,7 @@ def test_pairs_come_before_aggregated_workers_unless_one_is_pinned() -> None:
         ((worker(11, "decode"),), "NO_PREFILL_WORKER"),
     ],
 )
-def test_a_missing_half_is_named(members: tuple[Instance, ...], reason: str) -> None:
+def test_a_missing_role_is_named(members: tuple[Instance, ...], reason: str) -> None:
     error = refusal(router_of(*members))
     assert (error.reason, error.retryable) == (reason, True)
 
@@ -286,7 +288,7 @@ def test_a_missing_half_is_named(members: tuple[Instance, ...], reason: str) -> 
     ("half", "fallback"),
     [(worker(1, "prefill"), "no_decode_worker"), (worker(11, "decode"), "no_prefill_worker")],
 )
-def test_half_a_pair_falls_back_to_aggregated_workers_and_says_so(
+def test_a_missing_role_falls_back_to_aggregated_workers_and_is_reported(
     half: Instance, fallback: str
 ) -> None:
     decision = place(router_of(half, worker(21, "aggregated")))
@@ -321,7 +323,7 @@ def test_a_pinned_prefill_has_no_fallback() -> None:
     assert refusal(router, **hinted(prefill_worker_id=1)).reason == "NO_PREFILL_WORKER"
 
 
-def test_pairs_are_back_as_soon_as_both_halves_are() -> None:
+def test_pairs_serve_again_once_both_roles_are_present() -> None:
     router = router_of(worker(1, "prefill"))
     assert refusal(router).reason == "NO_DECODE_WORKER"
     router.update(Snapshot(2, {i.id: i for i in TWO_PAIRS}), 1.0)
@@ -339,7 +341,7 @@ def test_every_selector_chooses_pairs(selector: str) -> None:
     assert {d.worker for d in placed} == {D1, D2}
 
 
-def test_round_robin_goes_round_each_leg_by_itself() -> None:
+def test_round_robin_rotates_each_leg_separately() -> None:
     router = router_of(selector="round_robin")
     placed = [place(router, n) for n in range(4)]
     assert [d.prefill for d in placed] == [P1, P2, P1, P2]
@@ -354,29 +356,29 @@ def test_direct_needs_both_pins() -> None:
     assert (error.reason, error.field) == ("PIN_REQUIRED", "query.routing.prefill_worker_id")
 
 
-# Adoption.
+# Re-registered pairs.
 
 
-def announced(revision: int = 1, prefill_tokens: int = 160, blocks: int = 10) -> Booking:
+def reregistered(revision: int = 1, prefill_tokens: int = 160, blocks: int = 10) -> Booking:
     return Booking(key(), "m", D1, P1, prefill_tokens, blocks, revision)
 
 
-def test_an_announced_pair_is_charged_on_both_workers_until_prefill_is_done() -> None:
+def test_a_reregistered_pair_is_booked_on_both_workers_until_prefill_is_done() -> None:
     router = router_of()
     book = router.book
     session = book.open_session(FRONTEND)
-    assert book.reregister(announced(), session, 0.0)
+    assert book.reregister(reregistered(), session, 0.0)
     assert loads(router) == {P1: LoadTotals(160, 0, 1), D1: LoadTotals(0, 10, 1)}
-    assert not book.reregister(announced(), session, 0.0), "no newer"
-    assert book.reregister(announced(revision=3, prefill_tokens=0, blocks=12), session, 0.0)
+    assert not book.reregister(reregistered(), session, 0.0), "no newer"
+    assert book.reregister(reregistered(revision=3, prefill_tokens=0, blocks=12), session, 0.0)
     assert loads(router) == {D1: LoadTotals(0, 12, 1)}
-    assert not book.reregister(announced(revision=2), session, 0.0), "older"
+    assert not book.reregister(reregistered(revision=2), session, 0.0), "older"
     assert loads(router) == {D1: LoadTotals(0, 12, 1)}
     book.free(key())
     assert loads(router) == {}
 
 
-def test_an_orphaned_pair_weighs_on_both_for_three_seconds() -> None:
+def test_an_orphaned_pair_counts_on_both_workers_for_three_seconds() -> None:
     router = router_of()
     session = router.book.open_session(FRONTEND)
     decision = router.decide(QUERY, key(), 0.0, Random(0), session)
@@ -391,16 +393,16 @@ def test_an_orphaned_pair_weighs_on_both_for_three_seconds() -> None:
     assert loads(router, 10.0 + ORPHAN_S) == {}
 
 
-def test_asking_again_for_an_announced_pair_gives_its_workers_and_one_fresh_room() -> None:
+def test_a_repeated_request_for_a_reregistered_pair_gets_its_workers_and_one_fresh_room() -> None:
     router = router_of()
-    router.book.reregister(announced(), None, 0.0)
+    router.book.reregister(reregistered(), None, 0.0)
     first = router.decide(QUERY, key(), 0.0, Random(1))
     assert (first.prefill, first.worker) == (P1, D1)
     assert first.bootstrap is not None
     assert router.decide(QUERY, key(), 0.0, Random(2)) == first
 
 
-def test_a_pair_that_lost_a_worker_is_placed_anew() -> None:
+def test_a_pair_that_lost_a_worker_is_placed_again() -> None:
     router = router_of(depths={1: 10})
     assert place(router).prefill == P1
     router.update(Snapshot(2, {i.id: i for i in TWO_PAIRS[1:]}), 1.0)
@@ -425,9 +427,9 @@ def test_explanations_show_both_legs_each_cheapest_first() -> None:
 
 
 @pytest.mark.row("S1-86")
-def test_potential_loads_charge_each_half_its_leg() -> None:
+def test_potential_loads_add_to_each_worker_its_leg() -> None:
     router = router_of(depths={1: 4})
-    rows = {row.placement: row.load for row in router.potential_loads(QUERY, 0.0)}
+    rows = router.potential_loads(QUERY, 0.0)
     assert rows == {
         P1: LoadTotals(96, 0, 1),
         P2: LoadTotals(160, 0, 1),
@@ -435,7 +437,7 @@ def test_potential_loads_charge_each_half_its_leg() -> None:
         D2: LoadTotals(0, 10, 1),
     }
     alone = router_of(worker(11, "decode", local_prefill=True))
-    assert [r.load for r in alone.potential_loads(QUERY, 0.0)] == [LoadTotals(160, 10, 1)]
+    assert list(alone.potential_loads(QUERY, 0.0).values()) == [LoadTotals(160, 10, 1)]
 
 
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 25))

@@ -1,4 +1,4 @@
-"""The rules of placement: configured, counted, and followed by a router that is built."""
+"""The placement policy: configured, counted, and applied by a router that is built."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from router_svc.metrics import Metrics
 
 PLUGIN = '''
 class OnlyTwo:
-    """Always picks worker 2; counts how often it is asked."""
+    """Always selects worker 2 and counts its calls."""
 
     name = "only-two"
 
     def __init__(self):
-        self.asked = 0
+        self.calls = 0
 
     def select(self, query, candidates, view, rng):
         from router_svc.core.selectors import Selection
 
-        self.asked += 1
+        self.calls += 1
         return Selection([c for c in candidates if c.placement.worker_id == 2][0], "always two")
 '''
 
@@ -48,19 +48,19 @@ def read(*flags: str) -> RouterConfig:
     return read_config(RouterConfig, "ROUTER", {}, flags)[0]
 
 
-def worker(worker_id: int, **facts: Any) -> Instance:
-    given: dict[str, Any] = {"model": "m", "block_size": 16, **facts}
+def worker(worker_id: int, **fields: Any) -> Instance:
+    given: dict[str, Any] = {"model": "m", "block_size": 16, **fields}
     return Instance(worker_id, "default", "worker", "", "127.0.0.1:1", **given)
 
 
 # Configured.
 
 
-def test_what_is_not_configured_is_as_the_rules_say() -> None:
+def test_the_default_configuration_is_the_default_policy() -> None:
     assert read().policy == DEFAULT_POLICY == Policy()
 
 
-def test_every_rule_can_be_configured() -> None:
+def test_every_policy_field_can_be_configured() -> None:
     config = read(
         "--session-affinity-ttl-s=5",
         "--session-affinity-mode=soft",
@@ -108,7 +108,7 @@ def test_every_rule_can_be_configured() -> None:
         "--bypass-decode-busy-threshold=1.1",
     ],
 )
-def test_a_rule_out_of_range_refuses_to_start_and_is_named(flag: str) -> None:
+def test_a_policy_value_out_of_range_stops_the_start_and_is_named(flag: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read(flag)
     (problem,) = refused.value.problems
@@ -123,7 +123,7 @@ def test_a_preference_needs_a_domain() -> None:
 
 
 @pytest.mark.parametrize("policy", ["prefill_load", "isl_or_load"])
-def test_a_policy_by_load_needs_to_know_what_busy_is(policy: str) -> None:
+def test_a_bypass_by_load_requires_a_busy_threshold(policy: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read(f"--bypass-policy={policy}")
     (problem,) = refused.value.problems
@@ -171,23 +171,23 @@ async def test_a_selector_named_by_the_configuration_decides_every_request(plugi
     for number in range(20):
         key = BookingKey(7, f"r{number}", 0)
         decision = router.decide(Query("m", 1000), key, 0.0, Random(number))
-        assert decision.worker.worker_id == 2, "however loaded it is by now"
+        assert decision.worker.worker_id == 2, "at any load"
         assert (decision.selector, decision.reasons[0]) == ("only-two", "only-two: always two")
-    assert getattr(router.selector, "asked", 0) == 20
+    assert getattr(router.selector, "calls", 0) == 20
 
 
 @pytest.mark.row("S1-40")
-async def test_a_selector_is_asked_among_the_eligible_only(plugin: str) -> None:
+async def test_a_selector_gets_eligible_candidates_only(plugin: str) -> None:
     router = built(f"--selector={plugin}").router
     hints = RoutingHints(allowed_worker_ids=frozenset({2, 3}))
     assert router.decide(Query("m", routing=hints), None, 0.0, Random(0)).worker.worker_id == 2
     hints = RoutingHints(allowed_worker_ids=frozenset({3}))
     with pytest.raises(InternalError, match="only-two") as caught:
         router.decide(Query("m", routing=hints), None, 0.0, Random(0))
-    assert isinstance(caught.value.__cause__, IndexError), "it looks for worker 2"
+    assert isinstance(caught.value.__cause__, IndexError), "it searches for worker 2"
 
 
-async def test_a_built_router_follows_its_rules() -> None:
+async def test_a_built_router_applies_its_policy() -> None:
     hints = RoutingHints(session_control=SessionControl("s"))
     query = Query("m", 100, routing=hints)
     router = built("--session-affinity-ttl-s=2").router
@@ -203,7 +203,7 @@ async def test_a_built_router_follows_its_rules() -> None:
 
 
 class Favourite:
-    """Picks the first."""
+    """Selects the first candidate."""
 
     name = "kv"
 
@@ -242,7 +242,7 @@ def test_bypasses_and_sessions_are_counted() -> None:
     assert seen["kvmesh_router_affinity_evicted"] == 0
 
 
-def test_rules_are_there_for_every_built_in_selector() -> None:
+def test_the_policy_applies_to_every_built_in_selector() -> None:
     for name, make in SELECTORS.items():
         router = Router(make(), policy=Policy(lora_residency="required"))
         router.update(Snapshot(1, {1: worker(1), 2: worker(2, loras=frozenset({"fr"}))}), 0.0)

@@ -1,4 +1,4 @@
-"""Decisions: fleet, book and selector together."""
+"""Decisions: fleet, load tracker and selector together."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ FRONTEND = 7
 QUERY = Query("m", total_tokens=100)
 
 
-def worker(worker_id: int, **facts: Any) -> Instance:
-    given: dict[str, Any] = {"model": "m", "block_size": 16, **facts}
+def worker(worker_id: int, **fields: Any) -> Instance:
+    given: dict[str, Any] = {"model": "m", "block_size": 16, **fields}
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
 
@@ -60,7 +60,7 @@ def key(number: int = 0, attempt: int = 0) -> BookingKey:
 
 
 def book(router: Router, number: int, query: Query = QUERY, now: float = 0.0) -> int:
-    """Decide and book; the chosen worker."""
+    """Decide and book; the selected worker."""
     return router.decide(query, key(number), now, Random(number)).worker.worker_id
 
 
@@ -74,7 +74,7 @@ def total(router: Router, now: float = 0.0) -> LoadTotals:
 
 
 class FakeIndex:
-    """An index that gives the same answer to every query: blocks held by worker id."""
+    """An index with the same result for every query: cached blocks by worker id."""
 
     def __init__(self, depths: dict[int, int]) -> None:
         self.depths = depths
@@ -87,18 +87,18 @@ class FakeIndex:
 
 
 class Always:
-    """Picks one worker, whatever its load."""
+    """Selects one worker at any load."""
 
     name = "always"
 
     def __init__(self, worker_id: int) -> None:
         self.worker_id = worker_id
-        self.asked: list[tuple[Query, Sequence[Candidate]]] = []
+        self.calls: list[tuple[Query, Sequence[Candidate]]] = []
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Selection:
-        self.asked.append((query, candidates))
+        self.calls.append((query, candidates))
         mine = [c for c in candidates if c.placement.worker_id == self.worker_id]
         return Selection((mine or list(candidates))[0], "my favourite")
 
@@ -108,15 +108,15 @@ def test_a_custom_selector_is_really_used() -> None:
     favourite = Always(3)
     router = router_of(selector=favourite)
     assert {book(router, n) for n in range(20)} == {3}
-    assert len(favourite.asked) == 20
-    query, candidates = favourite.asked[0]
+    assert len(favourite.calls) == 20
+    query, candidates = favourite.calls[0]
     assert query == QUERY
     assert [c.instance.id for c in candidates] == [1, 2, 3, 4]
     assert router.decide(QUERY, None, 0.0, Random(0)).reasons[0] == "always: my favourite"
 
 
 class Broken(Always):
-    """Answers whatever it is given, or raises it."""
+    """Returns the given value, or raises it."""
 
     def __init__(self, answer: object) -> None:
         super().__init__(1)
@@ -137,9 +137,9 @@ class Broken(Always):
         (None, "it raised AttributeError"),
         (KeyError("gpus"), "it raised KeyError"),
     ],
-    ids=["a stranger", "nobody", "an error"],
+    ids=["an unknown worker", "no selection", "an error"],
 )
-def test_a_selector_that_fails_is_named_with_why_and_books_nothing(
+def test_a_selector_failure_is_reported_with_its_cause_and_books_nothing(
     answer: object, why: str
 ) -> None:
     router = router_of(selector=Broken(answer))
@@ -148,12 +148,12 @@ def test_a_selector_that_fails_is_named_with_why_and_books_nothing(
     error = caught.value
     assert (error.reason, error.metadata) == (SELECTOR_FAILED, {"selector": "always", "model": "m"})
     assert error.message == f"the selector 'always' failed: {why}"
-    assert error.retryable, "nothing ran, and another router may choose"
+    assert error.retryable, "nothing ran, and another router may succeed"
     assert error.__cause__ is (answer if isinstance(answer, Exception) else error.__cause__)
     assert len(router.book) == 0
 
 
-def test_what_a_selector_refuses_by_an_error_of_the_mesh_is_told_as_it_is() -> None:
+def test_a_mesh_error_of_a_selector_is_returned_unchanged() -> None:
     refusal = Overloaded(2.0, "not today")
     with pytest.raises(Overloaded) as caught:
         book(router_of(selector=Broken(refusal)), 1)
@@ -192,13 +192,15 @@ def test_a_thousand_interleaved_decisions_double_and_lose_nothing() -> None:
     ("selector", "low", "high"),
     [("kv", 25, 25), ("least_loaded", 25, 25), ("round_robin", 25, 25), ("power_of_two", 22, 28)],
 )
-def test_a_hundred_at_once_spread_over_equal_workers(selector: str, low: int, high: int) -> None:
+def test_a_hundred_concurrent_requests_spread_over_equal_workers(
+    selector: str, low: int, high: int
+) -> None:
     router = router_of(selector=selector)
     shares = Counter(book(router, n) for n in range(100))
     assert all(low <= shares[w] <= high for w in (1, 2, 3, 4)), shares
 
 
-def test_the_same_key_gets_the_same_answer_and_one_booking() -> None:
+def test_the_same_key_gets_the_same_decision_and_one_booking() -> None:
     router = router_of()
     first = router.decide(QUERY, key(), 0.0, Random(0))
     load = total(router)
@@ -207,7 +209,7 @@ def test_the_same_key_gets_the_same_answer_and_one_booking() -> None:
     assert total(router) == load == LoadTotals(100, 7, 1)
 
 
-def test_the_same_key_gets_another_worker_when_its_own_is_gone() -> None:
+def test_the_same_key_gets_another_worker_if_its_own_left() -> None:
     router = router_of(worker(1), worker(2))
     first = book(router, 0)
     router.update(seen(worker(3 - first)), 1.0)
@@ -215,7 +217,7 @@ def test_the_same_key_gets_another_worker_when_its_own_is_gone() -> None:
     assert total(router) == LoadTotals(100, 7, 1)
 
 
-def test_an_adopted_booking_is_answered_with_its_worker() -> None:
+def test_a_reregistered_booking_keeps_its_worker() -> None:
     router = router_of()
     booked = router.decide(QUERY, key(), 0.0, Random(0))
     held = router.book.get(key())
@@ -235,7 +237,7 @@ def test_a_decision_without_key_books_nothing() -> None:
     assert total(router) == before == LoadTotals()
 
 
-def test_round_robin_goes_on_without_bookings_but_a_preview_does_not_move_it() -> None:
+def test_round_robin_advances_without_bookings_but_not_by_a_preview() -> None:
     router = router_of(selector="round_robin")
     turns = []
     for _ in range(4):
@@ -244,7 +246,7 @@ def test_round_robin_goes_on_without_bookings_but_a_preview_does_not_move_it() -
     assert turns == [1, 2, 3, 4]
 
 
-def test_a_model_nobody_ever_served_is_unknown() -> None:
+def test_a_model_that_was_never_served_is_unknown() -> None:
     router = router_of()
     with pytest.raises(UnknownModel):
         router.decide(Query("nope"), key(), 0.0, Random(0))
@@ -276,7 +278,7 @@ def test_before_the_first_snapshot_no_model_is_called_unknown() -> None:
         ("prefill_dp_rank", RoutingHints(prefill_dp_rank=0)),
     ],
 )
-def test_pins_of_prefill_are_refused_by_name_where_nothing_is_split(
+def test_prefill_pins_are_rejected_by_name_if_requests_are_not_split(
     field: str, hints: RoutingHints
 ) -> None:
     query = replace(QUERY, routing=hints)
@@ -295,20 +297,20 @@ def test_pins_of_prefill_are_refused_by_name_where_nothing_is_split(
         (Query("m", 31, bytes(16), 1, 16), "query.total_tokens"),
     ],
 )
-def test_a_query_that_contradicts_itself_is_refused_by_field(query: Query, field: str) -> None:
+def test_a_malformed_query_is_rejected_with_its_field(query: Query, field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         router_of().decide(query, key(), 0.0, Random(0))
     assert refused.value.field == field
 
 
 @pytest.mark.row("S1-67")
-def test_a_booking_charges_all_tokens_of_the_prompt_and_whole_blocks() -> None:
+def test_a_booking_counts_all_prompt_tokens_and_whole_blocks() -> None:
     router = router_of(worker(1))
     book(router, 0)
     assert total(router) == LoadTotals(100, 7, 1), "100 tokens are 7 blocks of 16"
 
 
-def test_cached_blocks_are_not_charged_and_the_last_token_is_always_computed() -> None:
+def test_cached_blocks_are_not_booked_and_the_last_token_is_always_computed() -> None:
     router = router_of(worker(1, kv_index="events"), index=FakeIndex({1: 4}))
     query = Query("m", 64, bytes(32), 1, 16)
     decision = router.decide(query, key(), 0.0, Random(0))
@@ -316,7 +318,7 @@ def test_cached_blocks_are_not_charged_and_the_last_token_is_always_computed() -
     assert total(router) == LoadTotals(16, 4, 1)
 
 
-def test_prefill_is_not_charged_where_the_request_says_so() -> None:
+def test_prefill_is_not_booked_if_the_request_overrides_it() -> None:
     router = router_of(worker(1))
     override = RouterConfigOverride(track_prefill_tokens=False)
     router.decide(replace(QUERY, override=override), key(), 0.0, Random(0))
@@ -324,12 +326,12 @@ def test_prefill_is_not_charged_where_the_request_says_so() -> None:
 
 
 @pytest.mark.row("S1-86")
-def test_potential_loads_have_one_row_a_rank_with_the_request_on_it() -> None:
+def test_potential_loads_have_one_row_per_rank_with_the_request_on_it() -> None:
     router = router_of(worker(1, dp_size=2), worker(2))
     router.book.book(
         replace(_any_booking(), worker=Placement(1, 1)), router.book.open_session(FRONTEND), 0.0
     )
-    rows = {row.placement: row.load for row in router.potential_loads(QUERY, 0.0)}
+    rows = router.potential_loads(QUERY, 0.0)
     assert rows == {
         Placement(1, 0): LoadTotals(100, 7, 1),
         Placement(1, 1): LoadTotals(200, 14, 2),
@@ -350,7 +352,7 @@ def test_a_worker_that_left_is_never_selected_again() -> None:
     assert 1 not in {book(router, n) for n in range(50)}
 
 
-def test_bookings_of_a_departed_worker_weigh_on_nobody() -> None:
+def test_bookings_of_a_worker_that_left_affect_no_other_worker() -> None:
     router = router_of(worker(1))
     book(router, 0)
     router.update(seen(worker(2)), 1.0)
@@ -358,7 +360,7 @@ def test_bookings_of_a_departed_worker_weigh_on_nobody() -> None:
     assert router.book.free(key(0)), "its frontend still ends it"
 
 
-def test_orphans_weigh_for_three_seconds_and_then_no_more() -> None:
+def test_orphans_count_for_three_seconds() -> None:
     router = router_of()
     session = router.book.open_session(FRONTEND)
     router.decide(QUERY, key(), 0.0, Random(0), session)
@@ -367,7 +369,7 @@ def test_orphans_weigh_for_three_seconds_and_then_no_more() -> None:
     assert total(router, 1.0 + ORPHAN_S) == LoadTotals()
 
 
-def test_a_decision_no_longer_sees_orphans_whose_time_is_over() -> None:
+def test_a_decision_ignores_expired_orphans() -> None:
     router = router_of(worker(1), worker(2))
     session = router.book.open_session(FRONTEND)
     busy = router.decide(QUERY, key(), 0.0, Random(0), session).worker
@@ -378,7 +380,7 @@ def test_a_decision_no_longer_sees_orphans_whose_time_is_over() -> None:
     assert busy in chosen
 
 
-def test_a_frontend_gone_from_discovery_frees_its_orphans() -> None:
+def test_a_frontend_that_left_discovery_frees_its_orphans() -> None:
     frontend = Instance(FRONTEND, "mesh", "frontend", "", "127.0.0.1:1")
     router = router_of(worker(1), frontend)
     session = router.book.open_session(FRONTEND)
@@ -403,7 +405,7 @@ def test_decisions_are_explained_with_all_candidates_cheapest_first() -> None:
     assert "failed" in rows[-1].excluded_reason
 
 
-def test_candidates_without_a_price_are_explained_as_well() -> None:
+def test_candidates_without_a_cost_are_explained() -> None:
     router = router_of(selector="round_robin")
     rows = router.preview(QUERY, 0.0, Random(0)).considered
     assert [(r.placement.worker_id, r.cost) for r in rows] == [(n, None) for n in (1, 2, 3, 4)]
@@ -421,7 +423,7 @@ def test_recent_decisions_are_found_by_request_and_bounded() -> None:
     assert router.recent("r4") is again, "the latest attempt"
 
 
-def test_a_remembered_decision_keeps_the_chosen_one_and_a_bounded_number_of_others() -> None:
+def test_a_stored_decision_keeps_the_selected_candidate_and_a_bounded_number_of_others() -> None:
     router = router_of(*(worker(n) for n in range(1, 101)))
     for number in range(30):
         decision = router.decide(QUERY, key(number), 0.0, Random(number))
@@ -430,7 +432,7 @@ def test_a_remembered_decision_keeps_the_chosen_one_and_a_bounded_number_of_othe
 
 
 @pytest.mark.parametrize("selector", ["kv", "least_loaded", "power_of_two"])
-def test_the_price_of_the_chosen_one_is_remembered_wherever_it_stands(selector: str) -> None:
+def test_the_cost_of_the_selected_candidate_is_stored_at_any_rank_of_cost(selector: str) -> None:
     hot = CostSettings(router_temperature=5.0 if selector == "kv" else 0.0)
     router = router_of(*(worker(n) for n in range(1, 41)), selector=selector, cost_settings=hot)
     ranks = set()
@@ -443,10 +445,10 @@ def test_the_price_of_the_chosen_one_is_remembered_wherever_it_stands(selector: 
         costs = [row.cost for row in rows if row.cost is not None]
         assert costs == sorted(costs)
         ranks.add(rows.index(its))
-    assert selector != "kv" or len(ranks) > 1, "the temperature also chose dear ones"
+    assert selector != "kv" or len(ranks) > 1, "the temperature also selected expensive ones"
 
 
-def test_who_has_no_price_is_remembered_the_chosen_one_first() -> None:
+def test_candidates_without_a_cost_are_stored_with_the_selected_one_first() -> None:
     router = router_of(*(worker(n) for n in range(1, 41)), selector="round_robin")
     for number in range(12):
         decision = router.decide(QUERY, key(number), 0.0, Random(0))
@@ -456,7 +458,7 @@ def test_who_has_no_price_is_remembered_the_chosen_one_first() -> None:
         assert not any(row.cost or row.excluded_reason for row in rows)
 
 
-def test_who_was_left_out_is_remembered_with_the_reason_where_there_is_room() -> None:
+def test_excluded_candidates_are_stored_with_reasons_while_rows_are_left() -> None:
     router = router_of(worker(1), worker(2), worker(3), selector="round_robin")
     query = replace(QUERY, excluded_worker_ids=frozenset({1}))
     rows = router.decide(query, key(0), 0.0, Random(0)).considered
@@ -468,7 +470,7 @@ def test_who_was_left_out_is_remembered_with_the_reason_where_there_is_room() ->
 
 
 class Narrow:
-    """Prices some and chooses another one."""
+    """Scores some candidates and selects another one."""
 
     name = "narrow"
 
@@ -478,7 +480,7 @@ class Narrow:
         return Selection(candidates[-1], "just so", score_candidates(query, candidates[:-1], view))
 
 
-def test_a_chosen_one_without_a_price_is_remembered_among_those_that_have_one() -> None:
+def test_a_selected_candidate_without_a_cost_is_stored_among_scored_ones() -> None:
     router = router_of(*(worker(n) for n in range(1, 41)), selector=Narrow())
     decision = router.decide(QUERY, key(0), 0.0, Random(0))
     rows = decision.considered
@@ -497,7 +499,7 @@ def test_a_chosen_one_without_a_price_is_remembered_among_those_that_have_one() 
         ("kv", {"shared_cache_multiplier": 0.5}),
     ],
 )
-def test_overrides_that_this_router_cannot_follow_are_refused_by_name(
+def test_overrides_without_effect_here_are_rejected_by_name(
     selector: str, override: dict[str, Any]
 ) -> None:
     router = router_of(selector=selector)
@@ -513,7 +515,7 @@ def test_overrides_that_this_router_cannot_follow_are_refused_by_name(
     assert len(router.book) == 0
 
 
-def test_a_shared_cache_that_counts_nothing_is_what_there_is() -> None:
+def test_a_shared_cache_multiplier_of_zero_is_accepted() -> None:
     query = replace(QUERY, override=RouterConfigOverride(shared_cache_multiplier=0.0))
     router_of(selector="kv").decide(query, None, 0.0, Random(0))
 

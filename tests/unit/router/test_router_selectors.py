@@ -183,7 +183,7 @@ def test_a_pin_leaves_one_worker(pin: str) -> None:
         kept(hinted(**{pin: 99}))
     assert refused.value.reason == "PINNED_WORKER_GONE"
     assert refused.value.field == f"query.routing.{pin}"
-    assert f"no worker is 99, as {pin} asks" in refused.value.message
+    assert f"no worker is 99, as {pin} requires" in refused.value.message
 
 
 def test_two_pins_must_agree() -> None:

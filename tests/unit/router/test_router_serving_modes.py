@@ -1,7 +1,7 @@
-"""The ways to serve a request, pair or whole, when some of them are busy or full.
+"""The serving modes, pair or unsplit, when some of them are busy or full.
 
-Worker 1 computes prompts, 2 decodes (and can compute), 3 does both; each is left out where a test
-says so.
+Worker 1 is a prefill worker, 2 a decode worker with local prefill, 3 an aggregated worker; tests
+leave some of them out.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints
 from router_svc.core.admission import NO_QUEUE, QueuedRequest, QueueSettings
-from router_svc.core.busy import NO_LIMITS, BusyLimits
+from router_svc.core.eligibility import NO_LIMITS, BusyLimits
 from router_svc.core.pairing import NO_BYPASS, Bypass
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey, Placement
+from router_svc.core.types import BookingKey
 
 BATCH = 1000
 LIMITS = BusyLimits(active_prefill_tokens=500)
 QUEUE = QueueSettings(threshold=1.0)
 
 
-def worker(worker_id: int, role: str, **facts: Any) -> Instance:
+def worker(worker_id: int, role: str, **fields: Any) -> Instance:
     given: dict[str, Any] = {
         "model": "m",
         "block_size": 16,
@@ -41,7 +41,7 @@ def worker(worker_id: int, role: str, **facts: Any) -> Instance:
         "local_prefill": role != "prefill",
         "max_num_batched_tokens": BATCH,
         "total_kv_blocks": 1000,
-        **facts,
+        **fields,
     }
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
@@ -51,7 +51,7 @@ REMOTE = worker(2, "decode", local_prefill=False)
 
 
 class Bed:
-    """A router and its workers; `now` stands still, for reports to count."""
+    """A router and its workers at one moment, so that reports do not expire."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Bed:
         self.router.book.report(worker_id, 0, Load(**load), 0.0)
 
     def crowd(self, *workers: int) -> None:
-        """Give them far more prompt tokens than any threshold here."""
+        """Report far more prompt tokens than any threshold here."""
         for worker_id in workers:
             self.report(worker_id, waiting=1, waiting_tokens=5 * BATCH)
 
@@ -88,15 +88,11 @@ class Bed:
 
     def place(self, **hints: Any) -> Decision:
         answer = self.admit(**hints)
-        assert isinstance(answer, Decision), "it was parked"
+        assert isinstance(answer, Decision), "it was queued"
         return answer
 
     def serve(self) -> list[Decision | MeshError]:
         outcomes = self.router.rescan(0.0, Random(0))
-        return [outcome for _, outcome in outcomes if outcome is not None]
-
-    def relieve(self, worker_id: int) -> list[Decision | MeshError]:
-        outcomes = self.router.capacity_freed(Placement(worker_id, 0), 0.0, Random(0))
         return [outcome for _, outcome in outcomes if outcome is not None]
 
 
@@ -108,7 +104,7 @@ def legs(decision: Decision) -> tuple[int, int | None]:
 # Above a busy threshold.
 
 
-def test_where_prefill_is_busy_an_idle_aggregated_worker_serves() -> None:
+def test_if_prefill_is_busy_an_idle_aggregated_worker_serves() -> None:
     bed = Bed(PREFILL, REMOTE, WHOLE, busy=LIMITS)
     assert legs(bed.place()) == (2, 1)
     bed.crowd(1)
@@ -117,21 +113,21 @@ def test_where_prefill_is_busy_an_idle_aggregated_worker_serves() -> None:
     assert "aggregated fallback: prefill busy" in decision.reasons
 
 
-def test_where_decode_is_busy_an_idle_aggregated_worker_serves() -> None:
+def test_if_decode_is_busy_an_idle_aggregated_worker_serves() -> None:
     bed = Bed(PREFILL, DECODE, WHOLE, busy=BusyLimits(active_decode_blocks=0.5))
     bed.report(2, kv_used_blocks=900)
     decision = bed.place()
     assert (legs(decision), decision.fallback) == ((3, None), "decode_busy")
 
 
-def test_where_prefill_and_aggregated_are_busy_an_idle_decode_worker_does_both() -> None:
+def test_if_prefill_and_aggregated_workers_are_busy_an_idle_decode_worker_serves() -> None:
     bed = Bed(PREFILL, DECODE, WHOLE, busy=LIMITS)
     bed.crowd(1, 3)
     decision = bed.place()
     assert (legs(decision), decision.fallback) == ((2, None), "prefill_busy")
 
 
-def test_without_prefill_a_decode_worker_serves_where_aggregated_ones_are_busy() -> None:
+def test_without_prefill_a_decode_worker_serves_if_aggregated_ones_are_busy() -> None:
     bed = Bed(DECODE, WHOLE, busy=LIMITS)
     bed.crowd(3)
     decision = bed.place()
@@ -147,7 +143,7 @@ def test_without_prefill_a_decode_worker_serves_where_aggregated_ones_are_busy()
         ((DECODE, WHOLE), (2, 3), "whole"),
     ],
 )
-def test_only_where_all_who_may_serve_are_busy_is_the_caller_told_to_come_again(
+def test_a_request_is_rejected_as_busy_only_if_every_eligible_worker_is_busy(
     workers: tuple[Instance, ...], busy: tuple[int, ...], leg: str
 ) -> None:
     bed = Bed(*workers, busy=LIMITS)
@@ -158,7 +154,7 @@ def test_only_where_all_who_may_serve_are_busy_is_the_caller_told_to_come_again(
     assert len(bed.router.book) == 0
 
 
-def test_a_busy_worker_is_said_to_be_busy_though_others_may_not_serve_at_all() -> None:
+def test_a_busy_worker_is_reported_as_busy_though_others_are_ineligible() -> None:
     apart = worker(2, "decode", transfer_group="other", local_prefill=False)
     bed = Bed(PREFILL, apart, WHOLE, busy=LIMITS)
     bed.crowd(3)
@@ -166,14 +162,14 @@ def test_a_busy_worker_is_said_to_be_busy_though_others_may_not_serve_at_all() -
         bed.admit()
 
 
-def test_who_pins_its_prefill_gets_a_pair_or_is_told_that_it_is_busy() -> None:
+def test_a_request_that_pins_prefill_gets_a_pair_or_a_busy_error() -> None:
     bed = Bed(PREFILL, DECODE, WHOLE, busy=LIMITS)
     bed.crowd(1)
     with pytest.raises(Overloaded):
         bed.admit(prefill_worker_id=1)
 
 
-def test_the_gate_at_decode_holds_for_whoever_comes_because_prefill_is_busy() -> None:
+def test_the_decode_threshold_applies_to_requests_that_come_from_busy_prefill() -> None:
     gate = Bypass(policy="isl_bounding", decode_busy_threshold=0.5)
     bed = Bed(PREFILL, DECODE, busy=LIMITS, bypass=gate)
     bed.crowd(1)
@@ -184,10 +180,10 @@ def test_the_gate_at_decode_holds_for_whoever_comes_because_prefill_is_busy() ->
     assert legs(bed.place()) == (2, None)
 
 
-# Mates are told from the busy.
+# Missing partners and busy ones.
 
 
-def test_busy_prefill_is_not_taken_for_a_missing_transfer_group() -> None:
+def test_busy_prefill_is_not_reported_as_a_missing_transfer_group() -> None:
     lonely = worker(4, "prefill", transfer_group="other")
     bed = Bed(PREFILL, REMOTE, lonely, busy=LIMITS)
     assert legs(bed.place()) == (2, 1)
@@ -199,7 +195,7 @@ def test_busy_prefill_is_not_taken_for_a_missing_transfer_group() -> None:
     assert bed.place().fallback == "prefill_busy"
 
 
-def test_a_missing_transfer_group_is_not_taken_for_busy_prefill() -> None:
+def test_a_missing_transfer_group_is_not_reported_as_busy_prefill() -> None:
     lonely = worker(4, "prefill", transfer_group="other")
     bed = Bed(lonely, REMOTE, busy=LIMITS)
     bed.crowd(4)
@@ -208,7 +204,7 @@ def test_a_missing_transfer_group_is_not_taken_for_busy_prefill() -> None:
     assert caught.value.reason == "NO_TRANSFER_GROUP"
 
 
-def test_free_halves_of_different_pairs_make_no_pair_and_that_is_for_being_busy() -> None:
+def test_free_workers_of_different_groups_make_no_pair_and_the_cause_is_busy() -> None:
     other = {"transfer_group": "other", "local_prefill": False}
     limits = BusyLimits(active_prefill_tokens=500, active_decode_blocks=0.5)
     bed = Bed(PREFILL, REMOTE, worker(4, "prefill", **other), worker(5, "decode", **other),
@@ -221,7 +217,7 @@ def test_free_halves_of_different_pairs_make_no_pair_and_that_is_for_being_busy(
     assert legs(bed.place()) == (2, 1)
 
 
-def test_the_explanation_names_the_busy_and_those_who_only_lack_a_partner() -> None:
+def test_the_explanation_distinguishes_busy_workers_from_those_without_a_partner() -> None:
     lonely = worker(4, "prefill", transfer_group="other")
     twin = worker(5, "prefill")
     bed = Bed(PREFILL, twin, lonely, REMOTE, busy=LIMITS)
@@ -229,18 +225,16 @@ def test_the_explanation_names_the_busy_and_those_who_only_lack_a_partner() -> N
     rows = bed.router.preview(Query("m", 100), 0.0, Random(0)).considered
     why = {row.placement.worker_id: row.excluded_reason for row in rows}
     assert why[5] == "busy: above a configured threshold"
-    assert why[4] == "has no partner to send its cache to"
+    assert why[4] == "has no partner to send its KV cache to"
 
 
-# Bypass: prefill that takes nothing more is as busy as can be.
+# Bypass: prefill that accepts no request counts as busy.
 
 
 @pytest.mark.parametrize(
     ("policy", "bypass"), [("prefill_load", "prefill_busy"), ("isl_or_load", "prefill_busy")]
 )
-def test_prefill_above_its_limit_is_bypassed_where_load_is_a_reason(
-    policy: Any, bypass: str
-) -> None:
+def test_prefill_above_its_limit_is_bypassed_by_load_policies(policy: Any, bypass: str) -> None:
     policy = Bypass(policy=policy, prefill_busy_threshold=100.0)
     bed = Bed(PREFILL, DECODE, busy=LIMITS, bypass=policy)
     assert bed.place().bypass == ""
@@ -249,7 +243,7 @@ def test_prefill_above_its_limit_is_bypassed_where_load_is_a_reason(
     assert (legs(decision), decision.bypass, decision.fallback) == ((2, None), bypass, "")
 
 
-def test_prefill_that_lets_requests_wait_is_bypassed_whatever_the_threshold_of_the_bypass() -> None:
+def test_prefill_that_would_queue_requests_is_bypassed_at_any_bypass_threshold() -> None:
     policy = Bypass(policy="prefill_load", prefill_busy_threshold=100.0)
     bed = Bed(PREFILL, DECODE, queue=QUEUE, bypass=policy)
     bed.crowd(1)
@@ -257,7 +251,7 @@ def test_prefill_that_lets_requests_wait_is_bypassed_whatever_the_threshold_of_t
     assert (legs(decision), decision.bypass) == ((2, None), "prefill_busy")
 
 
-def test_a_bypass_goes_to_whom_the_gate_at_decode_lets_it_and_names_the_others() -> None:
+def test_a_bypass_uses_workers_below_the_decode_threshold_and_names_the_others() -> None:
     gate = Bypass(policy="prefill_load", decode_busy_threshold=0.5)
     bed = Bed(PREFILL, DECODE, worker(4, "decode"), queue=QUEUE, bypass=gate)
     bed.crowd(1)
@@ -267,13 +261,15 @@ def test_a_bypass_goes_to_whom_the_gate_at_decode_lets_it_and_names_the_others()
     assert (legs(decision), decision.bypass) == ((4, None), "prefill_busy")
     assert [(row.placement.worker_id, row.excluded_reason) for row in decision.considered] == [
         (4, ""),
-        (2, "its KV blocks leave no room by the gate of the bypass"),
+        (2, "busy: too few free KV blocks for the bypass"),
     ]
     bed.crowd(4)
-    assert isinstance(bed.admit(), QueuedRequest), "who has room is behind the gate"
+    assert isinstance(bed.admit(), QueuedRequest), (
+        "the worker with capacity is above the decode threshold"
+    )
 
 
-def test_who_is_behind_the_gate_does_not_open_the_way_to_a_full_aggregated_worker() -> None:
+def test_a_worker_above_the_decode_threshold_does_not_lead_to_a_full_aggregated_worker() -> None:
     gate = Bypass(policy="prefill_load", decode_busy_threshold=0.5)
     bed = Bed(PREFILL, DECODE, WHOLE, queue=QUEUE, bypass=gate)
     bed.crowd(1)
@@ -282,7 +278,7 @@ def test_who_is_behind_the_gate_does_not_open_the_way_to_a_full_aggregated_worke
     assert isinstance(bed.admit(), QueuedRequest)
 
 
-def test_a_bypass_to_a_full_worker_is_none_where_the_pair_has_room() -> None:
+def test_there_is_no_bypass_to_a_full_worker_if_the_pair_has_capacity() -> None:
     policy = Bypass(policy="isl_bounding", eff_isl_ratio_threshold=1.1)
     bed = Bed(PREFILL, DECODE, queue=QUEUE, bypass=policy)
     assert bed.place().bypass == "short_prompt"
@@ -293,14 +289,14 @@ def test_a_bypass_to_a_full_worker_is_none_where_the_pair_has_room() -> None:
 # The queue.
 
 
-def test_nobody_waits_for_prefill_while_an_aggregated_worker_has_room() -> None:
+def test_no_request_waits_for_prefill_while_an_aggregated_worker_has_capacity() -> None:
     bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE)
     bed.crowd(1)
     decision = bed.place()
     assert (legs(decision), decision.fallback) == ((3, None), "prefill_busy")
 
 
-def test_who_waits_for_several_ways_goes_by_the_first_that_has_room() -> None:
+def test_a_queued_request_uses_the_first_serving_mode_with_capacity() -> None:
     for capacity_freed, expected in ((1, (2, 1)), (3, (3, None))):
         bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE)
         bed.crowd(1, 3)
@@ -312,16 +308,16 @@ def test_who_waits_for_several_ways_goes_by_the_first_that_has_room() -> None:
         assert legs(outcome) == expected
 
 
-def test_who_comes_behind_others_waits_for_every_way_too() -> None:
+def test_a_request_behind_others_waits_for_every_serving_mode_too() -> None:
     bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE)
     bed.crowd(1, 3)
     assert isinstance(bed.admit(), QueuedRequest)
     bed.calm(3)
-    assert isinstance(bed.admit(), QueuedRequest), "somebody waits already"
+    assert isinstance(bed.admit(), QueuedRequest), "its class has a backlog"
     assert [legs(d) for d in bed.serve() if isinstance(d, Decision)] == [(3, None), (3, None)]
 
 
-def test_a_decode_worker_that_could_prefill_is_no_way_round_a_queue_for_prefill() -> None:
+def test_a_decode_worker_that_can_prefill_does_not_bypass_the_queue_for_prefill() -> None:
     bed = Bed(PREFILL, DECODE, queue=QUEUE)
     bed.crowd(1)
     assert isinstance(bed.admit(), QueuedRequest)
@@ -336,7 +332,7 @@ def test_a_decode_worker_that_could_prefill_is_no_way_round_a_queue_for_prefill(
     ],
     ids=["no prefill worker", "it failed the request", "it has no partner"],
 )
-def test_who_cannot_be_split_is_let_in_by_a_relief_whatever_the_gate_at_decode_says(
+def test_a_request_that_cannot_be_split_is_admitted_at_any_decode_threshold(
     workers: tuple[Instance, ...], excluded: tuple[int, ...]
 ) -> None:
     gate = Bypass(policy="prefill_load", decode_busy_threshold=0.5)
@@ -344,31 +340,31 @@ def test_who_cannot_be_split_is_let_in_by_a_relief_whatever_the_gate_at_decode_s
     bed.report(2, kv_used_blocks=600, waiting_tokens=5 * BATCH)
     assert isinstance(bed.admit(excluded=excluded), QueuedRequest)
     bed.report(2, kv_used_blocks=600)
-    (outcome,) = bed.relieve(2)
+    (outcome,) = bed.serve()
     assert isinstance(outcome, Decision)
     assert legs(outcome) == (2, None)
 
 
-def test_who_could_be_split_is_kept_out_of_a_decode_worker_by_its_gate() -> None:
+def test_a_request_that_can_be_split_respects_the_decode_threshold() -> None:
     gate = Bypass(policy="prefill_load", decode_busy_threshold=0.5)
     bed = Bed(PREFILL, DECODE, queue=QUEUE, bypass=gate)
     bed.crowd(1)
     bed.report(2, kv_used_blocks=600)
     assert isinstance(bed.admit(), QueuedRequest)
-    assert bed.relieve(2) == []
+    assert bed.serve() == []
     bed.report(2, kv_used_blocks=400)
-    (outcome,) = bed.relieve(2)
+    (outcome,) = bed.serve()
     assert isinstance(outcome, Decision)
     assert legs(outcome) == (2, None)
 
 
-def test_a_pinned_decode_worker_waits_for_its_prefill_and_goes_nowhere_else() -> None:
+def test_a_request_that_pins_its_decode_worker_waits_for_prefill() -> None:
     bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE)
     bed.crowd(1)
     assert isinstance(bed.admit(decode_worker_id=2), QueuedRequest)
 
 
-def test_a_way_above_its_limit_is_not_waited_for_but_one_that_is_full_is() -> None:
+def test_a_full_serving_mode_queues_requests_and_one_above_its_limit_does_not() -> None:
     bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE, busy=BusyLimits(active_prefill_tokens=6 * BATCH))
     bed.report(1, waiting=1, waiting_tokens=9 * BATCH)
     bed.crowd(3)
@@ -379,7 +375,7 @@ def test_a_way_above_its_limit_is_not_waited_for_but_one_that_is_full_is() -> No
     assert legs(outcome) == (3, None)
 
 
-def test_a_question_without_a_booking_is_answered_by_the_way_that_has_room() -> None:
+def test_a_query_without_a_booking_uses_the_serving_mode_with_capacity() -> None:
     bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE)
     bed.crowd(1)
     assert legs(bed.router.preview(Query("m", 100), 0.0, Random(0))) == (3, None)
@@ -393,10 +389,10 @@ def test_a_question_without_a_booking_is_answered_by_the_way_that_has_room() -> 
     crowded=st.sets(st.sampled_from([1, 2, 3])),
     closes=st.booleans(),
 )
-def test_a_request_is_turned_away_or_parked_only_where_no_way_is_left(
+def test_a_request_is_rejected_or_queued_only_if_no_serving_mode_is_left(
     members: set[Instance], crowded: set[int], closes: bool
 ) -> None:
-    """closes: the threshold is one above which workers get nothing; else one that makes wait."""
+    """closes: above the threshold workers get no request; else requests are queued."""
     bed = Bed(*members, **({"busy": LIMITS} if closes else {"queue": QUEUE}))
     here = {w.id for w in members}
     bed.crowd(*(crowded & here))
@@ -441,7 +437,7 @@ _BLOCKS = st.sampled_from([0, 400, 900])
         max_size=4,
     ),
 )
-def test_whom_a_sweep_lets_in_after_a_relief_that_relief_has_let_in_already(
+def test_a_full_rescan_admits_no_more_than_the_rescan_after_freed_capacity(
     others: set[Instance],
     gate: Bypass,
     limits: BusyLimits,
@@ -465,7 +461,7 @@ def test_whom_a_sweep_lets_in_after_a_relief_that_relief_has_let_in_already(
         tokens, held = map(min, load[worker_id], less)
         load[worker_id] = tokens, held
         bed.report(worker_id, waiting_tokens=tokens, kv_used_blocks=held)
-        placed = bed.relieve(worker_id)
+        placed = bed.serve()
         if placed:
             return
         assert bed.serve() == []

@@ -1,4 +1,4 @@
-"""Every knob of the reference is here, or is absent for a reason: ADR 0006 against the code."""
+"""Every setting of the reference exists or is absent for a reason: ADR 0006 against the code."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from common.request.preprocessed import RouterConfigOverride
 from common.runtime.config import ConfigError, ServiceConfig, read_config
 from router_svc.config import RouterConfig
 from router_svc.core.admission import NO_QUEUE, QueueSettings
-from router_svc.core.busy import NO_LIMITS, BusyLimits
+from router_svc.core.eligibility import NO_LIMITS, BusyLimits
 
-ADR = Path(__file__).parents[3] / "docs" / "adr" / "0006-router-knobs.md"
-KNOBS = {spec.name for spec in fields(RouterConfig)} - {spec.name for spec in fields(ServiceConfig)}
+ADR = Path(__file__).parents[3] / "docs" / "adr" / "0006-router-settings.md"
+SETTINGS = {spec.name for spec in fields(RouterConfig)} - {
+    spec.name for spec in fields(ServiceConfig)
+}
 
 
 def rows() -> dict[str, tuple[str, str]]:
-    """Dynamo's name -> what is here, and the third column."""
+    """Dynamo's name -> the second and third column."""
     table = re.findall(r"^\| `([^|]+)` \| ([^|]+) \| ([^|]+) \|$", ADR.read_text(), re.MULTILINE)
     return {name: (here.strip(), more.strip()) for name, here, more in table}
 
@@ -29,24 +31,24 @@ def test_the_table_has_every_flag_of_the_reference_once() -> None:
     assert len(rows()) == 50
 
 
-def test_what_the_table_names_exists_and_what_it_does_not_is_absent_for_a_reason() -> None:
+def test_settings_in_the_table_exist_and_absent_ones_have_a_reason() -> None:
     named = set()
     for flag, (here, more) in rows().items():
         if here == "absent":
             assert more.startswith("the same") or len(more) > 10, f"{flag}: no reason"
             continue
         for name in re.findall(r"`(\w+)`", here):
-            assert name in KNOBS, f"{flag}: there is no {name}"
+            assert name in SETTINGS, f"{flag}: there is no {name}"
             named.add(name)
     text = ADR.read_text()
-    missing = {name for name in KNOBS - named - {"metrics_port"} if f"`{name}`" not in text}
-    assert not missing, "a knob of ours that the decision does not mention"
+    missing = {name for name in SETTINGS - named - {"metrics_port"} if f"`{name}`" not in text}
+    assert not missing, "a setting that the ADR does not mention"
 
 
 @pytest.mark.parametrize(
     "flag", ["--router-event-threads", "--min-initial-workers", "--load-aware"]
 )
-def test_an_absent_flag_is_refused_by_name(flag: str) -> None:
+def test_an_absent_flag_is_rejected_by_name(flag: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(RouterConfig, "ROUTER", {}, [flag, "1"])
     assert flag in str(caught.value)
@@ -75,18 +77,18 @@ def test_a_value_out_of_range_names_its_field(name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "name"),
+    ("settings", "name"),
     [
         ({"track_output_blocks": True, "track_active_blocks": False}, "track_output_blocks"),
         ({"queue_threshold": 1.0, "track_prefill_tokens": False}, "queue_threshold"),
     ],
 )
-def test_a_knob_that_another_one_makes_idle_is_refused(knobs: dict[str, Any], name: str) -> None:
-    (problem,) = RouterConfig(**knobs).problems()
+def test_a_setting_without_effect_is_rejected(settings: dict[str, Any], name: str) -> None:
+    (problem,) = RouterConfig(**settings).problems()
     assert problem.startswith(name)
 
 
-def test_queue_and_thresholds_are_off_until_they_are_set_and_then_as_set() -> None:
+def test_queue_and_thresholds_are_off_by_default_and_configurable() -> None:
     policy = RouterConfig().policy
     assert (policy.queue, policy.busy) == (NO_QUEUE, NO_LIMITS)
     policy = RouterConfig(

@@ -14,7 +14,7 @@ from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.core.request.machine import RequestOutcome, RequestPlan, RoutingDecision
 from frontend_svc.peers.router_client import UNKNOWN_ADAPTER, PlacementKey, Query
 from frontend_svc.request.gateway import Gateway, has_workers, place_locally
-from router_svc.core.adapters import AdapterResidency
+from router_svc.core.eligibility import AdapterResidency
 from router_svc.core.query import Query as RouterQuery
 from tests.sim.loop import run_virtually
 
