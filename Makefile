@@ -31,12 +31,12 @@ run: $(RUN_NEEDS) ## Set up, start a mesh (frontend, router, indexer, 2 sim work
 test: $(VENV)/.dev lint types ## Set up, then lint, type-check and run all tests
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)
 
-demo: $(VENV)/.dev ## Prefill and decode apart, two requests, their trace with the handoff (DISCOVERY=consul)
+demo: $(VENV)/.dev ## Disaggregated mesh, two requests, their trace with the handoff (DISCOVERY=consul)
 	@$(BIN)/python -m meshctl demo --registry $(or $(DISCOVERY),file)
 
 setup: $(VENV)/.dev ## Install everything for development into .venv
 
-lint: $(VENV)/.dev ## Style, import rules, proto lint
+lint: $(VENV)/.dev ## Style, language, import rules, proto lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
@@ -45,7 +45,7 @@ lint: $(VENV)/.dev ## Style, import rules, proto lint
 types: $(VENV)/.dev ## mypy, strict
 	$(BIN)/mypy
 
-fmt: $(VENV)/.dev ## Format and fix what can be fixed
+fmt: $(VENV)/.dev ## Format, and fix lint findings
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -60,10 +60,10 @@ bench-index: $(VENV)/.dev ## KV index: restart with 1M blocks, memory under ten 
 	$(BIN)/python bench/bench_index_restart.py
 	$(BIN)/python bench/bench_index_memory.py
 
-bench-gateway: $(VENV)/.dev ## Token path figures on this machine; the last line is JSON
+bench-gateway: $(VENV)/.dev ## Token path figures, ARGS='--against COMMIT' for ratios; last line is JSON
 	$(BIN)/python -m bench.gateway $(ARGS)
 
-status: $(VENV)/.runtime ## Who is in the mesh of make run: health, load, KV use
+status: $(VENV)/.runtime ## Members of the mesh of make run: health, load, KV use
 	@$(BIN)/python -m meshctl status $(ARGS)
 
 sim: $(VENV)/.dev ## Virtual-time simulation with faults, SEEDS=500
@@ -72,19 +72,19 @@ sim: $(VENV)/.dev ## Virtual-time simulation with faults, SEEDS=500
 chaos: $(VENV)/.dev ## Faults on real processes under load, one JSON line a case (minutes)
 	$(BIN)/python -m tests.chaos $(ARGS)
 
-storm: $(VENV)/.dev ## 2,000 requests whose clients leave; nothing may be left of them
+storm: $(VENV)/.dev ## 2,000 requests whose clients disconnect; checks that nothing remains
 	$(BIN)/python -m tests.chaos.storm $(ARGS)
 
 churn: $(VENV)/.dev ## 20 of 120 workers replaced under load (two minutes)
 	$(BIN)/python -m tests.chaos.churn $(ARGS)
 
-router-kills: $(VENV)/.dev ## One of two routers killed, 40 times, under load: are the books right? (minutes)
+router-kills: $(VENV)/.dev ## One of two routers killed, 40 times, under load; checks the bookings (minutes)
 	$(BIN)/python -m tests.e2e.router_kills $(ARGS)
 
 setup-sglang: ## Install SGLang into .venv-sglang (on a CPU: 3 GB, two minutes)
 	@PYTHON=$(PY) deploy/sglang/venv.sh
 
-# A machine that cannot have SGLang says so, and that is no failure; everything else is.
+# Status 75: this machine cannot run SGLang; not a failure.
 test-sglang: ## Tests on real SGLang engines (3 minutes, 5 GB of memory; set-up as above)
 	@status=0; PYTHON=$(PY) deploy/sglang/venv.sh --handoff || status=$$?; \
 	case $$status in \
@@ -97,7 +97,7 @@ lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(LOCK) -o requirements/runtime.txt
 	$(LOCK) --extra dev -c requirements/runtime.txt -o requirements/dev.txt
 
-clean: ## Remove what was built and the state of past runs
+clean: ## Remove environments, caches and state of past runs
 	rm -rf $(VENV) .run .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/bin bench/out
 
 $(BIN)/python:
@@ -105,11 +105,11 @@ $(BIN)/python:
 	$(PY) -m venv $(VENV)
 
 $(VENV)/.runtime: requirements/runtime.txt | $(BIN)/python
-	@echo "installing what KVMesh needs into $(VENV) ..."
+	@echo "installing the runtime dependencies into $(VENV) ..."
 	@$(PIP) -r requirements/runtime.txt
 	@touch $@
 
 $(VENV)/.dev: requirements/dev.txt | $(BIN)/python
-	@echo "installing what KVMesh and its tests need into $(VENV) ..."
+	@echo "installing the development dependencies into $(VENV) ..."
 	@$(PIP) -r requirements/dev.txt
 	@touch $@ $(VENV)/.runtime

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import orjson
 
-from frontend_svc.core.openai.bodies import parse_chat
+from frontend_svc.core.openai.parsing import parse_chat
 from frontend_svc.core.openai.sse import ChunkKind, ChunkWriter
-from frontend_svc.metrics import DeploymentState, Endpoint
+from frontend_svc.metrics.families import DeploymentState, Endpoint
 
 CALLS = 100_000
 ROUNDS = 7
@@ -28,7 +28,7 @@ def best_ns(call: Callable[[], object], calls: int = CALLS) -> float:
 
 
 def whole_dump(response_id: str) -> bytes:
-    """What a chunk costs when it is serialised anew each time."""
+    """The cost of a chunk that is serialized each time."""
     choice = {
         "index": 0,
         "delta": {"content": TOKEN},

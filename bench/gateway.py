@@ -1,14 +1,20 @@
 """The token path under load: frontend, router and two sim workers against bench/loadgen.c.
 
 usage: python -m bench.gateway [--seconds 4] [--repeat 3] [--concurrency 1,16,64,256]
-                               [--modes burst,paced,burst-unary] [--shape agg|pd]
+                               [--modes burst,paced,burst-unary,real] [--shape agg|pd]
                                [--selector kv|round_robin|...] [--shared N] [--out FILE]
+                               [--against COMMIT]
 
-burst: the sim's time costs nothing, tokens come as fast as the path takes them; paced: the sim runs
-in real time (steps of 6 ms and more, prompts nearly free); real: the sim as it is, prompts at 12k
-tokens a second. agg: two aggregated workers; pd: one prefill and one decode worker. All bodies
-differ; with --shared, the first N tokens are one of SHARED_PREFIXES. The last line is one JSON
-object.
+burst: steps of the sim take no time, so tokens arrive as fast as the path carries them. paced: the
+sim runs in real time (steps of 6 ms and more, prefill nearly free). real: the sim as it is, 12k
+prompt tokens a second. agg: two aggregated workers; pd: one prefill and one decode worker. All
+bodies differ; with --shared, the first N tokens are one of SHARED_PREFIXES. The last line is one
+JSON object.
+
+--against also starts a mesh of that commit, from a worktree of its own and with the same Python
+environment, and loads the two meshes in turns (A B, B A, ...). It reports the median ratio, this
+tree to COMMIT, of throughput, of TTFT and of the CPU time per token. The default load is then
+burst at 64 connections and paced at 32.
 """
 
 from __future__ import annotations
@@ -53,8 +59,12 @@ def mesh(
     frontend_flags: Sequence[str],
     shape: str = "agg",
     selector: str = "kv",
+    root: Path = ROOT,
 ) -> Iterator[tuple[int, dict[str, int]]]:
-    """A frontend, a router, an indexer and two sim workers; the HTTP port and the pids."""
+    """Yield the HTTP port and the pids of a frontend, a router, an indexer and two sim workers.
+
+    root: the source tree that the services run from.
+    """
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
         common = ["--registry-path", f"{folder}/registry", "--log-level", "warning"]
         worker = [*common, *sim_flags, "--model-name", MODEL, "--notice-s", "0"]
@@ -79,7 +89,7 @@ def mesh(
         ready: dict[str, dict[str, Any]] = {}
         try:
             for name, command in commands.items():
-                running[name], ready[name] = _start(name, command, Path(folder))
+                running[name], ready[name] = _start(name, command, Path(folder), root)
             port = int(ready["frontend"]["addresses"]["http"].rsplit(":", 1)[1])
             _await_model(port)
             yield port, {name: process.pid for name, process in running.items()}
@@ -91,7 +101,7 @@ def mesh(
 
 
 def _start(
-    name: str, command: list[str], folder: Path
+    name: str, command: list[str], folder: Path, root: Path
 ) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
     read_fd, write_fd = os.pipe()
     log = (folder / f"{name}.log").open("wb")
@@ -101,8 +111,8 @@ def _start(
         stdout=log,
         stderr=log,
         pass_fds=[write_fd],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}/protos:{ROOT}"},
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": f"{root}/protos:{root}"},
     )
     os.close(write_fd)
     with os.fdopen(read_fd) as pipe:
@@ -157,57 +167,94 @@ def _print_row(mode: str, row: dict[str, float]) -> None:
     )
 
 
-def main() -> None:
+@contextlib.contextmanager
+def worktree(revision: str) -> Iterator[Path]:
+    """A temporary checkout of `revision`."""
+    with tempfile.TemporaryDirectory(prefix="kvmesh-worktree-") as folder:
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", folder, revision], check=True)
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run([*git, "remove", "--force", folder], check=True)
+
+
+# name in the report: (key of a run, whether a larger value is better)
+RATIOS = {
+    "tokens_per_s": ("tokens_per_s", True),
+    "ttft_p50": ("ttft_ms.p50", False),
+    "gap_p99": ("gap_ms.p99", False),
+    "frontend_cpu": ("cpu.frontend.s_per_mtok", False),
+    "mesh_cpu": ("mesh_cpu", False),
+}
+
+
+def _figures(run: dict[str, Any]) -> dict[str, float]:
+    """The values of RATIOS in one run; mesh_cpu: CPU seconds of all services a million tokens."""
+    flat = dict(_flatten(run))
+    cpu = [value for key, value in flat.items() if key.endswith(".s_per_mtok")]
+    flat["mesh_cpu"] = sum(cpu)
+    return {name: flat[key] for name, (key, _) in RATIOS.items() if flat.get(key)}
+
+
+def compare(
+    runs: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+) -> dict[str, dict[str, float]]:
+    """Median, lowest and highest ratio of each figure over pairs of runs (this tree, other)."""
+    ratios: dict[str, list[float]] = {}
+    for ours, theirs in runs:
+        ours_figures, their_figures = _figures(ours), _figures(theirs)
+        for name in ours_figures.keys() & their_figures.keys():
+            ratios.setdefault(name, []).append(ours_figures[name] / their_figures[name])
+    return {
+        name: {
+            "median": round(statistics.median(values), 3),
+            "min": round(min(values), 3),
+            "max": round(max(values), 3),
+        }
+        for name, values in sorted(ratios.items())
+    }
+
+
+def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.gateway")
     parser.add_argument("--seconds", type=float, default=4)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=None, help="3; with --against 7")
     parser.add_argument("--concurrency", default="1,16,64,256")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--frontend", default="", help="more flags for the frontend")
     parser.add_argument("--shape", choices=sorted(ROLES), default="agg")
     parser.add_argument("--selector", default="kv")
-    parser.add_argument("--shared", type=int, default=0, help="tokens of common beginnings")
+    parser.add_argument("--shared", type=int, default=0, help="prompt tokens of a common prefix")
     parser.add_argument("--isl", type=int, default=ISL)
     parser.add_argument("--osl", type=int, default=OSL)
+    parser.add_argument("--against", metavar="COMMIT", help="also run COMMIT and report ratios")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.repeat is None:
+        args.repeat = 7 if args.against else 3
+    return args
+
+
+def _loads(args: argparse.Namespace) -> list[tuple[str, list[int]]]:
+    """Modes with their numbers of connections."""
+    if args.against and args.modes == ",".join(MODES):
+        return [("burst", [64]), ("paced", [32])]
+    connections = [int(number) for number in args.concurrency.split(",")]
+    return [(mode, connections) for mode in args.modes.split(",")]
+
+
+def main() -> None:
+    """Run the benchmark of the command line."""
+    args = _parse_args()
     loadgen = build_loadgen()
     rows: list[dict[str, Any]] = []
-    with machine_lock(), tempfile.TemporaryDirectory(prefix="kvmesh-bodies-") as folder:
-        for mode in args.modes.split(","):
-            sim_flags, stream = MODES[mode]
-            bodies = Path(folder) / f"{mode}.jsonl"
-            tokenizer = ROOT / "worker_svc/engines/sim/model/tokenizer.json"
-            write_bodies(
-                bodies,
-                tokenizer,
-                model=MODEL,
-                isl=args.isl,
-                osl=args.osl,
-                count=BODIES,
-                stream=stream,
-                shared=args.shared,
-                prefixes=SHARED_PREFIXES,
-            )
-            flags = args.frontend.split()
-            with mesh(sim_flags, flags, args.shape, args.selector) as (port, pids):
-                for concurrency in map(int, args.concurrency.split(",")):
-                    runs = [
-                        run_load(
-                            loadgen,
-                            port,
-                            bodies,
-                            concurrency,
-                            args.seconds,
-                            pids,
-                            offset=997 * i,
-                            tokens_per_request=args.osl,
-                        )
-                        for i in range(args.repeat)
-                    ]
-                    row = _median_row(runs)
-                    _print_row(mode, row)
-                    rows.append({"mode": mode, "median": row})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(machine_lock())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-bodies-")))
+        roots = [ROOT, stack.enter_context(worktree(args.against))] if args.against else [ROOT]
+        for mode, connections in _loads(args):
+            rows.extend(_run_mode(args, loadgen, folder, roots, mode, connections))
     result = {
         "bench": "gateway",
         "commit": commit(),
@@ -220,6 +267,79 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(line + "\n")
     print(line)
+
+
+def _run_mode(
+    args: argparse.Namespace,
+    loadgen: Path,
+    folder: Path,
+    roots: Sequence[Path],
+    mode: str,
+    connections: Sequence[int],
+) -> Iterator[dict[str, Any]]:
+    """Start one mesh for each root, load them in turns, yield one row for each concurrency."""
+    sim_flags, stream = MODES[mode]
+    bodies = folder / f"{mode}.jsonl"
+    write_bodies(
+        bodies,
+        ROOT / "worker_svc/engines/sim/model/tokenizer.json",
+        model=MODEL,
+        isl=args.isl,
+        osl=args.osl,
+        count=BODIES,
+        stream=stream,
+        shared=args.shared,
+        prefixes=SHARED_PREFIXES,
+    )
+    with contextlib.ExitStack() as stack:
+        meshes = [
+            stack.enter_context(
+                mesh(sim_flags, args.frontend.split(), args.shape, args.selector, root)
+            )
+            for root in roots
+        ]
+
+        def load(which: int, concurrency: int, repeat: int) -> dict[str, Any]:
+            port, pids = meshes[which]
+            return run_load(
+                loadgen,
+                port,
+                bodies,
+                concurrency,
+                args.seconds,
+                pids,
+                offset=997 * repeat,
+                tokens_per_request=args.osl,
+            )
+
+        for concurrency in connections:
+            if len(meshes) > 1:
+                for which in range(2):
+                    load(which, concurrency, args.repeat)  # warm up
+            pairs: list[dict[int, dict[str, Any]]] = []
+            for repeat in range(args.repeat):
+                order = sorted(range(len(meshes)), reverse=repeat % 2 == 1)
+                pairs.append({which: load(which, concurrency, repeat) for which in order})
+            row = _median_row([pair[0] for pair in pairs])
+            _print_row(mode, row)
+            report: dict[str, Any] = {"mode": mode, "median": row}
+            if len(meshes) > 1:
+                other = _median_row([pair[1] for pair in pairs])
+                _print_row(args.against[:12], other)
+                report["against"] = other
+                report["ratios"] = compare([(pair[0], pair[1]) for pair in pairs])
+                _print_ratios(report["ratios"])
+            yield report
+
+
+def _print_ratios(ratios: dict[str, dict[str, float]]) -> None:
+    for name, ratio in ratios.items():
+        better = "higher" if RATIOS[name][1] else "lower"
+        print(
+            f"  ratio {name:14s} {ratio['median']:.3f}  ({ratio['min']:.3f}-{ratio['max']:.3f};"
+            f" {better} is better)",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -30,13 +30,13 @@ from common.registry.file import FileRegistry
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
+from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.normalizer import (
     DuplicatePolicy,
     KvEventFormat,
     Normalizer,
     PagesRemoved,
     PagesStored,
-    SourceFeed,
 )
 from worker_svc.kv_events.publisher import Publisher
 

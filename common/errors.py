@@ -1,14 +1,15 @@
-"""The one family of errors: each class says what the caller should do about it.
+"""The errors that services raise. Pure.
 
-Services raise these and nothing else on purpose; `common/rpc/interceptors.py` turns them into gRPC
-status and back, the frontend into OpenAI bodies. `kind` names the class on the wire and never
-changes; `reason` is a stable UPPER_SNAKE token for machines and defaults to the kind, so a caller
-may say more (`Unavailable("...", reason="NO_DECODE_WORKER")`) without a new class.
+Each class states how the caller should react. `common/rpc/interceptors.py` converts errors to gRPC
+status and back; the frontend converts them to OpenAI bodies. `kind` names the class on the wire and
+never changes. `reason` is a stable UPPER_SNAKE token for programs; it defaults to the kind and can
+be more specific (`Unavailable("...", reason="NO_DECODE_WORKER")`) without a new class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import IntEnum
 from types import MappingProxyType
 from typing import ClassVar, Self
 
@@ -16,12 +17,12 @@ _EMPTY_METADATA: Mapping[str, str] = MappingProxyType({})
 
 
 class MeshError(Exception):
-    """What all our errors carry.
+    """Base class of all errors that services raise.
 
-    message: a sentence for people, fit to be shown to a client.
-    field: the request field at fault, as a path (`messages[1].content`), or None.
+    message: a sentence that a client may read.
+    field: path of the request field at fault (`messages[1].content`), or None.
     retry_after_s: seconds after which the same call may succeed, or None.
-    metadata: small facts for machines, string to string.
+    metadata: a few details for programs.
     retryable: whether the same request may be sent again, elsewhere or later.
     """
 
@@ -55,7 +56,7 @@ class MeshError(Exception):
         metadata: Mapping[str, str] | None = None,
         retryable: bool | None = None,
     ) -> Self:
-        """The error a peer raised, from its parts; the constructors below compose messages."""
+        """Return an error with exactly these parts; subclass constructors compose their message."""
         error = cls.__new__(cls)
         MeshError.__init__(
             error,
@@ -71,7 +72,7 @@ class MeshError(Exception):
 
 
 class InvalidRequest(MeshError):
-    """The request is wrong and stays wrong: change it. `field` names the culprit."""
+    """The request is invalid: change it. `field` names the invalid part."""
 
     kind = "INVALID_REQUEST"
 
@@ -87,7 +88,7 @@ class InvalidRequest(MeshError):
 
 
 class Unsupported(InvalidRequest):
-    """A field we understand and cannot honour: leave it out."""
+    """The field is known but not supported here: leave it out."""
 
     kind = "UNSUPPORTED"
 
@@ -96,19 +97,19 @@ class Unsupported(InvalidRequest):
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt does not fit the model's context: shorten it."""
+    """The prompt exceeds the model's context length: shorten it."""
 
     kind = "PROMPT_TOO_LONG"
 
 
 class NotFound(MeshError):
-    """The named thing does not exist: do not retry."""
+    """The named object does not exist: do not retry."""
 
     kind = "NOT_FOUND"
 
 
 class UnknownModel(NotFound):
-    """No such model is served here: name another."""
+    """The model is not served here: use another name."""
 
     kind = "UNKNOWN_MODEL"
 
@@ -121,25 +122,25 @@ class UnknownModel(NotFound):
 
 
 class Conflict(MeshError):
-    """The state of things forbids it (failed precondition): read the state again first."""
+    """A precondition failed: read the current state before the next try."""
 
     kind = "CONFLICT"
 
 
 class Unauthenticated(MeshError):
-    """No credentials, or wrong ones: authenticate."""
+    """Credentials are missing or wrong: authenticate."""
 
     kind = "UNAUTHENTICATED"
 
 
 class PermissionDenied(MeshError):
-    """Known caller, not allowed: ask for the right."""
+    """The caller is authenticated but not permitted: request the permission."""
 
     kind = "PERMISSION_DENIED"
 
 
 class Overloaded(MeshError):
-    """Full for now and nothing ran: send it again after `retry_after_s`."""
+    """A limit is reached and nothing ran: send the request again after `retry_after_s`."""
 
     kind = "OVERLOADED"
     retryable = True
@@ -156,7 +157,7 @@ class Overloaded(MeshError):
 
 
 class Unavailable(MeshError):
-    """Nobody is there who could do it: try again later or elsewhere."""
+    """No server can handle the call now: try later or elsewhere."""
 
     kind = "UNAVAILABLE"
     retryable = True
@@ -176,7 +177,7 @@ class Unavailable(MeshError):
 
 
 class WorkerLost(MeshError):
-    """The worker vanished, hung or refused; `retryable` says whether another may take over."""
+    """The worker disappeared, hung or refused. `retryable`: another worker may take over."""
 
     kind = "WORKER_LOST"
 
@@ -193,7 +194,7 @@ class WorkerLost(MeshError):
 
 
 class DeadlineExceeded(MeshError):
-    """The caller's time ran out: allow more, or ask for less."""
+    """The deadline passed: allow more time or request less work."""
 
     kind = "DEADLINE_EXCEEDED"
 
@@ -204,7 +205,7 @@ class DeadlineExceeded(MeshError):
 
 
 class RequestCancelled(MeshError):
-    """The caller, or somebody on its behalf, gave the request up: nothing to do."""
+    """The request was cancelled, by the caller or on its behalf: no action needed."""
 
     kind = "REQUEST_CANCELLED"
 
@@ -219,32 +220,58 @@ class RequestCancelled(MeshError):
 
 
 class Unimplemented(MeshError):
-    """This server does not offer the operation: call something else."""
+    """The server does not implement the operation: do not retry."""
 
     kind = "UNIMPLEMENTED"
 
 
 class InternalError(MeshError):
-    """Our mistake: report it. Never raised for what a peer or a client did wrong."""
+    """A bug in this project: report it. Never raised for an error of a peer or a client."""
 
     kind = "BUG"
 
 
-# Every class a peer can send, for the table in interceptors and for tests that walk them all.
-MESH_ERROR_CLASSES: tuple[type[MeshError], ...] = (
-    InvalidRequest,
-    Unsupported,
-    PromptTooLong,
-    NotFound,
-    UnknownModel,
-    Conflict,
-    Unauthenticated,
-    PermissionDenied,
-    Overloaded,
-    Unavailable,
-    WorkerLost,
-    DeadlineExceeded,
-    RequestCancelled,
-    Unimplemented,
-    InternalError,
-)
+class StatusCode(IntEnum):
+    """gRPC status codes by number; `grpc.StatusCode` holds the same names."""
+
+    CANCELLED = 1
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
+
+
+STATUS_CODE_BY_ERROR: Mapping[type[MeshError], StatusCode] = {
+    InvalidRequest: StatusCode.INVALID_ARGUMENT,
+    Unsupported: StatusCode.INVALID_ARGUMENT,
+    PromptTooLong: StatusCode.INVALID_ARGUMENT,
+    NotFound: StatusCode.NOT_FOUND,
+    UnknownModel: StatusCode.NOT_FOUND,
+    Conflict: StatusCode.FAILED_PRECONDITION,
+    Unauthenticated: StatusCode.UNAUTHENTICATED,
+    PermissionDenied: StatusCode.PERMISSION_DENIED,
+    Overloaded: StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: StatusCode.UNAVAILABLE,
+    WorkerLost: StatusCode.ABORTED,
+    DeadlineExceeded: StatusCode.DEADLINE_EXCEEDED,
+    RequestCancelled: StatusCode.CANCELLED,
+    Unimplemented: StatusCode.UNIMPLEMENTED,
+    InternalError: StatusCode.INTERNAL,
+}
+"""The gRPC status of each class that a peer can send."""
+
+MESH_ERROR_CLASSES: tuple[type[MeshError], ...] = tuple(STATUS_CODE_BY_ERROR)
+
+ERROR_CLASS_BY_KIND: Mapping[str, type[MeshError]] = {cls.kind: cls for cls in MESH_ERROR_CLASSES}
+
+
+def status_code(error: MeshError) -> StatusCode:
+    """Return the gRPC status code of an error; INTERNAL for a class outside the table."""
+    return STATUS_CODE_BY_ERROR.get(type(error), StatusCode.INTERNAL)

@@ -1,1 +1,1 @@
-"""The gateway: OpenAI HTTP in front, token streams behind."""
+"""The frontend: OpenAI HTTP for clients, token streams to workers."""

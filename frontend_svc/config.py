@@ -1,82 +1,46 @@
-"""The frontend's configuration: flags `--...` and variables `KVMESH_FRONTEND_...`."""
+"""Configuration of the frontend: flags `--...` and variables `KVMESH_FRONTEND_...`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import Annotated
 
-from common.runtime.config import ServiceConfig, at_least, between, is_loopback, setting
+from pydantic import Field, PositiveInt
+
+from common.runtime.config import Port, ServiceConfig, Share, is_loopback
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig(ServiceConfig):
-    """What the gateway can be told."""
+    """The settings of a frontend."""
 
-    stable_name: str = field(
-        default="",
-        metadata=setting(
-            "Name that survives restarts, one per replica: the mesh sees only the newest of a name."
-            " Empty: none."
-        ),
-    )
-    http_host: str = field(
-        default="127.0.0.1",
-        metadata=setting("Address the OpenAI API binds; 0.0.0.0 in a container."),
-    )
-    http_port: int = field(
-        default=8000, metadata=setting("Port of the OpenAI API; 0: any.", check=between(0, 65535))
-    )
-    request_timeout_s: float = field(
-        default=600.0,
-        metadata=setting(
-            "Longest a request may take; above your longest answer.", check=at_least(1)
-        ),
-    )
-    accept_timeout_s: float = field(
-        default=3.0,
-        metadata=setting(
-            "Seconds a worker may take to accept before another is asked; above its worst stall.",
-            check=at_least(0.05),
-        ),
-    )
-    attempts_max: int = field(
-        default=4,
-        metadata=setting("Workers asked for one request, the first included.", check=at_least(1)),
-    )
-    body_limit_mb: int = field(
-        default=45,
-        metadata=setting(
-            "Largest request body; raise it for very long prompts.", check=at_least(1)
-        ),
-    )
-    requests_max: int = field(
-        default=8192,
-        metadata=setting(
-            "Requests under way at once; above it clients get 503.", check=at_least(1)
-        ),
-    )
-    kv_drift_max: float = field(
-        default=0.1,
-        metadata=setting(
-            "Share of cached tokens predicted wrongly above which a worker's cache counts as "
-            "unknown; raise it where many requests share a beginning and come at once.",
-            check=between(0, 1),
-        ),
-    )
-    keep_alive_s: float = field(
-        default=15.0,
-        metadata=setting(
-            "Seconds of silence after which a stream gets an SSE comment; below the idle timeout "
-            "of every proxy on the way to clients.",
-            check=at_least(0.1),
-        ),
-    )
-    metrics_prefix: str = field(
-        default="kvmesh_frontend", metadata=setting("First part of metric names; match dashboards.")
-    )
+    stable_name: str = ""
+    """Name that survives restarts, one per replica: the mesh only uses the newest instance of a
+    name. Empty: none."""
+    http_host: str = "127.0.0.1"
+    """Address that the OpenAI API binds. Use 0.0.0.0 in a container."""
+    http_port: Port = 8000
+    """Port of the OpenAI API. 0: any."""
+    request_timeout_s: Annotated[float, Field(ge=1)] = 600.0
+    """Longest duration of a request. Must exceed the longest response."""
+    accept_timeout_s: Annotated[float, Field(ge=0.05)] = 3.0
+    """Seconds in which a worker must accept a request before the frontend tries another one. Must
+    exceed the worst stall of a worker."""
+    attempts_max: PositiveInt = 4
+    """Workers tried for one request, including the first."""
+    body_limit_mb: PositiveInt = 45
+    """Largest request body in MB. Raise it for very long prompts."""
+    requests_max: PositiveInt = 8192
+    """Concurrent requests. Above it clients receive 503."""
+    kv_drift_max: Share = 0.1
+    """Share of wrongly predicted cached tokens above which the cache of a worker counts as unknown.
+    Raise it if many requests with a common prefix arrive at once."""
+    keep_alive_s: Annotated[float, Field(ge=0.1)] = 15.0
+    """Idle seconds after which a stream receives an SSE comment. Must be below the idle timeout of
+    every proxy between frontend and client."""
+    metrics_prefix: str = "kvmesh_frontend"
+    """First part of the metric names. Must match the dashboards."""
 
     def problems(self) -> list[str]:
-        """See ServiceConfig."""
-        found = ServiceConfig.problems(self)
+        found = super().problems()
         is_protected = self.mesh_token is not None or self.insecure
         if not is_loopback(self.http_host) and not is_protected:
             found.append(

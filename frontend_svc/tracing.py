@@ -1,4 +1,4 @@
-"""The frontend's span of a request: the root of its trace here, or the child of the client's."""
+"""The span of an HTTP request: the root of a trace, or a child of the client's span."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from opentelemetry import trace
 
 from common.errors import MeshError
 from common.runtime import telemetry
-from frontend_svc.core.request.machine import RequestOutcome
+from frontend_svc.core.request.types import RequestOutcome
 
 SPAN_NAME = "http-request"
 
 
 class RequestSpan:
-    """One request. Costs next to nothing when it is not sampled.
+    """The span of one request. It costs almost nothing if it is not sampled.
 
-    traceparent: for the services behind, "" outside any trace. trace_id: 32 hex digits when the
-    request is sampled, else "".
+    traceparent: sent to the other services; "" without a trace. trace_id: 32 hex digits; "" if not
+    sampled.
     """
 
     __slots__ = ("_span", "trace_id", "traceparent")
@@ -33,18 +33,17 @@ class RequestSpan:
         self.trace_id = f"{context.trace_id:032x}" if sampled else ""
 
     def set_attributes(self, attributes: Mapping[str, str | int | bool]) -> None:
-        """Adds attributes."""
         if self._span.is_recording():
             self._span.set_attributes(attributes)
 
     def record_first_token(self, ttft_s: float) -> None:
-        """The first token is there."""
+        """Records the time to the first token."""
         if self._span.is_recording():
             self._span.set_attribute("ttft_ms", round(ttft_s * 1000, 3))
             self._span.set_attribute("gen_ai.response.time_to_first_chunk", round(ttft_s, 6))
 
-    def placed(self, outcome: RequestOutcome) -> None:
-        """What the request came to."""
+    def record_outcome(self, outcome: RequestOutcome) -> None:
+        """Records what the request came to."""
         if not self._span.is_recording():
             return
         self._span.set_attribute("attempts", outcome.attempts)
@@ -56,7 +55,7 @@ class RequestSpan:
             self._span.set_attribute("routing.overlap_blocks", outcome.placed.overlap_blocks)
 
     def end(self, status: int, error: MeshError | None) -> None:
-        """The answer is out, or failed with `error`."""
+        """Ends the span. status: HTTP status. error: None if the request succeeded."""
         if self._span.is_recording():
             self._span.set_attribute("http.response.status_code", status)
             if error is not None:
@@ -66,7 +65,7 @@ class RequestSpan:
 
 
 def request_span_factory(tracer: trace.Tracer | None = None) -> Callable[[str, str], RequestSpan]:
-    """A function (path, client's traceparent or "") → RequestSpan."""
+    """Returns a function (path, client's traceparent or "") → RequestSpan."""
     span_tracer = trace.get_tracer("kvmesh.frontend") if tracer is None else tracer
 
     def start(path: str, traceparent: str) -> RequestSpan:

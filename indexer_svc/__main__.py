@@ -1,29 +1,10 @@
-"""`python -m indexer_svc`: read the configuration, run."""
+"""`python -m indexer_svc`: runs a indexer."""
 
 from __future__ import annotations
 
-import sys
-from random import SystemRandom
-
-from common.registry.instances import new_instance_id
-from common.runtime import env
-from common.runtime.config import read_config_or_exit
-from common.service.lifecycle import run_service
+from common.service.base import main
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 
-
-def main() -> None:
-    config, warnings = read_config_or_exit(IndexerConfig, "INDEXER", env.environ(), sys.argv[1:])
-    instance_id = new_instance_id(SystemRandom())
-    run_service(
-        "indexer",
-        config,
-        lambda: IndexerApp(config, instance_id=instance_id),
-        instance_id=str(instance_id),
-        warnings=warnings,
-    )
-
-
 if __name__ == "__main__":
-    main()
+    main("indexer", IndexerConfig, IndexerApp)

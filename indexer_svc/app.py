@@ -1,21 +1,16 @@
-"""The indexer's composition root: knows all the parts and wires them."""
+"""Builds an indexer from its parts."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from random import SystemRandom
+from collections.abc import Callable, Sequence
 
 from common.kv.index_feed import IndexFeed
-from common.registry.instances import Instance, new_instance_id
-from common.registry.open import health_check_meta, open_registry
-from common.registry.registry import Lease, Registry
-from common.rpc import channel as rpc
-from common.rpc.interceptors import RunningCalls
+from common.registry.registry import Registry
+from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
-from common.service.metrics_server import serve_metrics
 from indexer_svc.config import IndexerConfig
 from indexer_svc.core.budget import Budget
 from indexer_svc.fleet_watch import FleetWatch
@@ -25,12 +20,12 @@ from indexer_svc.service import SERVICE_NAME, IndexerService
 from kvmesh.indexer.v1 import indexer_pb2_grpc
 
 MB = 1_000_000
-# An indexer with no publisher serves after this: there may be none.
+# Without a publisher, an indexer is SERVING after this time: there may be no workers.
 FIRST_PUBLISHER_S = 1.0
 
 
-class IndexerApp:
-    """One indexer process. registry: what to find the others by; by default as configured."""
+class IndexerApp(ServiceApp[IndexerConfig]):
+    """One indexer process; see `ServiceApp`."""
 
     def __init__(
         self,
@@ -41,10 +36,7 @@ class IndexerApp:
         feed: IndexFeed | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
-        self._security = rpc.security_from_config(config)
-        self._registry = open_registry(config) if registry is None else registry
-        self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
+        super().__init__("indexer", config, instance_id=instance_id, registry=registry)
         self.ingest = Ingest(feed or IndexFeed(), Budget(config.budget_mb * MB), clock)
         self.metrics = Metrics(self.ingest)
         self.fleet = FleetWatch(self._registry, config.namespace, clock)
@@ -56,24 +48,16 @@ class IndexerApp:
             subscriber_bytes=config.subscriber_mb * MB,
             clock=clock,
         )
-        self._calls = RunningCalls()
-        self._server = rpc.server(security=self._security, calls=self._calls)
-        self._lease: Lease | None = None
-        self._meta: dict[str, str] = {}
-        self._close_metrics: Callable[[], Awaitable[None]] | None = None
-        self.address = ""
-        self.metrics_address = ""
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
-        """Bind; follow the fleet; SERVING with the first publisher, or after a moment."""
-        config = self._config
-        port = rpc.bind(self._server, config.host, config.port, security=self._security)
-        self.address = rpc.join_address(config.advertise_host or config.host, port)
-        self._meta = health_check_meta(config, self.address, lifecycle.health.port)
+        """Serves gRPC and follows the fleet.
+
+        The app registers at once, because publishers must find it. Health is SERVING after the
+        first publisher, or after FIRST_PUBLISHER_S.
+        """
+        self._bind(lifecycle, [SERVICE_NAME])
         indexer_pb2_grpc.add_IndexerServiceServicer_to_server(self._service, self._server)
-        rpc.add_health(self._server, lifecycle.health.servicer)
-        rpc.enable_reflection(self._server, [SERVICE_NAME])
-        addresses = {"grpc": self.address, **self._serve_metrics()}
+        self._serve_metrics(self.metrics.registry, self._config.metrics_port)
         await lifecycle.health.set(SERVICE_NAME, False)
         await lifecycle.health.set("", False)
         lifecycle.spawn(self.fleet.run(), name="fleet watch")
@@ -82,50 +66,14 @@ class IndexerApp:
             self._serve_when_published(lifecycle), name="first publisher", essential=False
         )
         await self._server.start()
-        return ServiceInfo(str(self.instance_id), addresses)
-
-    async def register(self) -> None:
-        # At once, not when SERVING: publishers have to find it first.
-        self._lease = await self._registry.register(self._instance())
-
-    async def deregister(self) -> None:
-        if self._lease is not None:
-            await self._lease.close()
+        return self._info()
 
     async def drain(self, grace_s: float) -> Sequence[str]:
-        """Close the streams, which would never end by themselves, and let calls end."""
+        """Ends the streams, which have no end of their own, and waits for calls."""
         self._service.end_streams()
-        return await rpc.stop(self._server, grace_s, self._calls)
-
-    async def close(self) -> None:
-        if self._close_metrics is not None:
-            await self._close_metrics()
-        await self._server.stop(None)
-        await self._registry.close()
-
-    def _instance(self) -> Instance:
-        # A fixed address can only be taken by the successor of the process that had it.
-        stable_name = f"indexer@{self.address}" if self._config.port else ""
-        return Instance(
-            id=self.instance_id,
-            namespace=self._config.namespace,
-            service="indexer",
-            stable_name=stable_name,
-            address=self.address,
-            meta=self._meta,
-        )
-
-    def _serve_metrics(self) -> dict[str, str]:
-        if self._config.metrics_port is None:
-            return {}
-        address, self._close_metrics = serve_metrics(
-            self.metrics.registry, self._config.host, self._config.metrics_port
-        )
-        self.metrics_address = address
-        return {"metrics": address}
+        return await super().drain(grace_s)
 
     async def _serve_when_published(self, lifecycle: Lifecycle) -> None:
-        # There may be no workers yet, and an empty index is a right one then.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_PUBLISHER_S):
                 await self.ingest.first_published.wait()

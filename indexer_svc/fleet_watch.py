@@ -1,4 +1,4 @@
-"""Discovery: the last snapshot of the fleet, and who has been missed since when."""
+"""The last registry snapshot, and since when workers are absent from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.registry.registry import Registry, follow
 
 
 class FleetWatch:
-    """Follows one namespace. `snapshot` has revision 0 until something was seen."""
+    """Follows one namespace. `snapshot` has revision 0 until the first update."""
 
     def __init__(self, registry: Registry, namespace: str, clock: Callable[[], float]) -> None:
         self._registry = registry
@@ -19,18 +19,18 @@ class FleetWatch:
         self.snapshot = Snapshot()
 
     def worker(self, worker_id: int) -> Instance | None:
-        """A worker that is there."""
+        """Return a registered worker, or None."""
         instance = self.snapshot.instances.get(worker_id)
         return instance if instance is not None and instance.service == "worker" else None
 
     def is_absent(self, worker_id: int) -> bool:
-        """Whether a worker is missing; not before anything was seen."""
+        """Return whether a worker is absent; False before the first update."""
         return self.snapshot.revision > 0 and self.worker(worker_id) is None
 
     def absent_since(self, worker_id: int) -> float | None:
-        """When a worker was missed first; None while it is not.
+        """Return the time of the first query that found a worker absent; None if it is present.
 
-        To be asked about workers that are kept: who is asked about is remembered until `forget`.
+        Queried workers are kept until `forget`.
         """
         if not self.is_absent(worker_id):
             self._absent_since.pop(worker_id, None)
@@ -38,11 +38,11 @@ class FleetWatch:
         return self._absent_since.setdefault(worker_id, self._clock())
 
     def forget(self, worker_id: int) -> None:
-        """Nobody will ask about it any more."""
+        """Remove a worker that is not queried again."""
         self._absent_since.pop(worker_id, None)
 
     async def run(self) -> None:
-        """Follow for ever; ends by cancellation only."""
+        """Follow the namespace until cancelled."""
         await follow(self._registry, self._namespace, self._take)
 
     def _take(self, snapshot: Snapshot) -> None:

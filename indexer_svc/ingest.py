@@ -1,8 +1,8 @@
-"""The one place that changes the index, in slices, and tells everybody what has changed.
+"""Applies all changes to the index in time slices and reports them to its streams.
 
-All changes run under one lock, each as a whole; between two steps of a change other tasks get their
-turn once SLICE_S of this turn of the loop is used up. Questions need no lock: a set is closed at
-every step. What has changed is told to subscribers and publishers before the lock is given back.
+Changes run one at a time under one lock. Between two steps of a change other tasks run once SLICE_S
+of the event loop's turn is used. Queries need no lock, because a set is prefix-closed at every
+step. Subscribers and publishers receive the changes before the lock is released.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ LOG = structlog.get_logger(__name__)
 SLICE_S = 0.001
 SWEEP_BLOCKS = 2048
 TICK_S = 0.25
-# A worker that has left discovery and has no stream is forgotten after this.
+# An unregistered worker without a stream is removed after this time.
 GONE_GRACE_S = 2.0
 
 
 class ReportedLoad(NamedTuple):
-    """A load with its partition and when it came."""
+    """A load with its partition and the time of its arrival."""
 
     load: Load
     partition: Partition
@@ -50,7 +50,7 @@ class ReportedLoad(NamedTuple):
 class Ingest:
     """Feed, histories, subscribers and publishers of one indexer.
 
-    stopwatch: by which slices are measured, in seconds.
+    stopwatch: clock that measures slices, in seconds.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Ingest:
 
     @property
     def used_bytes(self) -> int:
-        """What the index, and what is kept to pass on, are estimated to use."""
+        """Estimated memory of the index and the batch histories."""
         kept = sum(history.used_bytes for history in self.histories.values())
         return self.feed.used_bytes + kept
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """No change is under way inside; changes made inside are told at its end."""
+        """Hold the lock; changes made inside are reported at the end."""
         async with self._lock:
             try:
                 yield
@@ -90,12 +90,12 @@ class Ingest:
                 self.dispatch_changes()
 
     async def run(self, steps: Iterable[None]) -> None:
-        """Runs one change to its end."""
+        """Run one change to its end."""
         async with self.exclusive():
             await self._run_in_slices(iter(steps))
 
     async def tick(self, fleet: FleetWatch) -> None:
-        """What time alone brings: the gone, the stale, the budget, what was put off."""
+        """Remove absent workers, update stale sources, enforce the budget, do deferred work."""
         now = self._clock()
         async with self.exclusive():
             self._forget_gone(fleet, now)
@@ -105,12 +105,12 @@ class Ingest:
             await self.run(self._sweep())
 
     def wake(self) -> None:
-        """Subscribers have something to read."""
+        """Wake all subscribers."""
         for event in self.subscribers.values():
             event.set()
 
     def report_load(self, source: Source, partition: Partition, load: Load) -> None:
-        """A publisher's load, for all subscribers."""
+        """Report a publisher's load to all subscribers."""
         self.loads[source] = ReportedLoad(load, partition, self._clock())
         for subscriber in self.subscribers:
             subscriber.load(source, partition, load)
@@ -127,7 +127,7 @@ class Ingest:
                 self._begin_turn()
 
     def _begin_turn(self) -> float:
-        """When this turn of the loop did its first work here."""
+        """Return when the first work in this turn of the event loop began."""
         if self._turn_began is None:
             self._turn_began = self._stopwatch()
             asyncio.get_running_loop().call_soon(self._end_turn)
@@ -137,16 +137,16 @@ class Ingest:
         self._turn_began = None
 
     def _sweep(self) -> Iterator[None]:
-        # Other changes wait meanwhile, so not all of it at once.
+        # Other changes wait for the lock, so only a part of it at once.
         for _ in range(32):
             if not self.feed.sweep(SWEEP_BLOCKS):
                 return
             yield
 
     def dispatch_changes(self) -> None:
-        """Passes on what has changed."""
-        news = self.feed.take_events()
-        for event in news:
+        """Report the changes since the last call."""
+        feed_events = self.feed.take_events()
+        for event in feed_events:
             match event:
                 case BatchApplied(batch):
                     self.histories.setdefault(batch.source, BatchHistory()).add(batch)
@@ -161,17 +161,17 @@ class Ingest:
                 case ResendRequest():
                     if (publisher := self.publishers.get(event.source.worker_id)) is not None:
                         publisher.resend(event)
-        if news:
+        if feed_events:
             self.wake()
 
-    def _dispatch_status_change(self, news: StatusChanged) -> None:
-        source, status = news.source, news.status
-        LOG.info("source", source=source, state=status.state, reason=status.reason)
+    def _dispatch_status_change(self, event: StatusChanged) -> None:
+        source, status = event.source, event.status
+        LOG.info("source_status_changed", source=source, state=status.state, reason=status.reason)
         if source not in self.feed:
             self.histories.pop(source, None)
             self.loads.pop(source, None)
         for subscriber in self.subscribers:
-            subscriber.status_changed(source, news.partition, status)
+            subscriber.status_changed(source, event.partition, status)
 
     def _forget_gone(self, fleet: FleetWatch, now: float) -> None:
         known = {source.worker_id for source in (*self.feed.sources(), *self.loads)}
@@ -183,14 +183,14 @@ class Ingest:
             if now - max([since, *lost]) >= GONE_GRACE_S:
                 fleet.forget(worker_id)
                 for source in self.feed.sources_of(worker_id):
-                    self.feed.forget(source, "its worker has left")
+                    self.feed.forget(source, "its worker left")
                 for source in [s for s in self.loads if s.worker_id == worker_id]:
                     del self.loads[source]
 
     def _enforce_budget(self, now: float) -> None:
         feed, budget_bytes = self.feed, self.budget.budget_bytes
         if budget_bytes and self.used_bytes > budget_bytes:
-            # They are kept for convenience only: without them, who is behind gets a snapshot.
+            # Histories are optional: without them, subscribers that are behind get snapshots.
             self.histories.clear()
         sources = feed.sources()
         budget_actions = self.budget.plan_actions(
@@ -204,7 +204,7 @@ class Ingest:
                 publisher.shrink(count)
         if budget_actions.shrink:
             LOG.warning(
-                "over budget", used_bytes=self.used_bytes, shrink=dict(budget_actions.shrink)
+                "over_budget", used_bytes=self.used_bytes, shrink=dict(budget_actions.shrink)
             )
         if budget_actions.drop is not None:
             feed.make_load_only(budget_actions.drop, now)

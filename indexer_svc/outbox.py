@@ -1,4 +1,4 @@
-"""What the indexer owes one publisher, for the one writer of its stream."""
+"""Send queue of one publisher's stream."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import contextlib
 from collections.abc import Callable
 
 from common.errors import MeshError
-from common.kv.events import Source, SourceState
+from common.kv.events import Source, SourcePosition
 from common.kv.index_feed import ResendRequest
 from common.wire.kv import source_state_to_proto
 from kvmesh.indexer.v1 import indexer_pb2
 
-# Acknowledgements gather this long; demands go at once.
+# Acknowledgements are collected for this long; requests are sent at once.
 ACK_EVERY_S = 0.05
 
 
 class PublisherOutbox:
-    """Bounded by the ranks of a worker: what is newer takes the place of what is older.
+    """Bounded by the ranks of a worker, because newer entries replace older ones.
 
-    breach: why the stream ends, if it ends with an error.
+    failure: the error that ends the stream, or None.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._acked: dict[Source, SourceState] = {}
+        self._acked: dict[Source, SourcePosition] = {}
         self._resends: dict[Source, ResendRequest] = {}
         self._shrink_blocks = 0
         self._is_closed = False
@@ -33,44 +33,44 @@ class PublisherOutbox:
         self._must_send_now = asyncio.Event()
         self._written_at = clock()
 
-    def acknowledge(self, state: SourceState) -> None:
-        """The batch applied last of a source."""
+    def acknowledge(self, state: SourcePosition) -> None:
+        """Queue the position of the last applied batch of a source."""
         self._acked[state.source] = state
         self._has_items.set()
 
     def resend(self, resend: ResendRequest) -> None:
-        """Batches are missing."""
+        """Queue a request for missing batches."""
         self._resends[resend.source] = resend
         self._send_now()
 
     def shrink(self, blocks: int) -> None:
-        """The index is over budget."""
+        """Queue a request to withdraw blocks."""
         self._shrink_blocks = blocks
         self._send_now()
 
     def discard_all(self) -> None:
-        """The peer has left: what is there has nobody to go to."""
+        """Drop all entries, because the peer has left."""
         self._acked.clear()
         self._resends.clear()
         self._shrink_blocks = 0
 
     def close(self, failure: MeshError | None = None) -> None:
-        """What is there is still sent, then `next_frame` says that it is over."""
+        """Close the queue; `next_frame` returns what is left, then None."""
         self.failure = self.failure or failure
         self._is_closed = True
         self._send_now()
 
     async def next_frame(self) -> indexer_pb2.PublishResponse | None:
-        """All that has gathered, as one frame; None at the end."""
+        """Wait for entries and return all of them as one frame; None at the end."""
         await self._has_items.wait()
         if not self._must_send_now.is_set():
             left_s = self._written_at + ACK_EVERY_S - self._clock()
-            # Out of time, the acknowledgements are due.
+            # After the time-out the acknowledgements are due.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, left_s)):
                     await self._must_send_now.wait()
         if not (self._acked or self._resends or self._shrink_blocks):
-            assert self._is_closed, "woken for nothing"
+            assert self._is_closed, "woken without entries"
             return None
         frame = indexer_pb2.PublishResponse(
             acked=map(source_state_to_proto, self._acked.values()),

@@ -1,7 +1,7 @@
-"""IndexerService over grpc.aio: messages in, changes and questions to the index, messages out.
+"""IndexerService over grpc.aio.
 
-Every long stream has one writer, which sends what has gathered since its last write as one frame:
-an overloaded link makes larger frames.
+Every long stream has one writer, which sends everything queued since its last write as one frame: a
+slow connection gets larger frames.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import grpc.aio
 import structlog
 
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
-from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourceState
-from common.kv.index_feed import EXACT, STALE_GRACE_S
+from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourcePosition
+from common.kv.index_feed import STALE_GRACE_S
+from common.kv.source_entry import EXACT
 from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import (
@@ -53,18 +54,18 @@ from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 LOG = structlog.get_logger(__name__)
 
 SERVICE_NAME = "kvmesh.indexer.v1.IndexerService"
-# Answers a MatchStream may have waiting for its peer; above it nothing more is read from it.
-OUTBOX_ANSWERS_MAX = 4096
-# Questions answered without letting the loop run; about 1 ms.
-QUESTIONS_PER_SLICE = 32
-# How often the dump of a source is begun before it is given up.
+# Queued answers of a MatchStream at which its requests are no longer read.
+QUEUED_ANSWERS_MAX = 4096
+# Queries per turn of the event loop; about 1 ms.
+QUERIES_PER_SLICE = 32
+# Attempts to dump a source that is cleared during the dump.
 DUMP_TRIES = 5
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
-    """One indexer process. `clock` is the one that feeds the core, in seconds."""
+    """gRPC service of one indexer process. clock: in seconds, the same as the core's."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         self._is_ending = False
 
     def end_streams(self) -> None:
-        """Close every long stream, so that peers go elsewhere."""
+        """Close every long stream, so that peers switch to another indexer."""
         self._is_ending = True
         for outbox in self._ingest.publishers.values():
             outbox.close()
@@ -96,7 +97,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
 
     # Publish.
 
-    # grpc.aio takes coroutines that write to the context; the generated types know generators only.
+    # grpc.aio accepts coroutines that write to the context; the generated types do not.
     async def Publish(  # type: ignore[override]
         self, request_iterator: AsyncIterator[indexer_pb2.PublishRequest], context: Context
     ) -> None:
@@ -121,19 +122,19 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
                     hello = _hello_of(frame)
                     await self._open(hello, outbox)
                 elif frame.HasField("hello"):
-                    raise InvalidRequest("hello is for the first frame only", "hello")
+                    raise InvalidRequest("hello is allowed only in the first frame", "hello")
                 if publishers.get(hello.worker_id) is not outbox:
                     break
                 await self._take(frame, hello, outbox)
         except MeshError as error:
-            LOG.warning("publisher refused", error=error.message)
+            LOG.warning("publisher_rejected", reason=error.message)
             failure = error
         finally:
             if hello is not None and publishers.get(hello.worker_id) is outbox:
                 del publishers[hello.worker_id]
                 for source in self._ingest.feed.sources_of(hello.worker_id):
                     self._ingest.feed.mark_disconnected(
-                        source, self._clock(), "its publisher's stream ended"
+                        source, self._clock(), "the stream of its publisher ended"
                     )
                 self._ingest.dispatch_changes()
             outbox.discard_all()
@@ -144,14 +145,14 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         older = publishers.get(hello.worker_id)
         publishers[hello.worker_id] = outbox
         if older is not None:
-            older.close(Conflict("a newer stream has taken its place", reason="REPLACED"))
+            older.close(Conflict("replaced by a newer stream of this worker", reason="REPLACED"))
         if self._is_ending:
             outbox.close()
         async with self._ingest.exclusive():
             listed = {state.source for state in hello.states}
             for source in feed.sources_of(hello.worker_id):
                 if source not in listed:
-                    feed.forget(source, "its worker does not publish it any more")
+                    feed.forget(source, "its worker no longer publishes it")
             for state in hello.states:
                 feed.register_source(hello.partition, state, self._clock())
         for state in hello.states:
@@ -205,12 +206,14 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             while not self._is_ending:
                 if subscriber.is_overflowed:
                     self._metrics.subscribers_cut.inc()
-                    raise Overloaded(0.1, "read too slowly; resume", reason="SUBSCRIBER_CUT")
+                    raise Overloaded(
+                        0.1, "the subscriber reads too slowly; resume", reason="SUBSCRIBER_CUT"
+                    )
                 if not subscriber.has_more:
                     wake_event.clear()
                     await wake_event.wait()
                     continue
-                # A snapshot must not be read amid a batch.
+                # A snapshot must not be read while a batch is being applied.
                 async with self._ingest.exclusive():
                     outbound = subscriber.take()
                 if outbound:
@@ -219,7 +222,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             del self._ingest.subscribers[subscriber]
 
     def _create_subscriber(
-        self, resume: Sequence[SourceState], partition: Partition | None, *, loads_only: bool
+        self, resume: Sequence[SourcePosition], partition: Partition | None, *, loads_only: bool
     ) -> Subscriber:
         ingest = self._ingest
         subscriber = Subscriber(
@@ -236,7 +239,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
                 subscriber.load(source, reported.partition, reported.load)
         return subscriber
 
-    # Questions.
+    # Queries.
 
     async def Match(
         self, request: indexer_pb2.MatchRequest, context: Context
@@ -268,8 +271,8 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         try:
             async for frame in frames:
                 questions = frame.questions
-                for start in range(0, len(questions), QUESTIONS_PER_SLICE):
-                    part = questions[start : start + QUESTIONS_PER_SLICE]
+                for start in range(0, len(questions), QUERIES_PER_SLICE):
+                    part = questions[start : start + QUERIES_PER_SLICE]
                     await answers.put([self._answer(question) for question in part])
         except MeshError as error:
             failure = error
@@ -289,21 +292,21 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         rows = self._ingest.feed.match(partition, hashes)
         self._metrics.match_seconds.observe(time.perf_counter() - began)
         if request.worker_ids:
-            wanted = frozenset(request.worker_ids)
-            rows = [row for row in rows if row.source.worker_id in wanted]
+            worker_ids = frozenset(request.worker_ids)
+            rows = [row for row in rows if row.source.worker_id in worker_ids]
         return matches_to_proto(rows)
 
     async def Dump(
         self, request: indexer_pb2.DumpRequest, context: Context
     ) -> AsyncIterator[indexer_pb2.DumpResponse]:
-        """Source by source. Blocks that come or go meanwhile may be told or not."""
+        """Send the blocks source by source; blocks that change meanwhile may be missing."""
         for source in self._sources_of(request.worker_id):
             is_complete, tries = False, 0
             while not is_complete:
                 if tries == DUMP_TRIES:
                     raise Unavailable(
                         f"rank {source.dp_rank} of worker {source.worker_id} was cleared"
-                        f" {tries} times while it was read",
+                        f" {tries} times during the dump",
                         reason="CLEARED",
                     )
                 tries += 1
@@ -311,19 +314,19 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
                     is_complete = part.chunk.last
                     yield part
                 if source not in self._ingest.feed:
-                    break  # It has left.
+                    break  # The source is gone.
 
     async def _dump(self, source: Source) -> AsyncIterator[indexer_pb2.DumpResponse]:
-        """One source; ends without a last part when it is cleared, replaced or gone meanwhile."""
+        """Return one source; without a last chunk if it is cleared, replaced or gone meanwhile."""
         feed = self._ingest.feed
         async with self._ingest.exclusive():
             if source not in feed:
                 return
             partition = partition_to_proto(feed.partition(source))
             index, advertised = feed.advertised(source)
-            # What is not known of a load-only source is not what it holds at its position.
+            # The blocks of a load-only source at its position are unknown.
             known = not feed.is_load_only(source)
-            at = feed.position(source) if known else SourceState(source, 0, 0)
+            at = feed.position(source) if known else SourcePosition(source, 0, 0)
             chunks = snapshot_chunks(at, index.chunks(advertised))
         while True:
             async with self._ingest.exclusive():
@@ -382,7 +385,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
 
 
 class _Hello:
-    """The first frame of a publication."""
+    """The checked hello of a publisher."""
 
     def __init__(self, message: indexer_pb2.PublishHello) -> None:
         if not message.worker_id:
@@ -395,10 +398,7 @@ class _Hello:
 
 
 class _MatchOutbox:
-    """What a MatchStream still has to send, for its one writer.
-
-    breach: why the stream ends, if it ends with an error.
-    """
+    """Send queue of one MatchStream. failure: the error that ends the stream, or None."""
 
     def __init__(self) -> None:
         self._answers: list[indexer_pb2.MatchAnswer] = []
@@ -408,25 +408,25 @@ class _MatchOutbox:
         self.failure: MeshError | None = None
 
     async def put(self, answers: list[indexer_pb2.MatchAnswer]) -> None:
-        """Queue answers; waits while the peer is ANSWERS_MAX behind."""
-        while len(self._answers) >= OUTBOX_ANSWERS_MAX:
+        """Queue answers; waits while QUEUED_ANSWERS_MAX or more are queued."""
+        while len(self._answers) >= QUEUED_ANSWERS_MAX:
             self._frame_taken.clear()
             await self._frame_taken.wait()
         self._answers += answers
         self._has_items.set()
-        await asyncio.sleep(0)  # The writer's turn, also amid a long frame.
+        await asyncio.sleep(0)  # Lets the writer run, also within a long frame.
 
     def close(self, failure: MeshError | None = None) -> None:
-        """What is queued is still sent, then `next_frame` says that it is over."""
+        """Close the queue; `next_frame` returns what is left, then None."""
         self.failure = self.failure or failure
         self._is_closed = True
         self._has_items.set()
 
     async def next_frame(self) -> indexer_pb2.MatchStreamResponse | None:
-        """All that has gathered, as one frame; None at the end."""
+        """Wait for answers and return all of them as one frame; None at the end."""
         await self._has_items.wait()
         if not self._answers:
-            assert self._is_closed, "woken for nothing"
+            assert self._is_closed, "woken without answers"
             return None
         frame = indexer_pb2.MatchStreamResponse(answers=self._answers)
         self._answers = []
@@ -438,14 +438,14 @@ class _MatchOutbox:
 
 def _hello_of(frame: indexer_pb2.PublishRequest) -> _Hello:
     if not frame.HasField("hello"):
-        raise Conflict("the first frame of a publication is hello", reason="HELLO_REQUIRED")
+        raise Conflict("the first frame must carry hello", reason="HELLO_REQUIRED")
     return _Hello(frame.hello)
 
 
 def _require_own(source: Source, hello: _Hello, field: str) -> None:
     if source.worker_id != hello.worker_id:
         raise InvalidRequest(
-            f"{field}: worker {source.worker_id} is not {hello.worker_id}, which publishes here",
+            f"{field}: worker {source.worker_id}, but hello has {hello.worker_id}",
             field,
         )
 

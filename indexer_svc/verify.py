@@ -1,7 +1,7 @@
-"""Compares what a source claims here with what its worker says it has published.
+"""Compares the indexed blocks of a source with the list of its worker.
 
-Both sides go on changing, so the comparison leaves out every block that was touched by a batch
-between the two positions, or while either side was being read.
+Both sides change meanwhile, so the comparison excludes every block that a batch touched between the
+two positions or while either side was read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.errors import MeshError, Unavailable
-from common.kv.events import EMPTY_HASHES, Event, EventKind, Hashes, Source, Tier
+from common.kv.events import EMPTY_HASHES, EventKind, Hashes, KvEvent, Source, Tier
 from common.rpc import channel as rpc
 from common.rpc.interceptors import map_rpc_errors
 from common.wire.kv import TIER_BY_NAME, hashes_from_wire
@@ -26,7 +26,7 @@ POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Blocks claimed and not held; held and not claimed; both. error: why there is none."""
+    """extra: blocks only in the index; missing: only at the worker. error: "" if compared."""
 
     source: Source
     extra: int = 0
@@ -37,7 +37,7 @@ class Comparison:
 
 @dataclass(slots=True)
 class _BlockListing:
-    """A set as one side tells it, after (epoch, sequence)."""
+    """The set of one side after (epoch, sequence)."""
 
     epoch: int
     sequence: int
@@ -47,10 +47,10 @@ class _BlockListing:
 async def compare(
     ingest: Ingest, source: Source, address: str | None, security: rpc.Security
 ) -> Comparison:
-    """One source of the feed against its worker at `address`."""
+    """Compare one source of the feed with its worker at `address`."""
     try:
         if address is None:
-            raise Unavailable("its worker is not in discovery")
+            raise Unavailable("its worker is not registered")
         worker_listing = await _list_worker_blocks(source, address, security)
         await _wait_for_position(ingest, source, worker_listing)
         index_listing = await _list_index_blocks(ingest, source)
@@ -78,18 +78,18 @@ async def _list_worker_blocks(
             async with rpc.cancelling(call):
                 async for part in call:
                     if at not in (None, (part.epoch, part.sequence)):
-                        raise Unavailable("the worker's list has parts of several moments")
+                        raise Unavailable("the worker's list has parts of several positions")
                     at = (part.epoch, part.sequence)
                     tier = TIER_BY_NAME.get(part.tier)
                     if tier is None:
-                        raise Unavailable(f"the worker lists the unknown tier {part.tier!r}")
+                        raise Unavailable(f"the worker's list has the unknown tier {part.tier!r}")
                     parts.setdefault(tier, []).append(
                         hashes_from_wire(part.prefix_hashes, "prefix_hashes")
                     )
     finally:
         await channel.close()
     if at is None:
-        raise Unavailable("the worker's list does not say where it stands")
+        raise Unavailable("the worker's list has no position")
     return _BlockListing(*at, _concatenate(parts))
 
 
@@ -102,7 +102,7 @@ async def _wait_for_position(ingest: Ingest, source: Source, worker_listing: _Bl
             return
         if asyncio.get_running_loop().time() >= deadline:
             raise Unavailable(
-                f"the index stands at {at.epoch}/{at.sequence}, the worker at"
+                f"the index is at {at.epoch}/{at.sequence}, the worker at"
                 f" {worker_listing.epoch}/{worker_listing.sequence}"
             )
         await asyncio.sleep(POLL_S)
@@ -130,16 +130,16 @@ async def _list_index_blocks(ingest: Ingest, source: Source) -> _BlockListing:
         parts.setdefault(tier, []).append(hashes)
         await asyncio.sleep(0)
     if advertised.retired:
-        raise Unavailable("it was cleared while it was compared")
+        raise Unavailable("the source was cleared during the comparison")
     return _BlockListing(at.epoch, at.sequence, _concatenate(parts))
 
 
 def _touched_blocks(
     ingest: Ingest, source: Source, index_listing: _BlockListing, worker_listing: _BlockListing
 ) -> Hashes:
-    """Blocks of all batches after the older of the two positions."""
+    """Return the blocks of all batches after the older of the two positions."""
     if source not in ingest.feed or index_listing.epoch != worker_listing.epoch:
-        raise Unavailable("it was cleared while it was compared")
+        raise Unavailable("the source was cleared during the comparison")
     at = ingest.feed.position(source)
     oldest = min(index_listing.sequence, worker_listing.sequence)
     if (at.epoch, at.sequence) == (index_listing.epoch, oldest):
@@ -147,10 +147,10 @@ def _touched_blocks(
     history = ingest.histories.get(source)
     batches = None if history is None else history.batches_since(worker_listing.epoch, oldest)
     if batches is None:
-        raise Unavailable("it changed too much while it was compared")
-    events: list[Event] = [event for batch in batches for event in batch.events]
+        raise Unavailable("the source changed too much during the comparison")
+    events: list[KvEvent] = [event for batch in batches for event in batch.events]
     if any(event.kind is EventKind.CLEARED for event in events):
-        raise Unavailable("it was cleared while it was compared")
+        raise Unavailable("the source was cleared during the comparison")
     return np.concatenate([EMPTY_HASHES, *(event.hashes for event in events)])
 
 

@@ -1,1 +1,1 @@
-"""The command line: starts, shows and asks the mesh."""
+"""The command line: starts a mesh, and shows its members, health and load."""

@@ -14,8 +14,8 @@ from meshctl.options import DemoOptions, HealthOptions, StatusOptions, UpOptions
 
 
 def main() -> None:
-    """Exits with the command's status."""
-    # Standard output is for answers.
+    """Run the command and exit with its status."""
+    # Standard output carries results only.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     environ = env.environ()
     match parse(sys.argv[1:], environ):
@@ -26,7 +26,7 @@ def main() -> None:
         case HealthOptions(address, service):
             sys.exit(health(address, service))
         case DemoOptions(registry):
-            # Imported here: it needs the openai package, which only development installs.
+            # Imported here: it needs the openai package, a development dependency.
             from meshctl.commands.demo import demo
 
             sys.exit(demo(registry, environ))

@@ -1,48 +1,122 @@
-"""The command line's flags, and what they mean together.
+"""Command lines of meshctl.
 
-What concerns a service alone is left to its own variables (`KVMESH_WORKER_...`): the environment
-reaches every service as it is, and only what meshctl must know itself are flags here.
+The flags configure meshctl itself. Settings of one service are variables (`KVMESH_WORKER_...`),
+which every service inherits.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import socket
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, Literal, NoReturn
 
-from common.runtime.config import PREFIX, ConfigError, ServiceConfig, read_config
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from common.runtime.config import PREFIX, Port, ServiceConfig, read_config_or_exit, suggest
 from meshctl.services import MeshOptions
 
 _DEFAULT = MeshOptions()
+_REGISTRY_FLAGS = ("namespace", "registry", "registry_path", "consul_url")
+_COMMANDS = {
+    "up": "start a mesh on this host and keep it running",
+    "status": "show members, health, load and KV use",
+    "health": "request the health of a gRPC port",
+    "demo": "run a disaggregated mesh, two requests with a common prefix, and show their trace",
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpOptions:
-    """What `meshctl up` is asked to do.
+class StatusConfig(ServiceConfig):
+    """Shows the members of a mesh with their health, load and KV use.
 
-    ready_s: seconds in which all must be ready, and each service after its start.
-    sample: send one chat request once ready. then: run this command once ready.
-    once: stop after these. http_host: where frontends' HTTP binds. config: what all services of the
-    mesh are told, the registry first.
+    With `--json` it prints JSON: ids are text, KV use is from 0 to 1.
     """
 
-    mesh: MeshOptions
-    config: ServiceConfig
-    log_dir: Path
-    ready_s: float = 60.0
+    registry: Literal["file", "consul"] = "file"
+    """Service discovery."""
+
+
+class UpOptions(ServiceConfig):
+    """Starts a mesh on this host, restarts services that end, and stops all on Ctrl-C or SIGTERM.
+
+    A second signal kills. Services inherit the environment, so KVMESH_<SERVICE>_* configures them;
+    the flags below have precedence. `--then CMD...` runs a command once ready, with OPENAI_BASE_URL
+    set to the mesh; it takes the rest of the line.
+    """
+
+    registry: Literal["file", "consul"] = "file"
+    """Service discovery."""
+    drain_s: NonNegativeFloat = _DEFAULT.drain_s
+    """Seconds in which streams may end when the mesh stops."""
+    routers: PositiveInt = _DEFAULT.routers
+    """Number of routers."""
+    frontends: PositiveInt = _DEFAULT.frontends
+    """Number of frontends."""
+    indexers: NonNegativeInt = _DEFAULT.indexers
+    """Number of indexers. 0: routers only use their own decisions."""
+    workers: NonNegativeInt | None = None
+    """Number of aggregated workers. Unset: 2, or 0 with --prefill or --decode."""
+    prefill: NonNegativeInt = 0
+    """Number of prefill workers."""
+    decode: NonNegativeInt = 0
+    """Number of decode workers."""
+    engine: Literal["sim", "echo", "sglang"] = "sim"
+    """Engine of the workers. sglang needs its own environment: make setup-sglang."""
+    model_path: Path | None = None
+    """Folder of the model: for sglang a Hugging Face model (unset: a tiny model with random
+    output), for sim a folder with sim.json."""
+    model_name: Annotated[str, Field(pattern=r"\S")] = _DEFAULT.model_name
+    """The `model` of client requests."""
+    speedup: NonNegativeFloat | None = None
+    """Speed of the sim engine as a multiple of real time. 0: no delays."""
+    http_port: Port = _DEFAULT.http_port
+    """HTTP port of the first frontend; further frontends use the next ports. 0: any."""
+    log_dir: Path = Path(".run/logs")
+    """Folder of the logs: NAME.log, and NAME.log.1 of the previous run."""
+    ready_s: PositiveFloat = 60.0
+    """Seconds in which all services must be ready, and each service after a restart."""
     sample: bool = False
-    then: tuple[str, ...] = ()
+    """Once ready, send one chat request and print the response as it arrives."""
     once: bool = False
+    """Stop after the sample request or --then, with its exit status."""
+    then: tuple[str, ...] = ()
+    """Command to run once ready."""
     http_host: str = "127.0.0.1"
+    """Address that the frontends bind for HTTP."""
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.http_port and self.http_port + self.frontends - 1 > 65535:
+            found.append("http_port: the ports of all --frontends must be below 65536")
+        if not (self.mesh.workers or (self.prefill and self.decode)):
+            found.append("workers: a mesh needs a worker, or --prefill and --decode")
+        return found
+
+    @property
+    def config(self) -> ServiceConfig:
+        """The settings that all services share."""
+        return self
+
+    @property
+    def mesh(self) -> MeshOptions:
+        """The services to start."""
+        names = {spec.name for spec in fields(MeshOptions)} - {"workers", "name_prefix"}
+        workers = self.workers
+        if workers is None:
+            workers = 0 if self.prefill or self.decode else _DEFAULT.workers
+        # In a shared registry, `worker-0` of another host is another worker.
+        prefix = f"{socket.gethostname()}-" if self.registry == "consul" else ""
+        return MeshOptions(
+            **{name: getattr(self, name) for name in names}, workers=workers, name_prefix=prefix
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class HealthOptions:
-    """What `meshctl health` is asked to do."""
+    """address: host:port. service: one gRPC service of it, "" for the process."""
 
     address: str
     service: str = ""
@@ -50,15 +124,13 @@ class HealthOptions:
 
 @dataclass(frozen=True, slots=True)
 class StatusOptions:
-    """What `meshctl status` is asked to do. config: where and how to ask."""
-
     config: ServiceConfig
     as_json: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What `meshctl demo` is asked to do. registry: file or consul."""
+    """registry: file or consul."""
 
     registry: str
 
@@ -67,329 +139,83 @@ Options = UpOptions | HealthOptions | StatusOptions | DemoOptions
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
-    """The options of a command line; exits 0 for --help, 2 with a message for what is wrong."""
-    parser, commands = _build_parsers(environ)
-    if argv and not argv[0].startswith("-") and argv[0] not in commands:
-        parser.error(f"{argv[0]!r}: no such command{_suggest(argv[0], commands)}")
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        commands[args.command].reject_unknown(unknown[0])
-    # Defaults from the environment are not checked against choices.
-    registry = getattr(args, "registry", "file")
-    if registry not in ("file", "consul"):
-        parser.error(f"--registry: {registry!r} is not one of file, consul")
-    match args.command:
-        case "health":
-            return HealthOptions(args.address, args.service)
-        case "status":
-            return StatusOptions(_service_config(parser, args, environ), args.json)
-        case "demo":
-            return DemoOptions(args.registry)
+    """The options of a command line. Exits 0 for --help, 2 with a message for a bad argument."""
+    match list(argv):
+        case ["up", *flags]:
+            return _parse_up(flags, environ)
+        case ["status", *flags]:
+            return _parse_status(flags, environ)
+        case ["health", *flags]:
+            return _parse_health(flags)
+        case ["demo", *flags]:
+            return _parse_demo(flags)
+        case ["-h" | "--help", *_]:
+            lines = [f"  {name:8}{text}\n" for name, text in _COMMANDS.items()]
+            sys.stdout.write(f"usage: meshctl COMMAND [FLAGS]\n\n{''.join(lines)}")
+            sys.exit(0)
+        case [command, *_]:
+            message = f"{command!r}: no such command{suggest(command, _COMMANDS)}"
         case _:
-            return _up_options(commands["up"], args, environ)
+            message = f"a command is required: {', '.join(_COMMANDS)}"
+    raise _failure("meshctl", message)
 
 
-def _service_config(
-    parser: _Parser, args: argparse.Namespace, environ: Mapping[str, str]
-) -> ServiceConfig:
-    """How to reach the registry and the services: as they are told, and by flags."""
-    for name in sorted(environ):
-        if name.startswith(f"{PREFIX}MESHCTL_"):
-            parser.error(f"{name}: meshctl is told by flags only")
-    flags = ("namespace", "registry", "registry_path", "consul_url")
-    argv = [f"--{flag.replace('_', '-')}={getattr(args, flag)}" for flag in flags]
-    try:
-        config, _ = read_config(ServiceConfig, "MESHCTL", environ, argv)
-    except ConfigError as error:
-        parser.error("; ".join(error.problems))
-    return config
+def _failure(program: str, message: str) -> SystemExit:
+    sys.stderr.write(f"{program}: {message} (see {program} --help)\n")
+    return SystemExit(2)
 
 
-def _up_options(up: _Parser, args: argparse.Namespace, environ: Mapping[str, str]) -> UpOptions:
-    config = _service_config(up, args, environ)
-    if args.http_port and args.http_port + args.frontends - 1 > 65535:
-        up.error("--http-port: the ports of all --frontends must be below 65536")
-    if args.then == []:
-        up.error("--then: needs a command")
-    if not (_workers(args) or (args.prefill and args.decode)):
-        up.error("--workers: a mesh needs a worker, or --prefill and --decode")
-    return UpOptions(
-        mesh=_mesh_options(args, environ),
-        config=config,
-        log_dir=args.log_dir,
-        ready_s=args.ready_s,
-        sample=args.sample or (args.once and not args.then),
-        then=tuple(args.then or ()),
-        once=args.once,
-        http_host=environ.get(f"{PREFIX}FRONTEND_HTTP_HOST", "127.0.0.1"),
+def _parse_up(argv: list[str], environ: Mapping[str, str]) -> UpOptions:
+    at = argv.index("--then") if "--then" in argv else len(argv)
+    flags, then = argv[:at], tuple(argv[at + 1 :])
+    if at < len(argv) and not then:
+        raise _failure("meshctl up", "--then: needs a command")
+    with_flag = (UpOptions.model_fields.keys() - ServiceConfig.model_fields.keys()).union(
+        _REGISTRY_FLAGS, ["drain_s"]
     )
-
-
-def _mesh_options(args: argparse.Namespace, environ: Mapping[str, str]) -> MeshOptions:
-    return MeshOptions(
-        frontends=args.frontends,
-        routers=args.routers,
-        indexers=args.indexers,
-        workers=_workers(args),
-        prefill=args.prefill,
-        decode=args.decode,
-        engine=args.engine,
-        model_name=args.model_name,
-        model_path=args.model_path,
-        http_port=args.http_port,
-        namespace=args.namespace,
-        registry=args.registry,
-        registry_path=args.registry_path,
-        consul_url=args.consul_url,
-        speedup=args.speedup,
-        drain_s=args.drain_s,
-        # Another host's worker-0 is not this one's predecessor.
-        name_prefix=f"{socket.gethostname()}-" if args.registry == "consul" else "",
+    options, _ = read_config_or_exit(
+        UpOptions,
+        None,
+        environ,
+        flags,
+        name="meshctl up",
+        flags=with_flag - {"then", "http_host"},
     )
+    http_host = environ.get(f"{PREFIX}FRONTEND_HTTP_HOST", "127.0.0.1")
+    sample = options.sample or (options.once and not then)
+    return options.model_copy(update={"then": then, "http_host": http_host, "sample": sample})
+
+
+def _parse_status(argv: list[str], environ: Mapping[str, str]) -> StatusOptions:
+    flags = [word for word in argv if word != "--json"]
+    config, _ = read_config_or_exit(
+        StatusConfig, None, environ, flags, name="meshctl status", flags=_REGISTRY_FLAGS
+    )
+    return StatusOptions(config, as_json="--json" in argv)
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, **settings: object) -> None:
-        # Abbreviations would change their meaning with every flag that is added.
-        super().__init__(allow_abbrev=False, **settings)  # type: ignore[arg-type]
-
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-    def reject_unknown(self, argument: str) -> NoReturn:
-        """Exits, naming a word of the command line that means nothing, and one that would."""
-        flag = argument.partition("=")[0]
-        if not flag.startswith("-"):
-            self.error(f"{argument!r}: not a flag")
-        known_names = (one for action in self._actions for one in action.option_strings)
-        self.error(f"{flag}: no such flag{_suggest(flag, known_names)}")
+        raise _failure(self.prog, message)
 
 
-def _suggest(argument: str, known_names: Iterable[str]) -> str:
-    # The dashes are no likeness.
-    candidates = {one.lstrip("-"): one for one in known_names}
-    matches = difflib.get_close_matches(argument.lstrip("-"), candidates, n=1)
-    return f"; did you mean {candidates[matches[0]]}?" if matches else ""
+def _parse_health(argv: list[str]) -> HealthOptions:
+    parser = _Parser(prog="meshctl health", description=_COMMANDS["health"], allow_abbrev=False)
+    parser.add_argument("address", type=_address, metavar="HOST:PORT")
+    parser.add_argument("--service", default="", metavar="NAME", help="one service of the port")
+    args = parser.parse_args(argv)
+    return HealthOptions(args.address, args.service)
 
 
-def _build_parsers(environ: Mapping[str, str]) -> tuple[_Parser, Mapping[str, _Parser]]:
-    """The parser of all, and those of the commands by name."""
-    parser = _Parser(prog="meshctl", description="Starts, shows and asks a KVMesh.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    up = commands.add_parser(
-        "up",
-        help="start a mesh on this host and keep it running",
-        description="Starts frontends, routers and workers on this host, restarts what dies, and"
-        " ends all in order upon Ctrl-C or SIGTERM (a second one kills). Services inherit the"
-        " environment, so KVMESH_<ROOM>_* configures them; the flags here win over it.",
-    )
-    _add_mesh_flags(up, environ)
-    _add_registry_flags(up, environ)
-    _add_run_flags(up)
-    status = commands.add_parser("status", help="who is in the mesh, health, load and KV use")
-    _add_registry_flags(status, environ)
-    status.add_argument(
-        "--json", action="store_true", help="for programs: ids are text, kv is from 0 to 1"
-    )
-    health = commands.add_parser("health", help="ask a gRPC port whether it serves")
-    health.add_argument("address", type=_address, metavar="HOST:PORT")
-    health.add_argument("--service", default="", metavar="NAME", help="one service of the port")
-    demo = commands.add_parser(
-        "demo", help="a disaggregated mesh, two requests with a common prefix, their trace"
-    )
-    demo.add_argument(
+def _parse_demo(argv: list[str]) -> DemoOptions:
+    parser = _Parser(prog="meshctl demo", description=_COMMANDS["demo"], allow_abbrev=False)
+    parser.add_argument(
         "--registry",
         choices=("file", "consul"),
         default="file",
-        help="where its services find each other; consul: an agent of its own, fetched if need be",
+        help="service discovery; consul starts its own agent, downloaded if necessary",
     )
-    return parser, commands.choices
-
-
-def _add_mesh_flags(up: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
-    mesh = up.add_argument_group("the mesh")
-    for name in ("routers", "frontends"):
-        default = getattr(_DEFAULT, name)
-        mesh.add_argument(
-            f"--{name}",
-            type=_positive_int,
-            default=default,
-            metavar="N",
-            help=f"how many {name} (default {default})",
-        )
-    mesh.add_argument(
-        "--indexers",
-        type=_non_negative_int,
-        default=_DEFAULT.indexers,
-        metavar="N",
-        help="how many indexers; without one, routers go by load alone (default 1)",
-    )
-    mesh.add_argument(
-        "--workers",
-        type=_non_negative_int,
-        metavar="N",
-        help="how many workers that do prefill and decode (default 2; 0 with --prefill, --decode)",
-    )
-    for name in ("prefill", "decode"):
-        mesh.add_argument(
-            f"--{name}",
-            type=_non_negative_int,
-            default=0,
-            metavar="N",
-            help=f"how many workers for {name} alone (default 0)",
-        )
-    mesh.add_argument(
-        "--engine",
-        choices=("sim", "echo", "sglang"),
-        default="sim",
-        help="of the workers (default sim); sglang needs its own environment: make setup-sglang",
-    )
-    mesh.add_argument(
-        "--model-path",
-        type=Path,
-        metavar="DIR",
-        help="folder of the model: for sglang a Hugging Face one (default: a tiny one that talks "
-        "noise), for sim one with a sim.json",
-    )
-    mesh.add_argument(
-        "--model-name",
-        type=_non_empty_text,
-        default=_DEFAULT.model_name,
-        metavar="NAME",
-        help="the model clients ask for (default sim)",
-    )
-    mesh.add_argument(
-        "--speedup",
-        type=_non_negative_float,
-        metavar="X",
-        help="how much faster than real time the sim engine runs; 0: infinitely",
-    )
-    mesh.add_argument(
-        "--http-port",
-        type=_port,
-        default=_DEFAULT.http_port,
-        metavar="PORT",
-        help="of the first frontend, more of them take the ports after it; 0: any (default 8000)",
-    )
-    mesh.add_argument(
-        "--drain-s",
-        type=_non_negative_float,
-        default=_DEFAULT.drain_s,
-        metavar="S",
-        help="seconds that streams may take to end when the mesh is stopped (default 10)",
-    )
-
-
-def _add_registry_flags(command: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
-    registry_group = command.add_argument_group("where services find each other")
-    registry_group.add_argument(
-        "--registry",
-        default=environ.get(f"{PREFIX}REGISTRY", _DEFAULT.registry),
-        choices=("file", "consul"),
-        help="default file",
-    )
-    registry_group.add_argument(
-        "--registry-path",
-        type=Path,
-        default=environ.get(f"{PREFIX}REGISTRY_PATH", str(_DEFAULT.registry_path)),
-        metavar="DIR",
-        help="folder of the file registry (default .run/registry)",
-    )
-    registry_group.add_argument(
-        "--consul-url",
-        default=environ.get(f"{PREFIX}CONSUL_URL", _DEFAULT.consul_url),
-        metavar="URL",
-        help=f"the Consul agent (default {_DEFAULT.consul_url})",
-    )
-    registry_group.add_argument(
-        "--namespace",
-        default=environ.get(f"{PREFIX}NAMESPACE", _DEFAULT.namespace),
-        metavar="NAME",
-        help="separates meshes that share a registry (default 'default')",
-    )
-
-
-def _add_run_flags(up: argparse.ArgumentParser) -> None:
-    run_group = up.add_argument_group("what to do with it")
-    run_group.add_argument(
-        "--log-dir",
-        type=Path,
-        default=Path(".run/logs"),
-        metavar="DIR",
-        help="logs go to DIR/SERVICE.log, those of the run before to SERVICE.log.1"
-        " (default .run/logs)",
-    )
-    run_group.add_argument(
-        "--ready-s",
-        type=_positive_float,
-        default=60.0,
-        metavar="S",
-        help="seconds in which all must be ready, else it is given up (default 60)",
-    )
-    run_group.add_argument(
-        "--sample",
-        action="store_true",
-        help="once ready, send one chat request and print the answer as it comes",
-    )
-    run_group.add_argument(
-        "--once",
-        action="store_true",
-        help="stop after the sample request, or after --then; the exit status is theirs",
-    )
-    run_group.add_argument(
-        "--then",
-        nargs=argparse.REMAINDER,
-        metavar="CMD",
-        help="once ready, run this command, with OPENAI_BASE_URL naming the mesh; takes the rest"
-        " of the line",
-    )
-
-
-def _workers(args: argparse.Namespace) -> int:
-    if args.workers is not None:
-        return int(args.workers)
-    return 0 if args.prefill or args.decode else _DEFAULT.workers
-
-
-def _non_negative_int(text: str) -> int:
-    number = _parse_int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text}: must be 0 or more")
-    return number
-
-
-def _positive_int(text: str) -> int:
-    number = _parse_int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
-    return number
-
-
-def _port(text: str) -> int:
-    number = _parse_int(text)
-    if not 0 <= number <= 65535:
-        raise argparse.ArgumentTypeError(f"{text}: must be from 0 to 65535")
-    return number
-
-
-def _positive_float(text: str) -> float:
-    number = _parse_float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
-    return number
-
-
-def _non_negative_float(text: str) -> float:
-    number = _parse_float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be 0 or more")
-    return number
-
-
-def _non_empty_text(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("must not be empty")
-    return text
+    return DemoOptions(parser.parse_args(argv).registry)
 
 
 def _address(text: str) -> str:
@@ -397,17 +223,3 @@ def _address(text: str) -> str:
     if not (host and colon and port.isascii() and port.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r}: must be HOST:PORT")
     return text
-
-
-def _parse_int(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number") from None
-
-
-def _parse_float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number") from None

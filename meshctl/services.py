@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-# Peers see a file registry's change within 50 ms: the notice of a mesh on one host can be short.
+# Peers see a change of the file registry within 50 ms, so a short notice is enough on one host.
 NOTICE_S = 0.3
-# What a service may take beyond its notice and drain: the bounds of its lifecycle's other steps.
+# Seconds beyond notice and drain: the bounds of the other steps of the life cycle.
 STOP_MARGIN_S = 10.0
 
-# Who takes work ends before who does it. A service of one rank waits for all of lower ones.
+# A service that sends work stops before the service that receives it: lower ranks first.
 _DRAIN_RANK = {"frontend": 0, "router": 1, "worker": 2, "indexer": 3}
 
 
@@ -21,7 +21,7 @@ class ServiceSpec:
     """One process to keep running: `python -m MODULE ARGS...`.
 
     name: unique in the mesh; the log is NAME.log. drain_rank: lower ranks are stopped first.
-    drain_s: seconds from SIGTERM until it is killed.
+    drain_s: seconds from SIGTERM to SIGKILL.
     """
 
     name: str
@@ -33,13 +33,13 @@ class ServiceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshOptions:
-    """What kind of mesh is wanted.
+    """The shape of a mesh.
 
-    workers: aggregated ones; prefill, decode: workers of these roles, beside or instead of them.
-    http_port: of the first frontend, the others get the ones after it; 0: any.
-    model_path: a Hugging Face folder for sglang, None = its own tiny model.
-    speedup: of the sim engine's clock, None = its default. drain_s: seconds streams may take.
-    name_prefix: makes stable names unique where several hosts share a registry.
+    workers: number of aggregated workers; prefill, decode: numbers of workers of these roles.
+    http_port: port of the first frontend, counted up for the others; 0: any free port.
+    model_path: a Hugging Face folder for sglang; None: a generated tiny model.
+    speedup: factor of the sim engine's clock; None: its default. drain_s: limit for open streams.
+    name_prefix: makes stable names unique if several hosts share a registry.
     """
 
     frontends: int = 1
@@ -62,10 +62,7 @@ class MeshOptions:
 
 
 def build_service_specs(options: MeshOptions) -> list[ServiceSpec]:
-    """The services of a mesh, in the order in which they are shown and started.
-
-    `--ready-fd` is not among the flags: it is the launcher's to add.
-    """
+    """The services of a mesh in the order of display and start, without `--ready-fd`."""
     engine = ["--engine", options.engine, "--model-name", options.model_name]
     if options.model_path is not None:
         engine += ["--model-path", str(options.model_path)]
@@ -101,7 +98,7 @@ def build_service_specs(options: MeshOptions) -> list[ServiceSpec]:
 
 
 def http_ports(options: MeshOptions) -> list[int]:
-    """The HTTP port of each frontend; 0: any."""
+    """The HTTP port of each frontend; 0: any free port."""
     if options.http_port == 0:
         return [0] * options.frontends
     return [options.http_port + i for i in range(options.frontends)]
@@ -120,7 +117,7 @@ def _common_flags(options: MeshOptions) -> list[str]:
     if options.registry == "file":
         flags += ["--registry-path", str(options.registry_path)]
     else:
-        # Its checks come in time also while an event loop is busy.
+        # A health port of its own answers Consul's checks while the event loop is busy.
         flags += ["--consul-url", options.consul_url, "--health-port", "0"]
     return [*flags, "--notice-s", f"{NOTICE_S:g}", "--drain-s", f"{options.drain_s:g}"]
 

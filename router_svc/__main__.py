@@ -1,29 +1,10 @@
-"""`python -m router_svc`: read the configuration, run."""
+"""`python -m router_svc`: runs a router."""
 
 from __future__ import annotations
 
-import sys
-from random import SystemRandom
-
-from common.registry.instances import new_instance_id
-from common.runtime import env
-from common.runtime.config import read_config_or_exit
-from common.service.lifecycle import run_service
+from common.service.base import main
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
 
-
-def main() -> None:
-    config, warnings = read_config_or_exit(RouterConfig, "ROUTER", env.environ(), sys.argv[1:])
-    instance_id = new_instance_id(SystemRandom())
-    run_service(
-        "router",
-        config,
-        lambda: RouterApp(config, instance_id=instance_id),
-        instance_id=str(instance_id),
-        warnings=warnings,
-    )
-
-
 if __name__ == "__main__":
-    main()
+    main("router", RouterConfig, RouterApp)

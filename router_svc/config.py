@@ -1,13 +1,22 @@
-"""The router's configuration."""
+"""Configuration of the router: flags `--...` and variables `KVMESH_ROUTER_...`."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import fields
+from typing import Annotated, Literal
 
-from common.runtime.config import ConfigError, ServiceConfig, at_least, between, setting
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+from common.runtime.config import ConfigError, Port, ServiceConfig, Share
 from router_svc.core.admission import NO_QUEUE, QueuePolicy, QueueSettings
 from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
@@ -25,377 +34,206 @@ from router_svc.core.pairing import (
 from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.selectors import SELECTORS, WorkerSelector
 from router_svc.core.sessions import AffinityMode
-from router_svc.unused_settings import unused_settings
 
 TTL_S_MAX = 31_536_000
-# As many as one frontend lets wait for its router.
+# A frontend queues at most so many requests for its router.
 QUEUE_REQUESTS_LIMIT = 8192
 
 
 def load_selector(name: str) -> WorkerSelector:
-    """A built-in selector by name, or what `module:factory` makes, called without arguments.
+    """A built-in selector by name, or the result of `module:factory`, called without arguments.
 
-    To be called once a process: a factory may open what must not be opened twice. Raises
-    ConfigError.
+    Call it once per process: a factory may open resources. Raises ConfigError.
     """
-    problem = f"--selector: {name!r}"
     try:
         selector = _selector_factory(name)()
     except Exception as error:
-        # It is somebody else's code: whatever it raises means that there is no selector.
-        reason = f"cannot be made: {type(error).__name__}: {error}"
-        raise ConfigError([f"{problem} {reason}"]) from error
+        # The factory is foreign code and may raise anything.
+        raise ConfigError(
+            [f"--selector: {name!r} failed: {type(error).__name__}: {error}"]
+        ) from error
     if not isinstance(getattr(selector, "name", None), str) or not callable(
         getattr(selector, "select", None)
     ):
-        reason = "makes something that is no WorkerSelector: it needs name and select"
-        raise ConfigError([f"{problem} {reason}"])
+        raise ConfigError(
+            [f"--selector: {name!r} returned no WorkerSelector: it needs `name` and `select`"]
+        )
     return selector
 
 
 def _selector_factory(name: str) -> Callable[[], WorkerSelector]:
-    """What makes the selector. Raises ValueError, whose message continues "<name> …"."""
+    """Raises ValueError if the name has no factory."""
     if name in SELECTORS:
         return SELECTORS[name]
     module_name, colon, factory_name = name.partition(":")
     if not (module_name and colon and factory_name):
-        raise ValueError(f"is none of {', '.join(SELECTORS)}, nor module:factory")
+        raise ValueError(f"must be one of {', '.join(SELECTORS)}, or module:factory")
     try:
         factory: Callable[[], WorkerSelector]
         factory = getattr(importlib.import_module(module_name), factory_name)
     except Exception as error:
-        # Importing runs somebody else's code, too.
-        raise ValueError(f"cannot be loaded: {type(error).__name__}: {error}") from error
+        # Importing runs foreign code, which may raise anything.
+        raise ValueError(f"cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(factory):
-        raise ValueError("cannot be called: it is to make a WorkerSelector")
+        raise ValueError("is not callable; it must return a WorkerSelector")
     return factory
 
 
-def _positive_problem(value: float) -> str | None:
-    return None if value > 0 else f"must be above 0, not {value:g}"
-
-
-def _ttl_problem(value: float) -> str | None:
+def _validate_ttl(value: float) -> float:
     if value == 0 or 1 <= value <= TTL_S_MAX:
-        return None
-    return f"must be 0 (off) or within 1..{TTL_S_MAX}, not {value:g}"
+        return value
+    raise ValueError(f"must be 0 (off) or within 1..{TTL_S_MAX}")
 
 
-def _fraction_problem(value: float) -> str | None:
-    return None if 0 < value <= 1 else f"must be above 0 and at most 1, not {value:g}"
+def _validate_domain(value: str) -> str:
+    name, equals, _ = value.partition("=")
+    if equals:
+        raise ValueError(f"is one value of a domain; give the name of the domain only: {name!r}")
+    return value
 
 
-def _domain_problem(value: str) -> str | None:
-    if "=" not in value:
-        return None
-    return f"{value!r} is a place; name the domain alone: {value.partition('=')[0]!r}"
-
-
-def _selector_problem(name: str) -> str | None:
-    try:
-        _selector_factory(name)
-    except ValueError as error:
-        return f"{name!r} {error}"
-    return None
+def _validate_selector(name: str) -> str:
+    _selector_factory(name)
+    return name
 
 
 _APPROX_DEFAULTS = ApproxLimits()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(ServiceConfig):
-    """Flags and `KVMESH_ROUTER_*` variables of `python -m router_svc`."""
+    """The settings of a router. ADR 0006 lists their equivalents in Dynamo."""
 
-    selector: str = field(
+    selector: Annotated[str, AfterValidator(_validate_selector)] = Field(
         default="kv",
-        metadata=setting(
-            f"Placement policy: {', '.join(SELECTORS)}, or module:factory of your own.",
-            check=_selector_problem,
-        ),
+        description=f"Placement policy: {', '.join(SELECTORS)}, or module:factory of your own.",
     )
-    overlap_score_credit: float = field(
-        default=DEFAULT_COST_SETTINGS.overlap_score_credit,
-        metadata=setting(
-            "Blocks of work that a cached block saves; lower it to weigh load more. 0: caches are "
-            "not followed, unless another knob asks what they hold.",
-            check=at_least(0),
-        ),
+    overlap_score_credit: NonNegativeFloat = DEFAULT_COST_SETTINGS.overlap_score_credit
+    """Blocks of prefill work that one cached block saves. Lower it to weigh load more. 0: the
+    router does not track caches, unless another setting needs them."""
+    overlap_score_credit_decay: NonNegativeFloat = DEFAULT_COST_SETTINGS.overlap_score_credit_decay
+    """Reduces the credit of busy workers; 1 halves it at an excess of one request. Raise it if busy
+    workers keep attracting the prompts that they have cached."""
+    prefill_load_scale: NonNegativeFloat = DEFAULT_COST_SETTINGS.prefill_load_scale
+    """Weight of prompt blocks against held blocks. Raise it for a shorter time to first token."""
+    decode_active_request_weight: NonNegativeFloat = (
+        DEFAULT_COST_SETTINGS.decode_active_request_weight
     )
-    overlap_score_credit_decay: float = field(
-        default=DEFAULT_COST_SETTINGS.overlap_score_credit_decay,
-        metadata=setting(
-            "Raise it (1 halves the credit at one request's excess) when busy workers keep drawing "
-            "what they hold.",
-            check=at_least(0),
-        ),
+    """Blocks added to the load for each running request. Raise it for long responses."""
+    host_cache_hit_weight: Share = DEFAULT_COST_SETTINGS.host_cache_hit_weight
+    """Credit of a block that is only in host memory."""
+    disk_cache_hit_weight: Share = DEFAULT_COST_SETTINGS.disk_cache_hit_weight
+    """Credit of a block that is only on disk."""
+    router_temperature: NonNegativeFloat = DEFAULT_COST_SETTINGS.router_temperature
+    """Above 0 the router samples workers by cost instead of choosing the cheapest. For
+    experiments."""
+    assume_kv_reuse: bool = DEFAULT_COST_SETTINGS.assume_kv_reuse
+    """Count cached blocks as already in use. Set it if prompts share much."""
+    track_prefill_tokens: bool = DEFAULT_COST_SETTINGS.track_prefill_tokens
+    """Count uncached prompt tokens as load. Unset it if prefill costs nothing."""
+    track_active_blocks: bool = DEFAULT_COST_SETTINGS.track_active_blocks
+    """Count held blocks as load. Unset it if workers never run out of blocks."""
+    recent_miss_weight: NonNegativeFloat = DEFAULT_COST_SETTINGS.recent_miss_weight
+    """Weight of a worker's recent prefill work in its cost. 0: an idle worker that has a common
+    prefix attracts all prompts with it."""
+    recent_miss_half_life_s: PositiveFloat = DEFAULT_COST_SETTINGS.recent_miss_half_life_s
+    """Seconds after which recent prefill work counts half."""
+    kv_events: bool = True
+    """Track the KV events of the engines. Unset it if no engine publishes them: the router then
+    approximates caches from its own decisions, which other routers do not see."""
+    router_ttl_secs: PositiveFloat = _APPROX_DEFAULTS.ttl_s
+    """Seconds an approximate entry counts, for workers without KV events. About as long as a prompt
+    stays cached there."""
+    router_max_tree_size: PositiveInt = _APPROX_DEFAULTS.blocks_max
+    """Maximum of approximate blocks over all workers, about 230 bytes each. Lower it on small
+    hosts."""
+    router_prune_target_ratio: Annotated[float, Field(gt=0, le=1)] = (
+        _APPROX_DEFAULTS.prune_target_ratio
     )
-    prefill_load_scale: float = field(
-        default=DEFAULT_COST_SETTINGS.prefill_load_scale,
-        metadata=setting(
-            "Weight of prompt blocks against blocks held; raise it for time to first token.",
-            check=at_least(0),
-        ),
+    """Share of router_max_tree_size that remains after pruning. Lower it to prune less often."""
+    router_predicted_ttl_secs: NonNegativeFloat = 0.0
+    """Above 0, the blocks of a prompt count as cached for so many seconds after the decision, at
+    the router that decided, before KV events confirm them. Try 5 if requests with a common prefix
+    arrive in bursts."""
+    session_affinity_ttl_s: Annotated[float, AfterValidator(_validate_ttl)] = (
+        DEFAULT_POLICY.session_ttl_s
     )
-    decode_active_request_weight: float = field(
-        default=DEFAULT_COST_SETTINGS.decode_active_request_weight,
-        metadata=setting(
-            "Blocks that a running request counts beside its own; raise it for long answers.",
-            check=at_least(0),
-        ),
+    """Seconds an idle session stays on its worker. About the longest pause of a user. 0: requests
+    that name a session are refused."""
+    session_affinity_mode: AffinityMode = DEFAULT_POLICY.session_mode
+    """hard: only the worker of the session serves it, while that worker exists. soft: another one
+    serves it if that worker is not eligible, or has no capacity and others have."""
+    lora_residency: LoraResidency = DEFAULT_POLICY.lora_residency
+    """required: adapters run only where they are resident. preferred: also on other workers if no
+    worker has them, for engines that load adapters on request."""
+    kv_transfer_domain: Annotated[str, AfterValidator(_validate_domain)] = (
+        DEFAULT_POLICY.domain.name
     )
-    host_cache_hit_weight: float = field(
-        default=DEFAULT_COST_SETTINGS.host_cache_hit_weight,
-        metadata=setting("Credit of a block held in host memory only.", check=between(0.0, 1.0)),
-    )
-    disk_cache_hit_weight: float = field(
-        default=DEFAULT_COST_SETTINGS.disk_cache_hit_weight,
-        metadata=setting("Credit of a block held on disk only.", check=between(0.0, 1.0)),
-    )
-    router_temperature: float = field(
-        default=DEFAULT_COST_SETTINGS.router_temperature,
-        metadata=setting(
-            "Above 0, workers are drawn by cost instead of taking the cheapest; for experiments.",
-            check=at_least(0),
-        ),
-    )
-    assume_kv_reuse: bool = field(
-        default=DEFAULT_COST_SETTINGS.assume_kv_reuse,
-        metadata=setting("Count cached blocks as in use already; set it where prompts share much."),
-    )
-    track_prefill_tokens: bool = field(
-        default=DEFAULT_COST_SETTINGS.track_prefill_tokens,
-        metadata=setting("Charge prompts to be computed; unset it where prefill costs nothing."),
-    )
-    track_active_blocks: bool = field(
-        default=DEFAULT_COST_SETTINGS.track_active_blocks,
-        metadata=setting("Charge blocks held; unset it where workers never run out of them."),
-    )
-    recent_miss_weight: float = field(
-        default=DEFAULT_COST_SETTINGS.recent_miss_weight,
-        metadata=setting(
-            "How much a worker's recent prefill counts against it; 0 lets idle workers with a "
-            "common beginning of prompts draw all of them.",
-            check=at_least(0),
-        ),
-    )
-    recent_miss_half_life_s: float = field(
-        default=DEFAULT_COST_SETTINGS.recent_miss_half_life_s,
-        metadata=setting("After this, recent prefill counts half.", check=_positive_problem),
-    )
-    kv_events: bool = field(
-        default=True,
-        metadata=setting(
-            "Follow what engines tell of their caches; unset it where none can, to guess from "
-            "this router's own decisions instead, of which other routers know nothing."
-        ),
-    )
-    router_ttl_secs: float = field(
-        default=_APPROX_DEFAULTS.ttl_s,
-        metadata=setting(
-            "Seconds a guess counts, for workers whose cache is not told; about as long as a "
-            "prompt survives there.",
-            check=_positive_problem,
-        ),
-    )
-    router_max_tree_size: int = field(
-        default=_APPROX_DEFAULTS.blocks_max,
-        metadata=setting(
-            "Blocks guessed at most, over all workers, some 230 bytes each; lower it on small "
-            "hosts.",
-            check=at_least(1),
-        ),
-    )
-    router_prune_target_ratio: float = field(
-        default=_APPROX_DEFAULTS.prune_target_ratio,
-        metadata=setting(
-            "Part of router_max_tree_size that is kept when it was reached; lower it to make "
-            "room more seldom.",
-            check=_fraction_problem,
-        ),
-    )
-    router_predicted_ttl_secs: float = field(
-        default=0.0,
-        metadata=setting(
-            "Above 0, a prompt's blocks count for this long from its decision on, before events "
-            "tell, at the router that decided; try 5 where requests with a common beginning come "
-            "in bursts.",
-            check=at_least(0),
-        ),
-    )
-    session_affinity_ttl_s: float = field(
-        default=DEFAULT_POLICY.session_ttl_s,
-        metadata=setting(
-            "How long an idle session stays bound to its worker; about as long as its users "
-            "pause. 0: requests that name a session are refused.",
-            check=_ttl_problem,
-        ),
-    )
-    session_affinity_mode: AffinityMode = field(
-        default=DEFAULT_POLICY.session_mode,
-        metadata=setting(
-            "hard: a session's worker or none, while it is there; soft: another one where its own "
-            "may not serve, or has no room and others have."
-        ),
-    )
-    lora_residency: LoraResidency = field(
-        default=DEFAULT_POLICY.lora_residency,
-        metadata=setting(
-            "required: adapters run where they are resident; preferred: elsewhere too if nobody "
-            "has them, for engines that load them when asked."
-        ),
-    )
-    kv_transfer_domain: str = field(
-        default=DEFAULT_POLICY.domain.name,
-        metadata=setting(
-            "Domain inside which KV goes from prefill to decode, such as zone with workers of "
-            "taint zone=a; set it where links between places are slow. Empty: anywhere.",
-            check=_domain_problem,
-        ),
-    )
-    kv_transfer_enforcement: Literal["required", "preferred"] = field(
-        default="required",
-        metadata=setting("preferred: pairs across places are allowed where load says so."),
-    )
-    kv_transfer_weight: float = field(
-        default=1.0,
-        metadata=setting(
-            "How much a preferred domain weighs, as a preferred taint does.",
-            check=between(0.0, 1.0),
-        ),
-    )
-    bypass_policy: BypassPolicy = field(
-        default=NO_BYPASS.policy,
-        metadata=setting(
-            "When a request that could be split is not: isl_bounding for prompts that are nearly "
-            "cached at decode, prefill_load while prefill is busy, isl_or_load for both."
-        ),
-    )
-    bypass_eff_isl_threshold: int = field(
-        default=NO_BYPASS.eff_isl_threshold,
-        metadata=setting(
-            "isl_bounding: fewer uncached tokens than this; what decode can compute unnoticed.",
-            check=at_least(0),
-        ),
-    )
-    bypass_eff_isl_ratio_threshold: float = field(
-        default=NO_BYPASS.eff_isl_ratio_threshold,
-        metadata=setting(
-            "isl_bounding: and a smaller part of the prompt than this; above 1: whatever part.",
-            check=at_least(0),
-        ),
-    )
-    bypass_prefill_busy_threshold: float | None = field(
-        default=NO_BYPASS.prefill_busy_threshold,
-        metadata=setting(
-            "prefill_load: more waits at the prefill worker than this many of its steps compute; "
-            "unset: queue_threshold.",
-            check=at_least(0),
-        ),
-    )
-    bypass_decode_busy_threshold: float | None = field(
-        default=NO_BYPASS.decode_busy_threshold,
-        metadata=setting(
-            "Bypass only to workers that use no more than this share of their KV blocks with it; "
-            "set it where decode runs near its limit.",
-            check=between(0.0, 1.0),
-        ),
-    )
-    track_output_blocks: bool = field(
-        default=False,
-        metadata=setting(
-            "Charge blocks that answers grow by; set it where answers are long against prompts."
-        ),
-    )
-    active_request_expiry_s: float = field(
-        default=BOOKING_EXPIRY_S,
-        metadata=setting(
-            "A booking that its frontend has not announced for so long is forgotten; frontends "
-            "announce theirs each 100 s.",
-            check=at_least(200),
-        ),
-    )
-    queue_threshold: float | None = field(
-        default=NO_QUEUE.threshold,
-        metadata=setting(
-            "Requests wait here while all their workers have more prompt tokens before them than "
-            "so many of their batches; set it (try 2) where priorities shall count. Unset: nobody "
-            "waits, and priorities have no effect here.",
-            check=at_least(0),
-        ),
-    )
-    queue_policy: QueuePolicy = field(
-        default=NO_QUEUE.policy,
-        metadata=setting(
-            "Who goes first of equal strict priority: fcfs by arrival; wspt the least work to "
-            "compute, for a low mean wait; lcfs the latest, for experiments."
-        ),
-    )
-    queue_requests_max: int = field(
-        default=NO_QUEUE.requests_max,
-        metadata=setting(
-            "Requests that may wait; beyond, callers are told to come again. About what your "
-            "workers prefill in queue_wait_max_s.",
-            check=between(1, QUEUE_REQUESTS_LIMIT),
-        ),
-    )
-    queue_tokens_max: int = field(
-        default=NO_QUEUE.tokens_max,
-        metadata=setting(
-            "Prompt tokens that may wait; the request that crosses it is let in, the next is not.",
-            check=at_least(1),
-        ),
-    )
-    queue_wait_max_s: float = field(
-        default=NO_QUEUE.wait_max_s,
-        metadata=setting(
-            "Longest wait, then callers are told to come again; what your clients put up with.",
-            check=_positive_problem,
-        ),
-    )
-    active_decode_blocks_threshold: float | None = field(
-        default=None,
-        metadata=setting(
-            "Workers that use more than this share of their KV blocks get no request; set it where "
-            "engines preempt when full.",
-            check=between(0.0, 1.0),
-        ),
-    )
-    active_prefill_tokens_threshold: int | None = field(
-        default=None,
-        metadata=setting(
-            "Workers with more prompt tokens to compute get no request; set it where late answers "
-            "are worse than refused ones.",
-            check=at_least(0),
-        ),
-    )
-    active_prefill_tokens_threshold_frac: float | None = field(
-        default=None,
-        metadata=setting(
-            "The same in batches of the worker; for unequal workers.", check=at_least(0)
-        ),
-    )
-    metrics_port: int | None = field(
-        default=None,
-        metadata=setting(
-            "Serve Prometheus metrics over HTTP on this port (0: any); set it to be scraped.",
-            check=between(0, 65535),
-        ),
-    )
+    """Domain within which KV moves from prefill to decode, such as zone for workers with the taint
+    zone=a. Set it if links between zones are slow. Empty: no limit."""
+    kv_transfer_enforcement: Literal["required", "preferred"] = "required"
+    """preferred: pairs across domains are allowed if the load requires it."""
+    kv_transfer_weight: Share = 1.0
+    """Weight of a preferred domain, as for a preferred taint."""
+    bypass_policy: BypassPolicy = NO_BYPASS.policy
+    """When decode computes a prompt that could be split: isl_bounding for prompts that are nearly
+    cached at decode, prefill_load while prefill is busy, isl_or_load for both."""
+    bypass_eff_isl_threshold: NonNegativeInt = NO_BYPASS.eff_isl_threshold
+    """isl_bounding: bypass if fewer tokens than this are uncached. About what decode computes
+    without a noticeable delay."""
+    bypass_eff_isl_ratio_threshold: NonNegativeFloat = NO_BYPASS.eff_isl_ratio_threshold
+    """isl_bounding: and if a smaller share of the prompt is uncached. Above 1: any share."""
+    bypass_prefill_busy_threshold: NonNegativeFloat | None = NO_BYPASS.prefill_busy_threshold
+    """prefill_load: bypass if more work is queued at the prefill worker than it computes in so many
+    steps. Unset: queue_threshold."""
+    bypass_decode_busy_threshold: Share | None = NO_BYPASS.decode_busy_threshold
+    """Bypass only to workers that use at most this share of their KV blocks, including the request.
+    Set it if decode runs near its limit."""
+    track_output_blocks: bool = False
+    """Count the blocks of generated tokens as load. Set it if responses are long against
+    prompts."""
+    active_request_expiry_s: Annotated[float, Field(ge=200)] = BOOKING_EXPIRY_S
+    """Seconds after which the router frees a booking that its frontend has not registered again.
+    Frontends register theirs every 100 s."""
+    queue_threshold: NonNegativeFloat | None = NO_QUEUE.threshold
+    """Queue a request while all its workers have more uncomputed prompt tokens than so many of
+    their batches. Set it (try 2) if priorities matter. Unset: no queue, and priorities have no
+    effect in the router."""
+    queue_policy: QueuePolicy = NO_QUEUE.policy
+    """Order within a strict priority: fcfs by arrival; wspt the least prefill work first, for a low
+    mean wait; lcfs the latest first, for experiments."""
+    queue_requests_max: Annotated[int, Field(ge=1, le=QUEUE_REQUESTS_LIMIT)] = NO_QUEUE.requests_max
+    """Maximum of queued requests; further requests are refused. About what the workers prefill in
+    queue_wait_max_s."""
+    queue_tokens_max: PositiveInt = NO_QUEUE.tokens_max
+    """Maximum of queued prompt tokens. The request that crosses it is still queued, the next one is
+    refused."""
+    queue_wait_max_s: PositiveFloat = NO_QUEUE.wait_max_s
+    """Longest time in the queue in seconds; then the request is refused."""
+    active_decode_blocks_threshold: Share | None = None
+    """Workers that use more than this share of their KV blocks receive no request. Set it if
+    engines preempt when full."""
+    active_prefill_tokens_threshold: NonNegativeInt | None = None
+    """Workers with more uncomputed prompt tokens receive no request. Set it if a late response is
+    worse than a refused request."""
+    active_prefill_tokens_threshold_frac: NonNegativeFloat | None = None
+    """The same limit in batches of the worker, for workers of different size."""
+    metrics_port: Port | None = None
+    """Port for Prometheus metrics over HTTP (0: any). Unset: no metrics server."""
 
     def problems(self) -> list[str]:
-        """See ServiceConfig."""
-        found = ServiceConfig.problems(self)
+        found = super().problems()
         if self.kv_transfer_enforcement == "preferred" and not self.kv_transfer_domain:
-            found.append("kv_transfer_domain: kv_transfer_enforcement needs one to prefer")
+            found.append("kv_transfer_domain: required by --kv-transfer-enforcement=preferred")
         if self.bypass_policy in LOAD_POLICIES and self._prefill_busy_threshold is None:
             found.append(
-                f"bypass_prefill_busy_threshold: {self.bypass_policy} needs it, or queue_threshold"
+                f"bypass_prefill_busy_threshold: --bypass-policy={self.bypass_policy} requires it,"
+                " or --queue-threshold"
             )
-        return found + unused_settings(self)
+        return found
 
     @property
     def policy(self) -> Policy:
-        """What holds for placements beside the cost."""
+        """Constraints of placements, in addition to the cost."""
         is_preferred = self.kv_transfer_enforcement == "preferred"
         return Policy(
             session_ttl_s=self.session_affinity_ttl_s,
@@ -432,7 +270,7 @@ class RouterConfig(ServiceConfig):
 
     @property
     def index_settings(self) -> IndexSettings:
-        """Which ways to know the caches these fields choose."""
+        """How the router tracks caches."""
         return derive_index_settings(
             overlap_score_credit=self.overlap_score_credit,
             uses_overlap_elsewhere=self._uses_overlap_elsewhere,
@@ -447,7 +285,7 @@ class RouterConfig(ServiceConfig):
 
     @property
     def _uses_overlap_elsewhere(self) -> bool:
-        """Whether a knob that is set, beside overlap_score_credit, asks what caches hold."""
+        """Whether a setting other than overlap_score_credit needs to know cached blocks."""
         lower_tiers = ("host_cache_hit_weight", "disk_cache_hit_weight")
         return (
             self.assume_kv_reuse
@@ -460,7 +298,7 @@ class RouterConfig(ServiceConfig):
 
     @property
     def cost_settings(self) -> CostSettings:
-        """Those of the fields that are knobs of the cost."""
+        """The fields that belong to the cost."""
         return CostSettings(
             **{spec.name: getattr(self, spec.name) for spec in fields(CostSettings)}
         )

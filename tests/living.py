@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from common.service.lifecycle import App, HealthReporter, Lifecycle
+from common.service.health import HealthReporter
+from common.service.lifecycle import App, Lifecycle
 
 # Nothing here takes seconds; a loaded machine may.
 WAIT_S = 30.0

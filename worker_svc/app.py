@@ -1,14 +1,11 @@
-"""The worker's composition root: knows all the parts and wires them."""
+"""Builds a worker from its parts."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from random import SystemRandom
 
 import structlog
 
@@ -16,16 +13,15 @@ from common.errors import Conflict, InternalError, MeshError
 from common.kv.events import Partition, Source
 from common.kv.hashing import DEFAULT_BLOCK_SIZE, HASH_SCHEME_ID, PrefixHasher
 from common.registry.card import ModelCard
-from common.registry.instances import Instance, KvIndex, new_instance_id
-from common.registry.open import health_check_meta, open_registry
-from common.registry.registry import Lease, Registry
+from common.registry.instances import Instance, KvIndex
+from common.registry.registry import Registry
 from common.rpc import channel as rpc
-from common.rpc.interceptors import RunningCalls
+from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
-from common.service.metrics_server import serve_metrics
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from worker_svc.card import build_card, card_differences, read_vocab_size
 from worker_svc.config import WorkerConfig
+from worker_svc.engines.build import build_engine, resolve_model_dir
 from worker_svc.engines.contract import (
     KV_EVENTS_OFF,
     EngineConfig,
@@ -33,11 +29,8 @@ from worker_svc.engines.contract import (
     LLMEngine,
     PagedEngine,
 )
-from worker_svc.engines.echo import EchoConfig, EchoEngine
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR, SimConfig, SimEngine
-from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.transfer_server import SimHandoffConfig
-from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, Normalizer, SourceFeed
+from worker_svc.kv_events.event_log import SourceFeed
+from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, Normalizer
 from worker_svc.kv_events.publisher import Publisher
 from worker_svc.metrics import worker_registry
 from worker_svc.serving.attach_server import AttachServer
@@ -47,14 +40,14 @@ from worker_svc.serving.service import EngineServicer
 from worker_svc.tracing import GenerateSpans
 
 SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
-# How long the last frames of ended requests may take to reach their frontends.
+# Time for the last frames of ended requests to reach their frontends.
 FINAL_FRAMES_TIMEOUT_S = 1.0
 
 log = structlog.get_logger()
 
 
-class WorkerApp:
-    """One worker process. registry, engine: by default as configured."""
+class WorkerApp(ServiceApp[WorkerConfig]):
+    """One worker process; see `ServiceApp`. engine: None for the configured one."""
 
     def __init__(
         self,
@@ -64,26 +57,18 @@ class WorkerApp:
         registry: Registry | None = None,
         engine: LLMEngine | None = None,
     ) -> None:
-        self._config = config
-        self._security = rpc.security_from_config(config)
-        self._registry = open_registry(config) if registry is None else registry
-        self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
+        super().__init__("worker", config, instance_id=instance_id, registry=registry)
         self.engine = build_engine(config) if engine is None else engine
         self._engine_name = config.engine if engine is None else type(engine).__name__
         self.runner = Runner(self.engine, max_requests=config.requests_max, role=config.role)
         self._attach = AttachServer(self.instance_id, self.runner)
-        self._calls = RunningCalls()
-        self._server = rpc.server(security=self._security, calls=self._calls)
         self._engine_started = False
         self._card: ModelCard | None = None
-        self._instance: Instance | None = None
-        self._lease: Lease | None = None
+        self._registered_instance: Instance | None = None
         self.publisher: Publisher | None = None
-        self._close_metrics: Callable[[], Awaitable[None]] | None = None
-        self.address = ""
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
-        """Start the engine, make its card, bind, serve."""
+        """Starts the engine, builds its card and serves gRPC."""
         config = self._config
         self._engine_started = True
         started_at = time.monotonic()
@@ -98,22 +83,16 @@ class WorkerApp:
             build_card, resolve_model_dir(config), engine_config, config.serve
         )
         self.runner.card_checksum = self._card.checksum
-        # After the card, which is the same on workers that publish and on those that do not.
+        # After the card: it is the same on workers with and without KV events.
         engine_config = self._resolve_kv_index(engine_config)
         self.publisher = self._build_publisher(engine_config, self._card)
-        port = rpc.bind(self._server, config.host, config.port, security=self._security)
-        self.address = rpc.join_address(config.advertise_host or config.host, port)
-        self._instance = replace(
-            self._instance_of(engine_config, self._card),
-            meta=health_check_meta(config, self.address, lifecycle.health.port),
-        )
-        self.runner.spans = GenerateSpans(
-            self._card.name, self._instance.role, clock=time.monotonic
-        )
+        self._bind(lifecycle, [SERVICE_NAME])
+        self._registered_instance = self._instance_of(engine_config, self._card)
+        self.runner.spans = GenerateSpans(self._card.name, config.role, clock=time.monotonic)
         servicer = EngineServicer(
             self.runner,
             self._attach,
-            self._current_instance,
+            self._instance,
             engine_config,
             self._engine_name,
             self._card,
@@ -121,16 +100,15 @@ class WorkerApp:
             vocab_size=await asyncio.to_thread(read_vocab_size, self._card),
         )
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, self._server)
-        rpc.add_health(self._server, lifecycle.health.servicer)
-        rpc.enable_reflection(self._server, [SERVICE_NAME])
         await self._server.start()
         lifecycle.spawn(self.publisher.run(), name="kv publisher")
         await lifecycle.health.set(SERVICE_NAME, True)
         self._watch_engine(lifecycle)
-        return ServiceInfo(str(self.instance_id), {"grpc": self.address, **self._serve_metrics()})
+        self._serve_metrics(worker_registry(self.runner), config.metrics_port)
+        return self._info()
 
     def _watch_engine(self, lifecycle: Lifecycle) -> None:
-        """An idle engine has to answer probes, or the worker says that it does not serve."""
+        """Probes an idle engine; without an answer, health is NOT_SERVING."""
         if not self._config.canary_idle_s:
             return
 
@@ -138,19 +116,19 @@ class WorkerApp:
             for service in ("", SERVICE_NAME):
                 await lifecycle.health.set(service, is_alive)
 
-        canary = EngineProbe(
+        probe = EngineProbe(
             self.runner,
             set_serving,
             lifecycle.spawn,
             idle_s=self._config.canary_idle_s,
             timeout_s=self._config.canary_timeout_s,
         )
-        lifecycle.spawn(canary.run(), name="canary")
+        lifecycle.spawn(probe.run(), name="engine probe")
 
     def _resolve_kv_index(self, engine: EngineConfig) -> EngineConfig:
-        """What is advertised: an engine's events count when they are published.
+        """The config with the `kv_index` to advertise: `events` only if events are published.
 
-        A cache of which nobody is told is worth guessing at; one that is not there is not.
+        Routers approximate a cache without events. An engine without pages has no cache.
         """
         if engine.kv_index != "events":
             return engine
@@ -164,7 +142,7 @@ class WorkerApp:
         return engine
 
     def _build_publisher(self, engine: EngineConfig, card: ModelCard) -> Publisher:
-        """Publishes events where there are any, and load in any case."""
+        """Publishes load, and KV events if the engine has them."""
         block_size = engine.kv_cache_block_size or DEFAULT_BLOCK_SIZE
         mesh_key = self._config.mesh_key.encode()
 
@@ -178,8 +156,8 @@ class WorkerApp:
             )
 
         paged_engine = self.engine if isinstance(self.engine, PagedEngine) else None
-        # Without pages the feeds stay empty, and any rules will do.
-        rules = KvEventFormat(block_size, block_size, DuplicatePolicy.IDEMPOTENT)
+        # Without pages the feeds stay empty, and the format does not matter.
+        unused_format = KvEventFormat(block_size, block_size, DuplicatePolicy.IDEMPOTENT)
         has_kv_events = engine.kv_index == "events"
         publisher = Publisher(
             self.instance_id,
@@ -188,7 +166,8 @@ class WorkerApp:
                 rank: SourceFeed(
                     Source(self.instance_id, rank),
                     Normalizer(
-                        paged_engine.kv_event_format if paged_engine else rules, hasher_factory
+                        paged_engine.kv_event_format if paged_engine else unused_format,
+                        hasher_factory,
                     ),
                 )
                 for rank in range(engine.dp_size)
@@ -202,26 +181,14 @@ class WorkerApp:
             paged_engine.publish_to(publisher)
         return publisher
 
-    def _serve_metrics(self) -> dict[str, str]:
-        if self._config.metrics_port is None:
-            return {}
-        address, self._close_metrics = serve_metrics(
-            worker_registry(self.runner), self._config.host, self._config.metrics_port
-        )
-        return {"metrics": address}
-
-    def _current_instance(self) -> Instance:
-        assert self._instance is not None, "the server starts after it is known"
-        return self._instance
+    def _instance(self) -> Instance:
+        assert self._registered_instance is not None, "the server starts after this is built"
+        return self._registered_instance
 
     def _instance_of(self, engine: EngineConfig, card: ModelCard) -> Instance:
         endpoint = engine.disaggregated_endpoint or (None, None)
-        return Instance(
-            id=self.instance_id,
-            namespace=self._config.namespace,
-            service="worker",
+        return self._build_instance(
             stable_name=self._config.stable_name,
-            address=self.address,
             model=card.name,
             card_checksum=card.checksum,
             role=self._config.role,
@@ -241,12 +208,12 @@ class WorkerApp:
         )
 
     async def register(self) -> None:
-        """Become known, the card first."""
+        """Adds the card, then this process, to the registry."""
         assert self._card is not None
         card = self._card.without_inline_bytes(larger_than_bytes=self._config.card_inline_bytes)
         await self._registry.put_card(card)
         try:
-            self._lease = await self._registry.register(self._current_instance())
+            await super().register()
         except Conflict as error:
             if not (
                 mismatch := await self._card_differences(
@@ -255,16 +222,16 @@ class WorkerApp:
             ):
                 raise
             raise Conflict(
-                f"{error.message}: {mismatch}. All workers of a model must be alike in "
-                "this: change it "
-                "here, or choose another --model-name or --namespace, or stop the others first",
+                f"{error.message}: {mismatch}. All workers of a model must be equal in this:"
+                " change it here, or choose another --model-name or --namespace, or stop the other"
+                " workers first",
                 field=error.field,
                 reason=error.reason,
                 metadata=error.metadata,
             ) from error
 
     async def _card_differences(self, card: ModelCard, checksum: str | None) -> str:
-        """What tells our card from the one that is served; "" where that cannot be had."""
+        """Differences between our card and the served one; "" if that is not available."""
         if checksum is None:
             return ""
         try:
@@ -274,13 +241,8 @@ class WorkerApp:
             return ""
         return "; ".join(card_differences(card, served))
 
-    async def deregister(self) -> None:
-        """Become unknown."""
-        if self._lease is not None:
-            await self._lease.close()
-
     async def drain(self, grace_s: float) -> Sequence[str]:
-        """Refuse new requests, let the running ones end, then let transfers end."""
+        """Refuses new requests, waits for running ones, then for transfers."""
         self.runner.is_draining = True
         unfinished = []
         try:
@@ -290,97 +252,25 @@ class WorkerApp:
             unfinished = [f"{self.runner.open_requests} requests"]
         try:
             await self.engine.drain()
-        except Exception:  # S4-41: shutdown goes on
+        except Exception:  # S4-41: the shutdown continues.
             log.exception("engine_drain_failed")
         self._attach.end()
         return [*unfinished, *await rpc.stop(self._server, FINAL_FRAMES_TIMEOUT_S, self._calls)]
 
     async def close(self) -> None:
-        """End the engine, close the server and the registry."""
+        """Ends the engine, closes servers and registry."""
         try:
             await self._server.stop(None)
             if self._engine_started:
                 await self.engine.cleanup()
         finally:
-            await self._registry.close()
+            await super().close()
 
 
 def parse_kv_index(engine: EngineConfig) -> KvIndex:
-    """The engine's kv_index, if it is one. Raises Bug."""
+    """The engine's `kv_index`. Raises InternalError for an unknown value."""
     match engine.kv_index:
         case "events" | "approx" | "none" as known:
             return known
         case other:
-            raise InternalError(f"the engine says kv_index {other!r}")
-
-
-def build_engine(config: WorkerConfig) -> LLMEngine:
-    """The engine a configuration names."""
-    if config.engine == "echo":
-        return EchoEngine(EchoConfig(model=config.default_model_name))
-    if config.engine == "sglang":
-        return build_sglang_engine(config)
-    return SimEngine(
-        SimConfig(
-            model=config.default_model_name,
-            model_dir=config.model_path or SIM_MODEL_DIR,
-            context_length=config.context_length,
-            block_size=config.block_size,
-            total_kv_blocks=config.total_kv_blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_waiting=config.requests_max,
-            timing=Timing(
-                base_s=config.step_ms / 1000,
-                prefill_token_s=1 / config.prefill_tokens_per_s,
-                speedup=config.speedup,
-            ),
-            mesh_key=config.mesh_key.encode(),
-            loras=frozenset(config.loras),
-            handoff=SimHandoffConfig(
-                role=config.role,
-                mode=config.handoff,
-                host=config.host,
-                port=config.bootstrap_port,
-                advertise_host=config.advertise_host or "",
-                transfer_group=config.transfer_group,
-                local_prefill=config.local_prefill,
-                gb_per_s=config.transfer_gb_per_s,
-                timeout_s=config.handoff_timeout_s,
-            ),
-        ),
-        clock=time.monotonic,
-    )
-
-
-def build_sglang_engine(config: WorkerConfig) -> LLMEngine:
-    """SGLang; imported here, since other workers do not have it."""
-    from worker_svc.engines.sglang.engine import SglangConfig, SglangEngine
-
-    return SglangEngine(
-        SglangConfig(
-            model=config.default_model_name,
-            model_path=config.model_path,
-            role=config.role,
-            block_size=config.block_size,
-            context_length=config.context_length,
-            host=config.host,
-            advertise_host=config.advertise_host or "",
-            bootstrap_port=config.bootstrap_port,
-            handoff_timeout_s=config.handoff_timeout_s,
-            transfer_group=config.transfer_group,
-            kv_events=config.kv_events,
-            engine_args=json.loads(config.engine_args or "{}"),
-        )
-    )
-
-
-def resolve_model_dir(config: WorkerConfig) -> Path:
-    """Where the card's files are."""
-    if config.model_path is not None:
-        return config.model_path
-    if config.engine == "sglang":
-        from worker_svc.engines.sglang.make_model import TINY_MODEL_DIR
-
-        return TINY_MODEL_DIR
-    return SIM_MODEL_DIR
+            raise InternalError(f"the engine reports kv_index {other!r}")

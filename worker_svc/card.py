@@ -1,4 +1,4 @@
-"""The model card of a folder: what frontends need of it to speak for the model."""
+"""Builds the model card of a model folder: the files and sizes that frontends need."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ _REQUIRED_FILES = ("tokenizer.json", "tokenizer_config.json")
 _OPTIONAL_FILES = ("generation_config.json", "chat_template.jinja", "config.json")
 
 
-# What some fields of a card follow from.
+# CLI flags that set a field of the card.
 _CARD_SETTINGS = {
     "model_type": "--serve",
     "context_length": "--context-length",
     "kv_block_size": "--block-size",
 }
 
-# What a worker of tokens can be asked for.
+# Endpoints that a worker of token ids can serve.
 ENDPOINT_KINDS = ("chat", "completions")
 
 
 def served_model_type(kinds: Sequence[str]) -> ModelType:
-    """The kinds as a card has them. Raises ValueError for none, or one that is none of KINDS."""
+    """Returns the endpoints as flags. Raises ValueError for an unknown one or an empty list."""
     for kind in kinds:
         if kind not in ENDPOINT_KINDS:
-            raise ValueError(f"{kind!r} is none of {', '.join(ENDPOINT_KINDS)}")
+            raise ValueError(f"{kind!r} is not one of {', '.join(ENDPOINT_KINDS)}")
     if not kinds:
         raise ValueError(f"name at least one of {', '.join(ENDPOINT_KINDS)}")
     return parse_model_type(kinds)
 
 
 def find_missing_files(folder: Path) -> list[str]:
-    """The files that a card needs and the folder has not."""
+    """Returns the required files that the folder lacks."""
     return [name for name in _REQUIRED_FILES if not (folder / name).is_file()]
 
 
 def build_card(
     folder: Path, config: EngineConfig, kinds: Sequence[str] = ENDPOINT_KINDS
 ) -> ModelCard:
-    """The card, its artifacts inline. kinds: see `served_model_type`.
+    """Returns the card with its artifacts inline. kinds: see `served_model_type`.
 
-    Raises InvalidRequest naming a file that is missing.
+    Raises InvalidRequest naming a missing file.
     """
     if missing := find_missing_files(folder):
         raise InvalidRequest(f"{folder} has no {missing[0]}", "model_path")
@@ -66,7 +66,7 @@ def build_card(
 
 
 def card_differences(card: ModelCard, other: ModelCard) -> list[str]:
-    """What tells two cards apart, field by field: "kv_block_size (--block-size) 32, not 16"."""
+    """Returns the differences of two cards by field: "kv_block_size (--block-size) 32, not 16"."""
     found = []
     for spec in fields(ModelCard):
         ours, theirs = getattr(card, spec.name), getattr(other, spec.name)
@@ -82,7 +82,7 @@ def card_differences(card: ModelCard, other: ModelCard) -> list[str]:
     return found
 
 
-# Any: the value of whatever field of a card.
+# Any: the value of any field of a card.
 def _format_value(value: Any) -> str:
     if isinstance(value, ModelType):
         return ",".join(str(flag.name).lower() for flag in value)
@@ -90,7 +90,7 @@ def _format_value(value: Any) -> str:
 
 
 def read_vocab_size(card: ModelCard) -> int | None:
-    """Token ids of the card's tokenizer.json are below this; None: that file does not say."""
+    """Returns the largest id of tokenizer.json plus 1; None if the file does not list them."""
     try:
         tokenizer = json.loads(card.artifacts["tokenizer.json"].inline or b"")
         vocab = tokenizer["model"]["vocab"]
@@ -102,7 +102,7 @@ def read_vocab_size(card: ModelCard) -> int | None:
 
 
 def _eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """From generation_config.json, else config.json, as Hugging Face does."""
+    """Returns the ids of generation_config.json, else of config.json, as Hugging Face does."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         value = _read_json_object(path).get("eos_token_id") if path.is_file() else None
@@ -111,7 +111,7 @@ def _eos_token_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-# Any: a JSON object of somebody's model.
+# Any: a JSON object of a model.
 def _read_json_object(path: Path) -> dict[str, Any]:
     value = json.loads(path.read_bytes())
     if not isinstance(value, dict):

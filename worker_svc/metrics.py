@@ -1,4 +1,4 @@
-"""The worker's metrics, read from the runner and the engine when they are scraped."""
+"""The worker's metrics, read from the runner and the engine at scrape time."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from common.kv.load import Load
 from worker_svc.serving.runner import Runner
 
 PREFIX = "kvmesh_worker"
-# How requests leave the runner, and what else it counts.
+# Outcomes of requests, and the runner's other counters.
 OUTCOMES = (
     *("accepted", "rejected", "finished", "stopped", "failed", "closed"),
     *("stops_forced", "aborts_deferred"),
 )
 _GAUGES: dict[str, tuple[str, Callable[[Load], float]]] = {
     "running_requests": ("Requests being computed", lambda load: load.running),
-    "waiting_requests": ("Requests accepted and not yet computed", lambda load: load.waiting),
-    "waiting_tokens": ("Prompt tokens that wait for prefill", lambda load: load.waiting_tokens),
+    "waiting_requests": ("Requests accepted and not yet scheduled", lambda load: load.waiting),
+    "waiting_tokens": ("Prompt tokens waiting for prefill", lambda load: load.waiting_tokens),
     "kv_used_blocks": ("KV blocks of running requests", lambda load: load.kv_used_blocks),
-    "kv_total_blocks": ("KV blocks there are", lambda load: load.kv_total_blocks or 0),
-    "rooms_open": ("Handoffs under way", lambda load: load.rooms_open),
+    "kv_total_blocks": ("Total KV blocks", lambda load: load.kv_total_blocks or 0),
+    "rooms_open": ("KV handoffs in progress", lambda load: load.rooms_open),
     "engine_step": ("Engine steps since start", lambda load: load.engine_step),
 }
 
 
 class RunnerCollector(Collector):
-    """Everything of one worker; `dp_rank` is the only label that is not of a fixed set."""
+    """All metrics of one worker; `dp_rank` is the only label without a fixed set of values."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """See prometheus_client."""
+        """Yields the metric families."""
         requests = CounterMetricFamily(
-            f"{PREFIX}_requests", "Requests by what became of them", labels=("outcome",)
+            f"{PREFIX}_requests", "Requests by outcome", labels=("outcome",)
         )
         for outcome in OUTCOMES:
             requests.add_metric((outcome,), self._runner.counters[outcome])
@@ -50,10 +50,10 @@ class RunnerCollector(Collector):
         probes.add_metric(("failed",), failed)
         yield probes
         yield GaugeMetricFamily(
-            f"{PREFIX}_open_requests", "Requests inside", self._runner.open_requests
+            f"{PREFIX}_open_requests", "Requests admitted and not ended", self._runner.open_requests
         )
         engine = CounterMetricFamily(
-            f"{PREFIX}_engine", "What the engine counts, by name", labels=("name",)
+            f"{PREFIX}_engine", "Counters of the engine, by name", labels=("name",)
         )
         for name, count in sorted(self._runner.counts().items()):
             if name.startswith("engine_"):
@@ -68,7 +68,7 @@ class RunnerCollector(Collector):
 
 
 def worker_registry(runner: Runner) -> CollectorRegistry:
-    """A registry of its own with the worker's metrics."""
+    """Returns a registry with the worker's metrics only."""
     registry = CollectorRegistry()
     registry.register(RunnerCollector(runner))
     return registry

@@ -1,7 +1,7 @@
-"""The `engine.generate` span of a leg, observed from outside the engine.
+"""The `engine.generate` span of a leg, measured outside the engine.
 
-A leg whose caller is not sampled makes no span at all. Prefill's span has the id that the frontend
-assigned at routing, so decode's can begin with a link to it although both run at once.
+An unsampled caller gets no span. The frontend assigns the id of prefill's span at routing, so
+decode's span can begin with a link to it although both run at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SPAN_NAME = "engine.generate"
 
 
 class GenerateSpans:
-    """Starts the spans of one worker. clock: monotonic seconds."""
+    """Starts the spans of one worker. clock: returns monotonic seconds."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class GenerateSpans:
         self._tracer = trace.get_tracer("kvmesh.worker") if tracer is None else tracer
 
     def start(self, leg_request: LegRequest) -> GenerateSpan | None:
-        """The span of an order; None where its caller is not sampled."""
+        """Returns the span of a leg; None if its caller is not sampled."""
         parent = telemetry.context_from_traceparent(leg_request.traceparent)
         if parent is None or not telemetry.is_sampled(parent):
             return None
@@ -69,7 +69,7 @@ class GenerateSpans:
 
 
 class GenerateSpan:
-    """One running span; ends exactly once."""
+    """One open span; it ends exactly once."""
 
     def __init__(self, span: trace.Span, clock: Callable[[], float]) -> None:
         self._span = span
@@ -80,7 +80,7 @@ class GenerateSpan:
         self._gaps_ms: list[float] = []
 
     def output(self, output: LLMEngineOutput) -> None:
-        """The engine said something."""
+        """Records one output of the engine."""
         count = len(output.token_ids)
         if not count:
             return
@@ -93,7 +93,7 @@ class GenerateSpan:
         self._tokens += count
 
     def end(self, terminal: LLMEngineOutput) -> None:
-        """The engine ended the request."""
+        """Ends the span with the terminal chunk."""
         is_cancelled = terminal.finish_reason is FinishReason.CANCELLED
         reason = terminal.finish_reason.value if terminal.finish_reason is not None else ""
         usage = terminal.completion_usage
@@ -104,14 +104,14 @@ class GenerateSpan:
         self._close(reason, is_cancelled)
 
     def fail(self, error: MeshError) -> None:
-        """The request failed."""
+        """Ends the span with an error."""
         self._span.set_attribute("error_kind", error.kind)
         self._span.set_attribute("error.type", type(error).__name__)
         self._span.set_status(trace.StatusCode.ERROR, error.message)
         self._close("error", False)
 
     def drop(self) -> None:
-        """Nobody listens any more: the stream was closed."""
+        """Ends the span of a stream that the caller closed."""
         self._span.set_status(trace.StatusCode.ERROR, "dropped")
         self._close("dropped", True)
 
@@ -131,6 +131,6 @@ class GenerateSpan:
 
 
 def _nearest_rank(ascending: list[float], quantile: float) -> float:
-    """The smallest value that at least `quantile` of all values do not exceed."""
+    """Returns the smallest value that at least `quantile` of all values do not exceed."""
     rank = -int(-quantile * len(ascending) // 1)
     return ascending[max(0, rank - 1)]

@@ -1,11 +1,8 @@
-"""What the KV index is told: sources, batches of events, snapshots (pure).
+"""Input of the KV index: sources, batches of events, snapshots. Pure.
 
 The sets of a source are canonical: prefix hashes of `common/kv/hashing.py`, prefix-closed after
-every
-event (a block is announced after its parent and withdrawn before it), cumulative over tiers
-(device; device and host; and disk). `worker_svc/kv_events/normalizer.py` makes them so; everybody
-else
-may rely on it.
+every event (a block is stored after its parent and removed before it), cumulative over tiers
+(device; device and host; all three). `worker_svc/kv_events/normalizer.py` ensures this.
 """
 
 from __future__ import annotations
@@ -21,20 +18,23 @@ import numpy.typing as npt
 Hashes = npt.NDArray[np.uint64]
 
 EMPTY_HASHES: Hashes = np.empty(0, dtype=np.uint64)
-# Most hashes in one chunk of a snapshot.
+# Largest number of hashes in one snapshot chunk.
 SNAPSHOT_CHUNK_BLOCKS = 4096
 
 
 class Tier(IntEnum):
-    """Where a block lies. A block on a tier counts for all tiers above that number too."""
+    """Location of a block. A block on a tier counts for all tiers of higher numbers too."""
 
     DEVICE = 0
     HOST = 1
     DISK = 2
 
 
+SOURCE_STATES = frozenset({"exact", "gapped", "stale", "degraded", "gone"})
+
+
 class EventKind(IntEnum):
-    """What an event does; numbers as on the wire."""
+    """Effect of an event; numbers as on the wire."""
 
     STORED = 1
     REMOVED = 2
@@ -43,7 +43,7 @@ class EventKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """What separates indexes: blocks of different partitions never match."""
+    """Key of an index: blocks of different partitions never match."""
 
     model: str
     block_size: int
@@ -52,15 +52,15 @@ class Partition:
 
 
 class Source(NamedTuple):
-    """Where events come from: one rank of one worker incarnation."""
+    """One rank of one worker incarnation."""
 
     worker_id: int
     dp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Event:
-    """One change. hashes: stored shallow first, removed deep first, none when cleared."""
+class KvEvent:
+    """One change. hashes: shallow first if stored, deep first if removed, empty if cleared."""
 
     kind: EventKind
     hashes: Hashes = field(default_factory=lambda: EMPTY_HASHES)
@@ -69,23 +69,23 @@ class Event:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EventBatch:
-    """Changes of one source in the order they happened.
+    """Changes of one source, in order.
 
-    epoch: grows when the engine's cache is reset or events are lost beyond repair; a new epoch
-    begins with an empty set. sequence: contiguous within an epoch, from 1.
+    epoch: grows if the engine's cache is reset or events are lost for good; a new epoch begins with
+    an empty set. sequence: contiguous within an epoch, from 1.
     """
 
     source: Source
     epoch: int
     sequence: int
-    events: Sequence[Event]
+    events: Sequence[KvEvent]
 
 
 @dataclass(frozen=True, slots=True)
-class SourceState:
-    """Where a source stands. sequence 0: nothing of that epoch yet.
+class SourcePosition:
+    """Position of a source. sequence 0: no batch of the epoch yet.
 
-    degraded: events were lost beyond repair; what is claimed is still held, but not all is claimed.
+    degraded: events were lost for good; the source advertises a subset of its blocks.
     """
 
     source: Source
@@ -96,7 +96,7 @@ class SourceState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SnapshotChunk:
-    """Part of a source's set after (epoch, sequence); swapped in when the last part is there."""
+    """Part of the set of a source after (epoch, sequence); the last chunk installs the set."""
 
     source: Source
     epoch: int
@@ -108,7 +108,7 @@ class SnapshotChunk:
 
 
 class SourceStatus(NamedTuple):
-    """How far a source can be trusted: exact, gapped, stale, degraded or gone; and why."""
+    """State of a source: exact, gapped, stale, degraded or gone; with a reason."""
 
     state: str
     reason: str = ""

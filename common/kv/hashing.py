@@ -1,13 +1,12 @@
-"""Block identity: token ids to the 64-bit hashes that name what a KV cache holds. Pure.
+"""Block identity: token ids to the 64-bit hashes that identify KV cache blocks. Pure.
 
-A block is `block_size` consecutive token ids; only full blocks have a hash, a partial tail has
-none. Two families live here:
+A block is `block_size` consecutive token ids. Only full blocks have a hash. Two families:
 
-- The **prefix hash** of the mesh (`PrefixHasher`): one uint64 names a whole prefix up to and
-  including its last block. It is computed for a prompt in a few vectorised passes and is the only
-  hash on the hot path. It is a hint: a collision costs a wrong placement, never a wrong answer.
-- The **XXH3 hashes** (`compute_block_hash_for_seq`, `compute_seq_hashes`): what other routers and
-  their recordings use. They exist for compatibility and query by hash.
+- The **prefix hash** of the mesh (`PrefixHasher`): one uint64 identifies a whole prefix up to and
+  including its last block. A few vectorised passes compute it for a prompt; it is the only hash on
+  the hot path. It is a hint: a collision costs a wrong placement, never a wrong response.
+- The **XXH3 hashes** (`compute_block_hash_for_seq`, `compute_seq_hashes`) of other routers and
+  their recordings, for compatibility and queries by hash.
 
 The prefix hash, scheme 1. All arithmetic is modulo 2^64; i is a block's position in the prompt,
 t[i, j] its token ids, mix(x) the 64-bit finaliser of SplitMix64 (Stafford's variant 13):
@@ -16,15 +15,15 @@ t[i, j] its token ids, mix(x) the 64-bit finaliser of SplitMix64 (Stafford's var
     total[i]  = total[i - 1] + mix(digest[i] + k[i])    total[-1] = 0
     hash[i]   = mix(total[i])
 
-The position key k[i] must enter before the mix: without it a chain is a sum over a multiset, and
-any reordering of blocks (Thue-Morse words among them) or a run of token id 0 collides.
+The position key k[i] must enter before the mix: otherwise a chain is a sum over a multiset, and
+any permutation of blocks (e.g. Thue-Morse words) or a run of token id 0 collides.
 
 m and k come from two seeds, the little-endian halves of a 16-byte BLAKE2b digest over scheme id,
 block size, model, LoRA name and cache salt, under the key BLAKE2b-512(mesh_key):
 k[i] = mix(seed + (i + 1) * 0x9E3779B97F4A7C15), and m likewise with its low bit set. For random m,
-two blocks have equal digests with a chance of at most 2^-(63 - v), where 2^v is the largest power
-of two that divides every difference of their ids (v < 32, and < 18 for vocabularies of today).
-Without a secret mesh_key nothing resists a client who looks for collisions on purpose.
+two blocks have equal digests with a probability of at most 2^-(63 - v), where 2^v is the largest
+power of two that divides every difference of their ids (v < 32, and < 18 for current vocabularies).
+Without a secret mesh_key a client can construct collisions.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ import xxhash
 from numpy.typing import NDArray
 
 HASH_SCHEME_ID: Final = 1
-"""Names the prefix hash described above; any change of its results needs another id."""
+"""Id of the prefix hash described above; any change of its results needs another id."""
 
 DEFAULT_BLOCK_SIZE: Final = 16
-"""Tokens a routing block, unless a model's card says otherwise."""
+"""Tokens per routing block, unless a model's card sets another size."""
 
 BLOCK_SIZE_MAX: Final = 65_536
-"""Largest block the prefix hash accepts: it bounds the multipliers a hasher keeps (512 KiB)."""
+"""Largest block size; bounds the multipliers of a hasher (512 KiB)."""
 
 POSITION_MAX: Final = 2**48
-"""Largest position of a chain state: far beyond any prompt, and safe in 64-bit arithmetic."""
+"""Largest position of a chain state: far above any prompt, safe in 64-bit arithmetic."""
 
 POSITION_KEYS_CACHED_MAX: Final = 65_536
-"""Position keys a hasher keeps at most (512 KiB); keys past them are computed anew each time."""
+"""Position keys a hasher caches (512 KiB); later keys are computed on each call."""
 
 LocalBlockHash = NewType("LocalBlockHash", int)
-"""XXH3-64 of one block's content, whatever stands before the block; 0 <= value < 2^64."""
+"""XXH3-64 of the content of one block alone; 0 <= value < 2^64."""
 
 SequenceHash = NewType("SequenceHash", int)
 """XXH3-64 of a block and all blocks before it; 0 <= value < 2^64."""
@@ -72,7 +71,7 @@ _INITIAL_KEYS: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class ChainState:
-    """Where a chain of prefix hashes stands: `total` is the running sum after `position` blocks.
+    """State of a chain of prefix hashes: `total` is the running sum after `position` blocks.
 
     `ChainState(0, 0)` is the root. Raises ValueError unless 0 <= position <= POSITION_MAX and
     0 <= total < 2^64.
@@ -91,7 +90,7 @@ class PrefixHasher:
     """Prefix hashes (scheme 1) of one model, block size, LoRA adapter and cache salt.
 
     Deterministic: equal arguments give equal hashes in every process. Hashers that differ in any
-    argument give unrelated hashes. Safe to share between threads.
+    argument have unrelated hashes. Thread-safe.
 
     Raises ValueError when block_size is not in 1..BLOCK_SIZE_MAX.
     """
@@ -119,14 +118,14 @@ class PrefixHasher:
 
     @property
     def block_size(self) -> int:
-        """Tokens a block."""
+        """Tokens per block."""
         return self._block_size
 
     def prefix_hashes(self, token_ids: TokenIds) -> NDArray[np.uint64]:
         """Return one hash for each full block of a whole prompt, shape (len // block_size,).
 
         Raises ValueError when token_ids are not integers in 0..2^32-1, not one-dimensional, or
-        bytes whose length is no multiple of 4.
+        bytes whose length is not a multiple of 4.
         """
         return _splitmix64_finalize(self._running_sums(ChainState(0, 0), token_ids))
 
@@ -135,7 +134,7 @@ class PrefixHasher:
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """Continue a chain: hashes and running sums of the full blocks that follow `state`.
 
-        Both have shape (len // block_size,). After n of these blocks the chain stands at
+        Both have shape (len // block_size,). After n of these blocks the state is
         ChainState(state.position + n, int(sums[n - 1])). Errors as in `prefix_hashes`.
         """
         sums = self._running_sums(state, token_ids)
@@ -147,34 +146,34 @@ class PrefixHasher:
         if count == 0:
             return np.empty(0, dtype=np.uint64)
         blocks = ids[: count * self._block_size].reshape(count, self._block_size)
-        # vecdot widens the ids in cache-sized pieces: no 64-bit copy of the prompt is made.
+        # vecdot widens the ids in cache-sized pieces, without a 64-bit copy of the prompt.
         terms: NDArray[np.uint64] = np.vecdot(blocks, self._multipliers)
         terms += self._position_keys_between(state.position, state.position + count)
         _splitmix64_finalize(terms)
-        # A slice, for numpy warns when a scalar wraps and stays silent when an array does.
+        # A slice, because numpy warns about overflow of scalars but not of arrays.
         terms[:1] += np.uint64(state.total)
         return np.add.accumulate(terms, out=terms)
 
     def _position_keys_between(self, start: int, stop: int) -> NDArray[np.uint64]:
-        """Return the keys of positions start..stop-1, from the kept ones where they reach."""
+        """Return the keys of positions start..stop-1, from the cache if possible."""
         if stop > POSITION_KEYS_CACHED_MAX:
             return _splitmix64_stream(self._position_seed, start, stop)
         cached = self._position_keys
         if stop > len(cached):
             size = min(max(stop, 2 * len(cached), _INITIAL_KEYS), POSITION_KEYS_CACHED_MAX)
-            # Replaced whole, so that another thread sees either the old or the new array.
+            # Replaced as a whole, so that another thread reads either the old or the new array.
             self._position_keys = cached = _splitmix64_stream(self._position_seed, 0, size)
         return cached[start:stop]
 
 
 def hashes_to_bytes(hashes: NDArray[np.uint64]) -> bytes:
-    """Return the hashes as they travel: 8 bytes each, little endian.
+    """Return the wire form of hashes: 8 bytes each, little endian.
 
     Raises ValueError when `hashes` is not a one-dimensional array of uint64.
     """
     if hashes.dtype != np.uint64 or hashes.ndim != 1:
         raise ValueError(
-            f"hashes: want a 1-D array of uint64, not {hashes.ndim}-D of {hashes.dtype}"
+            f"hashes: must be a 1-D array of uint64, not {hashes.ndim}-D of {hashes.dtype}"
         )
     return hashes.astype("<u8", copy=False).tobytes()
 
@@ -182,16 +181,16 @@ def hashes_to_bytes(hashes: NDArray[np.uint64]) -> bytes:
 def hashes_from_bytes(data: bytes) -> NDArray[np.uint64]:
     """Return the hashes in `data` (8 bytes each, little endian) as a read-only array.
 
-    Raises ValueError when the length is no multiple of 8.
+    Raises ValueError when the length is not a multiple of 8.
     """
     if len(data) % 8:
-        raise ValueError(f"data: {len(data)} bytes are no whole number of 8-byte hashes")
+        raise ValueError(f"data: {len(data)} bytes are not a multiple of 8")
     return np.frombuffer(data, dtype="<u8").astype(np.uint64, copy=False)
 
 
 @dataclass(frozen=True, slots=True)
 class MediaHash:
-    """One image, video or audio clip in a block, named by the hash of its content.
+    """One image, video or audio clip in a block, identified by the hash of its content.
 
     `offsets` are [start, end) token positions in the block; they do not enter the hash.
     Raises ValueError unless 0 <= mm_hash < 2^64.
@@ -206,7 +205,7 @@ class MediaHash:
 
 @dataclass(frozen=True, slots=True)
 class BlockMediaInfo:
-    """What distinguishes a block beside its token ids: the multimodal objects in it."""
+    """The multimodal objects in a block."""
 
     mm_objects: tuple[MediaHash, ...] = ()
 
@@ -223,13 +222,13 @@ def compute_block_hash_for_seq(
 
     A block's hash covers its token ids as little-endian u32, then the `mm_hash` of its objects as
     little-endian u64 in ascending order. The seed is 1337, plus XXH3-64(lora_name, seed 0) modulo
-    2^64 where an adapter is named; "" means no adapter. With `is_eagle` a block covers
+    2^64 for an adapter; "" means no adapter. With `is_eagle` a block covers
     block_size + 1 tokens and still advances by block_size.
 
-    Cache namespaces are not offered: how Dynamo derives their seed is not known, and a guess would
-    give hashes that match nothing. `PrefixHasher` has a cache salt of its own.
+    Cache namespaces are not supported: Dynamo's derivation of their seed is not documented.
+    `PrefixHasher` has its own cache salt.
 
-    `block_mm_infos[i]` belongs to block i; a shorter list leaves the later blocks plain. Raises
+    `block_mm_infos[i]` belongs to block i; later blocks have none. Raises
     ValueError for block_size < 1, bad token ids, or more infos than blocks (partial tail counted).
     """
     if block_size < 1:
@@ -269,11 +268,10 @@ def compute_seq_hashes(local_hashes: Iterable[int]) -> list[SequenceHash]:
 
 
 class TokensWithHashes:
-    """Token ids with their XXH3 block and sequence hashes, computed at first use and then kept.
+    """Token ids with their XXH3 block and sequence hashes, computed at first use and cached.
 
-    The ids are copied (read-only uint32), so that later changes by the caller cannot make the kept
-    hashes stale. Arguments and errors as in `compute_block_hash_for_seq`; bad token ids and
-    block_size are refused here, bad `block_mm_infos` when hashes are first asked for.
+    The ids are copied (read-only uint32), so that the cached hashes stay valid. Arguments and
+    errors as in `compute_block_hash_for_seq`; invalid `block_mm_infos` raise at first use.
     """
 
     __slots__ = (
@@ -317,7 +315,7 @@ class TokensWithHashes:
 
     @property
     def block_size(self) -> int:
-        """Tokens a block."""
+        """Tokens per block."""
         return self._block_size
 
     @property
@@ -353,8 +351,8 @@ def _derive_seeds(mesh_key: bytes, block_size: int, names: tuple[str, str, str])
         person=b"kvmesh-prefix",
     )
     for name in names:
-        # Lengths keep ("ab", "c") apart from ("a", "bc"). Salts come from clients as JSON, which
-        # can hold lone surrogates: they are hashed like anything else.
+        # Lengths distinguish ("ab", "c") from ("a", "bc"). Salts come from clients as JSON, which
+        # may contain lone surrogates.
         encoded = name.encode("utf-8", "surrogatepass")
         digest.update(struct.pack("<Q", len(encoded)) + encoded)
     multiplier_seed, position_seed = struct.unpack("<QQ", digest.digest())
@@ -363,7 +361,7 @@ def _derive_seeds(mesh_key: bytes, block_size: int, names: tuple[str, str, str])
 
 def _splitmix64_stream(seed: int, start: int, stop: int) -> NDArray[np.uint64]:
     """Return elements start..stop-1 of the SplitMix64 stream of `seed`."""
-    # Ours rather than numpy's generators: hashes must not change with a numpy version.
+    # Not numpy's generators: hashes must not change with a numpy version.
     counters = np.arange(start + 1, stop + 1, dtype=np.uint64)
     counters *= np.uint64(_GOLDEN_GAMMA)
     counters += np.uint64(seed)
@@ -381,40 +379,40 @@ def _splitmix64_finalize(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _to_uint32_array(token_ids: TokenIds, name: str) -> NDArray[np.uint32]:
-    """Return token ids as a 1-D uint32 array, without a copy where their form allows."""
+    """Return token ids as a 1-D uint32 array, without a copy if possible."""
     if isinstance(token_ids, np.ndarray):
         return _validate_array(token_ids, name)
     if isinstance(token_ids, bytes | bytearray | memoryview):
         view = memoryview(token_ids)
         if not view.c_contiguous:
-            raise ValueError(f"{name}: want a contiguous buffer")
+            raise ValueError(f"{name}: must be a contiguous buffer")
         if view.nbytes % 4:
-            raise ValueError(f"{name}: {view.nbytes} bytes are no whole number of 4-byte token ids")
+            raise ValueError(f"{name}: {view.nbytes} bytes are not a multiple of 4")
         return np.frombuffer(token_ids, dtype="<u4").astype(np.uint32, copy=False)
     try:
-        # About three times as fast as numpy on a list, and it refuses floats, which numpy rounds.
+        # About three times as fast as numpy on a list; raises for floats, which numpy rounds.
         packed = array.array("I", token_ids)
     except (OverflowError, TypeError) as error:
-        raise ValueError(f"{name}: want integers in 0..2^32-1 ({error})") from error
+        raise ValueError(f"{name}: must be integers in 0..2^32-1 ({error})") from error
     return np.frombuffer(packed, dtype=np.uintc).astype(np.uint32, copy=False)
 
 
 def _validate_array(token_ids: NDArray[Any], name: str) -> NDArray[np.uint32]:
     if token_ids.ndim != 1:
-        raise ValueError(f"{name}: want one dimension, not {token_ids.ndim}")
+        raise ValueError(f"{name}: must have one dimension, not {token_ids.ndim}")
     if token_ids.dtype == np.uint32:
         return token_ids
     if token_ids.dtype.kind not in "iu":
-        raise ValueError(f"{name}: want integers, not {token_ids.dtype}")
+        raise ValueError(f"{name}: must be integers, not {token_ids.dtype}")
     if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) <= 0xFFFFFFFF:
-        raise ValueError(f"{name}: want integers in 0..2^32-1")
+        raise ValueError(f"{name}: must be integers in 0..2^32-1")
     return token_ids.astype(np.uint32)
 
 
 def _local_hash_seed(lora_name: str | None) -> int:
     if not lora_name:
         return _XXH3_SEED
-    # Surrogates pass for the same reason as in _seeds.
+    # Surrogates pass for the same reason as in `_derive_seeds`.
     name = lora_name.encode("utf-8", "surrogatepass")
     return (_XXH3_SEED + xxhash.xxh3_64_intdigest(name)) & _U64_MAX
 

@@ -1,4 +1,4 @@
-"""What a worker rank does at one moment (pure)."""
+"""Load of a worker rank. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One rank's load; counts, not fractions. Meanings: `kvmesh/types/v1/load.proto`."""
+    """Load of one rank in counts; fields: `kvmesh/types/v1/load.proto`."""
 
     engine_step: int = 0
     running: int = 0

@@ -1,22 +1,20 @@
-"""Which source holds how much of a chain of prefix hashes: the index of one partition (pure).
+"""Index of one partition: how much of a chain of prefix hashes each source holds. Pure.
 
 One table maps a prefix hash to a mask with a bit for each (source, tier) that holds the block.
-Published sets are prefix-closed (`common/kv/events.py`), so along a chain a mask only ever loses
-bits, and
-bisection finds every place where it does: a query costs a few probes for each such place, however
-many sources there are (docs/adr/0001-index-structure.md).
+Published sets are prefix-closed (`common/kv/events.py`), so along a chain a mask only loses bits,
+and bisection finds each position where it does: a query costs a few probes per such position,
+regardless of the number of sources (docs/adr/0001-index-structure.md).
 
-The table is split into SHARDS dicts, because a dict that grows, or is worn by churn, is rebuilt as
-a whole: one of a million entries stops everything for 30 ms, a shard of it for 0.1 ms.
+The table is split into SHARD_COUNT dicts, because a dict that grows or has many deletions is
+rebuilt as a whole: with a million entries this blocks for 30 ms, with one shard of it for 0.1 ms.
 
-A source's blocks are `AdvertisedBlocks`, a handle that can be filled unseen, shown, hidden and
-retired. What
-is not shown does not match. Retiring costs O(1): the bits are cleared later by `sweep`, in slices,
-and only then used again. Each Claims keeps a log of what it stored (8 bytes a block), which is how
-its blocks are listed and swept without walking those of others.
+The blocks of a source are `AdvertisedBlocks`, a handle that is filled while hidden, then made
+visible, hidden and retired. Hidden blocks do not match. `retire` costs O(1): `sweep` clears the bit
+later, in slices, and only then frees it. Each handle has a log of stored blocks (8 bytes per
+block), so that its blocks are listed and swept without a scan of the table.
 
-Invariants: a hash is in the table exactly when some bit of its mask is set; every held block of a
-Claims is in its log; no bit belongs to two Claims.
+Invariants: a hash is in the table exactly if its mask is not 0; every held block of a handle is in
+its log; no bit belongs to two handles.
 """
 
 from __future__ import annotations
@@ -33,26 +31,26 @@ import numpy as np
 from common.kv.events import SNAPSHOT_CHUNK_BLOCKS, Hashes, Source, Tier
 
 SHARD_COUNT = 256
-"""Parts of the table; a power of two. 8M blocks make shards whose rebuilding takes about 1 ms."""
+"""Dicts of the table; a power of two. With 8M blocks, one rebuild takes about 1 ms."""
 
 SWEEP_STEP_BLOCKS = 256
-"""Blocks between two looks at the budget of a sweep."""
+"""Blocks between two checks of the budget of a sweep."""
 
 LOG_SLACK_ENTRIES = 8192
-"""Entries a log may have beyond twice the held blocks before it is compacted."""
+"""Entries above twice the held blocks at which a log is compacted."""
 
 _SHARD_MASK = SHARD_COUNT - 1
 # Measured (bench/bench_index.py): table and hash of one block, and one entry of a log.
 _BLOCK_BYTES = 100
 _LOG_BYTES = 8
-# A Python int: 28 bytes with its first digit of 30 bits, and 4 for each digit more.
+# A Python int: 28 bytes including the first digit of 30 bits, 4 for each further digit.
 _MASK_BYTES = 28
 _MASK_BIT_BYTES = 4 / 30
 
 
 class SourceMatch(NamedTuple):
-    """How many leading blocks of a chain a source holds: on the device, there or on the host, and
-    anywhere; each at least the one before."""
+    """Leading blocks of a chain that a source holds: on the device, on device or host, on any
+    tier; each count is at least the one before."""
 
     source: Source
     device_blocks: int
@@ -61,9 +59,9 @@ class SourceMatch(NamedTuple):
 
 
 class AdvertisedBlocks:
-    """The blocks of one source in one index; made by `PrefixIndex.add_source`.
+    """Handle of the blocks of one source in one index; created by `PrefixIndex.add_source`.
 
-    blocks: how many are held, over all tiers' sets. retired: it will never hold or match again.
+    retired: the handle is final; it holds nothing and never matches.
     """
 
     __slots__ = (
@@ -87,7 +85,7 @@ class AdvertisedBlocks:
 
     @property
     def blocks(self) -> int:
-        """Blocks held, counted once for each tier set that holds them."""
+        """Blocks held; a block counts once per tier set that holds it."""
         return sum(self._held_counts)
 
     def blocks_on(self, tier: Tier) -> int:
@@ -98,8 +96,8 @@ class AdvertisedBlocks:
 class PrefixIndex:
     """The index of one partition.
 
-    `blocks` counts a block held by n sources n times, `len()` counts it once. Claims passed in must
-    be this index's and not retired.
+    `blocks` counts a block held by n sources n times, `len()` counts it once. Handles passed in
+    must belong to this index and must not be retired.
     """
 
     def __init__(self) -> None:
@@ -118,24 +116,24 @@ class PrefixIndex:
 
     @property
     def used_bytes(self) -> int:
-        """An estimate from what is held: memory that the tables keep for later is left out."""
+        """Estimate from the held blocks; spare capacity of the dicts is not included."""
         return _BLOCK_BYTES * len(self) + _LOG_BYTES * self._log_entries + self._mask_bytes()
 
     @property
     def needs_sweep(self) -> bool:
-        """Whether `sweep` has something to do."""
+        """Whether deferred work exists."""
         return bool(self._deferred_work)
 
-    # Questions.
+    # Queries.
 
     def match(self, hashes: Hashes) -> list[SourceMatch]:
-        """One row for each shown source that holds the chain's first block, deepest first.
+        """Return one row per visible source that holds the first block, deepest first.
 
         hashes: a chain of prefix hashes, contiguous, shape (n,).
         """
         if not len(hashes):
             return []
-        # Few elements are looked at, and a memoryview makes a Python int of those only.
+        # Few elements are read; a memoryview converts only those to Python ints.
         keys = hashes.data
         key = keys[0]
         held = self._shards[key & _SHARD_MASK].get(key, 0) & self._visible_bits
@@ -147,17 +145,17 @@ class PrefixIndex:
         return self._matches_on_device(match_ends)
 
     def holds(self, advertised: AdvertisedBlocks, key: int, tier: Tier = Tier.DEVICE) -> bool:
-        """Whether one block is held."""
+        """Return whether the handle holds one block."""
         return bool(self._shards[key & _SHARD_MASK].get(key, 0) & advertised._bits[tier])
 
     def chunks(
         self, advertised: AdvertisedBlocks, size: int = SNAPSHOT_CHUNK_BLOCKS
     ) -> Iterator[tuple[Tier, Hashes]]:
-        """The blocks held, tier by tier, in at most `size` at a time.
+        """Return the held blocks, tier by tier, at most `size` at a time.
 
-        May be read slowly while the index changes. What was stored or removed since the first
-        chunk may then be missing, there, or there twice; all else is there. Ends early when the
-        claims are retired.
+        The index may change while the iterator is read. A block stored or removed since the first
+        chunk may then be missing, present, or present twice; all others are present. Ends early
+        if the handle is retired.
         """
         for tier in Tier:
             log, bit, stop = (
@@ -174,12 +172,12 @@ class PrefixIndex:
     # Changes.
 
     def add_source(self, source: Source) -> AdvertisedBlocks:
-        """New claims, empty and not shown."""
+        """Return a new handle, empty and hidden."""
         return AdvertisedBlocks(source)
 
     def store(self, advertised: AdvertisedBlocks, hashes: Hashes, tier: Tier = Tier.DEVICE) -> None:
-        """Blocks are held now, distinct ones; those held already stay so."""
-        assert not advertised.retired, "retired claims take nothing"
+        """Add distinct blocks; a block that is held already is a no-op."""
+        assert not advertised.retired, "a retired handle stores nothing"
         bit = advertised._bits[tier] or self._allocate_bit(advertised, tier)
         shards = self._shards
         added = 0
@@ -188,7 +186,7 @@ class PrefixIndex:
             table = shards[shard_index]
             mask = table.get(key)
             if mask is None:
-                table[key] = bit  # One object for all blocks that are held by one source only.
+                table[key] = bit  # One int object, shared by all blocks of a single source.
                 added += 1
             elif not mask & bit:
                 table[key] = mask | bit
@@ -202,15 +200,15 @@ class PrefixIndex:
     def remove(
         self, advertised: AdvertisedBlocks, hashes: Hashes, tier: Tier = Tier.DEVICE
     ) -> None:
-        """Blocks are gone; those that were not held do not matter."""
-        assert not advertised.retired, "retired claims hold nothing"
+        """Remove blocks; a block that is not held is a no-op."""
+        assert not advertised.retired, "a retired handle holds nothing"
         if bit := advertised._bits[tier]:
             self._adjust_count(advertised, tier, -self._clear_bit(hashes.tolist(), bit))
             self._schedule_compaction(advertised, tier)
 
     def set_visible(self, advertised: AdvertisedBlocks, is_visible: bool) -> None:
-        """Whether the claims match."""
-        assert not (is_visible and advertised.retired), "retired claims stay hidden"
+        """Set whether the blocks match."""
+        assert not (is_visible and advertised.retired), "a retired handle stays hidden"
         advertised.is_visible = is_visible
         for bit in advertised._bits:
             self._visible_bits = (
@@ -218,7 +216,7 @@ class PrefixIndex:
             )
 
     def retire(self, advertised: AdvertisedBlocks) -> None:
-        """The claims are gone, at once and for ever; `sweep` frees what they used."""
+        """Remove all blocks of the handle for good; `sweep` frees their memory."""
         assert not advertised.retired, "retired once"
         self.set_visible(advertised, False)
         advertised.retired = True
@@ -229,7 +227,7 @@ class PrefixIndex:
                 self._deferred_work.append(self._release_bit(advertised, tier))
 
     def sweep(self, blocks: int) -> bool:
-        """Does about `blocks` blocks' worth of put-off work; whether there is more to do."""
+        """Do deferred work for about `blocks` blocks; returns whether more is left."""
         while self._deferred_work and blocks > 0:
             if next(self._deferred_work[0], self) is self:
                 self._deferred_work.popleft()
@@ -239,8 +237,10 @@ class PrefixIndex:
     # Inside.
 
     def _mask_bytes(self) -> int:
-        """Of blocks that several sources hold: each has a mask of its own, as wide as its highest
-        bit, of k random ones of n: k n / (k + 1). Others share one mask a source."""
+        """Estimate the masks of blocks that several sources hold; others share one per source.
+
+        A mask is as wide as its highest bit: of k random bits of n, k n / (k + 1).
+        """
         held = len(self)
         shared_blocks = min(held, self.blocks - held)
         if shared_blocks <= 0:
@@ -250,11 +250,11 @@ class PrefixIndex:
         return round(shared_blocks * (_MASK_BYTES + _MASK_BIT_BYTES * mask_bits))
 
     def _find_match_ends(self, keys: memoryview, held: int) -> list[tuple[int, int]]:
-        """(depth, bits that end there), shallow first. held: the mask of the first block."""
+        """Return (depth, bits that end there), shallow first. held: mask of the first block."""
         shards = self._shards
         count = len(keys)
         match_ends = []
-        # Right ends of intervals still to be looked at, with their masks; nobody holds block n.
+        # Right ends of the intervals left, with their masks; no source holds block n.
         right_bounds = [(count, 0)]
         if count > 1:
             key = keys[count - 1]
@@ -262,7 +262,7 @@ class PrefixIndex:
         left = 0
         while held:
             right, mask = right_bounds[-1]
-            # For sets that are not closed, against the rules: a lost bit stays lost.
+            # A lost bit stays lost, also for a set that violates the prefix-closed rule.
             mask &= held
             if mask != held and right - left > 1:
                 middle = (left + right) // 2
@@ -282,7 +282,7 @@ class PrefixIndex:
             while bits:
                 bit = bits & -bits
                 bits ^= bit
-                # Half the time of calling the class, and there may be hundreds of rows.
+                # Takes half the time of a call of the class; there may be hundreds of rows.
                 rows.append(new_tuple(SourceMatch, (sources[bit], depth, depth, depth)))
         return rows
 
@@ -295,7 +295,7 @@ class PrefixIndex:
                 tier = next(tier for tier in Tier if bit & self._tier_bits[tier])
                 depths.setdefault(self._sources[bit], [0, 0, 0])[tier] = depth
         rows = [
-            # A publisher without lower tiers need not repeat its device's blocks there.
+            # A publisher without lower tiers does not repeat its device blocks there.
             SourceMatch(source, device, max(device, host), max(device, host, disk))
             for source, (device, host, disk) in depths.items()
         ]
@@ -306,7 +306,7 @@ class PrefixIndex:
         return [key for key in keys if shards[key & _SHARD_MASK].get(key, 0) & bit]
 
     def _clear_bit(self, keys: list[int] | array[int], bit: int) -> int:
-        """Clears a bit; how many had it."""
+        """Clear a bit; returns how many blocks had it."""
         shards = self._shards
         cleared = 0
         for key in keys:
@@ -324,10 +324,10 @@ class PrefixIndex:
     def _adjust_count(self, advertised: AdvertisedBlocks, tier: Tier, delta: int) -> None:
         advertised._held_counts[tier] += delta
         self.blocks += delta
-        assert advertised._held_counts[tier] >= 0, "no more is removed than was stored"
+        assert advertised._held_counts[tier] >= 0, "removals do not exceed stores"
 
     def _allocate_bit(self, advertised: AdvertisedBlocks, tier: Tier) -> int:
-        """Gives claims a bit; the lowest free one, so that masks stay narrow."""
+        """Return a new bit for a handle: the lowest free one, so that masks stay narrow."""
         if self._free_bits:
             bit = heapq.heappop(self._free_bits)
         else:
@@ -341,7 +341,7 @@ class PrefixIndex:
         return bit
 
     def _release_bit(self, advertised: AdvertisedBlocks, tier: Tier) -> Iterator[None]:
-        """Clears the bits of retired claims, then lets others have the bit."""
+        """Clear the bit of a retired handle in steps, then free it."""
         bit, log = advertised._bits[tier], advertised._logs[tier]
         entries = iter(log)
         while part := list(islice(entries, SWEEP_STEP_BLOCKS)):
@@ -363,10 +363,10 @@ class PrefixIndex:
             self._deferred_work.append(self._compact(advertised, tier))
 
     def _compact(self, advertised: AdvertisedBlocks, tier: Tier) -> Iterator[None]:
-        """Replaces a log by one that names each held block once."""
+        """Replace a log in steps by one with each held block once."""
         log, bit, start = advertised._logs[tier], advertised._bits[tier], 0
         held_keys: dict[int, None] = {}
-        # The end moves while others store; what they add is read too.
+        # The log may grow between steps; the loop reads new entries too.
         while start < len(log) and not advertised.retired:
             held_keys.update(
                 dict.fromkeys(self._held_keys(log[start : start + SWEEP_STEP_BLOCKS], bit))

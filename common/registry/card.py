@@ -1,10 +1,11 @@
-"""The model card: all that a frontend needs to serve a model, and its checksum (pure).
+"""The model card: everything a frontend needs to serve a model, and its checksum (pure).
 
-The checksum names the card: SHA-256 over its canonical JSON, which holds every field, artifacts by
-their own digest. Hence equal checksums mean equal cards, a store may keep a card under its checksum
-for ever, and two replicas that differ in anything (also aliases and user_data) are told apart; were
-those left out, the card stored first would silently win. Only whether an artifact's bytes travel
-inside the card makes no difference. Facts about one replica belong in `Instance.meta`.
+The checksum is the SHA-256 of the card's canonical JSON, which holds every field, and artifacts by
+their own digest. Equal checksums therefore mean equal cards, and a store may keep a card under its
+checksum for ever. Aliases and user_data are included: otherwise the card stored first would
+silently replace one that differs only there. The bytes of an artifact are not included, so it makes
+no difference whether they travel inside the card. Facts about one replica belong in
+`Instance.meta`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from common.registry.instances import parse_json, slugify
 
 ModelInput = Literal["tokens", "text"]
 
-# An artifact becomes a file of that name in somebody's cache directory.
+# An artifact name becomes a file name in a cache directory.
 _ARTIFACT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class ModelType(Flag):
-    """What a model can be asked for; combined with `|`, in JSON a list of lower-case names."""
+    """The request kinds of a model, combined with `|`; in JSON a list of lower-case names."""
 
     CHAT = auto()
     COMPLETIONS = auto()
@@ -41,12 +42,12 @@ class ModelType(Flag):
 
 
 def parse_model_type(names: Iterable[str]) -> ModelType:
-    """What the names, in lower case, say together. Raises ValueError with the one that is none."""
+    """The flags of lower-case names, combined. Raises ValueError with an unknown name."""
     flags_by_name = {str(flag.name).lower(): flag for flag in ModelType}
     result = ModelType(0)
     for name in names:
         if not isinstance(name, str) or name not in flags_by_name:
-            raise ValueError(f"{name!r} is none of {', '.join(flags_by_name)}")
+            raise ValueError(f"{name!r} is not one of {', '.join(flags_by_name)}")
         result |= flags_by_name[name]
     return result
 
@@ -75,7 +76,7 @@ class Artifact:
 
     @staticmethod
     def of(data: bytes, *, inline: bool = True) -> Artifact:
-        """The artifact with content `data`, which travels inside the card if `inline`."""
+        """The artifact with content `data`; with `inline`, the card carries the bytes."""
         return Artifact(hashlib.sha256(data).hexdigest(), len(data), data if inline else None)
 
 
@@ -83,17 +84,17 @@ class Artifact:
 class ModelCard:
     """A model as it is served.
 
-    name: what clients put into `model` (required); aliases: further names of the same.
-    model_input: "tokens" = the frontend templates and tokenizes (it needs the artifacts),
-    "text" = the request is passed through to the engine.
+    name: what clients put into `model` (required); aliases: further names.
+    model_input: "tokens" = the frontend renders and tokenizes (it needs the artifacts),
+    "text" = the request passes through to the engine.
     context_length in tokens, None = unknown (0 is read as None); kv_block_size in tokens.
-    hash_scheme: id of the block identity of `common/kv/hashing.py`; "" = model is not indexed.
+    hash_scheme: id of the block hash of `common/kv/hashing.py`; "" = the model is not indexed.
     artifacts: by file name: tokenizer.json, tokenizer_config.json, generation_config.json,
     chat_template.jinja …
     tool_call_parser, reasoning_parser: names, None = no parsing.
-    default_max_tokens: used when a request has none; None = what the context leaves.
+    default_max_tokens: for requests without one; None = the rest of the context.
 
-    Raises InvalidRequest, which names the field, if a value is out of range.
+    Raises InvalidRequest with the field of a value that is out of range.
     """
 
     name: str
@@ -124,7 +125,7 @@ class ModelCard:
         for name in ("context_length", "kv_block_size", "default_max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise InvalidRequest(f"{name} must be at least 1, or absent; not {value}", name)
+                raise InvalidRequest(f"{name} must be at least 1 or absent, not {value}", name)
         if any(not 0 <= token < 2**32 for token in self.eos_token_ids):
             raise InvalidRequest("eos_token_ids must fit 32 bits", "eos_token_ids")
         for name, artifact in self.artifacts.items():
@@ -132,26 +133,26 @@ class ModelCard:
 
     @property
     def requires_preprocessing(self) -> bool:
-        """Whether the frontend renders and tokenizes (else the request is passed through)."""
+        """Whether the frontend renders and tokenizes (otherwise the request passes through)."""
         return self.model_input == "tokens"
 
     @property
     def checksum(self) -> str:
-        """Its name: 64 hex digits, computed from `canonical_json` at every call (tens of µs)."""
+        """64 hex digits, computed from `canonical_json` at every call (tens of µs)."""
         return hashlib.sha256(self.canonical_json()).hexdigest()
 
     def canonical_json(self) -> bytes:
-        """The JSON the checksum is taken of: sorted keys, no blanks, UTF-8, no inline bytes.
+        """The input of the checksum: sorted keys, no blanks, UTF-8, no inline bytes.
 
-        Fields at their default are left out: a field added later leaves old checksums alone, and
-        a reader that does not know a field in use sees another checksum and refuses the card.
+        Fields with their default are omitted. So a field added later does not change old
+        checksums, and an older reader rejects a card that uses it, by its checksum.
         """
         return _dump_canonical_json(_card_to_json(self.without_inline_bytes()))
 
     def without_inline_bytes(self, *, larger_than_bytes: int = -1) -> ModelCard:
-        """The same card (and checksum) for stores with small values; artifacts by digest only.
+        """The same card (and checksum) without artifact bytes, for stores with small values.
 
-        above_bytes: only those that are larger; the smaller ones keep what they have inline.
+        larger_than_bytes: smaller artifacts keep their bytes.
         """
         artifacts_without_bytes = {
             name: replace(a, inline=None) if a.size > larger_than_bytes else a
@@ -175,10 +176,10 @@ def encode_card(card: ModelCard) -> bytes:
 
 
 def decode_card(raw: bytes, expected_checksum: str | None = None) -> ModelCard:
-    """The card in `raw`, verified: every inline artifact's size and digest, and the checksum.
+    """The card in `raw`, with size and digest of inline artifacts and the checksum verified.
 
-    Raises InvalidRequest whose field says what differs: a path into the card, or `checksum` when
-    the content is not what the stated, or the expected, checksum names.
+    Raises InvalidRequest. Its field is the path that differs, or `checksum` if the content does
+    not match the checksum in `raw` or `expected_checksum`.
     """
     envelope = parse_json(_CARD_ENVELOPE_ADAPTER, raw, "model card")
     card = envelope.card
@@ -197,25 +198,25 @@ def decode_card(raw: bytes, expected_checksum: str | None = None) -> ModelCard:
 
 
 def verify_artifact(name: str, artifact: Artifact, data: bytes) -> None:
-    """InvalidRequest unless `data` is the content that `artifact` names; field says which part."""
+    """Raises InvalidRequest, with the field that differs, unless `data` matches `artifact`."""
     if len(data) != artifact.size:
         raise InvalidRequest(
-            f"artifact {name} has {len(data)} bytes, the card says {artifact.size}",
+            f"artifact {name} has {len(data)} bytes, in the card {artifact.size}",
             f"artifacts.{name}.size",
         )
     digest = hashlib.sha256(data).hexdigest()
     if digest != artifact.sha256:
         raise InvalidRequest(
-            f"artifact {name} has sha256 {digest}, the card says {artifact.sha256}",
+            f"artifact {name} has sha256 {digest}, in the card {artifact.sha256}",
             f"artifacts.{name}.sha256",
         )
 
 
 def model_slug(name: str) -> str:
-    """A key for `name` in stores: its slug, told apart from other names with the same slug.
+    """A unique store key for `name`: at most 128 characters, never with a leading dot.
 
-    A name that is not its own slug gets eight digits of its SHA-256 appended (`Qwen/A` and
-    `qwen_a` must not share a key). Never begins with a dot, at most 128 characters.
+    A name that differs from its slug gets eight digits of its SHA-256 appended, so that `Qwen/A`
+    and `qwen_a` have different keys.
     """
     slug = slugify(name)
     if slug == name and name and not name.startswith(".") and len(name) <= 128:
@@ -226,16 +227,16 @@ def model_slug(name: str) -> str:
 
 def _validate_artifact(name: str, artifact: Artifact) -> None:
     if not _ARTIFACT_NAME.fullmatch(name):
-        raise InvalidRequest(f"artifact name {name!r} is no plain file name", "artifacts")
+        raise InvalidRequest(f"artifact name {name!r} is not a plain file name", "artifacts")
     if not _SHA256.fullmatch(artifact.sha256):
         raise InvalidRequest(f"sha256 of {name} is not 64 hex digits", f"artifacts.{name}.sha256")
     if artifact.size < 0:
         raise InvalidRequest(f"size of {name} is negative", f"artifacts.{name}.size")
 
 
-# Any: these are JSON trees, of whatever shape the fields have.
+# Any: JSON trees.
 def _card_to_json(card: ModelCard) -> dict[str, Any]:
-    default = ModelCard(name="-")  # a name no card should have: the key is always written
+    default = ModelCard(name="-")  # Not a real name, so that the key is always written.
     values = {f.name: getattr(card, f.name) for f in fields(card)}
     raw: dict[str, Any] = {k: v for k, v in values.items() if v != getattr(default, k)}
     if "model_type" in raw:

@@ -1,39 +1,34 @@
 """The registry of a mesh on one host: files in a directory, and kernel locks for liveness.
 
-    <path>/<namespace>/instances/<id, 16 hex digits>.json    one an incarnation, locked by its owner
-    <path>/<namespace>/.admission                            held while a card is checked
-    <path>/cards/<checksum>.json                             immutable
+    <path>/<namespace>/instances/<id, 16 hex digits>.json   one per incarnation, locked by its owner
+    <path>/<namespace>/.admission                           locked while a card is checked
+    <path>/cards/<checksum>.json                            immutable
 
-Local file systems of Linux only (open file description locks, fcntl(2)). *The lock is the truth*:
-an instance lives as long as the write lock on its file is held, and the kernel drops that lock with
-the process, however it ends; no heartbeat, no timeout, no false death under load. Details that
-matter:
+Local file systems of Linux only. *The lock is the truth*: an instance lives as long as its owner
+holds the write lock on its file. The kernel drops that lock with the process, however it ends: no
+heartbeat, no time-out, no false death under load.
 
-- Watchers *query* the lock (F_OFD_GETLK). Probing by taking a shared one would make an owner's own
-  attempt fail.
-- A file is written and locked under a hidden name, then renamed: what is visible is complete and
-  locked. An update is a new file renamed over the old one, whose lock goes after the rename. So
-  an unlocked file that still has its name has a dead owner, for good, and anyone may remove it.
-- Such a lock belongs to the open file description and would outlive its owner in a forked child
-  (as flock does): O_CLOEXEC closes it in children that exec, a fork hook in those that do not.
-- Watchers keep a descriptor of each entry. If the directory, or an entry, vanishes, they go on
-  asking the locks, and each owner puts its entry back within a poll. An *empty* file was withdrawn
-  (`deregister` truncates before it unlinks), even though its lock may still be held.
+- Watchers *query* the lock (F_OFD_GETLK). A probe that took a shared lock would make an owner's
+  own attempt fail.
+- A file is written and locked under a hidden name, then renamed: a visible file is complete and
+  locked. An update renames a new file over the old one and then unlocks the old one. Therefore an
+  unlocked file that still has its name has a dead owner, and any process may remove it.
+- The lock belongs to the open file description and would outlive its owner in a forked child (as
+  with flock). O_CLOEXEC closes it in children that exec, a fork hook in those that do not.
+- Watchers keep a descriptor of each entry. If the directory or an entry vanishes, they continue to
+  query the locks, and each owner restores its own entry within one poll; nothing else is restored.
+  An *empty* file was withdrawn (`deregister` truncates before it unlinks), even if still locked.
 
-Files of instances are a few hundred bytes on a local disk, a poll of 100 of them is some 0.1 ms:
-that is done on the event loop, where it needs no thread and no lock. Cards hold megabytes and are
-synced to disk: they go through a thread.
+Instance files have a few hundred bytes; a poll of 100 of them takes 0.12 ms, so it runs on the
+event loop without thread or lock. Cards have megabytes and are synced to disk in a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import re
-import struct
-import tempfile
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -45,14 +40,18 @@ import structlog
 from pydantic import TypeAdapter
 
 from common.errors import InvalidRequest, MeshError, Unavailable
+from common.namespace import check_namespace
 from common.registry.card import ModelCard, decode_card, encode_card
-from common.registry.instances import (
-    Instance,
-    Snapshot,
-    check_namespace,
-    find_card_conflict,
-    parse_json,
+from common.registry.file_lock import (
+    OPEN_FLAGS,
+    acquire_lock,
+    inode_of_path,
+    is_locked,
+    release_lock,
+    try_lock,
+    write_atomically,
 )
+from common.registry.instances import Instance, Snapshot, find_card_conflict, parse_json
 from common.registry.registry import (
     Lease,
     Watch,
@@ -67,28 +66,22 @@ from common.registry.registry import (
 POLL_INTERVAL_S = 0.05
 # A check takes about a millisecond.
 CARD_CHECK_WAIT_S = 5.0
-# A directory's mtime has the kernel's tick as its grain: one younger than this proves nothing yet.
-MTIME_RESOLUTION_NS = 100_000_000
-# The listing is repeated this often even if the mtime stands still.
-POLLS_PER_LISTING = 20
 ENTRY_BYTES_MAX = 1 << 20
-# A hidden file this old was left by an owner that died before it could rename it.
+LOGGED_CHARS_MAX = 500
+# A hidden file this old belongs to an owner that died before it could rename it.
 ABANDONED_AFTER_S = 60.0
+# An entry may be replaced this often during one attempt to open it.
+OPEN_ATTEMPTS_MAX = 16
 
 _ENTRY_NAME = re.compile(r"[0-9a-f]{16}\.json")
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
-# struct flock of 64-bit Linux: type, whence, start, length (0 = all), pid (0 for such locks).
-_FLOCK = struct.Struct("hhqqi4x")
-_WRITE_LOCK = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-_UNLOCK = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
-_OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 
 LOG = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _EntryRecord:
-    """What an entry file holds. order: CLOCK_MONOTONIC at registration, ns, one scale a host."""
+    """Content of an entry file. order: CLOCK_MONOTONIC at registration, ns, one scale per host."""
 
     order: int
     instance: Instance
@@ -98,12 +91,11 @@ _ENTRY_RECORD_ADAPTER: TypeAdapter[_EntryRecord] = TypeAdapter(_EntryRecord)
 
 
 class FileRegistry:
-    """`common.registry.registry.Registry` on the directory `path`, created if need be.
+    """`common.registry.registry.Registry` on the directory `path`, created if missing.
 
-    poll_s: how often watches look, and owners look after their entries. One task, owned by this
-    object, tends the entries; it ends with `close`.
-    admission_wait_s: how long `register` waits for another whose card is being checked; after it
-    Unavailable, since that process must be stopped or stuck.
+    poll_interval_s: how often watches read, and owners check their entries.
+    card_check_wait_s: how long `register` waits for the card check of another registration.
+    After that it raises Unavailable: the other process is stopped or stuck.
     """
 
     def __init__(
@@ -129,10 +121,12 @@ class FileRegistry:
         if instance.id in self._leases or view.is_registered(instance.id):
             raise instance_exists_error(instance)
         lease = _FileLease(self, view.directory, instance, time.monotonic_ns())
-        await self._publish_if_card_agrees(instance, lambda: lease.publish(instance))
+        await self._publish_if_card_agrees(instance, lease.publish)
         self._leases[instance.id] = lease
         if self._reconcile_task is None:
-            self._reconcile_task = asyncio.create_task(self._reconcile(), name="file-registry-tend")
+            self._reconcile_task = asyncio.create_task(
+                self._reconcile(), name="file-registry-reconcile"
+            )
         return lease
 
     @asynccontextmanager
@@ -155,8 +149,9 @@ class FileRegistry:
     async def deregister(self, namespace: str, instance_id: int) -> None:
         self._check_open()
         path = self._view(namespace).directory / _entry_name(instance_id)
-        with _map_os_errors(path):
-            _withdraw_entry(path)
+        with _map_os_errors(path), contextlib.suppress(FileNotFoundError):
+            os.close(os.open(path, os.O_WRONLY | os.O_TRUNC | OPEN_FLAGS))
+            path.unlink()
 
     async def close(self) -> None:
         self._closed = True
@@ -168,12 +163,12 @@ class FileRegistry:
         for view in self._views.values():
             view.close()
         self._views.clear()
-        # What ended the task early, if not we: a bug, to be seen.
+        # Raises if a bug ended the task earlier.
         if self._reconcile_task is not None and not self._reconcile_task.cancelled():
             self._reconcile_task.result()
 
     def detach_leases(self) -> None:
-        """Be closed without deregistering: for a forked child, the leases are its parent's."""
+        """Close without deregistering: in a forked child, the leases belong to the parent."""
         self._closed = True
         for lease in self._leases.values():
             lease.detach()
@@ -195,38 +190,39 @@ class FileRegistry:
         return self._path / "cards" / f"{checksum}.json"
 
     async def _publish_if_card_agrees(
-        self, instance: Instance, publish: Callable[[], None]
+        self, instance: Instance, publish: Callable[[Instance], None]
     ) -> None:
-        """Publish once the card is agreed to; others cannot register under a card meanwhile."""
+        """Check the card and publish, under a lock that excludes other registrations with cards."""
         view = self._view(instance.namespace)
         _remove_abandoned_files(view.directory)
         if not instance.card_checksum:
-            publish()
+            publish(instance)
             return
         deadline = time.monotonic() + self._card_check_wait_s
         while not self._try_publish(view, instance, publish):
             if time.monotonic() > deadline:
                 raise Unavailable(
-                    f"another registration holds {view.card_check_lock}", self._poll_interval_s
+                    f"another registration holds {view.card_check_lock} for more than "
+                    f"{self._card_check_wait_s:g} s",
+                    self._poll_interval_s,
                 )
             await asyncio.sleep(self._poll_interval_s / 10)
 
     def _try_publish(
-        self, view: _NamespaceView, instance: Instance, publish: Callable[[], None]
+        self, view: _NamespaceView, instance: Instance, publish: Callable[[Instance], None]
     ) -> bool:
-        # Asked again: the registry may have been closed while we waited.
-        self._check_open()
+        self._check_open()  # Again: the wait for the lock may have been long.
         with _map_os_errors(view.card_check_lock):
             view.directory.mkdir(parents=True, exist_ok=True)
-            lock_fd = os.open(view.card_check_lock, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
+            lock_fd = os.open(view.card_check_lock, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600)
         try:
-            if not _try_lock(lock_fd):
+            if not try_lock(lock_fd):
                 return False
             raise_if_card_conflicts(find_card_conflict(view.members(), instance), instance)
-            publish()
+            publish(instance)
             return True
         finally:
-            _release_lock(lock_fd)
+            release_lock(lock_fd)
             os.close(lock_fd)
 
     async def _reconcile(self) -> None:
@@ -245,9 +241,9 @@ class _FileLease:
         self._registry = registry
         self._path = directory / _entry_name(instance.id)
         self._instance = instance
-        self._registered_at_ns = order
+        self._order = order
         self._fd: int | None = None
-        self._is_publish_failing = False
+        self._is_lost = False
 
     @property
     def instance(self) -> Instance:
@@ -255,67 +251,63 @@ class _FileLease:
 
     async def update(self, instance: Instance) -> None:
         check_same_incarnation(self._instance, instance)
-        await self._registry._publish_if_card_agrees(
-            instance, lambda: self._publish_update(instance)
-        )
+        await self._registry._publish_if_card_agrees(instance, self._publish_update)
 
     async def close(self) -> None:
         self._registry._leases.pop(self._instance.id, None)
-        fd = self.detach(keep_open=True)
+        fd, self._fd = self._fd, None
         if fd is None:
             return
         try:
             with contextlib.suppress(FileNotFoundError):
-                if _inode_of_path(self._path) == os.fstat(fd).st_ino:
+                if inode_of_path(self._path) == os.fstat(fd).st_ino:
                     self._path.unlink()
         except OSError as error:
-            # Not lost: the file stays behind unlocked, and the next watcher removes it.
+            # The file stays unlocked, and the next watcher removes it.
             LOG.warning("registry_entry_left_behind", path=str(self._path), error=str(error))
         finally:
-            # Unlocking ends the lock even where a child shares the description.
-            _release_lock(fd)
+            release_lock(fd)
             os.close(fd)
 
-    def detach(self, *, keep_open: bool = False) -> int | None:
-        """Be closed, leaving the file alone; the descriptor is the caller's if `keep_open`."""
+    def detach(self) -> None:
+        """Close the descriptor and leave the file alone."""
         fd, self._fd = self._fd, None
-        if fd is not None and not keep_open:
+        if fd is not None:
             os.close(fd)
-        return fd
 
     def publish(self, instance: Instance) -> None:
-        """Write, lock and rename the entry; all is as before when it raises.
+        """Write, lock and rename the entry. If it raises, the previous entry stays.
 
-        Raises Unavailable, and InvalidRequest for an entry that nobody would read.
+        Raises Unavailable, and InvalidRequest for an entry above ENTRY_BYTES_MAX.
         """
-        record = b'{"order":%d,"instance":%s}' % (self._registered_at_ns, instance.to_json())
+        record = b'{"order":%d,"instance":%s}' % (self._order, instance.to_json())
         if len(record) > ENTRY_BYTES_MAX:
             raise InvalidRequest(
-                f"the entry has {len(record)} bytes, more than {ENTRY_BYTES_MAX}", "instance"
+                f"instance too large: {len(record)}/{ENTRY_BYTES_MAX} bytes", "instance"
             )
         with _map_os_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            fd = _write_atomically(self._path, record, _acquire_lock)
+            fd = write_atomically(self._path, record, acquire_lock)
         self.detach()
         self._fd = fd
         self._instance = instance
 
     def reconcile(self) -> None:
-        """Put the entry back if it vanished; log once when that fails and once when it works."""
+        """Restore the entry if it vanished; log the first failure and the recovery."""
         try:
             if self._is_file_current():
                 return
             self.publish(self._instance)
         except (OSError, Unavailable) as error:
-            if not self._is_publish_failing:
+            if not self._is_lost:
                 LOG.warning("registration_lost", path=str(self._path), error=str(error))
-            self._is_publish_failing = True
+            self._is_lost = True
         else:
             LOG.info("registration_restored", path=str(self._path))
-            self._is_publish_failing = False
+            self._is_lost = False
 
     def _publish_update(self, instance: Instance) -> None:
-        # Asked here, not in update(): the lease may end while admission waits.
+        # Checked here, not in update(): the lease may end during the wait for the card check.
         if self._fd is None:
             raise lease_closed_error(self._instance)
         self.publish(instance)
@@ -324,12 +316,12 @@ class _FileLease:
         if self._fd is None:
             return True
         own_stat = os.fstat(self._fd)
-        return own_stat.st_size > 0 and _inode_of_path(self._path) == own_stat.st_ino
+        return own_stat.st_size > 0 and inode_of_path(self._path) == own_stat.st_ino
 
 
 @dataclass(slots=True)
 class _Entry:
-    """An entry file we hold open. instance is None if it could not be read; fd keeps the inode."""
+    """An open entry file. instance: None if unreadable. fd: keeps the inode in use."""
 
     fd: int
     inode: int
@@ -337,43 +329,36 @@ class _Entry:
     instance: Instance | None
 
 
-# An entry whose owner updates it all the time is looked at so often before the next poll.
-OPEN_ATTEMPTS_MAX = 16
-
-
 class _NamespaceView:
-    """The members of one namespace as this process sees them; reads, and sweeps up the dead."""
+    """The members of one namespace as one process sees them. Removes files of dead owners."""
 
     def __init__(self, directory: Path, namespace: str) -> None:
         self.directory = directory
         self.card_check_lock = directory.parent / ".admission"
         self._namespace = namespace
         self._snapshot = Snapshot()
-        self._was_listed = False  # Whether the directory, or its absence, was seen at all.
         self._entries: dict[str, _Entry] = {}
         self._warned_names: set[str] = set()
-        self._listing_stamp: tuple[int, int] | None = None
-        self._polls_until_listing = 0
 
     def poll(self) -> Snapshot:
-        """Poll once: list the directory if it may have changed, ask every lock."""
-        changed = self._scan_directory_if_due() or (
-            self._was_listed and not self._snapshot.revision
-        )
-        changed |= self._drop_dead_entries()
-        if changed:
+        """The current members: lists the directory and queries every lock."""
+        is_listed = self._load_listing()
+        for name, entry in tuple(self._entries.items()):
+            # An update unlocks the old file after the new one has taken its name.
+            if not is_locked(entry.fd) and not self._load_entry(name):
+                self._drop_entry(name)
+        if is_listed or self._snapshot.revision:
             self._snapshot = self._snapshot.next_snapshot(self._instances_in_order())
         return self._snapshot
 
     def members(self) -> list[Instance]:
-        """All live instances now, oldest first, superseded ones too."""
-        self._listing_stamp = None
+        """All live instances now, oldest first, superseded ones included."""
         self.poll()
         return list(self._instances_in_order())
 
     def is_registered(self, instance_id: int) -> bool:
         """Whether a live owner has registered this id."""
-        self.members()
+        self.poll()
         return _entry_name(instance_id) in self._entries
 
     def close(self) -> None:
@@ -386,99 +371,64 @@ class _NamespaceView:
             if entry.instance is not None:
                 yield entry.instance
 
-    def _scan_directory_if_due(self) -> bool:
+    def _load_listing(self) -> bool:
+        """Load new and replaced files; False if the directory cannot be read."""
         try:
-            directory_stat = os.stat(self.directory)
-            listing_stamp = (directory_stat.st_mtime_ns, directory_stat.st_ino)
-            self._polls_until_listing -= 1
-            if listing_stamp == self._listing_stamp and self._polls_until_listing > 0:
-                return False
-            # A change within the mtime's grain after this listing would leave it the same.
-            is_settled = time.time_ns() - directory_stat.st_mtime_ns > MTIME_RESOLUTION_NS
-            with os.scandir(self.directory) as directory_entries:
-                listed = {item.name: item.inode() for item in directory_entries}
+            with os.scandir(self.directory) as items:
+                listed = {item.name: item.inode() for item in items}
         except FileNotFoundError:
-            # Not there yet, or lost: those we know are alive as long as their locks are held.
-            self._was_listed = True
-            self._listing_stamp = None
-            return False
+            # Not created yet, or lost: known entries live as long as their locks are held.
+            return True
         except OSError as error:
             self._warn_once(str(self.directory), "registry_unreadable", error)
-            self._listing_stamp = None
             return False
-        self._was_listed = True
         self._warned_names.intersection_update(listed)
-        self._listing_stamp = listing_stamp if is_settled else None
-        self._polls_until_listing = POLLS_PER_LISTING
-        return self._apply_listing(listed)
-
-    def _apply_listing(self, listed: dict[str, int]) -> bool:
-        changed = False
         for name, inode in listed.items():
             known_entry = self._entries.get(name)
             if known_entry is not None and known_entry.inode == inode:
                 continue
             if _ENTRY_NAME.fullmatch(name):
-                changed |= self._load_entry(name)
+                self._load_entry(name)
             elif not name.startswith("."):
-                self._warn_once(name, "registry_file_ignored", "not an entry's name")
+                self._warn_once(name, "registry_file_ignored", "the name is not <id>.json")
         for name in self._entries.keys() - listed.keys():
             if os.fstat(self._entries[name].fd).st_size == 0:
                 self._drop_entry(name)
-                changed = True
-        return changed
-
-    def _drop_dead_entries(self) -> bool:
-        changed = False
-        for name, entry in tuple(self._entries.items()):
-            if _is_locked(entry.fd):
-                continue
-            changed = True
-            # An update unlocks the old file; the new one already stands in its place then.
-            if not self._load_entry(name):
-                self._drop_entry(name)
-        return changed
-
-    def _load_entry(self, name: str) -> bool:
-        """Take in the file now under `name`, if its owner lives; else remove it."""
-        path = self.directory / name
-        for _ in range(OPEN_ATTEMPTS_MAX):
-            try:
-                fd = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
-            except FileNotFoundError:
-                return False
-            except OSError as error:
-                self._warn_once(name, "registry_entry_unreadable", error)
-                return False
-            try:
-                if _is_locked(fd):
-                    entry = self._read_entry(name, fd)
-                    break
-                is_removed = self._remove_dead_file(path, fd)
-                os.close(fd)
-                if is_removed:
-                    return False
-                # An update put another file in its place between the opening and the look.
-            except OSError as error:
-                os.close(fd)
-                self._warn_once(name, "registry_entry_unreadable", error)
-                return False
-        else:
-            return name in self._entries  # its owner is busy updating: it lives
-        self._drop_entry(name)
-        self._entries[name] = entry
         return True
 
-    def _remove_dead_file(self, path: Path, fd: int) -> bool:
-        """Remove a dead owner's file: it was seen unlocked *before* it is seen in place.
-
-        False if another file has taken the place meanwhile.
-        """
-        if _inode_of_path(path) != os.fstat(fd).st_ino:
+    def _load_entry(self, name: str) -> bool:
+        """Load the file under `name` if its owner lives, else remove it; returns which."""
+        path = self.directory / name
+        try:
+            for _ in range(OPEN_ATTEMPTS_MAX):
+                fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
+                if is_locked(fd):
+                    entry = self._read_entry(name, fd)
+                    self._drop_entry(name)
+                    self._entries[name] = entry
+                    return True
+                try:
+                    if self._remove_dead_file(path, fd):
+                        return False
+                finally:
+                    os.close(fd)
+                # An update has replaced the file since it was opened.
+        except FileNotFoundError:
             return False
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-        LOG.info("registry_entry_removed", path=str(path), reason="its owner is gone")
+        except OSError as error:
+            self._warn_once(name, "registry_entry_unreadable", error)
+            return False
+        return name in self._entries  # The owner updates it all the time: it lives.
+
+    def _remove_dead_file(self, path: Path, fd: int) -> bool:
+        """Remove an unlocked file. False if another file has replaced it.
+
+        The order matters: the file was unlocked *before* it is found in place here.
+        """
+        if inode_of_path(path) != os.fstat(fd).st_ino:
+            return False
+        path.unlink(missing_ok=True)
+        LOG.info("registry_entry_removed", path=str(path), reason="its owner has ended")
         return True
 
     def _read_entry(self, name: str, fd: int) -> _Entry:
@@ -488,10 +438,17 @@ class _NamespaceView:
             record = parse_json(_ENTRY_RECORD_ADAPTER, raw, name)
             instance = record.instance
             if (_entry_name(instance.id), instance.namespace) != (name, self._namespace):
-                raise InvalidRequest("it belongs elsewhere", "id")
+                raise InvalidRequest(
+                    f"it holds instance {instance.id:016x} of {instance.namespace!r}", "id"
+                )
         except InvalidRequest as error:
             if raw:
-                LOG.warning("registry_entry_unreadable", path=name, error=error.message)
+                LOG.warning(
+                    "registry_entry_unreadable",
+                    path=name,
+                    error=error.message,
+                    value=_decode_or_placeholder(raw),
+                )
             return _Entry(fd, inode, 0, None)
         return _Entry(fd, inode, record.order, instance)
 
@@ -501,14 +458,14 @@ class _NamespaceView:
             os.close(entry.fd)
 
     def _warn_once(self, name: str, event: str, reason: object) -> None:
-        """Log it once, until the file is gone."""
+        """Log once, until the file is gone."""
         if name not in self._warned_names:
             self._warned_names.add(name)
             LOG.warning(event, path=name, error=str(reason))
 
 
 class _FileWatch:
-    """Polls by itself while `next` is awaited: no task, and errors reach the reader."""
+    """Polls while `next` is awaited: no task, and errors reach the reader."""
 
     def __init__(
         self, registry: FileRegistry, view: _NamespaceView, poll_interval_s: float
@@ -536,69 +493,15 @@ def _entry_name(instance_id: int) -> str:
     return f"{instance_id:016x}.json"
 
 
-def _try_lock(fd: int) -> bool:
+def _decode_or_placeholder(raw: bytes) -> str:
     try:
-        _acquire_lock(fd)
-    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: POSIX allows both.
-        return False
-    return True
-
-
-def _acquire_lock(fd: int) -> None:
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WRITE_LOCK)
-
-
-def _release_lock(fd: int) -> None:
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _UNLOCK)
-
-
-def _is_locked(fd: int) -> bool:
-    """Whether another open file description holds a lock; takes none itself."""
-    lock_type: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WRITE_LOCK))[0]
-    return lock_type != fcntl.F_UNLCK
-
-
-def _inode_of_path(path: Path) -> int | None:
-    try:
-        return os.stat(path, follow_symlinks=False).st_ino
-    except FileNotFoundError:
-        return None
-
-
-def _write_atomically(path: Path, data: bytes, before_rename: Callable[[int], None]) -> int:
-    """Let a file with `data` appear at `path` at once and whole; returns its descriptor.
-
-    `before_rename` locks or syncs the file before it gets its name.
-    """
-    fd, temp_path = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(fd, "wb", closefd=False) as file:
-            file.write(data)
-        before_rename(fd)
-        os.rename(temp_path, path)
-    except BaseException:
-        os.close(fd)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temp_path)
-        raise
-    return fd
-
-
-def _withdraw_entry(path: Path) -> None:
-    try:
-        fd = os.open(path, os.O_WRONLY | _OPEN_FLAGS)
-    except FileNotFoundError:
-        return
-    try:
-        os.ftruncate(fd, 0)
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-    finally:
-        os.close(fd)
+        return raw.decode()[:LOGGED_CHARS_MAX]
+    except UnicodeDecodeError:
+        return "<not UTF-8>"
 
 
 def _remove_abandoned_files(directory: Path) -> None:
-    """Remove what owners left that died between writing and renaming."""
+    """Remove hidden files of owners that died between writing and renaming."""
     with _map_os_errors(directory), contextlib.suppress(FileNotFoundError):
         for temp_path in directory.glob(".*.json.*"):
             if time.time() - temp_path.stat().st_mtime > ABANDONED_AFTER_S:
@@ -609,10 +512,10 @@ def _store_card(path: Path, card: ModelCard) -> None:
     try:
         _load_card(path, card.checksum)
     except MeshError:
-        # Not there, or damaged: content has its checksum for a name, so replacing is repairing.
+        # Missing or damaged. The name is the content's checksum, so a write repairs it.
         with _map_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(_write_atomically(path, encode_card(card), os.fsync))
+            os.close(write_atomically(path, encode_card(card), os.fsync))
 
 
 def _load_card(path: Path, checksum: str) -> ModelCard:

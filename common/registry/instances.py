@@ -1,11 +1,11 @@
-"""Who is in the mesh: instances, snapshots of them and what changed between two (pure).
+"""Members of the mesh: instances, snapshots of them and differences between snapshots (pure).
 
-An instance is one *incarnation* of a process: its id is drawn at process start and never used
-again, and it is the key of everything (routing, in-flight sets, index state). An address may come
-back under a new id; `stable_name` says that it is the same thing restarted.
+An instance is one *incarnation* of a process. Its id is drawn at process start, never used again,
+and is the key of all other state (routing, in-flight sets, index). An address may come back under a
+new id; `stable_name` identifies the same process across restarts.
 
-Invariants: an Instance that exists is valid; a Snapshot never changes; instances in a snapshot
-stand in order of registration, oldest first, and no two of them share (service, stable_name).
+Invariants: an Instance that exists is valid; a Snapshot never changes; instances in a snapshot are
+in order of registration, oldest first, and no two of them share (service, stable_name).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from common.errors import InvalidRequest
+from common.namespace import check_namespace
 
 Service = Literal["frontend", "router", "indexer", "worker"]
 Role = Literal["aggregated", "prefill", "decode"]
@@ -31,11 +32,11 @@ T = TypeVar("T")
 INSTANCE_ID_LIMIT = 2**63
 # The endpoint name under which an instance appears in a ModelNetworkName: a service has one.
 ENDPOINT_NAME = "serve"
-# In a router's meta: its policy to serve whole what could be split; absent where it has none.
+# In meta: the host:port for Consul's gRPC health checks.
+HEALTH_META_KEY = "health"
+# In a router's meta: its policy for serving requests aggregated that could be split; optional.
 PREFILL_BYPASS_META_KEY = "prefill_bypass"
 
-# A namespace is a directory name and a Consul tag.
-_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _NOT_IN_SLUG = re.compile(r"[^a-z0-9._-]")
 _ADVERTISED_SIZES = (
     "block_size",
@@ -50,20 +51,20 @@ _ADVERTISED_SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One incarnation of one process, as it advertises itself.
+    """One incarnation of one process, as advertised.
 
     id: 1 … 2^63-1, random, new at each process start (`new_instance_id`): worker id = lease id.
-    stable_name: the same across restarts; a newcomer supersedes its predecessor. "" = no such link.
-    address: `host:port` of its gRPC server as peers dial it; http_address: the frontend's gateway.
-    model, card_checksum: what it serves, "" = nothing, or no card (pass-through engines).
+    stable_name: the same across restarts; a new incarnation supersedes the old. "" = no name.
+    address: `host:port` of its gRPC server for peers; http_address: of the frontend's gateway.
+    model, card_checksum: "" = serves no model, or has no card (pass-through engines).
     role, transfer_group, bootstrap_host and _port, local_prefill: prefill/decode (workers only).
     block_size in tokens; total_kv_blocks in blocks; max_num_batched_tokens and context_length in
     tokens; dp_rank_start and dp_size: its data-parallel ranks are [start, start + size).
-    A size that is None is not advertised; zero is refused, since it would read as "no capacity".
-    taints: what routing constraints match; loras: adapters that it can apply without loading them
-    first; meta: anything else, never read by routing.
+    A size of None is not advertised; zero is invalid, since it would mean "no capacity".
+    taints: matched by routing constraints; loras: adapters that are loaded; meta: other facts,
+    never read by routing.
 
-    Raises InvalidRequest, which names the field, if a value is out of range.
+    Raises InvalidRequest with the field of a value that is out of range.
     """
 
     id: int
@@ -111,15 +112,15 @@ class Instance:
         for name in _ADVERTISED_SIZES:
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise InvalidRequest(f"{name} must be at least 1, or absent; not {value}", name)
+                raise InvalidRequest(f"{name} must be at least 1 or absent, not {value}", name)
 
     @property
     def network_name(self) -> ModelNetworkName:
-        """Its key in the S0 sense."""
+        """Its key, as in the discovery document (S0)."""
         return EndpointInfo(self.namespace, self.service, ENDPOINT_NAME, self.id).network_name()
 
     def to_json(self) -> bytes:
-        """A JSON object of every field; `from_json` reads an equal value back."""
+        """A JSON object of all fields; `from_json` returns an equal value."""
         raw = {f.name: getattr(self, f.name) for f in fields(self)}
         raw["taints"] = sorted(self.taints)
         raw["loras"] = sorted(self.loras)
@@ -128,9 +129,9 @@ class Instance:
 
     @staticmethod
     def from_json(raw: bytes | str) -> Instance:
-        """The instance in `raw`. Unknown keys are tolerated, so that newer peers can add some.
+        """The instance in `raw`. Unknown keys are ignored: newer peers may add some.
 
-        Raises InvalidRequest for anything missing, wrongly typed or out of range, naming it.
+        Raises InvalidRequest with the field that is missing, wrongly typed or out of range.
         """
         return parse_json(_INSTANCE_ADAPTER, raw, "instance")
 
@@ -139,8 +140,7 @@ _INSTANCE_ADAPTER: TypeAdapter[Instance] = TypeAdapter(Instance)
 
 
 def parse_json(adapter: TypeAdapter[T], raw: bytes | str, subject: str) -> T:
-    """`raw` as `adapter`, with no coercion of types; InvalidRequest names `subject` and the
-    field."""
+    """The value in `raw`, without type coercion. Raises InvalidRequest with `subject` and field."""
     try:
         return adapter.validate_json(raw, strict=True)
     except ValidationError as error:
@@ -151,31 +151,19 @@ def parse_json(adapter: TypeAdapter[T], raw: bytes | str, subject: str) -> T:
 
 
 def new_instance_id(rng: Random) -> int:
-    """A random id in 2^53 … 2^63-1. `rng` must be seeded by the system, or ids would repeat.
+    """A random id in 2^53 … 2^63-1. `rng` must be seeded by the system, or ids repeat.
 
-    So large that logs write all of them as text, and not only nearly all: see
-    `common/runtime/log.py`.
+    The lower bound makes logs write every id as text: see `common/runtime/log.py`.
     """
     return rng.randrange(2**53, INSTANCE_ID_LIMIT)
-
-
-def check_namespace(namespace: str) -> None:
-    """InvalidRequest unless letters, digits, `._-`, not starting with a sign, at most 63."""
-    if not _NAMESPACE.fullmatch(namespace):
-        raise InvalidRequest(
-            f"namespace {namespace!r} must be 1 to 63 letters, digits, '.', '_' or '-', "
-            "beginning with a letter or digit",
-            "namespace",
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All members of a namespace at one moment: id → Instance, oldest registration first.
 
-    revision grows with every change that one Registry object sees; it compares snapshots of that
-    object and that namespace only. 0 = nothing was ever seen; a namespace that was seen to be
-    empty is 1.
+    revision: grows with every change; comparable within one Registry object and namespace. 0 =
+    the store was never read; 1 = also a namespace that was read and is empty.
     """
 
     revision: int = 0
@@ -189,20 +177,20 @@ class Snapshot:
         return tuple(i for i in self.instances.values() if i.service == service)
 
     def serving(self, model: str) -> tuple[Instance, ...]:
-        """The workers that serve `model`; the model is gone when there is none."""
+        """The workers that serve `model`."""
         return tuple(i for i in self.of("worker") if i.model == model)
 
     def card_checksum(self, model: str) -> str | None:
-        """The checksum of the card under which `model` is served, None if it is not, or has none.
+        """The card checksum of the oldest worker of `model`, None without worker or card.
 
-        The oldest worker decides; `register` keeps the others equal to it.
+        `register` keeps the others equal to it.
         """
         return next((i.card_checksum for i in self.serving(model) if i.card_checksum), None)
 
     def next_snapshot(self, members: Iterable[Instance]) -> Snapshot:
-        """The next snapshot of `members` (oldest first), or this very one if nothing changed.
+        """The next snapshot with `members` (oldest first), or `self` if nothing changed.
 
-        The first one that was seen follows revision 0 also when there is nobody.
+        Revision 0 is always followed by revision 1, also without members.
         """
         instances = {i.id: i for i in newest_incarnations(members)}
         if self.revision and instances == self.instances:
@@ -212,7 +200,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDiff:
-    """What turns one snapshot into another; `changed` holds the new values."""
+    """The difference of two snapshots; `changed` has the new values."""
 
     joined: tuple[Instance, ...] = ()
     left: tuple[Instance, ...] = ()
@@ -223,7 +211,7 @@ class SnapshotDiff:
 
 
 def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
-    """What happened between the two. A restart is one that left and one that joined."""
+    """The changes from `old` to `new`. A restart is one `left` and one `joined`."""
     old_instances, new_instances = old.instances, new.instances
     return SnapshotDiff(
         joined=tuple(i for key, i in new_instances.items() if key not in old_instances),
@@ -237,9 +225,9 @@ def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
 
 
 def newest_incarnations(instances: Iterable[Instance]) -> tuple[Instance, ...]:
-    """`instances` (oldest registration first) without those that a later incarnation replaced.
+    """`instances` (oldest registration first) without superseded incarnations.
 
-    Two are incarnations of one thing if namespace, service and a non-empty stable_name agree.
+    Two are incarnations of one process if namespace, service and non-empty stable_name are equal.
     """
     instances = tuple(instances)
     newest = {_incarnation_key(i): i.id for i in instances}
@@ -247,9 +235,9 @@ def newest_incarnations(instances: Iterable[Instance]) -> tuple[Instance, ...]:
 
 
 def find_card_conflict(members: Iterable[Instance], candidate: Instance) -> Instance | None:
-    """The live instance that serves newcomer's model under another card, or None.
+    """The live instance that serves the candidate's model under another card, or None.
 
-    `members` stand oldest first. The newcomer's own predecessor is no rival: it is superseded.
+    members: oldest first. The candidate's own predecessor does not count: it is superseded.
     """
     if not candidate.card_checksum:
         return None
@@ -275,9 +263,9 @@ class ModelNetworkName(str):
     def from_parts(
         cls, namespace: str, component: str, endpoint: str, lease_id: int
     ) -> ModelNetworkName:
-        """Slug of the four parts. The lease is an i64 (or u64): negative ones in two's complement.
+        """Slug of the four parts. lease_id: i64 or u64, negative ones in two's complement.
 
-        Raises InvalidRequest if it does not fit 64 bits.
+        Raises InvalidRequest if lease_id does not fit 64 bits.
         """
         if not -(2**63) <= lease_id < 2**64:
             raise InvalidRequest(f"lease_id {lease_id} does not fit 64 bits", "lease_id")
@@ -286,13 +274,13 @@ class ModelNetworkName(str):
 
     @classmethod
     def from_local(cls, endpoint: EndpointId, lease_id: int) -> ModelNetworkName:
-        """The key of an endpoint served by this process under `lease_id`."""
+        """The key of an endpoint that this process serves under `lease_id`."""
         return cls.from_parts(endpoint.namespace, endpoint.component, endpoint.name, lease_id)
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointId:
-    """What can be called: an endpoint of a component of a namespace."""
+    """An endpoint of a component of a namespace."""
 
     namespace: str
     component: str
@@ -309,7 +297,7 @@ class EndpointInfo:
     lease_id: int
 
     def network_name(self) -> ModelNetworkName:
-        """Its key, the same as `ModelNetworkName.from_parts` of its parts."""
+        """`ModelNetworkName.from_parts` of its fields."""
         return ModelNetworkName.from_parts(
             self.namespace, self.component, self.endpoint, self.lease_id
         )

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from common.errors import InvalidRequest
-from common.registry.consul import HEALTH_META_KEY, ConsulRegistry
 from common.registry.file import FileRegistry
+from common.registry.instances import HEALTH_META_KEY
 from common.registry.registry import MemoryRegistry, Registry
 from common.runtime.config import ServiceConfig
 
 
 def open_registry(config: ServiceConfig) -> Registry:
-    """The registry `config.registry` names. Raises InvalidRequest for one that is not there."""
+    """The registry that `config.registry` names. Raises InvalidRequest for an unknown one."""
     match config.registry:
         case "file":
             return FileRegistry(config.registry_path)
         case "consul":
+            # Imported here: py-consul takes 0.1 s, and most processes do not need it.
+            from common.registry.consul.registry import ConsulRegistry
+
             return ConsulRegistry(config.consul_url, token=config.consul_token)
         case "memory":
             return MemoryRegistry()
         case other:
-            raise InvalidRequest(f"the registry {other!r} is not available", "registry")
+            raise InvalidRequest(f"unknown registry {other!r}", "registry")
 
 
 def health_check_meta(
     config: ServiceConfig, address: str, health_port: int | None
 ) -> dict[str, str]:
-    """What an app adds to `Instance.meta` so that the registry can ask for its health.
+    """Entries for `Instance.meta` with which Consul checks the health of a service.
 
-    address: its gRPC address as advertised. health_port: the bound port of its HealthThread
-    (`life.health.port`), None if it has none; then its gRPC port is asked, unless mutual TLS
-    bars Consul's agent from it: then nothing is, and the lease keeps the registration alive.
+    address: its gRPC address as advertised. health_port: the bound port of its health server
+    (`life.health.port`), or None. Without it Consul checks the gRPC port; under mutual TLS it
+    cannot, then the result is empty and a TTL keeps the registration alive.
     """
     if health_port is not None:
         return {HEALTH_META_KEY: f"{address.rpartition(':')[0]}:{health_port}"}

@@ -1,10 +1,10 @@
-"""Discovery: who is in the mesh, and under which card a model is served.
+"""Discovery: the members of the mesh and the cards of their models.
 
-`Registry` is the seam; the adapters are `MemoryRegistry` here, `common/registry/file.py` and
-`common/registry/consul.py`, all under one contract suite (`tests/contract/test_registry.py`).
+`Registry` is the interface. Its adapters are `MemoryRegistry` here, `common/registry/file.py` and
+`common/registry/consul`; one contract suite tests all of them (`tests/contract/test_registry.py`).
 
-Losing the store never stops serving: a watch keeps its last snapshot, and an owner puts its entry
-back by itself when it vanished or the store returns.
+A lost store does not stop serving: a watch keeps its last snapshot, and an owner restores its entry
+when the entry vanished or the store returns.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import NoReturn, Protocol
 import structlog
 
 from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from common.namespace import check_namespace
 from common.registry.card import ModelCard, decode_card, encode_card
-from common.registry.instances import Instance, Snapshot, check_namespace, find_card_conflict
+from common.registry.instances import Instance, Snapshot, find_card_conflict
 
 LOG = structlog.get_logger(__name__)
 
-# Between attempts to open a failing watch again: first, and at most.
+# Pause before a failed watch is opened again: first, and at most.
 WATCH_RETRY_DELAY_S = 0.1
 WATCH_RETRY_DELAY_MAX_S = 5.0
 
@@ -32,13 +33,13 @@ class Lease(Protocol):
 
     @property
     def instance(self) -> Instance:
-        """What is registered now."""
+        """The registered instance."""
 
     async def update(self, instance: Instance) -> None:
-        """Advertise other facts about the same incarnation.
+        """Replace the registered instance by another state of the same incarnation.
 
         Raises InvalidRequest if id, namespace, service or stable_name differ, Conflict if the lease
-        is closed or the card is refused (see `Registry.register`), Unavailable.
+        is closed or the card conflicts (see `Registry.register`), Unavailable.
         """
 
     async def close(self) -> None:
@@ -46,57 +47,59 @@ class Lease(Protocol):
 
 
 class Watch(Protocol):
-    """The members of one namespace as they change, for one reader."""
+    """The changing members of one namespace, for one reader."""
 
     @property
     def current(self) -> Snapshot:
-        """What `next` returned last; at first the members at the time the watch was opened, of
-        revision 0 if the store did not say who they are.
+        """The last result of `next`; at first the members when the watch was opened.
+
+        Revision 0 if the store could not be read.
         """
 
     async def next(self) -> Snapshot:
-        """Wait until the members differ from `current`, and return them as they are then.
+        """Wait until the members differ from `current`; returns the new snapshot.
 
-        Changes coalesce: a slow reader misses steps, never the outcome. Raises Unavailable once the
-        Registry is closed. A lost store raises nothing: there is no change to report.
+        Changes coalesce: a slow reader misses steps, never the last state. Raises Unavailable once
+        the Registry is closed. A lost store is not a change and raises nothing.
         """
 
 
 class Registry(Protocol):
-    """One client of the store that all processes of a mesh share.
+    """A client of the store that all processes of a mesh share.
 
-    Snapshots hold live instances only, and of each stable_name only the newest incarnation.
+    Snapshots have live instances only, and only the newest incarnation of each stable_name.
     """
 
     async def register(self, instance: Instance) -> Lease:
-        """Make `instance` visible to all until the lease ends.
+        """Make `instance` visible to all clients until the lease ends.
 
-        All workers of a namespace that serve a model do so under one card: a newcomer with another
-        card_checksum than the live ones is refused, until the last of them is gone (its own
-        predecessor by stable_name does not count).
+        All workers of a model in a namespace have one card. An instance with a card_checksum other
+        than that of the live ones is rejected until the last of them is gone (its own predecessor
+        by stable_name does not count).
 
         Raises Conflict (reason CARD_CONFLICT, or INSTANCE_EXISTS if the id is registered),
         Unavailable if the store cannot be reached.
         """
 
     def watch(self, namespace: str) -> AbstractAsyncContextManager[Watch]:
-        """The members of `namespace` and their changes. Any number of watches may be open."""
+        """Watch the members of `namespace`. Any number of watches may be open."""
 
     async def snapshot(self, namespace: str) -> Snapshot:
-        """The members of `namespace` now; the last known ones if the store is lost, which are of
-        revision 0 if it never answered.
+        """The members of `namespace` now; if the store is lost, the last known ones.
+
+        Revision 0 if the store was never read.
         """
 
     async def put_card(self, card: ModelCard) -> None:
-        """Store `card` under its checksum, for ever. To be done before registering under it."""
+        """Store `card` under its checksum, for ever. Call before registering with that checksum."""
 
     async def get_card(self, checksum: str) -> ModelCard:
-        """The verified card. Raises NotFound, InvalidRequest (naming what is corrupt)."""
+        """The verified card. Raises NotFound, InvalidRequest with the corrupt field."""
 
     async def deregister(self, namespace: str, instance_id: int) -> None:
-        """Remove a dead owner's instance without waiting for its lease to run out. Idempotent.
+        """Remove the instance of a dead owner without waiting for its lease. Idempotent.
 
-        For supervisors that saw their child exit. A live owner puts itself back.
+        For supervisors of an exited child. A live owner restores its entry.
         """
 
     async def close(self) -> None:
@@ -106,12 +109,10 @@ class Registry(Protocol):
 async def follow(
     registry: Registry, namespace: str, on_snapshot: Callable[[Snapshot], None]
 ) -> NoReturn:
-    """Hands every snapshot of `namespace` to `on_snapshot`, for ever; ends by cancellation only.
+    """Call `on_snapshot` with every snapshot of `namespace`, until cancelled.
 
-    A lost or failing registry stops nobody: `on_snapshot` is not called then, and the watch is
-    opened
-    again with growing pauses. Nor is it called with revision 0, which has seen nothing: neither
-    that somebody is there nor that nobody is.
+    If the registry fails, the watch is opened again with growing pauses. Snapshots of revision 0,
+    for which the store was not read, are skipped.
     """
     pause_s = WATCH_RETRY_DELAY_S
     while True:
@@ -124,23 +125,19 @@ async def follow(
                         pause_s = WATCH_RETRY_DELAY_S
                     snapshot = await watch.next()
         except Exception as error:
-            # Whatever ails the registry, everybody goes on with what was seen last.
+            # The process continues with the last snapshot, whatever the error.
             LOG.warning("registry_watch_failed", error=repr(error), pause_s=pause_s)
         await asyncio.sleep(pause_s)
         pause_s = min(WATCH_RETRY_DELAY_MAX_S, 2 * pause_s)
 
 
 def raise_if_card_conflicts(conflicting: Instance | None, candidate: Instance) -> None:
-    """Raise the Conflict that `register` owes if `common.registry.instances.find_card_conflict`
-    found
-    one."""
+    """Raises Conflict if `find_card_conflict` has found an instance with another card."""
     if conflicting is not None:
         raise Conflict(
-            f"model {candidate.model!r} is served in namespace {candidate.namespace!r} "
-            "under another "
-            f"card: {conflicting.card_checksum[:12]} by "
-            f"{conflicting.stable_name or conflicting.id}, here "
-            f"{candidate.card_checksum[:12]}",
+            f"model {candidate.model!r} is served in namespace {candidate.namespace!r} under "
+            f"another card: {conflicting.card_checksum[:12]} by "
+            f"{conflicting.stable_name or conflicting.id}, here {candidate.card_checksum[:12]}",
             field="card_checksum",
             reason="CARD_CONFLICT",
             metadata={"model": candidate.model, "served_checksum": conflicting.card_checksum},
@@ -148,26 +145,26 @@ def raise_if_card_conflicts(conflicting: Instance | None, candidate: Instance) -
 
 
 def check_same_incarnation(registered: Instance, update: Instance) -> None:
-    """Raise the InvalidRequest that `Lease.update` owes if `update` is somebody else."""
+    """Raises InvalidRequest if `update` is another incarnation."""
     for name in ("id", "namespace", "service", "stable_name"):
         if getattr(registered, name) != getattr(update, name):
             raise InvalidRequest(f"an update must not change {name}", name)
 
 
 class MemoryStore:
-    """What the MemoryRegistry clients of one process (or one simulation) share."""
+    """The store of all MemoryRegistry clients of one process or simulation."""
 
     def __init__(self) -> None:
         self.cards: dict[str, bytes] = {}
         self._members: dict[str, _Members] = {}
 
     def members(self, namespace: str) -> _Members:
-        """The members of `namespace`, at first none."""
+        """The members of `namespace`."""
         check_namespace(namespace)
         return self._members.setdefault(namespace, _Members())
 
     def notify_watches(self) -> None:
-        """Let every watch look again: its registry may have been closed."""
+        """Wake every watch, since its registry may have been closed."""
         for members in self._members.values():
             members.notify()
 
@@ -177,7 +174,7 @@ class _Members:
 
     def __init__(self) -> None:
         self.registered: dict[int, Instance] = {}
-        self.snapshot = Snapshot().next_snapshot(())  # In memory, nobody is nobody.
+        self.snapshot = Snapshot().next_snapshot(())  # Revision 1: memory is always readable.
         self.changed = asyncio.Event()
 
     def put(self, instance: Instance) -> None:
@@ -201,7 +198,7 @@ class _Members:
 
 
 class MemoryRegistry:
-    """The registry of tests, simulations and single-process meshes; it cannot be lost."""
+    """The registry of tests, simulations and single-process meshes. It is never lost."""
 
     def __init__(self, store: MemoryStore | None = None) -> None:
         self._store = MemoryStore() if store is None else store
@@ -300,22 +297,22 @@ class _MemoryWatch:
 
 
 def instance_exists_error(instance: Instance) -> Conflict:
-    """The error of registering an id twice."""
+    """The error for an id that is registered already."""
     return Conflict(
-        f"instance {instance.id} is registered already", field="id", reason="INSTANCE_EXISTS"
+        f"instance {instance.id} is already registered", field="id", reason="INSTANCE_EXISTS"
     )
 
 
 def lease_closed_error(instance: Instance) -> Conflict:
-    """The error of updating a lease after its end."""
+    """The error for updating a closed lease."""
     return Conflict(f"the lease of instance {instance.id} is closed", reason="LEASE_CLOSED")
 
 
 def registry_closed_error() -> Unavailable:
-    """The error of using a closed registry."""
+    """The error for using a closed registry."""
     return Unavailable("the registry is closed", reason="REGISTRY_CLOSED")
 
 
 def card_not_found_error(checksum: str) -> NotFound:
-    """The error of asking for a card nobody stored; it names the key searched."""
+    """The error for a card that is not stored, with the store's key."""
     return NotFound(f"there is no model card cards/{checksum}", field="card_checksum")

@@ -1,13 +1,12 @@
-"""How every room speaks gRPC: channels and servers with one set of options on both sides.
+"""gRPC channels, servers and client calls, with one set of options for all services.
 
-Pings: clients ping every `KEEPALIVE_INTERVAL_S`, also without calls, and servers take any number
-of them, so
-that a silent stream (a long prefill) is neither lost nor ended by GOAWAY `too_many_pings`. Messages
-may have `MESSAGE_BYTES_MAX` in both directions. A client leaving a call does not cancel it (since
-grpcio 1.83 not even when collected): use `cancelling`, always.
+Pings: clients ping every KEEPALIVE_INTERVAL_S, also without calls, and servers accept any number of
+pings. So a silent stream (a long prefill) is neither lost nor ended by GOAWAY `too_many_pings`.
+Messages may have MESSAGE_BYTES_MAX in both directions. A call continues if its client drops it
+(since grpcio 1.83 even if the object is collected): always use `cancelling`.
 
 Security: plaintext on loopback by default; a mesh token, sent with every call and checked by the
-server; mutual TLS when certificates are given. `bind` refuses an open port without either.
+server; mutual TLS if certificates are given. `bind` rejects an open port without either.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 METADATA_BYTES_MAX = 32 * 1024
 CONNECT_TIMEOUT_S = 2.0
 RECONNECT_BACKOFF_MAX_S = 2.0
-# After the grace of `stop` is over, cancelled handlers have this long to clean up.
+# After the grace period of `stop`, cancelled handlers have this long to clean up.
 CLEANUP_TIMEOUT_S = 5.0
 
 _CallT = TypeVar("_CallT", bound=grpc.aio.Call)
 _MessageT = TypeVar("_MessageT")
-_Options = list[tuple[str, Any]]  # grpc's options are ints or strings, by name.
+_Options = list[tuple[str, Any]]  # Values are ints or strings.
 
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """What a process shows to its peers and asks of them; the default is nothing.
+    """Credentials that a process sends to its peers and requires of them; by default none.
 
-    token: the mesh token; cert, key, ca: PEM, all three for mutual TLS; server_name: the name that
-    peers' certificates carry when it is not their address; insecure: allow an open bind regardless.
+    token: the mesh token; cert, key, ca: PEM, all three for mutual TLS; server_name: the name in
+    the peers' certificates if it is not their address; insecure: allow an open bind without either.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -76,9 +75,9 @@ PLAINTEXT = Security()
 
 
 def security_from_config(config: ServiceConfig) -> Security:
-    """The security a configuration names, with its PEM files.
+    """The security of a configuration, with its PEM files.
 
-    Raises InvalidRequest, which names the knob of a file that cannot be read.
+    Raises InvalidRequest with the setting of a file that cannot be read.
     """
     return Security(
         token=config.mesh_token,
@@ -102,7 +101,7 @@ def _read_pem(path: Path | None, setting: str) -> bytes | None:
 def channel(
     address: str, *, security: Security = PLAINTEXT, keepalive_s: float = KEEPALIVE_INTERVAL_S
 ) -> grpc.aio.Channel:
-    """A channel to `host:port`. Calls on it carry `call_metadata(security)` themselves."""
+    """A channel to `host:port`. Its calls must pass `call_metadata(security)` as metadata."""
     options = _channel_options(keepalive_s)
     if not security.uses_mutual_tls:
         return grpc.aio.insecure_channel(address, options=options)
@@ -119,7 +118,7 @@ def server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     tracer: trace.Tracer | None = None,
 ) -> grpc.aio.Server:
-    """A server with our options and `MeshInterceptor` first, then `interceptors`."""
+    """A server with `MeshInterceptor` first, then `interceptors`."""
     mesh_interceptor = MeshInterceptor(token=security.token, calls=calls, tracer=tracer)
     return grpc.aio.server(
         interceptors=[mesh_interceptor, *interceptors], options=_server_options()
@@ -129,10 +128,10 @@ def server(
 def bind(
     grpc_server: grpc.aio.Server, host: str, port: int, *, security: Security = PLAINTEXT
 ) -> int:
-    """Opens a port (0: any) and returns it; call before `start`.
+    """Opens a port (0: any) and returns it. Call before `start`.
 
-    Raises InvalidRequest for an open host without token, mutual TLS or `insecure`, and Conflict
-    when the address cannot be had, or the PEM files are no good.
+    Raises InvalidRequest for an open host without token, mutual TLS or `insecure`, and Conflict if
+    the address cannot be bound or the PEM files do not fit.
     """
     if not (is_loopback(host) or security.token or security.uses_mutual_tls or security.insecure):
         raise InvalidRequest(
@@ -162,9 +161,9 @@ def join_address(host: str, port: int) -> str:
 
 
 def check_bindable(host: str, port: int, setting: str) -> None:
-    """Raises Conflict, with the reason and the flags, when an address cannot be had.
+    """Raises Conflict, with the reason and the flags, if an address cannot be bound.
 
-    knob: the field that `port` is from. To be asked before grpc, which keeps the reason to itself.
+    setting: the field that `port` is from. Call before grpc binds, since grpc hides the reason.
     """
     if (bind_error := _find_bind_error(host, port)) is not None:
         raise Conflict(
@@ -176,7 +175,7 @@ def check_bindable(host: str, port: int, setting: str) -> None:
 
 
 def _find_bind_error(host: str, port: int) -> OSError | None:
-    """Why none of the host's addresses can be had now."""
+    """Why none of the host's addresses can be bound now, or None."""
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -199,9 +198,9 @@ async def stop(
     *,
     cleanup_timeout_s: float = CLEANUP_TIMEOUT_S,
 ) -> list[str]:
-    """Refuses new calls at once, gives running ones `grace_s`, cancels the rest and awaits cleanup.
+    """Rejects new calls, gives running ones `grace_s`, cancels the rest and awaits their cleanup.
 
-    `calls` is what the server was made with. Returns the names of the calls that were cut.
+    calls: as passed to `server`. Returns the names of the cancelled calls.
     """
     async with TaskGroup() as group:
         group.create_task(grpc_server.stop(grace_s + cleanup_timeout_s), name="refuse new calls")
@@ -212,24 +211,24 @@ async def stop(
 
 
 def add_health(grpc_server: grpc.aio.Server, servicer: health.aio.HealthServicer) -> None:
-    """Serves gRPC health on a server."""
+    """Adds gRPC health to a server."""
     health_pb2_grpc.add_HealthServicer_to_server(servicer, grpc_server)
 
 
 def enable_reflection(grpc_server: grpc.aio.Server, service_names: Iterable[str]) -> None:
-    """Lets grpcurl list and call the named services (full names), health and reflection itself."""
+    """Lets grpcurl list and call the named services (full names), health and reflection."""
     names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, grpc_server)
 
 
 def call_metadata(security: Security = PLAINTEXT) -> tuple[tuple[str, str], ...]:
-    """Metadata that a call made now has to carry: token, request id, traceparent."""
+    """Metadata for a call made now: token, request id, traceparent."""
     return outgoing_metadata(security.token)
 
 
 @asynccontextmanager
 async def cancelling(call: _CallT) -> AsyncIterator[_CallT]:
-    """Cancels the call on the way out, however that happens; a finished call does not mind."""
+    """Cancels the call at the end of the block, however that is reached; no-op if finished."""
     try:
         yield call
     finally:
@@ -239,7 +238,7 @@ async def cancelling(call: _CallT) -> AsyncIterator[_CallT]:
 async def read(
     call: grpc.aio.UnaryStreamCall[Any, _MessageT] | grpc.aio.StreamStreamCall[Any, _MessageT],
 ) -> _MessageT | None:
-    """The next message of a stream; None at its end. Raises MeshError when it failed."""
+    """The next message of a stream; None at its end. Raises MeshError if the call failed."""
     try:
         message = await call.read()
     except grpc.aio.AioRpcError as error:
@@ -250,10 +249,10 @@ async def read(
 async def unary(
     method: Callable[..., Any], request: Any, *, timeout_s: float, security: Security = PLAINTEXT
 ) -> Any:
-    """One call of a stub's unary-unary method: metadata, deadline, cancellation, MeshErrors.
+    """The response of a stub's unary-unary method. Raises MeshError.
 
-    timeout_s: at most this, less when the current RPC has less left. Any: a stub's type is that of
-    its messages; annotate the variable that takes the answer.
+    timeout_s: upper limit; the time left of the current RPC may be shorter. Any: annotate the
+    variable that takes the response.
     """
     call = method(request, timeout=remaining_time_s(timeout_s), metadata=call_metadata(security))
     with map_rpc_errors():
@@ -264,7 +263,7 @@ async def unary(
 def _channel_options(keepalive_s: float) -> _Options:
     return [
         *_shared_options(keepalive_s),
-        # A channel owns its connection: closing it closes that, and its back-off dies with it.
+        # A channel owns its connection: closing it ends the connection and its back-off.
         ("grpc.use_local_subchannel_pool", 1),
         # The mesh is direct: no proxy from the environment, no service config from DNS.
         ("grpc.enable_http_proxy", 0),
@@ -293,7 +292,7 @@ def _shared_options(keepalive_s: float) -> _Options:
         ("grpc.http2.max_pings_without_data", 0),  # 0: no limit.
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-        # Between these two grpc refuses headers by chance; ours stay below both.
+        # Between these two limits grpc rejects headers at random; ours stay below both.
         ("grpc.max_metadata_size", METADATA_BYTES_MAX),
         ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
     ]

@@ -1,14 +1,14 @@
-"""What happens around every RPC: errors to status and back, request ids, deadlines, tracing, token.
+"""The parts common to all RPCs: error status, request ids, deadlines, tracing, authentication.
 
-One server interceptor does it all, in this order: authenticate, take or make the request id, start
-the SERVER span if the caller's is sampled, bound the time, run the handler, map what it raises.
-Services just raise `MeshError`s. On the client's side there are no interceptors (those for
-stream-stream calls leak, grpc#25449): `outgoing_metadata` gives what a call has to carry, and
+One server interceptor does all of it, in this order: authenticate, take or create the request id,
+start the SERVER span if the caller's span is sampled, limit the time, run the handler, convert its
+errors. Services only raise `MeshError`s. Clients have no interceptors (those for stream-stream
+calls leak, grpc#25449): `outgoing_metadata` returns the metadata of a call, and
 `mesh_error_from_rpc` turns its failure back into the error that the peer raised.
 
-Handlers of any shape are run as coroutines that write to the context. So a streaming handler that
-is an async generator has its `finally` run inside the RPC's own task when the caller goes away,
-which grpc.aio alone leaves to the garbage collector.
+Handlers of all shapes run as coroutines that write to the context. So the `finally` of an async
+generator runs inside the RPC's task if the caller disconnects; grpc.aio alone leaves it to the
+garbage collector.
 """
 
 from __future__ import annotations
@@ -60,35 +60,18 @@ LONG_LIVED_METHODS = frozenset(
         "ServerReflectionInfo",
     }
 )
-# A call that came without a deadline gets this many seconds, by the shape of its answer.
+# Time limit of a call without a deadline, by the shape of its response.
 UNARY_TIMEOUT_S = 60.0
 STREAM_TIMEOUT_S = 3600.0
 
-# Open to callers on this host even when a token is required: they say nothing worth protecting.
+# Open to callers on this host even if a token is required: they expose nothing confidential.
 _UNAUTHENTICATED_SERVICES = (
     "/grpc.health.v1.Health/",
     "/grpc.reflection.v1.ServerReflection/",
     "/grpc.reflection.v1alpha.ServerReflection/",
 )
 
-# The one table from errors to status. Order does not matter: it is looked up by exact class.
-STATUS_CODE_BY_ERROR: Mapping[type[MeshError], grpc.StatusCode] = {
-    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.Unsupported: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.PromptTooLong: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.NotFound: grpc.StatusCode.NOT_FOUND,
-    errors.UnknownModel: grpc.StatusCode.NOT_FOUND,
-    errors.Conflict: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
-    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
-    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
-    errors.WorkerLost: grpc.StatusCode.ABORTED,
-    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    errors.RequestCancelled: grpc.StatusCode.CANCELLED,
-    errors.Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
-    errors.InternalError: grpc.StatusCode.INTERNAL,
-}
+_GRPC_CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 # For a status that carries no details of ours: proxies, the gRPC library, other servers.
 _ERROR_BY_CODE: Mapping[grpc.StatusCode, type[MeshError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
@@ -107,16 +90,15 @@ _ERROR_BY_CODE: Mapping[grpc.StatusCode, type[MeshError]] = {
     grpc.StatusCode.CANCELLED: errors.Unavailable,
     grpc.StatusCode.UNIMPLEMENTED: errors.Unimplemented,
 }
-_ERROR_BY_KIND: Mapping[str, type[MeshError]] = {cls.kind: cls for cls in errors.MESH_ERROR_CLASSES}
 
-# grpc refuses headers beyond 8 KiB more and more likely, and an error must arrive rather than be
-# complete. Worst case, in bytes: the message three times itself as percent-encoded text, and once
-# in the details, whose base64 is 4/3 of their sum.
+# grpc rejects headers above 8 KiB with growing probability, so long errors are cut. Worst case in
+# bytes: the message three times as percent-encoded text, and once in the details; their base64 is
+# 4/3 of their sum.
 _MESSAGE_BYTES_MAX = 768
 _FIELD_BYTES_MAX = 256
 _VALUE_BYTES_MAX = 128
 _METADATA_ENTRIES_MAX = 8
-# Our own keys in ErrorInfo's metadata, taken out again on the other side.
+# Keys in ErrorInfo's metadata that the receiver removes.
 _KIND_KEY, _RETRYABLE_KEY = "kind", "retryable"
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -124,20 +106,20 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _request_id: ContextVar[str | None] = ContextVar("kvmesh_request_id", default=None)
 _deadline: ContextVar[float | None] = ContextVar("kvmesh_deadline", default=None)
 
-# Generic over messages in the stubs only (hence the quotes); here messages are of any type.
+# In quotes: these classes are generic in the stubs only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 HandlerFunction: TypeAlias = Callable[[Any, Context], Any]
 
 
 def request_id() -> str | None:
-    """The id of the request this task works for, or None outside of one."""
+    """The request id of the current task, or None."""
     return _request_id.get()
 
 
 @contextmanager
 def bind_request_id(value: str) -> Iterator[None]:
-    """For requests that did not come in by gRPC: outgoing calls and log lines carry the id."""
+    """Sets the request id of outgoing calls and log lines, for requests not received by gRPC."""
     token = _request_id.set(value)
     try:
         with structlog.contextvars.bound_contextvars(request_id=value):
@@ -147,8 +129,7 @@ def bind_request_id(value: str) -> Iterator[None]:
 
 
 def remaining_time_s(timeout_s: float) -> float:
-    """The timeout for an outgoing call: what is left of the current RPC's time, at most
-    `timeout_s`."""
+    """Timeout of an outgoing call: `timeout_s`, or the shorter rest of the current RPC's time."""
     deadline = _deadline.get()
     if deadline is None:
         return timeout_s
@@ -156,7 +137,7 @@ def remaining_time_s(timeout_s: float) -> float:
 
 
 def outgoing_metadata(token: str | None = None) -> tuple[tuple[str, str], ...]:
-    """Metadata of an outgoing call: mesh token, request id and traceparent, where there is one."""
+    """Metadata of an outgoing call: mesh token, request id and traceparent, if set."""
     entries = (
         (AUTHORIZATION_KEY, f"Bearer {token}" if token is not None else None),
         (REQUEST_ID_KEY, _request_id.get()),
@@ -166,11 +147,9 @@ def outgoing_metadata(token: str | None = None) -> tuple[tuple[str, str], ...]:
 
 
 def mesh_error_to_status(error: MeshError) -> tuple[grpc.StatusCode, status_pb2.Status]:
-    """The gRPC status of an error, and the same with its details. Long texts are cut."""
-    code = STATUS_CODE_BY_ERROR.get(type(error), grpc.StatusCode.INTERNAL)
-    status = status_pb2.Status(
-        code=code.value[0], message=_truncate(error.message, _MESSAGE_BYTES_MAX)
-    )
+    """The gRPC status code of an error, and its status with details. Long texts are cut."""
+    code = errors.status_code(error)
+    status = status_pb2.Status(code=code, message=_truncate(error.message, _MESSAGE_BYTES_MAX))
     entries = list(error.metadata.items())[:_METADATA_ENTRIES_MAX]
     metadata = {
         _truncate(key, _VALUE_BYTES_MAX): _truncate(value, _VALUE_BYTES_MAX)
@@ -193,16 +172,16 @@ def mesh_error_to_status(error: MeshError) -> tuple[grpc.StatusCode, status_pb2.
         delay = Duration()
         delay.FromNanoseconds(round(max(0.0, error.retry_after_s) * 1e9))
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-    return code, status
+    return _GRPC_CODE_BY_NUMBER[code], status
 
 
 def mesh_error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
-    """The error a peer raised. Without usable details it is the class nearest to the status."""
+    """The error that a peer raised; without usable details, the class nearest to the status."""
     code = error.code()
     message = error.details() or code.name
     details = _parse_status_details(error.trailing_metadata())
     info, field, retry_after_s = _unpack_details(details)
-    cls = _ERROR_BY_KIND.get(info.metadata[_KIND_KEY]) if info is not None else None
+    cls = errors.ERROR_CLASS_BY_KIND.get(info.metadata[_KIND_KEY]) if info is not None else None
     if info is not None and cls is not None:
         metadata = {k: v for k, v in info.metadata.items() if k not in (_KIND_KEY, _RETRYABLE_KEY)}
         return cls.restore(
@@ -214,7 +193,7 @@ def mesh_error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
             retryable=info.metadata.get(_RETRYABLE_KEY) == "true",
         )
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
-        # The library says "exhausted" for a message over the limit, which no wait will cure.
+        # The library reports a message above the limit as "exhausted"; a retry cannot succeed.
         return errors.InvalidRequest(message, reason="MESSAGE_TOO_LARGE")
     cls = _ERROR_BY_CODE.get(code, errors.InternalError)
     return cls.restore(message, field=field, retry_after_s=retry_after_s)
@@ -222,7 +201,7 @@ def mesh_error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
 
 @contextmanager
 def map_rpc_errors() -> Iterator[None]:
-    """Inside, a failed gRPC call raises the MeshError of its status, from the AioRpcError."""
+    """Turns AioRpcErrors of the block into MeshErrors."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -230,9 +209,9 @@ def map_rpc_errors() -> Iterator[None]:
 
 
 class RunningCalls:
-    """The calls a server is working on, so that a drain can say what it cut and await its end.
+    """The running calls of a server: a drain reports the ones it cancels and awaits their cleanup.
 
-    grpc's `server.stop` returns when the wire is closed, before cancelled handlers have cleaned up.
+    grpc's `server.stop` returns once the connections are closed, before handlers have cleaned up.
     """
 
     def __init__(self) -> None:
@@ -243,7 +222,7 @@ class RunningCalls:
         return list(self._running.values())
 
     async def wait_idle(self, timeout_s: float) -> list[str]:
-        """Waits until every handler has returned; the names of those that did not in time."""
+        """Waits until every handler has returned; returns the names of those that have not."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while self._running and (left_s := deadline - loop.time()) > 0:
@@ -262,10 +241,10 @@ class RunningCalls:
 
 
 class MeshInterceptor(grpc.aio.ServerInterceptor):
-    """All of the above around each handler.
+    """Wraps each handler as described above.
 
-    token: the mesh token callers must send as `authorization: Bearer ...`, None to ask for none.
-    calls: told of every call; tracer: makes the SERVER spans, None for the global provider's.
+    token: the mesh token that callers must send as `authorization: Bearer ...`, or None. calls:
+    tracks running calls. tracer: makes the SERVER spans; None: of the global provider.
     """
 
     def __init__(
@@ -278,7 +257,7 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
         self._expected_authorization = None if token is None else f"Bearer {token}".encode()
         self._calls = RunningCalls() if calls is None else calls
         self._tracer = trace.get_tracer("kvmesh") if tracer is None else tracer
-        # Wrapped once a method; bounded, since unknown methods have no handler.
+        # By method; bounded, since unknown methods have no handler.
         self._wrapped_handlers: dict[str, tuple[Handler, Handler]] = {}
 
     async def intercept_service(
@@ -286,7 +265,7 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wraps the handler of a known method; grpc answers UNIMPLEMENTED for others itself."""
+        """The wrapped handler of a known method; for others grpc returns UNIMPLEMENTED."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -318,7 +297,7 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
         async def serve(request: Any, context: Context) -> Any:
             headers = dict(context.invocation_metadata() or ())
             name = method if is_long_lived else f"{method} {_bind_incoming_request_id(headers)}"
-            # A health watcher must not hold up a drain, so it is not waited for.
+            # A drain does not wait for health watchers.
             is_tracked = not method.startswith(_UNAUTHENTICATED_SERVICES)
             with self._calls.track(name) if is_tracked else nullcontext():
                 try:
@@ -355,7 +334,7 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
             yield
             return
         if not telemetry.is_sampled(parent):
-            # No span, but calls made from here still belong to the caller's trace.
+            # No span, but outgoing calls still belong to the caller's trace.
             with _use_trace_context(parent):
                 yield
             return
@@ -405,21 +384,21 @@ async def _run_with_timeout(limit_s: float | None, work: Awaitable[Any]) -> Any:
             return await work
     except TimeoutError:
         if not timeout_scope.expired():
-            raise  # The handler's own, and a bug, as it says nothing to the caller.
+            raise  # Raised by the handler: a bug, reported as an internal error.
         raise errors.DeadlineExceeded(
-            f"no end within {limit_s:g} s, the limit of calls that come without a deadline"
+            f"call not finished within {limit_s:g} s, the limit for calls without a deadline"
         ) from None
 
 
 async def _abort_call(method: str, error: Exception, context: Context) -> None:
     """Ends the call with the status of an error; always raises."""
     if isinstance(error, grpc.aio.AbortError) or context.done():
-        raise error  # The handler has aborted by itself, or nobody is there to be told.
+        raise error  # The handler has aborted the call, or the caller has disconnected.
     known = error if isinstance(error, MeshError) else None
     if known is None or isinstance(known, errors.InternalError):
-        LOG.error("rpc failed", method=method, exc_info=error)
+        LOG.error("rpc_failed", method=method, exc_info=error)
     if known is None:
-        # What went wrong inside is for the log, not for the caller.
+        # Details of unexpected errors are logged and not sent to the caller.
         current_id = _request_id.get()
         known = errors.InternalError(
             "internal error", metadata={"request_id": current_id} if current_id else None
@@ -430,19 +409,19 @@ async def _abort_call(method: str, error: Exception, context: Context) -> None:
 
 def _bind_incoming_request_id(headers: Mapping[str, str | bytes]) -> str:
     header_value = headers.get(REQUEST_ID_KEY)
-    # An id goes into logs and other headers: printable and short, or we make our own.
+    # Ids appear in logs and headers: an unprintable or long one is replaced.
     is_valid = isinstance(header_value, str) and _REQUEST_ID.fullmatch(header_value)
     effective_id = header_value if isinstance(header_value, str) and is_valid else uuid.uuid4().hex
-    # Each RPC is a task with a context of its own, so nothing has to be reset.
+    # Each RPC is a task with its own context, so no reset is needed.
     _request_id.set(effective_id)
     structlog.contextvars.bind_contextvars(request_id=effective_id)
     return effective_id
 
 
 def _bind_incoming_deadline(remaining_s: float | None, timeout_s: float | None) -> float | None:
-    """Notes the RPC's deadline for outgoing calls; returns the limit we have to enforce ourselves.
+    """Sets the RPC's deadline for outgoing calls; returns the limit to enforce here, or None.
 
-    grpc cancels the handler at the caller's deadline; only calls without one need ours.
+    grpc cancels the handler at the caller's deadline, so only calls without one have a limit here.
     """
     left_s = timeout_s if remaining_s is None else remaining_s
     if left_s is not None:
@@ -476,7 +455,7 @@ def _parse_status_details(trailing: grpc.aio.Metadata | None) -> Sequence[any_pb
         details: Sequence[any_pb2.Any] = status_pb2.Status.FromString(raw).details
         return details
     except DecodeError:
-        LOG.debug("unreadable status details ignored")
+        LOG.debug("status_details_unreadable")
         return ()
 
 
@@ -496,12 +475,12 @@ def _unpack_details(
             elif detail.Unpack(retry):
                 retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
         except DecodeError:
-            LOG.debug("unreadable status detail ignored", type_url=detail.type_url)
+            LOG.debug("status_detail_unreadable", type_url=detail.type_url)
     return info, field, retry_after_s
 
 
 def _truncate(text: str, bytes_max: int) -> str:
-    """At most so many bytes of UTF-8, which lone surrogates (from a client's JSON) are not."""
+    """At most `bytes_max` bytes of UTF-8; lone surrogates (from a client's JSON) are replaced."""
     data = text.encode(errors="replace")
     if len(data) <= bytes_max:
         return data.decode()

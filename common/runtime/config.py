@@ -1,98 +1,62 @@
-"""Strict configuration: one frozen dataclass a room; flags and variables follow from its fields.
+"""Strict configuration: one pydantic model per service, read from flags and variables.
 
-A field `drain_s` of the room ROUTER is the flag `--drain-s` and the variable
-`KVMESH_ROUTER_DRAIN_S`; fields that every room has (`ServiceConfig`) may also be given mesh-wide as
-`KVMESH_DRAIN_S`. A flag wins over the room's variable, that over the mesh-wide one, that over the
-default. A field `fast` that is true or false has the flags `--fast`, `--fast=on`, `--fast=off` and
-`--no-fast`. Whatever is unknown, bad or missing refuses to start: `ConfigError` lists all of it.
+The field `drain_s` of the router is the flag `--drain-s` and the variable `KVMESH_ROUTER_DRAIN_S`.
+A field of `ServiceConfig` is also the mesh-wide variable `KVMESH_DRAIN_S`. Precedence: flag,
+variable of the service, mesh-wide variable, alias, default. Boolean fields also have `--no-x`.
+An unknown name, a bad value or a missing value stops the start; `ConfigError` lists all problems.
 
-The reader takes mappings and sequences, never the process environment, so tests pass their own.
+`read_config` takes mappings and sequences. Only `env.py` reads the process environment.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import inspect
 import ipaddress
-import math
 import re
 import sys
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import (
-    Any,
-    Literal,
-    NoReturn,
-    Protocol,
-    TypeVar,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-    runtime_checkable,
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    ValidationError,
 )
+from pydantic.fields import FieldInfo
 
 from common.errors import InvalidRequest
-from common.registry.instances import check_namespace
+from common.namespace import check_namespace
 
-SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "MESHCTL")
+SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER")
 PREFIX = "KVMESH_"
+# Variables of other standards, with the lowest precedence.
+_ALIASES = {
+    "consul_token": "CONSUL_HTTP_TOKEN",
+    "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT",
+}
 
-# A service `kvmesh-router` makes Kubernetes inject KVMESH_ROUTER_PORT=tcp://... and a dozen others.
+# For a service `kvmesh-router`, Kubernetes injects KVMESH_ROUTER_PORT=tcp://... and a dozen others.
 _KUBERNETES_NAME = re.compile(
     r"_SERVICE_HOST$|_SERVICE_PORT(_[A-Z0-9_]+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?$"
 )
 _KUBERNETES_URL = re.compile(r"^(tcp|udp|sctp)://")
-_WORD = re.compile(r"(?<![\w-])[a-z]\w*(?![\w-])")
-
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
-
-T = TypeVar("T")
-Check = Callable[[Any], str | None]
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used. `problems` has one sentence for each thing wrong."""
+    """The configuration is invalid. `problems` has one sentence per problem."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(self.problems))
-
-
-class HelpRequested(Exception):
-    """`--help` was among the flags; `text` is what to print."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-
-@runtime_checkable
-class HasCrossFieldChecks(Protocol):
-    """A config class whose fields must also fit each other."""
-
-    def problems(self) -> list[str]:
-        """One sentence for each contradiction; empty when there is none.
-
-        It begins with the fields at fault and a colon; whoever reads it sees the flags, or the
-        variables, that these were given by.
-        """
-        ...
-
-
-def setting(
-    help: str, *, check: Check | None = None, alias: str | None = None
-) -> dict[str, object]:
-    """Metadata of a config field: `field(default=0, metadata=setting("..."))`.
-
-    `help` says when to turn it. `check` takes the value (never None) and returns what is wrong with
-    it, or None. A field with `repr=False` is a secret: error messages do not show its value.
-    `alias` is a variable that others established for the same thing; our own names win over it.
-    """
-    return {"help": help, "check": check, "alias": alias}
 
 
 def flag_name(field_name: str) -> str:
@@ -100,26 +64,8 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def at_least(low: float) -> Check:
-    """A check: the number is `low` or more."""
-    return lambda value: None if value >= low else f"must be at least {low}"
-
-
-def between(low: float, high: float) -> Check:
-    """A check: the number lies in [low, high]."""
-    return lambda value: None if low <= value <= high else f"must be from {low} to {high}"
-
-
-def _namespace(value: str) -> str | None:
-    try:
-        check_namespace(value)
-    except InvalidRequest as error:
-        return error.message
-    return None
-
-
 def is_loopback(host: str) -> bool:
-    """Whether an address to bind, or a peer's, stays on this host. Other names do not."""
+    """Whether an address is only reachable from this host. Unknown host names are not."""
     if host == "localhost" or host.startswith("unix:"):
         return True
     try:
@@ -132,137 +78,106 @@ def _is_wildcard(host: str) -> bool:
     return host in ("", "*", "0.0.0.0", "::", "[::]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceConfig:
-    """What every room has. Rooms inherit from it and add their own fields."""
+def _split(value: object) -> object:
+    if isinstance(value, str):
+        return tuple(part for part in (part.strip() for part in value.split(",")) if part)
+    return value
 
-    host: str = field(
-        default="127.0.0.1",
-        metadata=setting("Address to bind; another one when peers are on other hosts."),
+
+def _refuse_empty(path: object) -> object:
+    if path == "":
+        raise ValueError("is empty")
+    return path
+
+
+def _validate_namespace(value: str) -> str:
+    try:
+        check_namespace(value)
+    except InvalidRequest as error:
+        raise ValueError(error.message) from None
+    return value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]  # From text: A,B,...
+Port = Annotated[int, Field(ge=0, le=65535)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class ServiceConfig(BaseModel):
+    """The settings of every service. A service subclasses it and adds its own fields.
+
+    The text below a field is its help. A field with `repr=False` is a secret: errors do not show
+    its value.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        hide_input_in_errors=True,  # It may be a secret.
+        use_attribute_docstrings=True,
     )
-    port: int = field(
-        default=0,
-        metadata=setting(
-            "gRPC port; 0 lets the system choose, fix it for firewalls.", check=between(0, 65535)
-        ),
-    )
-    advertise_host: str | None = field(
-        default=None,
-        metadata=setting("Name peers reach this process by, when that is not the bind address."),
-    )
-    health_port: int | None = field(
-        default=None,
-        metadata=setting(
-            "Serve gRPC health on this port too (0: any), from a thread that a busy loop cannot"
-            " delay; for checks from other hosts, since it needs no token.",
-            check=between(0, 65535),
-        ),
-    )
-    namespace: str = field(
-        default="default",
-        metadata=setting(
-            "Separates meshes that share a registry; change it to run a second one.",
-            check=_namespace,
-        ),
-    )
-    registry: Literal["file", "consul", "memory"] = field(
-        default="file",
-        metadata=setting(
-            "Where instances find each other: consul once there is more than one host."
-        ),
-    )
-    registry_path: Path = field(
-        default=Path(".run/registry"),
-        metadata=setting("Folder of the file registry; one local folder for all of a mesh."),
-    )
-    consul_url: str = field(
-        default="http://127.0.0.1:8500",
-        metadata=setting("The Consul agent, when it does not run on this host."),
-    )
-    consul_token: str | None = field(
-        default=None,
-        repr=False,
-        metadata=setting("ACL token for Consul, once it asks for one.", alias="CONSUL_HTTP_TOKEN"),
-    )
-    mesh_token: str | None = field(
-        default=None,
-        repr=False,
-        metadata=setting(
-            "Secret shared by all services; set it whenever a port is open to others."
-        ),
-    )
-    tls_cert_path: Path | None = field(
-        default=None,
-        metadata=setting("PEM certificate chain; with key and CA it turns mutual TLS on."),
-    )
-    tls_key_path: Path | None = field(
-        default=None, metadata=setting("PEM private key of the certificate; with mutual TLS.")
-    )
-    tls_ca_path: Path | None = field(
-        default=None, metadata=setting("PEM authorities of peers' certificates; with mutual TLS.")
-    )
-    tls_server_name: str | None = field(
-        default=None,
-        metadata=setting("Name expected in peers' certificates, if these lack peers' addresses."),
-    )
-    insecure: bool = field(
-        default=False,
-        metadata=setting("Allow an open bind without token or mTLS; for closed test networks."),
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = field(
-        default="info",
-        metadata=setting("Least severe line that is written; debug while looking for a fault."),
-    )
-    log_format: Literal["json", "console"] = field(
-        default="json", metadata=setting("console when people read the log directly.")
-    )
-    mesh_key: str = field(
-        default="",
-        repr=False,
-        metadata=setting("Secret behind block identities; must be the same in the whole mesh."),
-    )
-    otlp_endpoint: str | None = field(
-        default=None,
-        metadata=setting("OTLP gRPC collector (http://127.0.0.1:4317); unset makes no spans."),
-    )
-    trace_sample_ratio: float = field(
-        default=0.1,
-        metadata=setting(
-            "Share of traces started here that are kept; lower it under load.", check=between(0, 1)
-        ),
-    )
-    notice_s: float = field(
-        default=2.0,
-        metadata=setting(
-            "Seconds of drain in which new work is still taken; above the slowest peer's news.",
-            check=at_least(0),
-        ),
-    )
-    drain_s: float = field(
-        default=30.0,
-        metadata=setting(
-            "Seconds streams may take to end after that; about the longest answer.",
-            check=at_least(0),
-        ),
-    )
-    ready_fd: int | None = field(
-        default=None,
-        metadata=setting(
-            "File descriptor that gets one JSON line when ready; set by launchers.",
-            check=at_least(0),
-        ),
-    )
+
+    host: str = "127.0.0.1"
+    """Address to bind. Use another one if peers run on other hosts."""
+    port: Port = 0
+    """gRPC port. 0: the system chooses; fix it for firewalls."""
+    advertise_host: str | None = None
+    """Host name or address that peers connect to, if it is not the bind address."""
+    health_port: Port | None = None
+    """Additional port for gRPC health (0: any), served by a thread that a busy event loop cannot
+    delay. It needs no token, so checks from other hosts can use it."""
+    namespace: Annotated[str, AfterValidator(_validate_namespace)] = "default"
+    """Separates meshes that share a registry."""
+    registry: Literal["file", "consul", "memory"] = "file"
+    """Service discovery. Use consul if the mesh has more than one host."""
+    registry_path: Annotated[Path, BeforeValidator(_refuse_empty)] = Path(".run/registry")
+    """Folder of the file registry: local, and the same for all services of a mesh."""
+    consul_url: str = "http://127.0.0.1:8500"
+    """Address of the Consul agent."""
+    consul_token: str | None = Field(default=None, repr=False)
+    """ACL token for Consul."""
+    mesh_token: str | None = Field(default=None, repr=False)
+    """Secret shared by all services. Set it if a port is open to other hosts."""
+    tls_cert_path: Path | None = None
+    """PEM certificate chain. With key and CA it enables mutual TLS."""
+    tls_key_path: Path | None = None
+    """PEM private key of the certificate."""
+    tls_ca_path: Path | None = None
+    """PEM certificate authorities of the peers' certificates."""
+    tls_server_name: str | None = None
+    """Name expected in peers' certificates, if they do not contain the peers' addresses."""
+    insecure: bool = False
+    """Allow an open bind without token or mutual TLS. For closed test networks."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest severity that is logged."""
+    log_format: Literal["json", "console"] = "json"
+    """console is for reading the log directly."""
+    mesh_key: str = Field(default="", repr=False)
+    """Secret input of the block hashes. Must be the same in the whole mesh."""
+    otlp_endpoint: str | None = None
+    """OTLP gRPC collector, such as http://127.0.0.1:4317. Unset: no spans."""
+    trace_sample_ratio: Share = 0.1
+    """Share of the traces started here that are kept, unless OTEL_TRACES_SAMPLER is set."""
+    notice_s: NonNegativeFloat = 2.0
+    """Seconds of a drain in which new requests are still accepted. Must exceed the time until the
+    slowest peer sees the deregistration."""
+    drain_s: NonNegativeFloat = 30.0
+    """Seconds after the notice in which streams may end. About the longest response."""
+    ready_fd: NonNegativeInt | None = None
+    """File descriptor that receives one JSON line when ready. Set by launchers."""
 
     def problems(self) -> list[str]:
-        """Contradictions between common fields.
+        """Contradictions between fields, each as `field: message`.
 
-        A subclass that adds its own calls `ServiceConfig.problems(self)`: zero-argument super()
-        does not work in a slotted dataclass.
+        `read_config` replaces the field by the flag or variable that set it.
         """
         found = []
         tls = (self.tls_cert_path, self.tls_key_path, self.tls_ca_path)
         if any(tls) and not all(tls):
-            found.append("tls_cert_path, tls_key_path and tls_ca_path: give all three or none")
+            found.append(
+                "tls_cert_path: set all of --tls-cert-path, --tls-key-path, --tls-ca-path, or none"
+            )
         protected = self.mesh_token is not None or all(tls)
         if not (is_loopback(self.host) or protected or self.insecure):
             found.append(
@@ -270,363 +185,242 @@ class ServiceConfig:
                 " --tls paths, or --insecure"
             )
         if _is_wildcard(self.host) and not self.advertise_host:
-            found.append(
-                f"advertise_host: needed, since peers cannot connect to the wildcard {self.host!r}"
-            )
+            found.append(f"advertise_host: required, because peers cannot connect to {self.host!r}")
         return found
 
 
+ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
+
+
 def read_config(
-    cls: type[T],
+    cls: type[ConfigT],
     service: str | None,
     environ: Mapping[str, str],
     argv: Sequence[str],
     *,
     name: str = "",
-) -> tuple[T, list[str]]:
-    """The configuration, and warnings for the log (names that were ignored and why).
+    flags: Collection[str] | None = None,
+) -> tuple[ConfigT, list[str]]:
+    """The configuration, and warnings for the log. `--help` prints the help and exits with 0.
 
-    room: None for a tool, which has flags and the mesh-wide variables only. name: what `--help`
-    calls the program; else its room. Raises ConfigError with every problem, HelpRequested for
-    `--help`, TypeError when the dataclass itself is unfit (a field without help or of an unknown
-    type).
+    service: one of SERVICES; None for a tool, which only has flags and mesh-wide variables.
+    name: the program in `--help`; by default the service. flags: fields that have a flag; None
+    means all. Raises ConfigError with every problem, and TypeError for a field without a
+    description.
     """
-    if service is not None and service not in SERVICES:
-        raise TypeError(f"{service!r} is not one of {', '.join(SERVICES)}")
-    settings = _settings_of(cls, service)
-    if "--help" in argv or "-h" in argv:
-        raise HelpRequested(_help_text(name or _name_of(service), settings))
-    problems: list[str] = []
+    settings = [_Setting.of(cls, field, service) for field in cls.model_fields]
+    with_flag = [one for one in settings if flags is None or one.name in flags]
     warnings: list[str] = []
-    given = [
-        *_from_flags(settings, argv, problems),
-        *_from_environ(settings, service, environ, problems, warnings),
-    ]
-    values = _parse_values(settings, given, problems)
+    problems: list[str] = []
+    given = list(_read_environ(settings, service, environ, problems, warnings))
+    try:
+        parser = _build_parser(name or _program(service), cls.__doc__ or "", with_flag)
+        given = [*_read_flags(parser, with_flag, argv, problems), *given]
+    except ConfigError as error:
+        problems += error.problems
+    else:
+        missing = [one for one in settings if one.field.is_required()]
+        problems += [
+            f"{' or '.join((one.flag, *one.variables[:1]))}: required and not given"
+            for one in missing
+            if one not in [item.setting for item in given]
+        ]
+    # A bad value is a problem even if a source of higher precedence replaces it.
+    problems += [problem for one in given for problem in _find_problems(cls, one)]
     if problems:
         raise ConfigError(problems)
-    config = cls(**values)
-    if isinstance(config, HasCrossFieldChecks) and (contradictions := config.problems()):
-        names = {setting.name: setting.flag for setting in settings}
-        names |= {one.setting.name: one.source for one in reversed(given)}
-        raise ConfigError([_with_given_names(one, names) for one in contradictions])
+    winners = {one.setting.name: one for one in reversed(given)}
+    config = cls.model_validate({name: one.value for name, one in winners.items()})
+    if contradictions := config.problems():
+        sources = {name: one.source for name, one in winners.items()}
+        raise ConfigError([_with_source(problem, sources) for problem in contradictions])
     return config, warnings
 
 
 def read_config_or_exit(
-    cls: type[T],
+    cls: type[ConfigT],
     service: str | None,
     environ: Mapping[str, str],
     argv: Sequence[str],
     *,
     name: str = "",
-) -> tuple[T, list[str]]:
-    """`read_config` for a `__main__`: prints help and exits 0, or all problems and exits 2."""
+    flags: Collection[str] | None = None,
+) -> tuple[ConfigT, list[str]]:
+    """`read_config`, but prints all problems and exits with 2."""
     try:
-        return read_config(cls, service, environ, argv, name=name)
-    except HelpRequested as request:
-        sys.stdout.write(request.text)
-        raise SystemExit(0) from None
+        return read_config(cls, service, environ, argv, name=name, flags=flags)
     except ConfigError as error:
-        _exit_with_problems(name or _name_of(service), error)
+        lines = "".join(f"  {problem}\n" for problem in error.problems)
+        program = name or _program(service)
+        sys.stderr.write(f"{program}: the configuration cannot be used:\n{lines}")
+        raise SystemExit(2) from None
 
 
-def _name_of(service: str | None) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` if one of the known names is similar, else ""."""
+    # Common beginnings are not a similarity.
+    beginnings = (*(f"{PREFIX}{service}_" for service in SERVICES), PREFIX, "--", "")
+    beginning = next(one for one in beginnings if name.startswith(one))
+    tails = {one.removeprefix(beginning): one for one in known if one.startswith(beginning)}
+    near = difflib.get_close_matches(name.removeprefix(beginning), tails, n=1, cutoff=0.75)
+    return f"; did you mean {tails[near[0]]}?" if near else ""
+
+
+def _program(service: str | None) -> str:
     return (service or "tool").lower()
 
 
-def _exit_with_problems(name: str, error: ConfigError) -> NoReturn:
-    lines = "".join(f"  {problem}\n" for problem in error.problems)
-    sys.stderr.write(f"{name}: the configuration cannot be used:\n{lines}")
-    raise SystemExit(2) from None
-
-
-def _with_given_names(problem: str, names: Mapping[str, str]) -> str:
-    """The sentence of `HasCrossFieldChecks.problems` with other names for the fields in it.
-
-    After the colon only words that cannot be anything else are taken for fields.
-    """
-    at_fault = problem.find(":")
-
-    def renamed(word: re.Match[str]) -> str:
-        is_field = word.start() < at_fault or "_" in word[0]
-        return names.get(word[0], word[0]) if is_field else word[0]
-
-    return _WORD.sub(renamed, problem)
+def _with_source(problem: str, sources: Mapping[str, str]) -> str:
+    field, colon, message = problem.partition(":")
+    return f"{sources.get(field, flag_name(field))}{colon}{message}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """One field, with the names it goes by outside."""
+    """A field with its names. variables: in order of precedence."""
 
     name: str
-    kind: Any  # A typing form: int, Literal[...], str | None, ...
-    spec: Field[Any]
-    variables: tuple[str, ...]  # The room's own, then the mesh-wide one and the alias, if any.
+    field: FieldInfo
+    variables: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: type[ServiceConfig], name: str, service: str | None) -> _Setting:
+        field = config.model_fields[name]
+        if not field.description:
+            raise TypeError(f"{config.__name__}.{name} has no description")
+        variables = [] if service is None else [f"{PREFIX}{service}_{name.upper()}"]
+        if name in ServiceConfig.model_fields:
+            variables.append(f"{PREFIX}{name.upper()}")
+        if name in _ALIASES:
+            variables.append(_ALIASES[name])
+        return cls(name, field, tuple(variables))
 
     @property
     def flag(self) -> str:
         return flag_name(self.name)
 
     @property
-    def negation(self) -> str | None:
-        """The flag that switches it off; None for what is more than on or off."""
-        return flag_name(f"no_{self.name}") if _without_none(self.kind) is bool else None
+    def is_optional(self) -> bool:
+        return type(None) in get_args(self.field.annotation)
 
     @property
-    def is_common(self) -> bool:
-        return self.name in _common_names()
+    def kind(self) -> Any:
+        """The type without None and constraints."""
+        kind = get_args(self.field.annotation)[0] if self.is_optional else self.field.annotation
+        return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
     @property
-    def required(self) -> bool:
-        return self.spec.default is MISSING and self.spec.default_factory is MISSING
+    def metavar(self) -> str:
+        if get_origin(self.kind) is Literal:
+            return "|".join(get_args(self.kind))
+        return "A,B,..." if get_origin(self.kind) is tuple else str(self.kind.__name__).upper()
+
+    @property
+    def help_text(self) -> str:
+        default = self.field.default
+        if self.field.is_required():
+            text = "required"
+        elif default is None or default in ("", ()):
+            text = "unset by default"
+        elif isinstance(default, bool):
+            text = f"{'on' if default else 'off'} by default"
+        else:
+            text = f"default {','.join(default) if isinstance(default, tuple) else default}"
+        details = "; ".join(filter(None, (" or ".join(self.variables), text)))
+        return f"{' '.join((self.field.description or '').split())}\n{details}".replace("%", "%%")
 
 
 @dataclass(frozen=True, slots=True)
-class _GivenValue:
-    """A text somebody gave for a knob, and where it came from; earlier ones win."""
+class _Given:
+    """A text for a setting, and the flag or variable it came from."""
 
     setting: _Setting
     source: str
     text: str
 
-
-def _settings_of(cls: type[Any], service: str | None) -> list[_Setting]:
-    hints = get_type_hints(cls)
-    common = _common_names()
-    settings = []
-    for spec in fields(cls):
-        if not spec.metadata.get("help"):
-            raise TypeError(f"{cls.__name__}.{spec.name} does not say when to turn it")
-        _check_kind(hints[spec.name], f"{cls.__name__}.{spec.name}")
-        upper = spec.name.upper()
-        variables = [] if service is None else [f"{PREFIX}{service}_{upper}"]
-        if spec.name in common:
-            variables.append(f"{PREFIX}{upper}")
-        if alias := spec.metadata.get("alias"):
-            variables.append(alias)
-        settings.append(_Setting(spec.name, hints[spec.name], spec, tuple(variables)))
-    return settings
+    @property
+    def value(self) -> str | None:
+        """None if the text is empty and the setting optional."""
+        return None if not self.text and self.setting.is_optional else self.text
 
 
-def _common_names() -> frozenset[str]:
-    return frozenset(spec.name for spec in fields(ServiceConfig))
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([message.removeprefix("argument ")])
 
 
-def _from_flags(
-    settings: Sequence[_Setting], argv: Sequence[str], problems: list[str]
-) -> Iterator[_GivenValue]:
-    negated = {setting.negation: setting for setting in settings if setting.negation}
-    by_flag = negated | {setting.flag: setting for setting in settings}
-    seen: set[str] = set()
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        flag, has_value, text = word.partition("=")
-        setting = by_flag.get(flag)
-        if setting is None:
-            problems.append(_unknown(flag, by_flag))
-            # Its value, if it is a word of its own, would only be a second complaint.
-            if not has_value and flag.startswith("--") and rest and not rest[0].startswith("-"):
-                rest.pop(0)
+def _build_parser(name: str, description: str, settings: Iterable[_Setting]) -> _Parser:
+    parser = _Parser(
+        prog=name,
+        usage=f"{name} [FLAGS]",
+        description=inspect.cleandoc(description),
+        allow_abbrev=False,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    own = parser.add_argument_group("settings")
+    common = parser.add_argument_group("settings of every service")
+    for one in settings:
+        group = common if one.name in ServiceConfig.model_fields else own
+        if one.kind is not bool:
+            group.add_argument(one.flag, action="append", metavar=one.metavar, help=one.help_text)
             continue
-        if setting.flag in seen:
-            problems.append(f"{setting.flag}: given twice")
-        seen.add(setting.flag)
-        if setting.negation and not has_value:
-            text = "off" if flag in negated else "on"
-            if rest and not rest[0].startswith("-"):
-                problems.append(
-                    f"{rest.pop(0)!r}: not a flag; the value of {setting.flag} follows a =, as in "
-                    f"{setting.flag}=off"
-                )
-        elif flag in negated:
-            problems.append(f"{flag}: takes no value; say {flag}, or {setting.flag}=off")
-            continue
-        elif not has_value:
-            if not rest or rest[0].startswith("--"):
-                problems.append(f"{flag}: needs a value")
-                continue
-            text = rest.pop(0)
-        yield _GivenValue(setting, flag, text)
+        options: dict[str, Any] = {"nargs": "?", "const": "on", "metavar": "on|off"}
+        group.add_argument(one.flag, action="append", help=one.help_text, **options)
+        options = {"dest": one.name, "const": "off", "help": f"the same as {one.flag}=off"}
+        group.add_argument(flag_name(f"no_{one.name}"), action="append_const", **options)
+    return parser
 
 
-def _from_environ(
+def _read_flags(
+    parser: _Parser, settings: Iterable[_Setting], argv: Sequence[str], problems: list[str]
+) -> Iterator[_Given]:
+    values, rest = parser.parse_known_args(list(argv))
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    after_unknown_flag = False
+    for word in rest:
+        if word.startswith("-"):
+            flag = word.partition("=")[0]
+            problems.append(f"{flag}: no such flag{suggest(flag, known)}")
+        elif not after_unknown_flag:  # Else it is the value of that flag.
+            problems.append(f"{word!r}: not a flag")
+        after_unknown_flag = word.startswith("--") and "=" not in word
+    for setting in settings:
+        texts = getattr(values, setting.name) or []
+        if len(texts) > 1:
+            problems.append(f"{setting.flag}: given {len(texts)} times; give it once")
+        yield from (_Given(setting, setting.flag, text) for text in texts)
+
+
+def _read_environ(
     settings: Sequence[_Setting],
     service: str | None,
     environ: Mapping[str, str],
     problems: list[str],
     warnings: list[str],
-) -> Iterator[_GivenValue]:
-    by_variable = {name: setting for setting in settings for name in setting.variables}
-    mesh_wide = {PREFIX + name.upper() for name in _common_names()}
+) -> Iterator[_Given]:
+    known = {PREFIX + name.upper() for name in ServiceConfig.model_fields}
+    known.update(name for setting in settings for name in setting.variables)
     others = tuple(f"{PREFIX}{other}_" for other in SERVICES if other != service)
-    # The room's own names win over the mesh-wide ones, and these over others' names.
-    rank = (f"{PREFIX}{service}_", PREFIX, "")
-    for name in sorted(environ, key=lambda n: ([n.startswith(p) for p in rank].index(True), n)):
-        if not name.startswith(PREFIX) and name not in by_variable:
-            continue
-        if _KUBERNETES_URL.match(environ[name]) and name.endswith("_PORT"):
-            warnings.append(f"{name} ignored: Kubernetes injects it for a service")
-        elif name in by_variable:
-            yield _GivenValue(by_variable[name], name, environ[name])
-        elif _KUBERNETES_NAME.search(name):
-            warnings.append(f"{name} ignored: Kubernetes injects it for a service")
-        elif not name.startswith(others) and name not in mesh_wide:
-            problems.append(_unknown(name, [*by_variable, *mesh_wide]))
+    injected = set()
+    for name in sorted(one for one in environ if one.startswith(PREFIX)):
+        is_url = name.endswith("_PORT") and _KUBERNETES_URL.match(environ[name])
+        if is_url or (name not in known and _KUBERNETES_NAME.search(name)):
+            injected.add(name)
+        elif name not in known and not name.startswith(others):
+            problems.append(f"{name}: no such variable{suggest(name, known)}")
+    warnings += [f"{name} ignored: injected by Kubernetes" for name in sorted(injected)]
+    for setting in settings:
+        for name in setting.variables:
+            if name in environ and name not in injected:
+                yield _Given(setting, name, environ[name])
 
 
-def _unknown(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
-    if name.startswith(PREFIX):
-        what = f"{name}: no such variable"
-    else:
-        what = f"{name}: no such flag" if name.startswith("-") else f"{name!r}: not a flag"
-    # What all names begin with says nothing about which of them is meant.
-    beginnings = (*(f"{PREFIX}{service}_" for service in SERVICES), PREFIX, "--", "")
-    beginning = next(one for one in beginnings if name.startswith(one))
-    tails = {one.removeprefix(beginning): one for one in known if one.startswith(beginning)}
-    near = difflib.get_close_matches(name.removeprefix(beginning), tails, n=1, cutoff=0.75)
-    return f"{what}; did you mean {tails[near[0]]}?" if near else what
-
-
-def _parse_values(
-    settings: Sequence[_Setting], given: Sequence[_GivenValue], problems: list[str]
-) -> dict[str, object]:
-    values: dict[str, object] = {}
-    named = {item.setting.name for item in given}
-    # Losing values are read as well: a bad one is a mistake somebody wants to know of.
-    for item in given:
-        try:
-            value = _parse(item.setting.kind, item.text)
-        except ValueError as error:
-            shown = repr(item.text) if item.setting.spec.repr else "the value"
-            problems.append(f"{item.source}: {shown} {error}")
-            continue
-        check: Check | None = item.setting.spec.metadata["check"]
-        if value is not None and check is not None and (wrong := check(value)):
-            problems.append(f"{item.source}: {wrong}")
-            continue
-        values.setdefault(item.setting.name, value)
-    problems.extend(
-        f"{' or '.join((setting.flag, *setting.variables[:1]))}: required and not given"
-        for setting in settings
-        if setting.required and setting.name not in named
-    )
-    return values
-
-
-def _without_none(kind: Any) -> Any:
-    """The type without `| None`."""
-    if get_origin(kind) in (Union, types.UnionType):
-        others = [arg for arg in get_args(kind) if arg is not types.NoneType]
-        if len(others) == 1:
-            return others[0]
-    return kind
-
-
-def _check_kind(kind: Any, where: str) -> None:
-    bare = _without_none(kind)
-    plain = bare in (str, int, float, bool, Path) or bare == tuple[str, ...]
-    if not plain and get_origin(bare) is not Literal:
-        raise TypeError(f"{where}: fields of type {kind} cannot be read from text")
-
-
-def _parse(kind: Any, text: str) -> object:
-    """The value of a text. ValueError's message continues a sentence: '... is not a number'."""
-    bare = _without_none(kind)
-    if bare is not kind and text == "":
-        return None
-    if get_origin(bare) is Literal:
-        for choice in get_args(bare):
-            if text == str(choice):
-                return cast("object", choice)
-        raise ValueError(f"is not one of {', '.join(map(str, get_args(bare)))}")
-    if bare == tuple[str, ...]:
-        return tuple(part for part in (part.strip() for part in text.split(",")) if part)
-    if bare is bool:
-        return _parse_bool(text)
-    if bare is int:
-        return _parse_int(text)
-    if bare is float:
-        return _parse_float(text)
-    if bare is Path:
-        return _parse_path(text)
-    return text
-
-
-def _parse_bool(text: str) -> bool:
-    lowered = text.lower()
-    if lowered not in _TRUE | _FALSE:
-        raise ValueError("is neither true nor false")
-    return lowered in _TRUE
-
-
-def _parse_int(text: str) -> int:
+def _find_problems(cls: type[ServiceConfig], given: _Given) -> Iterator[str]:
     try:
-        return int(text)
-    except ValueError:
-        raise ValueError("is not a whole number") from None
-
-
-def _parse_float(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise ValueError("is not a number") from None
-    if not math.isfinite(number):
-        raise ValueError("is not a finite number")
-    return number
-
-
-def _parse_path(text: str) -> Path:
-    if not text:
-        raise ValueError("is not a path")
-    return Path(text)
-
-
-def _help_text(name: str, settings: Sequence[_Setting]) -> str:
-    lines = [
-        f"{name}: flags, the variables they can also be given by, and defaults.",
-        "Flags without a value are on or off: --x, --x=on, --x=off, --no-x.",
-    ]
-    for title, is_common in (("Its own:", False), ("As of every service:", True)):
-        lines += ["", title]
-        for setting in settings:
-            if setting.is_common is is_common:
-                lines += _help_lines(setting)
-    return "\n".join(lines) + "\n"
-
-
-def _help_lines(setting: _Setting) -> Iterator[str]:
-    flags = f"{setting.flag} {_kind_name(setting.kind)}".rstrip()
-    yield f"  {flags}, {setting.negation}" if setting.spec.default is True else f"  {flags}"
-    names = [" or ".join(setting.variables)] if setting.variables else []
-    yield f"      {'; '.join([*names, _default_text(setting)])}"
-    yield f"      {setting.spec.metadata['help']}"
-
-
-def _kind_name(kind: Any) -> str:
-    bare = _without_none(kind)
-    if get_origin(bare) is Literal:
-        return "|".join(map(str, get_args(bare)))
-    if bare == tuple[str, ...]:
-        return "A,B,..."
-    return "" if bare is bool else bare.__name__.upper()
-
-
-def _default_text(setting: _Setting) -> str:
-    if setting.required:
-        return "required"
-    match setting.spec.default:
-        case default if default is MISSING:
-            return "default computed"
-        case None | ():
-            return "unset by default"
-        case "":
-            return "empty by default"
-        case bool(is_on):
-            return f"{'on' if is_on else 'off'} by default"
-        case tuple(parts):
-            return f"default {','.join(parts)}"
-        case default:
-            return f"default {default}"
+        cls.model_validate({given.setting.name: given.value})
+    except ValidationError as error:
+        shown = f" {given.text!r}:" if given.setting.field.repr else ""
+        for one in error.errors():
+            if one["loc"][0] == given.setting.name:
+                message = one["msg"].removeprefix("Value error, ")
+                yield f"{given.source}:{shown} {message[:1].lower()}{message[1:]}"

@@ -1,4 +1,4 @@
-"""The process environment: the only file that reads it, so that nothing else depends on it."""
+"""The process environment. Only this module reads it."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def environ() -> dict[str, str]:
-    """A copy of the environment variables; changing it changes nothing else."""
+    """A copy of the environment variables."""
     return dict(os.environ)

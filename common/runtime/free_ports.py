@@ -1,7 +1,7 @@
-"""Ports for a program that binds them itself, up to a minute later: an engine, a Consul agent.
+"""Free ports for a program that binds them up to a minute later: an engine, a Consul agent.
 
-What the system gives away by itself (`ip_local_port_range`) may be somebody's by then. So these are
-below it, and every process begins to look at a place of its own.
+They are below the range of automatically assigned ports (`ip_local_port_range`), because another
+process may receive one of those meanwhile. Each process starts its search at an offset of its own.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Final
 
 PORT_MIN: Final = 10_240
-# Exclusive; below what Linux gives away by itself, and below SGLang's own.
+# Exclusive; below the automatic range of Linux and the ports of SGLang.
 PORT_LIMIT: Final = 30_000
-# Ports between the places where two processes with neighbouring ids begin.
+# Distance between the first candidates of two processes with consecutive ids.
 PROCESS_STRIDE: Final = 16
-# Where the system leaves less room than this below its own range, that range is ignored.
+# If the system leaves fewer ports than this below the automatic range, the range is ignored.
 RANGE_SIZE_MIN: Final = 4096
 
 _EPHEMERAL_RANGE_FILE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(count: int, *, start: int | None = None) -> int:
-    """The first of `count` TCP ports in a row that were free a moment ago, on loopback.
+    """The first of `count` consecutive TCP ports that are free on loopback.
 
-    start: where to look first, modulo the range; by default this process's own place. Raises
-    OSError when there are none, ValueError for a count below 1 or above STRIDE's hundredfold.
+    start: offset of the first candidate, modulo the range; None for the offset of this process.
+    Raises OSError if there are none, ValueError for a count outside 1..100 * PROCESS_STRIDE.
     """
     if not 1 <= count <= 100 * PROCESS_STRIDE:
         raise ValueError(f"count: {count} is not in 1..{100 * PROCESS_STRIDE}")
@@ -41,7 +41,7 @@ def free_ports(count: int, *, start: int | None = None) -> int:
         base = PORT_MIN + (first_offset + step) % start_count
         if _are_ports_free(base, count):
             return base
-    raise OSError(f"no {count} free ports in a row from {PORT_MIN} to {limit}")
+    raise OSError(f"no {count} consecutive free ports from {PORT_MIN} to {limit}")
 
 
 def _process_offset() -> int:
@@ -52,7 +52,7 @@ def _ephemeral_range_start() -> int:
     try:
         return int(_EPHEMERAL_RANGE_FILE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        return PORT_LIMIT  # not Linux, or its files are hidden: its usual range is above
+        return PORT_LIMIT  # Not Linux, or /proc is hidden: the usual range is above.
 
 
 def _are_ports_free(base: int, count: int) -> bool:

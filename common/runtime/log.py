@@ -1,10 +1,10 @@
-"""Logs: one line an event to stderr, as JSON or for a console, with request and trace ids.
+"""Logs: one line per event on stderr, as JSON or for a console, with request and trace ids.
 
-Promises: logging never blocks (a thread writes; when it cannot keep up, lines are dropped, counted,
-and the count is written later) and never raises for what was logged. Lines of the stdlib's logging
-(uvicorn, grpc, httpx) and Python warnings come out in the same form. What was bound with
-`structlog.contextvars.bind_contextvars` (request_id, model, worker) is on every line of its task.
-Ids of instances are decimal numbers; in JSON they are text, as is every integer from 2^53 on.
+Logging does not block: a thread writes, and if it is too slow, lines are dropped and their number
+is logged later. Logging does not raise for any value. Records of the standard library (uvicorn,
+grpc, httpx) and Python warnings have the same format. Every line of a task has the variables bound
+with `structlog.contextvars.bind_contextvars` (request_id, model, worker). In JSON, integers from
+2^53 on, such as instance ids, are text.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ QUEUE_LINES_MAX = 10_000
 BATCH_LINES_MAX = 256  # Lines joined into one write.
 
 _EXACT_INT_LIMIT = 2**53
-_JSON_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_STRICT_INTEGER  # refuses what is beyond it
+_JSON_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_STRICT_INTEGER  # Refuses larger integers.
 
-# Chatty at INFO, and their news is in our own lines already.
+# Their INFO records repeat our own lines.
 _QUIET_LOGGERS = ("grpc", "httpcore", "httpx", "uvicorn.access", "asyncio")
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -38,7 +38,7 @@ LogEvent = MutableMapping[str, Any]
 
 
 class LogWriter:
-    """The running log; `close` it last, to write what is still queued."""
+    """Writes lines in a thread of its own. Close it last."""
 
     def __init__(self, fd: int, lines_max: int = QUEUE_LINES_MAX) -> None:
         self._fd = fd
@@ -50,14 +50,14 @@ class LogWriter:
         self._thread.start()
 
     def put(self, line: bytes) -> None:
-        """Queues one line without its newline; drops and counts it when the queue is full."""
+        """Queues one line without newline; drops and counts it if the queue is full."""
         try:
             self._lines.put_nowait(line)
         except queue.Full:
             self._count_dropped(1)
 
     def close(self, timeout_s: float = 1.0) -> bool:
-        """Writes what is queued; False when that took longer than `timeout_s`. Idempotent."""
+        """Writes queued lines; False if that takes longer than `timeout_s`. Idempotent."""
         if not self._closed:
             self._closed = True
             try:
@@ -80,20 +80,20 @@ class LogWriter:
         while len(batch) < BATCH_LINES_MAX and not self._lines.empty():
             line = self._lines.get()
             if line is None:
-                self._lines.put(None)  # Seen again after this batch; this thread emptied a place.
+                self._lines.put(None)  # For the next call; the queue has a free place now.
                 break
             batch.append(line)
         return batch
 
     def _write_all(self, batch: list[bytes]) -> None:
         if dropped := self._take_dropped_count():
-            batch.append(orjson.dumps({"event": "log lines dropped", "lines": dropped}))
+            batch.append(orjson.dumps({"event": "log_lines_dropped", "lines": dropped}))
         data = b"".join(line + b"\n" for line in batch)
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError:
-            # Nobody reads stderr any more; there is no other place to say so than the count.
+            # The reader of stderr is gone; only the count can be reported.
             self._count_dropped(len(batch))
 
     def _count_dropped(self, lines: int) -> None:
@@ -114,9 +114,9 @@ def setup(
     instance_id: str = "",
     fd: int | None = None,
 ) -> LogWriter:
-    """Configures structlog and stdlib logging for this process; a later call replaces the earlier.
+    """Configures structlog and standard logging; a later call replaces the configuration.
 
-    fd: where lines go; None is stderr.
+    fd: file descriptor for the lines; None is stderr.
     """
     logs = LogWriter(sys.stderr.fileno() if fd is None else fd)
     level_number = logging.getLevelNamesMapping()[level.upper()]
@@ -160,12 +160,12 @@ def _to_json(_logger: object, _method: str, event: LogEvent) -> bytes:
     try:
         return orjson.dumps(dict(event), default=str, option=_JSON_OPTIONS)
     except (TypeError, ValueError):
-        # Integers that need text, and lone surrogates, which the stdlib escapes.
+        # Large integers, and lone surrogates, which the standard library escapes.
         return json.dumps(_with_large_ints_as_text(dict(event)), default=str).encode()
 
 
 def _with_large_ints_as_text(value: object) -> object:
-    """The same, with text for integers that readers who hold numbers as doubles would round."""
+    """The same value, with text for integers that a double cannot represent."""
     match value:
         case int() if abs(value) >= _EXACT_INT_LIMIT:
             return str(value)
@@ -187,7 +187,7 @@ def _add_trace_ids(_logger: object, _method: str, event: LogEvent) -> LogEvent:
 
 
 class _LineLogger:
-    """What structlog calls with a rendered line, whatever its level."""
+    """The logger that structlog calls with rendered lines of every level."""
 
     def __init__(self, logs: LogWriter) -> None:
         self._logs = logs
@@ -199,19 +199,19 @@ class _LineLogger:
 
 
 class _StdlibLogHandler(logging.Handler):
-    """Turns a stdlib record into one of our events."""
+    """Logs a record of the standard library as an event."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             structlog.get_logger().log(
-                # structlog knows the five named levels only; others count as the one below.
+                # structlog supports the five named levels only; others map to the next lower one.
                 min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL),
                 record.getMessage(),
                 logger=record.name,
                 **({"exc_info": record.exc_info} if record.exc_info else {}),
             )
         except Exception:
-            # A bad format string in somebody else's log call must not break their work.
+            # A bad format string in a library's log call must not raise there.
             self.handleError(record)
 
 

@@ -1,4 +1,4 @@
-"""Groups of tasks that end with one error and never lose a cancellation."""
+"""Task groups that raise one error and do not lose cancellations."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 class TaskGroup:
-    """Like `asyncio.TaskGroup`, in two ways simpler to live with.
+    """Like `asyncio.TaskGroup`, with two differences.
 
-    It raises the error that went wrong first, not a group of errors; one that is no MeshError, a
-    bug that is, goes before those that are. And a cancellation that arrives while the group ends
-    because of an error counts: asyncio's, before Python 3.13, drops it (cpython#116720), and a loop
-    that handles the error and goes on would then never end.
+    It raises the first error instead of an exception group; an error that is no MeshError, which
+    is a bug, has precedence. And a cancellation that arrives while the group ends with an error is
+    raised: before Python 3.13 asyncio drops it (cpython#116720), and a loop that handles the error
+    and continues would then never end.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class TaskGroup:
         """Runs `work` until its end, which the group awaits, or until the group fails."""
         if self._parent is None or self._errors or (self._is_exiting and not self._tasks):
             work.close()
-            raise RuntimeError("this group of tasks has not begun, or is ending")
+            raise RuntimeError("the task group is not entered, or is ending")
         task = self._parent.get_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
@@ -59,7 +59,7 @@ class TaskGroup:
         if self._has_cancelled_parent:
             parent.uncancel()
             if not isinstance(error, asyncio.CancelledError):
-                # The body ended by itself first; what was sent to it arrives at the next await.
+                # The body ended first; its cancellation arrives at the next await.
                 await self._await_and_defer_cancellation(asyncio.sleep(0))
         if error is not None:
             self._cancel_all()
@@ -76,7 +76,7 @@ class TaskGroup:
                 raise error_to_raise from None
 
     async def _await_and_defer_cancellation(self, work: Coroutine[Any, Any, object]) -> None:
-        """Awaits; a cancellation on the way ends the tasks, and is raised when they have ended."""
+        """Awaits `work`. A cancellation cancels the tasks and is raised after they have ended."""
         try:
             await work
         except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""A Prometheus scrape port for rooms that have no HTTP of their own."""
+"""A Prometheus scrape port for services without HTTP."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from common.errors import Conflict
 def serve_metrics(
     registry: CollectorRegistry, host: str, port: int
 ) -> tuple[str, Callable[[], Awaitable[None]]]:
-    """Serves a registry from a thread (port 0: any); `host:port`, and what closes it.
+    """Serves a registry in a thread; `host:port` and a function that closes it.
 
-    Raises Conflict when the address cannot be had.
+    port: 0 for any. Raises Conflict if the address is not available.
     """
     try:
         server, thread = start_http_server(port, host, registry)

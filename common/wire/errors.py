@@ -1,23 +1,21 @@
-"""MeshError to and from its message inside streams whose RPC status stays OK."""
+"""MeshError to and from its message inside streams, where the RPC status stays OK."""
 
 from __future__ import annotations
 
 import math
 
-from common.errors import MESH_ERROR_CLASSES, InternalError, MeshError
-from common.rpc.interceptors import mesh_error_to_status
+from common.errors import ERROR_CLASS_BY_KIND, InternalError, MeshError, status_code
 from kvmesh.types.v1 import error_pb2
 
-_CLASS_BY_KIND = {error.kind: error for error in MESH_ERROR_CLASSES}
 _RETRY_AFTER_MS_MAX = 2**32 - 1
-# A stream carries more than a status does, but what a client sent may be in here.
+# A stream carries more than a status, but the text may contain client input.
 _TEXT_CHARS_MAX = 4096
 
 
 def error_to_proto(error: MeshError) -> error_pb2.Error:
-    """The message; `error_from_proto` restores an equal error, but that long texts are cut."""
+    """Return the message. Texts over 4096 characters are truncated; the rest is lossless."""
     message = error_pb2.Error(
-        code=mesh_error_to_status(error)[1].code,
+        code=status_code(error),
         kind=error.kind,
         reason=error.reason,
         message=_wire_text(error.message),
@@ -32,18 +30,18 @@ def error_to_proto(error: MeshError) -> error_pb2.Error:
 
 
 def _wire_text(text: str) -> str:
-    """The text as protobuf takes it: not endless, no half surrogate pairs."""
+    """Return the text truncated and without lone surrogates, which protobuf refuses."""
     if len(text) > _TEXT_CHARS_MAX:
         text = text[: _TEXT_CHARS_MAX - 1] + "…"
     return text.encode(errors="replace").decode()
 
 
 def error_from_proto(message: error_pb2.Error) -> MeshError:
-    """The error a peer put into a stream; a kind we do not know becomes a Bug that says so."""
-    kind, text = _CLASS_BY_KIND.get(message.kind), message.message
-    if kind is None:
-        kind, text = InternalError, f"{text} (an error of the unknown kind {message.kind!r})"
-    return kind.restore(
+    """Return the error that a peer sent; an unknown kind becomes an InternalError."""
+    cls, text = ERROR_CLASS_BY_KIND.get(message.kind), message.message
+    if cls is None:
+        cls, text = InternalError, f"{text} (an error of the unknown kind {message.kind!r})"
+    return cls.restore(
         text,
         field=message.field or None,
         retry_after_s=(

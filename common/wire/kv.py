@@ -1,6 +1,6 @@
-"""Messages of the KV index to and from the shapes of `common/kv/events.py`. Translation only.
+"""Messages of the KV index to and from the values of `common/kv/events.py`.
 
-Reading raises InvalidRequest, which names the field at fault; hashes are read without a copy.
+Reading raises InvalidRequest with the invalid field; hashes are read without a copy.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Iterable, Iterator
 from common.errors import InvalidRequest
 from common.kv.events import (
     SNAPSHOT_CHUNK_BLOCKS,
-    Event,
+    SOURCE_STATES,
     EventBatch,
     EventKind,
     Hashes,
+    KvEvent,
     Partition,
     SnapshotChunk,
     Source,
-    SourceState,
+    SourcePosition,
     SourceStatus,
     Tier,
 )
@@ -27,16 +28,14 @@ from common.kv.prefix_index import SourceMatch
 from kvmesh.indexer.v1 import indexer_pb2
 
 BATCH_BLOCKS_MAX = 2**20
-"""Most hashes in one batch: what is applied as a whole must be bounded."""
+"""Largest number of hashes in one batch, because a batch is applied as a whole."""
 
 TIER_BY_NAME = {"device": Tier.DEVICE, "host_pinned": Tier.HOST, "disk": Tier.DISK}
-"""Tiers as `ListKvBlocks` calls them."""
-
-SOURCE_STATES = frozenset({"exact", "gapped", "stale", "degraded", "gone"})
+"""Tier names in `ListKvBlocks`."""
 
 
 def hashes_from_wire(data: bytes, field: str) -> Hashes:
-    """Prefix hashes off the wire, read-only."""
+    """Return prefix hashes as a read-only array."""
     try:
         return hashes_from_bytes(data)
     except ValueError as error:
@@ -44,7 +43,7 @@ def hashes_from_wire(data: bytes, field: str) -> Hashes:
 
 
 def partition_to_proto(partition: Partition) -> indexer_pb2.Partition:
-    """The message of a partition."""
+    """Return the message of a partition."""
     return indexer_pb2.Partition(
         model=partition.model,
         block_size=partition.block_size,
@@ -54,7 +53,7 @@ def partition_to_proto(partition: Partition) -> indexer_pb2.Partition:
 
 
 def partition_from_proto(message: indexer_pb2.Partition, field: str = "partition") -> Partition:
-    """A partition; it needs a model and a block size."""
+    """Return a partition; model and block size are required."""
     if not message.model:
         raise InvalidRequest(f"{field}.model is required", f"{field}.model")
     if not message.block_size:
@@ -65,19 +64,19 @@ def partition_from_proto(message: indexer_pb2.Partition, field: str = "partition
 
 
 def source_to_proto(source: Source) -> indexer_pb2.Source:
-    """The message of a source."""
+    """Return the message of a source."""
     return indexer_pb2.Source(worker_id=source.worker_id, dp_rank=source.dp_rank)
 
 
 def source_from_proto(message: indexer_pb2.Source, field: str = "source") -> Source:
-    """A source; it needs a worker."""
+    """Return a source; the worker id is required."""
     if not message.worker_id:
         raise InvalidRequest(f"{field}.worker_id is required", f"{field}.worker_id")
     return Source(message.worker_id, message.dp_rank)
 
 
-def source_state_to_proto(state: SourceState) -> indexer_pb2.SourceState:
-    """The message of a source's state."""
+def source_state_to_proto(state: SourcePosition) -> indexer_pb2.SourceState:
+    """Return the message of a source's position."""
     return indexer_pb2.SourceState(
         source=source_to_proto(state.source),
         epoch=state.epoch,
@@ -86,28 +85,30 @@ def source_state_to_proto(state: SourceState) -> indexer_pb2.SourceState:
     )
 
 
-def source_state_from_proto(message: indexer_pb2.SourceState, field: str = "state") -> SourceState:
-    """A source's state."""
+def source_state_from_proto(
+    message: indexer_pb2.SourceState, field: str = "state"
+) -> SourcePosition:
+    """Return a source's position."""
     source = source_from_proto(message.source, f"{field}.source")
-    return SourceState(source, message.epoch, message.sequence, message.degraded)
+    return SourcePosition(source, message.epoch, message.sequence, message.degraded)
 
 
 def source_status_to_proto(status: SourceStatus) -> indexer_pb2.SourceStatus:
-    """The message of a status."""
+    """Return the message of a status."""
     return indexer_pb2.SourceStatus(state=status.state, reason=status.reason)
 
 
 def source_status_from_proto(
     message: indexer_pb2.SourceStatus, field: str = "status"
 ) -> SourceStatus:
-    """A status; an unknown state is read as gapped, which does not count."""
+    """Return a status; an unknown state becomes gapped, which does not match."""
     if message.state not in SOURCE_STATES:
-        return SourceStatus("gapped", f"{field} {message.state!r} is not known here")
+        return SourceStatus("gapped", f"{field} {message.state!r} is unknown")
     return SourceStatus(message.state, message.reason)
 
 
 def batch_to_proto(batch: EventBatch) -> indexer_pb2.EventBatch:
-    """The message of a batch; its worker goes beside it."""
+    """Return the message of a batch, without its worker id."""
     message = indexer_pb2.EventBatch(
         dp_rank=batch.source.dp_rank, epoch=batch.epoch, sequence=batch.sequence
     )
@@ -123,20 +124,20 @@ def batch_to_proto(batch: EventBatch) -> indexer_pb2.EventBatch:
 def batch_from_proto(
     message: indexer_pb2.EventBatch, worker_id: int, field: str = "batch"
 ) -> EventBatch:
-    """A batch of one of a worker's ranks."""
+    """Return a batch of one rank of a worker."""
     if not message.sequence:
-        raise InvalidRequest(f"{field}.sequence begins with 1", f"{field}.sequence")
+        raise InvalidRequest(f"{field}.sequence must be at least 1", f"{field}.sequence")
     events = [_event_from_proto(event, f"{field}.events") for event in message.events]
     blocks = sum(len(event.hashes) for event in events)
     if blocks > BATCH_BLOCKS_MAX:
         raise InvalidRequest(
-            f"{field}.events: {blocks} blocks are more than {BATCH_BLOCKS_MAX}", f"{field}.events"
+            f"{field}.events: too many blocks: {blocks}/{BATCH_BLOCKS_MAX}", f"{field}.events"
         )
     return EventBatch(Source(worker_id, message.dp_rank), message.epoch, message.sequence, events)
 
 
 def snapshot_chunk_to_proto(chunk: SnapshotChunk) -> indexer_pb2.SnapshotChunk:
-    """The message of a part of a snapshot."""
+    """Return the message of a snapshot chunk."""
     return indexer_pb2.SnapshotChunk(
         source=source_to_proto(chunk.source),
         epoch=chunk.epoch,
@@ -151,11 +152,11 @@ def snapshot_chunk_to_proto(chunk: SnapshotChunk) -> indexer_pb2.SnapshotChunk:
 def snapshot_chunk_from_proto(
     message: indexer_pb2.SnapshotChunk, field: str = "snapshot"
 ) -> SnapshotChunk:
-    """A part of a snapshot, of at most CHUNK_BLOCKS hashes."""
+    """Return a snapshot chunk of at most SNAPSHOT_CHUNK_BLOCKS hashes."""
     hashes = hashes_from_wire(message.prefix_hashes, f"{field}.prefix_hashes")
     if len(hashes) > SNAPSHOT_CHUNK_BLOCKS:
         raise InvalidRequest(
-            f"{field}.prefix_hashes: {len(hashes)} are more than {SNAPSHOT_CHUNK_BLOCKS}",
+            f"{field}.prefix_hashes: too many hashes: {len(hashes)}/{SNAPSHOT_CHUNK_BLOCKS}",
             f"{field}.prefix_hashes",
         )
     return SnapshotChunk(
@@ -170,7 +171,7 @@ def snapshot_chunk_from_proto(
 
 
 def matches_to_proto(rows: Iterable[SourceMatch]) -> indexer_pb2.MatchResponse:
-    """The message of an answer."""
+    """Return the message of match rows."""
     message = indexer_pb2.MatchResponse()
     for source, device, host, disk in rows:
         message.matches.add(
@@ -183,7 +184,7 @@ def matches_to_proto(rows: Iterable[SourceMatch]) -> indexer_pb2.MatchResponse:
 
 
 def matches_from_proto(message: indexer_pb2.MatchResponse) -> list[SourceMatch]:
-    """An answer."""
+    """Return match rows."""
     return [
         SourceMatch(
             source_from_proto(row.source, "matches.source"),
@@ -198,9 +199,9 @@ def matches_from_proto(message: indexer_pb2.MatchResponse) -> list[SourceMatch]:
 def apply_subscription_message(
     feed: IndexFeed, message: indexer_pb2.SubscribeResponse, now: float
 ) -> Iterator[None]:
-    """Gives one message of a subscription to a replica; steps as of `IndexFeed.apply`.
+    """Apply one message of a subscription to a replica; steps as in `IndexFeed.apply`.
 
-    Loads and `caught_up` are the caller's to read, from each of `message_parts`.
+    The caller reads loads and `caught_up` from each of `message_parts`.
     """
     for part in message_parts(message):
         if part.HasField("status"):
@@ -220,12 +221,12 @@ def apply_subscription_message(
 def message_parts(
     message: indexer_pb2.SubscribeResponse,
 ) -> Iterator[indexer_pb2.SubscribeResponse]:
-    """A message of a subscription and what it carries along, in order."""
+    """Return a message of a subscription and the messages inside it, in order."""
     yield message
     yield from message.more
 
 
-def _event_from_proto(message: indexer_pb2.Event, field: str) -> Event:
+def _event_from_proto(message: indexer_pb2.Event, field: str) -> KvEvent:
     try:
         kind = EventKind(message.kind)
     except ValueError as error:
@@ -233,7 +234,7 @@ def _event_from_proto(message: indexer_pb2.Event, field: str) -> Event:
             f"{field}.kind has the unknown value {message.kind}", f"{field}.kind"
         ) from error
     hashes = hashes_from_wire(message.prefix_hashes, f"{field}.prefix_hashes")
-    return Event(kind, hashes, _tier_from_proto(message.tier, f"{field}.tier"))
+    return KvEvent(kind, hashes, _tier_from_proto(message.tier, f"{field}.tier"))
 
 
 def _tier_from_proto(value: int, field: str) -> Tier:

@@ -7,7 +7,7 @@ from kvmesh.types.v1 import load_pb2
 
 
 def load_to_proto(load: Load) -> load_pb2.Load:
-    """The message of one rank's load."""
+    """Return the message of one rank's load."""
     message = load_pb2.Load(
         engine_step=load.engine_step,
         running=load.running,
@@ -23,7 +23,7 @@ def load_to_proto(load: Load) -> load_pb2.Load:
 
 
 def load_from_proto(message: load_pb2.Load) -> Load:
-    """One rank's load."""
+    """Return one rank's load."""
     return Load(
         engine_step=message.engine_step,
         running=message.running,

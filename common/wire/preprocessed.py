@@ -1,14 +1,12 @@
 """The preprocessed request as protobuf (`kvmesh.types.v1`), both ways and without loss.
 
-One walk over the fields that `common/request/preprocessed.py` declares. Names agree in both
-places; the
-exceptions: token ids are bytes, arbitrary JSON is text in a field `..._json`, and a list whose
-absence or emptiness means something, or that stands in a map, is wrapped in a message that has
-just this list.
+The fields come from the declarations in `common/request/preprocessed`. Names are equal in both
+forms, with these exceptions: token ids are bytes; arbitrary JSON is text in a field `..._json`; a
+list that may be absent or is the value of a map is wrapped in a message.
 
-Reading checks what proto3 cannot: required fields, ranges narrower than the wire's, enums that
-are unspecified or unknown, finite numbers, JSON text, token ids given twice or cut off. Every
-refusal is an InvalidRequest that names the protobuf field.
+Reading checks what proto3 cannot: required fields, ranges narrower than the wire's, unspecified or
+unknown enums, finite numbers, JSON text, token ids given twice or truncated. Each error is an
+InvalidRequest with the protobuf field.
 """
 
 from __future__ import annotations
@@ -22,32 +20,34 @@ from google.protobuf.message import Message
 
 from common.errors import InvalidRequest
 from common.request.preprocessed import (
-    AnyJsonCodec,
-    EnumCodec,
-    FieldCodec,
     FinishReason,
-    ListCodec,
-    MapCodec,
-    MediaCodec,
     MediaRawUrl,
     MediaUrl,
     MultimodalData,
-    NullableCodec,
-    ObjectCodec,
     PreprocessedEmbeddingRequest,
     PreprocessedRequest,
     RdmaMediaDataDescriptor,
-    SetCodec,
     TokenIds,
+    check_absolute_url,
+    dump_json_text,
+    load_json_text,
+)
+from common.request.preprocessed.codecs import (
+    AnyJsonCodec,
+    EnumCodec,
+    FieldCodec,
+    ListCodec,
+    MapCodec,
+    NullableCodec,
+    ObjectCodec,
+    SetCodec,
     TokenIdsCodec,
     TokenMapCodec,
     TokenSpanCodec,
     WireField,
-    check_absolute_url,
-    dump_json_text,
-    load_json_text,
     wire_fields,
 )
+from common.request.preprocessed.media import MediaCodec
 from kvmesh.types.v1 import request_pb2
 
 P = TypeVar("P")
@@ -57,7 +57,7 @@ M = TypeVar("M", bound=Message)
 def to_proto(
     request: PreprocessedRequest, *, with_token_ids: bool = True
 ) -> request_pb2.PreprocessedRequest:
-    """The message; without the prompt's token ids where these travel by themselves."""
+    """Return the message. with_token_ids: False if the prompt is sent separately."""
     message = request_pb2.PreprocessedRequest()
     _fill_message(message, request)
     if not with_token_ids:
@@ -66,7 +66,7 @@ def to_proto(
 
 
 def from_proto(message: request_pb2.PreprocessedRequest) -> PreprocessedRequest:
-    """The request; InvalidRequest names the field at fault."""
+    """Return the request. Raises InvalidRequest with the invalid field."""
     return _read_message(PreprocessedRequest, message, "")
 
 
@@ -79,21 +79,20 @@ def embedding_to_proto(
 def embedding_from_proto(
     message: request_pb2.PreprocessedEmbeddingRequest,
 ) -> PreprocessedEmbeddingRequest:
-    """The request; InvalidRequest names the field at fault."""
+    """Return the request. Raises InvalidRequest with the invalid field."""
     return _read_message(PreprocessedEmbeddingRequest, message, "")
 
 
 def dataclass_to_proto(obj: object, message: M) -> M:
-    """Fills the empty `message` of the same name with any dataclass of
-    common.request.preprocessed."""
-    assert message.DESCRIPTOR.name == type(obj).__name__, "a part fills the message of its name"
+    """Fill the empty `message` with the dataclass of the same name; returns the message."""
+    assert message.DESCRIPTOR.name == type(obj).__name__, "message and dataclass have the same name"
     _fill_message(message, obj)
     return message
 
 
 def dataclass_from_proto(cls: type[P], message: Message, field: str = "") -> P:
-    """A `cls` from the message of the same name; InvalidRequest names fields from `field` on."""
-    assert message.DESCRIPTOR.name == cls.__name__, "a part is read from the message of its name"
+    """Return a `cls` from the message of the same name; `field` prefixes paths in errors."""
+    assert message.DESCRIPTOR.name == cls.__name__, "message and dataclass have the same name"
     return _read_message(cls, message, field)
 
 
@@ -104,7 +103,7 @@ def finish_reason_to_proto(reason: FinishReason) -> request_pb2.FinishReason.Val
 def finish_reason_from_proto(
     value: request_pb2.FinishReason.ValueType, field: str = "finish_reason"
 ) -> FinishReason:
-    """The reason; InvalidRequest names `field` where it is unspecified or unknown."""
+    """Return the reason. Raises InvalidRequest with `field` if it is unspecified or unknown."""
     member: FinishReason = _read_enum(
         EnumCodec(FinishReason), request_pb2.FinishReason.DESCRIPTOR, value, field
     )
@@ -114,7 +113,7 @@ def finish_reason_from_proto(
 def _fill_message(message: Message, obj: object) -> None:
     for one, descriptor in _field_pairs(type(obj), message):
         value = getattr(obj, one.name)
-        # A required null is JSON that happens to be null; any other None is absence.
+        # None in a required field is the JSON value null; any other None is absence.
         if value is not None or one.required:
             _set_field(message, descriptor, one.kind, value)
 
@@ -170,7 +169,7 @@ def _append_items(items: Any, kind: FieldCodec, values: Iterable[Any]) -> None:
 
 
 def _fill_submessage(message: Message, obj: object) -> None:
-    # An empty part is still a part.
+    # An empty message differs from an absent one.
     message.SetInParent()
     _fill_message(message, obj)
 
@@ -281,7 +280,7 @@ def _read_media_item(message: request_pb2.MultimodalData, path: str) -> Multimod
 
 
 def _field_pairs(cls: type[Any], message: Message) -> tuple[tuple[WireField, FieldDescriptor], ...]:
-    """Each field with its place in the message; KeyError, so a bug, where there is none."""
+    """Return each field with its descriptor. Raises KeyError if the message has no such field."""
     # mypy takes the hash of a class for that of its instances.
     return _cached_field_pairs(cls, type(message))  # type: ignore[arg-type]
 
@@ -291,12 +290,12 @@ def _cached_field_pairs(
     cls: type[Any], message: type[Message]
 ) -> tuple[tuple[WireField, FieldDescriptor], ...]:
     fields = message.DESCRIPTOR.fields_by_name
-    # The stubs offer the C implementation's twin of FieldDescriptor as well.
+    # The stubs also allow the FieldDescriptor class of the C implementation.
     return tuple((one, cast(FieldDescriptor, fields[one.proto])) for one in wire_fields(cls))
 
 
 def _repeated_field(message: Message, descriptor: FieldDescriptor) -> Any:
-    """The repeated field, directly or inside the message that wraps it."""
+    """Return the repeated field, directly or inside its wrapper message."""
     inner = getattr(message, descriptor.name)
     return inner if descriptor.is_repeated else _wrapped_list(inner)
 
@@ -306,19 +305,19 @@ def _wrapped_list(wrapper: Message) -> Any:
 
 
 def _enum_prefix(enum_type: EnumDescriptor) -> str:
-    """What proto style puts before each word: SESSION_ACTION_ from SESSION_ACTION_UNSPECIFIED."""
+    """Return the prefix of the members: SESSION_ACTION_ from SESSION_ACTION_UNSPECIFIED."""
     return enum_type.values_by_number[0].name.removesuffix("UNSPECIFIED")
 
 
 def _enum_number(enum_type: EnumDescriptor | None, member: str) -> int:
-    assert enum_type is not None, "an enumeration is declared for a field that is one"
+    assert enum_type is not None, "the field is an enumeration"
     return enum_type.values_by_name[_enum_prefix(enum_type) + member].number
 
 
 def _read_enum(
     kind: EnumCodec[Any], enum_type: EnumDescriptor | None, number: int, path: str
 ) -> Any:
-    assert enum_type is not None, "an enumeration is declared for a field that is one"
+    assert enum_type is not None, "the field is an enumeration"
     found = enum_type.values_by_number.get(number)
     if found is None:
         raise InvalidRequest(f"{path} has the unknown value {number}", path)

@@ -1,5 +1,4 @@
-"""Attach frames to and from protobuf. Translation only: rules live in
-`common/request/token_stream.py`."""
+"""Attach frames to and from protobuf; the rules are in `common/request/token_stream`."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ _TIMEOUT_MS_MAX = 2**32 - 1
 
 
 def request_frame_to_proto(frame: RequestFrame) -> engine_pb2.AttachRequest:
-    """The message of a frame frontend → worker."""
+    """Return the message of a frame from frontend to worker."""
     message = engine_pb2.AttachRequest(acked_bytes=frame.acked_bytes, heartbeat=frame.heartbeat)
     if frame.hello is not None:
         message.hello.frontend_id = frame.hello.frontend_id
@@ -89,7 +88,7 @@ def _submit_to_proto(submit: Submit, message: engine_pb2.Submit) -> None:
 
 
 def request_frame_from_proto(message: engine_pb2.AttachRequest) -> RequestFrame:
-    """A frame frontend → worker. A Submit that cannot be read says why in its `error`."""
+    """Return a frame from frontend to worker; `error` is set in a Submit that cannot be read."""
     frame = RequestFrame(acked_bytes=message.acked_bytes, heartbeat=message.heartbeat)
     if message.HasField("hello"):
         hello = message.hello
@@ -106,7 +105,7 @@ def _submit_from_proto(message: engine_pb2.Submit) -> Submit:
     try:
         leg_request = _leg_request_from_proto(message)
     except InvalidRequest as error:
-        # One bad request must not end the stream that carries all the others.
+        # One invalid request must not end the stream of all others.
         placeholder = LegRequest(message.request_id, message.attempt)
         return Submit(message.slot, placeholder, prompt_bytes=message.prompt_bytes, error=error)
     prompt = b"" if leg_request.request is None else leg_request.request.token_ids.little_endian
@@ -137,7 +136,7 @@ def _leg_request_from_proto(message: engine_pb2.Submit) -> LegRequest:
 
 
 def response_frame_to_proto(frame: ResponseFrame) -> engine_pb2.AttachResponse:
-    """The message of a frame worker → frontend."""
+    """Return the message of a frame from worker to frontend."""
     message = engine_pb2.AttachResponse(
         accepted=frame.accepted,
         slot=frame.slot,
@@ -182,11 +181,11 @@ def _terminal_to_proto(terminal: Terminal, message: engine_pb2.Terminal) -> None
 
 
 def response_frame_from_proto(message: engine_pb2.AttachResponse) -> ResponseFrame:
-    """A frame worker → frontend. Raises InvalidRequest naming the field at fault."""
+    """Return a frame from worker to frontend. Raises InvalidRequest with the invalid field."""
     frame = ResponseFrame(sent_bytes=message.sent_bytes)
     if message.accepted:
         frame.accepted = list(message.accepted)
-    if message.slot or message.token_id:  # most frames have tokens and nothing else, or none
+    if message.slot or message.token_id:  # most frames have only tokens, or none
         frame.slot = list(message.slot)
         frame.start = list(message.start)
         frame.count = list(message.count)

@@ -1,15 +1,15 @@
-"""Artifacts of model cards that are too large for the registry: workers are asked for them.
+"""Fetches artifacts of model cards that are too large for the registry from workers.
 
-Any worker that serves a card has all of its artifacts, so one that dies midway is followed by
-another, from the byte on that is missing. The card says what must have come, by size and SHA-256. A
-worker with other content is not asked again; where several have contributed nobody knows whose
-bytes are wrong, so each is asked for the whole of it then. What has come stays for the next try, up
-to CARD_BYTES_MAX in all.
+Every worker that serves a card has all of its artifacts. If a worker fails during a transfer,
+another one continues from the first missing byte. The card has the size and SHA-256 of each
+artifact. A worker with other content is not used again. If several workers contributed to wrong
+content, the wrong part is unknown, so each then has to send the whole artifact. Received bytes stay
+for the next attempt, up to CARD_BYTES_MAX in total.
 
-Bounds: ARTIFACT_BYTES_MAX an artifact, CARD_BYTES_MAX a card, CHUNK_S between two chunks, CARD_S
-for a try at a card, PASSES over all workers a try, FETCHES_MAX cards at once. Of the time that is
-left to an artifact each call has an equal share, so that a worker which trickles is followed by
-another while there is time; what it sent is kept.
+Limits: ARTIFACT_BYTES_MAX per artifact, CARD_BYTES_MAX per card, CHUNK_TIMEOUT_S between two
+chunks, CARD_TIMEOUT_S per attempt at a card with ATTEMPTS_PER_WORKER over all workers, and
+CONCURRENT_CARDS_MAX cards at once. The remaining calls share the remaining time equally, so that
+another worker follows a very slow one in time.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 ARTIFACT_BYTES_MAX = 256 << 20
 CARD_BYTES_MAX = 512 << 20
 CHUNK_TIMEOUT_S = 10.0
-# A full card at 4 MB/s; the next try goes on where this one ended.
+# A full card at 4 MB/s; the next attempt continues where this one ended.
 CARD_TIMEOUT_S = 120.0
 ATTEMPTS_PER_WORKER = 2
-# More than there are models to load at once in most meshes; the bytes of each are in memory.
+# Most meshes load fewer models at once; the bytes of each are in memory.
 CONCURRENT_CARDS_MAX = 16
-# Names a transfer whose bytes are not those of the card.
+# Reason of an error: the received bytes differ from the card.
 MISMATCH = "ARTIFACT_MISMATCH"
 
 log = structlog.get_logger()
 
 Chunks: TypeAlias = AsyncIterator[engine_pb2.GetArtifactResponse]
-# Asks a worker for an artifact (name) from an offset on; leaving the context ends the call.
+# Requests an artifact (name) from a worker, from an offset; leaving the context ends the call.
 OpenArtifact: TypeAlias = Callable[[Instance, str, int], AbstractAsyncContextManager[Chunks]]
 
 
 def grpc_artifact_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenArtifact:
-    """GetArtifact over gRPC. The channel belongs to the call and dies with it."""
+    """GetArtifact over gRPC, with a channel per call."""
 
     @asynccontextmanager
     async def open_artifact(worker: Instance, name: str, offset: int) -> AsyncIterator[Chunks]:
@@ -71,9 +71,10 @@ def grpc_artifact_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenArtifact
 
 
 class ArtifactFetcher:
-    """Completes cards, several at once. holders: the workers that serve the card of a checksum now.
+    """Completes cards, several at once.
 
-    counters: fetched artifacts, their bytes, resumed transfers, failed tries, and mismatches.
+    workers_with_card: the workers that serve the card of a checksum now. counters: fetched
+    artifacts, their bytes, resumed transfers, failed attempts, and mismatches.
     """
 
     def __init__(
@@ -90,16 +91,15 @@ class ArtifactFetcher:
         self._workers_with_card = workers_with_card
         self._open_artifact = open_artifact
         self._chunk_timeout_s = chunk_timeout_s
-        # By card and digest: what has come of artifacts that are not whole, and whose content is
-        # wrong.
+        # By card and digest.
         self._partial_artifacts: dict[tuple[str, str], _PartialArtifact] = {}
 
     async def complete_card(self, card: ModelCard) -> ModelCard:
         """The card with all artifacts inline.
 
-        Raises InvalidRequest with reason ARTIFACT_MISMATCH where content is not what the card says,
-        InvalidRequest for a card above the bounds, Unavailable where nobody can be asked,
-        DeadlineExceeded where it takes longer than card_s, and what the last worker failed with.
+        Raises InvalidRequest with reason ARTIFACT_MISMATCH for content that differs from the card,
+        InvalidRequest for a card above the limits, Unavailable without workers, DeadlineExceeded
+        after card_timeout_s, and otherwise the error of the last worker.
         """
         missing = {name: one for name, one in card.artifacts.items() if one.inline is None}
         if not missing:
@@ -132,14 +132,14 @@ class ArtifactFetcher:
                     )
             except TimeoutError:
                 raise DeadlineExceeded(
-                    f"{name}: {len(partial)} of {artifact.size} bytes have come, and the "
-                    f"{self._card_timeout_s:g} s for a try at the card are over"
+                    f"{name}: received {len(partial)}/{artifact.size} bytes within the "
+                    f"{self._card_timeout_s:g} s for one attempt at the card"
                 ) from None
             completed[name] = replace(artifact, inline=data)
         return completed
 
     def _evict_other_cards(self, checksum: str) -> None:
-        """Lets go of what other cards have come to, when it is too much."""
+        """Drop partial artifacts of other cards if all of them exceed CARD_BYTES_MAX."""
         if sum(len(one) for one in self._partial_artifacts.values()) > CARD_BYTES_MAX:
             self._partial_artifacts = {
                 key: one for key, one in self._partial_artifacts.items() if key[0] == checksum
@@ -157,7 +157,7 @@ class ArtifactFetcher:
             return partial.completed
         workers = self._workers_with_card(checksum)
         partial.mismatched_workers &= {worker.id for worker in workers}
-        error: MeshError = Unavailable(f"no worker can be asked for {name}", 1.0)
+        error: MeshError = Unavailable(f"no worker is left that could send {name}", 1.0)
         attempts = [*workers] * ATTEMPTS_PER_WORKER
         for number, worker in enumerate(attempts):
             if worker.id in partial.mismatched_workers:
@@ -167,24 +167,26 @@ class ArtifactFetcher:
                     return await self._fetch_from(worker, name, artifact, partial)
             except TimeoutError:
                 error = Unavailable(
-                    f"worker {worker.id} is too slow: {len(partial)} of {artifact.size} bytes of "
-                    f"{name} have come",
+                    f"worker {worker.id} is too slow: received {len(partial)}/{artifact.size} "
+                    f"bytes of {name}",
                     1.0,
                 )
-                log.warning("artifact_slow", name=name, worker_id=worker.id, why=error.message)
+                log.warning("artifact_slow", name=name, worker_id=worker.id, reason=error.message)
             except MeshError as failure:
-                log.warning("artifact_failed", name=name, worker_id=worker.id, why=failure.message)
+                log.warning(
+                    "artifact_failed", name=name, worker_id=worker.id, reason=failure.message
+                )
                 error = failure
         if partial.last_mismatch is not None and partial.mismatched_workers:
             raise partial.last_mismatch
-        if isinstance(error, NotFound):  # which would say that there is no card
+        if isinstance(error, NotFound):  # NotFound would mean that the card is missing.
             raise Unavailable(f"no worker has {name}: {error.message}", 1.0)
         raise error
 
     async def _fetch_from(
         self, worker: Instance, name: str, artifact: Artifact, partial: _PartialArtifact
     ) -> bytes:
-        """The whole artifact, the rest of it from this worker."""
+        """The whole artifact, its missing part from this worker."""
         if partial.is_resume_disabled or len(partial.data) > artifact.size:
             partial.reset()
         self.counters["resumed"] += bool(partial.data)
@@ -196,16 +198,16 @@ class ArtifactFetcher:
                 if is_first and (chunk.sha256, chunk.size) != (artifact.sha256, artifact.size):
                     partial.source_ids.discard(worker.id)
                     raise self._record_mismatch(
-                        partial, {worker.id}, f"worker {worker.id} has another {name} than its card"
+                        partial, {worker.id}, f"{name} of worker {worker.id} differs from its card"
                     )
                 is_first = False
                 data += chunk.data
                 if len(data) > artifact.size:
                     break
         if len(data) < artifact.size:
-            raise Unavailable(f"{name} ended after {len(data)} of {artifact.size} bytes", 1.0)
+            raise Unavailable(f"{name} ended after {len(data)}/{artifact.size} bytes", 1.0)
         try:
-            # Off the loop, which other requests need: it takes half a second where it is large.
+            # In a thread: a large artifact takes half a second.
             completed = await asyncio.to_thread(_verify, name, artifact, data)
         except InvalidRequest as error:
             source_ids = set(partial.source_ids)
@@ -218,24 +220,23 @@ class ArtifactFetcher:
         return completed
 
     def _record_mismatch(
-        self, partial: _PartialArtifact, source_ids: set[int], why: str
+        self, partial: _PartialArtifact, source_ids: set[int], message: str
     ) -> InvalidRequest:
-        """sources: whose content it may be that is wrong."""
+        """The error to raise. source_ids: workers with possibly wrong content."""
         self.counters["mismatches"] += 1
         if len(source_ids) == 1:
             partial.mismatched_workers |= source_ids
         else:
             partial.is_resume_disabled = True
-        partial.last_mismatch = InvalidRequest(why, "artifacts", reason=MISMATCH)
+        partial.last_mismatch = InvalidRequest(message, "artifacts", reason=MISMATCH)
         return partial.last_mismatch
 
 
 class _PartialArtifact:
-    """What has come of one artifact.
+    """The received part of one artifact.
 
-    lock: of the one try under way. sources: who it came from. wrong: workers whose content is not
-    the card's. distrusted: nobody's bytes are continued by another any more. mismatch: the last
-    one.
+    lock: held during an attempt. source_ids: workers that sent `data`. mismatched_workers: workers
+    with content other than the card's. is_resume_disabled: each worker has to send the whole.
     """
 
     __slots__ = (
@@ -272,7 +273,7 @@ def _verify(name: str, artifact: Artifact, data: bytearray) -> bytes:
 
 
 def _attempt_deadline(deadline: float, attempts: int) -> float | None:
-    """Until when the next of so many calls may take; None for the last one: until all is over."""
+    """Deadline of the next of `attempts` calls; None for the last one: the deadline of all."""
     now = asyncio.get_running_loop().time()
     return None if attempts == 1 else now + (deadline - now) / attempts
 
@@ -281,18 +282,16 @@ def _check_bounds(card: ModelCard) -> None:
     for name, artifact in card.artifacts.items():
         if artifact.size > ARTIFACT_BYTES_MAX:
             raise InvalidRequest(
-                f"artifact {name} has {artifact.size} bytes; {ARTIFACT_BYTES_MAX} is the most",
+                f"artifact {name} too large: {artifact.size}/{ARTIFACT_BYTES_MAX} bytes",
                 f"artifacts.{name}.size",
             )
     total = sum(artifact.size for artifact in card.artifacts.values())
     if total > CARD_BYTES_MAX:
-        raise InvalidRequest(
-            f"the artifacts have {total} bytes together; {CARD_BYTES_MAX} is the most", "artifacts"
-        )
+        raise InvalidRequest(f"artifacts too large: {total}/{CARD_BYTES_MAX} bytes", "artifacts")
 
 
 async def _with_chunk_timeout(chunks: Chunks, name: str, timeout_s: float) -> Chunks:
-    """The chunks; Unavailable where one takes too long, the MeshError of a call that fails."""
+    """The chunks. Raises Unavailable if one takes too long, the MeshError of a failed call."""
     while True:
         try:
             with map_rpc_errors():
@@ -301,12 +300,12 @@ async def _with_chunk_timeout(chunks: Chunks, name: str, timeout_s: float) -> Ch
         except StopAsyncIteration:
             return
         except TimeoutError:
-            raise Unavailable(f"{name} does not come on: {timeout_s:g} s without a byte") from None
+            raise Unavailable(f"{name} stalled: {timeout_s:g} s without a byte") from None
         yield chunk
 
 
 class ArtifactCollector(Collector):
-    """The counters of Artifacts, for /metrics."""
+    """The counters of an ArtifactFetcher, for /metrics."""
 
     def __init__(self, artifacts: ArtifactFetcher, prefix: str) -> None:
         self._artifacts = artifacts
@@ -317,7 +316,7 @@ class ArtifactCollector(Collector):
         counters = self._artifacts.counters
         family = CounterMetricFamily(
             f"{self._prefix}_card_artifacts",
-            "Transfers of card artifacts from workers, by what became of them",
+            "Transfers of card artifacts from workers, by result",
             labels=("result",),
         )
         for result in ("fetched", "resumed", "failed", "mismatches"):
@@ -325,6 +324,6 @@ class ArtifactCollector(Collector):
         yield family
         yield CounterMetricFamily(
             f"{self._prefix}_card_artifact_bytes",
-            "Bytes of card artifacts that came from workers",
+            "Bytes of card artifacts received from workers",
             counters["bytes"],
         )

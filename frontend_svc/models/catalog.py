@@ -1,21 +1,18 @@
-"""The models that are served: built from cards as workers come, gone with the last worker.
+"""The models in service: built from cards as workers join, removed with the last worker.
 
-An adapter that workers have is a model of its own to clients (`core/adapters.py`): its base model
-with hashes of its own, for KV that was computed under one is worth nothing to another.
+For clients, an adapter of workers is a model of its own (`core/models/adapters.py`): its base model
+with separate hashes, since KV computed under one adapter is invalid for another.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import structlog
-from tokenizers import Tokenizer
 
 from common.errors import (
     InvalidRequest,
@@ -25,7 +22,6 @@ from common.errors import (
     UnknownModel,
     Unsupported,
 )
-from common.kv.hashing import DEFAULT_BLOCK_SIZE, PrefixHasher
 from common.registry.card import ModelCard
 from common.registry.instances import Instance, Snapshot
 from common.runtime.tasks import TaskGroup
@@ -48,183 +44,19 @@ from frontend_svc.core.models.model_watch import (
     model_watcher,
     plan_pipelines,
 )
-from frontend_svc.core.text.detokenizer import (
-    Detokenizer,
-    StreamDetokenizer,
-    UnsupportedTokenizer,
-    Vocabulary,
-)
-from frontend_svc.core.text.prompt import ChatTemplate, TemplateError
-from frontend_svc.core.text.token_bound import max_bytes_per_token
 from frontend_svc.models.artifacts import ArtifactFetcher, OpenArtifact, grpc_artifact_opener
+from frontend_svc.models.served_model import ServedModel, build_model
 
-# So long after its last worker left, a model's clients are told to come again (503, not 404).
+# For this long after its last worker left, a model gets 503 instead of 404.
 RECENTLY_SERVED_S = 600.0
-# What was built for the last few of them is kept: a worker that comes back is served at once.
+# The builds of this many such models are kept: a returning worker is served at once.
 CACHED_BUILDS_MAX = 4
-
-# Above this many characters, encoding leaves the event loop: it would hold it for > 5 ms.
-ENCODE_INLINE_CHARS = 16_384
 
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What a request for one model needs. checksum: "" for pass-through models, which need none.
-
-    vocab_size: token ids are below this. bytes_a_token_max: see `core/token_bound.py`. adapter: ""
-    for the model itself; else all is as in the model, but for name and hashes.
-    """
-
-    card: ModelCard
-    checksum: str
-    created: int
-    tokenizer: Tokenizer
-    vocabulary: Vocabulary | None
-    vocab_size: int
-    max_bytes_per_token: int | None
-    template: ChatTemplate | None
-    hasher: PrefixHasher
-    adapter: str = ""
-
-    @property
-    def name(self) -> str:
-        """As clients say it."""
-        return self.adapter or self.card.name
-
-    @property
-    def base(self) -> str:
-        """The model as workers and routers say it."""
-        return self.card.name
-
-    def adapter_model(self, adapter: str, *, created: int, mesh_key: bytes) -> ServedModel:
-        """The same under an adapter."""
-        hasher = _hasher(self.card, mesh_key, adapter)
-        return replace(self, adapter=adapter, created=created, hasher=hasher)
-
-    def token_count_min(self, text: str) -> int:
-        """How many tokens a text has at least, without making them."""
-        bytes_max = self.max_bytes_per_token
-        return 0 if bytes_max is None else -(-len(text.encode()) // bytes_max)
-
-    async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """Token ids of a text; off the loop when it is long."""
-        if len(text) <= ENCODE_INLINE_CHARS:
-            return self._encode_inline(text, special_tokens)
-        return await asyncio.to_thread(self._encode_inline, text, special_tokens)
-
-    def _encode_inline(self, text: str, special_tokens: bool) -> list[int]:
-        batch = self.tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
-        ids: list[int] = batch[0].ids
-        return ids
-
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer | StreamDetokenizer:
-        """A detokeniser for one answer."""
-        if self.vocabulary is None:
-            return StreamDetokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
-        return Detokenizer(self.vocabulary, skip_special_tokens=skip_special_tokens)
-
-
-def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedModel:
-    """The model a card describes. Raises InvalidRequest naming the artifact that is not usable."""
-    config = _json_artifact(card, "tokenizer_config.json")
-    raw = _artifact(card, "tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_buffer(raw)
-    except Exception as error:  # the library raises plain Exception
-        raise InvalidRequest(f"tokenizer.json: {error}", "artifacts.tokenizer.json") from error
-    # What a file asks for here would cut prompts short, or fill them up, without a word.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    try:
-        vocabulary = Vocabulary.from_tokenizer_json(raw)
-    except UnsupportedTokenizer as error:
-        log.info("slow_detokeniser", model=card.name, why=str(error))
-        vocabulary = None
-    ids = tokenizer.get_vocab().values() if vocabulary is None else vocabulary.raw
-    return ServedModel(
-        card=card,
-        checksum=card.checksum,
-        created=created,
-        tokenizer=tokenizer,
-        vocabulary=vocabulary,
-        # Not the number of tokens: there are files with gaps in their ids.
-        vocab_size=max(ids, default=-1) + 1,
-        max_bytes_per_token=max_bytes_per_token(raw),
-        template=_template(card, config),
-        hasher=_hasher(card, mesh_key),
-    )
-
-
-def _hasher(card: ModelCard, mesh_key: bytes, adapter: str = "") -> PrefixHasher:
-    return PrefixHasher(
-        mesh_key=mesh_key,
-        model=card.name,
-        block_size=card.kv_block_size or DEFAULT_BLOCK_SIZE,
-        lora_name=adapter,
-    )
-
-
-def _artifact(card: ModelCard, name: str) -> bytes:
-    artifact = card.artifacts.get(name)
-    if artifact is None or artifact.inline is None:
-        raise InvalidRequest(f"the card of {card.name!r} lacks {name}", f"artifacts.{name}")
-    return artifact.inline
-
-
-def _json_artifact(card: ModelCard, name: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(_artifact(card, name))
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{name} is not JSON: {error}", f"artifacts.{name}") from error
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{name} is not a JSON object", f"artifacts.{name}")
-    return value
-
-
-def _utf8_artifact(card: ModelCard, name: str) -> str:
-    try:
-        return _artifact(card, name).decode()
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{name} is not UTF-8: {error}", f"artifacts.{name}") from error
-
-
-def _template(card: ModelCard, config: Mapping[str, Any]) -> ChatTemplate | None:
-    source = config.get("chat_template")
-    if "chat_template.jinja" in card.artifacts:
-        source = _utf8_artifact(card, "chat_template.jinja")
-    if not source:
-        return None
-    if not isinstance(source, str):
-        raise InvalidRequest(
-            f"chat_template must be one template as text, not a {type(source).__name__}",
-            "artifacts.tokenizer_config.json",
-        )
-    try:
-        return ChatTemplate(
-            source, bos_token=_text(config, "bos_token"), eos_token=_text(config, "eos_token")
-        )
-    except TemplateError as error:
-        raise InvalidRequest(
-            f"chat_template: {error}", "artifacts.tokenizer_config.json"
-        ) from error
-
-
-def _text(config: Mapping[str, Any], name: str) -> str | None:
-    value = config.get(name)
-    text = value.get("content") if isinstance(value, dict) else value
-    if value is None or isinstance(text, str):
-        return text
-    raise InvalidRequest(
-        f"tokenizer_config.json: {name} must be text, or an object with text as its content, "
-        f"not {str(value)[:80]!r}",
-        "artifacts.tokenizer_config.json",
-    )
-
-
 def no_worker_error(model: str) -> Unavailable:
-    """The error of a request for a model that is known and has no worker now."""
+    """The error for a model that was served recently and has no worker now."""
     return Unavailable(f"no worker serves {model!r} at the moment", 1.0, reason="NO_WORKER")
 
 
@@ -238,7 +70,7 @@ def _loading_error(name: str) -> Unavailable:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One way to serve a model. model: None if the client's JSON passes through as it is."""
+    """A model in one table. model: None if the client's JSON passes through unchanged."""
 
     name: str
     pipeline: Pipeline
@@ -249,12 +81,12 @@ class Engine:
 
 
 class ModelCatalog:
-    """The serving table, kept by snapshots of the mesh; `core/model_watch.py` decides.
+    """The serving table, updated from registry snapshots; `core/models/model_watch.py` decides.
 
-    Cards are loaded beside the table: one that takes long holds up its own model only.
+    Cards are loaded concurrently: a slow one delays only its own model.
 
-    get_card: fetches a card by checksum. now_s: Unix time, for `created`. open_artifact: how to ask
-    a worker for what a card does not carry; by default over gRPC, without a token.
+    get_card: returns a card by checksum. now_s: Unix time, for `created`. open_artifact: fetches
+    artifacts that a card does not carry from a worker; by default over gRPC, without a token.
     """
 
     def __init__(
@@ -275,32 +107,32 @@ class ModelCatalog:
         self._watch = ModelWatchState(MODEL_KEY_PREFIX, self._table, self._builder)
         self._snapshot = Snapshot()
         self._removed_at: dict[str, float] = {}
-        # By model: what was built last, and from what.
+        # By model: its last entry and the engines built from it.
         self._build_cache: dict[str, tuple[Entry, Mapping[Table, Engine]]] = {}
         self._adapters: dict[str, ServedModel] = {}
-        # Adapter -> model, also of models that are not served yet.
+        # Adapter -> model, including models that are not served yet.
         self._adapter_bases: Mapping[str, str] = {}
         self._hidden: Mapping[tuple[str, str], str] = {}
 
     @property
     def hidden(self) -> Mapping[tuple[str, str], str]:
-        """(adapter, model) of adapters that nobody can ask for -> why."""
+        """(adapter, model) of adapters that cannot be requested -> reason."""
         return MappingProxyType(self._hidden)
 
     @property
     def loading(self) -> frozenset[str]:
-        """Models whose cards are being loaded."""
+        """Models with a build in progress."""
         return self._watch.building
 
     @property
     def not_ready(self) -> Mapping[str, str]:
-        """Models that workers offer and that are not served -> why."""
+        """Models that workers offer and that are not served -> reason."""
         return MappingProxyType(self._watch.not_ready)
 
     def get_for(self, name: str, table: Table) -> ServedModel:
-        """`get`, for one kind of request: Unsupported too if its card does not offer that kind.
+        """`get` for one kind of request; an adapter has the tables of its model.
 
-        An adapter is served for what its model is served for.
+        Raises the errors of `get`, and Unsupported if the card does not offer that kind.
         """
         model = self.get(name)
         if self._table.engine(model.base if model.adapter else name, table) is None:
@@ -308,10 +140,10 @@ class ModelCatalog:
         return model
 
     def get(self, name: str) -> ServedModel:
-        """The model or adapter of that name, to be given token ids.
+        """The tokenized model or adapter of that name.
 
-        Raises UnknownModel, Unavailable if it was here just now or is being loaded, Unsupported if
-        it is served by pass-through workers only.
+        Raises UnknownModel, Unavailable if it was served recently or is being loaded, Unsupported
+        if only pass-through workers serve it.
         """
         engines = self._table.engines(name)
         if not engines:
@@ -327,8 +159,8 @@ class ModelCatalog:
     def engine(self, name: str, table: Table) -> Engine:
         """The engine of a name for one kind of request.
 
-        Raises UnknownModel, Unavailable if it was here just now or is being loaded, Unsupported if
-        it is served for the other kind only.
+        Raises UnknownModel, Unavailable if it was served recently or is being loaded, Unsupported
+        if it is served for the other kind only.
         """
         engine = self._table.engine(name, table)
         if engine is not None:
@@ -338,29 +170,29 @@ class ModelCatalog:
         raise self._missing_model_error(name)
 
     def all(self) -> list[ServedModel]:
-        """What is served by token ids, in the order it came; adapters come last."""
+        """Tokenized models in order of addition, then adapters."""
         return [*self._tokenized_models().values(), *self._adapters.values()]
 
     def pass_through(self) -> list[Engine]:
-        """What pass-through workers serve; one engine a name."""
+        """The pass-through models; one engine per name."""
         return [engine for engine in self._first_engines() if engine.model is None]
 
     def names(self) -> frozenset[str]:
-        """Names that are served, by token ids or passed through, those of adapters too."""
+        """Names of all models and adapters in service."""
         return frozenset(self._table.names()) | self._adapters.keys()
 
     def workers(self, name: str) -> tuple[Instance, ...]:
-        """The workers that serve a model, or an adapter, of that name."""
+        """The workers that serve the model or adapter of that name."""
         adapter_model = self._adapters.get(name)
         if adapter_model is None:
             return self._snapshot.serving(name)
         return serving(self._snapshot.serving(adapter_model.base), name)
 
     async def follow(self, snapshot: Snapshot) -> bool:
-        """Makes the table what the snapshot says; whether all of it worked (else: try again).
+        """Update the table from `snapshot`; returns False if some model needs another attempt.
 
-        The table is right at once, but for models whose cards have to be loaded, which this waits
-        for; it may be called again meanwhile.
+        The table changes at once, except for models with cards to load; this waits for
+        them. Concurrent calls are allowed.
         """
         events = list(events_between(self._snapshot, snapshot))
         self._snapshot = snapshot
@@ -377,9 +209,9 @@ class ModelCatalog:
                 for build in builds:
                     tasks.create_task(self._run_build(build))
         except BaseException as error:
-            # Else models whose build did not begin would count as being built for ever.
+            # Otherwise models without a started build would count as being built for ever.
             for build in builds:
-                self._watch.build_failed(build, MeshError(f"building was cut short: {error!r}"))
+                self._watch.build_failed(build, MeshError(f"the build was interrupted: {error!r}"))
             raise
         return not self._watch.not_ready
 
@@ -402,7 +234,7 @@ class ModelCatalog:
         self._removed_at[name] = now
 
     def _evict_builds(self) -> None:
-        """But for those of models that are served, and of the last that have just left."""
+        """Keep the builds of served models and of the last few that left recently."""
         cutoff_s = self._now_s() - RECENTLY_SERVED_S
         removed_at = {
             n: self._removed_at.get(n, -math.inf)
@@ -423,9 +255,9 @@ class ModelCatalog:
         return {one.name: one.model for one in self._first_engines() if one.model is not None}
 
     def _follow_adapters(self) -> None:
-        """After a change of the table, or of what workers have."""
-        passed_through = {engine.name for engine in self.pass_through()}
-        found = find_adapters(self._snapshot.of("worker"), passed_through)
+        """Update the adapters after a change of the table or of the workers."""
+        pass_through_names = {engine.name for engine in self.pass_through()}
+        found = find_adapters(self._snapshot.of("worker"), pass_through_names)
         self._adapter_bases = found.models
         models, previous = self._tokenized_models(), self._adapters
         self._adapters = {
@@ -449,9 +281,9 @@ class ModelCatalog:
         return model.adapter_model(adapter, created=created, mesh_key=self._mesh_key)
 
     def _log_hidden_adapters(self, found: Adapters) -> None:
-        for (adapter, model), why in found.hidden.items():
-            if self._hidden.get((adapter, model)) != why:
-                log.error("adapter_hidden", adapter=adapter, model=model, why=why)
+        for (adapter, model), reason in found.hidden.items():
+            if self._hidden.get((adapter, model)) != reason:
+                log.error("adapter_hidden", adapter=adapter, model=model, reason=reason)
         self._hidden = found.hidden
 
     def _execute(self, action: Action, builds: list[Build]) -> None:
@@ -472,7 +304,7 @@ class ModelCatalog:
                 getattr(log, level)(event, **fields)
 
     async def _run_build(self, build: Build) -> None:
-        """Until nothing follows of it: what it was built from may have changed meanwhile."""
+        """Build, and build again while the entries have changed during the build."""
         builds = [build]
         while builds:
             for action in await self._build_once(builds.pop()):
@@ -488,23 +320,23 @@ class ModelCatalog:
         except MeshError as error:
             return self._watch.build_failed(build, error)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as error:
-            # As in `follow`; this one may be of a build that followed another.
-            self._watch.build_failed(build, MeshError(f"building was cut short: {error!r}"))
+            # As in `follow`, which does not have builds that followed another one.
+            self._watch.build_failed(build, MeshError(f"the build was interrupted: {error!r}"))
             raise
-        except BaseException as error:  # a panic of the tokenizer library is no Exception
+        except BaseException as error:  # A panic of the tokenizer library is not an Exception.
             return self._reject_card(build, error)
 
     def _reject_card(self, build: Build, error: BaseException) -> list[Action]:
-        """A card that trips us up is its own model's trouble: all others go on."""
+        """Fail the model of an unusable card; all other models continue."""
         rejection = InvalidRequest(f"the card cannot be used: {error!r}", "card")
         name = build.entry.model.name
-        if self._watch.not_ready.get(name) != rejection.message:  # else it is a retry's, and told
+        if self._watch.not_ready.get(name) != rejection.message:  # A retry repeats it.
             log.error("model_build_failed", model=name, exc_info=error)
         return self._watch.build_failed(build, rejection)
 
 
 class _EngineBuilder:
-    """Loads cards, several at once, and makes engines of them, one after the other."""
+    """Loads cards concurrently and builds engines one after the other."""
 
     def __init__(
         self,
@@ -517,13 +349,13 @@ class _EngineBuilder:
         self._artifacts = artifacts
         self._now_s = now_s
         self._mesh_key = mesh_key
-        # Each takes a whole core for a while, and a thread that others wait for.
+        # A build takes a whole core and a thread that other calls need.
         self._build_lock = asyncio.Lock()
 
     async def engines(self, entry: Entry) -> dict[Table, Engine]:
-        """One engine a table, all of the same immutable model; each answer has a detokeniser."""
-        card, why = await self._card(entry)
-        pipelines = plan_pipelines(entry, card, why)
+        """One engine per table, all with the same immutable model."""
+        card, no_card_reason = await self._card(entry)
+        pipelines = plan_pipelines(entry, card, no_card_reason)
         created = int(self._now_s())
         model = None
         if card is not None and not all(p.is_pass_through for p in pipelines):
@@ -535,7 +367,7 @@ class _EngineBuilder:
         return {p.table: Engine(name, p, created, entry.checksum, card, model) for p in pipelines}
 
     async def _card(self, entry: Entry) -> tuple[ModelCard | None, str]:
-        """The card, or None and why: pass-through workers can do without."""
+        """The card, or None and the reason: pass-through workers do not need one."""
         if not entry.checksum:
             return None, ""
         try:
@@ -547,7 +379,7 @@ class _EngineBuilder:
             card_error = card_missing(entry) if missing else card_unreadable(entry, error)
             if entry.model.requires_preprocessing():
                 raise card_error from error
-            log.info("model_without_card", model=entry.model.name, why=card_error.message)
+            log.info("model_without_card", model=entry.model.name, reason=card_error.message)
             return None, card_error.message
         log.debug("card_loaded", model=entry.model.name, card=card.name)
         return card, ""

@@ -1,7 +1,7 @@
-"""Tells whether the router's predictions of cached tokens come true; `core/drift.py` judges.
+"""Compares predicted with actual cached tokens of requests; see `core/peers/hit_drift.py`.
 
-Only what was predicted is judged: a request placed by a router at its first try, on a worker that
-publishes KV events, whose engine said what it found.
+Only requests with a prediction count: placed by a router at the first attempt, on a worker that
+publishes KV events, with cached tokens reported by the engine.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from collections.abc import Callable
 import structlog
 
 from common.registry.instances import Instance, Snapshot
-from frontend_svc.core.peers.hit_drift import WINDOW_S, HitDriftMonitor, Source
-from frontend_svc.core.request.machine import RequestOutcome
-from frontend_svc.metrics import LabelledDrift
+from frontend_svc.core.peers.hit_drift import WINDOW_S, HitDriftMonitor, LabelledDrift, Source
+from frontend_svc.core.request.types import RequestOutcome
 
 log = structlog.get_logger()
 
 
 class HitMonitor:
-    """Sees every answer's end. clock: monotonic seconds; ratio_max: see `HitDriftMonitor`."""
+    """Observes the end of each request.
+
+    clock: monotonic seconds. ratio_max: see `HitDriftMonitor`.
+    """
 
     def __init__(
         self, snapshot: Callable[[], Snapshot], clock: Callable[[], float], ratio_max: float
@@ -29,7 +31,7 @@ class HitMonitor:
         self._drift = HitDriftMonitor(ratio_max)
 
     def on_request_end(self, outcome: RequestOutcome) -> None:
-        """A request ended, however."""
+        """A request ended, with success or not."""
         comparison = _predicted_and_actual(outcome)
         if comparison is None:
             return
@@ -50,11 +52,11 @@ class HitMonitor:
             )
 
     def follow(self, snapshot: Snapshot) -> None:
-        """The mesh's members changed."""
+        """The members of the mesh changed."""
         self._drift.retain(snapshot.instances)
 
     def degraded(self) -> list[str]:
-        """The sources whose predictions are wrong too often now, and how much, for people."""
+        """Returns a message for each source with too many wrong predictions now."""
         return [
             f"worker {entry.worker} rank {entry.dp_rank}: predicted and actual cached tokens of "
             f"{entry.model} differ by {entry.stats.ratio:.1%} over {WINDOW_S:g} s"
@@ -63,7 +65,7 @@ class HitMonitor:
         ]
 
     def drift_stats(self) -> list[LabelledDrift]:
-        """All sources of workers that are there."""
+        """Returns the drift of all sources of live workers."""
         instances = self._snapshot().instances
         return [
             LabelledDrift(worker.model, _name(worker), stats.source[1], stats)
@@ -73,7 +75,7 @@ class HitMonitor:
 
 
 def _predicted_and_actual(outcome: RequestOutcome) -> tuple[Source, int, int] | None:
-    """Whose prediction it was, and both numbers; None when there is nothing to compare."""
+    """Returns the source and both token counts; None if there is nothing to compare."""
     placed, details = outcome.placed, outcome.usage.prompt_tokens_details
     if placed is None or placed.is_unrouted or outcome.attempts != 1 or outcome.error is not None:
         return None

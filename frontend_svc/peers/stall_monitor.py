@@ -1,8 +1,8 @@
-"""Measures how late this process hears of anything, for `core/patience.py`.
+"""Measures how late this process receives messages, for `core/peers/stall_clock.py`.
 
-Not the loop alone can be late: what comes over gRPC passes through threads of its own, which a
-starved machine may leave waiting for seconds while the loop has nothing to do. So the ticker calls
-this process's own server, over a socket as peers do, and ticks when the answer is back.
+Not only the event loop can be late: gRPC messages pass through threads of its own, which a starved
+machine may leave waiting for seconds while the loop is idle. So the monitor calls the server of
+this process over a socket, as peers do, and ticks the clock when the reply is back.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from common.runtime.config import ServiceConfig
 from common.runtime.tasks import TaskGroup
 from frontend_svc.core.peers.stall_clock import TICK_S, StallClock
 
-# Longer than any stall that leaves a process of use.
+# Longer than any stall after which a process is still of use.
 PROBE_TIMEOUT_S = 10.0
 
-# What peers cannot dial, and what reaches a server bound to it from its own host.
+# Bind addresses that cannot be dialled, and the loopback address that reaches them.
 _LOOPBACK_BY_WILDCARD = {"": "127.0.0.1", "*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def own_address(config: ServiceConfig, port: int) -> str:
-    """Where this process reaches its own server, `host:port`: where that is bound.
+    """Returns where this process reaches its own server, `host:port`.
 
-    Not where it is advertised: many hosts do not route to themselves by that address.
+    This is the bound address. Many hosts do not route to themselves by the advertised address.
     """
     host = config.host.strip("[]")
     host = _LOOPBACK_BY_WILDCARD.get(host, host)
@@ -37,16 +37,15 @@ def own_address(config: ServiceConfig, port: int) -> str:
 
 
 def own_security_of(config: ServiceConfig, security: rpc.Security) -> rpc.Security:
-    """The same, but with the name that this process's certificate carries for its peers."""
+    """Returns `security` with the name that this process's certificate carries for peers."""
     return replace(security, server_name=security.server_name or config.advertise_host)
 
 
 async def run_stall_monitor(stall_clock: StallClock, address: str, security: rpc.Security) -> None:
-    """Ticks for ever. address: where this process itself serves gRPC.
+    """Ticks the clock until it is cancelled. address: where this process serves gRPC.
 
-    Its answers are waited for only as long as they come. Until the first one (it has not begun, or
-    nothing leads there), and after one that failed, the loop alone is measured: an address that
-    never answers says nothing about this process.
+    Before the first reply, and after a failed call, only the loop is measured: an address without
+    replies proves nothing about this process.
     """
     loop = asyncio.get_running_loop()
     channel = rpc.channel(address, security=security)
@@ -71,7 +70,7 @@ async def run_stall_monitor(stall_clock: StallClock, address: str, security: rpc
 
 
 async def _is_reachable(stub: Any, security: rpc.Security) -> bool:
-    """Whether a call of the own server succeeds."""
+    """Returns whether a call of the own server succeeds."""
     request = health_pb2.HealthCheckRequest()
     try:
         await rpc.unary(stub.Check, request, timeout_s=PROBE_TIMEOUT_S, security=security)

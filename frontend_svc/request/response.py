@@ -1,7 +1,7 @@
-"""One answer between the loop's callbacks and the task that writes it to its client.
+"""Buffers one response between event-loop callbacks and the task that writes it to the client.
 
-Tokens wait here as ids: what a slow client has not taken costs four bytes a token and no work. Of a
-body that was passed through, chunks wait as they came.
+Tokens are buffered as ids, so a slow client costs four bytes per unread token and no work. Chunks
+of a response to a pass-through body are buffered unchanged.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from collections.abc import Callable, Sequence
 
 from common.errors import Overloaded
 from common.request.preprocessed import TokenLogprob
-from frontend_svc.core.request.machine import RequestOutcome
-from frontend_svc.metrics import RequestMeter
-from frontend_svc.request.gateway import UNREAD_TOKENS_MAX, RequestHandle
+from frontend_svc.core.request.types import RequestOutcome
+from frontend_svc.metrics.families import RequestMeter
+from frontend_svc.request.handle import RequestHandle
 
-# A chunk weighs about so much more than a token.
+# Unread tokens after which a request of a slow client is ended.
+UNREAD_TOKENS_MAX = 65_536
+# Weight of a chunk in this limit.
 TOKENS_PER_CHUNK = 64
 
 
 class ResponseBuffer:
-    """The Listener of one request, read by one task. clock: the meter's, monotonic seconds.
+    """The ResponseSink of one request, read by one task.
 
-    unread_max: tokens that its client may leave unread; with more, the request is ended.
+    clock: of the meter, monotonic seconds. unread_max: if more tokens are unread, the request ends.
     """
 
     __slots__ = (
@@ -62,7 +64,7 @@ class ResponseBuffer:
         self.handle: RequestHandle | None = None
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """See Listener."""
+        """See ResponseSink."""
         self._record_tokens(len(token_ids))
         self._unread += token_ids
         self._notify()
@@ -70,7 +72,7 @@ class ResponseBuffer:
             self._fail_slow_reader()
 
     def chunk(self, json: bytes) -> None:
-        """The next chunk of an answer to a body that was passed through."""
+        """See ChunkSink."""
         self._record_tokens(1)
         self._chunks.append(json)
         self._notify()
@@ -78,20 +80,20 @@ class ResponseBuffer:
             self._fail_slow_reader()
 
     def finished(self, outcome: RequestOutcome) -> None:
-        """See Listener."""
+        """See ResponseSink."""
         self.outcome = outcome
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         self._notify()
 
     def wake_when_idle(self, after_s: float) -> None:
-        """From now on, `next` and `next_chunks` return with nothing after so long a wait."""
+        """From now on, `next` and `next_chunks` return empty after a wait of `after_s`."""
         self._idle_s = after_s
         if self.outcome is None:
             self._idle_timer = self._loop.call_later(after_s, self._on_idle)
 
     def _on_idle(self) -> None:
-        """One timer an answer, set anew when it rings: none is made for a token."""
+        """Wakes the reader, and sets the one timer of the response again: no timer per token."""
         now, due = self._loop.time(), self._waiting_since + self._idle_s
         if self._waiter is not None and now >= due:
             self._notify()
@@ -108,7 +110,11 @@ class ResponseBuffer:
 
     def _fail_slow_reader(self) -> None:
         if self.handle is not None:
-            error = Overloaded(None, "the client reads too slowly", reason="SLOW_READER")
+            error = Overloaded(
+                None,
+                f"more than {self._unread_max} tokens unread by the client",
+                reason="SLOW_READER",
+            )
             self.handle.fail(error, "slow_reader")
 
     def _notify(self) -> None:
@@ -119,9 +125,8 @@ class ResponseBuffer:
                 waiter.set_result(None)
 
     async def next(self) -> list[int]:
-        """The tokens that arrived since the last call.
-
-        At least one, unless `outcome` is set or nothing came for as long as `wake_when_idle` says.
+        """The tokens since the last call: at least one, unless `outcome` is set or the idle time of
+        `wake_when_idle` is over.
         """
         if not self._unread and self.outcome is None:
             await self._wait()
@@ -129,14 +134,14 @@ class ResponseBuffer:
         return unread
 
     async def next_chunks(self) -> list[bytes]:
-        """As `next`, of chunks."""
+        """As `next`, for chunks."""
         if not self._chunks and self.outcome is None:
             await self._wait()
         unread, self._chunks = self._chunks, []
         return unread
 
     async def end(self) -> RequestOutcome:
-        """How it ended; tokens that come before are nobody's."""
+        """Waits for the end; discards tokens."""
         while self.outcome is None:
             await self.next()
         return self.outcome

@@ -1,9 +1,9 @@
-"""Keeps the index within its memory: only publishers evict, so it asks them to (pure).
+"""Memory budget of the index. Pure.
 
-Over budget, every worker is asked for its share of what is too much. If that has not helped for
-PATIENCE_S, the largest source becomes load-only: its claims are dropped, its load still counts.
-Once there is room for what it then holds, it is admitted. A publisher that dials again comes back
-unasked, and is given the same patience again.
+Over budget, the index requests each worker to withdraw its share of the excess, because only
+publishers evict. If that does not help within SHRINK_GRACE_S, the largest source becomes load-only:
+its blocks are dropped, its load still counts. It is indexed again once its blocks fit. A publisher
+that connects again is indexed at once, with the same grace period.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from common.kv.events import Source
 
 SHRINK_INTERVAL_S = 1.0
 SHRINK_GRACE_S = 10.0
-# Shrinking aims below the budget, and room means well below it, or both would flap.
+# Shrinking aims below the budget and readmission well below it, to avoid oscillation.
 TARGET_FRACTION = 0.9
 READMIT_FRACTION = 0.7
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetActions:
-    """shrink: blocks to withdraw by worker; drop, admit: a source to make load-only, or no more."""
+    """shrink: blocks to withdraw, by worker. drop, end_load_only: one source, or None."""
 
     shrink: Mapping[int, int] = field(default_factory=dict)
     drop: Source | None = None
@@ -31,13 +31,13 @@ class BudgetActions:
 
 
 class Budget:
-    """budget_bytes 0: no bound."""
+    """Plans actions against a budget in bytes; 0: no limit."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self._shrink_requested_at = -math.inf
         self._over_since: float | None = None
-        # Load-only sources, with what a block cost when they were dropped.
+        # Load-only sources, with the bytes per block when they were dropped.
         self._load_only: dict[Source, float] = {}
 
     def plan_actions(
@@ -47,10 +47,10 @@ class Budget:
         blocks: Mapping[Source, int],
         unindexed: Mapping[Source, int],
     ) -> BudgetActions:
-        """What to do; to be called often.
+        """Return the next actions; call it on every tick.
 
-        blocks: what is kept of each source that is known. withheld: what each load-only source
-        holds.
+        blocks: retained blocks of each known source. unindexed: estimated blocks of each load-only
+        source.
         """
         self._load_only = {
             source: cost for source, cost in self._load_only.items() if source in unindexed

@@ -1,4 +1,4 @@
-"""The last batches of a source, so that those who have most of it need no snapshot (pure)."""
+"""Latest batches of a source, so that subscribers a little behind need no snapshot. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EVENT_BYTES = 200
 
 
 class BatchHistory:
-    """A contiguous run of batches of one epoch, the latest ones, within both bounds."""
+    """The latest contiguous batches of one epoch, within both limits."""
 
     def __init__(self) -> None:
         self._batches: deque[EventBatch] = deque()
@@ -23,11 +23,11 @@ class BatchHistory:
 
     @property
     def used_bytes(self) -> int:
-        """What the batches are estimated to use."""
+        """Estimated memory of the batches."""
         return _BATCH_BYTES * len(self._batches) + _EVENT_BYTES * self._events + 8 * self._blocks
 
     def add(self, batch: EventBatch) -> None:
-        """The batch that was applied last."""
+        """Append the batch that was applied last."""
         if self._batches and not _follows(self._batches[-1], batch):
             self.clear()
         self._batches.append(batch)
@@ -39,12 +39,12 @@ class BatchHistory:
             self._events -= len(oldest.events)
 
     def clear(self) -> None:
-        """The set has changed otherwise than by batches."""
+        """Remove all batches, because the set changed by other means."""
         self._batches.clear()
         self._blocks = self._events = 0
 
     def batches_since(self, epoch: int, sequence: int) -> list[EventBatch] | None:
-        """All batches after that one; None when they are not all here."""
+        """Return all batches after that position; None if some are missing."""
         batches = self._batches
         if not batches or batches[0].epoch != epoch or batches[0].sequence > sequence + 1:
             return None

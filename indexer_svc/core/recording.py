@@ -1,23 +1,20 @@
-"""KV events in a file: one JSON object a line, as a subscriber of the index was told (pure).
+"""Format of recorded KV events: one JSON object per line, as a subscriber received it. Pure.
 
 The first line is the header, `{"kvmesh_kv_events": 1}`. Every other line has `t`, seconds since the
-recording began, never falling, and `is`:
+start of the recording, never decreasing, and `is`:
 
-- `status`: source, state, reason; partition (model, block_size, hash_scheme, adapter_version) where
-  the index told it: how far the source can be trusted. It precedes all else about a source;
+- `status`: source, state, reason, and partition (model, block_size, hash_scheme, adapter_version)
+  if the index sent it. The first entry of each source;
 - `batch`: source, epoch, sequence, events, each [kind, tier, hashes];
 - `snapshot`: source, epoch, sequence, tier, hashes, first, last;
-- `lost`: the recorder lost the index, and with it the snapshots that were under way; what follows
-  is what it missed;
-- `end`: the recording was ended in order. Nothing follows.
+- `lost`: the recorder lost the index and the unfinished snapshots; the missed entries follow;
+- `end`: the recording ended in order. The last entry.
 
 A source is [worker id as decimal text, rank]; hashes are base64 of 8 bytes each, little endian;
-kinds are stored, removed, cleared; tiers device, host, disk.
+kinds are stored, removed, cleared; tiers are device, host, disk.
 
-A line is written whole, its newline last: what a crash cuts off is a last line without one, which
-is no error (`RecordingReader.is_cut`). Any other line that is not as it should be is one, and
-names its
-number.
+A line is written whole, its newline last. A last line without newline, as after a crash, is no
+error (`RecordingReader.is_cut`); any other invalid line is, and the error has its number.
 """
 
 from __future__ import annotations
@@ -34,14 +31,15 @@ from common.errors import InvalidRequest
 from common.kv.events import (
     EMPTY_HASHES,
     SNAPSHOT_CHUNK_BLOCKS,
-    Event,
+    SOURCE_STATES,
     EventBatch,
     EventKind,
     Hashes,
+    KvEvent,
     Partition,
     SnapshotChunk,
     Source,
-    SourceState,
+    SourcePosition,
     SourceStatus,
     Tier,
 )
@@ -51,27 +49,26 @@ from indexer_svc.core.subscriber import StatusUpdate
 
 FORMAT: Final = "kvmesh_kv_events"
 VERSION: Final = 1
-# Above what the largest batch takes: 2^20 events of one hash each, 36 characters at most.
+# Above the largest batch: 2^20 events of one hash each, 36 characters at most.
 LINE_BYTES_MAX: Final = 48 * 2**20
 _U64_MAX: Final = 2**64 - 1
-_STATES: Final = frozenset({"exact", "gapped", "stale", "degraded", "gone"})
 
 
 @dataclass(frozen=True, slots=True)
 class IndexLost:
-    """The recorder lost the index."""
+    """Entry: the recorder lost the index."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordingEnd:
-    """The recording was ended in order."""
+    """Entry: the recording ended in order."""
 
 
 RecordingEntry: TypeAlias = StatusUpdate | EventBatch | SnapshotChunk | IndexLost | RecordingEnd
 
 
 class BrokenRecording(InvalidRequest):
-    """A file is no recording, or a line of it is not as it should be. line: its number, from 1."""
+    """A file is not a recording or has an invalid line. line: its number, from 1."""
 
     def __init__(self, line: int, reason: str) -> None:
         super().__init__(
@@ -83,16 +80,16 @@ class BrokenRecording(InvalidRequest):
         self.line = line
 
 
-# Writing.
+# Encoding.
 
 
 def encode_header() -> bytes:
-    """The first line."""
+    """Return the first line."""
     return _encode_json_line({FORMAT: VERSION})
 
 
 def encode_line(t: float, entry: RecordingEntry) -> bytes:
-    """One line. t: seconds since the recording began."""
+    """Return one line. t: seconds since the start of the recording."""
     return _encode_json_line({"t": round(t, 6), **_entry_fields(entry)})
 
 
@@ -141,7 +138,7 @@ def _entry_fields(entry: RecordingEntry) -> dict[str, object]:
 
 
 def _source_fields(source: Source) -> list[object]:
-    # As text: many readers of JSON have no 63 bits.
+    # As text: many JSON readers cannot represent 63-bit integers.
     return [str(source.worker_id), source.dp_rank]
 
 
@@ -149,13 +146,13 @@ def _hash_text(hashes: Hashes) -> str:
     return b64encode(hashes_to_bytes(hashes)).decode()
 
 
-# Reading.
+# Decoding.
 
 
 class RecordingReader:
-    """Reads lines; iterate once. is_cut: the last line was cut off; has_ended: `end` was there.
+    """Decodes raw lines, each with its newline; iterate once. Raises BrokenRecording.
 
-    lines: raw, each with its newline. Raises BrokenRecording.
+    is_cut: the last line is incomplete. has_ended: the recording has its `end`.
     """
 
     def __init__(self, lines: Iterable[bytes]) -> None:
@@ -165,18 +162,18 @@ class RecordingReader:
         self.lines_read = 0
 
     def __iter__(self) -> Iterator[tuple[float, RecordingEntry]]:
-        """(seconds since the recording began, entry), in order."""
+        """Return (seconds since the start, entry), in order."""
         last_t = 0.0
         for raw in self._lines:
             number = self.lines_read + 1
             if len(raw) > LINE_BYTES_MAX:
-                raise BrokenRecording(number, f"has more than {LINE_BYTES_MAX} bytes")
+                raise BrokenRecording(number, f"line too long: {len(raw)}/{LINE_BYTES_MAX} bytes")
             if not raw.endswith(b"\n"):
-                # What a crash left; the line before it is the last that counts.
+                # Left by a crash; the line before it is the last one.
                 self.is_cut = True
                 break
             if self.has_ended:
-                raise BrokenRecording(number, "follows the end")
+                raise BrokenRecording(number, "entry after the end")
             self.lines_read = number
             try:
                 fields = _JsonFields(json.loads(raw.decode("utf-8")))
@@ -194,16 +191,16 @@ class RecordingReader:
             yield t, entry
         if not self.lines_read:
             raise BrokenRecording(
-                1, f"is missing: a recording begins with {encode_header().decode()!r}"
+                1, f"missing: the first line must be {encode_header().decode()!r}"
             )
 
 
 class _JsonFields:
-    """A JSON object whose values are asked for by name and kind; ValueError says what is wrong."""
+    """Typed access to the values of a JSON object. Raises ValueError with the field."""
 
     def __init__(self, value: object) -> None:
         if not isinstance(value, dict):
-            raise ValueError("is no JSON object")
+            raise ValueError("not a JSON object")
         self._values = value
 
     # Any: a JSON value.
@@ -218,32 +215,32 @@ class _JsonFields:
     def number(self, name: str) -> float:
         value = self.value(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name} is no number")
+            raise ValueError(f"{name} is not a number")
         return float(value)
 
     def integer(self, name: str, low: int = 0) -> int:
         value = self.value(name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _U64_MAX:
-            raise ValueError(f"{name} is no whole number from {low} on")
+            raise ValueError(f"{name} is not an integer of at least {low}")
         return value
 
     def text(self, name: str) -> str:
         value = self.value(name)
         if not isinstance(value, str):
-            raise ValueError(f"{name} is no text")
+            raise ValueError(f"{name} is not a string")
         return value
 
     def flag(self, name: str) -> bool:
         value = self.value(name)
         if not isinstance(value, bool):
-            raise ValueError(f"{name} is neither true nor false")
+            raise ValueError(f"{name} is not true or false")
         return value
 
 
 def _check_header(fields: _JsonFields) -> None:
     version = fields.value(FORMAT)
     if version != VERSION:
-        raise ValueError(f"{FORMAT} is {version!r}; what can be read is {VERSION}")
+        raise ValueError(f"{FORMAT} is {version!r}; supported: {VERSION}")
 
 
 def _entry_of(fields: _JsonFields) -> RecordingEntry:
@@ -260,7 +257,7 @@ def _entry_of(fields: _JsonFields) -> RecordingEntry:
         case "snapshot":
             hashes = _hashes_of(fields.text("hashes"), "hashes")
             if len(hashes) > SNAPSHOT_CHUNK_BLOCKS:
-                raise ValueError(f"hashes: {len(hashes)} are more than {SNAPSHOT_CHUNK_BLOCKS}")
+                raise ValueError(f"too many hashes: {len(hashes)}/{SNAPSHOT_CHUNK_BLOCKS}")
             return SnapshotChunk(
                 _source_of(fields),
                 fields.integer("epoch"),
@@ -275,7 +272,7 @@ def _entry_of(fields: _JsonFields) -> RecordingEntry:
         case "end":
             return RecordingEnd()
         case other:
-            raise ValueError(f"is: {other!r} is not known here")
+            raise ValueError(f"is: {other!r} is unknown")
 
 
 def _source_of(fields: _JsonFields) -> Source:
@@ -301,20 +298,20 @@ def _partition_of(fields: _JsonFields) -> Partition | None:
 
 def _status_of(fields: _JsonFields) -> SourceStatus:
     state = fields.text("state")
-    if state not in _STATES:
-        raise ValueError(f"state: {state!r} is not known here")
+    if state not in SOURCE_STATES:
+        raise ValueError(f"state: {state!r} is unknown")
     return SourceStatus(state, fields.text("reason"))
 
 
 # Any: a JSON value.
-def _events_of(value: Any) -> list[Event]:
+def _events_of(value: Any) -> list[KvEvent]:
     if not isinstance(value, list):
-        raise ValueError("events is no list")
+        raise ValueError("events is not a list")
     events = []
     for one in value:
         match one:
             case [str(kind), str(tier), str(hashes)]:
-                events.append(Event(_kind_of(kind), _hashes_of(hashes, "events"), _tier_of(tier)))
+                events.append(KvEvent(_kind_of(kind), _hashes_of(hashes, "events"), _tier_of(tier)))
             case _:
                 raise ValueError("events: one is not [kind, tier, hashes]")
     return events
@@ -324,14 +321,14 @@ def _kind_of(name: str) -> EventKind:
     for kind in EventKind:
         if kind.name.lower() == name:
             return kind
-    raise ValueError(f"events: the kind {name!r} is not known here")
+    raise ValueError(f"events: kind {name!r} is unknown")
 
 
 def _tier_of(name: str) -> Tier:
     for tier in Tier:
         if tier.name.lower() == name:
             return tier
-    raise ValueError(f"tier: {name!r} is not known here")
+    raise ValueError(f"tier: {name!r} is unknown")
 
 
 def _hashes_of(text: str, field: str) -> Hashes:
@@ -343,11 +340,8 @@ def _hashes_of(text: str, field: str) -> Hashes:
         raise ValueError(f"{field}: {error}") from error
 
 
-# Using.
-
-
 def play(feed: IndexFeed, entry: RecordingEntry, now: float) -> Iterator[None]:
-    """Gives an entry to a replica; steps as of `IndexFeed.apply`. Raises InvalidRequest."""
+    """Apply an entry to a replica; steps as in `IndexFeed.apply`. Raises InvalidRequest."""
     match entry:
         case StatusUpdate(source, partition, status):
             feed.apply_status(partition, source, status, now)
@@ -362,25 +356,25 @@ def play(feed: IndexFeed, entry: RecordingEntry, now: float) -> Iterator[None]:
 
 
 class SourcePositions:
-    """Where a replica of all that was recorded stands: what a recorder resumes from.
+    """Positions of a replica of the recording: a recorder resumes from them.
 
-    A snapshot counts from its last part on, with the batches that came meanwhile.
+    A snapshot counts from its last chunk, with the batches received since its first.
     """
 
     def __init__(self) -> None:
         self._positions: dict[Source, tuple[int, int]] = {}
         self._loading: dict[Source, tuple[int, int]] = {}
 
-    def states(self) -> list[SourceState]:
-        """One for each source that is known, after `IndexLost` was taken."""
-        return [SourceState(source, *at) for source, at in self._positions.items()]
+    def states(self) -> list[SourcePosition]:
+        """Return the position of each known source; call after `IndexLost` was taken."""
+        return [SourcePosition(source, *at) for source, at in self._positions.items()]
 
     def is_loading(self, worker_id: int) -> bool:
-        """Whether a snapshot of one of its sources is under way."""
+        """Return whether a snapshot of one of the worker's sources is incomplete."""
         return any(source.worker_id == worker_id for source in self._loading)
 
     def take(self, entry: RecordingEntry) -> None:
-        """An entry was recorded."""
+        """Update the positions by an entry."""
         match entry:
             case StatusUpdate(source, _, status):
                 if status.state == "gone":

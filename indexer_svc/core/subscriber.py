@@ -1,20 +1,21 @@
-"""What one subscriber has, is owed and has waiting: a replica of the index (pure).
+"""State of one subscription, which copies the index to a replica. Pure.
 
-For each source the subscriber knows, `_positions` is where its copy will stand once all that waits
-has
-arrived. A batch is passed on only to who stands right before it. Who stands elsewhere gets the
-batches in between if they are still there, else a snapshot: at most SNAPSHOTS_MAX are read at once,
-one part whenever nothing else waits, so a snapshot never delays live batches and never queues up.
+For each source of the subscriber, `_positions` is the position of its copy after everything queued
+has arrived. A batch is sent only if the copy is at the position right before it. Otherwise the
+subscriber gets the batches in between if the history has them, else a snapshot. At most
+SNAPSHOTS_MAX snapshots are read at once, one chunk whenever the queue is empty, so that a snapshot
+never delays live batches and never queues up.
 
-A snapshot is read while its source goes on. That is sound (`common/kv/index_feed.py`) because every
-batch since its sequence goes out before its last part: a part is only taken when nothing waits.
+A snapshot is read while its source goes on. That is correct (`common/kv/index_feed.py`) because
+every batch after its sequence is sent before its last chunk: a chunk is read only when the queue is
+empty.
 
-Nor does what is to be said at the beginning: it is found out, source by source, when it goes out.
-So the cap has nothing to do with how many sources there are.
+The first statuses are not queued either: they are computed source by source as they are sent, so
+the size limit does not depend on the number of sources.
 
-Before a source's copy is right it is told to be gapped, and its true status only afterwards, with
-where the copy then stands. A load-only source stands somewhere but has no content here: what the
-subscriber has of it is told to be gone.
+Until the copy of a source is right, its status is sent as gapped; the actual status follows with
+the position of the copy. A load-only source has a position but no blocks here: the subscriber's
+copy of it is reported as gone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from common.kv.events import (
     Partition,
     SnapshotChunk,
     Source,
-    SourceState,
+    SourcePosition,
     SourceStatus,
     Tier,
 )
@@ -42,18 +43,18 @@ from indexer_svc.core.history import BatchHistory
 SNAPSHOTS_MAX = 2
 FRAME_BYTES = 256 * 1024
 ITEM_BYTES = 64
-SNAPSHOT_PENDING = SourceStatus("gapped", "a snapshot is on its way")
-LOADS_ONLY = SourceStatus("gapped", "the subscriber asked for loads only")
-CONTENT_WITHDRAWN = SourceStatus("gone", "its claims were dropped here")
-NOT_KNOWN_YET = SourceStatus("stale", "its publisher has not come to this index yet")
-ABSENT = SourceStatus("gone", "its worker is not in discovery")
+SNAPSHOT_PENDING = SourceStatus("gapped", "a snapshot follows")
+LOADS_ONLY = SourceStatus("gapped", "the subscription has loads only")
+CONTENT_WITHDRAWN = SourceStatus("gone", "over budget: its blocks were dropped")
+NOT_KNOWN_YET = SourceStatus("stale", "its publisher is not connected yet")
+ABSENT = SourceStatus("gone", "its worker is not registered")
 
 
 @dataclass(frozen=True, slots=True)
 class StatusUpdate:
-    """How far a source can be trusted; the first thing said about it.
+    """Status of a source; the first update about it.
 
-    at: (epoch, sequence) of what the subscriber has of it then; zeros: not said.
+    at: (epoch, sequence) of the subscriber's copy at that point; zeros: not given.
     """
 
     source: Source
@@ -64,7 +65,7 @@ class StatusUpdate:
 
 @dataclass(frozen=True, slots=True)
 class LoadUpdate:
-    """A source's load."""
+    """Load of a source."""
 
     source: Source
     load: Load
@@ -72,7 +73,7 @@ class LoadUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """All that was there at the beginning has been told."""
+    """Everything that existed at the start has been sent."""
 
 
 Outbound: TypeAlias = StatusUpdate | LoadUpdate | CaughtUp | EventBatch | SnapshotChunk
@@ -80,24 +81,24 @@ Outbound: TypeAlias = StatusUpdate | LoadUpdate | CaughtUp | EventBatch | Snapsh
 
 @dataclass(slots=True, eq=False)
 class _SnapshotRead:
-    """A snapshot being sent."""
+    """A snapshot that is being sent."""
 
     source: Source
     chunks: Iterator[SnapshotChunk]
 
 
 class Subscriber:
-    """One subscription. `is_overflowed`: more than `cap_bytes` waited; it has to resume.
+    """One subscription. is_overflowed: more than `cap_bytes` were queued; it must resume.
 
-    resume: what the subscriber has. partition: None for all. is_absent: whether a worker is not in
-    discovery. loads_only: it wants no claims, so none are kept for it.
+    resume: positions of the subscriber's copies. partition: None for all. is_absent: returns
+    whether a worker is not registered. loads_only: neither batches nor snapshots are sent.
     """
 
     def __init__(
         self,
         feed: IndexFeed,
         histories: Mapping[Source, BatchHistory],
-        resume: Iterable[SourceState],
+        resume: Iterable[SourcePosition],
         partition: Partition | None,
         cap_bytes: int,
         *,
@@ -110,7 +111,7 @@ class Subscriber:
         self._cap_bytes = cap_bytes
         self._is_absent = is_absent
         self._loads_only = loads_only
-        # None: it has something, of no use. Not there: it has nothing.
+        # None: the copy is useless. Missing: there is no copy.
         self._positions: dict[Source, tuple[int, int] | None] = {
             state.source: (state.epoch, state.sequence) for state in resume
         }
@@ -119,7 +120,7 @@ class Subscriber:
         self._loads: dict[Source, Load] = {}
         self._pending_snapshots: dict[Source, None] = {}
         self._snapshot_reads: deque[_SnapshotRead] = deque()
-        # Of which nothing was said yet; the next one last, since a dict loses its first slowly.
+        # Sources without a first status; the next one last, since a dict removes its first slowly.
         self._unreported = dict.fromkeys(reversed([*self._positions, *feed.sources()]))
         self._is_caught_up = False
         self.is_overflowed = False
@@ -129,14 +130,14 @@ class Subscriber:
         """Whether `take` would return something."""
         return bool(self._waiting or self._loads) or self._is_behind or not self._is_caught_up
 
-    # News.
+    # Changes of the index.
 
     def batch(self, batch: EventBatch) -> None:
-        """A batch was applied to the index."""
+        """Process a batch that was applied to the index."""
         source = batch.source
         at = (batch.epoch, batch.sequence)
         position = self._positions.get(source)
-        # Before the first word the copy may stand in another partition: the history brings it.
+        # Before the first status the copy may be of another partition; the history has the batch.
         if position is None or self._loads_only or source in self._unreported:
             return
         begins_epoch = batch.sequence == 1 and batch.epoch > position[0]
@@ -145,7 +146,7 @@ class Subscriber:
             self._put(batch)
 
     def source_replaced(self, source: Source) -> None:
-        """A source's set has changed otherwise than by batches."""
+        """Process a change of a source's set other than by batches."""
         if source in self._positions:
             self._positions[source] = None
         self._cancel_snapshot(source)
@@ -153,7 +154,7 @@ class Subscriber:
             self.reconcile(source)
 
     def status_changed(self, source: Source, partition: Partition, status: SourceStatus) -> None:
-        """How far a source can be trusted has changed."""
+        """Process a status change of a source."""
         if source in self._feed:
             self.reconcile(source)
             return
@@ -165,12 +166,12 @@ class Subscriber:
             self._put(StatusUpdate(source, partition, status))
 
     def load(self, source: Source, partition: Partition, load: Load) -> None:
-        """A source's load; one that still waits is overtaken."""
+        """Queue the load of a source; it replaces one that is queued."""
         if self._includes(partition):
             self._loads[source] = load
 
     def reconcile(self, source: Source) -> None:
-        """Sees to it that the subscriber gets what it lacks of a source, and its status."""
+        """Queue the missing part of a source's copy, and its status."""
         self._unreported.pop(source, None)
         partition, status = self._feed.partition(source), self._feed.status(source)
         if not self._includes(partition):
@@ -194,12 +195,10 @@ class Subscriber:
             self._pending_snapshots[source] = None
             self._put(StatusUpdate(source, partition, SNAPSHOT_PENDING))
 
-    # What to send.
-
     def take(self, size: int = FRAME_BYTES) -> list[Outbound]:
-        """What to send next, in order: about `size` bytes of what waits, then a snapshot's part.
+        """Return the next updates: about `size` bytes of the queue, then one snapshot chunk.
 
-        Must not run amid the application of a batch.
+        Must not run while a batch is being applied.
         """
         outbound: list[Outbound] = []
         while (self._waiting or self._unreported) and size > 0:
@@ -220,19 +219,17 @@ class Subscriber:
             outbound.append(CaughtUp())
         return outbound
 
-    # Inside.
-
     @property
     def _is_behind(self) -> bool:
-        """Whether there is more to find out than what waits."""
+        """Whether there are updates that are not queued yet."""
         return bool(self._unreported or self._pending_snapshots or self._snapshot_reads)
 
     def _send_first_status(self, source: Source) -> None:
-        """The first word about a source that the subscriber has, or the index, or both."""
+        """Queue the first status of a source of the subscriber or the index."""
         if source in self._feed:
             self.reconcile(source)
             return
-        # After a restart of this index, workers are on their way to it.
+        # After a restart of this index, registered workers connect to it soon.
         is_absent = self._is_absent(source.worker_id)
         if is_absent:
             del self._positions[source]
@@ -255,14 +252,14 @@ class Subscriber:
         return StatusUpdate(source, self._feed.partition(source), self._feed.status(source), at)
 
     def _withdraw(self, source: Source) -> None:
-        """Lets the subscriber forget what it has of a source."""
+        """Report the subscriber's copy of a source as gone."""
         self._cancel_snapshot(source)
         if source in self._positions:
             del self._positions[source]
             self._put(StatusUpdate(source, None, CONTENT_WITHDRAWN))
 
     def _catch_up_from_history(self, source: Source) -> bool:
-        """Without a snapshot; whether that was possible."""
+        """Queue the missing batches; returns False if a snapshot is needed."""
         at = self._feed.position(source)
         current = (at.epoch, at.sequence)
         position = self._positions.get(source)
@@ -276,8 +273,8 @@ class Subscriber:
         missing_batches = self._histories[source].batches_since(*position)
         if missing_batches is None or position[0] != at.epoch:
             return False
-        # What does not fit would be cut now and whenever it resumes; a snapshot is read as it goes.
-        # Half is for statuses and what comes meanwhile.
+        # Batches over the limit would end this subscription now and after each resume; a snapshot
+        # is read as it is sent. Half of the limit is for statuses and new batches.
         if self._waiting_bytes + sum(map(_item_bytes, missing_batches)) > self._cap_bytes // 2:
             return False
         for batch in missing_batches:
@@ -288,12 +285,12 @@ class Subscriber:
         if self._pending_snapshots and len(self._snapshot_reads) < SNAPSHOTS_MAX:
             source = next(iter(self._pending_snapshots))
             del self._pending_snapshots[source]
-            # Its first part goes out at once: no batch may go ahead of that, or it is a gap.
+            # Its first chunk is sent at once: a batch before it would be a gap.
             self._snapshot_reads.appendleft(self._begin_snapshot(source))
         if not self._snapshot_reads:
             return
         snapshot_read = self._snapshot_reads.popleft()
-        # Cleared meanwhile, it ends early, and the batch that cleared it has gone ahead.
+        # If the source is cleared, it ends early; the batch that cleared it was sent before.
         chunk = next(snapshot_read.chunks)
         outbound.append(chunk)
         if not chunk.last:
@@ -311,14 +308,14 @@ class Subscriber:
         self._pending_snapshots.pop(source, None)
         for snapshot_read in [r for r in self._snapshot_reads if r.source == source]:
             self._snapshot_reads.remove(snapshot_read)
-            # Its copy is neither the old nor the new.
+            # The copy is neither the old nor the new set.
             self._positions[source] = None
 
 
 def snapshot_chunks(
-    at: SourceState, parts: Iterator[tuple[Tier, Hashes]]
+    at: SourcePosition, parts: Iterator[tuple[Tier, Hashes]]
 ) -> Iterator[SnapshotChunk]:
-    """The parts as chunks, marked first and last; one empty chunk when there are none."""
+    """Return the parts as chunks, marked first and last; one empty chunk if there are none."""
     tier, hashes = next(parts, (Tier.DEVICE, EMPTY_HASHES))
     is_first = True
     for next_part in parts:

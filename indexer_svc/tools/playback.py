@@ -1,10 +1,10 @@
-"""`python -m indexer_svc.tools.playback --recording FILE [--indexer HOST:PORT]`: recorded KV
-events again.
+"""Plays recorded KV events back.
 
-Without an indexer the events go into an index in this process, to see what it comes to; with one
-they are published to it, as the recorded workers would. `--speed 1` keeps the recorded pace, 0 (the
-default) knows no pause. The whole file is read first: a broken one is refused before anything is
-sent. The last line of the output is a JSON object.
+`python -m indexer_svc.tools.playback --recording FILE [--indexer HOST:PORT]` publishes the events
+to an indexer as the recorded workers would, or without an indexer applies them to an index in this
+process. `--speed 1` keeps the recorded pace, 0 (the default) has no pauses. The whole file is read
+first, so that an invalid one is rejected before anything is sent. The last line of the output is a
+JSON object.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import NonNegativeFloat
+
 from common.errors import InvalidRequest, MeshError, Unavailable, Unsupported
-from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourceState
+from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourcePosition
 from common.kv.index_feed import IndexFeed, run_all_steps
 from common.rpc import channel as rpc
 from common.rpc.interceptors import map_rpc_errors
 from common.runtime import env
-from common.runtime.config import ServiceConfig, at_least, read_config_or_exit, setting
+from common.runtime.config import ServiceConfig, read_config_or_exit
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import (
     batch_to_proto,
@@ -46,44 +48,33 @@ from indexer_svc.core.recording import (
 from indexer_svc.core.subscriber import StatusUpdate
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 
-# How long an indexer may take to acknowledge what it was sent last.
+# Time limit for the indexer's acknowledgement of the last batch.
 ACK_TIMEOUT_S = 30.0
-# What retired claims leave behind is cleared away by so many blocks an entry.
+# Retired blocks swept per entry.
 SWEEP_BLOCKS = 65_536
-# Entries after which others get their turn, where nothing else makes them wait.
+# Entries per turn of the event loop without pauses.
 ENTRIES_PER_TURN = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlaybackConfig(ServiceConfig):
     """Flags of `python -m indexer_svc.tools.playback`, and the mesh-wide `KVMESH_*` variables."""
 
-    recording: Path = field(metadata=setting("The file to read."))
-    indexer: str | None = field(
-        default=None,
-        metadata=setting("The indexer to publish to, host:port; else into an index of its own."),
-    )
-    speed: float = field(
-        default=0.0,
-        metadata=setting(
-            "1: at the recorded pace, 2: twice as fast; 0: at once.", check=at_least(0)
-        ),
-    )
-    hold_s: float = field(
-        default=0.0,
-        metadata=setting(
-            "Stay connected for so long afterwards: an indexer forgets workers that leave.",
-            check=at_least(0),
-        ),
-    )
+    recording: Path
+    """The recording to read."""
+    indexer: str | None = None
+    """host:port of the indexer to publish to. Unset: an index in this process."""
+    speed: NonNegativeFloat = 0.0
+    """1: at the recorded speed, 2: twice as fast. 0: without delays."""
+    hold_s: NonNegativeFloat = 0.0
+    """Seconds to stay connected at the end: an indexer removes workers that leave."""
 
 
 @dataclass(slots=True)
 class PlaybackStats:
-    """What was played. is_cut: the file ends in the middle of a line, as after a crash.
+    """Totals of a playback. is_cut: the last line is incomplete, as after a crash.
 
-    has_ended: the recording was ended in order. blocks: in the index at the end; -1: not known.
-    shrinks: demands of the indexer to withdraw blocks, which a recording cannot obey.
+    has_ended: the recording ended in order. blocks: in the index at the end; -1: unknown.
+    shrinks: requests of the indexer to withdraw blocks, which a playback ignores.
     """
 
     lines: int = 0
@@ -97,12 +88,12 @@ class PlaybackStats:
     has_ended: bool = False
 
     def count(self, entry: RecordingEntry) -> None:
-        """An entry was played."""
+        """Count an entry."""
         self.batches += isinstance(entry, EventBatch)
         self.chunks += isinstance(entry, SnapshotChunk)
 
     def close(self, reader: RecordingReader, began: float) -> PlaybackStats:
-        """All was played."""
+        """Complete the totals; returns self."""
         self.lines, self.is_cut = reader.lines_read, reader.is_cut
         self.has_ended = reader.has_ended
         self.seconds = round(time.perf_counter() - began, 3)
@@ -121,7 +112,7 @@ async def _open_recording(path: Path) -> AsyncIterator[RecordingReader]:
 
 
 async def play_into_local_index(path: Path, feed: IndexFeed, speed: float = 0.0) -> PlaybackStats:
-    """Plays a file into an index of this process. Raises BrokenRecording, OSError."""
+    """Play a file into a local index. Raises BrokenRecording, OSError."""
     began = time.perf_counter()
     playback_stats = PlaybackStats()
     async with _open_recording(path) as reader:
@@ -130,7 +121,7 @@ async def play_into_local_index(path: Path, feed: IndexFeed, speed: float = 0.0)
                 run_all_steps(play(feed, entry, time.monotonic()))
             except InvalidRequest as error:
                 raise BrokenRecording(reader.lines_read, error.message) from error
-            feed.take_events()  # Nobody listens, and it would pile up.
+            feed.take_events()  # Unused; they would accumulate.
             feed.sweep(SWEEP_BLOCKS)
             playback_stats.count(entry)
         playback_stats.sources, playback_stats.blocks = len(feed.sources()), feed.blocks
@@ -145,7 +136,7 @@ async def play_to_indexer(
     hold_s: float = 0.0,
     security: rpc.Security = rpc.PLAINTEXT,
 ) -> PlaybackStats:
-    """Publishes a file to an indexer. Raises BrokenRecording, OSError, MeshError."""
+    """Publish a file to an indexer. Raises BrokenRecording, OSError, MeshError."""
     workers = await _read_workers(path)
     began = time.perf_counter()
     async with rpc.channel(address, security=security) as channel, TaskGroup() as tasks:
@@ -180,14 +171,14 @@ async def _paced(reader: RecordingReader, speed: float) -> AsyncIterator[Recordi
 
 @dataclass(slots=True)
 class _RecordedWorker:
-    """A worker of a recording: its partition and all its ranks."""
+    """Partition and ranks of a recorded worker."""
 
     partition: Partition
     ranks: dict[int, None] = field(default_factory=dict)
 
 
 async def _read_workers(path: Path) -> dict[int, _RecordedWorker]:
-    """Who is in the recording; reads all of it. A hello has to name all ranks of a worker."""
+    """Read the whole recording for its workers, because a hello lists all ranks of a worker."""
     workers: dict[int, _RecordedWorker] = {}
     async with _open_recording(path) as reader:
         async for entry in _paced(reader, 0.0):
@@ -199,13 +190,15 @@ async def _read_workers(path: Path) -> dict[int, _RecordedWorker]:
                 if worker is None:
                     worker = workers[source.worker_id] = _RecordedWorker(entry.partition)
                 if worker.partition != entry.partition:
-                    reason = f"line {reader.lines_read}: worker {source.worker_id} moves"
+                    reason = (
+                        f"line {reader.lines_read}: worker {source.worker_id} changes its partition"
+                    )
                     raise Unsupported("partition", reason)
                 worker.ranks[source.dp_rank] = None
             if (worker is None or source.dp_rank not in worker.ranks) and not _is_gone_status(
                 entry
             ):
-                raise BrokenRecording(reader.lines_read, f"{source} was not told of before")
+                raise BrokenRecording(reader.lines_read, f"no status of {source} before")
     return workers
 
 
@@ -214,7 +207,7 @@ def _is_gone_status(entry: RecordingEntry) -> bool:
 
 
 class _PublisherStreams:
-    """The recorded workers, each with a Publish stream while it is there."""
+    """One Publish stream for each recorded worker that is present."""
 
     def __init__(
         self,
@@ -231,21 +224,21 @@ class _PublisherStreams:
         self._streams: dict[int, _PublishStream] = {}
         self._positions = SourcePositions()
         self._degraded: dict[Source, bool] = {}
-        # Ranks that have left while others of their worker stay; workers to be said hello for anew,
-        # and what is to be published of theirs then.
+        # Ranks that are gone while others of their worker stay; workers whose stream must restart;
+        # entries to publish after the restart.
         self._gone: set[Source] = set()
         self._changed: set[int] = set()
         self._deferred: dict[int, list[RecordingEntry]] = {}
 
     async def play(self, entry: RecordingEntry) -> None:
-        """Publishes one entry."""
+        """Publish one entry."""
         source = getattr(entry, "source", None)
         if isinstance(source, Source) and self._must_defer(source, entry):
             self._deferred.setdefault(source.worker_id, []).append(entry)
         else:
             await self._play(entry)
         for worker_id in list(self._changed):
-            # Not amid a snapshot, which the recording has only once.
+            # Not during a snapshot, which the recording has only once.
             if not self._positions.is_loading(worker_id):
                 self._changed.discard(worker_id)
                 if worker_id in self._streams:
@@ -256,7 +249,7 @@ class _PublisherStreams:
                     self._positions.take(entry)
 
     def _must_defer(self, source: Source, entry: RecordingEntry) -> bool:
-        """Whether it is of a rank that came back, and that its worker's stream does not list."""
+        """Return whether the hello of the worker's stream does not list the entry's rank."""
         if source in self._gone and not _is_gone_status(entry):
             self._gone.discard(source)
             self._changed.add(source.worker_id)
@@ -276,22 +269,22 @@ class _PublisherStreams:
                     await self._close_stream(source.worker_id)
             case EventBatch(source):
                 await (await self._stream(source)).write(batch=batch_to_proto(entry))
-                # Only now: a hello says what was there before.
+                # After the write: a hello has the position before this batch.
                 self._positions.take(entry)
             case SnapshotChunk(source):
                 await (await self._stream(source)).write(snapshot=snapshot_chunk_to_proto(entry))
                 self._positions.take(entry)
             case IndexLost():
                 self._positions.take(entry)
-                # What was under way is not ended: hello says where each of them stands.
-                # At once: an indexer forgets a worker that is not in discovery and has no stream.
+                # Unfinished snapshots are dropped; hello has the position of each source. At once,
+                # because an indexer removes an unregistered worker without a stream.
                 for worker_id in list(self._streams):
                     await self._restart_stream(worker_id)
             case _:
                 pass
 
     async def wait_until_acknowledged(self) -> None:
-        """Returns when all is in the index. Raises Unavailable after ACK_S."""
+        """Wait until the index has everything. Raises Unavailable after ACK_TIMEOUT_S."""
         required = {one.source: (one.epoch, one.sequence) for one in self._positions.states()}
         for source in required:
             await self._stream(source)
@@ -300,10 +293,12 @@ class _PublisherStreams:
                 for stream in self._streams.values():
                     await stream.wait_until_acknowledged(required)
         except TimeoutError:
-            raise Unavailable(f"the indexer has not taken all in {ACK_TIMEOUT_S} s") from None
+            raise Unavailable(
+                f"no acknowledgement of all batches within {ACK_TIMEOUT_S} s"
+            ) from None
 
     def close(self) -> None:
-        """Ends all streams."""
+        """End all streams."""
         for stream in self._streams.values():
             stream.call.cancel()
             stream.reader.cancel()
@@ -321,10 +316,10 @@ class _PublisherStreams:
             state = source_state_to_proto(self._state_of(source))
             await self._streams[source.worker_id].write(states=[state])
 
-    def _state_of(self, source: Source) -> SourceState:
+    def _state_of(self, source: Source) -> SourcePosition:
         known = {one.source: one for one in self._positions.states()}
-        at = known.get(source, SourceState(source, 0, 0))
-        return SourceState(source, at.epoch, at.sequence, self._degraded.get(source, False))
+        at = known.get(source, SourcePosition(source, 0, 0))
+        return SourcePosition(source, at.epoch, at.sequence, self._degraded.get(source, False))
 
     async def _stream(self, source: Source) -> _PublishStream:
         stream = self._streams.get(source.worker_id)
@@ -353,7 +348,7 @@ class _PublisherStreams:
     async def _close_stream(self, worker_id: int) -> None:
         stream = self._streams.pop(worker_id, None)
         if stream is not None:
-            # Ours first, and to its end: streams of one worker must not overlap at the indexer.
+            # To its end: streams of one worker must not overlap at the indexer.
             await stream.end()
             self.playback_stats.shrinks += stream.shrinks
 
@@ -373,15 +368,15 @@ class _PublishStream:
             with map_rpc_errors():
                 await self.call.write(indexer_pb2.PublishRequest(**parts))
         except asyncio.InvalidStateError:
-            raise Unavailable("the indexer has ended the stream") from None
+            raise Unavailable("the indexer ended the stream") from None
 
     @property
     def sources(self) -> Collection[Source]:
-        """Those that its hello listed."""
+        """Sources that the hello listed."""
         return self._acked.keys()
 
     async def wait_until_acknowledged(self, required: dict[Source, tuple[int, int]]) -> None:
-        """Returns when all of this stream's sources have come as far; (0, 0) is the beginning."""
+        """Wait until all sources of this stream have reached `required`; (0, 0) is the start."""
         while any(at < required.get(source, (0, 0)) for source, at in self._acked.items()):
             self._changed.clear()
             await self._changed.wait()
@@ -400,8 +395,8 @@ class _PublishStream:
                     self._acked[state.source] = (state.epoch, state.sequence)
                 for resend in response.resends:
                     raise Unavailable(
-                        f"the indexer lacks batch {resend.from_sequence} of rank {resend.dp_rank},"
-                        " which the recording does not have"
+                        f"the indexer requests batch {resend.from_sequence} of rank"
+                        f" {resend.dp_rank}, which is not in the recording"
                     )
                 self._changed.set()
 
@@ -419,14 +414,14 @@ async def _run_playback(config: PlaybackConfig) -> PlaybackStats:
 
 
 def main() -> None:
-    """Exit status 0; 1 when the file is broken or the indexer did not take it."""
+    """Exit status 0; 1 if the file is invalid or the indexer rejects it."""
     config, _ = read_config_or_exit(
-        PlaybackConfig, None, env.environ(), sys.argv[1:], name="replay"
+        PlaybackConfig, None, env.environ(), sys.argv[1:], name="playback"
     )
     try:
         playback_stats = asyncio.run(_run_playback(config))
     except (MeshError, OSError) as error:
-        sys.stderr.write(f"replay: {error}\n")
+        sys.stderr.write(f"playback: {error}\n")
         sys.exit(1)
     sys.stdout.write(json.dumps(asdict(playback_stats)) + "\n")
 

@@ -1,10 +1,9 @@
-"""`python -m indexer_svc.tools.record --indexer HOST:PORT --out FILE`: an index's KV events into a
-file.
+"""Records the KV events of an indexer to a file.
 
-It subscribes as a router does, and writes what it is told in the format of `core/recording.py`. An
-indexer that is lost is subscribed to again, for what was missed. SIGINT or SIGTERM ends it in
-order; the last line of its output is a JSON object. `python -m indexer_svc.tools.playback` reads
-the file.
+`python -m indexer_svc.tools.record --indexer HOST:PORT --out FILE` subscribes as a router does and
+writes the format of `core/recording.py`. After the loss of the indexer it subscribes again and
+resumes. SIGINT or SIGTERM ends the recording in order. The last line of the output is a JSON
+object. `indexer_svc.tools.playback` reads the file.
 """
 
 from __future__ import annotations
@@ -16,17 +15,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import structlog
+from pydantic import PositiveInt
 
 from common.errors import InvalidRequest, MeshError, Unavailable
 from common.rpc import channel as rpc
 from common.rpc.interceptors import map_rpc_errors
 from common.runtime import env
-from common.runtime.config import ServiceConfig, at_least, read_config_or_exit, setting
+from common.runtime.config import ServiceConfig, read_config_or_exit
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import (
     batch_from_proto,
@@ -49,35 +49,31 @@ from indexer_svc.core.subscriber import StatusUpdate
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 
 MB = 1_000_000
-# What a crash of the whole machine may take with it.
+# A crash of the machine loses at most this much of the recording.
 SYNC_EVERY_S = 1.0
 RETRY_S = 0.2
-# An indexer that says nothing for so long is given up.
+# Silence after which the indexer is lost.
 INDEXER_TIMEOUT_S = 30.0
 
 LOG = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordConfig(ServiceConfig):
     """Flags of `python -m indexer_svc.tools.record`, and the mesh-wide `KVMESH_*` variables."""
 
-    indexer: str = field(metadata=setting("The indexer to listen to, host:port."))
-    out: Path = field(metadata=setting("The file to write; it must not exist."))
-    max_mb: int = field(
-        default=1024,
-        metadata=setting(
-            "Recording ends, with exit status 1, before the file is larger.", check=at_least(1)
-        ),
-    )
-    seconds: float | None = field(
-        default=None, metadata=setting("Record for so long; not given: until a signal.")
-    )
+    indexer: str
+    """host:port of the indexer to record."""
+    out: Path
+    """The file to write. It must not exist."""
+    max_mb: PositiveInt = 1024
+    """The recording ends with exit status 1 before the file exceeds this size."""
+    seconds: float | None = None
+    """Duration of the recording. Unset: until a signal."""
 
 
 @dataclass(slots=True)
 class RecordingStats:
-    """What was written. is_full: it ended because more would not have fitted."""
+    """Totals of a recording. is_full: the recording ended at the size limit."""
 
     lines: int = 0
     bytes: int = 0
@@ -88,7 +84,7 @@ class RecordingStats:
 
 
 class Recorder:
-    """Writes entries to a file, line by line; `clock` in seconds."""
+    """Writes entries to a file, one per line. clock: in seconds."""
 
     def __init__(self, file: BinaryIO, bytes_max: int, clock: Callable[[], float]) -> None:
         self.recording_stats = RecordingStats()
@@ -96,12 +92,12 @@ class Recorder:
         self._file = file
         self._clock = clock
         self._began_at = clock()
-        # There must be room to say that it has ended.
+        # Space for the end entry is reserved.
         self._bytes_max = bytes_max - len(encode_line(1e9, RecordingEnd()))
         self._write(encode_header())
 
     def add(self, entry: RecordingEntry) -> None:
-        """Writes an entry, whole; raises Unavailable, and writes nothing, when it does not fit."""
+        """Write an entry. Raises Unavailable, and writes nothing, if it does not fit."""
         recording_stats = self.recording_stats
         line = encode_line(self._clock() - self._began_at, entry)
         if recording_stats.bytes + len(line) > self._bytes_max and not isinstance(
@@ -109,7 +105,8 @@ class Recorder:
         ):
             recording_stats.is_full = True
             raise Unavailable(
-                f"the file would have more than {self._bytes_max} bytes", reason="RECORDING_FULL"
+                f"recording full: {recording_stats.bytes}/{self._bytes_max} bytes",
+                reason="RECORDING_FULL",
             )
         self._write(line)
         self.positions.take(entry)
@@ -119,11 +116,11 @@ class Recorder:
         recording_stats.blocks += sum(len(one.hashes) for one in events)
 
     def flush(self) -> None:
-        """What was added survives this process."""
+        """Hand the written lines to the operating system."""
         self._file.flush()
 
     def sync(self) -> None:
-        """What was flushed survives this machine; blocks."""
+        """Write the flushed lines to the disk; blocks."""
         os.fsync(self._file.fileno())
 
     def _write(self, line: bytes) -> None:
@@ -133,7 +130,7 @@ class Recorder:
 
 
 async def record(address: str, recorder: Recorder, security: rpc.Security = rpc.PLAINTEXT) -> None:
-    """Records until cancelled. Raises MeshError: full, or the indexer is gone for GIVE_UP_S."""
+    """Record until cancelled. Raises MeshError if full or INDEXER_TIMEOUT_S without indexer."""
     async with TaskGroup() as tasks:
         syncing = tasks.create_task(_sync_periodically(recorder))
         try:
@@ -161,11 +158,11 @@ async def _subscribe_until_cancelled(
             finally:
                 recorder.flush()
             if received.is_set():
-                # It was there until now, however little it had to say.
+                # The indexer was up until now.
                 last_received_at = time.monotonic()
             if recorder.recording_stats.lines > lines:
                 recorder.add(IndexLost())
-            LOG.warning("indexer lost", indexer=address, failure=failure.message)
+            LOG.warning("indexer_lost", indexer=address, reason=failure.message)
             if time.monotonic() - last_received_at >= INDEXER_TIMEOUT_S:
                 raise failure
             await asyncio.sleep(RETRY_S)
@@ -187,7 +184,7 @@ async def _subscribe(
 
 
 def entries_of(message: indexer_pb2.SubscribeResponse) -> Iterator[RecordingEntry]:
-    """What a message of a subscription says of KV events, in order. Loads are left out."""
+    """Return the KV entries of a subscription message, in order, without loads."""
     for part in message_parts(message):
         if part.HasField("status"):
             partition = partition_from_proto(part.partition) if part.HasField("partition") else None
@@ -225,12 +222,12 @@ async def _record_until_signal(config: RecordConfig, recorder: Recorder) -> None
     except asyncio.CancelledError:
         if not is_stopping:
             raise
-        # Ours: nobody else waits for this task.
+        # Cancelled by `end`: no other task waits for this one.
         task.uncancel()
 
 
 def main() -> None:
-    """Exit status 0; 1 when the file is full, exists, cannot be written, or nobody is heard."""
+    """Exit status 0; 1 if the file is full, exists or cannot be written, or the indexer is lost."""
     config, _ = read_config_or_exit(RecordConfig, None, env.environ(), sys.argv[1:], name="record")
     error = ""
     try:

@@ -1,8 +1,8 @@
-"""`make demo`: a disaggregated mesh, a conversation of two turns, and its trace with the handoff.
+"""`make demo`: a disaggregated mesh, a conversation of two turns, its trace with the handoff.
 
-Everything is real but the engine: processes, sockets, the OpenAI SDK, a registry, and an OTLP
-receiver that the services' exporters send to. The last line is one JSON object; the exit status is
-1 when any part of it is missing or wrong, 128 + n after signal n. Nothing is left of it on disk.
+Only the engine is simulated: processes, sockets, the OpenAI SDK, the registry and the OTLP receiver
+are real. The last line is one JSON object. Exit status: 1 if a part of it is missing or wrong,
+128 + n after signal n. The demo leaves no files.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from meshctl.process.child import with_parent_guard
 
 ROOT = Path(__file__).resolve().parents[2]
 TURNS_EXPECTED = 2
-# For a machine that has much else to do; it takes a second or two.
+# Normally one or two seconds; the limit is for a busy machine.
 CONSUL_READY_TIMEOUT_S = 40.0
 CONSUL_STOP_TIMEOUT_S = 10.0
 READY_TIMEOUT_S = 90
 MESH_TIMEOUT_S = 150.0
-# Beyond what the services of a mesh may take to drain.
+# Longer than the drain limits of all services.
 MESH_STOP_TIMEOUT_S = 60.0
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,13 +45,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A span as it arrived, and who sent it."""
+    """A received span and the name of its service."""
 
     service: str
     span: trace_pb2.Span
 
     def attribute(self, name: str) -> str:
-        """An attribute as text; "" when it is not there."""
+        """An attribute as text; "" if absent."""
         for one in self.span.attributes:
             if one.key == name:
                 kind = one.value.WhichOneof("value")
@@ -66,14 +66,14 @@ class ReceivedSpan:
 
 @dataclass(slots=True)
 class SpanReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """An OTLP gRPC receiver that keeps what it gets."""
+    """An OTLP gRPC receiver that stores all spans."""
 
     received: list[ReceivedSpan] = field(default_factory=list)
 
     def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        """Takes spans in."""
+        """Store the spans of a request."""
         for resource in request.resource_spans:
             names = [a.value.string_value for a in resource.resource.attributes
                      if a.key == "service.name"]  # fmt: skip
@@ -85,7 +85,7 @@ class SpanReceiver(trace_service_pb2_grpc.TraceServiceServicer):
 
 @contextmanager
 def run_span_receiver() -> Iterator[tuple[SpanReceiver, str]]:
-    """A running receiver, and the endpoint for exporters."""
+    """Yield a running receiver and its endpoint."""
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
     servicer = SpanReceiver()
     add = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
@@ -100,7 +100,7 @@ def run_span_receiver() -> Iterator[tuple[SpanReceiver, str]]:
 
 @contextmanager
 def consul_agent(folder: Path) -> Iterator[str]:
-    """A Consul dev agent of our own on free ports; its URL. RuntimeError without a binary."""
+    """Yield the URL of a new Consul dev agent on free ports. Raises RuntimeError if it fails."""
     binary = shutil.which("consul") or str(ROOT / ".tools/bin/consul")
     if not Path(binary).exists():
         fetched = subprocess.run(
@@ -111,7 +111,7 @@ def consul_agent(folder: Path) -> Iterator[str]:
         )
         if fetched.returncode != 0:
             raise RuntimeError(
-                "no consul on PATH, and deploy/consul_get.sh could not get one: "
+                "no consul on PATH, and deploy/consul_get.sh failed: "
                 + fetched.stderr.strip()[-300:]
             )
     names = ("http", "dns", "grpc", "server", "serf-lan", "serf-wan")
@@ -141,7 +141,7 @@ def consul_agent(folder: Path) -> Iterator[str]:
 
 
 def _wait_for_leader(url: str, agent: subprocess.Popen[bytes]) -> bool:
-    """Waits until the agent has elected itself: before that it answers, but takes nothing in."""
+    """Wait until the agent has a leader; before that it rejects registrations."""
     deadline = time.monotonic() + CONSUL_READY_TIMEOUT_S
     while time.monotonic() < deadline and agent.poll() is None:
         with suppress(httpx.HTTPError):
@@ -153,7 +153,7 @@ def _wait_for_leader(url: str, agent: subprocess.Popen[bytes]) -> bool:
 
 
 class _Interrupted(Exception):
-    """A signal came."""
+    """A signal arrived."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -162,11 +162,11 @@ class _Interrupted(Exception):
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """A signal ends the body by _Interrupted; after the body none can cut the cleaning up short.
+    """Raise _Interrupted in the body on a signal; ignore signals during and after the clean-up.
 
-    For a process that ends with it: signals stay ignored.
+    Signals stay ignored, so the process must exit afterwards.
     """
-    # `nohup` is to outlive its terminal.
+    # Under `nohup` the process outlives its terminal.
     numbers = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
 
     def ignore() -> None:
@@ -186,7 +186,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def demo(registry: str, environ: Mapping[str, str]) -> int:
-    """Runs the demo and returns the exit status."""
+    """Run the demo; the exit status."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-demo-") as name:
         try:
             return _demo(registry, environ, Path(name))
@@ -235,12 +235,11 @@ def _demo(registry: str, environ: Mapping[str, str], folder: Path) -> int:
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """The exit status of a mesh that has ended, whatever ends the waiting for it."""
+    """Run a mesh and return its exit status; the mesh is stopped on every exit path."""
     mesh = subprocess.Popen(with_parent_guard(command), env=env, cwd=ROOT)
     try:
         return mesh.wait(MESH_TIMEOUT_S)
     finally:
-        # Nothing happens if it has ended.
         mesh.terminate()
         try:
             mesh.wait(MESH_STOP_TIMEOUT_S)
@@ -254,9 +253,9 @@ def _print_logs(folder: Path) -> None:
         print(f"--- {log.name}\n{log.read_text()[-2000:]}")
 
 
-# Any: the turns as the client wrote them.
+# Any: turns as JSON.
 def _report(turns: list[dict[str, Any]], received: list[ReceivedSpan]) -> int:
-    """Prints the trace of the last turn and the JSON line; 1 when something is missing."""
+    """Print the trace of the last turn and the JSON line; 1 if something is missing."""
     last_request_id = turns[-1]["request_id"] if turns else ""
     roots = [r for r in received if r.span.name == "http-request"]
     root = next((r for r in roots if r.attribute("request_id") == last_request_id), None)
@@ -268,7 +267,7 @@ def _report(turns: list[dict[str, Any]], received: list[ReceivedSpan]) -> int:
         decode.span.links[0].span_id.hex() if decode is not None and decode.span.links else ""
     )
     if root is not None:
-        print(f"\ntrace {root.span.trace_id.hex()} of the second turn, as received:")
+        print(f"\ntrace {root.span.trace_id.hex()} of the second turn:")
         _print_tree(root, spans, depth=0)
     if decode is not None and prefill is not None and linked_span_id == prefill.span_id:
         print(

@@ -1,7 +1,7 @@
-"""The demo's client: two turns of a conversation through the OpenAI SDK, and why they went where.
+"""The client of the demo: a conversation of two turns through the OpenAI SDK, with routing reasons.
 
-usage: python -m meshctl.commands.demo_client OUT.json   (OPENAI_BASE_URL, REGISTRY flags by
-environment)
+usage: python -m meshctl.commands.demo_client OUT.json
+environment: OPENAI_BASE_URL, KVMESH_REGISTRY, KVMESH_REGISTRY_PATH, KVMESH_CONSUL_URL
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from common.runtime.config import ServiceConfig
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 
 MODEL = "sim"
-# Long enough for several KV blocks, so that the second turn has something to hit.
+# Several KV blocks long, so that the second turn has a KV hit.
 SYSTEM = (
-    "You are the voice of a small mesh of services. You answer with words that follow from the "
-    "words before them, and whoever knows the words before can check every one of yours. Keep "
-    "your answers short, be kind to the people who read them, and do not repeat yourself."
+    "You answer for a small mesh of services. Each word of your answers follows from the "
+    "words before it, so that a reader who has the words before can check every one of yours. "
+    "Keep your answers short, be kind to your readers, and do not repeat yourself."
 )
-QUESTIONS = ("What is a prefix cache good for?", "And who else should know about it?")
-# A person reads before answering; meanwhile events have long reached the router.
+QUESTIONS = ("What is a prefix cache good for?", "And which requests benefit from it most?")
+# A reader's pause; the KV events of the turn reach the router in it.
 TURN_PAUSE_S = 0.6
 TIMEOUT_S = 15.0
 FIND_ROUTER_TIMEOUT_S = 15.0
@@ -43,8 +43,8 @@ LOAD_REPORTS_TIMEOUT_S = 30.0
 
 
 def main() -> None:
-    """Runs the conversation and writes what came of it."""
-    # A Ctrl-C is for the demo to tell of.
+    """Run the conversation and write the results to OUT.json."""
+    # On Ctrl-C only the parent process, the demo, prints a message.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     asyncio.run(_wait_for_load_reports())
     client = OpenAI()
@@ -71,7 +71,7 @@ def main() -> None:
 def _send_chat(
     client: OpenAI, messages: list[ChatCompletionMessageParam]
 ) -> tuple[str, dict[str, int], str]:
-    """The streamed answer, its token counts, and the id of the request in the mesh."""
+    """The streamed text, its token counts, and the request id."""
     stream = client.chat.completions.create(
         model=MODEL,
         messages=messages,
@@ -113,24 +113,24 @@ async def _router() -> AsyncIterator[router_pb2_grpc.RouterServiceStub]:
 async def wait_for_router(
     registry: Registry, find_timeout_s: float = FIND_ROUTER_TIMEOUT_S
 ) -> Instance:
-    """A router, once one is shown. Raises SystemExit when that takes longer than `find_timeout_s`.
+    """A registered router. Raises SystemExit after `find_timeout_s`.
 
-    Who asks Consul for the first time sees those only whose last check went well: on a busy machine
-    a router that serves is missing now and then.
+    Consul lists only instances whose last check passed, so a healthy router can be missing for a
+    moment on a busy machine.
     """
     try:
         async with asyncio.timeout(find_timeout_s), registry.watch("default") as watch:
             while not (routers := watch.current.of("router")):
                 await watch.next()
     except TimeoutError:
-        raise SystemExit(f"the registry showed no router for {find_timeout_s:g} s") from None
+        raise SystemExit(f"no router in the registry within {find_timeout_s:g} s") from None
     return routers[0]
 
 
 async def _wait_for_load_reports() -> None:
-    """Returns once the router hears of every worker through the indexer.
+    """Wait until the router has a load report of every worker, through the indexer.
 
-    A mesh serves before that, by load alone; this conversation is about the cache.
+    Before that the router serves by load only, without KV hits.
     """
     deadline = time.monotonic() + LOAD_REPORTS_TIMEOUT_S
     async with _router() as stub:
@@ -143,12 +143,14 @@ async def _wait_for_load_reports() -> None:
             ):
                 return
             await asyncio.sleep(0.05)
-    raise SystemExit(f"the router heard nothing of some worker for {LOAD_REPORTS_TIMEOUT_S:g} s")
+    raise SystemExit(
+        f"the router has no load report of some worker after {LOAD_REPORTS_TIMEOUT_S:g} s"
+    )
 
 
 # Any: a JSON tree.
 async def _explain(request_id: str) -> dict[str, Any]:
-    """What the router says about its decision."""
+    """The router's explanation of its decision."""
     async with _router() as stub:
         response: router_pb2.ExplainResponse = await rpc.unary(
             stub.Explain, router_pb2.ExplainRequest(request_id=request_id), timeout_s=TIMEOUT_S

@@ -1,4 +1,4 @@
-"""`meshctl health ADDRESS`: asks a gRPC port whether it serves; for container health checks."""
+"""`meshctl health ADDRESS`: the health of a gRPC port; for container health checks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ TIMEOUT_S = 1.5
 
 
 def health(address: str, service: str = "") -> int:
-    """0 when it says SERVING, 1 when not; one line says what it does, on standard error if not."""
-    # No proxy from the environment: this asks the process itself.
+    """0 if the port reports SERVING, else 1. Prints one line, on standard error if not SERVING."""
+    # Connect directly, without a proxy from the environment.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # its methods are not typed
         try:
@@ -29,7 +29,7 @@ def health(address: str, service: str = "") -> int:
     return 0
 
 
-# Any: what a stub raises is an RpcError and a Call, which grpc's types cannot say.
+# Any: the error is both an RpcError and a Call, which grpc's types do not express.
 def _error_text(error: Any, service: str) -> str:
     if error.code() is grpc.StatusCode.NOT_FOUND:
         return f"NOT_FOUND: no service {service!r} here"

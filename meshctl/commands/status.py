@@ -1,9 +1,9 @@
-"""`meshctl status`: who is in the mesh, whether each answers, its load and KV use.
+"""`meshctl status`: the members of a mesh with health, load and KV use.
 
-What it shows comes from discovery and from the processes themselves, never from a cache.
+The data comes from the registry and from the processes themselves, never from a cache.
 
-Exit status: 0 when everybody serves; 1 when somebody does not, or nobody is there; 2 when nobody
-could be asked for.
+Exit status: 0 if all members serve; 1 if one does not, or there is none; 2 if the registry is
+unreachable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIMEOUT_S = 1.0
 EXIT_UNREACHABLE = 2
 UNAUTHENTICATED = "unauthenticated"
 
-# As `meshctl up` starts and shows them.
+# The order in which `meshctl up` starts and shows them.
 _SERVICES = ("frontend", "router", "indexer", "worker")
 _ROLES = ("aggregated", "prefill", "decode")
 _HEADER = (
@@ -51,7 +51,7 @@ _HEADER = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One instance, as asked now. loads: empty for all but workers that answered."""
+    """One instance. loads: empty except for workers that responded."""
 
     instance: Instance
     health: str
@@ -65,7 +65,7 @@ class Row:
         return used / total if total else None
 
     def fields(self) -> dict[str, str | int | float | None]:
-        """The row for programs: None for what it has not, the id as text, since it exceeds 2^53."""
+        """The row for programs: None for absent values; the id as text, since it exceeds 2^53."""
         one = self.instance
         return {
             "service": one.service,
@@ -81,13 +81,13 @@ class Row:
         }
 
     def cells(self) -> tuple[str, ...]:
-        """The row of the table."""
+        """The cells of the table."""
         fields = self.fields() | {"kv": None if self.kv is None else f"{100 * self.kv:.0f} %"}
         return tuple("-" if value is None else str(value) for value in fields.values())
 
 
 async def gather(config: ServiceConfig) -> list[Row]:
-    """Asks discovery, then every instance at once. Raises Unavailable, InvalidRequest."""
+    """Read the registry, then query all instances at once. Raises Unavailable, InvalidRequest."""
     security = rpc.security_from_config(config)
     registry = open_registry(config)
     try:
@@ -99,7 +99,7 @@ async def gather(config: ServiceConfig) -> list[Row]:
 
 
 def _sort_key(one: Instance) -> tuple[int, int, list[str | int]]:
-    """Its place in the table; those without a name stay in the order of registration."""
+    """The sort key in the table; instances without a name keep the order of registration."""
     parts = re.split(r"([0-9]+)", one.stable_name)
     natural = [int(part) if n % 2 else part for n, part in enumerate(parts)]
     return _SERVICES.index(one.service), _ROLES.index(one.role), natural
@@ -125,18 +125,15 @@ async def _query_instance(instance: Instance, security: rpc.Security) -> Row:
 
 
 def describe_token_problem(rows: Iterable[Row], config: ServiceConfig) -> str:
-    """What to do for those that do not know us; "" if all do."""
+    """What to do about members that reject our token; "" if all accept it."""
     if all(row.health != UNAUTHENTICATED for row in rows):
         return ""
-    problem = "is another than theirs" if config.mesh_token else "is not set here"
-    return (
-        f"meshctl: {UNAUTHENTICATED}: KVMESH_MESH_TOKEN {problem}; set it to what the mesh was"
-        " started with\n"
-    )
+    problem = "differs from the mesh's" if config.mesh_token else "is not set"
+    return f"meshctl: {UNAUTHENTICATED}: KVMESH_MESH_TOKEN {problem}; set the mesh's token\n"
 
 
 def status(config: ServiceConfig, *, as_json: bool) -> int:
-    """Prints the table and returns the exit status."""
+    """Print the table; the exit status."""
     try:
         rows = asyncio.run(gather(config))
     except MeshError as error:
@@ -145,9 +142,7 @@ def status(config: ServiceConfig, *, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(json.dumps([row.fields() for row in rows]) + "\n")
     elif not rows:
-        message = (
-            f"nobody is registered in namespace {config.namespace!r} of {describe_registry(config)}"
-        )
+        message = f"no instance in namespace {config.namespace!r} of {describe_registry(config)}"
         sys.stdout.write(f"{message}\n")
     else:
         table = [_HEADER, *(row.cells() for row in rows)]

@@ -1,8 +1,8 @@
-"""`meshctl up`: starts a mesh on this host, shows it, and keeps it running until it is stopped.
+"""`meshctl up`: starts a mesh on this host and keeps it running until it is stopped.
 
-Exit status: 0 after a stop that was asked for; 1 when the mesh did not become ready, a service was
-given up or did not end well; 2 when nothing was started; that of the sample or the command with
---once; 128 + n upon a second signal n (see stop_requests.py).
+Exit status: 0 after a requested stop; 1 if the mesh did not become ready, or a service exhausted
+its restarts or failed to stop; 2 if nothing was started; with --once the status of the sample or
+the command; 128 + n after a second signal n (see process/stop_requests.py).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from meshctl.view.screen import YELLOW, Screen, hints, http_url, should_colour, 
 
 SAMPLE_PROMPT = "Say hello to the mesh."
 SAMPLE_TOKENS = 32
-# A command that was asked to end gets this long.
+# Seconds from SIGTERM to SIGKILL of the command of --then.
 COMMAND_STOP_TIMEOUT_S = 5.0
-# Who is there already is worth a look, not a wait.
+# Limit for reading the existing members.
 LOOKUP_TIMEOUT_S = 2.0
 NAMES_SHOWN_MAX = 8
 EXIT_NOT_STARTED = 2
@@ -50,11 +50,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class CannotStart(Exception):
-    """Why nothing was started, and what to do about it."""
+    """Nothing was started; the message states the reason and the remedy."""
 
 
 def up(options: UpOptions, environ: Mapping[str, str]) -> int:
-    """Runs the command and returns the exit status."""
+    """Run the command; the exit status."""
     launcher = ProcessLauncher(options.log_dir, environ)
     screen = Screen(
         sys.stdout,
@@ -74,11 +74,11 @@ def up(options: UpOptions, environ: Mapping[str, str]) -> int:
 
 
 def check_ports(host: str, ports: list[int]) -> None:
-    """Raises CannotStart for a port that a frontend could not bind. Port 0 can always be."""
+    """Raise CannotStart if a frontend could not bind a port; port 0 always passes."""
     for port in filter(None, ports):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As servers do: connections that linger from the run before do not count.
+            # As servers do: lingering connections of an earlier run do not matter.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
@@ -95,7 +95,7 @@ def _port_problem(host: str, port: int, error: OSError) -> str:
 
 @contextmanager
 def _exclusive_lock(log_dir: Path) -> Iterator[None]:
-    """Holds the folder: a second mesh in it would mix up logs and take over stable names."""
+    """Lock the folder: a second mesh in it would mix logs and take over stable names."""
     path = log_dir / ".lock"
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -108,8 +108,7 @@ def _exclusive_lock(log_dir: Path) -> Iterator[None]:
         except BlockingIOError:
             owner_pid = os.pread(fd, 20, 0).decode(errors="replace").strip()
             raise CannotStart(
-                f"meshctl (pid {owner_pid}) runs a mesh with its logs in {log_dir}; for a "
-                "second one"
+                f"meshctl (pid {owner_pid}) runs a mesh with its logs in {log_dir}; for another"
                 " choose another --log-dir, --http-port and --namespace"
             ) from None
         os.ftruncate(fd, 0)
@@ -120,7 +119,7 @@ def _exclusive_lock(log_dir: Path) -> Iterator[None]:
 
 
 async def describe_existing_services(registry: Registry, config: ServiceConfig) -> str:
-    """What whoever starts a mesh should know of its registry; "" if there is nothing."""
+    """A notice about the members already registered; "" if there are none."""
     try:
         async with asyncio.timeout(LOOKUP_TIMEOUT_S):
             found = tuple((await members(registry, config)).instances.values())
@@ -136,9 +135,9 @@ async def describe_existing_services(registry: Registry, config: ServiceConfig) 
     names = ", ".join(sorted(one.stable_name or one.service for one in found)[:NAMES_SHOWN_MAX])
     names += ", ..." if len(found) > NAMES_SHOWN_MAX else ""
     return (
-        f"namespace {config.namespace!r} has {_pluralize(len(found), 'service')} already ({names}):"
-        " this mesh joins them, and of two with one name only the newer is seen; for a mesh of its"
-        " own choose another --namespace"
+        f"namespace {config.namespace!r} already has {_pluralize(len(found), 'service')} ({names}):"
+        " this mesh joins them, and of two with the same name only the newer counts; for a separate"
+        " mesh choose another --namespace"
     )
 
 
@@ -151,7 +150,7 @@ def _open_registry(config: ServiceConfig) -> Registry:
 
 @dataclass(slots=True)
 class _ExitState:
-    """What the exit status will be made of. forced: the second signal."""
+    """Inputs of the exit status. kill_signal: the second signal."""
 
     session: int = 0
     kill_signal: int | None = None
@@ -223,29 +222,28 @@ class _UpCommand:
             match requests.receive(number, time.monotonic()):
                 case StopAction.STOP:
                     self._screen.print_progress(
-                        "mesh", "draining", f"upon {number.name}; once more to kill"
+                        "mesh", "draining", f"{number.name} received; send it again to kill"
                     )
                     supervisor.stop()
                 case StopAction.KILL:
                     self._exit_state.kill_signal = number
-                    self._screen.print_progress("mesh", "killed", f"upon {number.name}")
+                    self._screen.print_progress("mesh", "killed", f"{number.name} received")
                     supervisor.kill()
 
         for number in _SIGNALS:
-            # `nohup meshctl up` is to outlive its terminal.
+            # Under `nohup` the mesh outlives its terminal.
             if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
 
     async def _run_session(self, supervisor: Supervisor) -> None:
-        """From the start to the moment from which on there is nothing to do but to keep it up."""
+        """Wait until the mesh is ready, print it, run the sample and the command of --then."""
         async with gateway.new_http_client() as http:
             url = await self._await_ready(supervisor, http)
             if url is None:
                 self._exit_state.session = 1
                 supervisor.stop()
                 return
-            # Whoever waits for the end has no use for what to do until then.
             hint_lines = [] if self._options.once else [*hints(url, self._model), ""]
             for line in ["", *table(supervisor.children), "", *hint_lines]:
                 self._screen.print_line(line)
@@ -263,7 +261,7 @@ class _UpCommand:
         return self._options.mesh.model_name
 
     async def _await_ready(self, supervisor: Supervisor, http: httpx.AsyncClient) -> str | None:
-        """The URL of the first frontend once every frontend serves the model, None if not."""
+        """The URL of the first frontend when all frontends serve the model; None on timeout."""
         missing = ""
         try:
             async with asyncio.timeout(self._options.ready_s):
@@ -287,7 +285,7 @@ class _UpCommand:
         problem = ", ".join(f"{child.spec.name} is {child.state}" for child in not_ready) or missing
         self._screen.print_error(f"not ready within {self._options.ready_s:g} s: {problem}")
         for child in not_ready:
-            self._screen.reason(child.spec.name)
+            self._screen.print_failure_reason(child.spec.name)
 
     async def _sample(self, http: httpx.AsyncClient, url: str) -> int:
         body = gateway.chat_body(self._model, SAMPLE_PROMPT, SAMPLE_TOKENS)
@@ -304,7 +302,7 @@ class _UpCommand:
         return 0
 
     async def _run(self, url: str) -> int:
-        """Runs --then; it shares our terminal, and ends when the mesh is stopped."""
+        """Run the command of --then on this terminal; it ends when the mesh is stopped."""
         environ = {"OPENAI_API_KEY": "unused", **self._environ, "OPENAI_BASE_URL": f"{url}/v1"}
         command = with_parent_guard(self._options.then)
         process = await asyncio.create_subprocess_exec(*command, env=environ)

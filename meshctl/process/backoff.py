@@ -1,10 +1,8 @@
-"""When a service that ended is started again, and when it is given up (pure).
+"""Restart delays of a service, and when restarts end (pure).
 
-The n-th pause in a row is `min(max_pause_s, initial_pause_s * 2**n) * (1 - JITTER * u)`, u uniform
-in [0, 1):
-jitter only shortens, so that `max_pause_s` is a limit, and services that died together of one
-cause do
-not return in step.
+The n-th pause in a row is `min(max_pause_s, initial_pause_s * 2**n) * (1 - JITTER * u)`, with u
+uniform in [0, 1). Jitter only shortens, so `max_pause_s` is a limit; it desynchronizes services
+that died of one cause.
 """
 
 from __future__ import annotations
@@ -13,14 +11,16 @@ from dataclasses import dataclass
 from random import Random
 
 JITTER = 0.2
-# 2**32 pauses of any length are past every limit; beyond it the power would only grow.
+# Bounds the power; 2**32 times any pause exceeds every limit.
 _DOUBLINGS_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
 class BackoffPolicy:
-    """first_s: the first pause. limit_s: the longest. healthy_s: a service that was ready this long
-    starts again from the first pause. tries_max: starts of a service that was never ready yet.
+    """Settings of the restart delays.
+
+    reset_after_s: a service that was ready this long restarts with the first pause.
+    attempts_max: starts of a service that was never ready.
     """
 
     initial_pause_s: float = 0.2
@@ -32,11 +32,10 @@ class BackoffPolicy:
 class Backoff:
     """The failures of one service. All times are seconds of one monotonic clock.
 
-    A service is given up only if it was never ready: what has run once, and fails now, is tried for
-    ever, since the mesh around it may still be serving.
+    Restarts end only for a service that was never ready. A service that was ready once is restarted
+    without limit, since the rest of the mesh may still serve.
 
-    Invariants: a pause lies in ((1 - JITTER) * first_s, limit_s]; pauses in a row do not shorten
-    but for jitter.
+    Invariant: a pause is in ((1 - JITTER) * initial_pause_s, max_pause_s].
     """
 
     def __init__(self, policy: BackoffPolicy, rng: Random) -> None:
@@ -48,18 +47,18 @@ class Backoff:
 
     @property
     def failures(self) -> int:
-        """Ends in a row with no healthy time between them."""
+        """Consecutive exits without `reset_after_s` of readiness between them."""
         return self._failures
 
     def ready(self, now: float) -> None:
-        """The service, started last, is ready."""
+        """The service became ready."""
         self._ready_at = now
         self._was_ready = True
 
     def ended(self, now: float, *, is_retryable: bool = True) -> float | None:
-        """The service ended: the pause in seconds before its next start; None: give it up.
+        """The service exited: seconds until its next start; None: no more restarts.
 
-        can_heal: whether another start may go better.
+        is_retryable: whether another start can succeed.
         """
         policy = self._policy
         ready_at, self._ready_at = self._ready_at, None

@@ -1,7 +1,7 @@
-"""Child processes: started on a leash, heard through their ready line, ended with all their own.
+"""Child processes: started under a parent guard, observed by their ready line, killed as a group.
 
-Every child leads a session of its own: a terminal's Ctrl-C reaches the supervisor only, which then
-ends the children in order, and a kill reaches all that the child started.
+Each child leads a session of its own. A Ctrl-C on the terminal reaches only the supervisor, which
+stops the children in order, and a kill reaches all processes that the child started.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from common.registry.instances import parse_json
-from meshctl.process import parent_guard as leash
+from meshctl.process import parent_guard
 from meshctl.services import ServiceSpec
 
 LOG_BYTES_MAX = 16 << 20
-# A start that failed may end with a long traceback in one line.
+# A failed start may end with a long traceback in one line.
 TAIL_BYTES = 1 << 16
 TAIL_LINES = 20
 READY_BYTES_MAX = 1 << 16
 
-_PARENT_GUARD = str(Path(leash.__file__).resolve())
+_PARENT_GUARD = str(Path(parent_guard.__file__).resolve())
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyLine:
-    """What a service says once it is ready (common/service/lifecycle.py writes it).
+    """The line that a service writes when it is ready (see common/service/lifecycle.py).
 
-    addresses: `grpc` -> `host:port`, of a frontend also `http`.
+    addresses: `grpc` -> `host:port`; of a frontend also `http`.
     """
 
     name: str
@@ -48,19 +48,19 @@ _READY_LINE: TypeAdapter[ReadyLine] = TypeAdapter(ReadyLine)
 
 
 def parse_ready_line(raw: bytes) -> ReadyLine:
-    """Raises InvalidRequest, naming what is missing or wrong."""
+    """Parse a ready line. Raises InvalidRequest that names the missing or invalid field."""
     return parse_json(_READY_LINE, raw, "ready line")
 
 
 def with_parent_guard(command: Sequence[str]) -> list[str]:
-    """The command line that runs `command` until this process dies."""
+    """The command line that runs `command` and stops it when this process dies."""
     return [sys.executable, "-I", "-S", _PARENT_GUARD, str(os.getpid()), *command]
 
 
 class ChildProcess:
-    """A running child. Make it from the main thread (see parent_guard.py), inside a running loop.
+    """A running child. Create it on the main thread (see parent_guard.py).
 
-    ready_fd: the read end of the pipe for its ready line, owned by this object.
+    ready_fd: the read end of the pipe for the ready line; this object closes it.
     """
 
     def __init__(self, popen: subprocess.Popen[bytes], ready_fd: int) -> None:
@@ -72,7 +72,7 @@ class ChildProcess:
         self._ready_fd = ready_fd
         os.set_blocking(ready_fd, False)
         self._loop.add_reader(ready_fd, self._read_line)
-        # No thread that waits, no SIGCHLD handler, and we say when the pid is let go.
+        # A pidfd needs no waiting thread and no SIGCHLD handler, and the pid is reaped only here.
         self._pidfd = os.pidfd_open(popen.pid)
         self._loop.add_reader(self._pidfd, self._reap)
 
@@ -81,33 +81,33 @@ class ChildProcess:
         return self._popen.pid
 
     async def ready(self) -> ReadyLine | None:
-        """The ready line; None if it never came. Raises InvalidRequest if it makes no sense."""
+        """The ready line; None if the child exited without one. Raises InvalidRequest."""
         await self._ready_line_done.wait()
         return parse_ready_line(bytes(self._ready_line)) if self._ready_line else None
 
     async def wait(self) -> int:
-        """The exit status, once it ended; -n: by signal n."""
+        """The exit status after the child exits; -n: killed by signal n."""
         await self._ended.wait()
         return self._popen.returncode
 
     def terminate(self) -> None:
-        """SIGTERM to the child, which is to end what it started."""
+        """Send SIGTERM to the child, which stops the processes that it started."""
         if not self._ended.is_set():
             self._popen.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to the child and all of its session that did not leave its process group."""
+        """Send SIGKILL to the process group of the child."""
         if not self._ended.is_set():
             self._kill_group()
 
     def _reap(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        # Not yet waited for, so the number of the group cannot have gone to somebody else.
+        # The child is not reaped yet, so its group id cannot belong to another process.
         self._kill_group()
         self._popen.wait()
         self._ended.set()
-        # What it wrote just before is still in the pipe.
+        # Its last output may still be in the pipe.
         self._read_line()
         self._end_line()
 
@@ -136,8 +136,8 @@ class ChildProcess:
 class ProcessLauncher:
     """Starts services as `python -m MODULE`; their output goes to LOG_DIR/NAME.log.
 
-    A log of an earlier run is kept as NAME.log.1. A log is bounded at restarts only (one over
-    LOG_BYTES_MAX is put aside as well): in between the service writes to the file by itself.
+    The log of an earlier run is kept as NAME.log.1. Logs rotate only at restarts, also above
+    LOG_BYTES_MAX: a running service writes to the file directly.
     """
 
     def __init__(self, log_dir: Path, environ: Mapping[str, str]) -> None:
@@ -150,7 +150,7 @@ class ProcessLauncher:
         return self._log_dir / f"{name}.log"
 
     def start(self, spec: ServiceSpec) -> ChildProcess:
-        """Raises OSError if there is no process, descriptor or log to be had."""
+        """Start a service. Raises OSError without a process, a descriptor or a log."""
         read_end, write_end = os.pipe()
         try:
             command = [sys.executable, "-m", spec.module, *spec.args, "--ready-fd", str(write_end)]
@@ -163,7 +163,7 @@ class ProcessLauncher:
         return ChildProcess(popen, read_end)
 
     def tail(self, name: str) -> list[str]:
-        """The last lines that the service's last start wrote, at most TAIL_LINES."""
+        """The last lines of the service's current log, at most TAIL_LINES of its last start."""
         try:
             with self.log_path(name).open("rb") as log:
                 end = log.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""Why a service did not start, as the end of its log says it (pure)."""
+"""The reason of a failed start, from the end of the service's log (pure)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import re
 from collections.abc import Sequence
 from itertools import takewhile
 
-# What services write (common/runtime/config.py, common/service/lifecycle.py,
-# common/registry/consul.py).
+# Written by common/runtime/config.py, common/service/lifecycle.py and common/registry.
 _CONFIG_REJECTED = "the configuration cannot be used:"
-_START_FAILED = "start failed"
+_START_FAILED = "start_failed"
 _REGISTRY_AWAITED = "registry_awaited"
 _REGISTRY_ANSWERED = "registry_answered"
-# The log for people (`--log-format console`): `2026-... [error    ] start failed  error='...'`.
+# `--log-format console`: `2026-... [error    ] start_failed  error='...'`.
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT")
 _CONSOLE_EVENTS = f"({_START_FAILED}|{_REGISTRY_AWAITED}|{_REGISTRY_ANSWERED})"
 _CONSOLE_LINE = re.compile(rf"""\] {_CONSOLE_EVENTS}\b(?:.*?\berror=('[^']*'|"[^"]*"|\S+))?""")
 
 
 def reason(lines: Sequence[str]) -> list[str]:
-    """The lines that say it, out of the last ones of a log; empty if none of them does."""
+    """The lines with the reason, from the last lines of a log; empty if there is none."""
     for number in reversed(range(len(lines))):
         line = lines[number]
         if line.endswith(_CONFIG_REJECTED):
@@ -32,7 +31,7 @@ def reason(lines: Sequence[str]) -> list[str]:
 
 
 def _last_output(lines: Sequence[str]) -> list[str]:
-    """What a service waits for, or said outside its log: in a traceback, or in its own words."""
+    """The cause of a wait for the registry, or the last line that is not a log event."""
     message_lines: list[str] = []
     for line in lines:
         event, error = _parse_log_line(line)
@@ -46,7 +45,7 @@ def _last_output(lines: Sequence[str]) -> list[str]:
 
 
 def _parse_log_line(line: str) -> tuple[str, str]:
-    """The event of a line of the log and its error: of a traceback alone, the last line."""
+    """The event and the error of a log line; of a traceback, its last line."""
     if found := _CONSOLE_LINE.search(line):
         return found[1], (found[2] or "").strip("'\"")
     try:

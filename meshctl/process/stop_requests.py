@@ -1,12 +1,12 @@
-"""Which signals are one request to stop, and which are a second one, that kills (pure)."""
+"""Distinguishes a repeated signal from a second request to stop, which kills (pure)."""
 
 from __future__ import annotations
 
 import signal
 from enum import Enum, auto
 
-# Whoever signals a process group (`timeout`) through `make`, which passes signals on, signals twice
-# at once; so does a service manager that adds SIGHUP to its SIGTERM.
+# `timeout` signals the process group and `make` forwards the signal, so it arrives twice; a service
+# manager may add SIGHUP to its SIGTERM.
 DUPLICATE_WINDOW_S = 1.0
 
 
@@ -17,13 +17,13 @@ class StopAction(Enum):
 
 
 class StopRequests:
-    """What each signal asks for. The first: to stop. A Ctrl-C after it always kills."""
+    """Maps signals to actions. The first stops; a later SIGINT always kills."""
 
     def __init__(self) -> None:
         self._first_at: float | None = None
 
     def receive(self, number: signal.Signals, now: float) -> StopAction:
-        """A signal came at `now`, in seconds of one monotonic clock."""
+        """The action for a signal. now: seconds of one monotonic clock."""
         if self._first_at is None:
             self._first_at = now
             return StopAction.STOP

@@ -1,8 +1,8 @@
-"""Keeps services running: restarts the dead, ends the living in order.
+"""Supervises services: restarts exited ones, stops all in order.
 
-A service that died is deregistered at once, by us: nobody else knows before its lease has run out.
-Invariants: a service has at most one process; after `run` none is left, however `run` ends; once
-`stop` was called nothing is started.
+The supervisor deregisters a dead service at once; peers would notice only when its lease expires.
+Invariants: a service has at most one process; no process remains after `run`; after `stop` no
+service starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshctl.process.child import ReadyLine
 from meshctl.services import ServiceSpec
 
 DEREGISTER_TIMEOUT_S = 3.0
-# From SIGKILL to the end: more only in an uninterruptible system call.
+# From SIGKILL to the exit; longer only in an uninterruptible system call.
 KILL_TIMEOUT_S = 5.0
 
 
@@ -36,27 +36,27 @@ class Process(Protocol):
     def pid(self) -> int: ...
 
     async def ready(self) -> ReadyLine | None:
-        """Its ready line; None if it never came. Raises InvalidRequest if it makes no sense."""
+        """The ready line; None if the process exited without one. Raises InvalidRequest."""
         ...
 
     async def wait(self) -> int:
-        """The exit status, once it ended; -n: by signal n."""
+        """The exit status; -n: killed by signal n."""
         ...
 
     def terminate(self) -> None:
-        """Ask it to end. Nothing happens if it has."""
+        """Send SIGTERM; no effect after the exit."""
         ...
 
     def kill(self) -> None:
-        """End it and all that it started."""
+        """Kill the process and all that it started."""
         ...
 
 
 class Launcher(Protocol):
-    """What starts processes."""
+    """Starts processes."""
 
     def start(self, spec: ServiceSpec) -> Process:
-        """Raises OSError if it cannot be started at all."""
+        """Start a service. Raises OSError."""
         ...
 
 
@@ -77,7 +77,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BecameReady:
-    """after_s: since its process was started."""
+    """after_s: seconds since the process started."""
 
     service: str
     line: ReadyLine
@@ -86,10 +86,10 @@ class BecameReady:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """It ended unasked. status: of its exit, -n: by signal n, None: it could not be started.
+    """The service exited without a request to stop.
 
-    why: what is known beyond the status, or "". again_in_s: None if it is given up or the mesh is
-    being stopped.
+    status: exit status; -n: killed by signal n; None: it could not be started. reason: details
+    beyond the status, or "". restart_in_s: None without a restart.
     """
 
     service: str
@@ -101,7 +101,10 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class RestartsExhausted:
-    """It ended `attempts` times and was never ready. can_heal: whether time could have helped."""
+    """The service exited `attempts` times and was never ready.
+
+    is_retryable: False if the configuration is invalid.
+    """
 
     service: str
     attempts: int
@@ -110,7 +113,7 @@ class RestartsExhausted:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """It ended as asked; killed: because it did not in `after_s`."""
+    """The service exited after a request to stop. killed: SIGKILL was needed."""
 
     service: str
     status: int
@@ -120,7 +123,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class NotDeregistered:
-    """Its instance stays in the registry until its lease has run out."""
+    """The instance stays in the registry until its lease expires."""
 
     service: str
     reason: str
@@ -128,7 +131,7 @@ class NotDeregistered:
 
 @dataclass(frozen=True, slots=True)
 class KillFailed:
-    """Not even SIGKILL ended it, in KILL_S."""
+    """The process did not exit within KILL_TIMEOUT_S after SIGKILL."""
 
     service: str
     pid: int
@@ -138,7 +141,7 @@ Event = BecameReady | Died | RestartsExhausted | Stopped | NotDeregistered | Kil
 
 
 class Child:
-    """A service and what became of it; for others to read."""
+    """The state of one service; read-only outside the supervisor."""
 
     def __init__(self, spec: ServiceSpec, backoff: Backoff) -> None:
         self.spec = spec
@@ -152,10 +155,10 @@ class Child:
 
 
 class Supervisor:
-    """Keeps `specs` running until `stop`, and says what happens by calling `on_event`.
+    """Keeps `specs` running until `stop`; reports events by `on_event`.
 
-    registrar: None leaves the dead to the registry's own checks. start_s: a service that is not
-    ready this long after its start is killed, which counts as a death. clock: monotonic seconds.
+    registrar: None leaves dead instances to the registry's checks. start_s: a service that is not
+    ready after this time is killed, which counts as an exit. clock: monotonic seconds.
     """
 
     def __init__(
@@ -184,9 +187,9 @@ class Supervisor:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Returns when all services have ended after `stop`; `is_clean` says whether all went well.
+        """Run until all services have exited after `stop`; then `is_clean` is False after failures.
 
-        Giving a service up stops the others, in order.
+        A service with exhausted restarts stops the others in order.
         """
         async with TaskGroup() as group:
             keep_tasks = {
@@ -201,11 +204,11 @@ class Supervisor:
                 await asyncio.gather(*stops)
 
     def stop(self) -> None:
-        """Start no more, and end all in order. Idempotent."""
+        """Stop all services in order and start none. Idempotent."""
         self._stop.set()
 
     def kill(self) -> None:
-        """End all at once."""
+        """Kill all services at once."""
         self._stop.set()
         for child in self.children:
             if child.process is not None:
@@ -213,11 +216,11 @@ class Supervisor:
                 child.process.kill()
 
     async def wait_for_stop(self) -> None:
-        """Returns once `stop` was called, or a service given up."""
+        """Wait until `stop` was called or a service exhausted its restarts."""
         await self._stop.wait()
 
     async def wait_all_ready(self) -> None:
-        """Returns at a moment when every service is ready."""
+        """Wait until every service is ready at the same time."""
         while any(child.state is not State.READY for child in self.children):
             self._changed.clear()
             await self._changed.wait()
@@ -233,7 +236,7 @@ class Supervisor:
         self._set_state(child, State.STOPPED)
 
     async def _run_once(self, child: Child) -> float | None:
-        """One process, from start to end. The pause before the next one; None: there is none."""
+        """Run one process to its exit; the pause before the next one, None without a next one."""
         self._set_state(child, State.STARTING)
         child.started_at = self._clock()
         try:
@@ -245,7 +248,7 @@ class Supervisor:
             reason = await self._await_ready(child, process)
             status = await process.wait()
         except BaseException:
-            # Whatever ends this task must not leave a process behind that nobody keeps.
+            # The process must not outlive the task that supervises it.
             process.kill()
             raise
         child.process = None
@@ -258,7 +261,7 @@ class Supervisor:
         return self._record_death(child, status, reason)
 
     async def _await_ready(self, child: Child, process: Process) -> str:
-        """Returns when it is ready or will not be, and then why; "" if it just ended."""
+        """Wait for the ready line; the reason of a failure, "" if ready or exited."""
         try:
             async with asyncio.timeout(self._ready_timeout_s):
                 line = await process.ready()
@@ -284,7 +287,7 @@ class Supervisor:
         is_given_up = pause_s is None
         if self._stop.is_set():
             pause_s = None
-            # Nobody asked this one to end.
+            # An exit during the stop, before its own SIGTERM.
             self.is_clean = False
         self._set_state(child, State.STOPPED if pause_s is None else State.WAITING)
         self._on_event(Died(child.spec.name, status, reason, now - child.started_at, pause_s))
@@ -298,7 +301,7 @@ class Supervisor:
     def _record_stop(self, child: Child, status: int) -> None:
         now = self._clock()
         self._set_state(child, State.STOPPED)
-        # SIGTERM by itself: it was asked before it could listen.
+        # -SIGTERM: the signal arrived before the service had installed its handler.
         self.is_clean = self.is_clean and not child.killed and status in (0, -signal.SIGTERM)
         after_s = now - (now if child.stop_requested_at is None else child.stop_requested_at)
         self._on_event(Stopped(child.spec.name, status, after_s, child.killed))
@@ -313,7 +316,7 @@ class Supervisor:
             self._on_event(NotDeregistered(child.spec.name, str(error) or type(error).__name__))
 
     async def _stop_child(self, child: Child, keep_task: asyncio.Task[None]) -> None:
-        """Ends one service in bounded time."""
+        """Stop one service in bounded time."""
         if child.process is not None:
             child.stop_requested_at = self._clock()
             self._set_state(child, State.STOPPING)

@@ -1,4 +1,4 @@
-"""What meshctl asks of a frontend, over HTTP."""
+"""HTTP requests of meshctl to a frontend."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import httpx
 
 POLL_S = 0.1
 RESPONSE_TIMEOUT_S = 60.0
-# A first token may take as long as a queue; between two of them this is for ever.
+# The first token may wait in a queue; later gaps are far below this.
 READ_TIMEOUT_S = 30.0
 ERROR_CHARS_MAX = 500
 
 
 class GatewayError(Exception):
-    """The gateway did not answer as it should; the message says what it did."""
+    """An unexpected response of the gateway; the message describes it."""
 
 
 def new_http_client() -> httpx.AsyncClient:
-    """A client that asks the mesh itself, never a proxy that the environment names."""
+    """A client that connects directly, without a proxy from the environment."""
     return httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(5.0, read=READ_TIMEOUT_S))
 
 
 def chat_body(model: str, prompt: str, max_tokens: int) -> dict[str, object]:
-    """A streamed chat completion."""
+    """The body of a streamed chat completion."""
     return {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -39,10 +39,10 @@ async def find_serving_problem(http: httpx.AsyncClient, url: str, model: str) ->
     try:
         health = await http.get(f"{url}/health", timeout=2.0)
         if health.status_code != 200:
-            return f"GET {url}/health says {health.status_code}"
+            return f"GET {url}/health returned {health.status_code}"
         models = await http.get(f"{url}/v1/models", timeout=2.0)
         if models.status_code != 200:
-            return f"GET {url}/v1/models says {models.status_code}"
+            return f"GET {url}/v1/models returned {models.status_code}"
         listed = [entry["id"] for entry in models.json()["data"]]
     except httpx.HTTPError as error:
         return f"{url} does not answer: {error or type(error).__name__}"
@@ -54,10 +54,10 @@ async def find_serving_problem(http: httpx.AsyncClient, url: str, model: str) ->
 async def chat(
     http: httpx.AsyncClient, url: str, body: dict[str, object]
 ) -> AsyncGenerator[str, None]:
-    """The pieces of the answer's text as they arrive.
+    """Yield the pieces of the response text as they arrive.
 
-    Raises GatewayError for a refusal, an error within the stream, a stream that is cut short or
-    that takes longer than ANSWER_S.
+    Raises GatewayError for an error status, an error event, a truncated stream, or a stream that
+    takes longer than RESPONSE_TIMEOUT_S.
     """
     try:
         async with (
@@ -77,7 +77,7 @@ async def chat(
     except httpx.HTTPError as error:
         raise GatewayError(f"the connection failed: {error or type(error).__name__}") from error
     except TimeoutError as error:
-        raise GatewayError(f"the answer did not end within {RESPONSE_TIMEOUT_S:g} s") from error
+        raise GatewayError(f"the response did not end within {RESPONSE_TIMEOUT_S:g} s") from error
     raise GatewayError("the stream ended without [DONE]")
 
 

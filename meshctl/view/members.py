@@ -1,4 +1,4 @@
-"""Who is registered, and where that was looked up."""
+"""The registered members, and the name of the registry in use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.runtime.config import ServiceConfig
 
 
 async def members(registry: Registry, config: ServiceConfig) -> Snapshot:
-    """The members of the configured namespace now. Raises Unavailable if nobody can say."""
+    """The current members of the configured namespace. Raises Unavailable."""
     snapshot = await registry.snapshot(config.namespace)
     if not snapshot.revision:
         raise Unavailable(f"cannot reach {describe_registry(config)}")
@@ -21,4 +21,4 @@ def describe_registry(config: ServiceConfig) -> str:
     if config.registry == "consul":
         return f"Consul at {config.consul_url}"
     path = config.registry_path.resolve()
-    return f"the registry {path}" + ("" if path.is_dir() else " (there is no such folder)")
+    return f"the registry {path}" + ("" if path.is_dir() else " (folder does not exist)")

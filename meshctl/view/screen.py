@@ -1,4 +1,4 @@
-"""What meshctl says: one line an event, a table, hints. Plain text unless on a terminal."""
+"""Output of meshctl: one line for each event, a table, hints. Colour only on a terminal."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _RED, _GREEN, YELLOW, _PLAIN = "31", "32", "33", ""
 
 
 class Screen:
-    """Lines with the seconds since the start. Events go to `out`; what stops us, to `err`.
+    """Prints events to `out` with the seconds since the start, fatal errors to `err`.
 
-    tail, log: the last lines of a service's log, and its path.
+    tail, log: return the last lines of a service's log, and its path.
     """
 
     def __init__(
@@ -52,29 +52,29 @@ class Screen:
         self._printed_reasons: set[tuple[str, ...]] = set()
 
     def print_line(self, text: str = "") -> None:
-        """A line without a time."""
+        """Print a line without a time."""
         self._write(self._out, f"{text}\n")
 
     def piece(self, text: str) -> None:
-        """A part of a line, at once."""
+        """Print a part of a line and flush."""
         self._write(self._out, text)
 
     def print_error(self, text: str) -> None:
-        """Says why the mesh is being stopped, or was not started."""
+        """Print the reason why the mesh stops or did not start."""
         self._write(self._err, f"meshctl: {text}\n")
 
     def print_progress(
         self, name: str, state: str, detail: str = "", *, colour: str = _PLAIN
     ) -> None:
-        """A line of progress."""
+        """Print a line of progress."""
         label = f"{state:<8}"
         if colour and self._colour:
             label = f"\x1b[{colour}m{label}\x1b[0m"
         elapsed_s = self._clock() - self._started_at
         self.print_line(f"{elapsed_s:7.1f} s  {name:<12}  {label}  {detail}".rstrip())
 
-    def reason(self, name: str) -> None:
-        """Why a service did not start; the end of its log where that does not say."""
+    def print_failure_reason(self, name: str) -> None:
+        """Print the reason of a failed start, or the end of its log if there is none."""
         if lines := reason(self._tail(name)):
             self._print_quoted(lines)
             return
@@ -82,7 +82,7 @@ class Screen:
         self._print_quoted(self._tail(name) or ["(it is empty)"])
 
     def event(self, event: Event) -> None:
-        """What the supervisor has to tell."""
+        """Print an event of the supervisor."""
         match event:
             case BecameReady(name, line, after_s):
                 detail = f"after {after_s:.1f} s, pid {line.pid}, {_format_addresses(line)}"
@@ -91,10 +91,10 @@ class Screen:
                 self.print_progress(event.service, "died", self._describe_exit(event), colour=_RED)
                 self._print_reason_once(event)
             case RestartsExhausted(name, is_retryable=False):
-                self.print_error(f"{name} cannot be used as it is configured")
+                self.print_error(f"{name} has an invalid configuration")
             case RestartsExhausted(name, attempts):
                 self.print_error(f"{name} was started {attempts} times and was never ready")
-                self.reason(name)
+                self.print_failure_reason(name)
             case Stopped(name, status, after_s, killed=True):
                 self.print_progress(name, "killed", f"{after_s:.1f} s after SIGTERM", colour=_RED)
             case Stopped(name, status, after_s):
@@ -106,12 +106,12 @@ class Screen:
                 detail = f"its instance stays registered for a while: {reason}"
                 self.print_progress(name, "note", detail, colour=YELLOW)
             case KillFailed(name, pid):
-                self.print_error(f"{name} (pid {pid}) does not end although killed")
+                self.print_error(f"{name} (pid {pid}) did not exit after SIGKILL")
 
     def _print_reason_once(self, event: Died) -> None:
-        """The reason, unless it was told before: of this service, or of one like it."""
+        """Print the reason unless it was printed before, for this or another service."""
         lines = tuple(reason(self._tail(event.service)))
-        # Killed, it had no last words.
+        # A killed process leaves no reason in its log.
         if (event.status or -1) > 0 and lines and lines not in self._printed_reasons:
             self._printed_reasons.add(lines)
             self._print_quoted(lines)
@@ -135,7 +135,7 @@ class Screen:
             stream.write(text)
             stream.flush()
         except BrokenPipeError:
-            # The reader went away (`meshctl up | head`): the mesh goes on, with nobody to tell.
+            # The reader is gone (`meshctl up | head`); the mesh continues without output.
             with open(os.devnull, "wb") as devnull:
                 os.dup2(devnull.fileno(), stream.fileno())
 
@@ -153,7 +153,7 @@ def describe_status(status: int | None) -> str:
 
 
 def table(children: Iterable[Child]) -> list[str]:
-    """Lines that show each service with its state, pid, address and URL."""
+    """A table of the services with state, pid, address and URL."""
     rows = [("SERVICE", "STATE", "PID", "ADDRESS", "URL")]
     for child in children:
         pid = "-" if child.process is None else str(child.process.pid)
@@ -167,7 +167,7 @@ def table(children: Iterable[Child]) -> list[str]:
 
 
 def hints(url: str, model: str) -> list[str]:
-    """What to do with a mesh that is up."""
+    """Commands for a running mesh."""
     body = shlex.quote(json.dumps(chat_body(model, "Hello", 32)))
     return [
         f"models   {url}/v1/models",
@@ -177,13 +177,13 @@ def hints(url: str, model: str) -> list[str]:
 
 
 def http_url(line: ReadyLine | None) -> str:
-    """The URL of a frontend, "" of others."""
+    """The URL of a frontend; "" for other services."""
     address = "" if line is None else line.addresses.get("http", "")
     return address if not address or "://" in address else f"http://{address}"
 
 
 def should_colour(out: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether to colour: on a terminal, unless NO_COLOR is set."""
+    """True on a terminal, unless NO_COLOR is set."""
     return out.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 

@@ -9,36 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
-from random import SystemRandom
 
-from common.registry.instances import new_instance_id
-from common.runtime import env
-from common.runtime.config import read_config_or_exit
-from common.service.lifecycle import run_service
-from worker_svc.app import WorkerApp, build_engine
+from common.service.base import main
+from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
+from worker_svc.engines.build import build_engine
 from worker_svc.engines.sim.engine import SimEngine
 
 FREEZE = signal.SIGUSR1
 THAW = signal.SIGUSR2
 
 
-def main() -> None:
-    """Runs a worker until it is told to stop."""
-    config, warnings = read_config_or_exit(WorkerConfig, "WORKER", env.environ(), sys.argv[1:])
-    instance_id = new_instance_id(SystemRandom())
-
-    def build() -> WorkerApp:
-        engine = build_engine(config)
-        assert isinstance(engine, SimEngine), "only the sim can be frozen"
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(FREEZE, engine.freeze)
-        loop.add_signal_handler(THAW, engine.unfreeze)
-        return WorkerApp(config, instance_id=instance_id, engine=engine)
-
-    run_service("worker", config, build, instance_id=str(instance_id), warnings=warnings)
+def build(config: WorkerConfig, *, instance_id: int) -> WorkerApp:
+    """A worker whose engine the signals stop and resume."""
+    engine = build_engine(config)
+    assert isinstance(engine, SimEngine), "only the sim can be frozen"
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(FREEZE, engine.freeze)
+    loop.add_signal_handler(THAW, engine.unfreeze)
+    return WorkerApp(config, instance_id=instance_id, engine=engine)
 
 
 if __name__ == "__main__":
-    main()
+    main("worker", WorkerConfig, build)

@@ -248,7 +248,7 @@ def _end_all(mesh: Mesh) -> list[str]:
         for service in services:
             if (status := service.wait()) != 0:
                 cut.append(f"{service.name} ended with {status}")
-            events = service.events("cut at the end of the drain")
+            events = service.events("calls_cancelled")
             cut += [f"{service.name}: {event}" for event in events]
     return cut
 

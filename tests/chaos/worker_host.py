@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import sys
-from dataclasses import replace
 from random import SystemRandom
 
 from common.registry.file import FileRegistry
@@ -55,7 +54,7 @@ def main() -> None:
     log.setup(config.log_level, config.log_format, service="workers")
     ids = [new_instance_id(SystemRandom()) for _ in range(WORKERS_PER_HOST)]
     ready = _ReadyCounter(config.ready_fd, ids)
-    config = replace(config, ready_fd=None)
+    config = config.model_copy(update={"ready_fd": None})
 
     async def serve() -> int:
         registry = FileRegistry(config.registry_path, poll_interval_s=POLL_S)

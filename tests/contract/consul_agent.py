@@ -1,4 +1,4 @@
-"""A real Consul agent for tests: in-memory, on free ports, to be killed, stopped and started again.
+"""A real Consul agent for tests: in memory, on free ports; tests kill, pause and restart it.
 
 The binary: `consul` on the PATH, else what KVMESH_CONSUL names, else `.tools/bin/consul`, which
 deploy/consul_get.sh fetches where it can (root on Debian). Without one, tests that need it skip.
@@ -29,7 +29,7 @@ PORTS = ("http", "dns", "grpc", "server", "serf-lan", "serf-wan")
 
 @functools.cache
 def consul_binary() -> str:
-    """Its path. Skips the test, saying why, where there is none."""
+    """The path of the binary. Without one, skips the test with the reason."""
     for found in (shutil.which("consul"), os.environ.get("KVMESH_CONSUL")):
         if found:
             return found
@@ -42,16 +42,16 @@ def consul_binary() -> str:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", "") or "").strip().splitlines()
+        lines = str(getattr(error, "stderr", "") or "").strip().splitlines()
         pytest.skip(
             "no Consul: not on the PATH, KVMESH_CONSUL is not set, and deploy/consul_get.sh failed"
-            f" ({said[-1] if said else error})"
+            f" ({lines[-1] if lines else error})"
         )
     return fetched.stdout.strip()
 
 
 class ConsulAgent:
-    """`consul agent -dev` with ports of its own, the same after each start; its state is lost."""
+    """`consul agent -dev` on its own ports, which stay the same; a restart loses its state."""
 
     def __init__(self) -> None:
         self._binary = consul_binary()
@@ -61,7 +61,7 @@ class ConsulAgent:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start, and wait until it leads. Nothing happens if it runs."""
+        """Start, and wait until it is the leader. No-op if it runs."""
         if self._process is not None:
             return
         flags = [f"-{n}-port={p}" for n, p in zip(PORTS, self._ports, strict=True)]
@@ -71,25 +71,25 @@ class ConsulAgent:
             stderr=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + START_S
-        while not self._leads():
-            assert self._process.poll() is None, "Consul ended at once"
-            assert time.monotonic() < deadline, "Consul does not lead"
+        while not self._is_leader():
+            assert self._process.poll() is None, "Consul exited at start"
+            assert time.monotonic() < deadline, "Consul has not become the leader"
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """End it with no chance to clean up."""
+        """Kill it without clean-up."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """End it in order; the status is 1 then, which is normal."""
+        """Stop it; its exit status is then 1."""
         self._end(signal.SIGINT)
 
     def pause(self) -> None:
-        """Let it hang."""
+        """Suspend the process."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Continue the process."""
         self._signal(signal.SIGCONT)
 
     def wipe(self) -> None:
@@ -99,10 +99,10 @@ class ConsulAgent:
                 http.put(f"/v1/agent/service/deregister/{service_id}")
             http.delete("/v1/kv/?recurse")
 
-    def _leads(self) -> bool:
+    def _is_leader(self) -> bool:
         with contextlib.suppress(httpx.HTTPError):
-            answer = httpx.get(f"{self.url}/v1/status/leader", trust_env=False, timeout=1.0)
-            return bool(answer.text.strip('"\n '))
+            response = httpx.get(f"{self.url}/v1/status/leader", trust_env=False, timeout=1.0)
+            return bool(response.text.strip('"\n '))
         return False
 
     def _signal(self, number: signal.Signals) -> None:
@@ -124,7 +124,7 @@ class ConsulAgent:
 
 @contextlib.contextmanager
 def running_agent() -> Iterator[ConsulAgent]:
-    """An agent for the time of the block."""
+    """A running agent for the block."""
     agent = ConsulAgent()
     agent.start()
     try:

@@ -108,11 +108,11 @@ async def test_an_engine_that_keeps_the_contract_fails_no_check(
     assert {name for name, one in found.items() if one.verdict is Verdict.SKIP} == skipped
 
 
-async def test_of_an_engine_for_halves_what_needs_whole_answers_is_skipped() -> None:
+async def test_checks_that_need_whole_requests_are_skipped_for_a_prefill_or_decode_engine() -> None:
     found = await verdicts(lambda: sim(handoff=SimHandoffConfig(role="prefill")))
     assert [str(one) for one in found.values() if one.verdict is Verdict.FAIL] == []
     assert found["generate"].verdict is Verdict.SKIP
-    assert "halves" in found["generate"].reason
+    assert "prefill or decode legs only" in found["generate"].reason
     assert found["probes"].verdict is Verdict.PASS
 
 
@@ -343,7 +343,7 @@ class Paging(Counter):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
-async def test_what_is_cached_of_a_repeated_prompt_is_counted_in_the_pages_of_the_engine(
+async def test_cached_tokens_of_a_repeated_prompt_are_checked_in_pages_of_the_engine(
     page_size: int,
 ) -> None:
     found = await verdicts(lambda: Paging(page_size), only=["start", "kv-events"])
@@ -364,7 +364,7 @@ class HalfStarted(Counter):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("only", [["start"], []], ids=["start alone", "all checks"])
-async def test_an_engine_whose_start_failed_half_way_is_cleaned_up(only: Sequence[str]) -> None:
+async def test_an_engine_with_a_half_finished_start_is_cleaned_up(only: Sequence[str]) -> None:
     found = await verdicts(HalfStarted, only=only)
     assert found["start"].verdict is Verdict.FAIL
     assert "no GPU is free" in found["start"].reason
@@ -377,7 +377,7 @@ class HalfStartedForGood(HalfStarted):
         self.engine.shutdown()
 
 
-def test_a_stop_may_take_as_long_as_the_page_says() -> None:
+def test_the_default_stop_limit_equals_the_documented_one() -> None:
     (promised_ms,) = re.findall(r"has to be free within (\d+) ms", PAGE.read_text())
     assert TimeLimits().stop_s * 1000 == int(promised_ms)
 
@@ -440,38 +440,38 @@ def lying_sim(engine: type[SimEngine]) -> SimEngine:
 
 # Check, a broken engine, what the report has to say of it.
 BROKEN: Sequence[tuple[str, Callable[[], LLMEngine], str]] = [
-    ("shape", NoDrain, "drain is no coroutine function"),
+    ("shape", NoDrain, "drain is not a coroutine function"),
     ("start", Nameless, "neither model nor served_model_name"),
     ("loads", Negative, "negative"),
     ("generate", Endless, "without a terminal chunk"),
-    ("generate", Talkative, "a chunk came after the terminal one"),
-    ("max-tokens", Generous, "max_tokens 1 gave 2 tokens"),
-    ("usage", Miscounting, "it counted 1 + 1, not 37 + 8"),
+    ("generate", Talkative, "a chunk arrived after the terminal chunk"),
+    ("max-tokens", Generous, "max_tokens 1 returned 2 tokens"),
+    ("usage", Miscounting, "it reported 1 + 1, not 37 + 8"),
     ("concurrent", OneAtATime, "one is enough"),
-    ("refuses-empty-prompt", Untyped, "ValueError, which is no MeshError"),
-    ("refuses-long-prompt", Boundless, "it was not refused"),
-    ("refuses-unknown", Boundless, "it was not refused"),
-    ("stop-in-answer", Deaf, "long after the stop"),
+    ("refuses-empty-prompt", Untyped, "ValueError, not a MeshError"),
+    ("refuses-long-prompt", Boundless, "it was not rejected"),
+    ("refuses-unknown", Boundless, "it was not rejected"),
+    ("stop-in-answer", Deaf, "s after the stop"),
     ("stop-before-answer", OnceMore, "tokens came after the stop"),
     ("abort", AbortsOnlyWhatRuns, "KeyError"),
-    ("closes-early", Leaky, "not at rest"),
+    ("closes-early", Leaky, "not idle"),
     ("cancelled-task", Clinging, "still runs"),
     ("probes", ProbesAreRequests, "it got 2 tokens"),
     ("kv-events", lambda: lying_sim(Bottomless), "which is not held"),
     ("kv-events", lambda: lying_sim(Contrary), "page 4711 was removed, which is not held"),
-    ("kv-events", Unmeant, "is no PagedEngine"),
+    ("kv-events", Unmeant, "is not a PagedEngine"),
     (
         "kv-events",
         lambda: Paging(4, whole_blocks_only=True),
-        "had 64 tokens cached, events told of 68",
+        "had 64 cached tokens, events reported 68",
     ),
-    ("kv-events", lambda: Paging(4, told_as=8), "a page of 4 tokens was stored, kv_rules say 8"),
-    ("rest", Restless, "not at rest"),
+    ("kv-events", lambda: Paging(4, told_as=8), "a page of 4 tokens was stored, the format has 8"),
+    ("rest", Restless, "not idle"),
     ("drain", NeverDrained, "drain did not return within"),
     ("cleanup", Abandoning, "never ended"),
     ("cleanup", HalfStartedForGood, "AttributeError"),
     ("cleanup-twice", CleansUpOnce, "it is closed"),
-    ("after-cleanup", Undead, "it was not refused"),
+    ("after-cleanup", Undead, "it was not rejected"),
     ("cleanup-without-start", NeedsAStart, "AttributeError"),
     ("cleanup-after-cut-start", LeavesATask, "left-behind"),
 ]
@@ -499,7 +499,7 @@ def test_every_check_can_fail() -> None:
     assert all(one.rule for one in all_checks())
 
 
-def test_the_command_prints_a_line_a_check_and_its_status_says_whether_one_failed(
+def test_the_command_prints_one_line_per_check_and_exits_1_if_one_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "kvmesh_engine_of_the_page"
@@ -513,7 +513,7 @@ def test_the_command_prints_a_line_a_check_and_its_status_says_whether_one_faile
     assert [line.split()[0] for line in lines[:-1]].count("PASS") == len(all_checks()) - 1
     assert lines[-1] == f"{len(all_checks()) - 1} pass, 0 fail, 1 skip"
     assert main([f"{name}:Deaf", *limits]) == 1
-    assert "FAIL shape: drain is no coroutine function; the rule: " in capsys.readouterr().out
+    assert "FAIL shape: drain is not a coroutine function; rule: " in capsys.readouterr().out
     sys.modules.pop(name)
 
 
@@ -533,7 +533,7 @@ def test_the_command_prints_a_line_a_check_and_its_status_says_whether_one_faile
         ),
     ],
 )
-def test_what_is_no_engine_is_said_so(
+def test_an_engine_that_cannot_be_constructed_is_reported_with_its_reason(
     target: str, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([target, *arguments]) == 2
@@ -551,7 +551,7 @@ def test_arguments_become_the_fields_of_a_configuration() -> None:
     assert engine.config.handoff.role == "decode"
 
 
-async def test_the_engine_of_the_page_serves_as_a_worker() -> None:
+async def test_the_documented_engine_serves_as_a_worker() -> None:
     serving = loaded_serving()
     assert callable(serving.main)
     config = WorkerConfig(registry="memory")

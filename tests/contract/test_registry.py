@@ -28,7 +28,7 @@ from structlog.testing import capture_logs
 
 from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from common.registry.card import Artifact, ModelCard
-from common.registry.consul import ConsulRegistry
+from common.registry.consul.registry import ConsulRegistry
 from common.registry.file import FileRegistry
 from common.registry.instances import Instance, Snapshot, diff_snapshots, new_instance_id
 from common.registry.registry import MemoryRegistry, MemoryStore, Registry, Watch
@@ -39,14 +39,14 @@ NS = "mesh-1"
 
 
 class Owner(Protocol):
-    """A process that holds a registration."""
+    """A process with a registration."""
 
     async def kill(self) -> None:
-        """End it with no chance to clean up."""
+        """End it without clean-up."""
 
 
 class Mesh(Protocol):
-    """One store and its clients. The bounds are what the adapter promises its users."""
+    """One store and its clients. The limits are guarantees of the adapter."""
 
     closed_within_s: float
     killed_within_s: float
@@ -55,10 +55,10 @@ class Mesh(Protocol):
         """Another client."""
 
     async def spawn(self, instance: Instance, *, forks: bool = False) -> Owner:
-        """Register from a process of its own, which forks a child that outlives it if asked."""
+        """Register from a new process; with `forks`, it forks a child that outlives it."""
 
     def lose_entry(self, instance: Instance) -> None:
-        """Remove the registration behind its owner's back; skip where that cannot happen."""
+        """Remove a registration without its owner; skips where that is impossible."""
 
     def damage_card(self, checksum: str) -> None:
         """Change a byte of a stored card."""
@@ -67,8 +67,8 @@ class Mesh(Protocol):
         """End all clients and processes."""
 
 
-# At once; at the next look of a file registry, 50 ms later; or after half a second, if a watch of
-# Consul pauses because much has changed. The rest is for a busy machine.
+# Immediately; at the next poll of a file registry, 50 ms later; or after half a second, if a Consul
+# watch pauses after many changes. The rest is for a busy machine.
 AT_ONCE_S = 3.0
 
 
@@ -90,7 +90,7 @@ class MemoryMesh:
         return MemoryOwner(client)
 
     def lose_entry(self, instance: Instance) -> None:
-        pytest.skip("nothing reaches into memory")
+        pytest.skip("memory cannot be changed from outside")
 
     def damage_card(self, checksum: str) -> None:
         self.store.cards[checksum] = self.store.cards[checksum].replace(b"hermes", b"Hermes")
@@ -163,7 +163,7 @@ class FileMesh:
 
 
 class ChildOwner:
-    """A process that registered; child: what it forked, or 0."""
+    """A process that has registered. child: pid of its forked child, or 0."""
 
     def __init__(self, process: asyncio.subprocess.Process, child: int) -> None:
         self.process = process
@@ -198,7 +198,7 @@ class ChildOwner:
 
 CONSUL_OWNER_PROGRAM = """
 import asyncio, os, sys, time
-from common.registry.consul import ConsulRegistry
+from common.registry.consul.registry import ConsulRegistry
 from common.registry.instances import Instance
 
 async def main(url, raw, forks):
@@ -246,8 +246,8 @@ class ConsulMesh:
         self._put(key, zlib.compress(card))
 
     def _put(self, path: str, content: bytes = b"") -> None:
-        answer = httpx.put(f"{self.agent.url}{path}", content=content, trust_env=False)
-        answer.raise_for_status()
+        response = httpx.put(f"{self.agent.url}{path}", content=content, trust_env=False)
+        response.raise_for_status()
 
     async def close(self) -> None:
         for owner in self.owners:
@@ -288,7 +288,7 @@ async def files(tmp_path: Path) -> AsyncIterator[FileMesh]:
 
 
 def worker(stable_name: str = "", **facts: Any) -> Instance:
-    # Nobody listens there: who asks at the address whether it lives is told no.
+    # No process listens on port 1, so probes of this address fail.
     known: dict[str, Any] = {"address": "127.0.0.1:1"}
     return Instance(new_instance_id(SystemRandom()), NS, "worker", stable_name, **(known | facts))
 
@@ -303,7 +303,7 @@ CARD = ModelCard(
 async def seen(
     watch: Watch, condition: Callable[[Snapshot], bool], within_s: float = WAIT_S
 ) -> Snapshot:
-    """The first snapshot that fulfils `condition`."""
+    """The first snapshot for which `condition` holds."""
     try:
         async with asyncio.timeout(within_s):
             while not condition(watch.current):
@@ -314,11 +314,11 @@ async def seen(
 
 
 async def settled(registry: Registry, *expected: Instance, namespace: str = NS) -> Snapshot:
-    """The snapshot with exactly these members: stores may take a moment to agree."""
-    wanted = {i.id: i for i in expected}
+    """The snapshot with exactly these members, once the store has it."""
+    expected_by_id = {i.id: i for i in expected}
     deadline = time.monotonic() + WAIT_S
-    while (members := await registry.snapshot(namespace)).instances != wanted:
-        assert time.monotonic() < deadline, f"expected {wanted}, got {members.instances}"
+    while (members := await registry.snapshot(namespace)).instances != expected_by_id:
+        assert time.monotonic() < deadline, f"expected {expected_by_id}, got {members.instances}"
         await asyncio.sleep(0.005)
     return members
 
@@ -330,7 +330,7 @@ async def eventually(condition: Callable[[], Awaitable[bool]], what: str) -> Non
         await asyncio.sleep(0.005)
 
 
-async def test_a_registered_instance_is_seen_whole_by_another_client(mesh: Mesh) -> None:
+async def test_another_client_sees_all_fields_of_a_registered_instance(mesh: Mesh) -> None:
     one = worker("w", model="m", taints=frozenset({"t"}), meta={"zone": "a"}, total_kv_blocks=7)
     async with mesh.connect().watch(NS) as watch:
         assert not watch.current.instances
@@ -340,16 +340,16 @@ async def test_a_registered_instance_is_seen_whole_by_another_client(mesh: Mesh)
     assert lease.instance == one
 
 
-async def test_a_watch_opens_with_those_who_are_there_already(mesh: Mesh) -> None:
+async def test_a_new_watch_has_the_instances_registered_before(mesh: Mesh) -> None:
     registry = mesh.connect()
     one = worker()
     await registry.register(one)
     await settled(mesh.connect(), one)
-    async with registry.watch(NS) as mine, mesh.connect().watch(NS) as theirs:
-        assert mine.current.instances == theirs.current.instances == {one.id: one}
+    async with registry.watch(NS) as own, mesh.connect().watch(NS) as other:
+        assert own.current.instances == other.current.instances == {one.id: one}
 
 
-async def test_a_closed_lease_is_gone_at_once(mesh: Mesh) -> None:
+async def test_an_instance_leaves_at_once_when_its_lease_closes(mesh: Mesh) -> None:
     lease = await mesh.connect().register(worker())
     async with mesh.connect().watch(NS) as watch:
         await seen(watch, lambda s: bool(s.instances))
@@ -359,14 +359,14 @@ async def test_a_closed_lease_is_gone_at_once(mesh: Mesh) -> None:
 
 
 async def test_closing_a_registry_ends_its_leases_and_only_those(mesh: Mesh) -> None:
-    mine, theirs = mesh.connect(), mesh.connect()
-    await mine.register(worker())
-    await mine.register(worker())
+    closing, remaining = mesh.connect(), mesh.connect()
+    await closing.register(worker())
+    await closing.register(worker())
     other = worker()
-    await theirs.register(other)
-    await mine.close()
-    await settled(theirs, other)
-    await mine.close()
+    await remaining.register(other)
+    await closing.close()
+    await settled(remaining, other)
+    await closing.close()
 
 
 async def test_a_closed_registry_refuses_work_and_wakes_its_watches(mesh: Mesh) -> None:
@@ -385,7 +385,7 @@ async def test_a_closed_registry_refuses_work_and_wakes_its_watches(mesh: Mesh) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a forked child alive"])
-async def test_a_killed_process_is_gone_in_time(mesh: Mesh, forks: bool) -> None:
+async def test_the_instance_of_a_killed_process_leaves_in_time(mesh: Mesh, forks: bool) -> None:
     one, other = worker(), worker()
     owner = await mesh.spawn(one, forks=forks)
     await mesh.connect().register(other)
@@ -397,7 +397,7 @@ async def test_a_killed_process_is_gone_in_time(mesh: Mesh, forks: bool) -> None
 
 
 @pytest.mark.slow
-async def test_a_supervisor_removes_its_dead_child_and_may_do_so_twice(mesh: Mesh) -> None:
+async def test_a_supervisor_can_deregister_its_dead_child_twice(mesh: Mesh) -> None:
     one = worker()
     supervisor = mesh.connect()
     owner = await mesh.spawn(one)
@@ -408,7 +408,7 @@ async def test_a_supervisor_removes_its_dead_child_and_may_do_so_twice(mesh: Mes
     await settled(supervisor)
 
 
-async def test_deregistering_the_unknown_changes_nothing(mesh: Mesh) -> None:
+async def test_deregistering_an_unknown_id_changes_nothing(mesh: Mesh) -> None:
     registry = mesh.connect()
     one = worker()
     await registry.register(one)
@@ -430,7 +430,7 @@ async def test_an_update_is_seen_as_a_change(mesh: Mesh) -> None:
     assert (changes.joined, changes.left, changes.changed) == ((), (), (slow,))
 
 
-async def test_an_updated_instance_never_blinks(mesh: Mesh) -> None:
+async def test_an_instance_is_never_missing_while_it_is_updated(mesh: Mesh) -> None:
     one = worker()
     lease = await mesh.connect().register(one)
     watcher = mesh.connect()
@@ -441,7 +441,7 @@ async def test_an_updated_instance_never_blinks(mesh: Mesh) -> None:
     await settled(watcher, replace(one, pid=200))
 
 
-async def test_an_update_cannot_become_somebody_else(mesh: Mesh) -> None:
+async def test_an_update_cannot_change_the_identity_of_an_instance(mesh: Mesh) -> None:
     one = worker("a")
     lease = await mesh.connect().register(one)
     for name, value in {
@@ -450,9 +450,9 @@ async def test_an_update_cannot_become_somebody_else(mesh: Mesh) -> None:
         "service": "router",
         "stable_name": "b",
     }.items():
-        with pytest.raises(InvalidRequest) as refused:
+        with pytest.raises(InvalidRequest) as rejected:
             await lease.update(replace(one, **{name: value}))  # type: ignore[arg-type]
-        assert refused.value.field == name
+        assert rejected.value.field == name
     assert lease.instance == one
 
 
@@ -471,12 +471,12 @@ async def test_an_id_is_registered_once(mesh: Mesh) -> None:
     one = worker()
     await first.register(one)
     for registry in (first, second):
-        with pytest.raises(Conflict) as refused:
+        with pytest.raises(Conflict) as rejected:
             await registry.register(one)
-        assert (refused.value.reason, refused.value.field) == ("INSTANCE_EXISTS", "id")
+        assert (rejected.value.reason, rejected.value.field) == ("INSTANCE_EXISTS", "id")
 
 
-async def test_two_watches_see_the_same_each_at_its_pace(mesh: Mesh) -> None:
+async def test_two_watches_see_the_same_members_independently(mesh: Mesh) -> None:
     registry = mesh.connect()
     one, two = worker(), worker()
     async with registry.watch(NS) as eager, registry.watch(NS) as lazy:
@@ -494,20 +494,20 @@ async def test_changes_coalesce_for_a_slow_reader(mesh: Mesh) -> None:
         leases = [await registry.register(worker()) for _ in range(10)]
         for lease in leases[1:]:
             await lease.close()
-        survivor = leases[0].instance
-        await settled(mesh.connect(), survivor)
+        remaining = leases[0].instance
+        await settled(mesh.connect(), remaining)
         steps = 0
-        while watch.current.instances != {survivor.id: survivor}:
+        while watch.current.instances != {remaining.id: remaining}:
             await asyncio.wait_for(watch.next(), WAIT_S)
             steps += 1
-        assert steps <= 3, "nineteen changes were not put together"
+        assert steps <= 3, "nineteen changes did not coalesce"
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(watch.next(), 0.15)
 
 
 async def test_revisions_grow_with_each_change_and_only_then(mesh: Mesh) -> None:
     registry = mesh.connect()
-    nobody = await settled(registry)
+    empty = await settled(registry)
     one = worker()
     lease = await registry.register(one)
     joined = await settled(registry, one)
@@ -517,15 +517,15 @@ async def test_revisions_grow_with_each_change_and_only_then(mesh: Mesh) -> None
     changed = await settled(registry, two)
     await lease.close()
     left = await settled(registry)
-    assert nobody.revision < joined.revision < changed.revision < left.revision
+    assert empty.revision < joined.revision < changed.revision < left.revision
 
 
-async def test_a_namespace_that_is_seen_to_be_empty_is_not_one_that_was_never_seen(
+async def test_a_namespace_that_was_read_and_is_empty_has_revision_one(
     mesh: Mesh,
 ) -> None:
     registry = mesh.connect()
-    nobody = await registry.snapshot(NS)
-    assert (nobody.revision, nobody.instances) == (1, {})
+    empty = await registry.snapshot(NS)
+    assert (empty.revision, empty.instances) == (1, {})
     async with registry.watch(NS) as watch:
         assert watch.current.revision == 1
 
@@ -536,12 +536,12 @@ async def test_namespaces_do_not_see_each_other(mesh: Mesh) -> None:
     await registry.register(one)
     await settled(registry, one)
     await settled(registry, namespace="mesh-2")
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         await registry.snapshot("../mesh-1")
-    assert refused.value.field == "namespace"
+    assert rejected.value.field == "namespace"
 
 
-async def test_a_newcomer_supersedes_its_predecessor_even_if_that_lives(mesh: Mesh) -> None:
+async def test_a_new_incarnation_supersedes_a_living_predecessor(mesh: Mesh) -> None:
     first, second = mesh.connect(), mesh.connect()
     old, new, bystander = worker("w0"), worker("w0"), worker("w1")
     old_lease = await first.register(old)
@@ -549,7 +549,7 @@ async def test_a_newcomer_supersedes_its_predecessor_even_if_that_lives(mesh: Me
     await settled(second, old, bystander)
     await second.register(new)
     await settled(first, new, bystander)
-    # Neither life signs nor the end of the old one change who is the newest.
+    # Neither an update nor the end of the old incarnation changes which one is the newest.
     await old_lease.update(replace(old, pid=9))
     await settled(second, new, bystander)
     await settled(mesh.connect(), new, bystander)
@@ -557,16 +557,16 @@ async def test_a_newcomer_supersedes_its_predecessor_even_if_that_lives(mesh: Me
     await settled(second, new, bystander)
 
 
-async def test_fifty_register_at_once_and_all_are_seen(mesh: Mesh) -> None:
-    everyone = [worker(f"w{n}", model="m", card_checksum=CARD.checksum) for n in range(50)]
+async def test_fifty_concurrent_registrations_are_all_seen(mesh: Mesh) -> None:
+    workers = [worker(f"w{n}", model="m", card_checksum=CARD.checksum) for n in range(50)]
     clients = [mesh.connect() for _ in range(5)]
     async with mesh.connect().watch(NS) as watch:
-        await asyncio.gather(*(clients[n % 5].register(w) for n, w in enumerate(everyone)))
+        await asyncio.gather(*(clients[n % 5].register(w) for n, w in enumerate(workers)))
         members = await seen(watch, lambda s: len(s.instances) == 50)
-    assert members.instances == {w.id: w for w in everyone}
+    assert members.instances == {w.id: w for w in workers}
 
 
-async def test_a_card_is_found_by_its_checksum_from_anywhere(mesh: Mesh) -> None:
+async def test_any_client_finds_a_card_by_its_checksum(mesh: Mesh) -> None:
     await mesh.connect().put_card(CARD)
     await mesh.connect().put_card(CARD)
     assert await mesh.connect().get_card(CARD.checksum) == CARD
@@ -577,33 +577,33 @@ async def test_a_missing_card_is_an_error_that_names_the_key(mesh: Mesh) -> None
         await mesh.connect().get_card(CARD.checksum)
 
 
-async def test_a_damaged_card_is_refused(mesh: Mesh) -> None:
+async def test_a_damaged_card_is_rejected(mesh: Mesh) -> None:
     registry = mesh.connect()
     await registry.put_card(CARD)
     mesh.damage_card(CARD.checksum)
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         await registry.get_card(CARD.checksum)
-    assert refused.value.field == "checksum"
+    assert rejected.value.field == "checksum"
 
 
-async def test_another_card_for_a_served_model_is_refused_visibly(mesh: Mesh) -> None:
+async def test_another_card_for_a_served_model_is_a_conflict_with_details(mesh: Mesh) -> None:
     registry = mesh.connect()
     first = worker("w0", model="m", card_checksum="c1")
     await registry.register(first)
-    newcomer = worker("w1", model="m", card_checksum="c2")
-    with pytest.raises(Conflict) as refused:
-        await mesh.connect().register(newcomer)
-    assert refused.value.reason == "CARD_CONFLICT"
-    assert refused.value.metadata == {"model": "m", "served_checksum": "c1"}
-    assert "c2" in refused.value.message
+    candidate = worker("w1", model="m", card_checksum="c2")
+    with pytest.raises(Conflict) as rejected:
+        await mesh.connect().register(candidate)
+    assert rejected.value.reason == "CARD_CONFLICT"
+    assert rejected.value.metadata == {"model": "m", "served_checksum": "c1"}
+    assert "c2" in rejected.value.message
     assert (await settled(registry, first)).card_checksum("m") == "c1"
     # Another model, another namespace, or the same card are all welcome.
-    await registry.register(replace(newcomer, model="n"))
-    await registry.register(replace(newcomer, id=newcomer.id ^ 1, namespace="mesh-2"))
+    await registry.register(replace(candidate, model="n"))
+    await registry.register(replace(candidate, id=candidate.id ^ 1, namespace="mesh-2"))
     await registry.register(worker("w2", model="m", card_checksum="c1"))
 
 
-async def test_an_update_to_a_refused_card_leaves_all_as_it_was(mesh: Mesh) -> None:
+async def test_an_update_to_a_conflicting_card_changes_nothing(mesh: Mesh) -> None:
     registry = mesh.connect()
     one, two = worker(model="m", card_checksum="c1"), worker(model="n", card_checksum="c2")
     await registry.register(one)
@@ -614,69 +614,69 @@ async def test_an_update_to_a_refused_card_leaves_all_as_it_was(mesh: Mesh) -> N
     await settled(registry, one, two)
 
 
-async def test_only_with_its_last_instance_a_model_is_free_for_another_card(mesh: Mesh) -> None:
+async def test_a_model_can_have_another_card_once_its_last_instance_has_left(mesh: Mesh) -> None:
     registry = mesh.connect()
     one, two = (worker(model="m", card_checksum="c1") for _ in range(2))
     first, last = await registry.register(one), await registry.register(two)
-    newcomer = worker(model="m", card_checksum="c2")
+    candidate = worker(model="m", card_checksum="c2")
     await first.close()
     assert (await settled(registry, two)).card_checksum("m") == "c1"
     with pytest.raises(Conflict):
-        await registry.register(newcomer)
+        await registry.register(candidate)
     await last.close()
     assert (await settled(registry)).card_checksum("m") is None
-    await registry.register(newcomer)
-    assert (await settled(registry, newcomer)).card_checksum("m") == "c2"
+    await registry.register(candidate)
+    assert (await settled(registry, candidate)).card_checksum("m") == "c2"
 
 
 @pytest.mark.slow
-async def test_a_killed_worker_does_not_hold_its_model_hostage(mesh: Mesh) -> None:
+async def test_the_card_of_a_killed_worker_does_not_block_its_model(mesh: Mesh) -> None:
     registry = mesh.connect()
     owner = await mesh.spawn(worker(model="m", card_checksum="c1"))
-    newcomer = worker(model="m", card_checksum="c2")
+    candidate = worker(model="m", card_checksum="c2")
     with pytest.raises(Conflict):
-        await registry.register(newcomer)
+        await registry.register(candidate)
     await owner.kill()
 
     async def is_admitted() -> bool:
         with contextlib.suppress(Conflict):
-            await registry.register(newcomer)
+            await registry.register(candidate)
             return True
         return False
 
     await eventually(is_admitted, "the name is free")
 
 
-async def test_rival_newcomers_leave_one_card(mesh: Mesh) -> None:
+async def test_of_concurrent_registrations_with_different_cards_one_succeeds(mesh: Mesh) -> None:
     clients = [mesh.connect() for _ in range(4)]
-    rivals = [worker(model="m", card_checksum=f"c{n}") for n in range(4)]
+    candidates = [worker(model="m", card_checksum=f"c{n}") for n in range(4)]
     outcomes = await asyncio.gather(
-        *(c.register(w) for c, w in zip(clients, rivals, strict=True)), return_exceptions=True
+        *(c.register(w) for c, w in zip(clients, candidates, strict=True)), return_exceptions=True
     )
-    refused = [o for o in outcomes if isinstance(o, BaseException)]
-    assert len(refused) == 3
-    assert all(isinstance(o, Conflict) for o in refused)
-    (winner,) = (w for w, o in zip(rivals, outcomes, strict=True) if o not in refused)
+    rejected = [o for o in outcomes if isinstance(o, BaseException)]
+    assert len(rejected) == 3
+    assert all(isinstance(o, Conflict) for o in rejected)
+    (winner,) = (w for w, o in zip(candidates, outcomes, strict=True) if o not in rejected)
     await settled(clients[0], winner)
 
 
-async def test_an_entry_lost_behind_its_owners_back_comes_back(mesh: Mesh) -> None:
+async def test_an_owner_restores_its_deleted_entry(mesh: Mesh) -> None:
     one = worker()
     await mesh.connect().register(one)
     await settled(mesh.connect(), one)
     mesh.lose_entry(one)
 
-    # A fresh client has no memory of the instance: it can only read what stands there.
+    # A new client has no held entries: it reads only the store.
     async def is_back() -> bool:
         return one.id in (await mesh.connect().snapshot(NS)).instances
 
     await eventually(is_back, "the entry is back")
 
 
-# What only files can suffer.
+# Faults of the file registry only.
 
 
-async def test_a_watch_does_not_blink_while_the_directory_is_lost(files: FileMesh) -> None:
+async def test_a_watch_keeps_its_members_while_the_directory_is_deleted(files: FileMesh) -> None:
     one, two = worker(), worker()
     lease = await files.connect().register(one)
     await files.connect().register(two)
@@ -684,7 +684,7 @@ async def test_a_watch_does_not_blink_while_the_directory_is_lost(files: FileMes
     before = await watcher.snapshot(NS)
     shutil.rmtree(files.path)
     assert await watcher.snapshot(NS) is before
-    # Without the directory the dead are still told from the living.
+    # Without the directory, liveness still follows from the locks.
     await lease.close()
     assert set((await watcher.snapshot(NS)).instances) == {two.id}
 
@@ -695,10 +695,10 @@ async def test_a_watch_does_not_blink_while_the_directory_is_lost(files: FileMes
     assert set((await watcher.snapshot(NS)).instances) == {two.id}
 
 
-async def test_an_entry_that_nobody_would_read_is_refused(files: FileMesh) -> None:
+async def test_an_instance_above_the_entry_size_limit_is_rejected(files: FileMesh) -> None:
     registry = files.connect()
     loras = frozenset(f"{n:05}{'x' * 100}" for n in range(12_000))
-    with pytest.raises(InvalidRequest, match="bytes, more than"):
+    with pytest.raises(InvalidRequest, match="too large: "):
         await registry.register(worker(loras=loras))
     lease = await registry.register(worker())
     with pytest.raises(InvalidRequest):
@@ -706,7 +706,7 @@ async def test_an_entry_that_nobody_would_read_is_refused(files: FileMesh) -> No
     assert (await registry.snapshot(NS)).instances == {lease.instance.id: lease.instance}
 
 
-async def test_a_directory_that_cannot_be_read_has_shown_nothing(files: FileMesh) -> None:
+async def test_a_directory_that_cannot_be_read_gives_revision_zero(files: FileMesh) -> None:
     (files.path / NS).mkdir(parents=True)
     (files.path / NS / "instances").write_text("no directory")
     registry = files.connect()
@@ -714,7 +714,7 @@ async def test_a_directory_that_cannot_be_read_has_shown_nothing(files: FileMesh
         assert (await registry.snapshot(NS)).revision == 0
 
 
-async def test_the_loss_of_a_registration_is_logged_once_and_so_is_its_return(
+async def test_the_loss_and_the_recovery_of_a_registration_are_each_logged_once(
     files: FileMesh,
 ) -> None:
     one = worker()
@@ -737,7 +737,7 @@ async def test_the_loss_of_a_registration_is_logged_once_and_so_is_its_return(
     assert events == ["registration_lost", "registration_restored"]
 
 
-async def test_a_directory_that_cannot_be_made_is_unavailable(files: FileMesh) -> None:
+async def test_a_directory_that_cannot_be_created_is_unavailable(files: FileMesh) -> None:
     files.path.write_text("in the way")
     with pytest.raises(Unavailable, match="cannot write"):
         await files.connect().register(worker())
@@ -745,7 +745,7 @@ async def test_a_directory_that_cannot_be_made_is_unavailable(files: FileMesh) -
         await files.connect().put_card(CARD)
 
 
-async def test_bad_files_are_logged_once_and_hide_nobody(files: FileMesh) -> None:
+async def test_invalid_files_are_logged_once_and_hide_no_instance(files: FileMesh) -> None:
     one, broken, alien = worker(), worker(), worker()
     registry = files.connect()
     await registry.register(one)
@@ -767,7 +767,30 @@ async def test_bad_files_are_logged_once_and_hide_nobody(files: FileMesh) -> Non
     ] + [("registry_file_ignored", "README.txt")]
 
 
-async def test_an_unlocked_entry_is_a_dead_owners_and_is_removed(files: FileMesh) -> None:
+@pytest.mark.row("S0-19", "S0-26")
+@pytest.mark.parametrize(
+    ("raw", "shown"), [(b"{not json", "{not json"), (b"\xff\xfe", "<not UTF-8>")]
+)
+async def test_an_unreadable_entry_is_logged_with_name_and_text_and_the_next_is_read(
+    files: FileMesh, raw: bytes, shown: str
+) -> None:
+    registry, watcher = files.connect(), files.connect()
+    await registry.register(broken := worker())
+    files.entry(broken).write_bytes(raw)  # In place, so that the lock stays on the file.
+    with capture_logs() as logs:
+        assert not (await watcher.snapshot(NS)).instances
+        await watcher.register(one := worker())
+        assert (await watcher.snapshot(NS)).instances == {one.id: one}
+    (line,) = logs
+    assert (line["event"], line["path"], line["value"]) == (
+        "registry_entry_unreadable",
+        files.entry(broken).name,
+        shown,
+    )
+    assert "JSON" in line["error"]
+
+
+async def test_an_unlocked_entry_is_removed_because_its_owner_is_dead(files: FileMesh) -> None:
     one, dead = worker(), worker()
     await files.connect().register(one)
     files.entry(dead).write_bytes(b'{"order":1,"instance":%s}' % dead.to_json())
@@ -776,22 +799,22 @@ async def test_an_unlocked_entry_is_a_dead_owners_and_is_removed(files: FileMesh
     assert files.entry(one).exists()
 
 
-async def test_a_deregistered_entry_is_gone_though_a_lock_lingers(files: FileMesh) -> None:
+async def test_a_deregistered_entry_is_gone_even_if_it_is_still_locked(files: FileMesh) -> None:
     one = worker()
     registry, watcher = files.connect(), files.connect()
     await registry.register(one)
     assert one.id in (await watcher.snapshot(NS)).instances
     await watcher.deregister(NS, one.id)
-    # No await since: the owner, alive in this very process, had no turn to put itself back.
+    # Without an await, the owner in this process cannot have restored its entry yet.
     assert one.id not in (await watcher.snapshot(NS)).instances
 
     async def is_back() -> bool:
         return one.id in (await watcher.snapshot(NS)).instances
 
-    await eventually(is_back, "a live owner puts itself back")
+    await eventually(is_back, "a live owner restores its entry")
 
 
-async def test_what_dying_owners_left_half_written_is_removed_when_old(files: FileMesh) -> None:
+async def test_old_hidden_files_of_dead_owners_are_removed(files: FileMesh) -> None:
     registry = files.connect()
     await registry.register(worker())
     directory = files.path / NS / "instances"
@@ -812,20 +835,20 @@ async def test_a_damaged_card_is_repaired_by_the_next_owner(files: FileMesh) -> 
     assert await registry.get_card(CARD.checksum) == CARD
 
 
-async def test_a_checksum_is_no_path(files: FileMesh) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+async def test_a_checksum_that_is_a_path_is_rejected(files: FileMesh) -> None:
+    with pytest.raises(InvalidRequest) as rejected:
         await files.connect().get_card("../../etc/passwd")
-    assert refused.value.field == "card_checksum"
+    assert rejected.value.field == "card_checksum"
 
 
-async def test_a_change_within_the_grain_of_the_directorys_mtime_is_not_missed(
+async def test_a_change_that_leaves_the_directorys_mtime_unchanged_is_seen(
     files: FileMesh,
 ) -> None:
     one, two = worker(), worker()
     registry, watcher = files.connect(), files.connect()
     await registry.register(one)
     directory = files.entry(one).parent
-    # A coarse clock: the second change leaves the same time stamp as the first.
+    # The second change leaves the same mtime as the first.
     stamp = time.time_ns() + 10_000_000_000
     os.utime(directory, ns=(stamp, stamp))
     assert set((await watcher.snapshot(NS)).instances) == {one.id}
@@ -835,7 +858,7 @@ async def test_a_change_within_the_grain_of_the_directorys_mtime_is_not_missed(
 
 
 @contextlib.contextmanager
-def admission_held(files: FileMesh) -> Iterator[None]:
+def card_check_held(files: FileMesh) -> Iterator[None]:
     gate = files.path / NS / ".admission"
     gate.parent.mkdir(parents=True)
     with gate.open("wb") as file:
@@ -845,11 +868,11 @@ def admission_held(files: FileMesh) -> Iterator[None]:
         yield
 
 
-async def test_a_registration_waits_while_another_is_being_checked(files: FileMesh) -> None:
+async def test_a_registration_waits_while_the_card_of_another_is_checked(files: FileMesh) -> None:
     one = worker(model="m", card_checksum="c")
     registry = files.connect()
-    with admission_held(files):
-        # Who brings no card has nothing to wait for.
+    with card_check_held(files):
+        # Without a card there is nothing to wait for.
         await registry.register(other := worker())
         waiting = asyncio.ensure_future(registry.register(one))
         await asyncio.wait((waiting,), timeout=0.05)
@@ -859,16 +882,23 @@ async def test_a_registration_waits_while_another_is_being_checked(files: FileMe
     await settled(registry, other, one)
 
 
-async def test_a_stuck_admission_is_unavailable_and_not_for_ever(files: FileMesh) -> None:
+async def test_a_registration_fails_if_another_holds_the_card_check_too_long(
+    files: FileMesh,
+) -> None:
     registry = FileRegistry(files.path, card_check_wait_s=0.02)
     files.clients.append(registry)
-    with admission_held(files), pytest.raises(Unavailable, match="another registration") as refused:
+    with (
+        card_check_held(files),
+        pytest.raises(Unavailable, match="another registration") as rejected,
+    ):
         await registry.register(worker(model="m", card_checksum="c"))
-    assert refused.value.retry_after_s
+    assert rejected.value.retry_after_s
 
 
 @pytest.mark.slow
-async def test_an_instance_never_blinks_while_another_thread_updates_it(files: FileMesh) -> None:
+async def test_an_instance_is_never_missing_while_another_thread_updates_it(
+    files: FileMesh,
+) -> None:
     one = worker()
     ready = threading.Event()
 
@@ -889,10 +919,10 @@ async def test_an_instance_never_blinks_while_another_thread_updates_it(files: F
     try:
         assert await asyncio.to_thread(ready.wait, WAIT_S)
         watcher = files.connect()
-        blinks = 0
+        missing_count = 0
         while not finished.is_set():
-            blinks += one.id not in (await watcher.snapshot(NS)).instances
-        assert blinks == 0
+            missing_count += one.id not in (await watcher.snapshot(NS)).instances
+        assert missing_count == 0
         await settled(watcher, replace(one, pid=1000))
     finally:
         checked.set()
@@ -904,7 +934,7 @@ def open_descriptors() -> int:
 
 
 @pytest.mark.slow
-async def test_no_descriptor_is_left_behind(files: FileMesh) -> None:
+async def test_no_file_descriptor_leaks(files: FileMesh) -> None:
     before = open_descriptors()
     registry = files.connect()
     async with registry.watch(NS) as watch:
@@ -915,5 +945,5 @@ async def test_no_descriptor_is_left_behind(files: FileMesh) -> None:
             await lease.close()
         await seen(watch, lambda s: not s.instances)
     await registry.close()
-    assert open_descriptors() <= before, "fewer where something else let go of its own meanwhile"
+    assert open_descriptors() <= before, "fewer if other objects were closed meanwhile"
     assert not os.listdir(files.path / NS / "instances")

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest, MeshError, Unavailable
 from common.kv.events import (
-    Event,
     EventBatch,
     EventKind,
+    KvEvent,
     Partition,
     Source,
-    SourceState,
+    SourcePosition,
     SourceStatus,
 )
 from common.kv.hashing import hashes_to_bytes
@@ -60,12 +60,12 @@ def worker(worker_id: int, *, ranks: int = 1, kv_index: str = "events") -> Insta
 
 
 def stored(source: Source, sequence: int, *keys: int) -> EventBatch:
-    event = Event(EventKind.STORED, np.array(keys, dtype=np.uint64))
+    event = KvEvent(EventKind.STORED, np.array(keys, dtype=np.uint64))
     return EventBatch(source, 1, sequence, [event])
 
 
 def removed(source: Source, sequence: int, *keys: int) -> EventBatch:
-    event = Event(EventKind.REMOVED, np.array(keys, dtype=np.uint64))
+    event = KvEvent(EventKind.REMOVED, np.array(keys, dtype=np.uint64))
     return EventBatch(source, 1, sequence, [event])
 
 
@@ -83,7 +83,7 @@ class Fed:
 
     def register_source(self, *sources: Source) -> None:
         for source in sources:
-            self.feed.register_source(PART, SourceState(source, 1, 0), 0.0)
+            self.feed.register_source(PART, SourcePosition(source, 1, 0), 0.0)
 
     def tell(self, *batches: EventBatch) -> None:
         for batch in batches:
@@ -285,7 +285,7 @@ class Indexer:
 
     def __init__(self, *, loads_only: bool) -> None:
         self.feed = IndexFeed()
-        self.feed.register_source(PART, SourceState(ONE, 1, 0), 0.0)
+        self.feed.register_source(PART, SourcePosition(ONE, 1, 0), 0.0)
         histories: dict[Source, BatchHistory] = {}
         self.subscriber = Subscriber(
             self.feed,

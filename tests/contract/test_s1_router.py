@@ -24,14 +24,15 @@ from structlog.testing import capture_logs
 
 import router_svc
 from common.errors import DeadlineExceeded, NotFound, Unavailable, UnknownModel
-from common.kv.events import Event, EventBatch, EventKind, Partition, Source, SourceState
+from common.kv.events import EventBatch, EventKind, KvEvent, Partition, Source, SourcePosition
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
 from common.kv.index_feed import IndexFeed, run_all_steps
 from common.registry.instances import ENDPOINT_NAME, EndpointId, Instance, ModelNetworkName
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.rpc import channel as rpc
 from common.rpc.interceptors import mesh_error_from_rpc
-from common.service.lifecycle import HealthReporter, Lifecycle
+from common.service.health import HealthReporter
+from common.service.lifecycle import Lifecycle
 from common.wire.errors import error_from_proto
 from common.wire.kv import (
     batch_to_proto,
@@ -149,7 +150,7 @@ class Bed:
             partition=partition_to_proto(PART),
             sources=[indexer_pb2.SourceState(source=source_to_proto(source))],
         )
-        batch = EventBatch(source, 0, 1, [Event(EventKind.STORED, blocks)])
+        batch = EventBatch(source, 0, 1, [KvEvent(EventKind.STORED, blocks)])
         await call.write(indexer_pb2.PublishRequest(hello=hello))
         await call.write(
             indexer_pb2.PublishRequest(
@@ -342,7 +343,7 @@ async def test_discovery_of_the_routers_of_a_namespace_finds_exactly_those(bed: 
 
 # Routers with and without KV events (S1-62, S1-54).
 
-NOT_FOLLOWED = "KV events are not followed"
+NOT_FOLLOWED = "kv_events_not_followed"
 
 
 @pytest.mark.row("S1-54", "S1-62", "S1-96", "S1-97", "S1-103")
@@ -425,7 +426,7 @@ async def test_a_dump_can_be_replayed_into_an_index_that_answers_the_same(bed: B
         async for response in call:
             chunk = snapshot_chunk_from_proto(response.chunk)
             if chunk.first:
-                state = SourceState(chunk.source, chunk.epoch, chunk.sequence)
+                state = SourcePosition(chunk.source, chunk.epoch, chunk.sequence)
                 copy.register_source(partition_from_proto(response.partition), state, 0.0)
             run_all_steps(copy.load(chunk, 0.0))
         for depth in (1, 90, 91, 200):

@@ -1,4 +1,4 @@
-"""Bad input over HTTP: each row says what comes back; a good request works after each of them.
+"""Invalid input over HTTP: each case has its response; a valid request succeeds after each one.
 
 Run with -s to see the table.
 """
@@ -23,9 +23,9 @@ INVALID = "invalid_request_error"
 
 @dataclass(frozen=True, slots=True)
 class BadInputCase:
-    """One row. body: sent `repeat` times over as one, None sends none.
+    """One request and its expected response. body: sent `repeat` times in a row; None: no body.
 
-    status, param, code, type: of the answer; is_json: whether it has OpenAI's shape.
+    status, param, code, type: of the response; is_json: whether it is an OpenAI error.
     """
 
     name: str
@@ -42,7 +42,7 @@ class BadInputCase:
 
 
 def chat(**changes: Any) -> bytes:
-    """A good chat body with these changes; a value of `...` takes the key out."""
+    """A valid chat body with these changes; a value of `...` removes the key."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     return json.dumps({k: v for k, v in (body | changes).items() if v is not ...}).encode()
 
@@ -151,7 +151,7 @@ ROWS = [
         headers={"content-length": "50000000000"},
     ),
     BadInputCase(
-        "content-length is a word",
+        "content-length is text",
         400,
         None,
         None,
@@ -184,16 +184,16 @@ ROWS = [
     BadInputCase("a route with ..", 404, None, chat(), "not_found", path="/v1/../etc/passwd"),
 ]
 
-# Unusual, and right: these are answered.
+# Unusual but valid: these are served.
 GOOD = {
     "a chunked body": (chat(), {"transfer-encoding": "chunked"}),
     "a content-type that is not JSON": (chat(), {"content-type": "text/plain"}),
-    "a content-type that is nonsense": (chat(), {"content-type": "\xff/;;="}),
-    "an x-request-id with blanks": (chat(), {"x-request-id": "not one word"}),
+    "an invalid content-type": (chat(), {"content-type": "\xff/;;="}),
+    "an x-request-id with spaces": (chat(), {"x-request-id": "not one word"}),
     "an x-request-id of 4 kB": (chat(), {"x-request-id": "x" * 4096}),
-    "a traceparent that is none": (chat(), {"traceparent": "00-zz-\xff-01"}),
+    "an invalid traceparent": (chat(), {"traceparent": "00-zz-\xff-01"}),
     "a NUL in the text": (chat(messages=one_message("a\0b")), {}),
-    "blanks around the JSON": (b" \n" + chat() + b"\r\n ", {}),
+    "spaces around the JSON": (b" \n" + chat() + b"\r\n ", {}),
     "an escaped surrogate pair": (chat(messages=one_message("\U0001f389")), {}),
 }
 
@@ -219,7 +219,7 @@ def send(
     headers: Mapping[str, str],
     repeat: int = 1,
 ) -> tuple[int, dict[str, str], bytes]:
-    """One request on a connection of its own; a header given replaces what is made of the body."""
+    """Sends one request on its own connection; `headers` replace those derived from the body."""
     connection = http.client.HTTPConnection(mesh.url.removeprefix("http://"), timeout=WAIT_S)
     try:
         connection.putrequest(method, path, skip_accept_encoding=True)
@@ -236,29 +236,29 @@ def send(
         elif body is not None:
             for _ in range(repeat):
                 connection.send(body)
-        answer = connection.getresponse()
-        return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+        response = connection.getresponse()
+        return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
     finally:
         connection.close()
 
 
 def assert_serves(mesh: Mesh) -> None:
-    status, _, answer = send(mesh, "POST", CHAT_COMPLETIONS, chat(), {})
-    assert status == 200, answer
-    assert json.loads(answer)["usage"]["completion_tokens"] >= 1
+    status, _, response = send(mesh, "POST", CHAT_COMPLETIONS, chat(), {})
+    assert status == 200, response
+    assert json.loads(response)["usage"]["completion_tokens"] >= 1
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_bad_input_is_refused_by_name_and_the_next_request_is_served(
+def test_invalid_input_is_refused_by_name_and_the_next_request_is_served(
     mesh: Mesh, row: BadInputCase
 ) -> None:
-    status, headers, answer = send(mesh, row.method, row.path, row.body, row.headers, row.repeat)
-    if not row.is_json:  # refused by the HTTP parser, before there is a request
-        print(f"| {row.name} | {status} | - | - | {answer[:60]!r} |")
+    status, headers, response = send(mesh, row.method, row.path, row.body, row.headers, row.repeat)
+    if not row.is_json:  # refused by the HTTP parser, before the request exists
+        print(f"| {row.name} | {status} | - | - | {response[:60]!r} |")
         assert status == row.status
         assert_serves(mesh)
         return
-    error = json.loads(answer)["error"]
+    error = json.loads(response)["error"]
     print(
         f"| {row.name} | {status} | {error['code']} | {error['param']} | {error['message'][:90]} |"
     )
@@ -271,13 +271,13 @@ def test_bad_input_is_refused_by_name_and_the_next_request_is_served(
     assert_serves(mesh)
 
 
-def test_a_prompt_that_is_too_long_by_far_is_refused_before_it_is_tokenized(mesh: Mesh) -> None:
+def test_a_far_too_long_prompt_is_refused_before_it_is_tokenized(mesh: Mesh) -> None:
     for path, body in (
         (CHAT_COMPLETIONS, chat(messages=one_message("able about " * 100_000))),
         (COMPLETIONS, text(prompt="able about " * 100_000)),
     ):
-        status, _, answer = send(mesh, "POST", path, body, {})
-        error = json.loads(answer)["error"]
+        status, _, response = send(mesh, "POST", path, body, {})
+        error = json.loads(response)["error"]
         assert (status, error["code"]) == (400, LONG)
         assert "resulted in at least" in error["message"]
     assert_serves(mesh)
@@ -286,13 +286,13 @@ def test_a_prompt_that_is_too_long_by_far_is_refused_before_it_is_tokenized(mesh
 @pytest.mark.parametrize("name", GOOD)
 def test_unusual_input_is_served(mesh: Mesh, name: str) -> None:
     body, headers = GOOD[name]
-    status, answer_headers, answer = send(mesh, "POST", CHAT_COMPLETIONS, body, headers)
-    assert status == 200, answer
-    assert json.loads(answer)["choices"][0]["finish_reason"]
-    assert answer_headers["x-request-id"].isprintable()
-    assert len(answer_headers["x-request-id"]) <= 128
+    status, response_headers, response = send(mesh, "POST", CHAT_COMPLETIONS, body, headers)
+    assert status == 200, response
+    assert json.loads(response)["choices"][0]["finish_reason"]
+    assert response_headers["x-request-id"].isprintable()
+    assert len(response_headers["x-request-id"]) <= 128
 
 
-def test_nothing_of_all_this_was_a_bug_of_the_frontend(mesh: Mesh) -> None:
+def test_the_frontend_logged_no_internal_error(mesh: Mesh) -> None:
     assert mesh.frontend.events("request_failed") == []
     assert mesh.frontend.process.poll() is None

@@ -166,7 +166,7 @@ def test_a_wish_that_no_worker_meets_is_a_503_that_names_field_and_value(
     # A worker that meets it may join.
     assert answer.headers["x-should-retry"] == "true"
     line = log_line(mesh, name)
-    assert (line["param"], line["why"]) == (param, error["message"])
+    assert (line["param"], line["error"]) == (param, error["message"])
 
 
 def test_a_header_pins_a_request_and_wins_over_the_body(mesh: Mesh) -> None:

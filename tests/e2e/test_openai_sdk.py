@@ -1,4 +1,4 @@
-"""The official OpenAI SDK against a real mesh; answers are compared with what they must be."""
+"""The official OpenAI SDK against a real mesh; responses are compared with the token oracle."""
 
 from __future__ import annotations
 
@@ -67,22 +67,22 @@ def assert_usage(usage: Any, expected: ExpectedResponse) -> None:
     assert usage.total_tokens == expected.prompt_tokens + expected.completion_tokens
 
 
-async def test_a_chat_answer_is_the_models_truth_with_exact_usage(
+async def test_a_chat_response_has_the_expected_text_and_exact_usage(
     client: openai.AsyncOpenAI, oracle: Oracle
 ) -> None:
     expected = oracle.chat("Say something.", 200)
-    answer = await client.chat.completions.create(
+    response = await client.chat.completions.create(
         model=MODEL, messages=user_message("Say something."), max_tokens=200
     )
-    choice = answer.choices[0]
+    choice = response.choices[0]
     assert (choice.message.content, choice.finish_reason) == (expected.text, expected.finish_reason)
-    assert (choice.message.role, answer.object, answer.model) == (
+    assert (choice.message.role, response.object, response.model) == (
         *("assistant", "chat.completion", MODEL),
     )
-    assert_usage(answer.usage, expected)
+    assert_usage(response.usage, expected)
 
 
-async def test_a_streamed_chat_is_the_same_text_one_finish_and_usage_last(
+async def test_a_streamed_chat_has_the_same_text_one_finish_reason_and_usage_last(
     client: openai.AsyncOpenAI, oracle: Oracle
 ) -> None:
     expected = oracle.chat("Stream it.", 50)
@@ -103,11 +103,11 @@ async def test_a_streamed_chat_is_the_same_text_one_finish_and_usage_last(
     assert chunks[-1].choices == []
     assert_usage(chunks[-1].usage, expected)
     assert len({c.id for c in chunks}) == 1
-    # One event a token: role, tokens, finish, usage.
+    # One event per token: role, tokens, finish, usage.
     assert len(chunks) == expected.completion_tokens + 3
 
 
-async def test_without_stream_options_no_chunk_speaks_of_usage(
+async def test_without_stream_options_no_chunk_has_usage(
     client: openai.AsyncOpenAI,
 ) -> None:
     async with await client.chat.completions.create(
@@ -119,10 +119,10 @@ async def test_without_stream_options_no_chunk_speaks_of_usage(
 
 def test_the_sync_client_completes_a_text(sync_client: openai.OpenAI, oracle: Oracle) -> None:
     expected = oracle.completion("Once upon a time", 40)
-    answer = sync_client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=40)
-    assert answer.choices[0].text == expected.text
-    assert answer.choices[0].finish_reason == expected.finish_reason
-    assert_usage(answer.usage, expected)
+    response = sync_client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=40)
+    assert response.choices[0].text == expected.text
+    assert response.choices[0].finish_reason == expected.finish_reason
+    assert_usage(response.usage, expected)
 
 
 def test_the_sync_client_streams_a_completion_of_token_ids(
@@ -142,7 +142,7 @@ def test_the_sync_client_streams_a_completion_of_token_ids(
     assert_usage(chunks[-1].usage, expected)
 
 
-async def test_a_conversation_goes_through_the_models_template(
+async def test_a_conversation_is_rendered_by_the_models_template(
     client: openai.AsyncOpenAI, oracle: Oracle
 ) -> None:
     messages = [
@@ -151,25 +151,25 @@ async def test_a_conversation_goes_through_the_models_template(
         {"role": "assistant", "content": "Two."},
         {"role": "user", "content": "Three?"},
     ]
-    answer = await client.chat.completions.create(
+    response = await client.chat.completions.create(
         model=MODEL,
         messages=messages,  # type: ignore[arg-type]
         max_completion_tokens=20,
     )
     expected = oracle.conversation(messages, 20)
-    assert answer.choices[0].message.content == expected.text
-    assert_usage(answer.usage, expected)
+    assert response.choices[0].message.content == expected.text
+    assert_usage(response.usage, expected)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_text_ends_before_the_stop_string_and_usage_counts_what_made_it(
+async def test_text_ends_before_the_stop_string_and_usage_counts_its_tokens(
     client: openai.AsyncOpenAI, oracle: Oracle, stream: bool
 ) -> None:
     whole = oracle.chat("Stop me.", 60).text.split(" ")
-    # Ends in the middle of a word, so that the stop string spans tokens and ends inside one.
+    # Ends inside a word, so that the stop string spans tokens and ends inside one.
     stop = f"{whole[9]} {whole[10][:2]}"
     expected = oracle.chat("Stop me.", 60, stop=stop)
-    assert 0 < expected.completion_tokens < 60, "the stop string must be met"
+    assert 0 < expected.completion_tokens < 60, "the stop string must occur"
     request_args: dict[str, Any] = {
         "model": MODEL,
         "messages": user_message("Stop me."),
@@ -186,25 +186,25 @@ async def test_text_ends_before_the_stop_string_and_usage_counts_what_made_it(
                 text += choice.delta.content or ""
                 finish = choice.finish_reason or finish
     else:
-        answer = await client.chat.completions.create(**request_args)
-        choice = answer.choices[0]
-        text, usage, finish = choice.message.content or "", answer.usage, choice.finish_reason
+        response = await client.chat.completions.create(**request_args)
+        choice = response.choices[0]
+        text, usage, finish = choice.message.content or "", response.usage, choice.finish_reason
     assert (text, finish) == (expected.text, "stop")
     assert_usage(usage, expected)
 
 
-async def test_multi_byte_text_arrives_at_the_model_whole(
+async def test_multi_byte_text_reaches_the_model_unchanged(
     client: openai.AsyncOpenAI, oracle: Oracle
 ) -> None:
     expected = oracle.chat(MULTI_BYTE, 30)
-    answer = await client.chat.completions.create(
+    response = await client.chat.completions.create(
         model=MODEL, messages=user_message(MULTI_BYTE), max_tokens=30
     )
-    assert answer.choices[0].message.content == expected.text
-    assert_usage(answer.usage, expected)
+    assert response.choices[0].message.content == expected.text
+    assert_usage(response.usage, expected)
 
 
-async def test_sixty_four_streams_at_once_get_each_its_own_answer(
+async def test_sixty_four_concurrent_streams_get_their_own_responses(
     client: openai.AsyncOpenAI, oracle: Oracle
 ) -> None:
     async def one(number: int) -> str:
@@ -213,20 +213,20 @@ async def test_sixty_four_streams_at_once_get_each_its_own_answer(
         ) as stream:
             return "".join([c.choices[0].delta.content or "" async for c in stream])
 
-    answers = await asyncio.gather(*map(one, range(64)))
-    assert answers == [oracle.chat(f"Number {number}", 60).text for number in range(64)]
+    responses = await asyncio.gather(*map(one, range(64)))
+    assert responses == [oracle.chat(f"Number {number}", 60).text for number in range(64)]
 
 
 @pytest.mark.slow
-async def test_a_prompt_of_twenty_thousand_tokens_is_answered(
+async def test_a_prompt_of_twenty_thousand_tokens_is_served(
     client: openai.AsyncOpenAI, oracle: Oracle
 ) -> None:
     text = "able about above accept " * 5000
     expected = oracle.completion(text, 10)
     assert expected.prompt_tokens >= 20_000
-    answer = await client.completions.create(model=MODEL, prompt=text, max_tokens=10)
-    assert answer.choices[0].text == expected.text
-    assert_usage(answer.usage, expected)
+    response = await client.completions.create(model=MODEL, prompt=text, max_tokens=10)
+    assert response.choices[0].text == expected.text
+    assert_usage(response.usage, expected)
 
 
 async def test_an_unknown_model_is_not_found(client: openai.AsyncOpenAI) -> None:
@@ -235,7 +235,7 @@ async def test_an_unknown_model_is_not_found(client: openai.AsyncOpenAI) -> None
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-async def test_a_bad_value_is_a_bad_request_that_names_its_parameter(
+async def test_an_invalid_value_is_a_bad_request_that_names_its_parameter(
     client: openai.AsyncOpenAI,
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -246,7 +246,9 @@ async def test_a_bad_value_is_a_bad_request_that_names_its_parameter(
     assert caught.value.type == "invalid_request_error"
 
 
-async def test_a_worker_that_is_not_there_is_a_503_with_a_hint(client: openai.AsyncOpenAI) -> None:
+async def test_a_pin_to_an_unknown_worker_is_a_503_with_retry_after(
+    client: openai.AsyncOpenAI,
+) -> None:
     with pytest.raises(openai.InternalServerError) as caught:
         await client.chat.completions.create(
             model=MODEL,
@@ -258,7 +260,7 @@ async def test_a_worker_that_is_not_there_is_a_503_with_a_hint(client: openai.As
     assert caught.value.response.headers["x-should-retry"] == "true"
 
 
-async def test_models_are_listed_and_found(client: openai.AsyncOpenAI) -> None:
+async def test_models_are_listed_and_retrieved(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == [MODEL]
     assert (await client.models.retrieve(MODEL)).id == MODEL
     with pytest.raises(openai.NotFoundError):
@@ -266,18 +268,18 @@ async def test_models_are_listed_and_found(client: openai.AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_clients_request_id_comes_back_with_the_answer(
+async def test_the_clients_request_id_is_in_the_response(
     client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    answer = await client.chat.completions.with_raw_response.create(
+    response = await client.chat.completions.with_raw_response.create(
         model=MODEL,
         messages=user_message("hi"),
         max_tokens=2,
         stream=stream,
         extra_headers={"x-request-id": "my-id-7"},
     )
-    assert answer.headers["x-request-id"] == answer.request_id == "my-id-7"
-    await answer.http_response.aread()
+    assert response.headers["x-request-id"] == response.request_id == "my-id-7"
+    await response.http_response.aread()
 
 
 async def test_errors_carry_a_request_id_too(client: openai.AsyncOpenAI) -> None:

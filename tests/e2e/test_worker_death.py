@@ -264,7 +264,7 @@ async def test_a_worker_that_is_told_to_leave_costs_no_client_an_error(
             await wait_until(lambda: len(probe.answers) >= answered + 10, "the other serves on")
             assert probe.failures == []
         assert status == 0, draining.tail()
-        was_cut = draining.events("cut at the end of the drain")
+        was_cut = draining.events("calls_cancelled")
         assert bool(was_cut) == (drain_s < 1)
 
 
@@ -326,7 +326,7 @@ async def test_a_frontend_that_is_told_to_leave_costs_no_client_an_error(
             began = now()
             assert await asyncio.to_thread(draining.wait) == 0
             print(f"gone {now() - began:.2f} s after its last answer")
-        assert draining.events("cut at the end of the drain") == []
+        assert draining.events("calls_cancelled") == []
 
 
 async def test_answers_that_outlast_a_frontends_drain_end_with_a_typed_error(start: Any) -> None:

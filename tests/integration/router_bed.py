@@ -17,7 +17,8 @@ from common.registry.instances import Instance
 from common.registry.registry import Lease, MemoryRegistry, MemoryStore
 from common.rpc import channel as rpc
 from common.rpc.interceptors import mesh_error_from_rpc
-from common.service.lifecycle import HealthReporter, Lifecycle
+from common.service.health import HealthReporter
+from common.service.lifecycle import Lifecycle
 from common.wire.errors import error_from_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc

@@ -1,6 +1,6 @@
-"""The Consul registry on an agent whose connections break: each call once is the one that fails.
+"""The Consul registry on an agent with breaking connections: each call fails once.
 
-The agent is one of a dozen lines, so that a test can choose which of its answers is lost.
+A fake agent lets a test choose which request or response is lost.
 """
 
 from __future__ import annotations
@@ -19,36 +19,37 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 from structlog.testing import capture_logs
 
-import common.registry.consul
+import common.registry.consul.client
+import common.registry.consul.registry
 from common.registry.card import ModelCard
-from common.registry.consul import DEPARTURE_KEPT_S, ConsulRegistry
+from common.registry.consul.registry import DEPARTURE_KEPT_S, ConsulRegistry
 from common.registry.instances import Instance
 
 NS = "blips"
 CARD = ModelCard(name="m")
 ONE = Instance(7, NS, "worker", "", "127.0.0.1:1", model="m", card_checksum=CARD.checksum)
 OTHER = Instance(8, NS, "worker", "", "127.0.0.1:2")
-# Nearly as long as a test may take.
-PATIENCE_S = 50.0
+# Just below the time limit of a test.
+WAIT_S = 50.0
 OLD_NOTE = f"kvmesh/{NS}/left/{1:016x}"
 
 
 @pytest.fixture(autouse=True)
-def no_call_fails_because_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.registry.consul, "CALL_TIMEOUT_S", PATIENCE_S)
-    monkeypatch.setattr(common.registry.consul, "CONNECT_TIMEOUT_S", PATIENCE_S)
+def no_call_times_out_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.registry.consul.client, "CALL_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(common.registry.consul.client, "CONNECT_TIMEOUT_S", WAIT_S)
 
 
 @dataclass
 class BreakingAgent:
-    """Services and keys of an agent that breaks `breaks` connections from call `first` on.
+    """An agent that breaks the connections of `breaks` calls, starting with number `first`.
 
-    deaf: the calls that break are not carried out either. calls: their methods and paths.
+    drops_requests: broken calls are not executed either. calls: methods and paths of all calls.
     """
 
     first: int = -1
     breaks: int = 1
-    deaf: bool = True
+    drops_requests: bool = True
     url: str = ""
     calls: list[str] = field(default_factory=list)
     services: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -58,11 +59,11 @@ class BreakingAgent:
 
     @asynccontextmanager
     async def served(self) -> AsyncIterator[ConsulRegistry]:
-        """A registry on it, whose own calls are the only ones."""
+        """A registry on this agent, without periodic calls."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         registry = ConsulRegistry(
-            self.url, reconcile_interval_s=1e3, unreachable_timeout_s=PATIENCE_S, rng=Random(1)
+            self.url, reconcile_interval_s=1e3, unreachable_timeout_s=WAIT_S, rng=Random(1)
         )
         try:
             yield registry
@@ -83,22 +84,24 @@ class BreakingAgent:
                 number = len(self.calls)
                 self.calls.append(f"{method} {target}")
                 broken = self.first <= number < self.first + self.breaks
-                if broken and self.deaf:
+                if broken and self.drops_requests:
                     break
                 url = urlsplit(target)
                 query = {k: v[0] for k, v in parse_qs(url.query, keep_blank_values=True).items()}
-                status, answer = self.answer(method, unquote(url.path), query, body)
+                status, response = self.respond(method, unquote(url.path), query, body)
                 if broken:
                     break
                 heading = f"HTTP/1.1 {status} -\r\nX-Consul-Index: {self.index}\r\n"
-                writer.write(f"{heading}Content-Length: {len(answer)}\r\n\r\n".encode() + answer)
+                writer.write(
+                    f"{heading}Content-Length: {len(response)}\r\n\r\n".encode() + response
+                )
                 await writer.drain()
         except (asyncio.IncompleteReadError, OSError):
-            pass  # the client hung up
+            pass  # The client has disconnected.
         finally:
             writer.close()
 
-    def answer(
+    def respond(
         self, method: str, path: str, query: Mapping[str, str], body: bytes
     ) -> tuple[int, bytes]:
         """Status and body."""
@@ -113,8 +116,12 @@ class BreakingAgent:
             return 200, b""
         assert path == "/v1/agent/service/register", path
         service = json.loads(body)
-        created = self.services.get(service["ID"], {}).get("CreateIndex", self.index)
-        self.services[service["ID"]] = {**service, "CreateIndex": created}
+        created = self.services.get(service["id"], {}).get("CreateIndex", self.index)
+        self.services[service["id"]] = {
+            "ID": service["id"],
+            "Meta": service["meta"],
+            "CreateIndex": created,
+        }
         return 200, b""
 
     def _key(
@@ -138,12 +145,12 @@ class BreakingAgent:
         return (200, json.dumps(shown).encode()) if shown else (404, b"")
 
     def note_old_departure(self) -> None:
-        """As somebody left it who went long ago."""
+        """Write the departure note of an instance that left long ago."""
         self.keys[OLD_NOTE] = (b"", 1, int(time.time() - 2 * DEPARTURE_KEPT_S))
 
 
 async def start_a_worker(agent: BreakingAgent) -> None:
-    """What a worker does at its start; all of it must have happened."""
+    """Make the calls of a worker's start and check their results."""
     async with AsyncExitStack() as stack:
         registry = await stack.enter_async_context(agent.served())
         await registry.put_card(CARD)
@@ -165,34 +172,34 @@ async def calls_of_a_start() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deaf", [True, False], ids=["request lost", "answer lost"])
+@pytest.mark.parametrize("drops_requests", [True, False], ids=["request lost", "response lost"])
 @pytest.mark.parametrize("breaks", [1, 3])
-async def test_a_start_survives_connections_that_break_at_any_of_its_calls(
-    monkeypatch: pytest.MonkeyPatch, deaf: bool, breaks: int
+async def test_a_worker_start_survives_a_broken_connection_at_each_of_its_calls(
+    monkeypatch: pytest.MonkeyPatch, drops_requests: bool, breaks: int
 ) -> None:
-    # Else waiting to be listed would hide what is shown here.
-    monkeypatch.setattr(common.registry.consul, "LISTED_WITHIN_S", 0.0)
+    # Without this, the wait for the listing would hide broken calls.
+    monkeypatch.setattr(common.registry.consul.registry, "LISTED_WITHIN_S", 0.0)
     calls = await calls_of_a_start()
     assert calls >= 8
-    agents = [BreakingAgent(first, breaks, deaf) for first in range(calls)]
+    agents = [BreakingAgent(first, breaks, drops_requests) for first in range(calls)]
     for agent in agents:
         agent.note_old_departure()
     await asyncio.gather(*(start_a_worker(agent) for agent in agents))
 
 
-async def test_a_registration_that_the_agent_accepted_and_lost_is_made_again(
+async def test_a_registration_that_the_agent_accepted_and_lost_is_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(common.registry.consul, "LISTED_WITHIN_S", 0.0)
+    monkeypatch.setattr(common.registry.consul.registry, "LISTED_WITHIN_S", 0.0)
 
     class Forgetful(BreakingAgent):
-        def answer(
+        def respond(
             self, method: str, path: str, query: Mapping[str, str], body: bytes
         ) -> tuple[int, bytes]:
-            answer = super().answer(method, path, query, body)
+            response = super().respond(method, path, query, body)
             if sum("service/register" in call for call in self.calls) == 1:
                 self.services.clear()
-            return answer
+            return response
 
     agent = Forgetful()
     async with agent.served() as registry:
@@ -200,7 +207,7 @@ async def test_a_registration_that_the_agent_accepted_and_lost_is_made_again(
         assert (await registry.snapshot(NS)).instances == {OTHER.id: OTHER}
 
 
-async def test_notes_that_could_not_be_swept_are_swept_with_the_next_registration() -> None:
+async def test_departure_notes_that_could_not_be_swept_are_swept_by_the_next_registration() -> None:
     agent = BreakingAgent()
     agent.note_old_departure()
     async with agent.served() as registry:

@@ -1,6 +1,6 @@
-"""What the Consul registry survives, on a real agent: its own death, and the ways workers die.
+"""Faults of Consul and of workers on a real agent with gRPC health checks.
 
-The contract suite shows what it does in peace, with TTL checks; here Consul asks gRPC health.
+The contract suite covers operation without faults, with TTL checks.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from common.errors import Conflict, InvalidRequest, MeshError, Unavailable
+from common.errors import Conflict, InvalidRequest, MeshError, PermissionDenied, Unavailable
 from common.registry.card import Artifact, ModelCard
-from common.registry.consul import HEALTH_META_KEY, RECONCILE_S, ConsulRegistry
-from common.registry.instances import Instance, Snapshot, new_instance_id
+from common.registry.consul.registry import ConsulRegistry
+from common.registry.consul.watch import RECONCILE_S
+from common.registry.instances import HEALTH_META_KEY, Instance, Snapshot, new_instance_id
 from common.registry.open import health_check_meta, open_registry
 from common.registry.registry import Watch
 from common.runtime.config import ServiceConfig, read_config
-from common.service.lifecycle import ThreadedHealthServer
+from common.service.health import ThreadedHealthServer
 from tests.contract.consul_agent import ConsulAgent, running_agent
 
 pytestmark = pytest.mark.slow
 
 NS = "faults"
 WAIT_S = 20.0
-# One to two seconds where the machine has nothing else to do.
+# One to two seconds on an idle machine.
 DEAD_WITHIN_S = 20.0
 
-# A process that answers health from a thread, as services do, and registers nothing itself.
+# A process with a health server in a thread, as services have, without a registration.
 WORKER = """
 import sys, threading
-from common.service.lifecycle import ThreadedHealthServer
+from common.service.health import ThreadedHealthServer
 thread = ThreadedHealthServer("127.0.0.1", 0)
 thread.start()
 thread.set("", True)
@@ -51,7 +52,7 @@ threading.Event().wait(120)
 
 @dataclass
 class Mesh:
-    """An agent, and what was made on it."""
+    """An agent, its clients and their processes."""
 
     agent: ConsulAgent
     http: httpx.AsyncClient
@@ -69,7 +70,7 @@ class Mesh:
         return self.clients[-1]
 
     async def process(self) -> tuple[asyncio.subprocess.Process, str]:
-        """A worker's process and its health address."""
+        """A worker process and its health address."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
@@ -98,7 +99,7 @@ def agent() -> Iterator[ConsulAgent]:
 
 @pytest.fixture
 async def mesh(agent: ConsulAgent) -> AsyncIterator[Mesh]:
-    agent.start()  # unless it runs: the test before may have failed half-way
+    agent.start()  # The previous test may have failed while it was stopped.
     agent.wipe()
     async with httpx.AsyncClient(base_url=agent.url, trust_env=False, timeout=WAIT_S) as http:
         made = Mesh(agent, http)
@@ -108,7 +109,7 @@ async def mesh(agent: ConsulAgent) -> AsyncIterator[Mesh]:
 
 @pytest.fixture
 def healthy() -> Iterator[ThreadedHealthServer]:
-    """Health of this very process, which is well."""
+    """A health server in this process."""
     threaded_health = ThreadedHealthServer("127.0.0.1", 0)
     threaded_health.start()
     threaded_health.set("", True)
@@ -123,7 +124,7 @@ def worker(health: str | None, stable_name: str = "", **facts: str) -> Instance:
 
 
 async def seen(watch: Watch, condition: Callable[[Snapshot], bool], within_s: float) -> float:
-    """Seconds until a snapshot fulfils `condition`."""
+    """Seconds until `condition` holds for a snapshot."""
     started = time.monotonic()
     try:
         async with asyncio.timeout(within_s):
@@ -143,17 +144,17 @@ async def eventually(condition: Callable[[], bool], what: str, within_s: float =
 
 
 async def passing(mesh: Mesh) -> set[str]:
-    """Ids (hex) that Consul itself lists as passing: what a client without memory would see."""
+    """Ids (hex) that Consul lists as passing: the members for a new client."""
     with contextlib.suppress(httpx.HTTPError):
-        answer = await mesh.http.get(f"/v1/health/service/kvmesh-{NS}?passing")
-        if answer.is_success:
-            return {entry["Service"]["ID"].rpartition("-")[2] for entry in answer.json()}
+        response = await mesh.http.get(f"/v1/health/service/kvmesh-{NS}?passing")
+        if response.is_success:
+            return {entry["Service"]["ID"].rpartition("-")[2] for entry in response.json()}
     return set()
 
 
 @contextlib.asynccontextmanager
 async def steps_of(watch: Watch) -> AsyncIterator[list[frozenset[int]]]:
-    """Every set of members the watch shows during the block."""
+    """Every set of members of the watch during the block."""
     steps: list[frozenset[int]] = []
 
     async def follow() -> None:
@@ -174,7 +175,7 @@ async def registered(mesh: Mesh, watch: Watch, *instances: Instance) -> None:
     await seen(watch, lambda s: s.instances.keys() >= {i.id for i in instances}, WAIT_S)
 
 
-async def test_a_worker_is_seen_once_consul_has_reached_it(
+async def test_a_worker_is_a_member_once_consul_has_reached_its_health_address(
     mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     async with mesh.connect().watch(NS) as watch:
@@ -186,7 +187,7 @@ async def test_a_worker_is_seen_once_consul_has_reached_it(
         assert watch.current.instances == {one.id: one}
 
 
-async def test_a_process_that_dies_without_a_word_leaves_in_time(mesh: Mesh) -> None:
+async def test_a_killed_process_leaves_in_time(mesh: Mesh) -> None:
     async with mesh.connect().watch(NS) as watch:
         process, address = await mesh.process()
         dying, other = worker(address), worker((await mesh.process())[1])
@@ -196,7 +197,7 @@ async def test_a_process_that_dies_without_a_word_leaves_in_time(mesh: Mesh) -> 
         assert other.id in watch.current.instances
 
 
-async def test_the_last_process_that_dies_leaves_in_time_too(mesh: Mesh) -> None:
+async def test_the_last_process_of_a_namespace_leaves_in_time_when_killed(mesh: Mesh) -> None:
     async with mesh.connect().watch(NS) as watch:
         process, address = await mesh.process()
         await registered(mesh, watch, worker(address))
@@ -204,7 +205,7 @@ async def test_the_last_process_that_dies_leaves_in_time_too(mesh: Mesh) -> None
         await seen(watch, lambda s: not s.instances, DEAD_WITHIN_S)
 
 
-async def test_a_hung_process_is_out_in_time_and_back_when_it_moves_again(mesh: Mesh) -> None:
+async def test_a_hung_process_leaves_in_time_and_returns_when_it_continues(mesh: Mesh) -> None:
     async with mesh.connect().watch(NS) as watch:
         process, address = await mesh.process()
         one = worker(address)
@@ -215,19 +216,19 @@ async def test_a_hung_process_is_out_in_time_and_back_when_it_moves_again(mesh: 
         await seen(watch, lambda s: s.instances == {one.id: one}, DEAD_WITHIN_S)
 
 
-async def test_a_drained_worker_leaves_though_it_still_answers(
+async def test_a_worker_with_a_closed_lease_leaves_although_its_health_is_serving(
     mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
-    """The last one of its service, and SERVING still: it says that it left, and is believed."""
+    """The last instance of its service: its departure note ends it, without a probe."""
     async with mesh.connect().watch(NS) as watch:
         lease = await mesh.connect().register(worker(healthy.address))
         await seen(watch, lambda s: bool(s.instances), WAIT_S)
         await lease.close()
-        # Not believed, it would be asked, would answer, and would stay for ever.
+        # With a probe it would stay for ever.
         await seen(watch, lambda s: not s.instances, WAIT_S)
 
 
-async def test_maintenance_mode_is_believed_though_the_worker_answers(
+async def test_maintenance_mode_removes_a_worker_although_its_health_is_serving(
     mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     async with mesh.connect().watch(NS) as watch:
@@ -240,7 +241,7 @@ async def test_maintenance_mode_is_believed_though_the_worker_answers(
         await seen(watch, lambda s: one.id in s.instances, WAIT_S)
 
 
-async def test_an_agent_that_lost_its_state_is_told_again_and_no_watcher_blinks(
+async def test_owners_register_again_after_the_agent_lost_its_state_and_watches_keep_all_members(
     mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     members = [worker(healthy.address, f"w{n}") for n in range(10)]
@@ -251,19 +252,19 @@ async def test_an_agent_that_lost_its_state_is_told_again_and_no_watcher_blinks(
             mesh.agent.kill()
             assert not await passing(mesh)
             mesh.agent.start()
-            everyone = {f"{i.id:016x}" for i in members}
+            expected = {f"{i.id:016x}" for i in members}
             deadline = time.monotonic() + WAIT_S
-            while (back := await passing(mesh)) != everyone:
-                assert time.monotonic() < deadline, f"{len(back)} of {len(everyone)} are back"
+            while (back := await passing(mesh)) != expected:
+                assert time.monotonic() < deadline, f"{len(back)} of {len(expected)} are back"
                 await asyncio.sleep(0.02)
-            # And one more, so that the watch has certainly seen what came before.
+            # One more registration: once it is seen, all earlier changes are.
             late = worker(healthy.address)
             await mesh.connect().register(late)
-            await eventually(lambda: bool(steps), "the late one is seen")
+            await eventually(lambda: bool(steps), "the late registration is seen")
         assert steps == [frozenset({*before.instances, late.id})]
 
 
-async def test_who_died_while_the_agent_was_away_is_gone_when_it_is_back(
+async def test_a_worker_that_died_during_an_agent_outage_leaves_afterwards(
     mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     async with mesh.connect().watch(NS) as watch:
@@ -278,7 +279,7 @@ async def test_who_died_while_the_agent_was_away_is_gone_when_it_is_back(
         process.kill()
         await process.wait()
         await owner.close()
-        assert len(watch.current.instances) == 2, "a lost store is no news"
+        assert len(watch.current.instances) == 2, "a lost store is not a change"
         mesh.agent.start()
         await seen(watch, lambda s: set(s.instances) == {living.id}, WAIT_S)
 
@@ -301,16 +302,16 @@ async def test_a_paused_agent_changes_nothing(mesh: Mesh, healthy: ThreadedHealt
                 mesh.agent.resume()
             late = worker(healthy.address)
             await mesh.connect().register(late)
-            await eventually(lambda: bool(steps), "the late one is seen")
-        everyone = {*(i.id for i in members), late.id}
-        assert steps == [frozenset(everyone)]
+            await eventually(lambda: bool(steps), "the late registration is seen")
+        expected = {*(i.id for i in members), late.id}
+        assert steps == [frozenset(expected)]
 
 
-def awaited(logs: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+def waits(logs: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
     return [line for line in logs if line["event"] == "registry_awaited"]
 
 
-async def test_who_registers_before_there_is_an_agent_waits_for_it(
+async def test_a_registration_waits_for_an_agent_that_starts_later(
     mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     client, one, card = mesh.connect(), worker(healthy.address), ModelCard(name="early")
@@ -319,10 +320,10 @@ async def test_who_registers_before_there_is_an_agent_waits_for_it(
         storing = asyncio.create_task(client.put_card(card))
         registering = asyncio.create_task(client.register(one))
         try:
-            assert not (await client.snapshot(NS)).instances, "what only looks does not wait"
+            assert not (await client.snapshot(NS)).instances, "reads do not wait"
             with pytest.raises(Unavailable, match="cannot reach Consul"):
                 await client.get_card(card.checksum)
-            await eventually(lambda: len(awaited(logs)) == 2, "both wait, and say so")
+            await eventually(lambda: len(waits(logs)) == 2, "both wait and log it")
         finally:
             mesh.agent.start()
         await registering
@@ -330,18 +331,18 @@ async def test_who_registers_before_there_is_an_agent_waits_for_it(
     assert await client.get_card(card.checksum) == card
     async with client.watch(NS) as watch:
         await seen(watch, lambda s: one.id in s.instances, WAIT_S)
-    assert len(awaited(logs)) == 2, "once each"
+    assert len(waits(logs)) == 2, "once each"
 
 
-async def test_a_registration_is_refused_when_there_is_no_agent_for_long_and_can_be_repeated(
+async def test_a_registration_without_an_agent_fails_after_the_timeout_and_can_be_repeated(
     mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     client, one = mesh.connect(unreachable_timeout_s=0.2), worker(healthy.address)
     mesh.agent.kill()
     try:
-        with pytest.raises(Unavailable, match=mesh.agent.url) as refused:
+        with pytest.raises(Unavailable, match=mesh.agent.url) as rejected:
             await client.register(one)
-        assert refused.value.retry_after_s
+        assert rejected.value.retry_after_s
     finally:
         mesh.agent.start()
     await client.register(one)
@@ -349,7 +350,7 @@ async def test_a_registration_is_refused_when_there_is_no_agent_for_long_and_can
         await seen(watch, lambda s: one.id in s.instances, WAIT_S)
 
 
-async def test_a_registry_closed_while_it_waits_for_an_agent_waits_no_more() -> None:
+async def test_closing_a_registry_ends_its_wait_for_an_agent() -> None:
     client = ConsulRegistry("http://127.0.0.1:1")
     with capture_logs() as logs:
         registering = asyncio.create_task(client.register(worker(None)))
@@ -359,7 +360,7 @@ async def test_a_registry_closed_while_it_waits_for_an_agent_waits_no_more() -> 
             await registering
 
 
-async def test_a_watch_opened_without_an_agent_fills_when_there_is_one(
+async def test_a_watch_opened_without_an_agent_gets_members_once_it_runs(
     mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     mesh.agent.kill()
@@ -372,10 +373,10 @@ async def test_a_watch_opened_without_an_agent_fills_when_there_is_one(
             await mesh.connect().register(one)
             await seen(watch, lambda s: one.id in s.instances, WAIT_S)
     events = [line["event"] for line in logs if line.get("namespace") == NS]
-    assert events == ["registry_lost", "registry_found"]
+    assert events == ["registry_lost", "registry_recovered"]
 
 
-async def test_fifty_instances_come_and_half_of_them_die_at_once(
+async def test_half_of_fifty_instances_killed_at_once_leave_in_time(
     mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     process, address = await mesh.process()
@@ -384,12 +385,12 @@ async def test_fifty_instances_come_and_half_of_them_die_at_once(
     async with mesh.connect().watch(NS) as watch, mesh.connect().watch(NS) as other:
         await registered(mesh, watch, *dying, *living)
         process.kill()
-        survivors = {i.id for i in living}
-        await seen(watch, lambda s: set(s.instances) == survivors, DEAD_WITHIN_S)
-        await seen(other, lambda s: set(s.instances) == survivors, DEAD_WITHIN_S)
+        expected = {i.id for i in living}
+        await seen(watch, lambda s: set(s.instances) == expected, DEAD_WITHIN_S)
+        await seen(other, lambda s: set(s.instances) == expected, DEAD_WITHIN_S)
 
 
-async def test_a_card_conflict_is_seen_before_consul_has_reached_the_first(
+async def test_a_card_conflict_is_detected_before_consul_has_reached_the_first_worker(
     mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     first = worker(healthy.address, "a", model="m", card_checksum="c1")
@@ -398,21 +399,21 @@ async def test_a_card_conflict_is_seen_before_consul_has_reached_the_first(
         await mesh.connect().register(worker(healthy.address, "b", model="m", card_checksum="c2"))
 
 
-async def test_a_card_larger_than_a_consul_value_arrives_whole(mesh: Mesh) -> None:
-    tokenizer = os.urandom(3 << 20)  # does not compress
+async def test_a_card_larger_than_a_consul_value_is_stored_in_parts(mesh: Mesh) -> None:
+    tokenizer = os.urandom(3 << 20)  # Not compressible.
     card = ModelCard(name="m", artifacts={"tokenizer.json": Artifact.of(tokenizer)})
     await mesh.connect().put_card(card)
     assert await mesh.connect().get_card(card.checksum) == card
     key = f"kvmesh/cards/{card.checksum}"
-    answer = await mesh.http.get(f"/v1/kv/{key}/manifest?raw")
-    assert json.loads(answer.content)["parts"] > 5
+    response = await mesh.http.get(f"/v1/kv/{key}/manifest?raw")
+    assert json.loads(response.content)["parts"] > 5
     await mesh.http.delete(f"/v1/kv/{key}/2")
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         await mesh.connect().get_card(card.checksum)
-    assert refused.value.field == "checksum"
+    assert rejected.value.field == "checksum"
 
 
-async def test_people_find_the_card_of_a_model_by_its_name(
+async def test_the_checksum_of_a_models_card_is_stored_under_the_models_name(
     mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     one = worker(healthy.address, model="m", card_checksum="c1")
@@ -424,20 +425,20 @@ async def test_people_find_the_card_of_a_model_by_its_name(
 
 
 @pytest.mark.parametrize("health", ["nowhere", "127.0.0.1", "http://x:1"])
-async def test_a_health_address_that_is_none_is_refused_by_name(mesh: Mesh, health: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+async def test_an_invalid_health_address_is_rejected_by_name(mesh: Mesh, health: str) -> None:
+    with pytest.raises(InvalidRequest) as rejected:
         await mesh.connect().register(worker(health))
-    assert refused.value.field == "meta.health"
+    assert rejected.value.field == "meta.health"
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8500", "", "http://a b:x"])
-def test_a_url_that_is_none_is_refused_by_name(url: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+def test_an_invalid_url_is_rejected_by_name(url: str) -> None:
+    with pytest.raises(InvalidRequest) as rejected:
         ConsulRegistry(url)
-    assert refused.value.field == "consul_url"
+    assert rejected.value.field == "consul_url"
 
 
-async def test_a_registry_closed_while_it_registers_leaves_nothing_behind(
+async def test_a_registry_closed_during_registrations_leaves_no_services(
     mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     client = mesh.connect()
@@ -453,40 +454,40 @@ async def test_a_registry_closed_while_it_registers_leaves_nothing_behind(
         await asyncio.sleep(0.02)
 
 
-async def test_an_instance_too_large_for_consul_is_refused(mesh: Mesh) -> None:
+async def test_an_instance_too_large_for_consul_is_rejected(mesh: Mesh) -> None:
     huge = replace(worker(None), meta={"notes": "x" * 40_000})
-    with pytest.raises(InvalidRequest, match="bytes") as refused:
+    with pytest.raises(InvalidRequest, match="bytes") as rejected:
         await mesh.connect().register(huge)
-    assert refused.value.field == "meta"
+    assert rejected.value.field == "meta"
 
 
-async def test_an_instance_over_many_meta_values_arrives_whole(mesh: Mesh) -> None:
+async def test_an_instance_is_split_over_several_meta_values(mesh: Mesh) -> None:
     large = replace(worker(None), meta={"notes": 'ü"\\' * 1_000})
     async with mesh.connect().watch(NS) as watch:
         await registered(mesh, watch, large)
         assert watch.current.instances == {large.id: large}
 
 
-async def test_a_strangers_service_of_the_same_name_hides_nobody_and_is_logged_once(
+async def test_a_foreign_service_of_the_same_name_is_logged_and_hides_no_instance(
     mesh: Mesh,
 ) -> None:
-    stranger = {"Name": f"kvmesh-{NS}", "ID": "stranger", "Meta": {"json00": "{"}}
-    await mesh.http.put("/v1/agent/service/register", json=stranger)
+    foreign = {"Name": f"kvmesh-{NS}", "ID": "foreign", "Meta": {"json00": "{"}}
+    await mesh.http.put("/v1/agent/service/register", json=foreign)
     one = worker(None)
     with capture_logs() as logs:
         async with mesh.connect().watch(NS) as watch:
             await registered(mesh, watch, one)
             assert watch.current.instances == {one.id: one}
     unreadable = [line for line in logs if line["event"] == "registry_entry_unreadable"]
-    assert {line["id"] for line in unreadable} == {"stranger"}
+    assert {line["id"] for line in unreadable} == {"foreign"}
 
 
-async def test_a_watch_ends_at_once_though_its_query_blocks(mesh: Mesh) -> None:
+async def test_a_watch_ends_at_once_although_its_query_blocks(mesh: Mesh) -> None:
     client = mesh.connect()
     async with client.watch(NS) as watch:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.2):
-                while True:  # what the test before has left may still go
+                while True:  # Members of the previous test may still leave.
                     await watch.next()
         started = time.monotonic()
     await client.close()
@@ -507,16 +508,16 @@ def read(environ: dict[str, str]) -> ServiceConfig:
     return config
 
 
-def test_the_token_is_read_from_consuls_own_variable_and_ours_wins() -> None:
-    theirs, ours = {"CONSUL_HTTP_TOKEN": "theirs"}, {"KVMESH_CONSUL_TOKEN": "ours"}
+def test_kvmesh_consul_token_overrides_consul_http_token() -> None:
+    standard, own = {"CONSUL_HTTP_TOKEN": "t-standard"}, {"KVMESH_CONSUL_TOKEN": "t-own"}
     assert read({}).consul_token is None
-    assert read(theirs).consul_token == "theirs"
-    assert read(theirs | ours).consul_token == "ours"
-    assert read(ours | {"KVMESH_ROUTER_CONSUL_TOKEN": "room"}).consul_token == "room"
-    assert "theirs" not in repr(read(theirs))
+    assert read(standard).consul_token == "t-standard"
+    assert read(standard | own).consul_token == "t-own"
+    assert read(own | {"KVMESH_ROUTER_CONSUL_TOKEN": "t-router"}).consul_token == "t-router"
+    assert "t-standard" not in repr(read(standard))
 
 
-def test_the_health_address_is_the_threads_else_the_grpc_one() -> None:
+def test_the_health_address_is_the_health_port_or_the_grpc_address() -> None:
     plain = ServiceConfig()
     assert health_check_meta(plain, "w1.example:5000", 6000) == {HEALTH_META_KEY: "w1.example:6000"}
     assert health_check_meta(plain, "[::1]:5000", 6000) == {HEALTH_META_KEY: "[::1]:6000"}
@@ -526,29 +527,62 @@ def test_the_health_address_is_the_threads_else_the_grpc_one() -> None:
 async def test_the_configuration_opens_a_consul_registry_with_its_token(
     mesh: Mesh,
 ) -> None:
-    config = replace(read({}), registry="consul", consul_url=mesh.agent.url, consul_token="t")
+    update = {"registry": "consul", "consul_url": mesh.agent.url, "consul_token": "t"}
+    config = read({}).model_copy(update=update)
     registry = open_registry(config)
     try:
-        # An agent without ACLs does not look at tokens it does not know.
+        # An agent without ACLs ignores unknown tokens.
         assert not (await registry.snapshot(NS)).instances
     finally:
         await registry.close()
 
 
-async def test_a_bad_token_is_an_error_that_says_so() -> None:
-    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 17\r\n\r\nPermission denied")
+@contextlib.asynccontextmanager
+async def rejecting_server(status: str) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """A server that returns `status` to every request: its URL and the heads it received."""
+    heads: list[bytes] = []
+
+    async def reject(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 6\r\n\r\nreason".encode())
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    registry = ConsulRegistry(f"http://127.0.0.1:{port}", token="wrong")
+    server = await asyncio.start_server(reject, "127.0.0.1", 0)
     try:
-        with pytest.raises(MeshError, match="consul_token"):
-            await registry.register(worker(None))
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", heads
     finally:
-        await registry.close()
         server.close()
         await server.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "text"),
+    [
+        ("403 Forbidden", PermissionDenied, "check consul_token"),
+        ("404 Not Found", InvalidRequest, "404 for /v1/health/service/"),
+    ],
+)
+async def test_a_rejected_request_is_an_error_without_a_retry(
+    status: str, kind: type[MeshError], text: str
+) -> None:
+    async with rejecting_server(status) as (url, heads):
+        registry = ConsulRegistry(url)
+        with pytest.raises(kind, match=text):
+            await registry.register(worker(None))
+        await registry.close()
+    assert len(heads) == 1
+
+
+@pytest.mark.parametrize("token", [None, "configured"])
+async def test_only_the_configured_token_is_sent(
+    monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    monkeypatch.setenv("CONSUL_HTTP_TOKEN", "from-the-environment")  # py-consul reads it.
+    async with rejecting_server("403 Forbidden") as (url, heads):
+        registry = ConsulRegistry(url, token=token)
+        with pytest.raises(PermissionDenied):
+            await registry.register(worker(None))
+        await registry.close()
+    sent = [line for line in heads[0].decode().lower().split("\r\n") if "consul-token" in line]
+    assert sent == ([] if token is None else [f"x-consul-token: {token}"])

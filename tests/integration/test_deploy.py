@@ -82,7 +82,7 @@ def test_the_dashboard_is_what_its_script_writes() -> None:
 def test_queries_name_metrics_that_the_services_have() -> None:
     from prometheus_client import CollectorRegistry
 
-    from frontend_svc.metrics import FrontendMetrics
+    from frontend_svc.metrics.families import FrontendMetrics
     from router_svc.core.router import Router
     from router_svc.core.selectors import SELECTORS
     from router_svc.metrics import Metrics as RouterMetrics

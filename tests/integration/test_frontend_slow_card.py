@@ -1,4 +1,4 @@
-"""A frontend, a worker, and a peer that sends its card's files byte by byte, over real gRPC."""
+"""A frontend, a worker, and a peer that sends artifacts byte by byte, over real gRPC."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TRICKLE_S = 0.02
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-class Trickler(engine_pb2_grpc.EngineServiceServicer):
-    """Sends a byte now and then, and the rest at once when `hurry` is set."""
+class SlowPeer(engine_pb2_grpc.EngineServiceServicer):
+    """Sends single bytes with pauses, and the rest at once when `hurry` is set."""
 
     def __init__(self) -> None:
         self.hurry = asyncio.Event()
@@ -48,10 +48,10 @@ class Trickler(engine_pb2_grpc.EngineServiceServicer):
 
 
 @asynccontextmanager
-async def trickling(store: MemoryStore) -> AsyncIterator[Trickler]:
-    """A worker of the model `slow`, in discovery."""
+async def serving_slow_peer(store: MemoryStore) -> AsyncIterator[SlowPeer]:
+    """A registered worker of the model `slow`."""
     registry, server = MemoryRegistry(store), rpc.server()
-    peer = Trickler()  # type: ignore[abstract]  # nothing else is asked of it
+    peer = SlowPeer()  # type: ignore[abstract]  # Only GetArtifact is called.
     engine_pb2_grpc.add_EngineServiceServicer_to_server(peer, server)
     port = rpc.bind(server, "127.0.0.1", 0)
     await server.start()
@@ -81,10 +81,10 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_a_card_that_trickles_in_does_not_keep_other_models_from_coming_and_going() -> None:
+async def test_a_slow_card_transfer_does_not_delay_other_models() -> None:
     store = MemoryStore()
     async with AsyncExitStack() as ended:
-        peer = await ended.enter_async_context(trickling(store))
+        peer = await ended.enter_async_context(serving_slow_peer(store))
         config = FrontendConfig(registry="memory", http_port=0)
         frontend = FrontendApp(config, registry=MemoryRegistry(store))
         await ended.enter_async_context(living(frontend, grace_s=1.0))
@@ -99,12 +99,12 @@ async def test_a_card_that_trickles_in_does_not_keep_other_models_from_coming_an
 
             return are_served
 
-        async def has_begun() -> bool:
+        async def has_started() -> bool:
             return peer.sent > 0
 
-        await until(has_begun, "the files of the slow one trickle in")
+        await until(has_started, "the slow transfer has started")
         health = (await http.get("/health")).json()
-        assert health["models_not_ready"] == {"slow": "its card is being loaded"}
+        assert health["models_not_ready"] == {"slow": "the card is loading"}
         async with living(
             WorkerApp(
                 WorkerConfig(registry="memory", speedup=0.0, loras=("french",)),
@@ -112,12 +112,12 @@ async def test_a_card_that_trickles_in_does_not_keep_other_models_from_coming_an
             )
         ):
             await until(serves("sim", "french"), "the other model, and its adapter, are served")
-        await until(serves(), "the other model went")
+        await until(serves(), "the other model is removed")
         before = peer.sent
 
-        async def goes_on() -> bool:
+        async def continues() -> bool:
             return peer.sent > before
 
-        await until(goes_on, "all the while it trickled")
+        await until(continues, "the slow transfer continued")
         peer.hurry.set()
-        await until(serves("slow"), "and comes when its files have come")
+        await until(serves("slow"), "the slow model is served after its transfer")

@@ -20,9 +20,9 @@ import pytest
 import indexer_svc.tools.record
 from common.errors import Unavailable
 from common.kv.events import (
-    Event,
     EventBatch,
     EventKind,
+    KvEvent,
     Partition,
     SnapshotChunk,
     Source,
@@ -48,6 +48,7 @@ from indexer_svc.tools.playback import play_into_local_index, play_to_indexer
 from indexer_svc.tools.record import Recorder, record
 from kvmesh.indexer.v1.indexer_pb2 import SubscribeResponse
 from tests.living import WAIT_S, living, until
+from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.normalizer import (
     DuplicatePolicy,
     KvEventFormat,
@@ -55,7 +56,6 @@ from worker_svc.kv_events.normalizer import (
     PagesCleared,
     PagesRemoved,
     PagesStored,
-    SourceFeed,
 )
 from worker_svc.kv_events.publisher import Publisher
 
@@ -314,7 +314,7 @@ def told(t: float, rank: int, state: str) -> bytes:
 
 
 def stored(t: float, rank: int, sequence: int, *blocks: int) -> bytes:
-    event = Event(EventKind.STORED, np.array(blocks, dtype=np.uint64))
+    event = KvEvent(EventKind.STORED, np.array(blocks, dtype=np.uint64))
     return encode_line(t, EventBatch(Source(1, rank), 1, sequence, [event]))
 
 

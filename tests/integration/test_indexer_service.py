@@ -23,13 +23,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 import indexer_svc.app
 import indexer_svc.verify
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
-from common.kv.events import SNAPSHOT_CHUNK_BLOCKS, Hashes, Partition, Source, SourceState
+from common.kv.events import SNAPSHOT_CHUNK_BLOCKS, Hashes, Partition, Source, SourcePosition
 from common.kv.index_feed import STALE_GRACE_S, IndexFeed, ResendRequest
 from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.rpc import channel as rpc
 from common.rpc.interceptors import mesh_error_from_rpc
-from common.service.lifecycle import HealthReporter, Lifecycle
+from common.service.health import HealthReporter
+from common.service.lifecycle import Lifecycle
 from common.wire.kv import (
     apply_subscription_message,
     message_parts,
@@ -574,7 +575,7 @@ async def test_workers_that_a_subscriber_remembers_and_that_are_no_more_leave_no
         replica = Replica()
         for worker_id in range(100, 150):
             source = Source(worker_id)
-            replica.feed.register_source(PARTITION, SourceState(source, 1, 1), 0.0)
+            replica.feed.register_source(PARTITION, SourcePosition(source, 1, 1), 0.0)
         replica.feed.take_events()
         async with following(replica, mesh):
             await until(lambda: replica.is_caught_up and not replica.feed.sources(), "all are gone")
@@ -899,7 +900,7 @@ async def test_verify_says_why_it_cannot_compare() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         await until(lambda: publisher.source in mesh.feed, "it is there")
         (row,) = (await mesh.unary("Verify", pb.VerifyRequest())).sources
-        assert row.error == "its worker is not in discovery"
+        assert row.error == "its worker is not registered"
 
 
 # Budget.

@@ -192,7 +192,7 @@ def all_gone(fds: list[int], within_s: float = WAIT_S) -> bool:
     return all(select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0] for fd in fds)
 
 
-async def test_a_mesh_comes_up_answers_a_sample_and_goes_down(folder: Path) -> None:
+async def test_a_mesh_starts_answers_a_sample_and_stops(folder: Path) -> None:
     async with meshctl(folder, "--once") as mesh:
         assert await mesh.end() == 0, await mesh.errors()
         shown = "".join(mesh.shown)
@@ -226,7 +226,7 @@ async def test_a_dead_worker_is_deregistered_and_replaced(folder: Path) -> None:
         assert await mesh.end() == 0
 
 
-async def test_each_death_in_a_row_is_followed_by_a_longer_pause(folder: Path) -> None:
+async def test_consecutive_deaths_lengthen_the_pause(folder: Path) -> None:
     async with meshctl(folder, "--workers", "1") as mesh:
         pauses = []
         for nth in range(3):
@@ -239,7 +239,7 @@ async def test_each_death_in_a_row_is_followed_by_a_longer_pause(folder: Path) -
     assert 0.6 <= pauses[2] <= 0.8
 
 
-async def test_what_a_dead_service_had_started_dies_with_it(folder: Path) -> None:
+async def test_processes_started_by_a_dead_service_are_killed(folder: Path) -> None:
     (folder / "worker-0.mode").write_text("forks")
     async with meshctl(folder) as mesh:
         await mesh.line("mesh", "ready")
@@ -250,7 +250,7 @@ async def test_what_a_dead_service_had_started_dies_with_it(folder: Path) -> Non
             assert all_gone(fds)
 
 
-async def test_a_crash_loop_at_the_start_is_given_up_with_the_end_of_the_log(folder: Path) -> None:
+async def test_a_crash_loop_at_start_ends_with_the_tail_of_the_log(folder: Path) -> None:
     (folder / "worker-1.mode").write_text("crash")
     async with meshctl(folder) as mesh:
         assert await mesh.end() == 1
@@ -263,14 +263,14 @@ async def test_a_crash_loop_at_the_start_is_given_up_with_the_end_of_the_log(fol
     assert mesh.registered() == []
 
 
-async def test_a_configuration_that_is_refused_ends_the_mesh_at_once(folder: Path) -> None:
+async def test_an_invalid_configuration_ends_the_mesh_at_once(folder: Path) -> None:
     (folder / "worker-1.mode").write_text("refuse")
     async with meshctl(folder) as mesh:
         assert await mesh.end() == 1
         errors = await mesh.errors()
     assert errors == (
         "  | worker: the configuration cannot be used:\n  |   --x: must be y\n"
-        "meshctl: worker-1 cannot be used as it is configured\n"
+        "meshctl: worker-1 has an invalid configuration\n"
     )
     assert len(mesh.pids("worker-1")) == 1
 
@@ -302,7 +302,7 @@ async def test_a_second_ctrl_c_kills_at_once(folder: Path) -> None:
     assert set(mesh.notes("ended")) <= {"frontend-0"}
 
 
-async def test_a_supervisor_that_is_killed_leaves_no_child_behind(folder: Path) -> None:
+async def test_a_killed_supervisor_leaves_no_child_process(folder: Path) -> None:
     async with meshctl(folder) as mesh:
         await mesh.line("stop ")
         with watched(mesh.pids()) as fds:
@@ -313,7 +313,7 @@ async def test_a_supervisor_that_is_killed_leaves_no_child_behind(folder: Path) 
     assert sorted(mesh.notes("ended")) == ["frontend-0", "router", "worker-0", "worker-1"]
 
 
-async def test_a_port_in_use_is_said_before_anything_is_started(folder: Path) -> None:
+async def test_a_port_in_use_is_reported_before_any_service_starts(folder: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         async with meshctl(folder, port=port) as mesh:
@@ -334,7 +334,7 @@ async def test_a_second_mesh_in_the_same_folder_is_refused(folder: Path) -> None
         assert len(first.pids()) == 4
 
 
-async def test_a_mesh_that_does_not_list_its_model_in_time_is_given_up(folder: Path) -> None:
+async def test_a_mesh_that_does_not_serve_its_model_in_time_is_stopped(folder: Path) -> None:
     (folder / "model").write_text("other")
     async with meshctl(folder, "--ready-s", "3") as mesh:
         assert await mesh.end() == 1
@@ -344,7 +344,7 @@ async def test_a_mesh_that_does_not_list_its_model_in_time_is_given_up(folder: P
     assert mesh.registered() == []
 
 
-async def test_a_command_runs_against_the_mesh_and_its_status_is_ours(folder: Path) -> None:
+async def test_a_command_runs_against_the_mesh_and_its_status_is_returned(folder: Path) -> None:
     script = "import os, sys; print('asked', os.environ['OPENAI_BASE_URL']); sys.exit(7)"
     async with meshctl(folder, "--once", "--then", sys.executable, "-c", script) as mesh:
         line = await mesh.line("asked http://127.0.0.1:")
@@ -352,7 +352,7 @@ async def test_a_command_runs_against_the_mesh_and_its_status_is_ours(folder: Pa
         assert await mesh.end() == 7
 
 
-async def test_a_command_under_way_is_ended_with_the_mesh(folder: Path) -> None:
+async def test_a_running_command_is_ended_with_the_mesh(folder: Path) -> None:
     script = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(60)"
     async with meshctl(folder, "--then", sys.executable, "-c", script) as mesh:
         line = await mesh.line("pid ")

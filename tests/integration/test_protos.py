@@ -17,7 +17,7 @@ SOURCES = sorted(p.relative_to(PROTOS).as_posix() for p in PROTOS.glob("kvmesh/*
 
 
 @pytest.mark.slow
-def test_generating_again_gives_no_difference(tmp_path: Path) -> None:
+def test_generated_code_matches_the_protos(tmp_path: Path) -> None:
     binaries = str(Path(sys.executable).parent)
     copy = tmp_path / "protos"
     shutil.copytree(PROTOS, copy, ignore=shutil.ignore_patterns("*_pb2*", "__pycache__"))

@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 
 from common.errors import NotFound, Unavailable, Unimplemented
-from common.kv.events import EventKind, Partition, Source, SourceState
+from common.kv.events import EventKind, Partition, Source, SourcePosition
 from common.kv.hashing import PrefixHasher, hashes_from_bytes
 from common.kv.load import Load
 from common.registry.instances import Instance
@@ -35,15 +35,14 @@ from worker_svc.engines.sim.block_manager import BlocksRemoved, KvEvent
 from worker_svc.engines.sim.engine import SimConfig, SimEngine
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.kv_events import publisher as publisher_module
+from worker_svc.kv_events.event_log import RING_BATCHES, SourceFeed
 from worker_svc.kv_events.normalizer import (
-    RING_BATCHES,
     DuplicatePolicy,
     KvEventFormat,
     Normalizer,
     PagesCleared,
     PagesRemoved,
     PagesStored,
-    SourceFeed,
 )
 from worker_svc.kv_events.publisher import UNACKED_BATCHES_MAX, Publisher
 
@@ -65,7 +64,7 @@ class Stream:
     """One Publish stream as the indexer saw it."""
 
     context: Any
-    hello: list[SourceState] = field(default_factory=list)
+    hello: list[SourcePosition] = field(default_factory=list)
     partition: pb.Partition | None = None
     batches: list[tuple[int, int]] = field(default_factory=list)
     chunks: list[tuple[int, int, bool, bool]] = field(default_factory=list)
@@ -153,7 +152,7 @@ class FakeIndexer:
         await self.stream.write(pb.PublishResponse(resends=[resend]))
 
     async def ack(self, epoch: int, sequence: int) -> None:
-        state = source_state_to_proto(SourceState(SOURCE, epoch, sequence))
+        state = source_state_to_proto(SourcePosition(SOURCE, epoch, sequence))
         await self.stream.write(pb.PublishResponse(acked=[state]))
 
     async def shrink(self, blocks: int) -> None:
@@ -176,7 +175,7 @@ class FakeIndexer:
         return response
 
     def _acked(self) -> pb.SourceState:
-        return source_state_to_proto(SourceState(SOURCE, self.epoch, self.sequence))
+        return source_state_to_proto(SourcePosition(SOURCE, self.epoch, self.sequence))
 
     def _apply(self, stream: Stream, message: pb.EventBatch) -> None:
         batch = batch_from_proto(message, WORKER)
@@ -317,7 +316,7 @@ async def test_all_changes_of_one_tick_are_one_batch_and_ticks_are_numbered() ->
         m.store_pages()
         await m.settled(indexer)
         assert indexer.stream.batches == [(1, 1), (1, 2)]
-        assert indexer.stream.hello == [SourceState(SOURCE, 1, 0)]
+        assert indexer.stream.hello == [SourcePosition(SOURCE, 1, 0)]
         partition = indexer.stream.partition
         assert partition is not None
         assert (partition.model, partition.block_size, partition.hash_scheme) == ("m", BLOCK, 1)
@@ -325,7 +324,7 @@ async def test_all_changes_of_one_tick_are_one_batch_and_ticks_are_numbered() ->
 
 
 @pytest.mark.row("S1-19")
-async def test_a_new_indexer_is_told_everything_from_the_first_batch() -> None:
+async def test_a_new_indexer_receives_all_batches_from_the_first() -> None:
     async with mesh() as m:
         await m.store_batches(5)
         indexer = await m.indexer()
@@ -336,7 +335,7 @@ async def test_a_new_indexer_is_told_everything_from_the_first_batch() -> None:
 
 @pytest.mark.row("S1-06", "S1-19")
 @pytest.mark.slow
-async def test_what_the_ring_has_no_more_is_a_snapshot_and_live_goes_on_behind_it() -> None:
+async def test_batches_past_the_ring_are_replaced_by_a_snapshot_followed_by_live_batches() -> None:
     async with mesh() as m:
         await m.store_batches(RING_BATCHES + 1, pages=5)
         indexer = await m.indexer()
@@ -349,7 +348,7 @@ async def test_what_the_ring_has_no_more_is_a_snapshot_and_live_goes_on_behind_i
 
 
 @pytest.mark.row("S1-16")
-async def test_an_indexer_that_returns_is_sent_only_what_it_missed() -> None:
+async def test_a_reconnected_indexer_receives_only_the_batches_it_missed() -> None:
     async with mesh() as m:
         indexer = await m.indexer()
         await m.store_batches(3)
@@ -362,7 +361,7 @@ async def test_an_indexer_that_returns_is_sent_only_what_it_missed() -> None:
         assert len(indexer.streams) == 2
 
 
-async def test_an_indexer_that_has_all_goes_on_live_behind_its_acknowledgement() -> None:
+async def test_an_up_to_date_indexer_receives_live_batches_after_its_acknowledgement() -> None:
     async with mesh() as m:
         await m.store_batches(4)
         indexer = await m.indexer(epoch=1, sequence=4, held=m.published)
@@ -391,7 +390,7 @@ async def test_a_resend_is_replayed_from_the_ring(
 
 
 @pytest.mark.parametrize("wanted", [0, 5, 99])
-async def test_a_resend_of_what_never_was_is_a_snapshot(wanted: int) -> None:
+async def test_a_resend_of_an_unknown_sequence_is_answered_with_a_snapshot(wanted: int) -> None:
     async with mesh() as m:
         indexer = await m.indexer()
         await m.store_batches(3)
@@ -403,7 +402,7 @@ async def test_a_resend_of_what_never_was_is_a_snapshot(wanted: int) -> None:
 
 
 @pytest.mark.slow
-async def test_demands_made_before_a_snapshot_arrived_do_not_start_it_again() -> None:
+async def test_resends_requested_before_a_snapshot_arrives_do_not_restart_it() -> None:
     async with mesh() as m:
         await m.store_batches(RING_BATCHES + 1, pages=20)
         indexer = await m.indexer(is_mute=True)
@@ -414,7 +413,7 @@ async def test_demands_made_before_a_snapshot_arrived_do_not_start_it_again() ->
         assert m.publisher.counters["snapshots"] == 1
 
 
-async def test_nothing_is_sent_before_the_indexer_said_where_to_go_on() -> None:
+async def test_no_batch_is_sent_before_the_indexer_names_its_position() -> None:
     async with mesh() as m:
         await m.store_batches(3)
         indexer = await m.indexer(is_mute=True, epoch=1, sequence=2)
@@ -425,7 +424,7 @@ async def test_nothing_is_sent_before_the_indexer_said_where_to_go_on() -> None:
         assert indexer.stream.batches == [(1, 3)]
 
 
-async def test_an_indexer_that_says_nothing_is_told_what_is_new(
+async def test_a_silent_indexer_receives_new_batches_after_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(publisher_module, "RESUME_TIMEOUT_S", 0.02)
@@ -438,7 +437,7 @@ async def test_an_indexer_that_says_nothing_is_told_what_is_new(
 
 
 @pytest.mark.slow
-async def test_an_indexer_that_does_not_read_costs_a_snapshot_later_and_delays_nobody() -> None:
+async def test_an_indexer_that_does_not_read_gets_a_snapshot_later_and_delays_no_other() -> None:
     async with mesh() as m:
         slow, quick = await m.indexer(), await m.indexer()
         slow.hears.clear()
@@ -471,7 +470,7 @@ async def test_an_indexer_over_budget_makes_the_publisher_withdraw() -> None:
         assert len(m.published) == 6, "no more than that is announced"
 
 
-async def test_what_a_lost_cache_had_is_freed_in_turns_and_all_of_it(
+async def test_the_maps_of_a_lost_cache_are_freed_completely_over_several_loop_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker_svc.kv_events.publisher.RESIZE_PAGES_PER_TURN", 4)
@@ -488,7 +487,7 @@ async def test_what_a_lost_cache_had_is_freed_in_turns_and_all_of_it(
         assert len(m.published) == len(kept)
 
 
-async def test_a_large_shrinking_gives_the_loop_its_turn_and_events_meanwhile_are_in_order(
+async def test_a_large_shrink_yields_to_the_loop_and_keeps_events_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(publisher_module, "RESIZE_PAGES_PER_TURN", 4)
@@ -519,7 +518,7 @@ async def test_a_large_shrinking_gives_the_loop_its_turn_and_events_meanwhile_ar
         assert indexer.stream.chunks == [], "batches say it all"
 
 
-async def test_a_reset_in_the_middle_of_a_shrinking_ends_it(
+async def test_a_reset_during_a_shrink_ends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(publisher_module, "RESIZE_PAGES_PER_TURN", 1)
@@ -540,7 +539,7 @@ async def test_a_reset_in_the_middle_of_a_shrinking_ends_it(
         assert len(indexer.held) == 10
 
 
-async def test_after_a_while_without_demands_what_was_withdrawn_is_announced_again(
+async def test_withdrawn_blocks_are_published_again_after_a_time_without_shrink_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with mesh() as m:
@@ -564,7 +563,7 @@ async def test_after_a_while_without_demands_what_was_withdrawn_is_announced_aga
         assert m.publisher.counters["regrown_blocks"] == 4
 
 
-async def test_room_is_looked_for_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_regrowing_is_tried_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher_module, "REGROW_INTERVAL_S", 0.01)
     async with mesh() as m:
         indexer = await m.indexer()
@@ -575,7 +574,7 @@ async def test_room_is_looked_for_now_and_then(monkeypatch: pytest.MonkeyPatch) 
         await until(lambda: len(m.published) == 10, "there is room")
 
 
-async def test_a_demand_to_shrink_made_before_the_last_shrinking_was_seen_is_void() -> None:
+async def test_a_shrink_request_sent_before_the_last_shrink_was_acknowledged_is_ignored() -> None:
     async with mesh() as m:
         indexer = await m.indexer(is_mute=True)
         m.store_pages(10)
@@ -590,7 +589,7 @@ async def test_a_demand_to_shrink_made_before_the_last_shrinking_was_seen_is_voi
         assert len(m.published) == 5
 
 
-async def test_a_loss_is_told_by_a_new_hello_and_so_is_its_end() -> None:
+async def test_a_new_hello_reports_the_start_and_the_end_of_a_degraded_state() -> None:
     async with mesh() as m:
         indexer = await m.indexer()
         m.store_pages(3)
@@ -598,7 +597,7 @@ async def test_a_loss_is_told_by_a_new_hello_and_so_is_its_end() -> None:
         m.publisher.record_loss(0, "a test")
         await until(lambda: len(indexer.streams) == 2, "a new stream")
         assert indexer.streams[0].is_over, "streams of one worker do not overlap"
-        assert indexer.stream.hello == [SourceState(SOURCE, 2, 1, degraded=True)]
+        assert indexer.stream.hello == [SourcePosition(SOURCE, 2, 1, degraded=True)]
         await m.settled(indexer)
         assert indexer.held == set()
         m.publisher.take([PagesCleared()])
@@ -624,13 +623,13 @@ async def test_a_reset_engine_begins_a_new_epoch_on_the_same_stream() -> None:
 
 
 @pytest.mark.slow
-async def test_events_that_cannot_be_applied_never_hurt_the_engine() -> None:
+async def test_events_that_cannot_be_applied_do_not_affect_the_engine() -> None:
     async with mesh() as m:
         m.store_pages(2)
         broken: Any = ["not a hash"]
         m.publisher.take([PagesRemoved(broken), PagesStored([], None, b"", BLOCK, rank=5)])
         await m.cut()
-        assert m.feed.event_log.state == SourceState(SOURCE, 2, 1, degraded=True)
+        assert m.feed.event_log.state == SourcePosition(SOURCE, 2, 1, degraded=True)
         assert m.publisher.metric_values()["kv_events_lost"] == 1
         assert m.publisher.metric_values()["kv_unknown_rank"] == 1
 
@@ -649,7 +648,7 @@ async def test_load_is_reported_ten_times_a_second_to_every_indexer() -> None:
         assert 0.15 < loop.time() - began < 3.0
 
 
-async def test_an_indexer_that_leaves_discovery_is_left() -> None:
+async def test_the_stream_to_an_indexer_ends_when_it_leaves_discovery() -> None:
     async with mesh() as m:
         indexer, other = await m.indexer(), await m.indexer()
         assert indexer.lease is not None
@@ -660,7 +659,7 @@ async def test_an_indexer_that_leaves_discovery_is_left() -> None:
         await m.settled(other)
 
 
-async def test_an_indexer_that_cannot_be_reached_or_refuses_is_tried_again(
+async def test_an_unreachable_or_rejecting_indexer_is_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(publisher_module, "BACKOFF_FIRST_S", 0.01)
@@ -781,7 +780,7 @@ async def test_an_indexer_holds_exactly_what_the_sim_engine_has_cached(
     await registry.close()
 
 
-async def test_a_worker_says_that_it_publishes_events() -> None:
+async def test_a_worker_advertises_that_it_publishes_events() -> None:
     store = MemoryStore()
     registry = MemoryRegistry(store)
     async with sim_worker(store) as app:
@@ -796,7 +795,9 @@ async def test_a_worker_says_that_it_publishes_events() -> None:
         assert empty_rank.field == "dp_rank"
 
 
-async def test_a_worker_told_not_to_publish_may_be_guessed_at_and_still_reports_load() -> None:
+async def test_a_worker_without_kv_events_advertises_an_approximate_index_and_reports_load() -> (
+    None
+):
     store = MemoryStore()
     registry = MemoryRegistry(store)
     indexer = FakeIndexer(100)
@@ -818,7 +819,7 @@ async def test_a_worker_told_not_to_publish_may_be_guessed_at_and_still_reports_
 
 
 @pytest.mark.parametrize("kv_events", [True, False])
-async def test_a_worker_without_a_cache_is_neither_told_of_nor_guessed_at(kv_events: bool) -> None:
+async def test_a_worker_without_a_cache_advertises_no_index(kv_events: bool) -> None:
     store = MemoryStore()
     engine = SimEngine(SimConfig(timing=Timing(speedup=0.0), prefix_caching=False))
     async with sim_worker(store, engine=engine, kv_events=kv_events) as app:

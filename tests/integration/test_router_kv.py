@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from common.errors import InvalidRequest, Unavailable
-from common.kv.events import Event, EventBatch, EventKind, Hashes, Partition, Source
+from common.kv.events import EventBatch, EventKind, Hashes, KvEvent, Partition, Source
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
@@ -139,7 +139,7 @@ def trusted(worker_id: int, state: str = "exact") -> indexer_pb2.SubscribeRespon
 
 def stores(worker_id: int, hashes: Hashes) -> indexer_pb2.SubscribeResponse:
     source = Source(worker_id)
-    batch = EventBatch(source, 0, 1, [Event(EventKind.STORED, hashes)])
+    batch = EventBatch(source, 0, 1, [KvEvent(EventKind.STORED, hashes)])
     return indexer_pb2.SubscribeResponse(
         source=source_to_proto(source), batch=batch_to_proto(batch)
     )
@@ -435,7 +435,7 @@ async def test_kv_events_published_to_an_indexer_attract_matching_prompts(bed: R
             sources=[indexer_pb2.SourceState(source=source_to_proto(Source(2)))],
         )
         batches = [
-            batch_to_proto(EventBatch(Source(2), 0, n, [Event(EventKind.STORED, part)]))
+            batch_to_proto(EventBatch(Source(2), 0, n, [KvEvent(EventKind.STORED, part)]))
             for n, part in enumerate((hashes[:3], hashes[3:7]), 1)
         ]
         await call.write(indexer_pb2.PublishRequest(hello=hello))

@@ -31,7 +31,8 @@ from common.errors import (
 from common.registry.instances import Snapshot
 from common.registry.registry import MemoryRegistry, Watch
 from common.rpc import channel as rpc
-from common.service.lifecycle import HealthReporter, Lifecycle
+from common.service.health import HealthReporter
+from common.service.lifecycle import Lifecycle
 from common.wire.errors import error_from_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
@@ -465,7 +466,7 @@ async def test_without_a_snapshot_it_serves_after_a_timeout_and_reports_no_model
             with pytest.raises(Unavailable) as refused:
                 await mesh.unary("Route", pb.RouteRequest(query=query_of()))
     assert refused.value.reason == "FLEET_UNKNOWN"
-    assert any("without a fleet" in line["event"] for line in logs)
+    assert any(line["event"] == "serving_without_fleet" for line in logs)
 
 
 async def test_it_does_not_serve_before_the_first_snapshot(

@@ -1,4 +1,4 @@
-"""The gRPC foundation over real sockets: options, security, errors, deadlines, tracing, drain."""
+"""gRPC over real sockets: options, security, errors, deadlines, tracing, drain."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from common.rpc import interceptors
 from common.runtime import telemetry
 from common.runtime.config import ServiceConfig
 from common.runtime.tasks import TaskGroup
-from common.service.lifecycle import ThreadedHealthServer
+from common.service.health import ThreadedHealthServer
 from common.service.metrics_server import serve_metrics
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -48,8 +48,8 @@ Handler = Callable[[bytes, Any], Awaitable[bytes]]
 
 
 @dataclass
-class Room:
-    """A running server whose `handle` answers every shape of call, and a channel to it."""
+class RunningServer:
+    """A server that runs `handle` for calls of every shape, and a channel to it."""
 
     handle: Handler
     calls: interceptors.RunningCalls = field(default_factory=interceptors.RunningCalls)
@@ -61,10 +61,10 @@ class Room:
 
     def method(self, shape: str, name: str | None = None) -> Any:
         assert self.channel is not None
-        return getattr(self.channel, shape)(f"/test.Room/{name or shape}")
+        return getattr(self.channel, shape)(f"/test.Echo/{name or shape}")
 
     async def call(self, shape: str, request: bytes = b"hi", **options: Any) -> list[bytes]:
-        """The answers of one call of any shape."""
+        """The responses of one call."""
         sent = iter([request]) if shape.startswith("stream") else request
         call = self.method(shape)(sent, timeout=options.pop("timeout", 10), **options)
         if shape.endswith("unary"):
@@ -73,34 +73,34 @@ class Room:
 
 
 def health_stub(channel: grpc.Channel | grpc.aio.Channel | None) -> Any:
-    """Any: the stubs' types do not know the stub's methods."""
+    """Any: the stub's methods have no types."""
     assert channel is not None
     return health_pb2_grpc.HealthStub(channel)
 
 
 def unary_stream(channel: grpc.aio.Channel, name: str) -> grpc.aio.UnaryStreamCall[bytes, bytes]:
-    method: Any = channel.unary_stream(f"/test.Room/{name}")
+    method: Any = channel.unary_stream(f"/test.Echo/{name}")
     return cast("grpc.aio.UnaryStreamCall[bytes, bytes]", method(b""))
 
 
-def handlers(room: Room) -> grpc.GenericRpcHandler:
+def handlers(service: RunningServer) -> grpc.GenericRpcHandler:
     async def unary_unary(request: bytes, context: Any) -> bytes:
-        return await room.handle(request, context)
+        return await service.handle(request, context)
 
     async def unary_stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
         yield b"first"
-        yield await room.handle(request, context)
+        yield await service.handle(request, context)
 
     async def stream_unary(requests: AsyncIterator[bytes], context: Any) -> bytes:
-        return await room.handle(b"".join([part async for part in requests]), context)
+        return await service.handle(b"".join([part async for part in requests]), context)
 
     async def stream_stream(requests: AsyncIterator[bytes], context: Any) -> None:
         await context.write(b"first")
         async for part in requests:
-            await context.write(await room.handle(part, context))
+            await context.write(await service.handle(part, context))
 
     return grpc.method_handlers_generic_handler(
-        "test.Room",
+        "test.Echo",
         {
             "unary_unary": grpc.unary_unary_rpc_method_handler(unary_unary),
             "unary_stream": grpc.unary_stream_rpc_method_handler(unary_stream),
@@ -112,22 +112,24 @@ def handlers(room: Room) -> grpc.GenericRpcHandler:
 
 
 @asynccontextmanager
-async def serving(handle: Handler, **options: Any) -> AsyncIterator[Room]:
+async def serving(handle: Handler, **options: Any) -> AsyncIterator[RunningServer]:
     client = options.pop("client", None)
-    room = Room(handle, **options)
-    room.server = rpc.server(security=room.security, calls=room.calls, tracer=room.tracer)
-    room.server.add_generic_rpc_handlers((handlers(room),))
+    service = RunningServer(handle, **options)
+    service.server = rpc.server(
+        security=service.security, calls=service.calls, tracer=service.tracer
+    )
+    service.server.add_generic_rpc_handlers((handlers(service),))
     servicer = health.aio.HealthServicer()
-    rpc.add_health(room.server, servicer)
-    rpc.enable_reflection(room.server, ["test.Room"])
-    room.port = rpc.bind(room.server, "127.0.0.1", 0, security=room.security)
-    await room.server.start()
-    room.channel = rpc.channel(f"127.0.0.1:{room.port}", security=client or room.security)
+    rpc.add_health(service.server, servicer)
+    rpc.enable_reflection(service.server, ["test.Echo"])
+    service.port = rpc.bind(service.server, "127.0.0.1", 0, security=service.security)
+    await service.server.start()
+    service.channel = rpc.channel(f"127.0.0.1:{service.port}", security=client or service.security)
     try:
-        yield room
+        yield service
     finally:
-        await room.channel.close()
-        await room.server.stop(None)
+        await service.channel.close()
+        await service.server.stop(None)
 
 
 async def echo(request: bytes, _context: object) -> bytes:
@@ -151,7 +153,7 @@ EXAMPLES: tuple[errors.MeshError, ...] = (
     errors.NotFound("no such worker"),
     errors.UnknownModel("größe/llama"),
     errors.Conflict("another incarnation", reason="OTHER_INCARNATION"),
-    errors.Unauthenticated("who?"),
+    errors.Unauthenticated("no token"),
     errors.PermissionDenied("not you"),
     errors.Overloaded(1.25, "queue full"),
     errors.Unavailable("no decode worker", 0.5, reason="NO_DECODE_WORKER"),
@@ -166,36 +168,35 @@ EXAMPLES: tuple[errors.MeshError, ...] = (
 
 def test_every_error_class_has_an_example_and_a_status() -> None:
     assert {type(error) for error in EXAMPLES} == set(errors.MESH_ERROR_CLASSES)
-    assert set(interceptors.STATUS_CODE_BY_ERROR) == set(errors.MESH_ERROR_CLASSES)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: f"{error.reason}-{error.retryable}")
-async def test_an_error_arrives_at_the_client_as_it_was_raised(
+async def test_the_client_receives_an_error_as_it_was_raised(
     shape: str, error: errors.MeshError
 ) -> None:
-    async with serving(raising(error)) as room:
+    async with serving(raising(error)) as service:
         with capture_logs() as logs, pytest.raises(grpc.aio.AioRpcError) as caught:
-            await room.call(shape)
-    assert [line["event"] for line in logs] == ["rpc failed"] * isinstance(
+            await service.call(shape)
+    assert [line["event"] for line in logs] == ["rpc_failed"] * isinstance(
         error, errors.InternalError
     )
-    assert caught.value.code() is interceptors.STATUS_CODE_BY_ERROR[type(error)]
+    assert caught.value.code().value[0] == errors.STATUS_CODE_BY_ERROR[type(error)]
     got = interceptors.mesh_error_from_rpc(caught.value)
     assert type(got) is type(error)
     assert vars(got) == {**vars(error), "retryable": error.retryable}
 
 
-async def test_an_unexpected_exception_says_nothing_of_itself_but_is_logged() -> None:
-    async with serving(raising(ValueError("password=hunter2"))) as room:
+async def test_an_unexpected_exception_is_logged_and_not_exposed() -> None:
+    async with serving(raising(ValueError("password=hunter2"))) as service:
         with capture_logs() as logs, pytest.raises(grpc.aio.AioRpcError) as caught:
-            await room.call("unary_unary", metadata=(("x-request-id", "r-1"),))
+            await service.call("unary_unary", metadata=(("x-request-id", "r-1"),))
     assert caught.value.code() is grpc.StatusCode.INTERNAL
     assert "hunter2" not in str(caught.value.details()) + str(caught.value.trailing_metadata())
     bug = interceptors.mesh_error_from_rpc(caught.value)
     assert isinstance(bug, errors.InternalError)
     assert bug.metadata["request_id"] == "r-1"
-    (line,) = [line for line in logs if line["event"] == "rpc failed"]
+    (line,) = [line for line in logs if line["event"] == "rpc_failed"]
     assert "hunter2" in str(line["exc_info"])
 
 
@@ -205,9 +206,9 @@ async def test_an_error_out_of_a_task_group_keeps_its_class() -> None:
             group.create_task(_raise(errors.Overloaded(2.0)))
         return b""
 
-    async with serving(handle) as room:
+    async with serving(handle) as service:
         with pytest.raises(errors.Overloaded) as caught, interceptors.map_rpc_errors():
-            await room.call("unary_unary")
+            await service.call("unary_unary")
     assert caught.value.retry_after_s == 2.0
 
 
@@ -217,12 +218,12 @@ async def _raise(error: Exception) -> None:
 
 async def test_a_handlers_own_abort_passes_through() -> None:
     async def handle(_request: bytes, context: Any) -> bytes:
-        await context.abort(grpc.StatusCode.DATA_LOSS, "mine")
+        await context.abort(grpc.StatusCode.DATA_LOSS, "own status")
         return b""
 
-    async with serving(handle) as room:
+    async with serving(handle) as service:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await room.call("unary_unary")
+            await service.call("unary_unary")
     assert caught.value.code() is grpc.StatusCode.DATA_LOSS
     assert isinstance(interceptors.mesh_error_from_rpc(caught.value), errors.InternalError)
 
@@ -232,26 +233,26 @@ HUGE = errors.InvalidRequest(
 )
 
 
-async def test_a_huge_error_is_cut_and_still_arrives() -> None:
-    async with serving(raising(HUGE)) as room:
+async def test_a_huge_error_is_truncated_and_still_received() -> None:
+    async with serving(raising(HUGE)) as service:
         with pytest.raises(errors.InvalidRequest) as caught, interceptors.map_rpc_errors():
-            await room.call("unary_unary")
+            await service.call("unary_unary")
     assert caught.value.message.startswith("äää")
     assert caught.value.message.endswith("…")
 
 
-def test_the_largest_status_fits_into_the_headers_any_grpc_client_takes() -> None:
+def test_the_largest_status_fits_into_the_header_limit_of_any_grpc_client() -> None:
     _, status = interceptors.mesh_error_to_status(HUGE)
     percent_encoded = 3 * len(status.message.encode())
     base64 = len(status.SerializeToString()) * 4 / 3
     assert percent_encoded + base64 < 7500
 
 
-async def test_text_that_is_no_unicode_does_not_keep_an_error_from_arriving() -> None:
+async def test_an_error_with_invalid_unicode_is_received() -> None:
     error = errors.InvalidRequest("bad \ud800", "a\ud800", metadata={"k": "\ud800"})
-    async with serving(raising(error)) as room:
+    async with serving(raising(error)) as service:
         with pytest.raises(errors.InvalidRequest) as caught, interceptors.map_rpc_errors():
-            await room.call("unary_unary")
+            await service.call("unary_unary")
     assert (caught.value.message, caught.value.field) == ("bad ?", "a?")
 
 
@@ -260,7 +261,7 @@ async def test_an_unreachable_peer_is_unavailable_and_retryable() -> None:
         taken.bind(("127.0.0.1", 0))  # Bound and not listening: connections are refused.
         async with rpc.channel(f"127.0.0.1:{taken.getsockname()[1]}") as channel:
             with pytest.raises(errors.Unavailable) as caught:
-                await rpc.unary(channel.unary_unary("/test.Room/x"), b"", timeout_s=5)
+                await rpc.unary(channel.unary_unary("/test.Echo/x"), b"", timeout_s=5)
     assert caught.value.retryable
 
 
@@ -276,7 +277,7 @@ async def test_an_unreachable_peer_is_unavailable_and_retryable() -> None:
         (grpc.StatusCode.INTERNAL, errors.InternalError),
     ],
 )
-def test_a_status_without_details_is_the_nearest_class(
+def test_a_status_without_details_becomes_the_nearest_error_class(
     code: grpc.StatusCode, cls: type[errors.MeshError]
 ) -> None:
     none = grpc.aio.Metadata()
@@ -292,50 +293,50 @@ async def test_garbage_in_the_status_details_falls_back_to_the_code() -> None:
         await context.abort(grpc.StatusCode.NOT_FOUND, "gone", trailing)
         return b""
 
-    async with serving(handle) as room:
+    async with serving(handle) as service:
         with pytest.raises(errors.NotFound, match="gone"), interceptors.map_rpc_errors():
-            await room.call("unary_unary")
+            await service.call("unary_unary")
 
 
 # Messages
 
 
-async def test_messages_beyond_grpcs_four_mebibytes_pass_both_ways() -> None:
-    async with serving(echo) as room:
+async def test_messages_above_grpcs_default_limit_pass_in_both_directions() -> None:
+    async with serving(echo) as service:
         for shape in ("unary_unary", "stream_stream"):
-            answers = await room.call(shape, bytes(6 << 20))
+            answers = await service.call(shape, bytes(6 << 20))
             assert len(answers[-1]) == 6 << 20
 
 
 @pytest.mark.slow
 async def test_a_message_over_the_limit_is_a_bad_request_not_an_overload() -> None:
-    async with serving(echo) as room:
+    async with serving(echo) as service:
         with pytest.raises(errors.InvalidRequest) as caught, interceptors.map_rpc_errors():
-            await room.call("unary_unary", bytes(rpc.MESSAGE_BYTES_MAX + 1))
+            await service.call("unary_unary", bytes(rpc.MESSAGE_BYTES_MAX + 1))
     assert caught.value.reason == "MESSAGE_TOO_LARGE"
 
 
 # Deadlines, cancellation, request ids
 
 
-async def test_calls_without_a_deadline_get_a_cap_and_others_pass_on_what_is_left() -> None:
+async def test_calls_without_a_deadline_get_a_limit_and_others_forward_the_remaining_time() -> None:
     left: list[float] = []
 
     async def handle(request: bytes, _context: object) -> bytes:
         left.append(interceptors.remaining_time_s(1000.0))
         return request
 
-    async with serving(handle) as room:
-        await room.call("unary_unary", timeout=None)
-        await room.call("unary_stream", timeout=None)
-        await room.call("unary_unary", timeout=5.0)
-    # However late a handler looks; gRPC rounds up.
+    async with serving(handle) as service:
+        await service.call("unary_unary", timeout=None)
+        await service.call("unary_stream", timeout=None)
+        await service.call("unary_unary", timeout=5.0)
+    # A lower bound, independent of delays: gRPC rounds up.
     assert 5.1 < left[0] <= interceptors.UNARY_TIMEOUT_S
     assert left[1] == 1000.0  # The stream's own cap is longer.
     assert 0.0 < left[2] <= 5.1
 
 
-async def test_the_cap_ends_a_unary_call_but_no_long_stream(
+async def test_the_time_limit_ends_a_unary_call_but_not_a_long_lived_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(interceptors, "UNARY_TIMEOUT_S", 0.05)
@@ -346,14 +347,14 @@ async def test_the_cap_ends_a_unary_call_but_no_long_stream(
         await release.wait()
         return request
 
-    async with serving(handle) as room:
+    async with serving(handle) as service:
         for shape in ("unary_unary", "unary_stream"):
             with pytest.raises(errors.DeadlineExceeded), interceptors.map_rpc_errors():
-                await room.call(shape, timeout=None)
-        async with rpc.cancelling(room.method("unary_stream", "Attach")(b"hi")) as stream:
+                await service.call(shape, timeout=None)
+        async with rpc.cancelling(service.method("unary_stream", "Attach")(b"hi")) as stream:
             assert await stream.read() == b"first"
             with pytest.raises(errors.DeadlineExceeded), interceptors.map_rpc_errors():
-                await room.call("unary_unary", timeout=None)
+                await service.call("unary_unary", timeout=None)
             release.set()
             assert await stream.read() == b"hi"
 
@@ -372,16 +373,16 @@ async def test_leaving_the_cancelling_scope_ends_the_handler_and_runs_its_cleanu
             cleaned.set()
         return b""
 
-    async with serving(handle) as room:
+    async with serving(handle) as service:
         sent = iter([b"hi"]) if shape.startswith("stream") else b"hi"
-        async with rpc.cancelling(room.method(shape)(sent)) as call:
+        async with rpc.cancelling(service.method(shape)(sent)) as call:
             await asyncio.wait_for(started.wait(), 5)
         await asyncio.wait_for(cleaned.wait(), 5)
         assert call.cancelled()
-        assert await room.calls.wait_idle(5) == []
+        assert await service.calls.wait_idle(5) == []
 
 
-async def test_a_generator_cut_between_two_messages_cleans_up_in_its_own_task() -> None:
+async def test_a_generator_cancelled_between_two_messages_cleans_up_in_its_own_task() -> None:
     seen: dict[str, object] = {}
 
     async def endless(_request: bytes, _context: object) -> AsyncIterator[bytes]:
@@ -395,7 +396,7 @@ async def test_a_generator_cut_between_two_messages_cleans_up_in_its_own_task() 
     server = rpc.server(calls=(calls := interceptors.RunningCalls()))
     handler: Any = grpc.unary_stream_rpc_method_handler(endless)
     server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("test.Room", {"endless": handler}),)
+        (grpc.method_handlers_generic_handler("test.Echo", {"endless": handler}),)
     )
     port = rpc.bind(server, "127.0.0.1", 0)
     await server.start()
@@ -407,7 +408,7 @@ async def test_a_generator_cut_between_two_messages_cleans_up_in_its_own_task() 
     assert seen["cleanup"] is seen["task"]
 
 
-async def test_a_request_id_is_taken_over_or_made_and_reaches_logs_and_onward_calls() -> None:
+async def test_a_request_id_is_reused_or_created_and_reaches_logs_and_outgoing_calls() -> None:
     seen: list[str | None] = []
 
     async def handle(request: bytes, _context: object) -> bytes:
@@ -415,11 +416,11 @@ async def test_a_request_id_is_taken_over_or_made_and_reaches_logs_and_onward_ca
         seen.append(dict(interceptors.outgoing_metadata())["x-request-id"])
         return request
 
-    async with serving(handle) as room:
+    async with serving(handle) as service:
         with interceptors.bind_request_id("from-http"):
-            await room.call("unary_unary", metadata=rpc.call_metadata())
-        await room.call("unary_unary")
-        await room.call("unary_unary", metadata=(("x-request-id", "a b"),))
+            await service.call("unary_unary", metadata=rpc.call_metadata())
+        await service.call("unary_unary")
+        await service.call("unary_unary", metadata=(("x-request-id", "a b"),))
     assert seen[:2] == ["from-http", "from-http"]
     assert seen[2] == seen[3] != seen[4] == seen[5]
     assert all(made and len(made) == 32 for made in seen[2:])
@@ -429,9 +430,9 @@ async def test_a_request_id_is_taken_over_or_made_and_reaches_logs_and_onward_ca
 # Security
 
 
-async def test_a_wrong_or_missing_token_is_refused_and_the_right_one_passes() -> None:
+async def test_a_wrong_or_missing_token_is_rejected_and_the_right_one_passes() -> None:
     security = rpc.Security(token="s3cret")
-    async with serving(echo, security=security) as room:
+    async with serving(echo, security=security) as service:
         for metadata in (
             (),
             (("authorization", "Bearer s3cret!"),),
@@ -439,22 +440,24 @@ async def test_a_wrong_or_missing_token_is_refused_and_the_right_one_passes() ->
         ):
             for shape in SHAPES:
                 with pytest.raises(errors.Unauthenticated), interceptors.map_rpc_errors():
-                    await room.call(shape, metadata=metadata)
-        assert await room.call("unary_unary", metadata=rpc.call_metadata(security)) == [b"hi"]
-        answer = await rpc.unary(room.method("unary_unary"), b"hi", timeout_s=5, security=security)
+                    await service.call(shape, metadata=metadata)
+        assert await service.call("unary_unary", metadata=rpc.call_metadata(security)) == [b"hi"]
+        answer = await rpc.unary(
+            service.method("unary_unary"), b"hi", timeout_s=5, security=security
+        )
         assert answer == b"hi"
 
 
 async def test_health_and_reflection_stay_open_on_loopback() -> None:
-    async with serving(echo, security=rpc.Security(token="s3cret")) as room:
-        check = health_stub(room.channel)
+    async with serving(echo, security=rpc.Security(token="s3cret")) as service:
+        check = health_stub(service.channel)
         answer = await check.Check(health_pb2.HealthCheckRequest(), timeout=5)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast("grpc.Channel", room.channel))
-        ask = reflection_pb2.ServerReflectionRequest(list_services="*")
-        async with rpc.cancelling(stub.ServerReflectionInfo(iter([ask]))) as call:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast("grpc.Channel", service.channel))
+        query = reflection_pb2.ServerReflectionRequest(list_services="*")
+        async with rpc.cancelling(stub.ServerReflectionInfo(iter([query]))) as call:
             listed = (await call.read()).list_services_response.service
-    assert {"test.Room", "grpc.health.v1.Health"} <= {service.name for service in listed}
+    assert {"test.Echo", "grpc.health.v1.Health"} <= {service.name for service in listed}
 
 
 def test_only_peers_on_this_host_count_as_local() -> None:
@@ -465,7 +468,7 @@ def test_only_peers_on_this_host_count_as_local() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "some-name"])
-async def test_an_open_bind_without_token_or_tls_is_refused(host: str) -> None:
+async def test_an_open_bind_without_token_or_tls_is_rejected(host: str) -> None:
     server = rpc.server()
     with pytest.raises(errors.InvalidRequest) as caught:
         rpc.bind(server, host, 0)
@@ -504,41 +507,41 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, rpc.Secu
     return made
 
 
-async def test_with_certificates_only_a_peer_that_has_one_is_served(
+async def test_with_mutual_tls_only_a_peer_with_a_certificate_is_served(
     certificates: dict[str, rpc.Security],
 ) -> None:
     good = certificates["good"]
     assert good.uses_mutual_tls
     assert "PRIVATE" not in repr(good)
-    async with serving(echo, security=good) as room:
-        assert await room.call("unary_unary") == [b"hi"]
-    for stranger in (rpc.PLAINTEXT, certificates["other"]):
-        async with serving(echo, security=good, client=stranger) as room:
+    async with serving(echo, security=good) as service:
+        assert await service.call("unary_unary") == [b"hi"]
+    for other_peer in (rpc.PLAINTEXT, certificates["other"]):
+        async with serving(echo, security=good, client=other_peer) as service:
             with pytest.raises(errors.Unavailable), interceptors.map_rpc_errors():
-                await room.call("unary_unary")
+                await service.call("unary_unary")
 
 
 async def test_a_taken_port_is_a_conflict_and_never_shared() -> None:
-    async with serving(echo) as room:
+    async with serving(echo) as service:
         other = rpc.server()
-        with pytest.raises(errors.Conflict, match=str(room.port)) as refused:
-            rpc.bind(other, "127.0.0.1", room.port)
+        with pytest.raises(errors.Conflict, match=str(service.port)) as rejected:
+            rpc.bind(other, "127.0.0.1", service.port)
         await other.stop(None)
-    assert refused.value.field == "port"
-    assert refused.value.message.endswith("(--host, --port): Address already in use")
+    assert rejected.value.field == "port"
+    assert rejected.value.message.endswith("(--host, --port): Address already in use")
 
 
-def test_a_health_port_that_is_taken_is_named() -> None:
+def test_the_error_for_a_taken_health_port_names_the_setting() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(errors.Conflict, match=rf":{port} \(--host, --health-port\)") as refused:
+        with pytest.raises(errors.Conflict, match=rf":{port} \(--host, --health-port\)") as raised:
             ThreadedHealthServer("127.0.0.1", port)
-    assert refused.value.field == "health_port"
+    assert raised.value.field == "health_port"
 
 
-def test_a_metrics_port_that_is_taken_is_named() -> None:
+def test_the_error_for_a_taken_metrics_port_names_the_setting() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -547,7 +550,7 @@ def test_a_metrics_port_that_is_taken_is_named() -> None:
             serve_metrics(CollectorRegistry(), "127.0.0.1", port)
 
 
-async def test_a_host_that_is_not_ours_is_told_with_the_reason() -> None:
+async def test_the_error_for_a_host_of_another_machine_has_the_reason() -> None:
     security = rpc.Security(insecure=True)
     server = rpc.server(security=security)
     with pytest.raises(errors.Conflict, match=r"192\.0\.2\.1:0 \(--host, --port\): Cannot assign"):
@@ -555,21 +558,21 @@ async def test_a_host_that_is_not_ours_is_told_with_the_reason() -> None:
     await server.stop(None)
 
 
-def test_a_file_of_tls_that_cannot_be_read_is_named_by_its_flag(tmp_path: Path) -> None:
+def test_the_error_for_an_unreadable_tls_file_names_its_flag(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("x")
     config = ServiceConfig(
         tls_cert_path=tmp_path / "cert.pem",
         tls_key_path=tmp_path / "key.pem",
         tls_ca_path=tmp_path / "cert.pem",
     )
-    with pytest.raises(errors.InvalidRequest) as refused:
+    with pytest.raises(errors.InvalidRequest) as rejected:
         rpc.security_from_config(config)
-    assert refused.value.field == "tls_key_path"
-    why = f"--tls-key-path: cannot read {tmp_path}/key.pem: No such file or directory"
-    assert refused.value.message == why
+    assert rejected.value.field == "tls_key_path"
+    message = f"--tls-key-path: cannot read {tmp_path}/key.pem: No such file or directory"
+    assert rejected.value.message == message
 
 
-async def test_files_that_are_no_pem_are_suspected_when_the_address_is_free() -> None:
+async def test_the_error_for_invalid_pem_files_names_their_flags() -> None:
     security = rpc.Security(cert=b"no", key=b"no", ca=b"no")
     server = rpc.server(security=security)
     with pytest.raises(errors.Conflict, match="are --tls-cert-path, --tls-key-path and"):
@@ -581,7 +584,7 @@ async def test_files_that_are_no_pem_are_suspected_when_the_address_is_free() ->
 
 
 async def _hold_silent(server: grpc.aio.Server, hold_s: float) -> float:
-    """How long a silent stream lived, in seconds, when pinged each second (C-core's least)."""
+    """Seconds until a silent stream ends if pinged every second (the minimum of C-core)."""
     silence = asyncio.Event()
 
     async def silent(_request: bytes, context: Any) -> None:
@@ -590,7 +593,7 @@ async def _hold_silent(server: grpc.aio.Server, hold_s: float) -> float:
 
     handler: Any = grpc.unary_stream_rpc_method_handler(silent)
     server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("test.Room", {"Attach": handler}),)
+        (grpc.method_handlers_generic_handler("test.Echo", {"Attach": handler}),)
     )
     port = rpc.bind(server, "127.0.0.1", 0)
     await server.start()
@@ -624,7 +627,7 @@ async def test_a_silent_stream_outlives_many_client_pings() -> None:
 # Drain
 
 
-async def test_stop_lets_running_calls_end_and_refuses_new_ones() -> None:
+async def test_stop_lets_running_calls_finish_and_rejects_new_ones() -> None:
     started, release = asyncio.Event(), asyncio.Event()
 
     async def handle(request: bytes, _context: object) -> bytes:
@@ -632,23 +635,23 @@ async def test_stop_lets_running_calls_end_and_refuses_new_ones() -> None:
         await release.wait()
         return request
 
-    async with serving(handle) as room:
-        assert room.server is not None
-        running = asyncio.ensure_future(room.call("unary_stream", b"whole"))
+    async with serving(handle) as service:
+        assert service.server is not None
+        running_call = asyncio.ensure_future(service.call("unary_stream", b"whole"))
         await started.wait()
-        stopping = asyncio.ensure_future(rpc.stop(room.server, 5.0, room.calls))
-        refusal: errors.MeshError = errors.DeadlineExceeded()
-        while isinstance(refusal, errors.DeadlineExceeded):  # Until it has begun to refuse.
+        stopping = asyncio.ensure_future(rpc.stop(service.server, 5.0, service.calls))
+        rejection: errors.MeshError = errors.DeadlineExceeded()
+        while isinstance(rejection, errors.DeadlineExceeded):  # Until it rejects new calls.
             with pytest.raises(errors.MeshError) as caught, interceptors.map_rpc_errors():
-                await room.call("unary_unary", b"new", timeout=0.05)
-            refusal = caught.value
-        assert isinstance(refusal, errors.Unavailable)
+                await service.call("unary_unary", b"new", timeout=0.05)
+            rejection = caught.value
+        assert isinstance(rejection, errors.Unavailable)
         release.set()
-        assert await running == [b"first", b"whole"]
+        assert await running_call == [b"first", b"whole"]
         assert await asyncio.wait_for(stopping, 5) == []
 
 
-async def test_stop_names_what_it_cuts_and_awaits_its_cleanup() -> None:
+async def test_stop_returns_the_cancelled_calls_and_awaits_their_cleanup() -> None:
     started, cleaned = asyncio.Event(), asyncio.Event()
 
     async def handle(_request: bytes, _context: object) -> bytes:
@@ -661,47 +664,47 @@ async def test_stop_names_what_it_cuts_and_awaits_its_cleanup() -> None:
             cleaned.set()
         return b""
 
-    async with serving(handle) as room:
-        assert room.server is not None
+    async with serving(handle) as service:
+        assert service.server is not None
         metadata = (("x-request-id", "slow-one"),)
-        running = asyncio.ensure_future(room.call("unary_unary", metadata=metadata))
-        watch = health_stub(room.channel).Watch(health_pb2.HealthCheckRequest())
+        running_call = asyncio.ensure_future(service.call("unary_unary", metadata=metadata))
+        watch = health_stub(service.channel).Watch(health_pb2.HealthCheckRequest())
         await watch.read()
         await started.wait()
-        cut = await rpc.stop(room.server, 0.05, room.calls)
-        assert cut == ["/test.Room/unary_unary slow-one"]
+        cut = await rpc.stop(service.server, 0.05, service.calls)
+        assert cut == ["/test.Echo/unary_unary slow-one"]
         assert cleaned.is_set()
         with pytest.raises(errors.MeshError), interceptors.map_rpc_errors():
-            await running
+            await running_call
         watch.cancel()
 
 
-async def test_a_health_watcher_does_not_hold_up_a_stop() -> None:
-    async with serving(echo) as room:
-        assert room.server is not None
-        watch = health_stub(room.channel).Watch(health_pb2.HealthCheckRequest())
+async def test_a_health_watcher_does_not_delay_a_stop() -> None:
+    async with serving(echo) as service:
+        assert service.server is not None
+        watch = health_stub(service.channel).Watch(health_pb2.HealthCheckRequest())
         async with rpc.cancelling(watch):
             await watch.read()
             started = time.monotonic()
-            assert await rpc.stop(room.server, 30.0, room.calls) == []
+            assert await rpc.stop(service.server, 30.0, service.calls) == []
             assert time.monotonic() - started < 5
 
 
-async def test_the_health_thread_answers_while_the_loop_is_stuck() -> None:
+async def test_the_health_server_responds_while_the_event_loop_is_blocked() -> None:
     threaded_health = ThreadedHealthServer("127.0.0.1", 0)
     threaded_health.start()
     threaded_health.set("", True)
     answers: list[int] = []
 
-    def ask() -> None:
+    def query() -> None:
         with grpc.insecure_channel(threaded_health.address) as channel:
             stub = health_stub(channel)
             answers.append(stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status)
 
     def ask_in_thread() -> None:
-        asking = threading.Thread(target=ask)
-        asking.start()
-        asking.join(5)  # On the loop's own thread: nothing else runs meanwhile.
+        querying = threading.Thread(target=query)
+        querying.start()
+        querying.join(5)  # On the loop's own thread: nothing else runs meanwhile.
 
     ask_in_thread()
     threaded_health.drain()
@@ -727,7 +730,7 @@ def finished(exporter: InMemorySpanExporter) -> list[ReadableSpan]:
     return list(exporter.get_finished_spans())
 
 
-async def test_a_sampled_parent_gets_a_server_span_and_the_trace_goes_on(
+async def test_a_sampled_parent_gets_a_server_span_and_the_trace_continues(
     spans: tuple[trace.Tracer, InMemorySpanExporter],
 ) -> None:
     tracer, exporter = spans
@@ -737,10 +740,10 @@ async def test_a_sampled_parent_gets_a_server_span_and_the_trace_goes_on(
         onward.append(telemetry.current_traceparent())
         return request
 
-    async with serving(handle, tracer=tracer) as room:
-        await room.call("unary_stream", metadata=(("traceparent", SAMPLED),))
+    async with serving(handle, tracer=tracer) as service:
+        await service.call("unary_stream", metadata=(("traceparent", SAMPLED),))
     (span,) = finished(exporter)
-    assert span.name == "test.Room/unary_stream"
+    assert span.name == "test.Echo/unary_stream"
     assert span.kind is trace.SpanKind.SERVER
     assert span.parent is not None
     assert f"{span.parent.span_id:016x}" == SPAN_ID
@@ -748,7 +751,7 @@ async def test_a_sampled_parent_gets_a_server_span_and_the_trace_goes_on(
     assert onward == [f"00-{TRACE_ID}-{span.context.span_id:016x}-01"]
 
 
-async def test_an_unsampled_or_absent_or_malformed_parent_makes_no_span(
+async def test_an_unsampled_or_absent_or_malformed_parent_creates_no_span(
     spans: tuple[trace.Tracer, InMemorySpanExporter],
 ) -> None:
     tracer, exporter = spans
@@ -758,11 +761,11 @@ async def test_an_unsampled_or_absent_or_malformed_parent_makes_no_span(
         onward.append(telemetry.current_traceparent())
         return request
 
-    async with serving(handle, tracer=tracer) as room:
+    async with serving(handle, tracer=tracer) as service:
         for value in (UNSAMPLED, None, "00-zz-1-01"):
-            await room.call("unary_unary", metadata=(("traceparent", value),) if value else ())
+            await service.call("unary_unary", metadata=(("traceparent", value),) if value else ())
         assert (
-            await room.method("unary_stream", "Attach")(
+            await service.method("unary_stream", "Attach")(
                 b"hi", metadata=(("traceparent", SAMPLED),)
             ).read()
             == b"first"
@@ -775,16 +778,16 @@ async def test_a_failed_call_marks_its_span(
     spans: tuple[trace.Tracer, InMemorySpanExporter],
 ) -> None:
     tracer, exporter = spans
-    async with serving(raising(errors.Overloaded(1.0)), tracer=tracer) as room:
+    async with serving(raising(errors.Overloaded(1.0)), tracer=tracer) as service:
         with pytest.raises(grpc.aio.AioRpcError):
-            await room.call("unary_unary", metadata=(("traceparent", SAMPLED),))
+            await service.call("unary_unary", metadata=(("traceparent", SAMPLED),))
     (span,) = finished(exporter)
     assert span.status.status_code is trace.StatusCode.ERROR
     assert span.attributes is not None
     assert span.attributes["error.type"] == "Overloaded"
 
 
-def test_a_span_takes_the_id_assigned_to_it_once() -> None:
+def test_an_assigned_span_id_is_used_once() -> None:
     exporter = InMemorySpanExporter()
     provider = telemetry.tracer_provider("prefill", "i-1", exporter, 1.0)
     tracer = provider.get_tracer("test")
@@ -820,7 +823,7 @@ def test_a_malformed_trace_link_is_ignored_with_a_debug_log() -> None:
     [
         (SAMPLED, True),
         (UNSAMPLED, True),
-        (SAMPLED.replace("00-", "cc-", 1) + "-more", True),  # A later version may say more.
+        (SAMPLED.replace("00-", "cc-", 1) + "-more", True),  # A later version may have more fields.
         (SAMPLED + "-more", False),
         (SAMPLED.replace("00-", "ff-", 1), False),
         (SAMPLED.replace(SPAN_ID, "0" * 16), False),
@@ -828,7 +831,7 @@ def test_a_malformed_trace_link_is_ignored_with_a_debug_log() -> None:
         (None, False),
     ],
 )
-def test_a_traceparent_is_read_as_w3c_says(header: str | None, usable: bool) -> None:
+def test_a_traceparent_is_parsed_as_specified_by_w3c(header: str | None, usable: bool) -> None:
     assert (telemetry.context_from_traceparent(header) is not None) == usable
 
 
@@ -843,13 +846,13 @@ def _refusing() -> tuple[socket.socket, int]:
 
 def _silent() -> tuple[socket.socket, int]:
     listener, port = _refusing()
-    listener.listen(8)  # The kernel accepts, nobody ever answers.
+    listener.listen(8)  # The kernel accepts connections, and no process responds.
     return listener, port
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("collector", [_refusing, _silent])
-def test_a_missing_or_silent_collector_delays_neither_spans_nor_shutdown(
+def test_a_missing_or_unresponsive_collector_delays_neither_spans_nor_shutdown(
     collector: Callable[[], tuple[socket.socket, int]],
 ) -> None:
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -867,7 +870,7 @@ def test_a_missing_or_silent_collector_delays_neither_spans_nor_shutdown(
         busy_s = time.monotonic() - started
         started = time.monotonic()
         telemetry.Telemetry(provider).shutdown(0.9)
-        # To send all that waits would take this long, and so would a queue that makes one wait.
+        # Sending all queued spans, or waiting for space in the queue, would take this long.
         waited_s = (
             telemetry.QUEUE_SPANS_MAX / telemetry.BATCH_SPANS_MAX * telemetry.EXPORT_TIMEOUT_S
         )
@@ -876,7 +879,7 @@ def test_a_missing_or_silent_collector_delays_neither_spans_nor_shutdown(
 
 
 class Sink(trace_service_pb2_grpc.TraceServiceServicer):
-    """An OTLP receiver that keeps what it gets."""
+    """An OTLP receiver that stores its requests."""
 
     def __init__(self) -> None:
         self.received: list[trace_service_pb2.ExportTraceServiceRequest] = []
@@ -901,7 +904,7 @@ sys.exit(0 if traces.shutdown(5.0) else 1)
 
 
 @pytest.mark.slow
-def test_spans_with_assigned_ids_and_links_arrive_at_a_collector() -> None:
+def test_a_collector_receives_spans_with_assigned_ids_and_links() -> None:
     sink = Sink()
     collector = grpc.server(ThreadPoolExecutor(1))
     add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server  # It has no types.

@@ -1,4 +1,4 @@
-"""Services that cannot start say why in one line, and name the knob or the address at fault."""
+"""A service that cannot start logs one line that names the setting or the address at fault."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tests.integration.service_process import PROCESS_S
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port of 127.0.0.1 that somebody listens on."""
+    """A port of 127.0.0.1 that is in use."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         yield listener.getsockname()[1]
 
 
-def not_started(service: str, folder: Path, *flags: str) -> tuple[int, str]:
-    """The exit status and what was written to stderr."""
+def run_until_exit(service: str, folder: Path, *flags: str) -> tuple[int, str]:
+    """The exit status and stderr."""
     done = subprocess.run(
         [sys.executable, "-m", f"{service}_svc", f"--registry-path={folder}/registry", *flags],
         env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
@@ -39,7 +39,7 @@ def not_started(service: str, folder: Path, *flags: str) -> tuple[int, str]:
 
 Flags = Callable[[int, Path], list[str]]
 
-MENDABLE: list[tuple[str, Flags, str]] = [
+OPERATOR_ERRORS: list[tuple[str, Flags, str]] = [
     ("indexer", lambda port, _: [f"--port={port}"], "(--host, --port): Address already in use"),
     ("router", lambda port, _: [f"--health-port={port}"], "(--host, --health-port): Address"),
     ("frontend", lambda port, _: [f"--http-port={port}"], "--http-port"),
@@ -52,20 +52,20 @@ MENDABLE: list[tuple[str, Flags, str]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("service", "flags", "says"), MENDABLE)
-def test_what_can_be_mended_is_one_line_that_names_it(
-    service: str, flags: Flags, says: str, taken: int, tmp_path: Path
+@pytest.mark.parametrize(("service", "flags", "message"), OPERATOR_ERRORS)
+def test_an_operator_error_is_one_log_line_that_names_the_flag(
+    service: str, flags: Flags, message: str, taken: int, tmp_path: Path
 ) -> None:
-    status, errors = not_started(service, tmp_path, *flags(taken, tmp_path))
+    status, errors = run_until_exit(service, tmp_path, *flags(taken, tmp_path))
     assert status == 1, errors
     assert "Traceback" not in errors
     (line,) = [line for line in map(json.loads, errors.splitlines()) if "error" in line]
-    assert line["event"] == "start failed"
-    assert says in line["error"]
+    assert line["event"] == "start_failed"
+    assert message in line["error"]
 
 
 @pytest.mark.slow
-def test_a_router_whose_selector_cannot_be_made_is_not_configured(tmp_path: Path) -> None:
+def test_a_failing_selector_factory_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "odd_selector.py").write_text("def make():\n    return 1 // 0\n")
     done = subprocess.run(
         [sys.executable, "-m", "router_svc", "--selector=odd_selector:make"],
@@ -81,13 +81,13 @@ def test_a_router_whose_selector_cannot_be_made_is_not_configured(tmp_path: Path
     )
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
-    assert "--selector: 'odd_selector:make' cannot be made: ZeroDivisionError" in done.stderr
+    assert "--selector: 'odd_selector:make' failed: ZeroDivisionError" in done.stderr
 
 
 @pytest.mark.slow
-def test_a_worker_whose_model_folder_is_no_model_is_refused_with_its_configuration(
+def test_a_model_folder_without_a_model_is_a_configuration_error(
     tmp_path: Path,
 ) -> None:
-    status, errors = not_started("worker", tmp_path, f"--model-path={tmp_path}")
+    status, errors = run_until_exit("worker", tmp_path, f"--model-path={tmp_path}")
     assert status == 2
     assert f"--model-path: {tmp_path} has no tokenizer.json and no tokenizer_config.json" in errors

@@ -36,6 +36,7 @@ from worker_svc.engines.contract import (
     GenerateContext,
     LLMEngineOutput,
 )
+from worker_svc.engines.handoff import NO_PARTNER, PEER_LOST
 from worker_svc.engines.sim.engine import (
     SIM_MODEL_DIR,
     SimConfig,
@@ -45,7 +46,6 @@ from worker_svc.engines.sim.engine import (
 )
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
-from worker_svc.engines.sim.transfer import NO_PARTNER, PEER_LOST
 from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
@@ -145,7 +145,7 @@ def tokens_of(outputs: list[LLMEngineOutput] | MeshError) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-async def test_a_hundred_pairs_at_once_answer_as_an_aggregated_engine_does() -> None:
+async def test_a_hundred_concurrent_pairs_return_the_output_of_an_aggregated_engine() -> None:
     async with engines() as them:
 
         async def one(number: int) -> None:
@@ -168,7 +168,7 @@ async def test_a_hundred_pairs_at_once_answer_as_an_aggregated_engine_does() -> 
         assert them.prefill.counters["pages_written"] == them.decode.counters["pages_received"]
 
 
-async def test_a_hundred_completed_prefills_are_decoded_as_an_aggregated_engine_does() -> None:
+async def test_a_hundred_completed_prefills_decode_to_the_output_of_an_aggregated_engine() -> None:
     async with engines(mode="completed") as them:
 
         async def one(number: int) -> None:
@@ -189,7 +189,7 @@ async def test_a_hundred_completed_prefills_are_decoded_as_an_aggregated_engine_
         assert them.endpoint.disaggregated_endpoint is None
 
 
-async def test_pairs_that_are_aborted_or_dropped_at_any_time_cost_the_others_nothing() -> None:
+async def test_aborted_or_dropped_pairs_do_not_affect_other_pairs() -> None:
     rng = Random(1)
     # A page takes 2 ms: transfers are in flight much of the time.
     config = SimConfig(timing=Timing(), total_kv_blocks=200)
@@ -273,7 +273,7 @@ async def test_an_engine_that_ends_in_any_phase_frees_the_other_side(role: str, 
         await them.check_rest()
 
 
-async def test_peers_that_talk_nonsense_or_nothing_are_hung_up_on() -> None:
+async def test_connections_of_malformed_or_silent_peers_are_closed() -> None:
     async with engines(timeout_s=0.5) as them:
         bootstrap = them.bootstrap(1)
         address = bootstrap.bootstrap_host, bootstrap.bootstrap_port
@@ -296,7 +296,7 @@ async def test_peers_that_talk_nonsense_or_nothing_are_hung_up_on() -> None:
         await them.check_rest()
 
 
-async def test_a_bootstrap_port_that_is_taken_refuses_to_start() -> None:
+async def test_a_bootstrap_port_in_use_fails_the_start() -> None:
     async with engines() as them:
         handoff = SimHandoffConfig(role="prefill", port=them.bootstrap(1).bootstrap_port)
         other = SimEngine(SimConfig(handoff=handoff), model=MODEL)
@@ -408,7 +408,9 @@ def ids_of(messages: object) -> list[int]:
     return [token for message in messages for token in message.token_ids]
 
 
-async def test_two_worker_processes_answer_a_hundred_pairs_with_the_truth(tmp_path: Path) -> None:
+async def test_two_worker_processes_return_correct_output_for_a_hundred_pairs(
+    tmp_path: Path,
+) -> None:
     async with pair(tmp_path, "--speedup=20", "--local-prefill=false") as both:
         info = await both.decode.info()
         assert (info.role, info.local_prefill) == ("decode", False)
@@ -454,7 +456,7 @@ GONE_S = 10.0
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
-async def test_a_worker_that_vanishes_in_a_transfer_frees_the_other(
+async def test_a_worker_lost_during_a_transfer_frees_its_peer(
     tmp_path: Path, victim: str, how: signal.Signals
 ) -> None:
     async with pair(tmp_path, *SLOW_LINK) as both:

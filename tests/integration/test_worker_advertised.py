@@ -84,7 +84,7 @@ async def test_a_worker_without_adapters_serves_the_base_model_only() -> None:
         (["--serve=completions,chat"], ["chat", "completions"]),
     ],
 )
-async def test_a_frontend_opens_the_endpoints_that_a_worker_says_it_serves(
+async def test_a_frontend_opens_the_endpoints_that_a_worker_advertises(
     flags: list[str], tables: list[str]
 ) -> None:
     async with registered(*flags) as registry:
@@ -94,13 +94,13 @@ async def test_a_frontend_opens_the_endpoints_that_a_worker_says_it_serves(
 
 
 @pytest.mark.parametrize("kinds", ["embedding", "chat,prefill", "Chat", ""])
-def test_what_no_worker_of_tokens_can_serve_is_refused(kinds: str) -> None:
+def test_endpoints_that_a_token_worker_cannot_serve_are_rejected(kinds: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read_config(WorkerConfig, "WORKER", {}, [f"--serve={kinds}"])
     assert any("serve" in problem for problem in refused.value.problems)
 
 
-def test_engines_that_are_not_told_of_adapters_here_refuse_the_flag() -> None:
+def test_engines_without_configurable_adapters_reject_the_flag() -> None:
     with pytest.raises(ConfigError) as refused:
         read_config(WorkerConfig, "WORKER", {}, ["--engine=echo", "--loras=fr"])
     assert any("loras" in problem for problem in refused.value.problems)

@@ -107,7 +107,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [rng.randrange(3, 1000) for _ in range(tokens)]
 
 
-async def test_prompts_find_their_beginnings_on_workers_that_publish_nothing() -> None:
+async def test_shared_prefixes_are_routed_to_the_worker_that_has_them_without_kv_events() -> None:
     async with mesh() as m:
         for topic in range(4):
             beginning = prompt(topic, 8 * BLOCK)
@@ -119,7 +119,7 @@ async def test_prompts_find_their_beginnings_on_workers_that_publish_nothing() -
                 assert again.predicted_cached_tokens == cached == 8 * BLOCK
 
 
-async def test_what_is_guessed_is_said_to_be_guessed() -> None:
+async def test_decisions_on_approximate_entries_are_labelled_approximate() -> None:
     async with mesh() as m:
         first, _ = await m.ask(prompt(1, 8 * BLOCK))
         async with rpc.channel(m.router.address) as channel:

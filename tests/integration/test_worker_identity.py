@@ -52,7 +52,7 @@ async def info_of(app: WorkerApp) -> pb.GetInfoResponse:
         (None, {"model_name": "cnt"}, "cnt"),
     ],
 )
-async def test_clients_call_a_model_as_its_flag_says_else_as_its_engine_does(
+async def test_a_model_is_named_by_its_flag_else_by_its_engine(
     engine: type[Mine] | None, knobs: dict[str, Any], model: str
 ) -> None:
     with capture_logs() as logs:
@@ -62,7 +62,7 @@ async def test_clients_call_a_model_as_its_flag_says_else_as_its_engine_does(
     assert [one["engine"] for one in logs if one["event"] == "engine_started"] == [name]
 
 
-async def test_a_worker_refused_for_its_card_says_what_differs_and_what_to_do() -> None:
+async def test_a_card_conflict_names_the_differences_and_the_remedy() -> None:
     store = MemoryStore()
     async with living(worker(store=store, stable_name="w-0")):
         with pytest.raises(Conflict) as refused:
@@ -83,7 +83,7 @@ class Forgetful(MemoryRegistry):
         raise NotFound("no such card")
 
 
-async def test_a_card_that_cannot_be_read_leaves_the_refusal_as_it_is() -> None:
+async def test_an_unreadable_card_leaves_the_conflict_error_unchanged() -> None:
     store = MemoryStore()
     async with living(worker(store=store)):
         config = WorkerConfig(registry="memory", speedup=0.0, block_size=32)
@@ -108,17 +108,17 @@ async def generated(app: WorkerApp, *token_ids: int) -> list[int]:
             return [token async for message in call for token in message.token_ids]
 
 
-async def test_generate_refuses_token_ids_that_no_token_has() -> None:
+async def test_generate_rejects_token_ids_outside_the_vocabulary() -> None:
     async with living(worker()) as app:
         assert len(await generated(app, 5, 4095)) == 2
         for odd in (4096, 9_999_999, 2**32 - 1):
-            with pytest.raises(InvalidRequest, match=f"token_ids: {odd} is not in the") as refused:
+            with pytest.raises(InvalidRequest, match=f"token_ids: {odd} is above") as refused:
                 await generated(app, 5, odd, 7)
             assert refused.value.field == "token_ids"
-            assert "vocabulary of 4096 tokens" in refused.value.message
+            assert "above the largest token id 4095" in refused.value.message
 
 
-async def test_without_a_known_vocabulary_the_engine_has_the_say(tmp_path: Path) -> None:
+async def test_without_a_known_vocabulary_the_engine_checks_token_ids(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text("{}")
     async with living(worker(Mine(), model_path=tmp_path)) as app:

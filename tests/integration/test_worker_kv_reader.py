@@ -29,6 +29,7 @@ from worker_svc.engines.sglang.kv_events import (
     KvEventEndpoints,
     KvEventReader,
 )
+from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.normalizer import (
     DuplicatePolicy,
     ExternalEvent,
@@ -36,7 +37,6 @@ from worker_svc.kv_events.normalizer import (
     Normalizer,
     PagesRemoved,
     PagesStored,
-    SourceFeed,
 )
 
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCK)
@@ -110,7 +110,7 @@ class DroppingWire(EngineWire):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drops", ["hole", "tail", "end"])
-async def test_what_is_dropped_of_a_long_replay_is_asked_for_again(
+async def test_batches_dropped_from_a_long_replay_are_requested_again(
     drops: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if drops == "end":  # which only silence tells
@@ -130,7 +130,7 @@ async def test_what_is_dropped_of_a_long_replay_is_asked_for_again(
 
 
 @pytest.mark.slow
-async def test_a_replay_as_long_as_what_an_engine_keeps_loses_nothing() -> None:
+async def test_a_replay_of_all_kept_batches_loses_none() -> None:
     wire, heard = EngineWire(), Heard()
     said = await kept(wire, BUFFERED_BATCHES)
     async with reading(wire, heard):
@@ -139,7 +139,7 @@ async def test_a_replay_as_long_as_what_an_engine_keeps_loses_nothing() -> None:
         assert heard.lost == []
 
 
-async def test_a_hole_that_the_engine_has_kept_nothing_for_is_a_loss() -> None:
+async def test_a_gap_of_batches_that_are_no_longer_kept_is_a_loss() -> None:
     wire, heard = EngineWire(keeps=3), Heard()
     async with reading(wire, heard) as reader:
         await wire.publish(removed(0))
@@ -176,7 +176,7 @@ class Slow(Heard):
 
 
 @pytest.mark.slow
-async def test_a_long_replay_gives_the_loop_its_turn() -> None:
+async def test_a_long_replay_yields_to_the_loop() -> None:
     """Batches that wait in the socket are received without one."""
     wire, heard = EngineWire(), Slow()
     said = await kept(wire, 200)
@@ -186,7 +186,7 @@ async def test_a_long_replay_gives_the_loop_its_turn() -> None:
     assert heard.most_in_turn <= 3
 
 
-async def test_an_event_of_very_many_pages_gives_the_loop_its_turn(
+async def test_an_event_of_very_many_pages_yields_to_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A prompt of 131,072 tokens, in pages of one, held everything up for a third of a second."""
@@ -200,7 +200,7 @@ async def test_an_event_of_very_many_pages_gives_the_loop_its_turn(
     assert heard.most_in_turn <= 3
 
 
-async def test_batches_that_were_had_give_the_loop_its_turn_too(
+async def test_batches_that_are_known_already_yield_to_the_loop_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After a replay, thousands of them may wait that came over the live socket meanwhile."""
@@ -222,7 +222,7 @@ async def test_batches_that_were_had_give_the_loop_its_turn_too(
     assert turns >= 49
 
 
-async def test_an_event_taken_in_parts_means_what_it_meant_as_a_whole(
+async def test_a_split_event_is_equivalent_to_the_whole_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Keeps(Heard):
@@ -257,7 +257,7 @@ async def test_an_event_taken_in_parts_means_what_it_meant_as_a_whole(
 
 
 @pytest.mark.slow
-async def test_a_reader_that_fails_says_so_and_begins_again(
+async def test_a_reader_that_fails_reports_a_loss_and_starts_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sglang_events, "IDLE_S", 0.05)
@@ -274,7 +274,7 @@ async def test_a_reader_that_fails_says_so_and_begins_again(
 
 
 @pytest.mark.slow
-async def test_an_engine_whose_reader_ends_is_lost() -> None:
+async def test_an_engine_is_lost_if_its_event_reader_ends() -> None:
     """Its events would stay away for ever, and nobody would know."""
 
     class Broken(Heard):
@@ -291,7 +291,7 @@ async def test_an_engine_whose_reader_ends_is_lost() -> None:
         engine.publish_to(heard)
         await wire.publish(removed(0))
         async with asyncio.timeout(WAIT_S):
-            with pytest.raises(WorkerLost, match="sglang kv events 0 cannot be read any more"):
+            with pytest.raises(WorkerLost, match="task sglang kv events 0 failed"):
                 await engine.wait_for_failure()
     finally:
         await engine.cleanup()

@@ -36,7 +36,8 @@ from common.service.lifecycle import Lifecycle, ServiceInfo
 from common.service.lifecycle import run as run_lifecycle
 from common.wire.preprocessed import to_proto
 from common.wire.token_stream import request_frame_to_proto
-from frontend_svc.peers.engine_client import GrpcDialer, WorkerConnection
+from frontend_svc.peers.attach_transport import GrpcDialer
+from frontend_svc.peers.worker_connection import WorkerConnection
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
@@ -68,10 +69,10 @@ FRONTEND = 99
 class Unmoved:
     """A witness that does nothing about what it is told."""
 
-    def failed(self, worker_id: int, why: str, *, is_hung: bool = False) -> None:
+    def failed(self, worker_id: int, reason: str, *, is_hung: bool = False) -> None:
         pass
 
-    def moved(self, worker_id: int) -> None:
+    def progressed(self, worker_id: int) -> None:
         pass
 
 
@@ -276,7 +277,7 @@ class Sink:
 # -- Generate and the other calls -------------------------------------------------------------
 
 
-async def test_generate_answers_with_the_engines_truth() -> None:
+async def test_generate_returns_the_engines_output() -> None:
     model = load_sim_model(SIM_MODEL_DIR)
     truth = TokenOracle(model.word_ids, model.eos_ids[0])
     async with working(speedup=0.0) as worker:
@@ -303,7 +304,7 @@ async def test_a_typed_error_arrives_typed_through_generate() -> None:
 
 @pytest.mark.row("S4-35")
 @pytest.mark.parametrize("breach", ["late", "endless"])
-async def test_a_breach_of_the_contract_is_internal_for_that_call_only(breach: str) -> None:
+async def test_a_contract_violation_is_an_internal_error_of_that_call_only(breach: str) -> None:
     engine = FakeEngine()
     async with working(engine) as worker:
         other = asyncio.create_task(read_all(worker.generate("gate")))
@@ -339,7 +340,7 @@ async def test_cancelling_generate_in_a_silent_prefill_frees_the_sims_slot_in_ti
         assert (load.running, load.waiting) == (0, 0)
 
 
-async def test_generate_without_a_deadline_ends_at_the_workers_own() -> None:
+async def test_generate_without_a_deadline_ends_at_the_workers_default() -> None:
     engine = FakeEngine()
     runner = Runner(engine)
     instance = Instance(1, NS, "worker", "", "127.0.0.1:1", model="fake")
@@ -382,7 +383,7 @@ async def test_abort_ends_a_request_by_its_id() -> None:
         assert again.aborted == 0
 
 
-async def test_abort_needs_to_know_what() -> None:
+async def test_abort_requires_a_request_id() -> None:
     async with working(FakeEngine()) as worker:
         with pytest.raises(InvalidRequest) as caught:
             await worker.unary("Abort", pb.AbortRequest())
@@ -390,7 +391,7 @@ async def test_abort_needs_to_know_what() -> None:
 
 
 @pytest.mark.row("S4-25")
-async def test_get_info_says_who_the_worker_is() -> None:
+async def test_get_info_returns_the_identity_of_the_worker() -> None:
     engine = FakeEngine()
     async with working(engine, stable_name="w0", host="127.0.0.1") as worker:
         info: pb.GetInfoResponse = await worker.unary("GetInfo", pb.GetInfoRequest())
@@ -402,7 +403,7 @@ async def test_get_info_says_who_the_worker_is() -> None:
 
 
 @pytest.mark.row("S1-01")
-async def test_get_load_counts_slots_of_both_ways_in() -> None:
+async def test_get_load_counts_requests_of_attach_and_generate() -> None:
     async with working(FakeEngine()) as worker, worker.attached() as frontend:
         sink = Sink()
         frontend.submit(leg_request("deaf-1"), sink)
@@ -415,7 +416,7 @@ async def test_get_load_counts_slots_of_both_ways_in() -> None:
         call.cancel()
 
 
-async def test_artifacts_arrive_whole_with_their_checksum() -> None:
+async def test_artifacts_arrive_complete_with_their_checksum() -> None:
     async with working(FakeEngine()) as worker:
         call = worker.stub.GetArtifact(pb.GetArtifactRequest(name="tokenizer.json"), timeout=WAIT_S)
         chunks = [part async for part in call]
@@ -431,7 +432,7 @@ async def test_artifacts_arrive_whole_with_their_checksum() -> None:
         ("ListKvBlocks", pb.ListKvBlocksRequest(), Unimplemented),
     ],
 )
-async def test_streams_that_cannot_be_had_end_with_a_typed_error(
+async def test_unavailable_streams_end_with_a_typed_error(
     method: str, message: Any, error: type[MeshError]
 ) -> None:
     async with working(FakeEngine()) as worker:
@@ -445,7 +446,7 @@ async def test_embeddings_are_unimplemented() -> None:
             await worker.unary("Embed", pb.EmbedRequest())
 
 
-async def test_health_speaks_for_the_engine_service() -> None:
+async def test_health_reports_the_engine_service() -> None:
     async with working(FakeEngine()) as worker:
         stub: Any = health_pb2_grpc.HealthStub(worker.channel)
         for service in ("", SERVICE_NAME):
@@ -502,7 +503,7 @@ async def test_a_newer_stream_replaces_the_older_and_closes_its_generators() -> 
         assert set(engine.closed) == {"deaf", "good"}
 
 
-async def test_a_stream_ends_between_two_writes_whoever_ends_it() -> None:
+async def test_a_stream_ends_between_two_writes_in_every_case() -> None:
     began, gate = asyncio.Event(), asyncio.Event()
     frames = [RequestFrame(hello=Hello(FRONTEND, 1, 1)), RequestFrame(hello=Hello(FRONTEND, 1, 2))]
     written: list[str] = []
@@ -529,7 +530,7 @@ async def test_a_stream_ends_between_two_writes_whoever_ends_it() -> None:
     assert written == ["whole"]
 
 
-async def test_an_older_stream_that_comes_late_is_refused_and_disturbs_nothing() -> None:
+async def test_a_late_older_stream_is_rejected_without_side_effects() -> None:
     engine = FakeEngine()
     async with working(engine) as worker, worker.attached(2) as newer:
         sink = Sink()
@@ -558,7 +559,7 @@ async def test_a_closed_stream_closes_all_its_generators_in_time_and_aborts_none
         assert (await worker.counters())["closed"] == 8
 
 
-async def test_an_order_that_comes_as_its_stream_fails_leaves_nothing_behind() -> None:
+async def test_a_request_that_arrives_as_its_stream_fails_leaves_no_state() -> None:
     loop = asyncio.get_running_loop()
     came: asyncio.Future[RequestFrame] = loop.create_future()
     failed: asyncio.Future[None] = loop.create_future()
@@ -587,7 +588,7 @@ async def test_an_order_that_comes_as_its_stream_fails_leaves_nothing_behind() -
     assert runner.open_requests == 0
 
 
-async def test_orders_that_die_with_their_stream_leave_nothing_behind() -> None:
+async def test_requests_that_end_with_their_stream_leave_no_state() -> None:
     engine = FakeEngine()
     async with working(engine) as worker:
         for seq in range(1, 21):
@@ -602,7 +603,7 @@ async def test_orders_that_die_with_their_stream_leave_nothing_behind() -> None:
 
 
 @pytest.mark.row("S4-37")
-async def test_an_aborted_slot_still_gets_its_terminal_and_the_engine_is_told() -> None:
+async def test_an_aborted_slot_gets_its_terminal_and_the_engine_an_abort() -> None:
     engine = FakeEngine()
     async with working(engine) as worker, worker.attached() as frontend:
         for kind in ("wait", "deaf"):
@@ -627,7 +628,7 @@ async def test_an_aborted_slot_still_gets_its_terminal_and_the_engine_is_told() 
     ("kind", "error"),
     [("refuse", PromptTooLong), ("late", InternalError), ("endless", InternalError)],
 )
-async def test_a_failed_slot_ends_with_its_typed_error_and_the_stream_goes_on(
+async def test_a_failed_slot_ends_with_its_typed_error_and_the_stream_continues(
     kind: str, error: type[MeshError]
 ) -> None:
     async with working(FakeEngine()) as worker, worker.attached() as frontend:
@@ -640,7 +641,7 @@ async def test_a_failed_slot_ends_with_its_typed_error_and_the_stream_goes_on(
 
 
 @pytest.mark.slow
-async def test_the_deadline_of_a_submit_is_kept_by_the_worker() -> None:
+async def test_the_worker_enforces_the_deadline_of_a_submit() -> None:
     engine = FakeEngine()
     async with working(engine) as worker, worker.attached() as frontend:
         sink = Sink()
@@ -651,7 +652,7 @@ async def test_the_deadline_of_a_submit_is_kept_by_the_worker() -> None:
         assert await worker.open_slots() == 0
 
 
-async def test_refusals_over_attach_say_whether_another_worker_may_take_it() -> None:
+async def test_rejections_over_attach_carry_whether_another_worker_may_be_tried() -> None:
     async with working(FakeEngine()) as worker, worker.attached() as frontend:
         mismatched, late = Sink(), Sink()
         frontend.submit(leg_request("good", request=request(mdc_sum="other")), mismatched)
@@ -666,7 +667,7 @@ async def test_refusals_over_attach_say_whether_another_worker_may_take_it() -> 
     assert (late.error.reason, late.error.retryable) == ("DRAINING", True)
 
 
-async def test_a_drain_sends_the_last_frames_whole_then_closes_the_stream() -> None:
+async def test_a_drain_sends_the_last_frames_completely_and_then_closes_the_stream() -> None:
     engine = FakeEngine()
     async with working(engine) as worker, worker.attached() as frontend:
         sinks = [Sink() for _ in range(64)]
@@ -685,7 +686,7 @@ async def test_a_drain_sends_the_last_frames_whole_then_closes_the_stream() -> N
 
 
 @pytest.mark.slow
-async def test_what_does_not_end_within_the_drain_is_cut_and_said() -> None:
+async def test_requests_that_outlive_the_drain_are_cut_and_logged() -> None:
     engine = FakeEngine()
     async with working(engine) as worker, worker.attached() as frontend:
         sink = Sink()
@@ -771,7 +772,7 @@ async def ended(app: LivingWorker, task: asyncio.Task[int]) -> int:
 
 
 @pytest.mark.row("S4-21", "S4-40", "S4-43", "S4-47")
-async def test_a_life_drains_after_leaving_discovery_and_cleans_up_last_and_once() -> None:
+async def test_shutdown_leaves_discovery_then_drains_then_cleans_up_once() -> None:
     engine = FakeEngine()
     async with lived(engine) as (app, task):
         assert await ended(app, task) == 0
@@ -802,7 +803,7 @@ async def test_a_start_may_take_long_and_registration_waits_for_it() -> None:
 
 
 @pytest.mark.row("S4-41")
-async def test_a_drain_that_fails_is_logged_and_the_shutdown_goes_on() -> None:
+async def test_a_failed_drain_is_logged_and_the_shutdown_continues() -> None:
     async def fail() -> None:
         raise RuntimeError("a transfer is stuck")
 
@@ -813,7 +814,7 @@ async def test_a_drain_that_fails_is_logged_and_the_shutdown_goes_on() -> None:
 
 
 @pytest.mark.row("S4-40", "S4-42")
-async def test_a_drain_waits_for_transfers_while_health_and_registry_live() -> None:
+async def test_a_drain_waits_for_transfers_while_health_and_registry_work() -> None:
     seen: list[object] = []
 
     async def transfers() -> None:
@@ -840,7 +841,7 @@ async def test_cleanup_follows_a_start_that_failed() -> None:
 
 
 @pytest.mark.row("S4-44", "S4-47")
-async def test_cleanup_follows_a_start_that_was_cut_short() -> None:
+async def test_cleanup_follows_a_cancelled_start() -> None:
     engine = FakeEngine(start=asyncio.Event().wait)
     async with lived(engine) as (app, task):
         await until(lambda: engine.steps == ["start"], "the engine starts")
@@ -860,7 +861,7 @@ async def test_cleanup_is_not_called_for_an_engine_that_was_never_started() -> N
     assert engine.steps == ["registry closed"]
 
 
-async def test_a_cleanup_that_fails_is_said_and_the_registry_is_closed_all_the_same() -> None:
+async def test_a_failed_cleanup_is_logged_and_the_registry_is_closed_nevertheless() -> None:
     async def fail() -> None:
         raise RuntimeError("stuck")
 
@@ -883,7 +884,7 @@ async def test_a_second_cleanup_of_our_engines_does_nothing(make: Callable[[], L
 
 @pytest.mark.slow
 @pytest.mark.row("S4-37", "S4-38")
-async def test_the_end_of_a_worker_closes_what_runs_and_aborts_nothing() -> None:
+async def test_shutdown_closes_running_requests_without_abort() -> None:
     engine = FakeEngine()
     async with lived(engine) as (app, task):
         await until(lambda: app.lifecycle is not None, "it begins")

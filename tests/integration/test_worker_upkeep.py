@@ -52,7 +52,9 @@ async def until(condition: Callable[[], Awaitable[object]], what: str) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 1, 50_000])
-async def test_an_artifact_comes_from_an_offset_on_and_says_what_the_whole_is(offset: int) -> None:
+async def test_an_artifact_is_sent_from_an_offset_with_the_size_and_digest_of_the_whole(
+    offset: int,
+) -> None:
     data = (SIM_MODEL_DIR / "tokenizer.json").read_bytes()
     async with worker() as app:
         parts = await artifact(app, "tokenizer.json", offset)
@@ -67,7 +69,7 @@ async def test_an_artifact_comes_from_an_offset_on_and_says_what_the_whole_is(of
             await artifact(app, "../secrets")
 
 
-async def test_a_frontend_serves_a_model_whose_card_carries_no_files() -> None:
+async def test_a_frontend_fetches_files_that_the_card_does_not_carry() -> None:
     store = MemoryStore()
     async with AsyncExitStack() as ended:
         apps = [await ended.enter_async_context(worker(store, card_inline_bytes=0)) for _ in "ab"]
@@ -116,7 +118,7 @@ async def mesh_error_to_status(app: WorkerApp, service: str) -> Any:
 
 
 @pytest.mark.slow
-async def test_a_worker_whose_idle_engine_fails_its_probe_does_not_serve_until_it_answers() -> None:
+async def test_a_worker_is_not_serving_while_its_idle_engine_fails_probes() -> None:
     serving, not_serving = (
         health_pb2.HealthCheckResponse.SERVING,
         health_pb2.HealthCheckResponse.NOT_SERVING,
@@ -139,7 +141,7 @@ async def test_a_worker_whose_idle_engine_fails_its_probe_does_not_serve_until_i
         assert counts.get("accepted", 0) == 0
 
 
-async def test_without_a_canary_an_idle_engine_is_left_alone() -> None:
+async def test_without_a_probe_interval_an_idle_engine_gets_no_probe() -> None:
     async with worker(canary_idle_s=0) as app:
         await asyncio.sleep(0)
         assert app.runner.counters["canaries"] == 0

@@ -67,7 +67,7 @@ def running(engine: SglangEngine) -> int:
 
 
 @pytest.mark.row("S4-24", "S4-27", "S4-30", "S4-34")
-async def test_an_answer_streams_token_by_token_and_ends_once_with_its_counts(
+async def test_a_response_streams_token_by_token_and_ends_once_with_its_counts(
     engine: SglangEngine,
 ) -> None:
     tokens, terminal, chunks = await answer(engine, asked(PROMPT, 12))
@@ -80,11 +80,11 @@ async def test_an_answer_streams_token_by_token_and_ends_once_with_its_counts(
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), 12)
 
 
-async def test_a_greedy_answer_repeats(engine: SglangEngine) -> None:
+async def test_greedy_output_is_repeatable(engine: SglangEngine) -> None:
     assert await tokens_of(engine, asked(PROMPT)) == await tokens_of(engine, asked(PROMPT))
 
 
-async def test_a_hidden_stop_token_ends_the_answer_and_is_left_out(engine: SglangEngine) -> None:
+async def test_a_hidden_stop_token_ends_the_output_and_is_excluded(engine: SglangEngine) -> None:
     whole = await tokens_of(engine, asked(PROMPT, 12))
     stop = StopConditions(stop_token_ids_hidden=(whole[4],))
     tokens, terminal, _ = await answer(engine, asked(PROMPT, 12, stop=stop))
@@ -94,7 +94,7 @@ async def test_a_hidden_stop_token_ends_the_answer_and_is_left_out(engine: Sglan
     assert terminal.completion_usage.completion_tokens == len(tokens)
 
 
-async def test_a_visible_stop_token_is_the_answers_last(engine: SglangEngine) -> None:
+async def test_a_visible_stop_token_is_the_last_token_of_the_output(engine: SglangEngine) -> None:
     whole = await tokens_of(engine, asked(PROMPT, 12))
     stop = StopConditions(stop_token_ids_visible=(whole[4],))
     tokens, terminal, _ = await answer(engine, asked(PROMPT, 12, stop=stop))
@@ -102,7 +102,7 @@ async def test_a_visible_stop_token_is_the_answers_last(engine: SglangEngine) ->
     assert (terminal.finish_reason, terminal.stop_reason) == (FinishReason.STOP, whole[4])
 
 
-async def test_eos_ends_the_answer_unless_it_is_to_be_ignored(engine: SglangEngine) -> None:
+async def test_eos_ends_the_output_unless_it_is_ignored(engine: SglangEngine) -> None:
     whole = await tokens_of(engine, asked(PROMPT, 12))
     eos = (whole[4],)
     tokens, terminal, _ = await answer(
@@ -114,7 +114,7 @@ async def test_eos_ends_the_answer_unless_it_is_to_be_ignored(engine: SglangEngi
     assert await tokens_of(engine, ignoring) == whole
 
 
-async def test_min_tokens_rules_stop_tokens_out_for_so_long(engine: SglangEngine) -> None:
+async def test_stop_tokens_are_excluded_before_min_tokens(engine: SglangEngine) -> None:
     whole = await tokens_of(engine, asked(PROMPT, 12))
     stop = StopConditions(stop_token_ids_hidden=(whole[0], whole[1]))
     assert await tokens_of(engine, asked(PROMPT, 12, stop=stop)) == []
@@ -131,7 +131,7 @@ async def test_max_tokens_beyond_the_context_end_at_the_context(engine: SglangEn
     assert terminal.finish_reason is FinishReason.LENGTH
 
 
-async def test_each_token_has_its_logprob_and_the_likeliest_alternatives(
+async def test_each_token_has_its_logprob_and_the_top_alternatives(
     engine: SglangEngine,
 ) -> None:
     options = OutputOptions(logprobs=3)
@@ -150,12 +150,12 @@ async def test_each_token_has_its_logprob_and_the_likeliest_alternatives(
     assert [one.top for output in chunks for one in output.logprobs] == [(), ()]
 
 
-async def test_logit_bias_decides_what_is_said(engine: SglangEngine) -> None:
+async def test_logit_bias_determines_the_output(engine: SglangEngine) -> None:
     options = SamplingOptions(temperature=0.0, logit_bias={777: 100.0})
     assert await tokens_of(engine, asked(PROMPT, 4, sampling_options=options)) == [777] * 4
 
 
-async def test_penalties_change_a_repeating_answer(engine: SglangEngine) -> None:
+async def test_penalties_change_repetitive_output(engine: SglangEngine) -> None:
     options = SamplingOptions(
         temperature=0.0,
         logit_bias={777: 4.0, 778: 3.9},
@@ -178,13 +178,13 @@ async def test_sampling_follows_temperature_top_p_top_k_and_min_p(engine: Sglang
     assert await tokens_of(engine, sampled(temperature=1.5)) != greedy
 
 
-async def test_a_prompt_that_does_not_fit_is_refused_as_too_long(engine: SglangEngine) -> None:
+async def test_a_prompt_that_does_not_fit_is_rejected_as_too_long(engine: SglangEngine) -> None:
     error = await refusal(engine, asked([5] * 4090))
     assert isinstance(error, PromptTooLong)
     assert error.field == "token_ids"
 
 
-async def test_ids_outside_the_vocabulary_are_refused_before_they_kill_the_engine(
+async def test_ids_outside_the_vocabulary_are_rejected_before_they_crash_the_engine(
     engine: SglangEngine,
 ) -> None:
     error = await refusal(engine, asked([5, 4096]))
@@ -193,7 +193,7 @@ async def test_ids_outside_the_vocabulary_are_refused_before_they_kill_the_engin
     assert len(await tokens_of(engine, asked(PROMPT, 2))) == 2
 
 
-async def test_values_out_of_range_are_refused_with_their_field(engine: SglangEngine) -> None:
+async def test_values_out_of_range_are_rejected_with_their_field(engine: SglangEngine) -> None:
     error = await refusal(engine, asked(PROMPT, sampling_options=SamplingOptions(top_p=1.5)))
     assert isinstance(error, InvalidRequest)
     assert error.field == "sampling_options.top_p"
@@ -212,7 +212,7 @@ async def test_values_out_of_range_are_refused_with_their_field(engine: SglangEn
         ({"extra_args": {"a": 1}}, "extra_args"),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused_by_name(
+async def test_unsupported_fields_are_rejected_by_name(
     engine: SglangEngine, parts: dict[str, Any], field: str
 ) -> None:
     error = await refusal(engine, asked(PROMPT, **parts))
@@ -221,13 +221,15 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     assert error.field.startswith(field)
 
 
-async def test_a_probe_is_answered_with_one_token(engine: SglangEngine) -> None:
+async def test_a_probe_gets_one_token(engine: SglangEngine) -> None:
     probe = PreprocessedRequest(token_ids=asked([1]).token_ids, is_probe=True)
     assert len(await tokens_of(engine, probe)) == 1
 
 
 @pytest.mark.row("S4-22", "S4-28")
-async def test_sixteen_at_once_say_what_each_says_alone(engine: SglangEngine) -> None:
+async def test_sixteen_concurrent_requests_return_what_each_returns_alone(
+    engine: SglangEngine,
+) -> None:
     prompts = [[200 + i] * 32 for i in range(16)]
     alone = [await tokens_of(engine, asked(one, 24)) for one in prompts]
     async with asyncio.timeout(WAIT_S):
@@ -261,7 +263,7 @@ async def cancelled(runner: Runner, request: PreprocessedRequest, after: int) ->
 
 @pytest.mark.row("S4-29")
 @pytest.mark.parametrize("after", [0, 8], ids=["before the first token", "in mid-answer"])
-async def test_a_stop_ends_slot_and_compute_in_a_quarter_of_a_second(
+async def test_a_stop_frees_slot_and_compute_within_a_quarter_of_a_second(
     engine: SglangEngine, after: int
 ) -> None:
     """On a busy machine the best of some tries counts: others' work is not the engine's."""
@@ -275,7 +277,9 @@ async def test_a_stop_ends_slot_and_compute_in_a_quarter_of_a_second(
 
 
 @pytest.mark.row("S4-38", "S4-39")
-async def test_closing_the_generator_frees_all_without_an_abort_call(engine: SglangEngine) -> None:
+async def test_closing_the_generator_frees_all_resources_without_an_abort(
+    engine: SglangEngine,
+) -> None:
     took_s: list[float] = []
     while len(took_s) < TRIES and min(took_s, default=FREED_S) >= FREED_S:
         ctx = GenerateContext(EngineContext("closed"))
@@ -289,7 +293,7 @@ async def test_closing_the_generator_frees_all_without_an_abort_call(engine: Sgl
     await until(lambda: engine.loads()[0].kv_used_blocks == 0, "its blocks are free")
 
 
-async def test_stopping_one_request_leaves_those_with_longer_names_alone(
+async def test_stopping_a_request_does_not_stop_requests_with_longer_ids(
     engine: SglangEngine,
 ) -> None:
     """SGLang aborts all whose id begins with the given one."""
@@ -303,7 +307,7 @@ async def test_stopping_one_request_leaves_those_with_longer_names_alone(
     assert [len(one) for one in await asyncio.gather(*others)] == [60] * 12
 
 
-async def test_load_moves_while_it_works_and_is_zero_at_rest(engine: SglangEngine) -> None:
+async def test_load_changes_under_work_and_is_zero_at_rest(engine: SglangEngine) -> None:
     before = engine.loads()[0]
     work = [asyncio.create_task(tokens_of(engine, asked([400 + i] * 64, 400))) for i in range(4)]
     await until(lambda: engine.loads()[0].running == 4, "four run")
@@ -318,7 +322,7 @@ async def test_load_moves_while_it_works_and_is_zero_at_rest(engine: SglangEngin
     )
 
 
-async def test_signals_stay_with_their_owner(engine: SglangEngine) -> None:
+async def test_signal_handlers_of_the_process_are_kept(engine: SglangEngine) -> None:
     loop = asyncio.get_running_loop()
     got: list[str] = []
     loop.add_signal_handler(signal.SIGTERM, got.append, "ours")

@@ -13,13 +13,13 @@ from common.kv.hashing import PrefixHasher
 from common.runtime.free_ports import free_ports
 from tests.sglang.sglang_workers import WAIT_S, asked, until
 from worker_svc.engines.contract import EngineContext, GenerateContext, PreprocessedRequest
+from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.normalizer import (
     ExternalEvent,
     Normalizer,
     PagesCleared,
     PagesRemoved,
     PagesStored,
-    SourceFeed,
 )
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def predicted(index: Index, prompt: Sequence[int]) -> int:
     return min(index.matched(prompt), (len(prompt) - 1) // BLOCK) * BLOCK
 
 
-async def test_what_the_cache_holds_is_announced_and_predicts_cached_tokens(
+async def test_published_blocks_match_the_cache_and_predict_cached_tokens(
     engine: SglangEngine,
 ) -> None:
     async with following(engine) as index:
@@ -156,7 +156,7 @@ async def test_what_the_cache_holds_is_announced_and_predicts_cached_tokens(
         assert index.feed.normalizer.is_incomplete is False
 
 
-async def test_a_later_listener_hears_of_what_is_held_already(engine: SglangEngine) -> None:
+async def test_a_late_subscriber_receives_the_blocks_held_already(engine: SglangEngine) -> None:
     async with following(engine) as first:
         prompt = random_prompt(11, 64)
         await computed(engine, first, asked(prompt, 4))
@@ -182,7 +182,9 @@ async def test_the_set_stays_closed_when_blocks_are_evicted(engine: SglangEngine
         assert (counts["duplicates"], counts["unknown_removals"]) == (0, 0)
 
 
-async def test_requests_at_once_that_share_a_prefix_report_it_once(engine: SglangEngine) -> None:
+async def test_concurrent_requests_with_a_shared_prefix_report_it_once(
+    engine: SglangEngine,
+) -> None:
     async with following(engine) as index:
         shared = random_prompt(50, 80)
         prompts = [[*shared, *random_prompt(200 + seed, 10 * seed)] for seed in range(8)]
@@ -204,7 +206,7 @@ async def test_a_flush_empties_the_published_set(engine: SglangEngine) -> None:
         assert PagesCleared in index.kinds
 
 
-async def test_a_salted_or_adapted_block_is_told_apart_by_the_event(engine: SglangEngine) -> None:
+async def test_events_carry_salt_and_adapter_of_a_block(engine: SglangEngine) -> None:
     """Which identity SGLang's events carry: here the salt; the adapter travels beside it."""
     prompt = random_prompt(40, 64)
     sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
@@ -312,7 +314,7 @@ async def lossy() -> AsyncIterator[tuple[LossyPublisher, Heard, KvEventReader]]:
         publisher.close()
 
 
-async def test_batches_that_did_not_arrive_are_replayed_in_order() -> None:
+async def test_missing_batches_are_replayed_in_order() -> None:
     async with lossy() as (publisher, heard, reader):
         await publisher.publish(0)
         await publisher.publish(1, reaches=False)
@@ -328,7 +330,7 @@ async def test_batches_that_did_not_arrive_are_replayed_in_order() -> None:
         assert reader.counts["losses"] == 0
 
 
-async def test_batches_that_are_kept_no_more_are_told_as_a_loss() -> None:
+async def test_batches_that_are_no_longer_kept_are_reported_as_a_loss() -> None:
     async with lossy() as (publisher, heard, _):
         await publisher.publish(0)
         await until(lambda: heard.removed == [0], "it listens")
@@ -339,7 +341,7 @@ async def test_batches_that_are_kept_no_more_are_told_as_a_loss() -> None:
         assert "1 to 1" in heard.lost[0]
 
 
-async def test_a_batch_that_makes_no_sense_is_a_loss_and_not_the_end() -> None:
+async def test_a_malformed_batch_is_a_loss_and_reading_continues() -> None:
     async with lossy() as (publisher, heard, reader):
         await publisher.publish(0)
         await until(lambda: heard.removed == [0], "it listens")

@@ -38,7 +38,7 @@ def pair_of(trio: Trio) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_pair_says_over_http_what_one_worker_says(
+async def test_a_pair_returns_over_http_what_one_worker_returns(
     trio: Trio, mesh: HttpMesh, stream: bool
 ) -> None:
     rng = Random(11 + stream)
@@ -58,7 +58,7 @@ async def test_a_pair_says_over_http_what_one_worker_says(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_chat_goes_the_same_way(trio: Trio, mesh: HttpMesh, stream: bool) -> None:
+async def test_a_chat_request_uses_the_same_pair(trio: Trio, mesh: HttpMesh, stream: bool) -> None:
     words = "Which way is the harbour, and who keeps the light at night? " * 3
     alone = await mesh.ask(words, stream=stream, worker=trio.app.instance_id)
     paired, line = await mesh.told(words, stream=stream)
@@ -66,7 +66,7 @@ async def test_a_chat_goes_the_same_way(trio: Trio, mesh: HttpMesh, stream: bool
     assert paired.answer == alone.answer
 
 
-async def test_what_is_predicted_as_cached_is_what_was_cached(trio: Trio, mesh: HttpMesh) -> None:
+async def test_predicted_cached_tokens_equal_actual_ones(trio: Trio, mesh: HttpMesh) -> None:
     rng = Random(13)
     for worker in (trio.app.instance_id, 0):
         source = worker or trio.prefill.instance_id
@@ -85,7 +85,7 @@ async def test_what_is_predicted_as_cached_is_what_was_cached(trio: Trio, mesh: 
             )
 
 
-async def test_the_index_holds_what_real_engines_store_and_evict(
+async def test_the_index_equals_the_blocks_of_real_engines_under_eviction(
     trio: Trio, mesh: HttpMesh
 ) -> None:
     rng = Random(17)
@@ -110,7 +110,7 @@ async def test_the_index_holds_what_real_engines_store_and_evict(
     assert info.counters["kv_blocks"] == found[trio.prefill.instance_id].equal
 
 
-async def test_a_client_that_leaves_while_decode_waits_for_kv_disturbs_nobody(
+async def test_a_client_that_leaves_while_decode_waits_for_kv_does_not_affect_others(
     trio: Trio, mesh: HttpMesh
 ) -> None:
     rng = Random(19)

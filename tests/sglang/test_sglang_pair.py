@@ -25,7 +25,7 @@ from tests.sglang.sglang_workers import (
     make_bootstrap_info,
 )
 from worker_svc.engines.contract import EngineContext, GenerateContext
-from worker_svc.engines.sim.transfer import NO_BLOCKS
+from worker_svc.engines.handoff import NO_BLOCKS
 
 if TYPE_CHECKING:
     from worker_svc.engines.sglang.engine import SglangEngine
@@ -55,7 +55,7 @@ async def together(
 
 
 @pytest.mark.row("S4-16", "S4-17", "S4-18", "S4-19")
-async def test_prefill_alone_advertises_where_decode_finds_it(trio: Trio) -> None:
+async def test_only_prefill_advertises_a_handoff_address(trio: Trio) -> None:
     prefill, decode = await trio.prefill.info(), await trio.decode.info()
     assert (prefill.role, decode.role) == ("prefill", "decode")
     assert prefill.bootstrap_host == "127.0.0.1"
@@ -66,7 +66,7 @@ async def test_prefill_alone_advertises_where_decode_finds_it(trio: Trio) -> Non
     assert prefill.card_checksum == decode.card_checksum
 
 
-async def test_the_decode_worker_says_why_it_publishes_no_blocks(trio: Trio) -> None:
+async def test_the_decode_worker_advertises_why_it_publishes_no_blocks(trio: Trio) -> None:
     prefill, decode = await trio.prefill.info(), await trio.decode.info()
     assert prefill.kv_index == "events"
     assert decode.kv_index == "none"
@@ -74,7 +74,7 @@ async def test_the_decode_worker_says_why_it_publishes_no_blocks(trio: Trio) -> 
     assert not decode.local_prefill
 
 
-async def test_a_pair_says_what_one_engine_says(trio: Trio) -> None:
+async def test_a_pair_returns_what_one_engine_returns(trio: Trio) -> None:
     rng = Random(1)
     for turn, length in enumerate([5, 16, 33, 200, 700, 5, 16, 33, 64, 129, 480, 700]):
         prompt = [rng.randrange(3, 4000) for _ in range(length)]
@@ -91,7 +91,7 @@ async def test_a_pair_says_what_one_engine_says(trio: Trio) -> None:
     await trio.decode.settled()
 
 
-async def test_sixteen_pairs_at_once_do_not_mix(trio: Trio) -> None:
+async def test_sixteen_concurrent_pairs_do_not_mix(trio: Trio) -> None:
     requests = [asked([500 + i] * (20 + 7 * i), 16) for i in range(16)]
     expected = [await alone(trio.aggregated, one) for one in requests]
     pairs = await asyncio.gather(*(together(trio, one, 7000 + i) for i, one in enumerate(requests)))
@@ -100,7 +100,7 @@ async def test_sixteen_pairs_at_once_do_not_mix(trio: Trio) -> None:
     await trio.decode.settled()
 
 
-async def test_an_answer_that_ends_at_its_first_token_ends_at_decode_too(trio: Trio) -> None:
+async def test_output_that_ends_at_its_first_token_ends_at_decode_too(trio: Trio) -> None:
     request = asked(PROMPT, 8)
     first = (await alone(trio.aggregated, request))[0]
     stop = StopConditions(stop_token_ids_hidden=(first,), max_tokens=8)
@@ -111,7 +111,7 @@ async def test_an_answer_that_ends_at_its_first_token_ends_at_decode_too(trio: T
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_without_a_rendezvous_a_leg_is_refused(trio: Trio, role: str) -> None:
+async def test_a_leg_without_a_rendezvous_is_rejected(trio: Trio, role: str) -> None:
     worker = getattr(trio, role)
     with pytest.raises(InvalidRequest) as caught:
         await worker.generate(asked(PROMPT, 4), "lonely")
@@ -126,9 +126,7 @@ async def test_a_probe_needs_no_partner(trio: Trio, role: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_an_idle_engine_is_asked_for_a_sign_of_life_and_gives_it(
-    trio: Trio, role: str
-) -> None:
+async def test_an_idle_engine_responds_to_a_probe(trio: Trio, role: str) -> None:
     worker = getattr(trio, role)
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -142,7 +140,7 @@ async def test_an_idle_engine_is_asked_for_a_sign_of_life_and_gives_it(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_leg_without_its_partner_ends_in_time_and_leaves_no_room(
+async def test_a_leg_without_its_partner_ends_in_time_and_leaves_no_open_room(
     trio: Trio, role: str
 ) -> None:
     worker = getattr(trio, role)
@@ -157,7 +155,7 @@ async def test_a_leg_without_its_partner_ends_in_time_and_leaves_no_room(
     await worker.settled()
 
 
-async def test_a_decode_worker_without_kv_pages_to_spare_says_so_and_goes_on(trio: Trio) -> None:
+async def test_a_decode_worker_without_free_kv_pages_reports_it_and_continues(trio: Trio) -> None:
     """It seemed to have no partner, when prefill's patience was at its end."""
     rng = Random(5)
     long = [asked([rng.randrange(3, 4000) for _ in range(2048)], 2000) for _ in range(2)]
@@ -207,7 +205,7 @@ async def test_an_abort_ends_a_leg_that_waits_for_its_partner(trio: Trio, role: 
 
 
 @pytest.mark.row("S4-44")
-async def test_a_start_that_sglang_refuses_says_why_and_leaves_nothing(
+async def test_a_start_that_sglang_rejects_reports_the_reason_and_leaves_no_process(
     trio: Trio, tmp_path: Path
 ) -> None:
     model = trio.aggregated.config.model_dir

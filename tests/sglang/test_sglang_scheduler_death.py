@@ -56,7 +56,7 @@ async def direct_legs(trio: Trio) -> asyncio.Task[Generated]:
 
 
 @pytest.mark.row("S4-31", "S4-32")
-async def test_a_scheduler_that_dies_costs_no_client_a_word_and_ends_its_worker(
+async def test_the_death_of_a_scheduler_loses_no_token_of_a_client_and_ends_its_worker(
     trio: Trio, mesh: HttpMesh
 ) -> None:
     rng = Random(23)

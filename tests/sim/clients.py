@@ -1,4 +1,4 @@
-"""The clients of a simulated mesh: what each asks, what it must get, and how it behaves."""
+"""Clients of a simulated mesh: their requests, expected responses and behaviour."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from common.request.preprocessed import (
     TokenIds,
     TokenLogprob,
 )
-from frontend_svc.core.request.machine import RequestOutcome, RequestPlan
-from frontend_svc.peers.router_client import Query
-from frontend_svc.request.gateway import UNREAD_TOKENS_MAX, RequestHandle
-from frontend_svc.request.response import ResponseBuffer
+from frontend_svc.core.peers.placement_query import Query
+from frontend_svc.core.request.types import RequestOutcome, RequestPlan
+from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.response import UNREAD_TOKENS_MAX, ResponseBuffer
 from tests.sim.fleet import MODEL, SimFrontend
 from worker_svc.engines.sim.token_oracle import TokenOracle
 
 DEADLINE_S = 120.0
-# Conversations are cut there, so that every engine has room for them.
+# Conversations are truncated to this length, so that every engine has capacity for them.
 _TURN_TOKENS_MAX = 600
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSpec:
-    """One client: its request and its manners. Times are virtual seconds, from `at` on.
+    """One client: its request and its behaviour. Times are virtual seconds, relative to `at`.
 
-    leaves_s: when it disconnects. stops_after: tokens after which its stop string is complete.
-    pause_s: how long it takes to read what came; unread_max: with more tokens unread than these it
-    is to be cut, None: never. pick: 0..1, chooses its frontend. lora: the adapter it asks for.
-    session: which one it is of, and action what it does to that. strict_priority, jump_s: its place
-    in a router's queue.
+    disconnect_after_s: when it disconnects. stop_after_tokens: tokens after which its stop string
+    is complete. pause_s: how long it takes to read. unread_max: with more unread tokens the
+    request must be ended, None: never. target_draw: 0..1, selects its frontend. lora: its adapter.
+    session, action: its session, and the operation on it. strict_priority, priority_jump_s: its
+    position in a router's queue.
     """
 
     number: int
@@ -69,7 +69,7 @@ class ClientSpec:
 
     @property
     def routing(self) -> RoutingHints | None:
-        """What routers are told beside the prompt."""
+        """Routing hints of the request, None if it has none."""
         if not (self.lora or self.session or self.priority_jump_s):
             return None
         return RoutingHints(
@@ -82,7 +82,7 @@ class ClientSpec:
 def expected_response(
     spec: ClientSpec, token_oracle: TokenOracle
 ) -> tuple[list[int], FinishReason]:
-    """The whole answer that the model gives, and how it ends."""
+    """The whole response of the model, and its finish reason."""
     stop = spec.stop
     limit = stop.max_tokens or 0
     minimum = stop.min_tokens or 0
@@ -103,7 +103,7 @@ def expected_response(
 
 
 class _NullMeter:
-    """Stands where a frontend counts."""
+    """A meter that counts nothing."""
 
     def tokens(self, count: int, now: float) -> None:
         pass
@@ -111,7 +111,7 @@ class _NullMeter:
 
 @dataclass(eq=False)
 class Client:
-    """A client under way. It is the request's Listener, and hands on to a real `ResponseBuffer`."""
+    """An open client: the request's ResponseSink, in front of a real `ResponseBuffer`."""
 
     spec: ClientSpec
     expected: list[int]
@@ -126,37 +126,37 @@ class Client:
     outcomes: list[RequestOutcome] = field(default_factory=list)
     read: int = 0
     ended_at: float | None = None
-    # Whether it left, or said stop, before the end came.
+    # Whether it disconnected, or stopped, before the end.
     has_disconnected: bool = False
     has_stopped: bool = False
-    _answer: ResponseBuffer | None = None
+    _buffer: ResponseBuffer | None = None
 
     @property
     def is_slow_reader(self) -> bool:
-        """Whether more than it may be is unread."""
+        """Whether more tokens are unread than allowed."""
         unread_limit = self.spec.unread_max
         return unread_limit is not None and len(self.delivered) - self.read > unread_limit
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """See Listener."""
+        """See ResponseSink."""
         self.on_tokens(self, token_ids)
-        assert self._answer is not None
-        self._answer.tokens(token_ids, logprobs)
+        assert self._buffer is not None
+        self._buffer.tokens(token_ids, logprobs)
 
     def finished(self, outcome: RequestOutcome) -> None:
-        """See Listener."""
+        """See ResponseSink."""
         self.on_finish(self, outcome)
-        assert self._answer is not None
-        self._answer.finished(outcome)
+        assert self._buffer is not None
+        self._buffer.finished(outcome)
 
     async def run(self, frontend: SimFrontend, hasher: PrefixHasher) -> None:
-        """Asks, and reads to the end, as the HTTP endpoint does on its behalf."""
+        """Opens the request and reads to the end, like the HTTP endpoint."""
         loop = asyncio.get_running_loop()
         spec = self.spec
         self.frontend, self.began_at = frontend, loop.time()
-        # Any: a meter has many methods, an Answer uses one.
+        # Any: a meter has many methods, a ResponseBuffer uses one.
         unread_limit = UNREAD_TOKENS_MAX if spec.unread_max is None else spec.unread_max
-        answer = self._answer = ResponseBuffer(
+        response = self._buffer = ResponseBuffer(
             cast(Any, _NullMeter()), loop.time, unread_max=unread_limit
         )
         request = PreprocessedRequest(
@@ -177,20 +177,20 @@ class Client:
             strict_priority=spec.strict_priority,
             hasher=hasher,
         ).extended(request.token_ids, len(request.token_ids))
-        self.handle = answer.handle = frontend.gateway.open(plan, query, self)
+        self.handle = response.handle = frontend.gateway.open(plan, query, self)
         disconnect_timer = None
         if spec.disconnect_after_s is not None:
             disconnect_timer = loop.call_later(spec.disconnect_after_s, self._disconnect)
         try:
-            await self._read(answer)
+            await self._read(response)
         finally:
             if disconnect_timer is not None:
                 disconnect_timer.cancel()
 
-    async def _read(self, answer: ResponseBuffer) -> None:
+    async def _read(self, response: ResponseBuffer) -> None:
         spec = self.spec
         while True:
-            tokens = await answer.next()
+            tokens = await response.next()
             self.read += len(tokens)
             if (
                 spec.stop_after_tokens is not None
@@ -215,7 +215,7 @@ class Client:
 def draw_client_specs(
     rng: Random, count: int, until: float, token_oracle: TokenOracle, *, long_prompts: bool
 ) -> tuple[ClientSpec, ...]:
-    """`count` clients that come before `until`; many prompts begin alike."""
+    """`count` clients that arrive before `until`; many prompts have a common prefix."""
     prefixes = [_ids(rng, rng.randrange(1, 120)) for _ in range(6)]
     client_specs = [
         _draw(rng, number, until, prefixes, token_oracle, long_prompts=long_prompts)
@@ -234,7 +234,7 @@ def _draw(
     long_prompts: bool,
 ) -> ClientSpec:
     prompt = prefixes[rng.randrange(len(prefixes))] + _ids(rng, rng.randrange(1, 40))
-    if long_prompts and rng.random() < 0.03:  # travels in parts
+    if long_prompts and rng.random() < 0.03:  # sent in several frames
         prompt += _ids(rng, rng.randrange(16_000, 20_000))
     return _draw_behaviour(rng, number, None, prompt, token_oracle, until=until)
 
@@ -267,11 +267,11 @@ def _draw_behaviour(
 def draw_conversations(
     rng: Random, count: int, until: float, token_oracle: TokenOracle
 ) -> tuple[ClientSpec, ...]:
-    """`count` clients that come before `until`: the turns of a few conversations.
+    """`count` clients that arrive before `until`: the turns of a few conversations.
 
-    A turn's prompt is the one before it, its answer, and some words more. Clients leave early
-    oftener than others, so that some do in each phase of a handoff; some worlds have them come in
-    bursts.
+    A turn's prompt is the previous prompt, its response, and some more tokens. These clients
+    disconnect early more often than others, so that some do in each phase of a handoff; in some
+    worlds they arrive in bursts.
     """
     burst_interval_s = rng.choice((0.0, 1.0))
     histories = [_ids(rng, rng.randrange(1, 150)) for _ in range(rng.randrange(2, 9))]
@@ -285,8 +285,8 @@ def draw_conversations(
         if rng.random() < 0.15:
             spec = replace(spec, disconnect_after_s=rng.expovariate(3.0))
         client_specs.append(spec)
-        answer, _ = expected_response(spec, token_oracle)
-        histories[conversation] = (prompt + tuple(answer))[:_TURN_TOKENS_MAX]
+        response, _ = expected_response(spec, token_oracle)
+        histories[conversation] = (prompt + tuple(response))[:_TURN_TOKENS_MAX]
     return tuple(sorted(client_specs, key=lambda spec: spec.at))
 
 
@@ -298,9 +298,9 @@ def _draw_stop(
     visible: tuple[int, ...] = ()
     hidden: tuple[int, ...] = ()
     if rng.random() < 0.2:
-        answer = token_oracle.continue_tokens(prompt, limit)
-        if answer:
-            stop = (answer[rng.randrange(len(answer))],)
+        response = token_oracle.continue_tokens(prompt, limit)
+        if response:
+            stop = (response[rng.randrange(len(response))],)
             visible, hidden = (stop, ()) if rng.random() < 0.5 else ((), stop)
     return StopConditions(
         max_tokens=limit,

@@ -28,18 +28,16 @@ from common.wire.token_stream import (
     response_frame_from_proto,
     response_frame_to_proto,
 )
+from frontend_svc.core.peers.placement_query import PlacementCallback, PlacementKey, Query
 from frontend_svc.core.peers.recently_left import RecentlyLeft
 from frontend_svc.core.peers.stall_clock import StallClock
-from frontend_svc.core.request.machine import RoutingDecision
-from frontend_svc.peers.engine_client import EngineClient, Submission, Transport
-from frontend_svc.peers.router_client import (
-    PlacementCallback,
-    PlacementKey,
-    Query,
-    RouterClient,
-    Session,
-)
-from frontend_svc.request.gateway import Gateway, has_workers, place_locally
+from frontend_svc.core.request.types import RoutingDecision
+from frontend_svc.peers.attach_transport import Transport
+from frontend_svc.peers.engine_client import EngineClient, Submission
+from frontend_svc.peers.router_client import RouterClient
+from frontend_svc.peers.router_session import Session
+from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.local_placement import has_workers, place_locally
 from indexer_svc.core.budget import Budget
 from indexer_svc.fleet_watch import FleetWatch as IndexerFleetWatch
 from indexer_svc.ingest import TICK_S as INDEXER_TICK_S
@@ -81,7 +79,8 @@ from tests.sim.wire import (
 )
 from worker_svc.engines.contract import EngineConfig
 from worker_svc.engines.sim.engine import SimConfig, SimEngine, SimModel
-from worker_svc.kv_events.normalizer import Normalizer, SourceFeed
+from worker_svc.kv_events.event_log import SourceFeed
+from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publisher import Publisher
 from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.runner import Runner

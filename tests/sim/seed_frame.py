@@ -39,7 +39,7 @@ class SeedSuite:
         assert not broken, "\n".join(broken)
 
     @pytest.mark.timeout(600)  # for when it runs alone
-    def test_the_seeds_have_every_fault_and_all_that_is_to_follow(self, coverage: Coverage) -> None:
+    def test_the_seeds_inject_every_fault_and_use_every_feature(self, coverage: Coverage) -> None:
         """Otherwise the rules about it would hold for want of a case."""
         coverage.run(self.seeds)
         assert not coverage.missing_counts(self.minimum_counts)

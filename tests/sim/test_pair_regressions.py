@@ -85,14 +85,14 @@ def test_requests_survive_the_death_of_either_worker_or_both(mode: Mode, kind: F
 
 @pytest.mark.parametrize("kind", [FaultKind.PREFILL_HANG, FaultKind.DECODE_HANG])
 @pytest.mark.parametrize("second_draw", [0.0, 0.9], ids=["accelerator", "process"])
-def test_requests_survive_a_worker_that_hangs_amid_a_handoff(
+def test_requests_survive_a_worker_that_hangs_during_a_handoff(
     kind: FaultKind, second_draw: float
 ) -> None:
     hang = replace(FAULT, kind=kind, second_draw=second_draw, duration_s=7.0)
     passed(replace(SLOW, client_specs=CLIENT_SPECS, faults=(hang,)))
 
 
-def test_an_indexer_that_comes_back_empty_is_told_all_again() -> None:
+def test_an_indexer_that_restarts_empty_receives_everything_again() -> None:
     """Its workers publish snapshots, and routers take them for what they are."""
     kill = replace(FAULT, kind=FaultKind.INDEXER_KILL, at=3.0)
     report = passed(
@@ -103,7 +103,7 @@ def test_an_indexer_that_comes_back_empty_is_told_all_again() -> None:
     assert report.counts["cached tokens predicted"] > 0
 
 
-def test_an_indexer_dies_while_batches_are_lost_and_doubled() -> None:
+def test_an_indexer_dies_while_batches_are_lost_and_duplicated() -> None:
     garbled = replace(FAULT, kind=FaultKind.EVENTS_GARBLED, at=0.1, duration_s=7.0)
     kill = replace(FAULT, kind=FaultKind.INDEXER_KILL, at=3.0, duration_s=0.2)
     report = passed(replace(SLOW, blocks=64, client_specs=CLIENT_SPECS, faults=(garbled, kill)))
@@ -119,7 +119,7 @@ def test_a_mesh_that_vanishes_from_the_registry_and_returns_serves_again() -> No
 
 
 @pytest.mark.parametrize("subscriber_bytes", [1500, 2048, 3000, 4096])
-def test_a_router_that_missed_more_than_an_indexer_keeps_for_it_catches_up(
+def test_a_router_that_missed_more_than_the_indexer_retains_catches_up(
     subscriber_bytes: int,
 ) -> None:
     """What it had missed was more than may wait for a subscriber, so it was cut, resumed, and was

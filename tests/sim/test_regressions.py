@@ -38,14 +38,14 @@ def passed(scenario: Scenario) -> Report:
 
 
 @pytest.mark.parametrize("routers", [1, 2])
-def test_a_router_that_hangs_is_no_worse_than_one_that_is_gone(routers: int) -> None:
+def test_a_hung_router_costs_no_more_than_a_dead_one(routers: int) -> None:
     """Placements waited for as long as it hung: nobody asked it for a sign of life."""
     report = passed(Scenario(seed=1, routers=routers, client_specs=CLIENT_SPECS, faults=(FAULT,)))
     assert any("fault router_stop" in line for line in report.trace)
 
 
 @pytest.mark.parametrize("far_s", [0.0, KEEPALIVE_S])
-def test_a_session_that_breaks_without_a_word_holds_no_placement_up(far_s: float) -> None:
+def test_a_session_that_breaks_silently_delays_no_placement(far_s: float) -> None:
     """Placements waited for the transport's keepalive, 15 s."""
     cut = replace(FAULT, kind=FaultKind.SESSION_CUT, near_s=KEEPALIVE_S, far_s=far_s)
     passed(Scenario(seed=2, client_specs=CLIENT_SPECS, faults=(cut,)))
@@ -108,7 +108,7 @@ def test_prompts_longer_than_a_part_arrive_whole_over_slow_links() -> None:
     passed(Scenario(seed=8, delay_s=0.2, client_specs=client_specs, faults=(cut,)))
 
 
-def test_a_booking_that_nobody_waits_for_any_more_does_not_stay_at_the_router() -> None:
+def test_a_booking_without_a_waiting_request_is_freed() -> None:
     """A request given up while its router hung was booked when that went on, and never freed."""
     # The only worker dies; the router does not see its successor before it has been given up.
     kill = replace(FAULT, kind=FaultKind.WORKER_KILL, at=2.2, duration_s=3.3)
@@ -121,7 +121,7 @@ def test_a_booking_that_nobody_waits_for_any_more_does_not_stay_at_the_router() 
     assert report.counts["requests failed"] > 0
 
 
-def test_a_worker_left_alone_for_a_moment_is_waited_for_when_all_others_were_tried() -> None:
+def test_a_briefly_excluded_worker_is_awaited_after_all_others_were_tried() -> None:
     """The only other worker had failed the request, so it was refused within milliseconds."""
     short = StopConditions(max_tokens=4, ignore_eos=True)
     at = [0.1 * n for n in range(4)] + [1.06 + 0.02 * n for n in range(4)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -14,10 +14,12 @@ from common.errors import MeshError, Overloaded
 from common.registry.instances import Snapshot, SnapshotDiff
 from common.request.preprocessed import CompletionUsage, FinishReason, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink, Terminal
-from frontend_svc.core.request.machine import RequestOutcome, RequestPlan
+from frontend_svc.core.peers.placement_query import PlacementKey, Query
+from frontend_svc.core.request.types import RequestOutcome, RequestPlan
 from frontend_svc.peers.engine_client import Submission
-from frontend_svc.peers.router_client import PlacementKey, Query
-from frontend_svc.request.gateway import Gateway, RequestHandle, ResponseSink
+from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.ports import ResponseSink
 from router_svc.core.types import BookingKey
 from tests.sim.checks import Checks
 from tests.sim.clients import draw_client_specs
@@ -226,7 +228,7 @@ class NeverPingsItsRouter(ObservedRouterClient):
     async def _ping(self) -> None:
         await asyncio.sleep(400.0)
 
-    async def _run_unrouted_placement(self) -> None:
+    async def _run_local_placement(self) -> None:
         await asyncio.sleep(400.0)
 
 
@@ -250,15 +252,16 @@ class KeepsDepartedInstances(ObservedRouter):
 class AcceptsDepartedWorkers(Gateway):
     """Its snapshot forgets nobody either."""
 
-    def __init__(self, *args: Any, **others: Any) -> None:
-        super().__init__(*args, **{**others, "recently_left": None})
-        current, self._seen = self.snapshot, Snapshot()
+    def __init__(
+        self, router: Any, workers: Any, snapshot: Callable[[], Snapshot], *args: Any, **others: Any
+    ) -> None:
+        self._seen = Snapshot()
 
-        def remembered() -> Snapshot:
-            self._seen = _merge_instances(self._seen, current())
+        def all_seen() -> Snapshot:
+            self._seen = _merge_instances(self._seen, snapshot())
             return self._seen
 
-        self.snapshot = remembered
+        super().__init__(router, workers, all_seen, *args, **{**others, "recently_left": None})
 
 
 class AdmitsWhileDraining(ObservedRunner):

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 
 from common.errors import MeshError
-from common.kv.events import Event, EventBatch, EventKind, Source
+from common.kv.events import EventBatch, EventKind, KvEvent, Source
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest, LegSink
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.peers.stall_clock import never_stalled
-from frontend_svc.core.request.machine import RequestPlan
+from frontend_svc.core.request.types import RequestPlan
 from frontend_svc.peers.engine_client import Submission
-from frontend_svc.peers.router_client import Query
-from frontend_svc.request.gateway import Gateway, RequestHandle, ResponseSink
+from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.ports import ResponseSink
 from router_svc.core.admission import QueueSettings
 from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.eligibility import NO_LIMITS, BusyLimits
@@ -212,7 +214,7 @@ def test_the_real_parts_break_no_rule_with_a_feature(scenario: Scenario) -> None
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
-def test_the_scenarios_with_a_feature_have_what_it_is_for(scenario: Scenario, what: str) -> None:
+def test_the_scenarios_with_a_feature_use_it(scenario: Scenario, what: str) -> None:
     assert run_scenario(scenario).counts[what] > 0
 
 
@@ -413,7 +415,7 @@ def test_a_mistake_with_a_feature_is_caught_by_its_rule(
 
 def test_the_rule_about_the_backlog_of_a_subscriber_can_fail() -> None:
     """A subscriber that is not cut holds more than it may."""
-    stored = Event(EventKind.STORED, np.arange(100, dtype=np.uint64))
+    stored = KvEvent(EventKind.STORED, np.arange(100, dtype=np.uint64))
     batch = EventBatch(Source(1), 1, 1, [stored])
 
     async def policy(subscriber_bytes: int) -> set[str]:

@@ -38,7 +38,7 @@ def test_timers_fire_in_order_and_a_timeout_is_a_timer() -> None:
     assert run_virtually(main()) == ["early", "late", "gave up at 7.0"]
 
 
-def test_work_for_an_executor_is_done_at_once() -> None:
+def test_executor_work_runs_at_once() -> None:
     async def main() -> int:
         return await asyncio.to_thread(lambda: 5)
 

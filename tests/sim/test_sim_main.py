@@ -6,9 +6,11 @@ from random import Random
 
 import pytest
 
-from frontend_svc.core.request.machine import RequestOutcome, RequestPlan
-from frontend_svc.peers.router_client import Query
-from frontend_svc.request.gateway import Gateway, RequestHandle, ResponseSink
+from frontend_svc.core.peers.placement_query import Query
+from frontend_svc.core.request.types import RequestOutcome, RequestPlan
+from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.ports import ResponseSink
 from tests.sim.__main__ import main
 from tests.sim.clients import draw_client_specs
 from tests.sim.fleet import Parts
@@ -47,7 +49,7 @@ class EndsTwice(Gateway):
 
 
 @pytest.mark.slow
-def test_a_breach_comes_with_what_led_to_it_and_the_command_that_repeats_it() -> None:
+def test_a_violation_is_printed_with_its_events_and_the_command_that_repeats_it() -> None:
     report = run_scenario(Scenario(seed=7, client_specs=CLIENT_SPECS), Parts(gateway=EndsTwice))
     name = report.violations[0].what.split()[0]
     lines = [line.strip() for line in str(report).splitlines()]

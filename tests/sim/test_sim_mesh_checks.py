@@ -66,7 +66,7 @@ class NeverProbes(ObservedEngineClient):
     async def _probe_open_circuits(self) -> None:
         await asyncio.sleep(400.0)
 
-    def moved(self, worker_id: int) -> None:
+    def progressed(self, worker_id: int) -> None:
         pass
 
 

@@ -1,8 +1,9 @@
-"""`python -m worker_svc.conformance MODULE:ENGINE [--arg NAME=VALUE]...`: one line a check.
+"""`python -m worker_svc.conformance MODULE:ENGINE [--arg NAME=VALUE]...`: prints one line per
+check.
 
-ENGINE is a class, or any callable, that returns an engine. Arguments are given to it by name, their
-values read as JSON, else as text; where it takes one dataclass (`config`), they are its fields.
-Exit status: 0 when nothing failed, 1 when something did, 2 when there is no such engine.
+ENGINE is a class, or any callable, that returns an engine. Arguments are passed by name, their
+values parsed as JSON, else as text; if ENGINE takes one dataclass (`config`), they are its fields.
+Exit status: 0 if no check failed, 1 if one did, 2 if the engine cannot be constructed.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from worker_svc.conformance.report import Verdict, run_checks
 from worker_svc.engines.contract import LLMEngine
 
 EXIT_NO_ENGINE = 2
-# What the fields of Limits are for.
+# Help texts of the fields of TimeLimits.
 _LIMIT_HELP = {
     "start_s": "to start",
     "answer_s": "to answer a request",
-    "stop_s": "to heed a stop and to let go of a stream; what the mesh counts on",
-    "end_s": "to come to rest, to drain and to clean up",
+    "stop_s": "to end a stopped or closed stream; the mesh relies on the default",
+    "end_s": "to become idle, to drain and to clean up",
 }
 
 
 class EngineLoadError(Exception):
-    """Why no engine can be made of what was given."""
+    """The engine cannot be constructed; the message has the reason."""
 
 
-# Any: whatever an engine takes.
+# Any: arguments of an engine.
 def load_engine_factory(engine_spec: str, arguments: dict[str, Any]) -> Callable[[], LLMEngine]:
-    """What makes the engine. Raises NoEngine."""
+    """Returns a constructor of the engine. Raises EngineLoadError."""
     module_name, _, name = engine_spec.partition(":")
     if not name:
         raise EngineLoadError(f"{engine_spec!r} is not MODULE:ENGINE")
@@ -65,7 +66,7 @@ def load_engine_factory(engine_spec: str, arguments: dict[str, Any]) -> Callable
 
 
 def _config_class(make_engine: Callable[..., Any]) -> type | None:
-    """The dataclass that is the only argument which has to be given."""
+    """Returns the dataclass if it is the only required argument."""
     required = [
         one
         for one in inspect.signature(make_engine).parameters.values()
@@ -79,7 +80,7 @@ def _config_class(make_engine: Callable[..., Any]) -> type | None:
 
 
 def _unknown_fields(config: type, arguments: dict[str, Any], path: str = "") -> list[str]:
-    """Names that no field has, down to dataclasses within it."""
+    """Returns the names that are not fields, including those of nested dataclasses."""
     hints = typing.get_type_hints(config)
     found = []
     for name, value in arguments.items():
@@ -111,13 +112,13 @@ async def run(make_engine: Callable[[], LLMEngine], limits: TimeLimits) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Runs the checks and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m worker_svc.conformance",
         description="Checks an engine against the contract of worker_svc/engines/contract.py.",
     )
     parser.add_argument(
-        "engine", metavar="MODULE:ENGINE", help="a class, or any callable, that makes the engine"
+        "engine", metavar="MODULE:ENGINE", help="a class, or any callable, that returns an engine"
     )
     parser.add_argument(
         "--arg",
@@ -125,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=_parse_argument,
         default=[],
         metavar="NAME=VALUE",
-        help="given to ENGINE by name, again and again; the value is read as JSON, else as text;"
-        " where ENGINE takes one dataclass, these are its fields",
+        help="argument of ENGINE, repeatable; the value is parsed as JSON, else as text;"
+        " if ENGINE takes one dataclass, these are its fields",
     )
     for name, default in dataclasses.asdict(TimeLimits()).items():
         parser.add_argument(
@@ -134,14 +135,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             type=float,
             default=default,
             metavar="SECONDS",
-            help=f"how long it may take {_LIMIT_HELP[name]} (default {default:g})",
+            help=f"time limit {_LIMIT_HELP[name]} (default {default:g})",
         )
     args = parser.parse_args(arguments)
     try:
         make_engine = load_engine_factory(args.engine, dict(args.arg))
         make_engine()
     except Exception as error:
-        print(f"there is no engine to check: {error}", file=sys.stderr)
+        print(f"cannot construct the engine: {error}", file=sys.stderr)
         return EXIT_NO_ENGINE
     limits = {one.name: getattr(args, one.name) for one in dataclasses.fields(TimeLimits)}
     return asyncio.run(run(make_engine, TimeLimits(**limits)))

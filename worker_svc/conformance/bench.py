@@ -1,4 +1,4 @@
-"""What the checks of the conformance kit stand on: engines to try, requests, and raw streams."""
+"""The harness of the conformance checks: engines under test, requests, and raw streams."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from worker_svc.engines.contract import (
 from worker_svc.kv_events.normalizer import ExternalEvent, PagesCleared, PagesRemoved, PagesStored
 
 WORKER_ID = 0x5EED
-# How often a condition is looked at that an engine reaches by itself.
+# Interval of checks for a condition.
 POLL_S = 0.01
 
 T = TypeVar("T")
 
 
 class CheckFailed(Exception):
-    """The engine breaks a rule; the message says which, and what it did."""
+    """The engine violates a rule; the message has the details."""
 
 
 class CheckSkipped(Exception):
-    """The rule cannot be tried on this engine; the message says why."""
+    """The rule does not apply to this engine; the message has the reason."""
 
 
 def require(condition: object, message: str) -> None:
-    """Raises Failed with the message unless the condition holds."""
+    """Raises CheckFailed with the message unless the condition holds."""
     if not condition:
         raise CheckFailed(message)
 
 
 @dataclass(slots=True)
 class TimeLimits:
-    """How long an engine may take, in seconds, for one of each.
+    """Time limits of an engine, in seconds, for one operation each.
 
-    stop_s: to heed a stop, and to let go of a stream; the mesh's own bound by default.
+    stop_s: to end a stopped or closed stream; the mesh relies on the default.
     """
 
     start_s: float = 600.0
@@ -60,27 +60,27 @@ class TimeLimits:
 
 @dataclass(slots=True)
 class StreamResult:
-    """One stream as it came. error: what it ended with, when that was an exception."""
+    """One recorded stream. error: the exception that ended it, if any."""
 
     chunks: list[LLMEngineOutput] = field(default_factory=list)
     error: Exception | None = None
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens, in order."""
+        """Returns all tokens, in order."""
         return [token for one in self.chunks for token in one.token_ids]
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Of the last chunk."""
+        """Returns the finish reason of the last chunk."""
         return self.chunks[-1].finish_reason if self.chunks else None
 
 
 @dataclass(slots=True)
 class PageEventChecker:
-    """A sink that notes what breaks the rules of events. held: by rank, tier and scope.
+    """A sink that records violations of the event rules. held: by rank, tier and scope.
 
-    page_size: tokens a page, as the engine's rules have it.
+    page_size: tokens per page in the engine's event format.
     """
 
     page_size: int
@@ -89,7 +89,7 @@ class PageEventChecker:
     violations: list[str] = field(default_factory=list)
 
     def take(self, events: Iterable[ExternalEvent]) -> None:
-        """As a KvSink."""
+        """See `KvEventSink`."""
         for event in events:
             self.events.append(event)
             match event:
@@ -101,17 +101,17 @@ class PageEventChecker:
                     self.held = {one for one in self.held if one[0] != rank}
 
     def record_loss(self, rank: int, reason: str) -> None:
-        """As a KvSink."""
+        """See `KvEventSink`."""
         self.violations.append(f"events of rank {rank} were lost: {reason}")
 
     def reset(self, rank: int) -> None:
-        """As a KvSink."""
-        self.violations.append(f"rank {rank} began anew, though the engine went on")
+        """See `KvEventSink`."""
+        self.violations.append(f"rank {rank} was reset, but the engine did not restart")
 
     def _store(self, event: PagesStored) -> None:
         if event.page_size != self.page_size:
             self.violations.append(
-                f"a page of {event.page_size} tokens was stored, kv_rules say {self.page_size}"
+                f"a page of {event.page_size} tokens was stored, the format has {self.page_size}"
             )
         key = (event.rank, int(event.tier), event.scope)
         if event.parent is not None and (*key, event.parent) not in self.held:
@@ -127,10 +127,10 @@ class PageEventChecker:
 
 
 class EngineHarness:
-    """One engine under test. make: constructs one more.
+    """One engine under test. make_engine: constructs another.
 
-    was_started: whether `start` was called, and so `cleanup` has to be; config: what it returned.
-    pages: what the engine has told of its cache, where it publishes.
+    was_started: whether `start` was called, so that `cleanup` is due. config: the result of
+    `start`. page_checker: the sink of the engine's events, if it publishes.
     """
 
     def __init__(self, make_engine: Callable[[], LLMEngine], limits: TimeLimits) -> None:
@@ -144,33 +144,33 @@ class EngineHarness:
 
     @property
     def engine_config(self) -> EngineConfig:
-        """What the engine said of itself. Raises Skipped when it did not start."""
+        """Returns the result of `start`. Raises CheckSkipped if the engine did not start."""
         if self.config is None:
             raise CheckSkipped("the engine did not start")
         return self.config
 
     def require_started(self) -> None:
-        """Raises Skipped when the engine did not start."""
+        """Raises CheckSkipped if the engine did not start."""
         assert self.engine_config is not None
 
     def require_aggregated(self) -> None:
-        """Raises Skipped where the engine serves halves of requests only."""
+        """Raises CheckSkipped if the engine runs prefill or decode legs only."""
         if not self.engine_config.local_prefill:
-            raise CheckSkipped("the engine serves halves of requests: prefill or decode")
+            raise CheckSkipped("the engine runs prefill or decode legs only")
 
     def ctx(self) -> GenerateContext:
-        """A request's context, with an id of its own."""
+        """Returns a context with a new request id."""
         self._request_count += 1
         return GenerateContext(EngineContext(f"conformance-{self._request_count}"))
 
     def prompt(self, tokens: int, seed: int = 0) -> list[int]:
-        """Token ids that any vocabulary has: 3 to 99, other ones for another seed."""
+        """Returns token ids of any vocabulary: 3 to 99, different for each seed."""
         return [3 + (seed * 31 + at * (7 + seed % 5) + at // 13) % 97 for at in range(tokens)]
 
     def request(
         self, prompt: Sequence[int], max_tokens: int | None, **parts: object
     ) -> PreprocessedRequest:
-        """A greedy request that ends at max_tokens only."""
+        """Returns a greedy request that ends at max_tokens only."""
         request = PreprocessedRequest(
             token_ids=TokenIds.of(prompt),
             stop_conditions=StopConditions(max_tokens=max_tokens, ignore_eos=True),
@@ -179,7 +179,7 @@ class EngineHarness:
         return replace(request, **parts)  # type: ignore[arg-type]
 
     def long_request(self) -> PreprocessedRequest:
-        """One that an engine does not end before it is told to, if it can be helped."""
+        """Returns a request that is too long to end before it is stopped, if possible."""
         limit = self.engine_config.context_length or 4096
         prompt = self.prompt(max(1, min(512, limit // 4)), seed=9)
         return self.request(prompt, max(1, min(100_000, limit // 2)))
@@ -191,14 +191,14 @@ class EngineHarness:
         *,
         on_chunk: Callable[[LLMEngineOutput], Awaitable[None]] | None = None,
     ) -> StreamResult:
-        """The raw stream, to its very end. Raises Failed when it takes too long."""
+        """Runs a request to its end. Raises CheckFailed if it takes too long."""
         stream_result = StreamResult()
         stream = self.engine.generate(request, ctx or self.ctx())
         async with aclosing(stream):
             await run_within(
                 self.limits.answer_s,
                 self._collect(stream, stream_result, on_chunk),
-                "the stream has no end",
+                "the stream did not end",
             )
         return stream_result
 
@@ -219,38 +219,40 @@ class EngineHarness:
             stream_result.error = error
 
     async def expect_success(self, request: PreprocessedRequest) -> StreamResult:
-        """A stream that ended well. Raises Failed otherwise."""
+        """Runs a request. Raises CheckFailed if it fails."""
         stream_result = await self.run_request(request)
         check_success(stream_result)
         return stream_result
 
     async def expect_refusal(self, request: PreprocessedRequest) -> MeshError:
-        """What a request is refused with. Raises Failed when it is not, or not with a MeshError."""
+        """Returns the rejection of a request. Raises CheckFailed without one, or if it is not a
+        MeshError.
+        """
         stream_result = await self.run_request(request)
-        require(stream_result.error is not None, "it was not refused")
+        require(stream_result.error is not None, "it was not rejected")
         require(
             isinstance(stream_result.error, MeshError),
-            f"it was refused with {type(stream_result.error).__name__}, which is no MeshError",
+            f"it was rejected with {type(stream_result.error).__name__}, not a MeshError",
         )
-        require(not stream_result.chunks, "chunks came before the refusal")
+        require(not stream_result.chunks, "chunks arrived before the rejection")
         assert isinstance(stream_result.error, MeshError)
         return stream_result.error
 
     def loads(self) -> Sequence[Load]:
-        """The engine's load."""
+        """Returns the engine's load."""
         return self.engine.loads()
 
     async def wait_until_idle(self) -> None:
-        """Returns once nothing runs or waits. Raises Failed when that takes too long."""
+        """Returns when no request runs or waits. Raises CheckFailed if that takes too long."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.limits.end_s
         while busy := [one for one in self.loads() if one.running or one.waiting or one.rooms_open]:
-            require(loop.time() < deadline, f"the engine is not at rest: {busy}")
+            require(loop.time() < deadline, f"the engine is not idle: {busy}")
             await asyncio.sleep(POLL_S)
 
 
 async def run_within(limit_s: float, work: Awaitable[T], message: str) -> T:
-    """The result. Raises Failed with the message when it takes longer."""
+    """Returns the result. Raises CheckFailed with the message if it takes longer."""
     timeout = asyncio.timeout(limit_s)
     try:
         async with timeout:
@@ -262,7 +264,7 @@ async def run_within(limit_s: float, work: Awaitable[T], message: str) -> T:
 
 
 def check_success(stream_result: StreamResult) -> None:
-    """Raises Failed unless it ended with exactly one terminal chunk, its last, without error."""
+    """Raises CheckFailed unless the stream ended with exactly one terminal chunk without error."""
     if stream_result.error is not None:
         raise CheckFailed(
             f"it failed with {type(stream_result.error).__name__}: {stream_result.error}"
@@ -270,7 +272,7 @@ def check_success(stream_result: StreamResult) -> None:
     ends = [at for at, one in enumerate(stream_result.chunks) if one.finish_reason is not None]
     require(ends, "the stream ended without a terminal chunk")
     require(len(ends) == 1, f"the stream had {len(ends)} terminal chunks")
-    require(ends[0] == len(stream_result.chunks) - 1, "a chunk came after the terminal one")
+    require(ends[0] == len(stream_result.chunks) - 1, "a chunk arrived after the terminal chunk")
     last = stream_result.chunks[-1]
     require(
         last.finish_reason is not FinishReason.ERROR, f"it ended with an error chunk: {last.error}"

@@ -1,6 +1,7 @@
-"""The checks, in the order in which they run on one engine; the last ones end it.
+"""The checks, in the order in which they run on one engine; the last ones stop it.
 
-Each takes the bench, raises Failed or Skipped, and may return a remark. Its docstring is the rule.
+A check takes the harness, raises CheckFailed or CheckSkipped, and may return a remark. Its
+docstring is the rule.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ class Check:
 
 
 async def shape(bench: EngineHarness) -> None:
-    """has start, generate, abort, drain, cleanup and loads, and its constructor starts nothing"""
+    """has start, generate, abort, drain, cleanup and loads; its constructor starts nothing"""
     for name in ("start", "abort", "drain", "cleanup"):
         require(
             inspect.iscoroutinefunction(getattr(bench.engine, name, None)),
-            f"{name} is no coroutine function",
+            f"{name} is not a coroutine function",
         )
     require(
         inspect.isasyncgenfunction(getattr(bench.engine, "generate", None)),
-        "generate is no async generator function, so that nothing closes its streams",
+        "generate is not an async generator function, so its streams cannot be closed",
     )
-    require(callable(getattr(bench.engine, "loads", None)), "there is no loads()")
+    require(callable(getattr(bench.engine, "loads", None)), "loads() is missing")
 
 
 async def start(bench: EngineHarness) -> str:
-    """start returns an EngineConfig that names the model; sizes are absent or above 0"""
+    """start returns an EngineConfig that names the model; sizes are None or above 0"""
     bench.was_started = True
     config = await run_within(
         bench.limits.start_s, bench.engine.start(WORKER_ID), "start did not return"
@@ -70,15 +71,15 @@ async def start(bench: EngineHarness) -> str:
         *("max_num_batched_tokens", "bootstrap_port", "dp_size"),
     ):
         size = getattr(config, name)
-        require(size is None or size > 0, f"{name} is {size}; what is not known is None")
+        require(size is None or size > 0, f"{name} is {size}; use None for an unknown size")
     require(
         (config.bootstrap_host is None) == (config.bootstrap_port is None),
-        "bootstrap_host and bootstrap_port count together only",
+        "bootstrap_host and bootstrap_port must be set together",
     )
     require(config.kv_index in ("events", "approx", "none"), f"kv_index is {config.kv_index!r}")
     require(
         config.kv_index == "events" or config.kv_index_reason,
-        "kv_index_reason does not say why there are no events",
+        "kv_index_reason is empty although kv_index is not events",
     )
     bench.config = config
     _publish(bench)
@@ -93,7 +94,7 @@ def _publish(bench: EngineHarness) -> None:
 
 
 async def loads(bench: EngineHarness) -> None:
-    """loads has one row a rank, its counts are not negative, and it costs next to nothing"""
+    """loads has one row per rank, no negative count, and takes less than 5 ms"""
     loop = asyncio.get_running_loop()
     elapsed_s = []
     for _ in range(20):
@@ -101,35 +102,38 @@ async def loads(bench: EngineHarness) -> None:
         rows = bench.loads()
         elapsed_s.append(loop.time() - began)
     ranks = sorted(row.dp_rank for row in rows)
-    require(ranks == list(range(bench.engine_config.dp_size)), f"its rows are of the ranks {ranks}")
+    require(ranks == list(range(bench.engine_config.dp_size)), f"the rows have the ranks {ranks}")
     for row in rows:
         counts = (row.running, row.waiting, row.waiting_tokens, row.kv_used_blocks, row.rooms_open)
         require(min(counts) >= 0, f"a count is negative: {row}")
         total = row.kv_total_blocks
-        require(total is None or row.kv_used_blocks <= total, f"more is used than there is: {row}")
+        require(
+            total is None or row.kv_used_blocks <= total,
+            f"kv_used_blocks exceeds kv_total_blocks: {row}",
+        )
     require(
         min(elapsed_s) < 0.005,
-        f"it takes {min(elapsed_s) * 1000:.1f} ms, and is called all the time",
+        f"it takes {min(elapsed_s) * 1000:.1f} ms; the limit is 5 ms",
     )
 
 
 async def generate(bench: EngineHarness) -> str:
-    """an answer is chunks with tokens and then exactly one terminal chunk, the last item"""
+    """a stream is chunks with tokens, then exactly one terminal chunk, the last item"""
     bench.require_aggregated()
     stream_result = await bench.expect_success(bench.request(bench.prompt(24), ANSWER_TOKENS))
     tokens = stream_result.token_ids
-    require(tokens, "there are no tokens")
+    require(tokens, "the stream has no tokens")
     require(all(0 <= one < 2**32 for one in tokens), f"not all are token ids: {tokens}")
     return f"{len(tokens)} tokens in {len(stream_result.chunks)} chunks"
 
 
 async def max_tokens(bench: EngineHarness) -> None:
-    """max_tokens is kept, and an answer that it ends has finish reason length"""
+    """max_tokens is obeyed, and a stream that it ends has finish reason length"""
     bench.require_aggregated()
     for limit in (1, 3):
         stream_result = await bench.expect_success(bench.request(bench.prompt(24), limit))
         got = len(stream_result.token_ids)
-        require(got == limit, f"max_tokens {limit} gave {got} tokens")
+        require(got == limit, f"max_tokens {limit} returned {got} tokens")
         require(
             stream_result.finish_reason is FinishReason.LENGTH,
             f"the finish reason is {stream_result.finish_reason}",
@@ -137,17 +141,17 @@ async def max_tokens(bench: EngineHarness) -> None:
 
 
 async def usage(bench: EngineHarness) -> None:
-    """the counts of the terminal chunk, where there are any, are those of prompt and answer"""
+    """the counts of the terminal chunk, if any, match prompt and output"""
     bench.require_aggregated()
     prompt = bench.prompt(37)
     stream_result = await bench.expect_success(bench.request(prompt, ANSWER_TOKENS))
     reported = stream_result.chunks[-1].completion_usage
     if reported is None:
-        raise CheckSkipped("the engine does not count")
+        raise CheckSkipped("the engine reports no usage")
     require(
         (reported.prompt_tokens, reported.completion_tokens)
         == (len(prompt), len(stream_result.token_ids)),
-        f"it counted {reported.prompt_tokens} + {reported.completion_tokens},"
+        f"it reported {reported.prompt_tokens} + {reported.completion_tokens},"
         f" not {len(prompt)} + {len(stream_result.token_ids)}",
     )
     require(
@@ -157,7 +161,7 @@ async def usage(bench: EngineHarness) -> None:
 
 
 async def concurrent(bench: EngineHarness) -> None:
-    """requests run at once, each with its own stream and end"""
+    """requests run concurrently, each with its own stream and end"""
     bench.require_aggregated()
     requests = [
         bench.request(bench.prompt(16 + at, seed=at), 1 + at % ANSWER_TOKENS)
@@ -166,33 +170,35 @@ async def concurrent(bench: EngineHarness) -> None:
     stream_result = await asyncio.gather(*(bench.expect_success(one) for one in requests))
     for request, one in zip(requests, stream_result, strict=True):
         limit = request.stop_conditions.max_tokens
-        require(len(one.token_ids) == limit, f"{len(one.token_ids)} tokens came, not {limit}")
+        require(len(one.token_ids) == limit, f"{len(one.token_ids)} tokens, expected {limit}")
 
 
 async def refuses_empty_prompt(bench: EngineHarness) -> None:
-    """a request that makes no sense is refused with InvalidRequest, before any chunk"""
+    """an invalid request is rejected with InvalidRequest before any chunk"""
     error = await bench.expect_refusal(bench.request([], 1))
     require(isinstance(error, InvalidRequest), f"it raised {type(error).__name__}")
     require(error.field, "the error does not name the field")
 
 
 async def refuses_long_prompt(bench: EngineHarness) -> None:
-    """a prompt above context_length is refused with InvalidRequest or PromptTooLong"""
+    """a prompt above context_length is rejected with InvalidRequest or PromptTooLong"""
     bench.require_aggregated()
     longest = bench.engine_config.context_length
     if longest is None or longest > 1 << 20:
-        raise CheckSkipped("context_length is not known, or beyond what is tried here")
+        raise CheckSkipped("context_length is unknown or above 1048576")
     error = await bench.expect_refusal(bench.request(bench.prompt(longest + 1), 1))
     require(isinstance(error, InvalidRequest), f"it raised {type(error).__name__}")
 
 
 async def refuses_unknown(bench: EngineHarness) -> None:
-    """what it cannot honour it refuses by name, with Unsupported"""
+    """an unsupported field is rejected with Unsupported, by name"""
     bench.require_aggregated()
     request = bench.request(bench.prompt(8), 1, extra_args={"no_engine_knows_this": 1})
     error = await bench.expect_refusal(request)
     require(isinstance(error, Unsupported), f"it raised {type(error).__name__}")
-    require((error.field or "").startswith("extra_args"), f"it named {error.field}, not extra_args")
+    require(
+        (error.field or "").startswith("extra_args"), f"it named {error.field}, expected extra_args"
+    )
 
 
 async def stop_in_answer(bench: EngineHarness) -> str:
@@ -208,25 +214,29 @@ async def stop_in_answer(bench: EngineHarness) -> str:
             ctx.inner_arc().stop_generating("conformance")
         if stopped_at:
             require(
-                loop.time() - stopped_at[0] < bench.limits.stop_s, "it goes on long after the stop"
+                loop.time() - stopped_at[0] < bench.limits.stop_s,
+                f"chunks arrive {bench.limits.stop_s:g} s after the stop",
             )
 
     stream_result = await bench.run_request(bench.long_request(), ctx, on_chunk=stop)
     if not stopped_at:
-        raise CheckSkipped("the answer was over before it could be stopped")
+        raise CheckSkipped("the stream ended before it could be stopped")
     elapsed_s = loop.time() - stopped_at[0]
     check_success(stream_result)
     require(
         stream_result.finish_reason is FinishReason.CANCELLED,
         f"it ended with {stream_result.finish_reason}",
     )
-    require(elapsed_s < bench.limits.stop_s, f"it took {elapsed_s:.1f} s")
+    require(
+        elapsed_s < bench.limits.stop_s,
+        f"it took {elapsed_s:.1f} s; the limit is {bench.limits.stop_s:g} s",
+    )
     await bench.wait_until_idle()
     return f"{elapsed_s * 1000:.0f} ms"
 
 
 async def stop_before_answer(bench: EngineHarness) -> None:
-    """a request that is stopped before its first token says nothing but cancelled"""
+    """a request that is stopped before its first token yields only a cancelled chunk"""
     bench.require_aggregated()
     ctx = bench.ctx()
     ctx.inner_arc().stop_generating("conformance")
@@ -263,13 +273,13 @@ async def abort(bench: EngineHarness) -> None:
         await run_within(
             bench.limits.stop_s,
             bench.engine.abort(ended_ctx),
-            "abort of what is over did not return",
+            "abort of an ended request did not return",
         )
     await bench.wait_until_idle()
 
 
 async def closes_early(bench: EngineHarness) -> None:
-    """closing the generator frees all at once, without abort, and the next request is served"""
+    """closing the generator frees all resources without abort, and the next request is served"""
     bench.require_aggregated()
     for after in (1, 0):
         stream = bench.engine.generate(bench.long_request(), bench.ctx())
@@ -281,7 +291,7 @@ async def closes_early(bench: EngineHarness) -> None:
 
 
 async def cancelled_task(bench: EngineHarness) -> None:
-    """a cancellation of the task that reads the stream passes through it, and frees all"""
+    """a cancellation of the task that reads the stream passes through, and frees all resources"""
     bench.require_aggregated()
     has_started = asyncio.Event()
 
@@ -300,7 +310,7 @@ async def cancelled_task(bench: EngineHarness) -> None:
     require(done, f"the task still runs {bench.limits.stop_s:g} s after its cancellation")
     if not reader.cancelled():
         reader.result()
-        raise CheckSkipped("the answer was over before it could be cancelled")
+        raise CheckSkipped("the stream ended before it could be cancelled")
     await bench.wait_until_idle()
 
 
@@ -313,46 +323,46 @@ async def probes(bench: EngineHarness) -> None:
 
 
 async def kv_events(bench: EngineHarness) -> str:
-    """events tell every page of a prompt, parents first, and say nothing that is not so"""
+    """events report every page of a prompt, parents first, and only pages that are held"""
     config = bench.engine_config
     if config.kv_index != "events":
         raise CheckSkipped(f"kv_index is {config.kv_index!r}: {config.kv_index_reason}")
     if bench.page_checker is None:
         off_reason = getattr(bench.engine, "kv_events_off_reason", None)
-        require(off_reason is not None, "kv_index is 'events', but the engine is no PagedEngine")
-        require(off_reason, "kv_silence is not set, and nothing is published")
+        require(off_reason is not None, "kv_index is 'events', but the engine is not a PagedEngine")
+        require(off_reason, "kv_events_off_reason is empty, but no events are published")
         raise CheckSkipped(str(off_reason))
     bench.require_aggregated()
     block = config.kv_cache_block_size
     require(block, "kv_cache_block_size is not set")
     assert block is not None
     page = bench.page_checker.page_size
-    # Whole blocks and half a one more, which is some pages or none.
+    # Whole blocks and half a block more, which may be some pages or none.
     prompt = bench.prompt(4 * max(block, page) + max(block, page) // 2, seed=3)
     await bench.expect_success(bench.request(prompt, 2))
     page_count = await _wait_for_pages(bench, prompt[: len(prompt) // page * page])
     repeated = await bench.expect_success(bench.request(prompt, 2))
     require(not bench.page_checker.violations, "; ".join(bench.page_checker.violations[:3]))
-    # One token at least is always computed, and with it its page.
+    # At least one token is always computed, and with it its page.
     _check_cached(repeated, (len(prompt) - 1) // page * page)
-    return f"{page_count} pages told"
+    return f"{page_count} pages reported"
 
 
 async def _wait_for_pages(bench: EngineHarness, prompt: list[int]) -> int:
-    """Waits until the prompt's pages are told of; how many events' pages there are in all."""
+    """Waits until the prompt's pages are reported. Returns the number of held pages."""
     assert bench.page_checker is not None
     prompt_bytes = b"".join(token.to_bytes(4, "little") for token in prompt)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + bench.limits.answer_s
     while not _covers_prompt(bench.page_checker, prompt_bytes):
         require(not bench.page_checker.violations, "; ".join(bench.page_checker.violations[:3]))
-        require(loop.time() < deadline, "the pages of a prompt were not told of")
+        require(loop.time() < deadline, "the pages of a prompt were not reported")
         await asyncio.sleep(POLL_S)
     return len(bench.page_checker.held)
 
 
 def _covers_prompt(page_checker: PageEventChecker, prompt_bytes: bytes) -> bool:
-    """Whether the stored pages, from the start of a prompt on, spell the bytes."""
+    """Whether the stored pages contain the prompt from its start."""
     content: dict[int | None, list[tuple[int, bytes]]] = {}
     for event in page_checker.events:
         if isinstance(event, PagesStored):
@@ -384,26 +394,26 @@ def _check_cached(repeated: StreamResult, tokens: int) -> None:
         return
     require(
         details.cached_tokens == tokens,
-        f"a repeated prompt had {details.cached_tokens} tokens cached, events told of {tokens}",
+        f"a repeated prompt had {details.cached_tokens} cached tokens, events reported {tokens}",
     )
 
 
 async def rest(bench: EngineHarness) -> None:
-    """after all that, nothing runs, waits or is handed over"""
+    """after the other checks no request runs, waits or is handed over"""
     bench.require_started()
     await bench.wait_until_idle()
 
 
 async def drain(bench: EngineHarness) -> None:
-    """drain of an engine at rest returns"""
+    """drain of an idle engine returns"""
     bench.require_started()
     await run_within(bench.limits.end_s, bench.engine.drain(), "drain did not return")
 
 
 async def cleanup(bench: EngineHarness) -> None:
-    """cleanup ends the engine, also after a start that failed; a stream that is open ends too"""
+    """cleanup stops the engine and its open streams, also after a failed start"""
     if not bench.was_started:
-        raise CheckSkipped("start was not tried")
+        raise CheckSkipped("start was not called")
     stream = None
     if bench.config is not None and bench.config.local_prefill:
         stream = asyncio.create_task(bench.run_request(bench.long_request()))
@@ -416,7 +426,7 @@ async def cleanup(bench: EngineHarness) -> None:
             error = stream.result().error
             require(
                 error is None or isinstance(error, MeshError),
-                f"a stream that was open at cleanup ended with {error!r}, no MeshError",
+                f"a stream that was open at cleanup ended with {error!r}, not a MeshError",
             )
     finally:
         if stream is not None:
@@ -426,7 +436,7 @@ async def cleanup(bench: EngineHarness) -> None:
 
 
 async def cleanup_twice(bench: EngineHarness) -> None:
-    """a second cleanup returns at once and does nothing"""
+    """a second cleanup returns at once without effect"""
     bench.require_started()
     await run_within(
         bench.limits.stop_s, bench.engine.cleanup(), "the second cleanup did not return"
@@ -434,7 +444,7 @@ async def cleanup_twice(bench: EngineHarness) -> None:
 
 
 async def after_cleanup(bench: EngineHarness) -> None:
-    """a request after cleanup is refused with a MeshError"""
+    """a request after cleanup is rejected with a MeshError"""
     bench.require_aggregated()
     await bench.expect_refusal(bench.request(bench.prompt(8), 1))
 
@@ -445,7 +455,7 @@ async def cleanup_without_start(bench: EngineHarness) -> None:
 
 
 async def cleanup_after_cut_start(bench: EngineHarness) -> None:
-    """cleanup after a start that was cut short returns, and leaves nothing behind"""
+    """cleanup after a cancelled start returns and leaves no task running"""
     engine = bench.make_engine()
     before = asyncio.all_tasks()
     starting = asyncio.create_task(engine.start(WORKER_ID + 1))
@@ -455,7 +465,7 @@ async def cleanup_after_cut_start(bench: EngineHarness) -> None:
     await run_within(bench.limits.end_s, engine.cleanup(), "cleanup did not return")
     await asyncio.sleep(POLL_S)
     left = [task.get_name() for task in asyncio.all_tasks() - before if not task.done()]
-    require(not left, f"tasks are left running: {left}")
+    require(not left, f"tasks still run: {left}")
 
 
 _CHECKS: tuple[CheckFunction, ...] = (
@@ -468,7 +478,7 @@ _CHECKS: tuple[CheckFunction, ...] = (
 
 
 def all_checks() -> tuple[Check, ...]:
-    """The checks in order."""
+    """Returns the checks in order."""
     return tuple(
         Check(run.__name__.replace("_", "-"), inspect.getdoc(run) or "", run) for run in _CHECKS
     )

@@ -1,4 +1,4 @@
-"""Runs the checks on an engine and says what became of each."""
+"""Runs the checks on an engine and yields the results."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from worker_svc.conformance.bench import (
 from worker_svc.conformance.checks import Check, all_checks
 from worker_svc.engines.contract import LLMEngine
 
-# A check takes several answers and ends at most.
+# Number of responses and ends that one check may take.
 TIMEOUTS_PER_CHECK = 6
 
 
 class Verdict(StrEnum):
-    """What became of a check."""
+    """Outcome of a check."""
 
     PASS = "PASS"
     FAIL = "FAIL"
@@ -31,7 +31,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A check, its verdict, and why, or a remark."""
+    """A check, its verdict, and the reason or a remark."""
 
     check: Check
     verdict: Verdict
@@ -41,7 +41,7 @@ class Result:
         remark = f" ({self.reason})" if self.reason else ""
         if self.verdict is Verdict.PASS:
             return f"PASS {self.check.name}: {self.check.rule}{remark}"
-        return f"{self.verdict} {self.check.name}: {self.reason}; the rule: {self.check.rule}"
+        return f"{self.verdict} {self.check.name}: {self.reason}; rule: {self.check.rule}"
 
 
 async def run_checks(
@@ -49,7 +49,7 @@ async def run_checks(
     limits: TimeLimits | None = None,
     checks: Sequence[Check] | None = None,
 ) -> AsyncIterator[Result]:
-    """The results, as they come. make: constructs an engine; it is ended whatever happens.
+    """Yields the results. make_engine: constructs an engine; `cleanup` is called in any case.
 
     Raises what `make_engine` raises.
     """
@@ -58,7 +58,7 @@ async def run_checks(
         for check in all_checks() if checks is None else checks:
             yield await _run_check(check, bench)
     finally:
-        if bench.was_started:  # also when the checks that end it were not reached
+        if bench.was_started:  # also if the checks that stop it were not reached
             with suppress(Exception):
                 await run_within(bench.limits.end_s, bench.engine.cleanup(), "")
 
@@ -67,7 +67,7 @@ async def _run_check(check: Check, bench: EngineHarness) -> Result:
     limits = bench.limits
     limit_s = limits.start_s + TIMEOUTS_PER_CHECK * (limits.answer_s + limits.end_s)
     try:
-        remark = await run_within(limit_s, check.run(bench), "the check has no end")
+        remark = await run_within(limit_s, check.run(bench), "the check did not end")
     except CheckSkipped as reason:
         return Result(check, Verdict.SKIP, str(reason))
     except CheckFailed as reason:

@@ -1,9 +1,8 @@
-"""The engine contract: what a worker asks of an inference engine.
+"""The engine contract: the interface between a worker and an inference engine.
 
-Life: construct → `start` → `generate`* (concurrent) → `abort`? → `drain` → `cleanup`.
-Everything an engine author needs is importable from here. `validate_stream` enforces the rules of
-the
-output stream; a framework which forwards a stream always goes through it.
+Life cycle: construct → `start` → `generate`* (concurrent) → `abort`? → `drain` → `cleanup`. An
+engine author can import everything from here. `validate_stream` enforces the rules of the output
+stream; the framework passes every stream through it.
 """
 
 from __future__ import annotations
@@ -78,22 +77,22 @@ __all__ = [
 ]
 
 
-# The `kv_events_off_reason` of an engine that reuses prefixes and was told not to say so.
+# `kv_events_off_reason` of an engine that reuses prefixes but is configured not to report them.
 KV_EVENTS_OFF = "kv_events is off"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine says of itself when it has started. None: not advertised, never zero.
+    """Properties of a started engine. None means not advertised, never zero.
 
-    kv_cache_block_size: tokens a block; None makes KV routing fall back to load.
-    bootstrap_host, bootstrap_port: where prefill hands KV over; published only together.
+    kv_cache_block_size: tokens per block; with None KV routing falls back to load.
+    bootstrap_host, bootstrap_port: handoff address of a prefill engine; published only together.
     transfer_group: engines with equal groups can move KV between each other.
-    local_prefill: a decode engine that can compute prompts itself.
-    loras: adapters that are loaded, which requests may name.
-    kv_index: "events" (KV events are published), "approx" (prefixes are reused, and nobody is told:
-    routers guess) or "none" (nothing is reused, or it is no use to guess); kv_index_reason says why
-    not events.
+    local_prefill: whether a decode engine can compute prompts itself.
+    loras: loaded adapters, which requests may name.
+    kv_index: "events" (the engine reports its pages), "approx" (it reuses prefixes without reports;
+    routers keep approximate entries) or "none" (no reuse, or approximate entries would be useless).
+    kv_index_reason: why kv_index is not "events".
     """
 
     model: str = ""
@@ -114,22 +113,22 @@ class EngineConfig:
 
     @property
     def advertised_name(self) -> str:
-        """The public model name."""
+        """Returns the public model name."""
         return self.served_model_name or self.model
 
     @property
     def disaggregated_endpoint(self) -> tuple[str, int] | None:
-        """Host and port of the handoff, when both are there."""
+        """Returns host and port of the handoff; None unless both are set."""
         if self.bootstrap_host is None or self.bootstrap_port is None:
             return None
         return self.bootstrap_host, self.bootstrap_port
 
 
 class EngineContext:
-    """One request's control: who asks for its end, and how hard.
+    """Stop and kill signals of one request.
 
-    `stop_generating` asks for a graceful end: the stream yields a terminal chunk with finish
-    reason cancelled. `kill` means that nobody listens any more.
+    After `stop_generating` the stream ends with finish reason cancelled. `kill` also means that the
+    stream has no reader any more.
     """
 
     def __init__(self, request_id: str, reason: str = "") -> None:
@@ -140,39 +139,39 @@ class EngineContext:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether an end was asked for, in either way."""
+        """Whether the request was stopped or killed."""
         return self._stopped.is_set()
 
     @property
     def is_killed(self) -> bool:
-        """Whether nobody listens any more."""
+        """Whether the request was killed."""
         return self._killed.is_set()
 
     async def stopped(self) -> None:
-        """Returns once an end was asked for."""
+        """Returns when the request is stopped."""
         await self._stopped.wait()
 
     async def killed(self) -> None:
-        """Returns once nobody listens any more."""
+        """Returns when the request is killed."""
         await self._killed.wait()
 
     def stop_generating(self, reason: str = "") -> None:
-        """Asks for a graceful end. Idempotent; the first reason stays."""
+        """Stops the request. Idempotent; the first reason stays."""
         if not self.is_stopped:
             self.stop_reason = reason
             self._stopped.set()
 
     def kill(self, reason: str = "") -> None:
-        """Says that nobody listens any more."""
+        """Stops the request and marks its stream as unread."""
         self.stop_generating(reason)
         self._killed.set()
 
 
 class GenerateContext:
-    """An EngineContext with what only the framework adds; usable wherever a context is.
+    """An EngineContext plus data of the framework; usable in place of a context.
 
-    first_token: set on decode legs; fires when the first token is there, from whichever side.
-    traceparent: of the caller; empty when not traced.
+    first_token: set on decode legs only; fires at the first token, from either leg.
+    traceparent: of the caller; "" if not traced.
     """
 
     def __init__(
@@ -190,47 +189,47 @@ class GenerateContext:
         self.priority = priority
         self.tenant = tenant
 
-    def __getattr__(self, name: str) -> Any:  # delegation: whatever the context grows is reachable
+    def __getattr__(self, name: str) -> Any:  # delegates all attributes of the context
         return getattr(self._inner, name)
 
     @property
     def id(self) -> str:
-        """The request's id."""
+        """Returns the request id."""
         return self._inner.id
 
     @property
     def is_stopped(self) -> bool:
-        """Whether an end was asked for."""
+        """Whether the request was stopped."""
         return self._inner.is_stopped
 
     async def stopped(self) -> None:
-        """Returns once an end was asked for."""
+        """Returns when the request is stopped."""
         await self._inner.stopped()
 
     def inner_arc(self) -> EngineContext:
-        """The context itself, for tasks that outlive `generate`."""
+        """Returns the inner context, for tasks that outlive `generate`."""
         return self._inner
 
     def notify_first_token(self) -> None:
-        """Says that the first token is there. Idempotent; nothing happens on other legs.
+        """Signals the first token. Idempotent; no effect on legs other than decode.
 
-        The framework says so at the first chunk with tokens; engines call it only when the first
+        The framework calls it at the first chunk with tokens. An engine calls it only if the first
         token travels another way.
         """
         if self._first_token is not None:
             self._first_token.set()
 
     def first_token_sender(self) -> asyncio.Event | None:
-        """The signal itself, for the framework; None on all but decode legs."""
+        """Returns the first-token signal for the framework; None except on decode legs."""
         return self._first_token
 
 
 @dataclass(frozen=True, slots=True)
 class LLMEngineOutput:
-    """One chunk of an engine's stream. `finish_reason` makes it the terminal one.
+    """One chunk of an engine's stream; the terminal one if `finish_reason` is set.
 
-    text: set by engines which detokenise themselves. chunk_json: one OpenAI chunk of a pass-through
-    request. disaggregated_params: what a prefill leg hands to its decode leg (JSON value).
+    text: set by engines that detokenize. chunk_json: one OpenAI chunk of a pass-through request.
+    disaggregated_params: JSON value that a prefill leg hands to its decode leg.
     """
 
     token_ids: Sequence[int] = ()
@@ -245,125 +244,127 @@ class LLMEngineOutput:
     chunk_json: bytes | None = None
 
     def with_tokens(self, token_ids: Sequence[int]) -> Self:
-        """The same chunk with these tokens instead."""
+        """Returns the chunk with these tokens instead."""
         return replace(self, token_ids=tuple(token_ids))
 
     def with_usage(self, completion_usage: CompletionUsage) -> Self:
-        """The same chunk with this usage."""
+        """Returns the chunk with this usage."""
         return replace(self, completion_usage=completion_usage)
 
 
 class chunk:
-    """Constructors of chunks; reads as a namespace: `chunk.token(42)`, `chunk.stop()`."""
+    """Constructors of chunks, as a namespace: `chunk.token(42)`, `chunk.stop()`."""
 
     @staticmethod
     def token(token_id: int) -> LLMEngineOutput:
-        """One token, not the last chunk."""
+        """Returns a chunk with one token, not terminal."""
         return LLMEngineOutput(token_ids=(token_id,))
 
     @staticmethod
     def cancelled() -> LLMEngineOutput:
-        """The end after a stop was asked for."""
+        """Returns the terminal chunk of a stopped request."""
         return LLMEngineOutput(finish_reason=FinishReason.CANCELLED)
 
     @staticmethod
     def stop() -> LLMEngineOutput:
-        """The end at a stop token or string."""
+        """Returns the terminal chunk at a stop token or string."""
         return LLMEngineOutput(finish_reason=FinishReason.STOP)
 
     @staticmethod
     def length() -> LLMEngineOutput:
-        """The end at max_tokens or the context's end."""
+        """Returns the terminal chunk at max_tokens or at the context length."""
         return LLMEngineOutput(finish_reason=FinishReason.LENGTH)
 
     @staticmethod
     def error(message: str) -> LLMEngineOutput:
-        """The end by a failure whose type is not known; raise a MeshError where it is."""
+        """Returns the terminal chunk of an untyped failure; for a typed one raise a MeshError."""
         return LLMEngineOutput(finish_reason=FinishReason.ERROR, error=message)
 
 
 class LLMEngine(Protocol):
-    """An inference engine. All methods may be called concurrently with `generate`."""
+    """An inference engine. All methods may be called while `generate` runs."""
 
     async def start(self, worker_id: int) -> EngineConfig:
-        """Gets ready to generate; may take minutes (log progress). Raises MeshError.
+        """Prepares the engine; may take minutes (log the progress). Raises MeshError.
 
-        worker_id: unique in the mesh, the same for the engine's whole life.
+        worker_id: unique in the mesh, constant for the engine's life.
         """
 
     def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
-        """The output of one request: chunks, then exactly one with a finish reason.
+        """Yields chunks, then exactly one chunk with a finish reason.
 
-        A MeshError raised instead is terminal too and keeps its type up to the client. Between
-        chunks the engine watches `ctx`; once stopped it ends with finish reason cancelled. Closing
-        the generator early (`aclose`) releases everything the request held: `abort` is not called
-        then.
+        A raised MeshError is terminal too and reaches the client with its type. Between chunks the
+        engine checks `ctx`; once stopped it ends with finish reason cancelled. An early `aclose` of
+        the generator releases all resources of the request; `abort` is not called then.
         """
 
     async def abort(self, ctx: GenerateContext) -> None:
-        """Called on an explicit stop or kill, never for a dropped stream."""
+        """Called on an explicit stop or kill, never when the caller closes the stream."""
 
     async def drain(self) -> None:
-        """Waits for KV transfers in flight. Called once, before cleanup, still in discovery."""
+        """Waits for KV transfers in flight. Called once before `cleanup`, still in discovery."""
 
     async def cleanup(self) -> None:
-        """Ends the engine. Called once if `start` was called, also if that raised; idempotent."""
+        """Stops the engine; idempotent. Called once if `start` was called or raised."""
 
     def loads(self) -> Sequence[Load]:
-        """Load of every rank now. Cheap: called many times a second."""
+        """Returns the load of each rank. Must be cheap: called many times per second."""
 
 
 @runtime_checkable
 class CountingEngine(Protocol):
-    """An engine that counts what it does: shown by GetInfo and /metrics as `engine_<name>`."""
+    """An engine with counters, which GetInfo and /metrics show as `engine_<name>`."""
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Counts since start, by name."""
+        """Returns the counts since start, by name."""
 
 
 @runtime_checkable
 class PagedEngine(Protocol):
     """An engine that reports the pages of its cache (`kv_index` is "events").
 
-    kv_rules: how its events are to be read. kv_silence: why there are none; "": there are. Where it
-    is KV_EVENTS_OFF prefixes are reused all the same. Both hold from the end of `start` on.
+    kv_event_format: how its events are read.
+    kv_events_off_reason: why it reports nothing, "" if it reports. With KV_EVENTS_OFF it reuses
+    prefixes all the same.
+    Both are final when `start` returns.
     """
 
     kv_event_format: KvEventFormat
     kv_events_off_reason: str
 
     def publish_to(self, sink: KvEventSink) -> None:
-        """From now on the sink is told what the cache holds, beginning with what it holds now.
+        """Reports changes of the cache to the sink, beginning with the present content.
 
-        Called once, right after `start`, in the event loop, as the sink must be.
+        Called once, directly after `start`, in the event loop, where the sink must be called too.
         """
 
 
 @runtime_checkable
 class PassThroughEngine(Protocol):
-    """An engine that takes OpenAI bodies as they are (S0's Chat and Completion workers)."""
+    """An engine that accepts OpenAI bodies unchanged."""
 
     def generate_pass_through(
         self, kind: str, body: bytes, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
-        """As `generate`; chunks carry `chunk_json`. kind: "chat" or "completion"."""
+        """As `generate`, but chunks carry `chunk_json`. kind: "chat" or "completion"."""
 
 
 @runtime_checkable
 class FailureReportingEngine(Protocol):
-    """An engine that can end without having been asked to."""
+    """An engine that can fail outside of a request."""
 
     async def wait_for_failure(self) -> None:
-        """Raises WorkerLost when it does. Called after `start`."""
+        """Waits for such a failure and raises WorkerLost. Called after `start`."""
 
 
 async def validate_stream(
     stream: AsyncIterator[LLMEngineOutput], *, request_id: str
 ) -> AsyncGenerator[LLMEngineOutput, None]:
-    """The stream, held to the contract: raises Bug on an item after the terminal one or without it.
+    """Yields the stream. Raises InternalError for a chunk after the terminal one or a missing
+    terminal chunk.
 
     Closing this generator closes the engine's.
     """
@@ -372,7 +373,7 @@ async def validate_stream(
         async for output in stream:
             if has_terminal:
                 raise InternalError(
-                    f"request {request_id}: the engine sent a chunk after its terminal one"
+                    f"request {request_id}: the engine sent a chunk after the terminal chunk"
                 )
             has_terminal = output.finish_reason is not None
             yield output

@@ -1,11 +1,11 @@
-"""The echo engine, for smoke tests: it answers with what it was asked.
+"""The echo engine, for smoke tests: returns the prompt as its output.
 
-`generate` returns the prompt's token ids, one a chunk. `generate_pass_through` takes OpenAI bodies
-as they are and streams the last user message (chat) or the prompt (completion) back in OpenAI
-chunk objects, word by word. No cache, no queue, no KV events.
+`generate` returns the prompt's token ids, one per chunk. `generate_pass_through` takes an OpenAI
+body and streams the last user message (chat) or the prompt (completion) in OpenAI chunk objects,
+word by word. It has no cache, no queue and no KV events.
 
-Sampling has nothing to choose from, so temperature, top_p, top_k, min_p and seed change nothing.
-Everything else that an echo cannot honour is refused by name. Stop strings hold at the frontend.
+Output is deterministic, so temperature, top_p, top_k, min_p and seed have no effect. Any other
+unsupported field is rejected by name. The frontend applies stop strings.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SUPPORTED_FIELDS: Final = frozenset(
     }
 )
 _IGNORED_FOR_PROBES: Final = frozenset({"bootstrap_info", "prefill_result"})
-# Fields of a body that an echo honours, most of them because they ask for nothing here.
+# Supported body fields; most of them have no effect here.
 _BODY_FIELDS: Final = frozenset(
     {"model", "max_tokens", "stream", "stream_options", "temperature", "top_p", "seed", "user"}
 )
@@ -58,7 +58,7 @@ _WORD_PATTERN: Final = re.compile(r"\s*\S+|\s+$")
 
 @dataclass(frozen=True, slots=True)
 class EchoConfig:
-    """token_delay_s: seconds before each token or word."""
+    """Settings of the echo engine. token_delay_s: seconds before each token or word."""
 
     model: str = "kvmesh-echo"
     served_model_name: str | None = None
@@ -67,12 +67,14 @@ class EchoConfig:
 
     def __post_init__(self) -> None:
         if self.context_length < 1 or self.token_delay_s < 0:
-            raise ValueError("context_length, token_delay_s: must be positive")
+            raise ValueError(
+                "context_length must be at least 1 and token_delay_s must not be negative"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class _Response:
-    """What will be said: `words` one after the other, `closing` and `terminal` if none stops it."""
+    """A planned output: opening, words, closing, then the terminal chunk, unless it is stopped."""
 
     prompt_word_count: int
     words: Sequence[LLMEngineOutput]
@@ -82,9 +84,10 @@ class _Response:
 
 
 class EchoEngine:
-    """An `LLMEngine` which repeats the prompt.
+    """An `LLMEngine` that repeats the prompt.
 
-    Counters: accepted == finished + cancelled + closed, at rest; `rejected` were never accepted.
+    Counters at rest: accepted == finished + cancelled + closed; `rejected` requests are not
+    accepted.
     """
 
     def __init__(self, config: EchoConfig) -> None:
@@ -95,19 +98,19 @@ class EchoEngine:
         self._words_emitted = 0
 
     async def start(self, worker_id: int) -> EngineConfig:
-        """Ready at once."""
+        """Returns at once."""
         self._is_started = True
         return EngineConfig(
             model=self.config.model,
             served_model_name=self.config.served_model_name,
             context_length=self.config.context_length,
-            kv_index_reason="an echo has no cache",
+            kv_index_reason="the echo engine has no cache",
         )
 
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
-        """As `LLMEngine.generate`: the prompt, up to max_tokens or a stop token.
+        """Yields the prompt's tokens, up to max_tokens or a stop token.
 
         Raises InvalidRequest, Unsupported, PromptTooLong or Unavailable at its first step.
         """
@@ -119,12 +122,11 @@ class EchoEngine:
     async def generate_pass_through(
         self, kind: str, body: bytes, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
-        """The answer to an OpenAI body (JSON): chunk objects, then a terminal chunk without one.
+        """Yields OpenAI chunk objects for an OpenAI body (JSON), then a terminal chunk without one.
 
-        kind: "chat" or "completion". `id` and `created` of the chunks are made from the request's
-        id alone, so an answer is the same each time; with `stream_options.include_usage` the last
-        one holds the counts, in words. Raises InvalidRequest, Unsupported or Unavailable at its
-        first step.
+        kind: "chat" or "completion". `id` and `created` of the chunks derive from the request id,
+        so equal requests give equal output. With `stream_options.include_usage` the last object has
+        the counts, in words. Raises InvalidRequest, Unsupported or Unavailable at its first step.
         """
         response = self._admit(lambda: _echo_of_body(kind, body, ctx.id))
         async with aclosing(self._stream_response(response, ctx)) as outputs:
@@ -132,23 +134,23 @@ class EchoEngine:
                 yield output
 
     async def abort(self, ctx: GenerateContext) -> None:
-        """Nothing to do: the stop itself ends the stream."""
+        """Does nothing: the stop ends the stream."""
 
     async def drain(self) -> None:
-        """Nothing to wait for."""
+        """Returns at once."""
 
     async def cleanup(self) -> None:
-        """Refuses what comes from now on. Streams under way end by themselves."""
+        """Rejects further requests. Open streams continue to their end."""
         self._is_started = False
 
     def loads(self) -> Sequence[Load]:
-        """Running requests; each word counts as a step."""
+        """Returns the load of the only rank; each word counts as a step."""
         return (Load(engine_step=self._words_emitted, running=self._running),)
 
     def _admit(self, response: Callable[[], _Response]) -> _Response:
         try:
             if not self._is_started:
-                raise Unavailable("the engine is not running")
+                raise Unavailable("the engine is not started")
             return response()
         except MeshError:
             self.counters["rejected"] += 1
@@ -181,11 +183,11 @@ class EchoEngine:
 
     async def _is_stopped_after_delay(self, ctx: GenerateContext) -> bool:
         if self.config.token_delay_s > 0:
-            with suppress(TimeoutError):  # the delay's ordinary end
+            with suppress(TimeoutError):  # the delay has passed
                 async with asyncio.timeout(self.config.token_delay_s):
                     await ctx.stopped()
         else:
-            await asyncio.sleep(0)  # others get their turn between the words
+            await asyncio.sleep(0)  # lets other tasks run between words
         return ctx.is_stopped
 
 
@@ -213,14 +215,14 @@ def _check_tokens(request: PreprocessedRequest, context_length: int) -> None:
     supported = _SUPPORTED_FIELDS | _IGNORED_FOR_PROBES if request.is_probe else _SUPPORTED_FIELDS
     unsupported = unsupported_fields(request, supported)
     if unsupported:
-        raise Unsupported(unsupported[0], "the echo engine has no such thing")
+        raise Unsupported(unsupported[0], "not supported by the echo engine")
     if not request.token_ids:
         raise InvalidRequest("token_ids must not be empty", "token_ids")
     if request.stop_conditions.max_tokens == 0:
         raise InvalidRequest("max_tokens must be at least 1", "stop_conditions.max_tokens")
     if len(request.token_ids) > context_length:
         raise PromptTooLong(
-            f"the prompt has {len(request.token_ids)} tokens, {context_length} is the most",
+            f"prompt too long: {len(request.token_ids)}/{context_length} tokens",
             field="token_ids",
         )
 
@@ -238,7 +240,7 @@ def _echo_of_body(kind: str, body: bytes, request_id: str) -> _Response:
             raise InvalidRequest(f"kind must be chat or completion, not {kind!r}", "kind")
     for name, value in fields.items():
         if name not in known_fields and value is not None:
-            raise Unsupported(name, "the echo engine has no such thing")
+            raise Unsupported(name, "not supported by the echo engine")
     input_words = _WORD_PATTERN.findall(text(fields))
     emitted = input_words[
         : _max_words(fields, limit_field if fields.get(limit_field) is not None else "max_tokens")
@@ -267,7 +269,7 @@ def _last_user_text(fields: Mapping[str, JsonValue]) -> str:
             raise InvalidRequest(f"{path} must be an object", path)
         if message.get("role") == "user":
             return _content_text(message.get("content"), f"{path}.content")
-    raise InvalidRequest("messages must hold a message of the user", "messages")
+    raise InvalidRequest("messages must contain a message with role user", "messages")
 
 
 def _content_text(content: JsonValue, path: str) -> str:
@@ -277,7 +279,7 @@ def _content_text(content: JsonValue, path: str) -> str:
     for index, part in enumerate(content):
         part_path = f"{path}[{index}]"
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise Unsupported(part_path, "the echo engine hears text only")
+            raise Unsupported(part_path, "the echo engine accepts text parts only")
         texts.append(_text_field(part.get("text"), f"{part_path}.text"))
     return "".join(texts)
 
@@ -309,14 +311,15 @@ def _is_usage_requested(fields: Mapping[str, JsonValue]) -> bool:
 
 
 class _ChunkBuilder:
-    """Makes the OpenAI chunk objects of one answer."""
+    """Builds the OpenAI chunk objects of one response."""
 
     def __init__(self, kind: str, request_id: str, model: str) -> None:
         self._is_chat = kind == "chat"
         self._frame: dict[str, JsonValue] = {
             "id": ("chatcmpl-" if self._is_chat else "cmpl-") + request_id,
             "object": "chat.completion.chunk" if self._is_chat else "text_completion",
-            # Seconds, as clients expect, but of no clock: an echo of one request never differs.
+            # In the range of Unix seconds, but derived from the id: equal requests give equal
+            # chunks.
             "created": zlib.crc32(request_id.encode("utf-8", "surrogatepass")),
             "model": model,
         }

@@ -1,32 +1,31 @@
-"""What an engine says of its KV cache, made canonical: prefix hashes in prefix-closed sets. Pure.
+"""Converts an engine's cache events to prefix hashes in prefix-closed sets. Pure.
 
-An engine reports *pages* under names of its own (external hashes), which are opaque: they may be
-signed, differ between workers, and name other content once they were removed. Here they become the
-prefix hashes of `common/kv/hashing.py`. `Normalizer` follows one rank's cache, `EventLog` numbers
-what
-it says, `SourceFeed` is the two together.
+An engine reports *pages* by its own names (external hashes). These are opaque: they may be signed,
+differ between workers, and name other content after a removal. `Normalizer` follows the cache of
+one rank and converts pages to the prefix hashes of `common/kv/hashing.py`. `event_log.py` numbers
+and publishes the result.
 
-A page is named by the *content* of the whole prefix up to its end; all external hashes of equal
-content mean one page, which counts once however often and wherever it is held. Pages smaller than a
-routing block are gathered: the block is held when its last page and all before it are. A page of n
-blocks is n blocks.
+A page is identified by the *content* of the whole prefix up to its end. All external hashes of
+equal content mean one page, which counts once regardless of how often it is held. If pages are
+smaller than a routing block, the block is held when its last page and all pages before are held. A
+page of n blocks is n blocks.
 
-The *level* of a page is the slowest tier on its way from the root, each page counted with the
+The *level* of a page is the slowest tier on the path from the root, each page counted with the
 fastest tier that holds it:
 
     level(page) = max(level(parent), fastest tier that holds the page)     level(root) = 0
 
-It is in set t where level <= t. Invariants, after every single event and every hash of it:
-- set t = all blocks whose pages, from the root on, are held on a tier <= t, unless withheld.
-- Hence sets are prefix-closed and cumulative: set 0 is part of set 1, set 1 of set 2.
-- Blocks are announced after their parents and withdrawn before them. When a page in the middle goes
-  its descendants are withdrawn first; when it returns those still held are announced again.
-- Nothing is remembered of what is not held, but for pages with held descendants: when all was
-  removed, all is empty. Every map has a bound.
-- What is claimed is held. Where events could not be used it may be less than all: `is_incomplete`.
+The page is in set t if level <= t. Invariants, after every event and every hash of it:
+- Set t = all blocks with all pages, from the root on, held on a tier <= t, unless withheld.
+- Therefore sets are prefix-closed and cumulative: set 0 is a subset of set 1, set 1 of set 2.
+- A block is stored after its parent and removed before it. If a page in the middle is removed, its
+  descendants are withdrawn first; if it returns, those still held are stored again.
+- Pages that are not held are kept only for held descendants: after all was removed all maps are
+  empty. Every map has a bound.
+- Published blocks are held. If events could not be used, blocks may be missing: `is_incomplete`.
 
-Events of a tier are explicit: with two tiers a block stored on the device is announced in set 1 and
-then in set 0, and one that moves to the host is withdrawn from set 0 only.
+Tiers are published separately: with two tiers a block stored on the device is stored in set 1 and
+then in set 0; a block that moves to the host is removed from set 0 only.
 """
 
 from __future__ import annotations
@@ -41,25 +40,17 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from common.kv.events import (
-    SNAPSHOT_CHUNK_BLOCKS,
-    Event,
-    EventBatch,
     EventKind,
-    Hashes,
-    SnapshotChunk,
-    Source,
-    SourceState,
+    KvEvent,
     Tier,
 )
 from common.kv.hashing import ChainState, PrefixHasher
 
-# Batches a ledger keeps for peers that missed some.
-RING_BATCHES = 1024
-# Pages whose parent is not known yet.
+# Limit of pages with unknown parent.
 ORPHANS_MAX = 65_536
-# Pages and external hashes at most: far above what an engine holds, unless it never removes any.
+# Limit of pages and of external hashes: far above any engine, unless it never reports removals.
 PAGES_MAX = 1 << 22
-# Adapters and salts whose hashers are kept at hand.
+# Limit of cached hashers, one per adapter and salt.
 _PAGE_NAMERS_MAX = 64
 
 _U64 = 2**64 - 1
@@ -67,9 +58,9 @@ _TOKEN_BYTES = 4
 
 
 class DuplicatePolicy(StrEnum):
-    """What it means that an engine reports a page stored which it has reported before.
+    """Meaning of a second report that a page is stored.
 
-    counted: it takes as many removals; idempotent: nothing, one removal ends it.
+    counted: needs as many removals. idempotent: no effect, one removal is enough.
     """
 
     COUNTED = "counted"
@@ -78,14 +69,14 @@ class DuplicatePolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PagesStored:
-    """Pages are held now, each the child of the one before it.
+    """Pages are now held, each the child of the one before.
 
-    hashes: external, one a page, signed or unsigned 64 bits. parent: external hash of the page
+    hashes: external, one per page, signed or unsigned 64 bits. parent: external hash of the page
     before the first; None at the start of a prompt. token_ids: of all pages, 4 B little endian
-    each. page_size: tokens a page. lora, salt: "" means none, None that the event cannot tell.
-    scope: what hashes are unique within, beside rank and tier, if not by themselves (a salt).
+    each. page_size: tokens per page. lora, salt: "" means none, None means unknown. scope: a
+    namespace of the hashes beyond rank and tier, if they are not unique (a salt).
 
-    Raises ValueError, naming the field, where sizes disagree.
+    Raises ValueError naming the field if sizes disagree.
     """
 
     hashes: Sequence[int]
@@ -112,7 +103,7 @@ class PagesStored:
 
 @dataclass(frozen=True, slots=True)
 class PagesRemoved:
-    """Pages are held no more on this tier; in any order."""
+    """Pages are no longer held on this tier; in any order."""
 
     hashes: Sequence[int]
     tier: Tier = Tier.DEVICE
@@ -122,7 +113,7 @@ class PagesRemoved:
 
 @dataclass(frozen=True, slots=True)
 class PagesCleared:
-    """The rank holds nothing any more, on any tier."""
+    """The rank's cache is empty, on all tiers."""
 
     rank: int = 0
 
@@ -131,28 +122,28 @@ ExternalEvent: TypeAlias = PagesStored | PagesRemoved | PagesCleared
 
 
 class KvEventSink(Protocol):
-    """Who is told of an engine's pages."""
+    """Receives the cache events of an engine."""
 
     def take(self, events: Iterable[ExternalEvent]) -> None:
-        """Takes in events, in order."""
+        """Applies events, in order."""
 
     def record_loss(self, rank: int, reason: str) -> None:
-        """Events of a rank were lost beyond repair."""
+        """Records that events of a rank are lost and cannot be repaired."""
 
     def reset(self, rank: int) -> None:
-        """The engine of a rank has begun anew, with an empty cache."""
+        """Records that the engine of a rank restarted with an empty cache."""
 
 
-# The hasher for (lora, salt, tokens a block); None: blocks of these are not to be published.
+# Returns the hasher for (lora, salt, tokens per block); None: do not publish such blocks.
 HasherFactory: TypeAlias = Callable[[str, str, int], PrefixHasher | None]
 
 
 @dataclass(frozen=True, slots=True)
 class KvEventFormat:
-    """How an engine's events are to be read; its adapter states them.
+    """How an engine's events are read; its adapter sets it.
 
-    page_size: tokens a page; divides block_size or is a multiple of it. tiers: how many it has.
-    Raises ValueError naming what is out of range.
+    page_size: tokens per page; a divisor or a multiple of block_size. tiers: number of tiers.
+    Raises ValueError naming the value that is out of range.
     """
 
     block_size: int
@@ -173,11 +164,12 @@ class KvEventFormat:
 
 
 class _Page:
-    """A page by content. names: the blocks that end in it.
+    """A page, identified by content. names: the blocks that end in it.
 
-    total: running sum of its own chain. tail, block_total: tokens since the last block's end, and
-    the block chain's running sum there (pages smaller than a block only). holders: external hashes
-    that hold it, by tier. A page that nobody holds is a ghost, kept for its descendants.
+    total: running sum of its chain. tail, block_total: for pages smaller than a block, the tokens
+    since the end of the last block, and the running sum of the block chain there. ref_counts:
+    external hashes that hold it, by tier. A page without holders stays while it has held
+    descendants.
     """
 
     __slots__ = (
@@ -203,7 +195,8 @@ class _Page:
         self.ref_counts = [0] * tiers
         self.level = tiers
         self.is_withheld = False
-        # Children are linked to each other: a set for each of mostly one would be twice the page.
+        # Children form a linked list: most pages have one child, and a set would double the memory
+        # of a page.
         self.child: _Page | None = None
         self.next_sibling: _Page | None = None
         self.previous_sibling: _Page | None = None
@@ -229,21 +222,21 @@ class _Page:
             page = page.next_sibling
 
 
-# key, total, names, tail, block_total: see _Page.
+# key, total, names, tail, block_total: see `_Page`.
 _PageSpec: TypeAlias = tuple[int, int, tuple[int, ...], bytes, int]
 _ROOT: _PageSpec = (0, 0, (), b"", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _PageNamer:
-    """Names pages of one adapter and salt. pages: names pages smaller than a block."""
+    """Computes page names of one adapter and salt. pages: hasher of pages smaller than a block."""
 
     event_format: KvEventFormat
     blocks: PrefixHasher
     pages: PrefixHasher | None
 
     def specs(self, parent: _Page, token_ids: bytes) -> Iterator[_PageSpec]:
-        """What the pages that follow `parent` are."""
+        """Yields the specs of the pages that follow `parent`."""
         if self.pages is not None:
             return self._small_page_specs(self.pages, parent, token_ids)
         blocks_per_page = self.event_format.page_size // self.event_format.block_size
@@ -292,7 +285,7 @@ class _PageNamer:
 
 @dataclass(slots=True)
 class _Orphan:
-    """A page whose parent is not known; count: how often it was stored."""
+    """A page with unknown parent. count: how often it was stored."""
 
     parent: int
     token_ids: bytes
@@ -300,20 +293,19 @@ class _Orphan:
     count: int
 
 
-# Names, level before, level now.
+# Names, previous level, new level.
 _Withdrawn: TypeAlias = tuple[tuple[int, ...], int, int]
-# A tier, a scope and an external hash.
+# Tier, scope and external hash.
 _ExternalKey: TypeAlias = tuple[int, str, int]
 
 
 class Normalizer:
-    """One rank's cache, from external events to changes of the published sets.
+    """Converts the events of one rank to changes of its published sets.
 
-    counts, in pages: duplicates; ignored (adapter or salt unknown, or not to be published);
-    unknown_removals; contradictions (a hash that named something else and was not removed:
-    the last word holds); misfits (page size or tier not as the rules say), orphans_dropped,
-    over_limit, collisions: not claimed, so that the sets are incomplete from then on; and
-    withheld.
+    counts, in pages: duplicates; ignored (adapter or salt unknown or not to be published);
+    unknown_removals; contradictions (a hash stored with other content without a removal: the last
+    report wins); withheld; and, not published, so that the sets are incomplete from then on:
+    misfits (page size or tier differs from the format), orphans_dropped, over_limit, collisions.
     """
 
     def __init__(
@@ -332,7 +324,7 @@ class Normalizer:
         self._pages_max = pages_max
         self._page_namers: dict[tuple[str, str], _PageNamer | None] = {}
         self._changes: list[tuple[EventKind, int, list[int]]] = []
-        # What was forgotten and not freed yet.
+        # Discarded maps that are not freed yet.
         self._deferred_frees: deque[dict[int, _Page]] = deque()
         self._reset_state()
 
@@ -342,33 +334,33 @@ class Normalizer:
         self._pages: dict[int, _Page] = {}
         self._page_by_hash: dict[tuple[int, str], dict[int, _Page]] = {}
         self._hash_count = 0
-        # How often a page was stored, where that is more than once; counted duplicates only.
+        # Number of stores of a page if above 1; for counted duplicates only.
         self._repeats: dict[_ExternalKey, int] = {}
         self._orphans: dict[_ExternalKey, _Orphan] = {}
-        # Orphans by the scope and hash of the parent they wait for.
+        # Orphans by the scope and hash of their missing parent.
         self._orphans_by_parent: dict[tuple[str, int], dict[_ExternalKey, None]] = {}
-        # Names, level now, level before; not yet in `_changes`.
+        # Names, new level, previous level; not yet in `_changes`.
         self._pending_stored: list[tuple[tuple[int, ...], int, int]] = []
         self._published_count = 0
         self._blocks_max: int | None = None
-        # Pages that are withheld, and those that `resize` has still to look at.
+        # Number of withheld pages, and the pages that `resize` has still to visit.
         self._withheld_count = 0
         self._is_growing = False
         self._resize_order: Iterator[_Page | None] | None = None
 
     @property
     def published_blocks(self) -> int:
-        """Blocks in the widest set."""
+        """Returns the number of blocks in the widest set."""
         return self._published_count
 
     @property
     def entry_count(self) -> int:
-        """Entries in all maps that follow the cache; 0 when nothing is held."""
+        """Returns the number of entries in all maps; 0 when nothing is held."""
         known = len(self._pages) + len(self._page_by_hash) + self._hash_count
         return known + len(self._repeats) + len(self._orphans) + len(self._orphans_by_parent)
 
     def apply(self, event: ExternalEvent) -> None:
-        """Takes in one event; `take` has what follows from it."""
+        """Applies one event; `take` returns the changes that result."""
         match event:
             case PagesStored():
                 self._store(event)
@@ -377,49 +369,55 @@ class Normalizer:
             case PagesCleared():
                 self.clear()
 
-    def take(self) -> list[Event]:
-        """The changes since the last call, in order; neighbours of one kind and tier are one."""
+    def take(self) -> list[KvEvent]:
+        """Returns the changes since the last call, in order; adjacent ones of one kind and tier are
+        merged.
+        """
         changes, self._changes = self._changes, []
         return [
-            Event(kind, np.array(hashes, dtype=np.uint64), Tier(tier))
+            KvEvent(kind, np.array(hashes, dtype=np.uint64), Tier(tier))
             for kind, tier, hashes in changes
         ]
 
     def clear(self) -> None:
-        """Forgets all, the bound of `shrink` and `is_incomplete` too, and says so."""
+        """Discards everything, including the bound of `shrink` and `is_incomplete`, and emits
+        CLEARED.
+        """
         self.discard_all()
         self._changes.append((EventKind.CLEARED, Tier.DEVICE, []))
 
     def discard_all(self) -> None:
-        """As `clear`, but nothing is said; changes not yet taken stay. `free_deferred` frees the
-        memory."""
+        """As `clear`, but without an event; changes not yet taken stay. `free_deferred` frees the
+        memory.
+        """
         self._deferred_frees.extend((*self._page_by_hash.values(), self._pages))
         self._reset_state()
         self.is_incomplete = False
 
     def free_deferred(self, pages: int) -> bool:
-        """Frees about so many of the pages that were forgotten; whether there are more."""
+        """Frees about this many discarded pages. Returns whether more remain."""
         deferred_frees = self._deferred_frees
         while deferred_frees and pages > 0:
             if not deferred_frees[0]:
                 deferred_frees.popleft()
                 continue
             _, page = deferred_frees[0].popitem()
-            # They hold each other.
+            # Pages reference each other.
             page.parent = page.child = page.next_sibling = page.previous_sibling = None
             pages -= 1
         return bool(deferred_frees)
 
     @property
     def is_resizing(self) -> bool:
-        """Whether `resize` has something to do."""
+        """Whether `resize` has work left."""
         return self._resize_order is not None
 
     def shrink(self, blocks: int) -> None:
-        """From now on so many blocks fewer may be published; `resize` withdraws, deepest first.
+        """Lowers the bound of published blocks by `blocks`; `resize` then withdraws the deepest
+        first.
 
-        What is withdrawn stays so until it is stored anew, and no more blocks than remain are
-        announced, until `grow` or `clear`.
+        A withdrawn block stays withdrawn until it is stored again. Until `grow` or `clear` the
+        bound also limits new blocks.
         """
         remaining = self._published_count
         if self._blocks_max is not None:
@@ -429,24 +427,27 @@ class Normalizer:
         self._resize_order = _by_depth(tuple(self._pages.values()), deepest_first=True)
 
     def grow(self, blocks: int) -> None:
-        """Raises the bound of `shrink`; `resize` announces what was withheld, shallow first.
+        """Raises the bound of `shrink`; `resize` then publishes withheld blocks, shallow ones
+        first.
 
-        When nothing is withheld any more the bound is gone.
+        When no block is withheld any more, the bound is removed.
         """
         if self._blocks_max is None:
             return
         self._blocks_max += blocks
-        if self._published_count < self._blocks_max:  # else it is still shrinking, or has no room
+        # otherwise shrinking continues, or there is no capacity
+        if self._published_count < self._blocks_max:
             self._is_growing = True
             self._resize_order = _by_depth(tuple(self._pages.values()), deepest_first=False)
 
     def resize(self, pages: int) -> int:
-        """Goes on with `shrink` or `grow` over so many pages; blocks announced, below 0 withdrawn.
+        """Continues `shrink` or `grow` over `pages` pages. Returns blocks published, negative if
+        withdrawn.
 
-        Events may come in between: all that becomes of them is right for the bound as it is.
+        Events may arrive between calls; they respect the present bound.
         """
-        assert self._resize_order is not None, "there is something to do"
-        assert self._blocks_max is not None, "there is a bound while there is"
+        assert self._resize_order is not None, "a resize is in progress"
+        assert self._blocks_max is not None, "a resize has a bound"
         before = self._published_count
         part = tuple(islice(self._resize_order, pages))
         if self._is_growing:
@@ -461,9 +462,9 @@ class Normalizer:
         return self._published_count - before
 
     def _withdraw_deepest(self, part: Iterable[_Page | None]) -> None:
-        """Withdraws pages until the bound holds. What is below them is withdrawn already."""
+        """Withdraws pages until the bound holds. Their descendants are withdrawn already."""
         blocks_max, tiers = self._blocks_max, self.event_format.tiers
-        assert blocks_max is not None, "it shrinks"
+        assert blocks_max is not None, "shrinking has a bound"
         withdrawn = []
         for page in part:
             if self._published_count <= blocks_max:
@@ -477,9 +478,9 @@ class Normalizer:
         self._emit_removed(withdrawn)
 
     def _republish_withheld(self, part: Iterable[_Page | None]) -> None:
-        """Announces withheld pages, and what is below them, while there is room."""
+        """Publishes withheld pages and their descendants while there is capacity."""
         blocks_max = self._blocks_max
-        assert blocks_max is not None, "it grows"
+        assert blocks_max is not None, "growing has a bound"
         for page in part:
             if self._published_count >= blocks_max:
                 break
@@ -506,7 +507,7 @@ class Normalizer:
             self._flush_pending_stored()
 
     def _store_run(self, event: PagesStored, hashes: list[int], page_namer: _PageNamer) -> None:
-        """Pages one by one while the parent is unknown, then all the others at once."""
+        """Stores pages one by one while the parent is unknown, then the rest in one pass."""
         tier, scope = int(event.tier), event.scope
         parent = None if event.parent is None else event.parent & _U64
         page_bytes = event.page_size * _TOKEN_BYTES
@@ -528,7 +529,7 @@ class Normalizer:
             parent = value
 
     def _find(self, tier: int, scope: str, value: int) -> _Page | None:
-        """The page of this hash: on its own tier, else on the fastest other."""
+        """Returns the page of this hash: on its own tier, else on the fastest other."""
         page = self._page_by_hash.get((tier, scope), {}).get(value)
         if page is not None or self.event_format.tiers == 1:
             return page
@@ -564,7 +565,7 @@ class Normalizer:
                 self._adopt_orphans(scope, value, page)
 
     def _bind(self, external_key: _ExternalKey, page: _Page, count: int) -> None:
-        """From now on the external hash means `page`, which it holds."""
+        """Binds the external hash to `page`, which it then holds."""
         tier, scope, value = external_key
         if self._orphans and external_key in self._orphans:
             self.counts["duplicates"] += 1
@@ -580,7 +581,8 @@ class Normalizer:
         if page.child is not None or self._blocks_max is not None:
             self._update_level(page)
         else:
-            # The same for the common case, in a third of the time.
+            # Same result as `_update_level` for a page without children and without a bound, in a
+            # third of the time.
             assert page.parent is not None, "the root has no external hash"
             level = max(page.parent.level, tier)
             if level < page.level:
@@ -622,7 +624,7 @@ class Normalizer:
         return orphan
 
     def _adopt_orphans(self, scope: str, value: int, page: _Page) -> None:
-        """Attaches those that waited for the hash, and those that waited for them."""
+        """Attaches orphans of this hash, and their orphans in turn."""
         stack = [(value, page)]
         while stack:
             value, page = stack.pop()
@@ -681,7 +683,7 @@ class Normalizer:
 
     def _release_page(self, page: _Page, tier: int) -> None:
         page.ref_counts[tier] -= 1
-        assert page.ref_counts[tier] >= 0, "a page is let go as often as it was held"
+        assert page.ref_counts[tier] >= 0, "a page is released as often as it was held"
         if page.ref_counts[tier]:
             return
         self._update_level(page)
@@ -697,7 +699,7 @@ class Normalizer:
     # Levels.
 
     def _level_of(self, page: _Page) -> int:
-        """See the module's formula; `tiers` means in no set."""
+        """Returns the level by the module's formula; `tiers` means in no set."""
         assert page.parent is not None, "the root's level is fixed"
         if page.is_withheld:
             return self.event_format.tiers
@@ -715,7 +717,7 @@ class Normalizer:
             self._withdraw_subtree(page)
 
     def _publish_subtree(self, page: _Page) -> None:
-        """Announces the page and then what is below it."""
+        """Publishes the page, then its descendants."""
         stack = [page]
         while stack:
             page = stack.pop()
@@ -730,7 +732,7 @@ class Normalizer:
                 stack.extend(page.children())
 
     def _publish_page(self, page: _Page, level: int) -> None:
-        """Lets one page rise."""
+        """Moves one page to a faster level."""
         if page.names:
             if page.level == self.event_format.tiers:
                 self._published_count += len(page.names)
@@ -738,7 +740,7 @@ class Normalizer:
         page.level = level
 
     def _withdraw_subtree(self, page: _Page) -> None:
-        """Withdraws what is below the page and then the page."""
+        """Withdraws the descendants of the page, then the page."""
         self._flush_pending_stored()
         withdrawn: list[_Withdrawn] = []
         stack = [page]
@@ -757,7 +759,7 @@ class Normalizer:
         self._emit_removed(withdrawn)
 
     def _emit_removed(self, withdrawn: Sequence[_Withdrawn]) -> None:
-        """Withdraws in the order given: deepest first."""
+        """Emits removals in the given order: deepest first."""
         for tier in range(self.event_format.tiers):
             hashes = [
                 name
@@ -771,7 +773,7 @@ class Normalizer:
         if not self._pending_stored:
             return
         pending_stored, self._pending_stored = self._pending_stored, []
-        # Slower tiers first, or the faster set would not be part of them for a moment.
+        # Slower tiers first: a faster set must be a subset of them at every point.
         for tier in reversed(range(self.event_format.tiers)):
             hashes = [
                 name
@@ -836,169 +838,12 @@ class Normalizer:
 
 
 def _by_depth(pages: Sequence[_Page], *, deepest_first: bool) -> Iterator[_Page | None]:
-    """The pages in order of depth, in linear time; before them None for each, so that it is even
-    work all the way."""
+    """Yields the pages by depth in linear time, after one None per page, so that work per item is
+    even.
+    """
     rows: defaultdict[int, list[_Page]] = defaultdict(list)
     for page in pages:
         rows[page.depth].append(page)
         yield None
     for depth in sorted(rows, reverse=deepest_first):
         yield from rows.pop(depth)
-
-
-class EventLog:
-    """A source's published sets, and the numbered batches that made them.
-
-    Invariants: sequences are contiguous within an epoch, from 1; the ring holds the last `ring`
-    batches of this epoch, each of at most CHUNK_BLOCKS hashes; the sets are what all batches of the
-    epoch add up to. An epoch other than the first begins with an empty batch, so that everybody
-    hears of it and keeps nothing of the one before.
-    """
-
-    def __init__(self, source: Source, *, tiers: int = 1, ring: int = RING_BATCHES) -> None:
-        if ring < RING_BATCHES:
-            raise ValueError(f"ring: {ring} is below {RING_BATCHES}")
-        self.source = source
-        self.epoch = 1
-        self.sequence = 0
-        self.is_degraded = False
-        self._ring: deque[EventBatch] = deque(maxlen=ring)
-        # Dicts for their order: parents before children.
-        self._sets: list[dict[int, None]] = [{} for _ in range(tiers)]
-
-    @property
-    def state(self) -> SourceState:
-        """Where the source stands."""
-        return SourceState(self.source, self.epoch, self.sequence, self.is_degraded)
-
-    def blocks(self, tier: Tier = Tier.DEVICE) -> int:
-        """Blocks in a tier's set; 0 for a tier there is not."""
-        return len(self._sets[tier]) if tier < len(self._sets) else 0
-
-    def append(self, events: Iterable[Event]) -> list[EventBatch]:
-        """Numbers the events: one batch, more where they have above CHUNK_BLOCKS hashes."""
-        batches: list[EventBatch] = []
-        group: list[Event] = []
-        size = 0
-        for event in _split_large_events(events):
-            if group and size + len(event.hashes) > SNAPSHOT_CHUNK_BLOCKS:
-                batches.append(self._append_batch(group))
-                group, size = [], 0
-            group.append(event)
-            size += len(event.hashes)
-        if group:
-            batches.append(self._append_batch(group))
-        return batches
-
-    def _append_batch(self, events: Sequence[Event]) -> EventBatch:
-        for event in events:
-            self._update_sets(event)
-        self.sequence += 1
-        batch = EventBatch(self.source, self.epoch, self.sequence, tuple(events))
-        self._ring.append(batch)
-        return batch
-
-    def _update_sets(self, event: Event) -> None:
-        if event.kind is EventKind.CLEARED:
-            for one in self._sets:
-                one.clear()
-            return
-        hashes = event.hashes.tolist()
-        held = self._sets[event.tier]
-        if event.kind is EventKind.STORED:
-            held.update(dict.fromkeys(hashes))
-        else:
-            for name in hashes:
-                del held[name]
-
-    def begin_epoch(self, *, is_degraded: bool) -> EventBatch:
-        """Starts over with empty sets: the cache was reset, or (degraded) events were lost."""
-        self.epoch += 1
-        self.sequence = 0
-        self.is_degraded = is_degraded
-        self._ring.clear()
-        for one in self._sets:
-            one.clear()
-        return self._append_batch(())
-
-    def batch(self, sequence: int) -> EventBatch | None:
-        """The batch of this epoch with that sequence; None where the ring has it not."""
-        index = sequence - (self._ring[0].sequence if self._ring else self.sequence + 1)
-        return self._ring[index] if 0 <= index < len(self._ring) else None
-
-    def has_batches_from(self, sequence: int) -> bool:
-        """Whether all batches from that sequence on are here; true of the next one to come."""
-        return sequence == self.sequence + 1 or self.batch(sequence) is not None
-
-    def snapshot(self) -> list[SnapshotChunk]:
-        """The sets as they are, tier by tier, parents first; one empty chunk when they are empty.
-
-        The chunks are a copy: later changes do not show in them.
-        """
-        parts: list[tuple[Hashes, Tier]] = []
-        for tier, held in enumerate(self._sets):
-            hashes = np.fromiter(held, dtype=np.uint64, count=len(held))
-            parts += [(piece, Tier(tier)) for piece in _chunked(hashes)]
-        parts = parts or [(np.empty(0, dtype=np.uint64), Tier.DEVICE)]
-        last = len(parts) - 1
-        return [
-            SnapshotChunk(
-                self.source, self.epoch, self.sequence, piece, tier, index == 0, index == last
-            )
-            for index, (piece, tier) in enumerate(parts)
-        ]
-
-
-def _chunked(hashes: Hashes) -> Iterator[Hashes]:
-    for start in range(0, len(hashes), SNAPSHOT_CHUNK_BLOCKS):
-        yield hashes[start : start + SNAPSHOT_CHUNK_BLOCKS]
-
-
-def _split_large_events(events: Iterable[Event]) -> Iterator[Event]:
-    """The events, those with too many hashes for a batch in parts."""
-    for event in events:
-        if len(event.hashes) <= SNAPSHOT_CHUNK_BLOCKS:
-            yield event
-        else:
-            yield from (Event(event.kind, part, event.tier) for part in _chunked(event.hashes))
-
-
-class SourceFeed:
-    """One source: external events in, batches out. The ledger stands where the last `seal_changes`
-    was."""
-
-    def __init__(self, source: Source, normalizer: Normalizer) -> None:
-        self.normalizer = normalizer
-        self.event_log = EventLog(source, tiers=normalizer.event_format.tiers)
-
-    def apply(self, event: ExternalEvent) -> None:
-        """Takes in one event. A clear after a loss ends the epoch, and with it the degradation."""
-        normalizer = self.normalizer
-        if isinstance(event, PagesCleared) and (
-            self.event_log.is_degraded or normalizer.is_incomplete
-        ):
-            self.reset()
-        else:
-            normalizer.apply(event)
-
-    def seal_changes(self) -> list[EventBatch]:
-        """What changed since the last call, numbered."""
-        if self.normalizer.is_incomplete:
-            self.event_log.is_degraded = True
-        return self.event_log.append(self.normalizer.take())
-
-    def reset(self) -> None:
-        """The engine's cache was reset, or its numbering began anew: a new epoch."""
-        self._begin_epoch(is_degraded=False)
-
-    def record_loss(self) -> None:
-        """Events were lost beyond repair. What was claimed may be gone: claims start from nothing.
-
-        The source is degraded until the engine's cache is cleared.
-        """
-        self._begin_epoch(is_degraded=True)
-
-    def _begin_epoch(self, *, is_degraded: bool) -> None:
-        self.normalizer.discard_all()
-        self.normalizer.take()
-        self.event_log.begin_epoch(is_degraded=is_degraded)

@@ -1,16 +1,16 @@
-"""Publishes a worker's KV events and load: one Publish stream to every indexer in discovery.
+"""Publishes a worker's KV events and load: one Publish stream to each indexer in discovery.
 
-What the engine reports goes through a `SourceFeed` for each rank (`core/kv_events.py`). All that
-arrives
-in one tick of the loop becomes one batch. A link has no queue of its own: it has a cursor into each
-ledger, whose ring is the buffer that all links share. A link that falls behind the ring, or is
-asked for what the ring has no more, sends a snapshot and goes on behind it. It stays at most
-UNACKED_MAX batches ahead of the acknowledgements, since the windows of sockets hold megabytes. So a
-slow or dead indexer costs a cursor and at most one snapshot (8 bytes a block); nobody waits for it.
+Engine events pass through one `SourceFeed` per rank. All events of one loop turn form one batch. A
+link has no queue: it has a cursor into each event log, whose ring is shared by all links. If a link
+falls behind the ring, or the indexer requests batches that left the ring, it sends a snapshot and
+continues after it. A link sends at most UNACKED_BATCHES_MAX batches ahead of the acknowledgements,
+because socket windows hold megabytes. A slow or dead indexer therefore costs one cursor and at most
+one snapshot (8 bytes per block), and delays nothing else.
 
-A stream: hello says where each rank stands; then the link waits to be told where each is to go on:
-behind what is acknowledged, or at a resend's sequence. One writer a stream sends load first, then
-parts of snapshots and batches, rank by rank in turn.
+A stream begins with a hello that states the position of each rank. The link then waits for the
+indexer to name where each rank continues: after an acknowledged sequence or at the sequence of a
+resend. One writer per stream sends load first, then snapshot chunks and batches, one of each rank
+in turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Protocol, TypeAlias
 import structlog
 
 from common.errors import MeshError
-from common.kv.events import Partition, SnapshotChunk, SourceState
+from common.kv.events import Partition, SnapshotChunk, SourcePosition
 from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from common.registry.registry import Registry
@@ -42,23 +42,23 @@ from common.wire.kv import (
 )
 from common.wire.load import load_to_proto
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
-from worker_svc.kv_events.normalizer import ExternalEvent, SourceFeed
+from worker_svc.kv_events.event_log import SourceFeed
+from worker_svc.kv_events.normalizer import ExternalEvent
 
 LOAD_EVERY_S = 0.1
-# How long an indexer may take to say where to go on; after that the link does so behind its hello.
+# Time for an indexer to name where to continue; then the link continues after its hello.
 RESUME_TIMEOUT_S = 2.0
-# How long an indexer may take to end a stream that is to begin anew.
+# Time for an indexer to end a stream that is about to restart.
 STREAM_END_TIMEOUT_S = 1.0
-# Batches of a rank that an indexer may have to acknowledge before more are sent.
+# Limit of unacknowledged batches per rank.
 UNACKED_BATCHES_MAX = 512
-# After so long without a demand to shrink there may be room: a tenth more is announced each time.
+# After this time without a shrink request, each interval publishes another tenth.
 REGROW_INTERVAL_S = 30.0
 REGROW_DIVISOR = 10
 REGROW_BLOCKS_MIN = 1024
-# Pages that are withdrawn, announced again or freed before the loop has its turn: a millisecond or
-# two.
+# Pages withdrawn, published or freed per loop turn: one or two milliseconds of work.
 RESIZE_PAGES_PER_TURN = 1024
-# Pauses before a lost indexer, or the registry, is tried again; jittered by half.
+# Backoff before reconnecting to an indexer or the registry; jittered by half.
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 5.0
 
@@ -66,27 +66,27 @@ log = structlog.get_logger()
 
 
 class PublishCall(Protocol):
-    """One Publish call, as grpc.aio has it."""
+    """The part of a grpc.aio Publish call that a link uses."""
 
     async def write(self, request: indexer_pb2.PublishRequest, /) -> None:
-        """Sends a frame; returns when the next one can be taken."""
+        """Sends a frame. Returns when the next one can be sent."""
 
     async def done_writing(self) -> None:
-        """Ends our side of the stream."""
+        """Half-closes the stream."""
 
     def done(self) -> bool:
-        """Whether the call is over."""
+        """Whether the call has ended."""
 
     def __aiter__(self) -> AsyncIterator[indexer_pb2.PublishResponse]:
-        """What the indexer says, until it ends the stream."""
+        """Yields the indexer's responses until it ends the stream."""
 
 
-# Opens a Publish call with an indexer; leaving the context ends it.
+# Opens a Publish call to an indexer; leaving the context ends it.
 OpenCall: TypeAlias = Callable[[Instance], AbstractAsyncContextManager[PublishCall]]
 
 
 def grpc_call_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenCall:
-    """Publish over gRPC. The channel belongs to the call and dies with it."""
+    """Returns an opener of Publish calls over gRPC; each call has a channel of its own."""
 
     @asynccontextmanager
     async def open_call(indexer: Instance) -> AsyncIterator[PublishCall]:
@@ -105,10 +105,11 @@ def grpc_call_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenCall:
 class Publisher:
     """Publishes the feeds of one worker's ranks.
 
-    feeds: by rank. loads: the ranks' load, asked for every load_every_s while somebody listens.
-    open_call: how to reach an indexer; by default over gRPC.
-    counters: streams opened; snapshots, replays begun; batches cut; events_lost; shrunk_blocks,
-    regrown_blocks; unknown_rank events, dropped.
+    feeds: by rank. loads: returns the load of each rank; called every load_every_s while there are
+    links.
+    open_call: opens a call to an indexer; None uses gRPC.
+    counters: streams opened; snapshots and replays (gap repairs) started; batches sealed;
+    events_lost; shrunk_blocks, regrown_blocks; unknown_rank (events dropped).
     """
 
     def __init__(
@@ -137,20 +138,20 @@ class Publisher:
         self._namespace = namespace
         self._links: dict[int, tuple[Link, asyncio.Task[None]]] = {}
         self._is_publish_scheduled = False
-        # Whether it was shrunk since the last look for room.
+        # Whether a shrink started since the last regrow interval.
         self._has_shrunk_since_regrow = False
-        # Whether what goes on is a shrinking.
+        # Whether the resize in progress is a shrink.
         self._is_shrinking = False
-        # Where each rank stood when it was shrunk last.
+        # Log position of each rank at the end of the last shrink.
         self._shrink_positions: dict[int, tuple[int, int]] = {}
 
     @property
     def links(self) -> Sequence[Link]:
-        """One for each indexer in discovery."""
+        """Returns the links, one per indexer in discovery."""
         return [link for link, _ in self._links.values()]
 
     def metric_values(self) -> dict[str, int]:
-        """All counters by name, of the feeds too, with `kv_` before."""
+        """Returns all counters, including those of the feeds, prefixed with `kv_`."""
         total = self.counters.copy()
         for feed in self.feeds.values():
             total.update(feed.normalizer.counts)
@@ -158,7 +159,7 @@ class Publisher:
         return {f"kv_{name}": count for name, count in total.items()}
 
     def take(self, events: Iterable[ExternalEvent]) -> None:
-        """Takes in what the engine reports, in order; never raises. Call it in the loop."""
+        """Applies engine events, in order; never raises. Call it in the event loop."""
         for event in events:
             feed = self.feeds.get(event.rank)
             if feed is None:
@@ -171,19 +172,19 @@ class Publisher:
         self._schedule_publish()
 
     def record_loss(self, rank: int, reason: str) -> None:
-        """Events of a rank were lost beyond repair: its claims begin anew, degraded."""
+        """Starts a new, degraded epoch of a rank, because its events were lost."""
         log.warning("kv_events_lost", dp_rank=rank, reason=reason)
         self.counters["events_lost"] += 1
         self.feeds[rank].record_loss()
         self._schedule_publish()
 
     def reset(self, rank: int) -> None:
-        """The engine of a rank has begun anew, with an empty cache."""
+        """Starts a new epoch of a rank, because its engine restarted with an empty cache."""
         self.feeds[rank].reset()
         self._schedule_publish()
 
     async def run(self) -> None:
-        """Publish for ever; ends by cancellation only."""
+        """Publishes until cancelled."""
         async with TaskGroup() as tasks:
             tasks.create_task(self._report_loads(), name="kv load reports")
             tasks.create_task(self._regrow(), name="kv regrowth")
@@ -196,16 +197,17 @@ class Publisher:
                         while True:
                             self._update_links(await watch.next(), tasks)
                 except Exception as error:
-                    # Whatever ails the registry: the indexers known go on being told.
+                    # If the registry fails, publishing to the present indexers continues.
                     log.warning("indexer_watch_failed", error=repr(error), backoff_s=backoff_s)
                 await asyncio.sleep(jittered(backoff_s, self.rng))
                 backoff_s = min(BACKOFF_MAX_S, 2 * backoff_s)
 
     def shrink(self, blocks: int, acked: Mapping[int, tuple[int, int]]) -> None:
-        """Begins to withdraw so many blocks, from each rank its share.
+        """Starts to withdraw `blocks` blocks, spread over the ranks in proportion.
 
-        acked: what the indexer that asks has seen, by rank. A demand made before the last shrinking
-        has ended and was seen is about blocks that are gone already, and ignored.
+        acked: position by rank that the requesting indexer has acknowledged. A request sent before
+        the indexer acknowledged the end of the last shrink concerns blocks already withdrawn, and
+        is ignored.
         """
         if self._is_resizing or any(
             acked.get(rank, (0, 0)) < at for rank, at in self._shrink_positions.items()
@@ -217,7 +219,7 @@ class Publisher:
             return
         log.warning("kv_index_over_budget", requested=blocks, published=total)
         for rank, feed in self.feeds.items():
-            # Rounded up: less than what was asked for would be asked for again.
+            # Rounded up: with fewer the indexer would request again.
             feed.normalizer.shrink(-(-blocks * published[rank] // total))
         self._is_shrinking = self._has_shrunk_since_regrow = True
         self._resize()
@@ -227,9 +229,9 @@ class Publisher:
         return any(feed.normalizer.is_resizing for feed in self.feeds.values())
 
     def _resize(self) -> None:
-        """One part of what is to be withdrawn or announced; then the loop has its turn.
+        """Performs one part of the resize, then yields to the loop.
 
-        What the engine says meanwhile comes behind what was said before, in batches as always.
+        Engine events of the meantime are published in order with it.
         """
         for rank, feed in self.feeds.items():
             if feed.normalizer.is_resizing:
@@ -268,9 +270,9 @@ class Publisher:
         self._wake_links()
 
     def _on_apply_error(self, rank: int) -> None:
-        # Ours to mend, but the engine and its requests have no part in it.
+        # A defect of this process; the engine and its requests are not affected.
         log.exception("kv_events_failed", dp_rank=rank)
-        self.record_loss(rank, "they could not be applied")
+        self.record_loss(rank, "events could not be applied")
 
     def _wake_links(self) -> None:
         for link in self.links:
@@ -286,7 +288,7 @@ class Publisher:
                 loads = tuple(self._loads())
                 is_failing = False
             except Exception:
-                # Reports that stay away say enough; the events are of use without them.
+                # Missing reports show the failure; events are useful without them.
                 if not is_failing:
                     log.exception("engine_loads_failed")
                 is_failing = True
@@ -295,7 +297,8 @@ class Publisher:
                 link.report(loads)
 
     async def _regrow(self) -> None:
-        # Nobody says that an index has room again; one that has none asks again.
+        # An indexer does not report free capacity; without capacity it sends another shrink
+        # request.
         while True:
             await asyncio.sleep(REGROW_INTERVAL_S)
             if not self._has_shrunk_since_regrow:
@@ -303,7 +306,7 @@ class Publisher:
             self._has_shrunk_since_regrow = False
 
     def grow(self) -> None:
-        """Begins to announce some more of what `shrink` withheld, if anything."""
+        """Starts to publish a share of the withheld blocks, if any."""
         if self._is_resizing:
             return
         for feed in self.feeds.values():
@@ -312,7 +315,7 @@ class Publisher:
         self._resize()
 
     def _update_links(self, snapshot: Snapshot, tasks: TaskGroup) -> None:
-        # Revision 0 has seen nothing yet, so it cannot take anybody away.
+        # Revision 0 is the state before the first read, so it removes no indexer.
         if snapshot.revision == 0 and self._links:
             return
         indexers = {one.id: one for one in snapshot.of("indexer")}
@@ -329,10 +332,10 @@ class Publisher:
 
 @dataclass(slots=True)
 class _Cursor:
-    """What one stream is to send next of one rank: the batch after `sequence`, or a snapshot.
+    """Position of one stream in one rank: the batch after `sequence` or a snapshot chunk is next.
 
-    is_live: whether the indexer has said where to go on. base: where it went on, which needs no
-    acknowledgement.
+    is_resumed: whether the indexer has named where to continue. resumed_at: the sequence after
+    which it continued; batches up to there need no acknowledgement.
     """
 
     epoch: int
@@ -343,14 +346,14 @@ class _Cursor:
 
 
 class _StreamEnded(Exception):
-    """The stream is over, without an error."""
+    """The stream ended without an error."""
 
 
 class Link:
-    """The publication to one indexer.
+    """Publishes to one indexer.
 
-    acked: (epoch, sequence) by rank, as the indexer acknowledged them on this stream.
-    is_open: whether the indexer has said anything on it.
+    acked: (epoch, sequence) by rank, as acknowledged on this stream.
+    has_response: whether the indexer has sent a response on this stream.
     """
 
     def __init__(self, publisher: Publisher, indexer: Instance) -> None:
@@ -364,22 +367,22 @@ class Link:
         self._wakeup = asyncio.Event()
 
     def wake(self) -> None:
-        """There may be something to send."""
+        """Wakes the writer."""
         self._wakeup.set()
 
     def report(self, loads: Sequence[Load]) -> None:
-        """Load to send; replaces what has not been sent yet."""
+        """Sets the load to send; replaces an unsent one."""
         self._loads = loads
         self._wakeup.set()
 
     async def run(self) -> None:
-        """Keeps a stream open for as long as the indexer is in discovery."""
+        """Keeps a stream open until cancelled."""
         backoff_s = BACKOFF_FIRST_S
         while True:
             reason = "the indexer ended the stream"
             try:
                 if await self._run_stream():
-                    reason = "to begin anew"
+                    reason = "restart with a new hello"
             except MeshError as error:
                 reason = error.message
             except Exception as error:
@@ -395,7 +398,7 @@ class Link:
             backoff_s = min(BACKOFF_MAX_S, 2 * backoff_s)
 
     async def _run_stream(self) -> bool:
-        """One stream from hello to end; whether it ended to begin anew. Raises MeshError."""
+        """Runs one stream. Returns whether it ended in order to restart. Raises MeshError."""
         async with self._publisher.open_call(self.indexer) as call:
             self._publisher.counters["streams"] += 1
             return await self._exchange_frames(call)
@@ -411,12 +414,12 @@ class Link:
                 with _call_end_as_error(call):
                     await self._write_frames(call, hello)
                     is_restart = True
-                    # Our end first: streams of one worker must not overlap at the indexer.
+                    # Half-close first: streams of one worker must not overlap at the indexer.
                     await call.done_writing()
                     await asyncio.wait([reader], timeout=STREAM_END_TIMEOUT_S)
                 raise _StreamEnded
         except _StreamEnded:
-            # The group puts what is no MeshError first, but the reader's says why it ended.
+            # The task group prefers other exceptions, but the reader's MeshError is the cause.
             if reader.done() and not reader.cancelled():
                 error = reader.exception()
                 if isinstance(error, MeshError):
@@ -426,12 +429,12 @@ class Link:
             resume_timer.cancel()
 
     def _build_hello(self) -> indexer_pb2.PublishRequest:
-        """Says where every rank stands, and starts over with the cursors."""
+        """Returns a hello with the position of each rank, and resets the cursors."""
         publisher = self._publisher
-        states: list[SourceState] = [feed.event_log.state for feed in publisher.feeds.values()]
+        states: list[SourcePosition] = [feed.event_log.state for feed in publisher.feeds.values()]
         self.acked = {}
         self.has_response = False
-        # Nothing can be missing of a rank that has said nothing yet.
+        # A rank at sequence 0 has no batch that an indexer could miss.
         self._cursors = {
             state.source.dp_rank: _Cursor(
                 state.epoch, state.sequence, state.sequence == 0, state.sequence
@@ -452,10 +455,10 @@ class Link:
             cursor.is_resumed = True
         self._wakeup.set()
 
-    # The writer.
+    # Writer.
 
     async def _write_frames(self, call: PublishCall, hello: indexer_pb2.PublishRequest) -> None:
-        """Sends what there is; returns when hello has to be said anew."""
+        """Sends frames. Returns when a new hello is needed."""
         await call.write(hello)
         while not self._needs_new_hello():
             frames = self._next_frames()
@@ -466,14 +469,14 @@ class Link:
             self._wakeup.clear()
 
     def _needs_new_hello(self) -> bool:
-        """Only hello says whether a rank is degraded."""
+        """Whether the degraded flag of a rank changed, which only a hello carries."""
         return any(
             feed.event_log.is_degraded != self._sent_degraded[rank]
             for rank, feed in self._publisher.feeds.items()
         )
 
     def _next_frames(self) -> list[indexer_pb2.PublishRequest]:
-        """The next frames: load, and one part or batch of each rank."""
+        """Returns the next frames: load, and one snapshot chunk or batch of each rank."""
         frames = []
         if self._loads:
             frames.append(indexer_pb2.PublishRequest(loads=map(load_to_proto, self._loads)))
@@ -517,10 +520,10 @@ class Link:
         cursor.epoch, cursor.sequence = _log_position(feed)
         cursor.resumed_at = cursor.sequence
 
-    # The reader.
+    # Reader.
 
     async def _read_responses(self, call: PublishCall) -> None:
-        """Obeys the indexer until it ends the stream."""
+        """Handles responses until the indexer ends the stream."""
         with _call_end_as_error(call):
             async for response in call:
                 self._handle_response(response)
@@ -536,7 +539,7 @@ class Link:
             self._publisher.shrink(response.shrink_blocks, self.acked)
         self._wakeup.set()
 
-    def _on_ack(self, state: SourceState) -> None:
+    def _on_ack(self, state: SourcePosition) -> None:
         rank = state.source.dp_rank
         cursor = self._cursors.get(rank)
         if cursor is None:
@@ -553,16 +556,16 @@ class Link:
             return
         last_sequence = message.from_sequence - 1
         if cursor.chunks and (message.epoch, last_sequence) <= (cursor.epoch, cursor.sequence):
-            return  # It asked before it saw the snapshot that is on its way.
+            return  # The indexer sent it before it received the snapshot in progress.
         self._publisher.counters["replays"] += 1
         self._resume_after(message.dp_rank, cursor, message.epoch, last_sequence)
 
     def _resume_after(self, rank: int, cursor: _Cursor, epoch: int, last_sequence: int) -> None:
-        """Lets a rank go on behind what the indexer has, by replay or else by snapshot."""
+        """Continues a rank after `last_sequence`: with batches of the ring, else a snapshot."""
         feed = self._publisher.feeds[rank]
         cursor.is_resumed = True
         cursor.chunks.clear()
-        # Of an older epoch it has nothing that counts.
+        # State of an older epoch does not count.
         cursor.epoch, cursor.sequence = feed.event_log.epoch, last_sequence
         if epoch != feed.event_log.epoch:
             cursor.sequence = 0
@@ -573,7 +576,9 @@ class Link:
 
 @contextmanager
 def _call_end_as_error(call: PublishCall) -> Iterator[None]:
-    """Inside, the end of the call raises its MeshError, or _Ended where the reader knows why."""
+    """Raises the MeshError of a call that ends inside, or _StreamEnded where the reader has the
+    cause.
+    """
     try:
         with map_rpc_errors():
             yield
@@ -583,11 +588,11 @@ def _call_end_as_error(call: PublishCall) -> Iterator[None]:
         task = asyncio.current_task()
         if not call.done() or (task is not None and task.cancelling()):
             raise
-        raise _StreamEnded from None  # It was the call that was cancelled, not we.
+        raise _StreamEnded from None  # The call was cancelled, not this task.
 
 
 def jittered(backoff_s: float, rng: Random) -> float:
-    """Between half and one and a half of the pause, so that a fleet does not return at once."""
+    """Returns 0.5 to 1.5 times the backoff, so that a fleet does not reconnect at once."""
     return backoff_s * (0.5 + rng.random())
 
 

@@ -1,4 +1,4 @@
-"""The worker's end of Attach: one WorkerLink a stream, its reader, its one writer, its slots."""
+"""The worker's end of Attach: per stream a `WorkerLink`, a reader, a writer and its slots."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from common.runtime.tasks import TaskGroup
 from worker_svc.engines.contract import LLMEngineOutput
 from worker_svc.serving.runner import Runner
 
-# How often deadlines and heartbeats are looked at.
+# Interval of deadline and heartbeat checks.
 TICK_S = 0.1
-# How long a stream that ends waits for the write under way.
+# Time for the current write to finish before a failed stream closes.
 FINAL_WRITE_TIMEOUT_S = 0.1
 
 log = structlog.get_logger()
@@ -27,11 +27,11 @@ Write = Callable[[ResponseFrame], Awaitable[None]]
 
 
 class _StreamClosed(Exception):
-    """The frontend closed its side, or all is said and we close ours."""
+    """The stream ends normally: either side closed it."""
 
 
 class AttachStream:
-    """One stream. `serve` runs until the stream ends, and leaves nothing running."""
+    """One stream. `serve` returns after the stream has ended and all its tasks have stopped."""
 
     def __init__(self, worker_id: int, runner: Runner, read: Read, write: Write) -> None:
         self._runner = runner
@@ -46,9 +46,10 @@ class AttachStream:
         self._is_ending = False
 
     async def serve(self, on_hello: Callable[[AttachStream], None]) -> None:
-        """Reads, writes and runs slots. Raises MeshError when the frontend broke a rule.
+        """Reads, writes and runs slots.
 
-        opened: called once the hello is in.
+        on_hello: called after the hello was received.
+        Raises MeshError if the frontend breaks the protocol.
         """
         try:
             async with TaskGroup() as self._tasks:
@@ -65,20 +66,23 @@ class AttachStream:
             self.link.close()
 
     def replace(self) -> None:
-        """A newer stream of the same frontend is there: end this one."""
+        """Ends this stream because the same frontend opened a newer one."""
         self._close_error = Conflict("a newer stream of this frontend took over", reason="REPLACED")
         self._wake.set()
 
     def end(self) -> None:
-        """Ends the stream well, once its slots have ended and all of it is written."""
+        """Ends the stream after its slots have ended and the last frame is written."""
         self._is_ending = True
         self._wake.set()
 
     async def _close_with(self, error: Exception) -> NoReturn:
-        """Has the writer raise it between two writes: beside one, grpc cannot send a status."""
+        """Lets the writer raise the error between two writes: grpc cannot send a status during a
+        write.
+        """
         self._close_error = self._close_error or error
         self._wake.set()
-        await asyncio.sleep(FINAL_WRITE_TIMEOUT_S)  # who takes nothing will not hear of this either
+        # A peer that reads nothing does not receive the status either.
+        await asyncio.sleep(FINAL_WRITE_TIMEOUT_S)
         raise error
 
     async def _read_frames(self, on_hello: Callable[[AttachStream], None]) -> None:
@@ -144,7 +148,9 @@ class AttachStream:
         wake.set()
 
     async def _write_frames(self) -> None:
-        """The one writer: builds a frame when the last one is gone, so that a slow link batches."""
+        """Writes frames. The next frame is built after the previous write, so a slow link gets
+        batches.
+        """
         engine, link = self._runner.engine, self.link
         while True:
             await self._wake.wait()
@@ -177,7 +183,7 @@ def _prefill_result(terminal: LLMEngineOutput) -> PrefillResult | None:
 
 
 class AttachServer:
-    """All Attach streams of a worker; at most one a frontend process."""
+    """All Attach streams of a worker; at most one per frontend process."""
 
     def __init__(self, worker_id: int, runner: Runner) -> None:
         self._worker_id = worker_id
@@ -186,21 +192,21 @@ class AttachServer:
 
     @property
     def open_slots(self) -> int:
-        """Slots open over all streams."""
+        """Open slots of all streams."""
         return sum(stream.link.open_slots for stream in self._streams.values())
 
     def end(self) -> None:
-        """Ends all streams, each when its slots have ended and its last frame is written."""
+        """Ends each stream after its slots have ended and its last frame is written."""
         for stream in self._streams.values():
             stream.end()
 
     async def serve(self, read: Read, write: Write) -> None:
-        """Serves one stream to its end. Raises MeshError when the frontend broke a rule."""
+        """Serves one stream until it ends. Raises MeshError if the frontend breaks the protocol."""
         stream = AttachStream(self._worker_id, self._runner, read, write)
         try:
             await stream.serve(self._register_stream)
         except MeshError as error:
-            log.info("attach_ended", reason=error.reason, message=error.message)
+            log.info("attach_failed", reason=error.reason, message=error.message)
             raise
         finally:
             hello = stream.link.hello
@@ -209,7 +215,7 @@ class AttachServer:
 
     def _register_stream(self, stream: AttachStream) -> None:
         hello = stream.link.hello
-        assert hello is not None, "called when the hello is in"
+        assert hello is not None, "called after the hello"
         previous = self._streams.get(hello.frontend_id)
         if previous is not None:
             assert previous.link.hello is not None

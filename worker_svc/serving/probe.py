@@ -1,16 +1,17 @@
-"""The canary: an engine that has said nothing for a while is asked for one token.
+"""Sends a probe of one token to an engine that is idle, and reports an engine that does not
+respond.
 
-What requests bring is the better proof, so it sings only where there is none: no output for
-`idle_s` and no step either. A probe goes to the engine itself, past admission, counters and spans
-of requests. Being refused for being busy is an answer.
+A probe is due if for `idle_s` the engine neither sent output nor took a step. It goes directly to
+the engine: admission, request counters and request spans do not apply. Overloaded counts as a
+successful response.
 
-While probes fail they are repeated every RETRY_S. Only an answer ends that, to a probe or to a
-request: a step does not, since engines report theirs late, and one that moves may say nothing. A
-probe that waits in vain while requests are answered has not failed.
+A failed probe is repeated every PROBE_RETRY_S. Only a response to a probe or to a request restores
+the engine. Steps do not: engines report them late, and an engine that takes steps may still send no
+output. A probe that times out while the engine responds to requests has not failed.
 
-A probe is a task of its own, which the canary waits for and never awaits: an engine that does not
-heed a cancellation, or whose `finally` hangs, holds that task only. Of such at most HUNG_MAX are
-left behind; no further one is sent before one of them has ended.
+A probe runs in a task of its own that is waited for but never awaited: an engine that ignores a
+cancellation, or whose `finally` hangs, blocks only that task. After HUNG_PROBES_MAX such tasks no
+further probe is sent until one of them ends.
 """
 
 from __future__ import annotations
@@ -43,21 +44,22 @@ log = structlog.get_logger()
 
 
 class Spawn(Protocol):
-    """`Life.spawn`: runs work in a task that is cancelled, and awaited, at the end of a life."""
+    """`Lifecycle.spawn`: runs work in a task that the service cancels and awaits when it ends."""
 
     def __call__(
         self, work: Coroutine[Any, Any, str], /, *, name: str, essential: bool
     ) -> asyncio.Task[str]:
-        """Begins."""
+        """Starts the work."""
 
 
 class EngineProbe:
-    """Watches the runner's engine.
+    """Probes the runner's engine.
 
-    tell: called with False when the engine is found dead, with True when it lives again.
-    spawn: who owns the probes' tasks, also of those left behind.
-    idle_s: silence before a probe; timeout_s: how long an answer may take. Counts `canaries` and
-    `canaries_failed` among the runner's counters.
+    set_serving: called with False when the engine stops responding, with True when it responds
+    again.
+    spawn: owns the probe tasks, including hung ones.
+    idle_s: idle time before a probe. timeout_s: limit of one probe.
+    Counts `canaries` and `canaries_failed` in the runner's counters.
     """
 
     def __init__(
@@ -81,13 +83,13 @@ class EngineProbe:
         self._hung_probes: list[asyncio.Task[str]] = []
 
     async def run(self) -> None:
-        """Watches until cancelled."""
+        """Probes until cancelled."""
         now = asyncio.get_running_loop().time
         self._last_activity_at = now()
         while True:
             self._update_activity(now())
             if not self.is_alive and self._runner.last_output_at > self._last_probe_at:
-                await self._set_alive(True, "it answers a request")
+                await self._set_alive(True, "the engine responded to a request")
             wait_s = self._next_probe_at() - now()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
@@ -97,13 +99,13 @@ class EngineProbe:
             await self._set_alive(not reason, reason)
 
     def _next_probe_at(self) -> float:
-        """When the next probe is due."""
+        """Loop time of the next probe."""
         if self.is_alive:
             return max(self._last_activity_at, self._last_probe_at) + self._idle_s
         return self._last_probe_at + min(self._idle_s, PROBE_RETRY_S)
 
     def _update_activity(self, now: float) -> None:
-        """Notes when the engine last gave a sign that it need not be asked."""
+        """Updates the time of the last output or step."""
         self._last_activity_at = max(self._last_activity_at, self._runner.last_output_at)
         steps = self._read_steps()
         if steps != self._last_steps:
@@ -113,15 +115,15 @@ class EngineProbe:
         try:
             return sum(load.engine_step for load in self._runner.engine.loads())
         except Exception as error:
-            # A probe will tell whether the engine lives; without steps there are more of them.
+            # The next probe checks the engine; without step counts there are more probes.
             log.warning("engine_loads_failed", error=repr(error))
             return self._last_steps
 
     async def _probe(self) -> str:
-        """What is wrong with the engine's answer; empty: nothing."""
+        """Sends a probe. Returns the failure, "" for none."""
         self._runner.counters["canaries"] += 1
         reason = await self._find_failure()
-        # Steps taken for the probe, or before it timed out, say nothing new.
+        # Steps that the probe itself caused are no sign of activity.
         self._last_steps = self._read_steps()
         self._runner.counters["canaries_failed"] += bool(reason)
         return reason
@@ -129,32 +131,36 @@ class EngineProbe:
     async def _find_failure(self) -> str:
         self._hung_probes = [task for task in self._hung_probes if not task.done()]
         if len(self._hung_probes) >= HUNG_PROBES_MAX:
-            return f"{len(self._hung_probes)} probes before this one have not ended yet"
+            return f"{len(self._hung_probes)} earlier probes have not ended"
         name = f"canary-{self._runner.counters['canaries']}"
         started_at = asyncio.get_running_loop().time()
         task = self._spawn(self._send_probe(name), name=name, essential=False)
         try:
             await asyncio.wait([task], timeout=self._timeout_s)
         finally:
-            # Not awaited: what it then does, and when it ends, is the engine's affair.
+            # Not awaited: a task that ignores the cancellation must not block the probe loop.
             task.cancel()
         if not task.done():
             self._hung_probes.append(task)
             if self._runner.last_output_at > started_at:
-                return ""  # It answers requests; whatever became of the probe, it lives.
-            return f"no answer within {self._timeout_s:g} s"
-        # It was not we who cancelled it: it would not be done yet.
-        return "it cancelled its own answer" if task.cancelled() else task.result()
+                return ""  # The engine responds to requests.
+            return f"no response within {self._timeout_s:g} s"
+        # If the engine had not cancelled the task itself, the task would not be done yet.
+        return (
+            "the engine cancelled the task that reads its stream"
+            if task.cancelled()
+            else task.result()
+        )
 
     async def _send_probe(self, request_id: str) -> str:
-        """Asks for one token; what is wrong with the answer, empty: nothing."""
+        """Generates one token. Returns the failure, "" for none."""
         ctx = GenerateContext(EngineContext(request_id))
         try:
             stream = self._runner.engine.generate(probe_request(), ctx)
             async with aclosing(validate_stream(stream, request_id=ctx.id)) as outputs:
                 async for output in outputs:
                     if output.finish_reason is FinishReason.ERROR:
-                        return output.error or "its answer is an error"
+                        return output.error or "the engine reported an error without a message"
         except Overloaded:
             return ""
         except MeshError as error:
@@ -169,14 +175,14 @@ class EngineProbe:
             return
         self.is_alive = is_alive
         if is_alive:
-            log.info("engine_lives_again", reason=reason or "it answers again")
+            log.info("engine_recovered", reason=reason or "the engine responded to a probe")
         else:
-            log.error("engine_canary_failed", reason=reason)
+            log.error("engine_probe_failed", reason=reason)
         await self._set_serving(is_alive)
 
 
 def probe_request() -> PreprocessedRequest:
-    """The least that can be asked of an engine: one token."""
+    """A request for one token, marked as a probe."""
     return PreprocessedRequest(
         token_ids=TokenIds.of([1]),
         stop_conditions=StopConditions(max_tokens=1, ignore_eos=True),

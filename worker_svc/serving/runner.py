@@ -1,12 +1,12 @@
-"""Runs requests on the engine: admission, the engine contract, stops, deadlines and counting.
+"""Runs requests on the engine: admission, the engine contract, stops, deadlines and counters.
 
-Every way in (Attach, Generate) goes through `admit` and `run`; every way out is exactly one of a
-terminal chunk, a typed error, or the cancellation of the calling task, which closes the engine's
-generator. The counters prove it: at rest accepted == finished + stopped + failed + closed.
+Every request enters through `admit` and `run`. It ends in exactly one way: a terminal chunk, a
+typed error, or the cancellation of the calling task, which closes the engine's generator. At rest
+accepted == finished + stopped + failed + closed.
 
-An abort has two times. The context of the request is stopped at once, so that its slot and compute
-end; the engine's `abort` of a decode leg waits for the leg's first token, since until then its KV
-may be in flight (the first-token gate). A leg that ends before has no `abort` called at all.
+An abort has two phases. The request's context is stopped at once, which frees its slot and its
+compute. The engine's `abort` of a decode leg waits for the leg's first token, because until then
+its KV may be in flight (first-token gate). If the leg ends before, `abort` is not called.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from worker_svc.engines.contract import (
 )
 from worker_svc.tracing import GenerateSpan, GenerateSpans
 
-# How long an engine may take to end a stopped request before its generator is closed on it.
+# Time for an engine to end a stopped request before its generator is closed.
 STOP_GRACE_S = 0.15
-# Ends that an engine may tell of without having computed anything.
+# Finish reasons that an engine can send without having computed anything.
 _NO_OUTPUT_REASONS = (FinishReason.CANCELLED, FinishReason.ERROR)
 
 Emit = Callable[[LLMEngineOutput], None]
@@ -57,16 +57,17 @@ class _ActiveRequest:
     leg_request: LegRequest
     ctx: GenerateContext
     stop_timeout: asyncio.Timeout | None = None
-    # Waits for the first token to call the engine's abort.
+    # Waits for the first token, then calls the engine's `abort`.
     abort_task: asyncio.Task[None] | None = None
 
 
 class Runner:
-    """The engine's door. max_requests: how many may be inside; the rest is refused.
+    """Admits requests and runs them on one engine.
 
-    role: the engine's, which legs play that do not say otherwise.
-    last_output_at: loop time at which the engine last gave a part of an answer; -inf: never. That a
-    request was cancelled, or failed, is none.
+    max_requests: limit of concurrent requests; more are rejected.
+    role: of the engine; used for legs that do not name their phase.
+    last_output_at: loop time of the engine's last output; -inf before the first. Cancelled and
+    failed ends do not count.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Runner:
         self._idle.set()
 
     def counts(self) -> dict[str, int]:
-        """Its own counters, and the engine's as `engine_<name>`."""
+        """The runner's counters, and the engine's as `engine_<name>`."""
         counts = dict(self.counters)
         if isinstance(self.engine, CountingEngine):
             counts |= {f"engine_{name}": n for name, n in self.engine.counters.items()}
@@ -99,11 +100,11 @@ class Runner:
 
     @property
     def open_requests(self) -> int:
-        """Requests inside."""
+        """Number of admitted requests that have not ended."""
         return len(self._active_requests)
 
     def admit(self, leg_request: LegRequest) -> int:
-        """Takes an order in and returns its key for `run`. Raises what it is refused with."""
+        """Admits a request and returns its key for `run`. Raises MeshError if it is rejected."""
         try:
             self._check(leg_request)
         except MeshError:
@@ -124,26 +125,33 @@ class Runner:
 
     def _check(self, leg_request: LegRequest) -> None:
         if self.is_draining:
-            raise Unavailable("this worker is draining", reason="DRAINING")
+            raise Unavailable(
+                "the worker is draining; send the request to another", reason="DRAINING"
+            )
         if len(self._active_requests) >= self._max_requests:
-            raise Unavailable("this worker has all the requests it can hold", 1.0, reason="FULL")
+            raise Unavailable(
+                f"too many concurrent requests: {len(self._active_requests)}/{self._max_requests};"
+                " retry after 1 s",
+                1.0,
+                reason="FULL",
+            )
         if leg_request.request is None:
             if not isinstance(self.engine, PassThroughEngine):
-                raise Unsupported("payload", "this engine takes no OpenAI bodies, only token ids")
+                raise Unsupported("payload", "the engine accepts token ids only, not OpenAI bodies")
             return
         checksum = leg_request.request.mdc_sum
         if checksum and checksum != self.card_checksum:
             raise InvalidRequest(
-                f"the prompt was made with card {checksum}, this worker serves "
+                f"the prompt was tokenized for card {checksum}, the worker serves card "
                 f"{self.card_checksum or 'none'}",
                 "mdc_sum",
                 reason="CARD_MISMATCH",
             )
 
     async def run(self, key: int, emit: Emit) -> LLMEngineOutput:
-        """Runs an admitted order; chunks go to `emit`, the terminal one is returned.
+        """Runs an admitted request: chunks go to `emit`, the terminal chunk is returned.
 
-        Raises MeshError. Cancelling the task closes the engine's generator and frees all at once.
+        Raises MeshError. Cancelling the task closes the engine's generator and frees its resources.
         """
         active_request = self._active_requests[key]
         stop_timeout = active_request.stop_timeout = asyncio.timeout(None)
@@ -153,7 +161,7 @@ class Runner:
             emit = _with_span(emit, span)
         try:
             async with stop_timeout:
-                if active_request.ctx.is_stopped:  # before it began
+                if active_request.ctx.is_stopped:  # stopped before its start
                     self._start_stop_grace(stop_timeout)
                 terminal = await self._consume(active_request, emit)
             outcome = "stopped" if terminal.finish_reason is FinishReason.CANCELLED else "finished"
@@ -167,7 +175,8 @@ class Runner:
                 if span is not None:
                     span.drop()
                 raise
-            outcome = "failed"  # the engine's own business, which nobody here was cancelled for
+            # The engine cancelled something itself; this task was not cancelled.
+            outcome = "failed"
             raise _engine_failure(active_request, span) from error
         except Exception as error:
             if not (isinstance(error, TimeoutError) and stop_timeout.expired()):
@@ -180,7 +189,7 @@ class Runner:
         if span is not None:
             span.end(terminal)
         if outcome == "stopped" and active_request.ctx.stop_reason == "deadline":
-            raise DeadlineExceeded("the request's deadline passed at the worker")
+            raise DeadlineExceeded("the request's deadline passed on the worker")
         return terminal
 
     async def _consume(self, active_request: _ActiveRequest, emit: Emit) -> LLMEngineOutput:
@@ -198,17 +207,18 @@ class Runner:
                 if output.finish_reason is None:
                     emit(output)
                 else:
-                    terminal = output  # read on: `validate_stream` objects to whatever follows
-        assert terminal is not None, "validated() raises where there is none"
+                    # Continue reading: `validate_stream` rejects any further chunk.
+                    terminal = output
+        assert terminal is not None, "validate_stream() raises without one"
         if terminal.finish_reason is FinishReason.ERROR:
-            raise InternalError(f"the engine failed: {terminal.error or 'it does not say how'}")
+            raise InternalError(f"the engine failed: {terminal.error or 'no message'}")
         return terminal
 
     def _stream(self, active_request: _ActiveRequest) -> AsyncGenerator[LLMEngineOutput, None]:
         leg_request = active_request.leg_request
         if leg_request.request is not None:
             return self.engine.generate(leg_request.request, active_request.ctx)
-        assert isinstance(self.engine, PassThroughEngine), "checked when it was admitted"
+        assert isinstance(self.engine, PassThroughEngine), "checked at admission"
         if leg_request.chat_json is not None:
             return self.engine.generate_pass_through(
                 "chat", leg_request.chat_json, active_request.ctx
@@ -218,9 +228,9 @@ class Runner:
         )
 
     async def stop(self, key: int, reason: str) -> None:
-        """Asks for the end of a request: gracefully, and STOP_GRACE_S later without mercy.
+        """Stops a request gracefully; after STOP_GRACE_S its generator is closed.
 
-        `run` returns a cancelled chunk then. A key that has ended is a no-op.
+        `run` then returns a cancelled chunk. No effect if the request has ended.
         """
         active_request = self._active_requests.get(key)
         if active_request is None or active_request.ctx.is_stopped:
@@ -250,7 +260,7 @@ class Runner:
             log.exception("engine_abort_failed", request_id=active_request.leg_request.request_id)
 
     async def stop_request(self, request_id: str, reason: str) -> int:
-        """Stops all that runs under a request id; how many that were."""
+        """Stops all requests with this id. Returns how many."""
         keys = [
             k for k, r in self._active_requests.items() if r.leg_request.request_id == request_id
         ]
@@ -259,11 +269,11 @@ class Runner:
         return len(keys)
 
     async def wait_idle(self) -> None:
-        """Returns once nothing is inside."""
+        """Returns when no request is open."""
         await self._idle.wait()
 
     def discard(self, key: int) -> None:
-        """Lets go of an order whose `run` never began; a no-op for any other.
+        """Removes a request if its `run` never started.
 
         For done callbacks: a task that is cancelled before its first step runs no `finally`.
         """
@@ -289,7 +299,7 @@ def _is_task_cancelled() -> bool:
 
 def _engine_failure(active_request: _ActiveRequest, span: GenerateSpan | None) -> InternalError:
     log.exception("engine_failed", request_id=active_request.leg_request.request_id)
-    error = InternalError("the engine failed; the worker's log says how")
+    error = InternalError("the engine failed; the worker's log has the traceback")
     if span is not None:
         span.fail(error)
     return error

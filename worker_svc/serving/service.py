@@ -1,4 +1,4 @@
-"""EngineService over gRPC: translation between messages and the runner."""
+"""EngineService over gRPC: translates between messages and the runner."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from worker_svc.kv_events.publisher import Publisher
 from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.runner import Runner
 
-# Longest a Generate call may run that names no deadline.
+# Limit of a Generate call without a deadline.
 GENERATE_TIMEOUT_MAX_S = 600.0
 _ARTIFACT_CHUNK = 1 << 20
 _TIER_NAMES = {tier: name for name, tier in TIER_BY_NAME.items()}
 
-# A servicer's context is generic over messages; nothing here depends on which.
+# The context is generic over message types; nothing here depends on them.
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
-    """What peers can ask of a worker."""
+    """Implements `kvmesh.engine.v1.EngineService`."""
 
     def __init__(
         self,
@@ -62,11 +62,12 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._vocab_size = vocab_size
         self._generate_timeout_max_s = generate_timeout_max_s
 
-    # grpc.aio takes coroutines that write to the context; the generated types know generators only.
+    # grpc.aio accepts coroutines that write to the context; the generated types allow generators
+    # only.
     async def Attach(  # type: ignore[override]
         self, request_iterator: AsyncIterator[engine_pb2.AttachRequest], context: Context
     ) -> None:
-        """The token plane; see the proto."""
+        """Serves the token stream of one frontend."""
 
         async def read() -> RequestFrame | None:
             message = await context.read()
@@ -80,7 +81,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Generate(  # type: ignore[override]
         self, request: engine_pb2.GenerateRequest, context: Context
     ) -> None:
-        """One request; cancelling the call closes the engine's generator."""
+        """Runs one request; cancelling the call closes the engine's generator."""
         timeout_s = remaining_time_s(self._generate_timeout_max_s)
         leg_request = LegRequest(
             request_id=request.request_id or request_id() or "",
@@ -97,8 +98,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             wake.set()
 
         async def run_request() -> LLMEngineOutput | MeshError:
-            # Not raised in the group, where it would cancel a write that is under way; grpc cannot
-            # send a status beside one, and the caller would hear nothing.
+            # Not raised in the group: that would cancel a write in progress, and grpc cannot send a
+            # status during a write.
             try:
                 return await self._runner.run(key, emit)
             except MeshError as error:
@@ -134,22 +135,22 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         await context.write(message)
 
     def _check_vocabulary(self, request: PreprocessedRequest | None) -> None:
-        """Only here: what comes by Attach has been through a frontend, which knows the tokens."""
+        """Rejects unknown token ids. Requests on Attach were tokenized by a frontend."""
         if request is None or self._vocab_size is None or not request.token_ids:
             return
         largest = int(request.token_ids.array.max())
         if largest >= self._vocab_size:
             raise InvalidRequest(
-                f"token_ids: {largest} is not in the vocabulary of {self._vocab_size} tokens",
+                f"token_ids: {largest} is above the largest token id {self._vocab_size - 1}",
                 "token_ids",
             )
 
     async def Abort(
         self, request: engine_pb2.AbortRequest, context: Context
     ) -> engine_pb2.AbortResponse:
-        """Ends a request by its id."""
+        """Stops all requests with this id."""
         if not request.request_id:
-            raise InvalidRequest("request_id is needed to know what to abort", "request_id")
+            raise InvalidRequest("request_id must not be empty", "request_id")
         reason = request.reason or "abort_rpc"
         aborted = await self._runner.stop_request(request.request_id, reason)
         return engine_pb2.AbortResponse(aborted=aborted)
@@ -157,18 +158,18 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Embed(
         self, request: engine_pb2.EmbedRequest, context: Context
     ) -> engine_pb2.EmbedResponse:
-        """No engine here makes embeddings."""
-        raise Unimplemented(f"the {self._engine_name} engine makes no embeddings")
+        """Raises Unimplemented: no engine computes embeddings."""
+        raise Unimplemented(f"the {self._engine_name} engine computes no embeddings")
 
     async def ListKvBlocks(  # type: ignore[override]
         self, request: engine_pb2.ListKvBlocksRequest, context: Context
     ) -> None:
-        """The published sets of a rank, tier by tier; one empty message when they are empty."""
+        """Sends the published sets of a rank, tier by tier; one empty message if they are empty."""
         if self._publisher is None or self._instance().kv_index != "events":
-            raise Unimplemented(f"kv_index is {self._instance().kv_index!r}: nothing is published")
+            raise Unimplemented(f"kv_index is {self._instance().kv_index!r}: no block is published")
         feed = self._publisher.feeds.get(request.dp_rank)
         if feed is None:
-            raise NotFound(f"there is no rank {request.dp_rank} here", field="dp_rank")
+            raise NotFound(f"unknown dp_rank {request.dp_rank}", field="dp_rank")
         for chunk in feed.event_log.snapshot():
             message = engine_pb2.ListKvBlocksResponse(
                 epoch=chunk.epoch,
@@ -181,7 +182,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def GetInfo(
         self, request: engine_pb2.GetInfoRequest, context: Context
     ) -> engine_pb2.GetInfoResponse:
-        """Who this worker is."""
+        """Returns the identity, configuration and counters of the worker."""
         instance, config = self._instance(), self._config
         return engine_pb2.GetInfoResponse(
             worker_id=instance.id,
@@ -211,7 +212,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def GetLoad(
         self, request: engine_pb2.GetLoadRequest, context: Context
     ) -> engine_pb2.GetLoadResponse:
-        """What the engine does now."""
+        """Returns the load of each rank."""
         return engine_pb2.GetLoadResponse(
             loads=[load_to_proto(load) for load in self._runner.engine.loads()],
             open_slots=self._runner.open_requests,
@@ -220,13 +221,15 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def GetArtifact(
         self, request: engine_pb2.GetArtifactRequest, context: Context
     ) -> AsyncIterator[engine_pb2.GetArtifactResponse]:
-        """One artifact of the model card from an offset on, in chunks."""
+        """Sends one artifact of the model card from an offset, in chunks."""
         artifact = self._card.artifacts.get(request.name) if self._card is not None else None
         if artifact is None or artifact.inline is None:
             raise NotFound(f"the card has no artifact {request.name!r}", field="name")
         data, first = artifact.inline, request.offset
         if first > len(data):
-            raise InvalidRequest(f"{request.name} has {len(data)} bytes", "offset")
+            raise InvalidRequest(
+                f"offset {first} is past the end of {request.name} ({len(data)} bytes)", "offset"
+            )
         for at in range(first, max(first + 1, len(data)), _ARTIFACT_CHUNK):
             chunk = engine_pb2.GetArtifactResponse(data=data[at : at + _ARTIFACT_CHUNK])
             if at == first:

@@ -8,17 +8,18 @@ from common.registry.instances import Instance
 
 
 def missing_role(workers: Sequence[Instance]) -> str:
-    """ "" when some worker, or some pair, can serve; else what is missing, for people.
+    """The missing role as text, "" if some worker or pair can serve.
 
-    An aggregated worker serves alone, and so does a decode worker with local_prefill; else it takes
-    a prefill and a decode worker of one transfer group.
+    An aggregated worker serves alone, and so does a decode worker with local_prefill. Otherwise a
+    prefill and a decode worker of one transfer group are needed.
     """
     return "" if any(map(_can_serve_alone, workers)) else _missing_in_pair(workers)
 
 
 def missing_pair_role(workers: Sequence[Instance]) -> str:
-    """Why the model is served, but by whole requests only although it has halves of pairs; "" when
-    it has none, or pairs serve.
+    """Why a model with prefill or decode workers is served by aggregated requests only.
+
+    "" if pairs can serve, if it has no such workers, or if it is not served at all.
     """
     if missing_role(workers) or all(worker.role == "aggregated" for worker in workers):
         return ""
@@ -30,7 +31,7 @@ def _can_serve_alone(worker: Instance) -> bool:
 
 
 def _missing_in_pair(workers: Iterable[Instance]) -> str:
-    """What keeps all pairs from being; "" when there is one."""
+    """Why no pair exists, "" if one does."""
     groups_by_role: dict[str, set[str]] = {"prefill": set(), "decode": set(), "aggregated": set()}
     for worker in workers:
         groups_by_role[worker.role].add(worker.transfer_group)

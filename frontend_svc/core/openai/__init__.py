@@ -1,1 +1,1 @@
-"""The OpenAI API: request bodies, response chunks and errors. Pure."""
+"""The OpenAI API: request bodies, headers, responses, chunks and errors (pure)."""

@@ -1,21 +1,20 @@
-"""The one table from our errors to what an OpenAI client sees: status, body, headers, SSE event.
+"""Maps errors to the response of the OpenAI API: status, body, headers, SSE event (pure).
 
-The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`. Choices worth knowing:
+The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`. Decisions:
 
-- `Overloaded` is 429 only where the *caller* is over its own limit (reason `TENANT_...`): slowing
-  down helps it. Where the mesh is full it is 503 with `Retry-After`, as `Unavailable` is; 529 is no
-  registered status and means nothing to proxies. The `error_type` label tells the two apart.
-- The OpenAI SDK repeats 408, 409, 429 and every 5xx by itself, so each answer says
-  `x-should-retry`: true exactly when the error is retryable. Hints are given to it in milliseconds
-  (`retry-after-ms`) and to everybody else in whole seconds, rounded up.
-- A `InternalError`, and whatever is no `MeshError`, shows none of its text: that belongs in the
-log.
-- `param` is the client's word for the field: the mesh knows it by where it keeps what was said, a
-  header stands for a field of `nvext`. Where the message names the field, it does so by that word.
-- 499 (the client closed the request) is for logs and metrics; nobody is there to read it.
+- `Overloaded` is 429 only if the *client* exceeds its own limit (reason `TENANT_...`), so that
+  slowing down helps. If the mesh is full it is 503 with `Retry-After`, like `Unavailable`; 529 is
+  not a registered status, and proxies do not handle it. The label `error_type` distinguishes them.
+- The OpenAI SDK retries 408, 409, 429 and every 5xx by default, so each response has
+  `x-should-retry`: true exactly if the error is retryable. The SDK reads the delay from
+  `retry-after-ms`; `retry-after` has whole seconds, rounded up.
+- An `InternalError`, and any exception that is not a `MeshError`, shows none of its text; the log
+  has it.
+- `param`, and the message, name the field as the client sent it: a field of the body or a header.
+- 499 (the client closed the request) appears only in logs and metrics.
 
-After the first byte of a stream the status is gone: `error_event` is then the last event, without
-a `[DONE]` after it, and the SDK raises it as `APIError`.
+After the first byte of a stream the status cannot change: `error_event` is then the last event,
+without a `[DONE]` after it, and the SDK raises it as `APIError`.
 """
 
 from __future__ import annotations
@@ -48,21 +47,21 @@ from common.errors import (
 from frontend_svc.core.openai.headers import HEADER_FIELDS
 from frontend_svc.core.request.machine import NOT_MIGRATABLE
 
-# Reasons with a status of their own: `InvalidRequest(..., reason=BODY_TOO_LARGE)` is 413, and an
-# `Overloaded` whose reason starts with TENANT_REASON is the caller's own limit.
+# Reasons with their own status: InvalidRequest with BODY_TOO_LARGE is 413; Overloaded with a reason
+# that starts with TENANT_REASON_PREFIX is 429.
 BODY_TOO_LARGE = "BODY_TOO_LARGE"
 TENANT_REASON_PREFIX = "TENANT_"
 
-# Advice for errors that come without any: long enough to spread a crowd, short enough to wait for.
+# For errors without a delay: long enough to spread retries, short enough to wait.
 RETRY_AFTER_S = 1.0
-# More is not worth telling: the SDK ignores hints above a minute.
+# The SDK ignores delays above a minute.
 RETRY_AFTER_MAX_S = 60.0
 
 INTERNAL_MESSAGE = "The server had an error while processing your request."
 
 
 class ErrorType(StrEnum):
-    """Values of the metric label `error_type`; NONE is a request that did not fail."""
+    """Values of the metric label `error_type`; NONE: the request did not fail."""
 
     NONE = ""
     VALIDATION = "validation"
@@ -80,7 +79,7 @@ class ErrorType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An answer: status code, JSON body, headers (lower case), and its label for metrics."""
+    """An error response. headers: names in lower case; error_type: label for metrics."""
 
     status: int
     body: bytes
@@ -90,7 +89,7 @@ class HttpError:
 
 @dataclass(frozen=True, slots=True)
 class _ErrorMapping:
-    """code: OpenAI's word for it; None: the error's reason, or _INVALID_VALUE without one."""
+    """code: OpenAI's `code`; None: the error's reason, or _INVALID_VALUE without one."""
 
     status: int
     type: str
@@ -100,7 +99,7 @@ class _ErrorMapping:
 
 _INVALID = "invalid_request_error"
 _INVALID_VALUE = "invalid_value"
-# Where the mesh keeps what a body says -> where the body says it.
+# Path of a field inside the mesh -> path in the client's body.
 _FIELD_PREFIXES = (
     ("query.routing.lora_name", "model"),
     ("query.routing.", "nvext."),
@@ -143,9 +142,9 @@ _TABLE: dict[type[MeshError], _ErrorMapping] = {
 
 
 def http_error(error: BaseException, headers: Container[bytes] = ()) -> HttpError:
-    """The answer for `error`; anything that is no `MeshError` is answered as a `InternalError`.
+    """The response for `error`; any exception that is not a MeshError counts as InternalError.
 
-    headers: names of those that the request had.
+    headers: names of the request's headers.
     """
     mapping = _mapping_of(error)
     return HttpError(
@@ -157,7 +156,7 @@ def http_error(error: BaseException, headers: Container[bytes] = ()) -> HttpErro
 
 
 def client_param(field: str, headers: Container[bytes] = ()) -> str:
-    """What a client calls a field that is at fault: by where it said it."""
+    """The name of a field as the client sent it: in the body, or as a header."""
     for internal_prefix, client_prefix in _FIELD_PREFIXES:
         if field.startswith(internal_prefix):
             field = client_prefix + field.removeprefix(internal_prefix)
@@ -167,7 +166,7 @@ def client_param(field: str, headers: Container[bytes] = ()) -> str:
 
 
 def client_message(error: MeshError, headers: Container[bytes] = ()) -> tuple[str, str | None]:
-    """Message and `param` of an error in the client's words. headers: as in `http_error`."""
+    """Message and `param` of an error with the client's field names. headers: see `http_error`."""
     if not error.field:
         return error.message, None
     param = client_param(error.field, headers)
@@ -175,12 +174,12 @@ def client_message(error: MeshError, headers: Container[bytes] = ()) -> tuple[st
 
 
 def error_type(error: BaseException) -> ErrorType:
-    """The metric label of `error` alone."""
+    """The metric label of `error`."""
     return _mapping_of(error).error_type
 
 
 def error_event(error: BaseException) -> bytes:
-    """The last SSE event of a stream that failed after its first byte."""
+    """The last SSE event of a stream that fails after its first byte."""
     return b"data: " + _response_body(error, _mapping_of(error), ()) + b"\n\n"
 
 

@@ -1,8 +1,8 @@
-"""Headers that say where, and how soon, a request is to run (pure). They win over `nvext`.
+"""Headers with routing hints: placement and priority of a request (pure). They win over `nvext`.
 
-Ours begin with `x-kvmesh-`, and each stands for one field of `nvext`: it takes the same values and
-means the same. One that begins so and is not known is refused by name, as an unknown field is; all
-other headers are somebody else's.
+Each header with the prefix `x-kvmesh-` stands for one field of `nvext`, with the same values and
+meaning. An unknown header with this prefix is refused by name, like an unknown field. All other
+headers are ignored.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from common.errors import InvalidRequest
-from frontend_svc.core.openai.bodies import (
+from frontend_svc.core.openai.schema import (
     AgentHints,
     GenerationRequest,
     Nvext,
     NvextSessionControl,
-    invalid_value,
 )
+from frontend_svc.core.openai.validation_errors import invalid_value
 
 HEADER_PREFIX = b"x-kvmesh-"
-# Header -> the field of `nvext` that it stands for, as a path.
+# Header -> path of its field in `nvext`.
 HEADER_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "x-kvmesh-backend-instance-id": ("backend_instance_id",),
@@ -43,7 +43,7 @@ _NESTED_OBJECTS: Mapping[str, type[AgentHints] | type[NvextSessionControl]] = Ma
     {"agent_hints": AgentHints, "session_control": NvextSessionControl}
 )
 _INTEGER = re.compile(r"-?[0-9]{1,24}")
-# What may stand in a header without being read differently by anybody on its way.
+# Characters that no proxy on the way interprets differently.
 _PRINTABLE = re.compile(r"[ -~]*")
 _DISPLAY_CHARS_MAX = 80
 
@@ -51,28 +51,28 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Nvext | None:
-    """What the headers ask for; None where none of ours is there. Names are in lower case.
+    """The hints in the headers; None without `x-kvmesh-` headers. Names are in lower case.
 
-    Raises InvalidRequest, which names the header, for one that is unknown, there twice, or has a
-    value that its field does not take.
+    Raises InvalidRequest, which names the header, if it is unknown, repeated, or has a value that
+    is invalid for its field.
     """
     kvmesh_headers = [(name, raw) for name, raw in headers if name.startswith(HEADER_PREFIX)]
     if not kvmesh_headers:
         return None
-    # Any: fields and their parts, as a body has them.
+    # Any: JSON values, as in a body.
     requested: dict[str, Any] = {}
     seen: set[str] = set()
     for raw_name, raw in kvmesh_headers:
         name = raw_name.decode("latin-1")
         if name not in HEADER_FIELDS:
             raise InvalidRequest(
-                f"Unknown header: '{name[:_DISPLAY_CHARS_MAX]}'; known are "
+                f"Unknown header: '{name[:_DISPLAY_CHARS_MAX]}'; known headers are "
                 f"{', '.join(HEADER_FIELDS)}.",
                 name[:_DISPLAY_CHARS_MAX],
                 reason="UNKNOWN_PARAMETER",
             )
         if name in seen:
-            raise _invalid_header(name, "it is there more than once")
+            raise _invalid_header(name, "it is present more than once")
         seen.add(name)
         value = _parse_value(name, raw)
         _check_value(name, value)
@@ -86,7 +86,7 @@ def _parse_value(name: str, raw: bytes) -> str | int:
     text = raw.decode("latin-1").strip(" \t")
     if name in _TEXT_HEADERS:
         if not _PRINTABLE.fullmatch(text):
-            raise _invalid_header(name, "only printable ASCII can stand in a header")
+            raise _invalid_header(name, "only printable ASCII is allowed in a header")
         return text
     if not _INTEGER.fullmatch(text):
         raise _invalid_header(name, f"expected an integer, but got {text[:_DISPLAY_CHARS_MAX]!r}")
@@ -94,11 +94,11 @@ def _parse_value(name: str, raw: bytes) -> str | int:
 
 
 def _check_value(name: str, value: str | int) -> None:
-    """Raises InvalidRequest, naming the header, where its field does not take the value."""
+    """Raises InvalidRequest, which names the header, if the value is invalid for its field."""
     *part, field_name = HEADER_FIELDS[name]
-    shape = _NESTED_OBJECTS[part[0]] if part else Nvext
+    model = _NESTED_OBJECTS[part[0]] if part else Nvext
     try:
-        shape.model_validate({field_name: value})
+        model.model_validate({field_name: value})
     except ValidationError as error:
         raise invalid_value(error, name) from None
 
@@ -108,7 +108,7 @@ def _invalid_header(name: str, message: str) -> InvalidRequest:
 
 
 def with_headers(request: R, requested: Nvext | None) -> R:
-    """The request with what its headers asked for in place of what its `nvext` says of the same."""
+    """The request with the hints of its headers in place of the same fields of its `nvext`."""
     if requested is None:
         return request
     nvext = request.nvext
@@ -118,7 +118,7 @@ def with_headers(request: R, requested: Nvext | None) -> R:
 
 
 def _merge(nvext: Nvext, requested: Nvext) -> Nvext:
-    # Any: the type of each field.
+    # Any: the types of the fields.
     changes: dict[str, Any] = {
         name: getattr(requested, name) for name in requested.model_fields_set
     }

@@ -1,8 +1,8 @@
-"""Bodies that go to a worker as they are, and the chunks that come back (pure).
+"""Pass-through bodies, which go to a worker unchanged, and the chunks of the response (pure).
 
-Of such a body the gateway reads which model it names and whether to stream; all else is the
-worker's to honour or refuse. A worker always answers in OpenAI chunks; for a client that did not
-ask for a stream they are folded into one object.
+The gateway reads only `model` and `stream` of such a body; the worker validates the rest. A worker
+always sends OpenAI chunks. For a client that did not request a stream, `merge_chunks` merges them
+into one object.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ import orjson
 
 from common.errors import InvalidRequest, WorkerLost
 from common.request.preprocessed import CompletionUsage
-from frontend_svc.core.openai.bodies import Nvext, usage_object
+from frontend_svc.core.openai.parsing import parse_json_object
+from frontend_svc.core.openai.responses import usage_object
+from frontend_svc.core.openai.schema import Nvext
 from frontend_svc.core.openai.sse import ChunkKind
 
-# Texts that come in pieces; any other string is whole when it comes.
+# Texts that are streamed in pieces; any other string arrives complete.
 _STREAMED_TEXT_FIELDS = frozenset({"content", "reasoning_content", "refusal", "arguments", "text"})
 
-# Any: what a worker says is JSON of its own making.
+# Any: JSON from a worker.
 Json = Any
 
 
 @dataclass(frozen=True, slots=True)
 class PassThroughRequest:
-    """A body of a pass-through model: what the gateway needs of it, and its bytes.
+    """A pass-through body: the fields that the gateway reads, and its bytes.
 
-    nvext: what the request's headers ask for; what the body says of the same is for the worker.
+    nvext: hints of the request's headers; the worker reads those of the body.
     """
 
     model: str
@@ -39,26 +41,20 @@ class PassThroughRequest:
 
 
 def read_body(raw: bytes) -> PassThroughRequest:
-    """Raises InvalidRequest for what is no JSON object, or names no model."""
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"The body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise InvalidRequest("The body must be a JSON object.")
+    """Parses a body. Raises InvalidRequest if it is not a JSON object or names no model."""
+    body = parse_json_object(raw)
     model, stream = body.get("model"), body.get("stream")
     if not isinstance(model, str) or not model:
-        raise InvalidRequest("'model' must be a string that names a model.", "model")
+        raise InvalidRequest("'model' must be a non-empty string.", "model")
     if not isinstance(stream, bool | None):
         raise InvalidRequest("'stream' must be true or false.", "stream")
     return PassThroughRequest(model, stream is True, raw)
 
 
 def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsage | None) -> bytes:
-    """The whole answer that chunks make up, as JSON.
+    """Merges chunks into a whole response as JSON.
 
-    usage: as the engine counted, for an answer whose chunks do not say. Raises WorkerLost when a
-    chunk is no chunk.
+    usage: counts of the engine, used if no chunk has any. Raises WorkerLost for an invalid chunk.
     """
     response: dict[str, Json] = {}
     choices: dict[int, dict[str, Json]] = {}
@@ -70,7 +66,7 @@ def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsag
             response |= {name: value for name, value in chunk.items() if value is not None}
         except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise WorkerLost(
-                f"the worker's answer has a chunk that is none: {error!r}",
+                f"the worker sent an invalid chunk: {error!r}",
                 retryable=False,
                 reason="BAD_CHUNK",
             ) from error
@@ -85,7 +81,7 @@ def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsag
 
 
 def _merge_delta(target: dict[str, Json], piece: dict[str, Json]) -> None:
-    """Adds a piece of an object to what is there of it."""
+    """Adds a piece of an object to the pieces merged so far."""
     for name, value in piece.items():
         previous = target.get(name)
         if value is None:
@@ -103,7 +99,7 @@ def _merge_delta(target: dict[str, Json], piece: dict[str, Json]) -> None:
 
 
 def _first_piece(value: Json) -> Json:
-    """A first piece; its lists are folded by `index` from the first on."""
+    """The first piece of a value; its lists are merged by `index` from the start."""
     if not isinstance(value, list):
         return value
     merged: list[Json] = []
@@ -112,7 +108,7 @@ def _first_piece(value: Json) -> Json:
 
 
 def _merge_list(target: list[Json], pieces: list[Json]) -> None:
-    """Entries with an index (tool calls) are pieces of one; others (logprobs) follow each other."""
+    """Merges entries with the same `index` (tool calls) and appends others (logprobs)."""
     for piece in pieces:
         if not isinstance(piece, dict) or "index" not in piece:
             target.append(piece)

@@ -1,12 +1,12 @@
-"""Server-sent events of one answer: `data: {chunk}` lines as OpenAI streams them.
+"""Server-sent events of one response: `data: {chunk}` lines in OpenAI's format (pure).
 
-A `ChunkWriter` is made once per request. All of a content chunk but its text is serialised then,
-so a token costs one concatenation. With `include_usage` every chunk carries `"usage":null` and one
-more chunk, with no choices, carries the counts.
+A `ChunkWriter` is created once per request. It serialises all of a content chunk except the text
+in advance, so a token costs one concatenation. With `include_usage` every chunk has `"usage":null`
+and one more chunk, without choices, has the counts.
 
-The order of a stream is role? content* finish usage? DONE, or anything cut short by `error`;
-calling out of order is our bug and asserted. Invariants: exactly one chunk has a finish reason;
-nothing with content follows it; an error is the last event and no `DONE` follows it.
+The order of a stream is role? content* finish usage? DONE, or any prefix of it followed by `error`.
+The wrong order is a bug and fails an assertion. Invariants: exactly one chunk has a finish reason;
+no content follows it; an error is the last event and no `DONE` follows it.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from enum import StrEnum
 import orjson
 
 from common.request.preprocessed import CompletionUsage
-from frontend_svc.core.openai.bodies import OpenAIFinishReason, usage_object
 from frontend_svc.core.openai.errors import error_event
+from frontend_svc.core.openai.responses import OpenAIFinishReason, usage_object
 
 DONE = b"data: [DONE]\n\n"
-# A comment, which clients skip: keeps proxies from closing a stream in a long prefill.
+# A comment, ignored by clients: keeps proxies from closing a stream during a long prefill.
 KEEP_ALIVE = b": keep-alive\n\n"
 
-# Stands for the place of the text in a template; JSON has no such character unescaped.
+# Marks the position of the text in a template; JSON never has this character unescaped.
 _TEXT_PLACEHOLDER = "\x00"
 _TEXT_PLACEHOLDER_JSON = orjson.dumps(_TEXT_PLACEHOLDER)
 
 
 def event(chunk: bytes) -> bytes:
-    """The event of a chunk that is JSON already."""
+    """The event of a serialised chunk."""
     return b"data: " + chunk + b"\n\n"
 
 
 class ChunkKind(StrEnum):
-    """Which API's chunks."""
+    """The chunk object of an API."""
 
     CHAT = "chat.completion.chunk"
     COMPLETION = "text_completion"
 
 
 class ChunkWriter:
-    """Writes the events of one answer; `created` is Unix seconds, the same on every chunk."""
+    """Writes the events of one response; created: Unix seconds, the same in every chunk."""
 
     __slots__ = (
         "_after_text",
@@ -73,24 +73,24 @@ class ChunkWriter:
         }
         self._finished = False
         self._failed = False
-        # From the right: nothing after the hole is the caller's, while an id may look like one.
+        # From the right: an id before the placeholder may contain the same text.
         template = self._event([self._choice(_TEXT_PLACEHOLDER, None)], None)
         self._before_text, _, self._after_text = template.rpartition(_TEXT_PLACEHOLDER_JSON)
 
     @property
     def is_finished(self) -> bool:
-        """Whether a finish reason or an error was written."""
+        """Whether a finish reason or an error has been written."""
         return self._finished
 
     def content(self, text: str) -> bytes:
-        """One chunk of text. Raises TypeError for a lone surrogate, which no UTF-8 text has."""
+        """One chunk of text. Raises TypeError for a lone surrogate, which is not valid UTF-8."""
         assert not self._finished, "content after the end"
         return b"".join((self._before_text, orjson.dumps(text), self._after_text))
 
     def role(self) -> bytes:
-        """The first chunk of a chat answer, which names the role; completions have none."""
+        """The first chunk of a chat response, with the role; completions have none."""
         assert self._kind is ChunkKind.CHAT, "only chat has roles"
-        assert not self._finished, "a role after the end"
+        assert not self._finished, "role after the end"
         delta = {"role": "assistant", "content": "", "refusal": None}
         return self._event([_chat_choice(delta, None)], None)
 
@@ -101,13 +101,13 @@ class ChunkWriter:
         return self._event([self._choice(None, reason)], None)
 
     def usage(self, usage: CompletionUsage) -> bytes:
-        """The chunk with the counts, after `finish`; empty unless the client asked for it."""
+        """The chunk with the counts, after `finish`; empty unless the client requested it."""
         assert self._finished, "the counts come after the finish reason"
         assert not self._failed, "an error is the last event"
         return self._event([], usage) if self._include_usage else b""
 
     def error(self, error: BaseException) -> bytes:
-        """The last event of an answer that failed; no `DONE` may follow it."""
+        """The last event of a failed response; no `DONE` may follow it."""
         assert not self._finished, "an error after the end"
         self._finished = self._failed = True
         return error_event(error)

@@ -1,17 +1,17 @@
-"""Whether the router's knowledge of the workers' caches is true (pure).
+"""Measures how well the router predicts cache hits (pure).
 
-Each placement predicts how many prompt tokens will be found in the cache; the engine says how many
-it found. Where events are lost, hashed otherwise, or not followed at all, nothing fails: requests
-only become slow. So the two are compared, per source, over a window:
+Each placement predicts how many prompt tokens the worker has cached; the engine reports the actual
+number. If KV events are lost, hashed differently or not published, no request fails: requests only
+become slow. The monitor therefore compares the two, per source, over a window:
 
     drift = sum |predicted - actual| / sum max(predicted, actual)
 
-of the requests that ended in it: 0 when every prediction was right (also when nothing was predicted
-and nothing found), 1 when none was. Some drift is natural: two requests that share a beginning and
-come at once are both placed before either is computed.
+over the requests that ended in the window: 0 if every prediction was right (also if nothing was
+predicted and nothing found), 1 if none was. Some drift is normal: two requests with a common prefix
+that arrive together are both placed before either is computed.
 
-Invariants: a window is WINDOW_S / 2 to WINDOW_S long; few requests degrade nobody; a source is
-reported at most once a window; who has left is forgotten.
+Invariants: a window is WINDOW_S / 2 to WINDOW_S long; a source with few requests is not degraded; a
+source is reported at most once per window; sources of workers that left are removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 WINDOW_S = 60.0
-# Fewer requests than this in a window are no evidence: a burst of siblings, say.
+# Fewer requests in a window are no evidence: for example a burst with a common prefix.
 REQUESTS_MIN = 20
 
 # (worker id, dp rank)
@@ -29,10 +29,10 @@ Source = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class DriftStats:
-    """How predictions about a source have fared.
+    """Predictions and results of one source.
 
-    predicted, actual, requests: tokens and requests since it is known. ratio: the drift of the
-    window. is_degraded: it is above the bar, on evidence.
+    predicted, actual, requests: tokens and requests since the first one. ratio: drift of the
+    window. is_degraded: the drift is above the limit, with at least REQUESTS_MIN requests.
     """
 
     source: Source
@@ -41,6 +41,16 @@ class DriftStats:
     requests: int
     ratio: float
     is_degraded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledDrift:
+    """The drift of a worker's rank. model, worker: label values."""
+
+    model: str
+    worker: str
+    dp_rank: int
+    stats: DriftStats
 
 
 @dataclass(slots=True)
@@ -56,7 +66,7 @@ class _SourceCounters:
     predicted: int = 0
     actual: int = 0
     requests: int = 0
-    # Of the last full half window, and of this one.
+    # The previous half window and the current one.
     half_windows: list[_HalfWindow] = field(default_factory=lambda: [_HalfWindow(), _HalfWindow()])
     reported_at: float = float("-inf")
 
@@ -72,7 +82,7 @@ class _SourceCounters:
         self.began_at = now - elapsed % half
 
     def window_drift(self) -> tuple[int, float]:
-        """Requests of the window, and their drift."""
+        """Number of requests in the window, and their drift."""
         requests = sum(half.requests for half in self.half_windows)
         compared_tokens = sum(half.compared_tokens for half in self.half_windows)
         error_tokens = sum(half.error_tokens for half in self.half_windows)
@@ -80,14 +90,14 @@ class _SourceCounters:
 
 
 class HitDriftMonitor:
-    """All sources of one frontend. ratio_max: drift above it degrades a source, 0..1."""
+    """The sources of one frontend. ratio_max: drift above it degrades a source, 0..1."""
 
     def __init__(self, ratio_max: float) -> None:
         self._ratio_max = ratio_max
         self._counters: dict[Source, _SourceCounters] = {}
 
     def observe(self, source: Source, predicted: int, actual: int, now: float) -> DriftStats | None:
-        """A request ended; the source's standing when it is to be reported, once a window."""
+        """Records the end of a request; statistics once per window if the source is degraded."""
         counters = self._counters.get(source)
         if counters is None:
             counters = self._counters[source] = _SourceCounters(now)
@@ -108,7 +118,7 @@ class HitDriftMonitor:
         return stats
 
     def drift_stats(self, now: float) -> list[DriftStats]:
-        """All sources, as they came."""
+        """Statistics of all sources, in the order of their first request."""
         found = []
         for source, counters in self._counters.items():
             counters.advance_window(now)
@@ -116,7 +126,7 @@ class HitDriftMonitor:
         return found
 
     def retain(self, present: Iterable[int]) -> None:
-        """Forgets the sources of workers that have left."""
+        """Removes the sources of all workers but these."""
         present = set(present)
         for source in [s for s in self._counters if s[0] not in present]:
             del self._counters[source]

@@ -1,9 +1,9 @@
-"""Instances that discovery showed and shows no more (pure).
+"""Instances that discovery no longer shows (pure).
 
-A router may name a worker that discovery does not show here: one that this process has not heard of
-yet, which can be asked at the address that the router knows, or one that has left.
+A router may name a worker that discovery does not show here: either a new one, which the frontend
+can contact at the address from the router, or one that has left.
 
-Invariant: nobody of the newest snapshot is among them; at most DEPARTED_MAX are remembered.
+Invariant: no instance of the newest snapshot is in the set; it has at most RECENTLY_LEFT_MAX.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ RECENTLY_LEFT_MAX = 4096
 
 
 class RecentlyLeft:
-    """Who left, as far as one process saw it."""
+    """The instances that left, in the snapshots of one process."""
 
     def __init__(self) -> None:
         self._present: frozenset[int] = frozenset()
-        self._left: dict[int, None] = {}  # Oldest first.
+        self._left: dict[int, None] = {}  # oldest first
 
     def follow(self, present: Collection[int]) -> None:
-        """The instances of the newest snapshot."""
+        """Updates the set with the instances of the newest snapshot."""
         newest = frozenset(present)
         for instance_id in self._present - newest:
             self._left[instance_id] = None

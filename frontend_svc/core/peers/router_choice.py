@@ -1,27 +1,27 @@
-"""Which router a frontend asks (pure): all share out the frontends, and agree on it unasked.
+"""Selects the router of a frontend (pure); frontends are spread evenly over the routers.
 
-Every frontend has a *home* router, computed from who is there alone, so that all frontends come to
-the same result without a word. A router that failed a frontend is avoided by it for AVOID_S; then
-the frontend goes home again.
+Every frontend has a *home* router. It is a function of the present frontends and routers, so all
+frontends compute the same assignment without communication. After a failure of a router the
+frontend avoids it for AVOID_FAILED_ROUTER_S, then it returns to its home.
 
 Invariants: each of r routers is home to floor(f/r) or ceil(f/r) of f frontends; the choice is
-always one of the routers there.
+always a present router.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-# A router that was lost is left alone for so long, if another one answers.
+# How long a failed router is avoided if there is another one.
 AVOID_FAILED_ROUTER_S = 5.0
 
 _MASK = 2**64 - 1
 
 
 def home_router(frontend_id: int, frontends: Iterable[int], routers: Collection[int]) -> int | None:
-    """The home of a frontend, whether it is among `frontends` or not; None without routers.
+    """The home of a frontend, which may be missing in `frontends`; None without routers.
 
-    In order of their ids, each frontend takes the router that it ranks highest and that has room.
+    In order of their ids, each frontend takes the highest-weighted router below its quota.
     """
     all_frontends = sorted({frontend_id, *frontends})
     if not routers:
@@ -37,11 +37,11 @@ def home_router(frontend_id: int, frontends: Iterable[int], routers: Collection[
         assigned[best] += 1
         if frontend == frontend_id:
             return best
-    raise AssertionError("the frontend is one of everyone")
+    raise AssertionError("the frontend is one of all frontends")
 
 
 def rendezvous_weight(frontend_id: int, router_id: int) -> int:
-    """How much a frontend likes a router: 64 mixed bits (splitmix64's finalizer) of both ids."""
+    """Rendezvous weight of a pair: 64 mixed bits (splitmix64's finalizer) of both ids."""
     x = (frontend_id * 0x9E3779B97F4A7C15 ^ router_id) & _MASK
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
@@ -49,7 +49,7 @@ def rendezvous_weight(frontend_id: int, router_id: int) -> int:
 
 
 class RouterSelector:
-    """One frontend's choice, and what it has against whom. Times are seconds."""
+    """One frontend's choice of a router, and the failures of routers. Times are seconds."""
 
     def __init__(self, frontend_id: int) -> None:
         self._frontend_id = frontend_id
@@ -58,11 +58,11 @@ class RouterSelector:
         self._home: int | None = None
 
     def mark_failed(self, router_id: int, now: float) -> None:
-        """A router failed us."""
+        """Records a failure of a router."""
         self._failed_at[router_id] = now
 
     def choose(self, frontends: Iterable[int], routers: Iterable[int], now: float) -> int | None:
-        """Home; if that is avoided, the best liked other; if all are, the one lost longest ago.
+        """The home router; if avoided, the best other one; if all are, the one that failed first.
 
         None without routers.
         """

@@ -1,4 +1,4 @@
-"""By how many KV blocks an answer has grown, and how much of it is still to come (pure)."""
+"""Counts the KV blocks that a response adds to its booking (pure)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 
 class NewOutputBlocks(NamedTuple):
-    """blocks: started since the last word, at least 1. decay_fraction: see
-    `OutputBlockCounter.advance_to`."""
+    """blocks: started since the last report, at least 1. decay_fraction: see OutputBlockCounter."""
 
     blocks: int
     decay_fraction: float | None
@@ -16,16 +15,16 @@ class NewOutputBlocks(NamedTuple):
 class OutputBlockCounter:
     """One attempt's blocks beyond those of its prompt.
 
-    With block size b (0: not known, then nothing is ever told), after g tokens of its own:
+    With block size b (0: unknown, nothing is reported), after g tokens of the attempt's output:
 
-        blocks         = ceil((total_tokens + g) / b) - ceil(total_tokens / b), less those told
+        blocks         = ceil((total_tokens + g) / b) - ceil(total_tokens / b) - blocks reported
         decay_fraction = max(0, 1 - g / max(1, expected_output_tokens)), None if that is unknown
 
-    Formula: as NVIDIA Dynamo documents it, but that all blocks crossed at once are told.
+    Formula: as NVIDIA Dynamo documents it, except that all blocks crossed at once are reported.
 
-    Invariant: the blocks told of an attempt are those that its booking lacks. A booking is of one
-    attempt and begins with its prompt's blocks; to one that goes on elsewhere what was generated
-    before is prompt, and only the rest of the output is expected.
+    Invariant: the blocks reported for an attempt are those that its booking lacks. A booking
+    belongs to one attempt and starts with the blocks of its prompt. For a migrated attempt the
+    tokens generated before are prompt, and only the rest of the output is expected.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class OutputBlockCounter:
         self._counted_blocks = self._blocks(0)
 
     def advance_to(self, generated: int) -> NewOutputBlocks | None:
-        """After so many tokens of the attempt's output; None if no block was started since."""
+        """Blocks started since the last call, after `generated` tokens of output; None if none."""
         if not self._block_size:
             return None
         total_blocks = self._blocks(generated)

@@ -1,20 +1,21 @@
-"""Token ids to text, one piece per token, while they arrive.
+"""Converts token ids to text while they arrive, one piece per token (pure).
 
 Two kinds of tokenizer are decoded from a table built once per model (`Vocabulary`): byte-level
-BPE, and byte-fallback (as in SentencePiece: ``▁`` is a space, ``<0xNN>`` is a byte). Any other kind
-is refused by `UnsupportedTokenizer`; `StreamDetokenizer`, which asks the tokenizer, serves it.
+BPE, and byte-fallback (as in SentencePiece: ``▁`` is a space, ``<0xNN>`` is a byte). For any other
+kind `Vocabulary` raises UnsupportedTokenizer; `StreamDetokenizer`, which calls the tokenizer,
+decodes it.
 
 Invariants of `Detokenizer`:
 
-- ``feed(ids)`` gives exactly one piece per id. A character whose bytes come in several tokens
-  belongs to the token that completes it; the tokens before it have the piece "".
+- ``feed(ids)`` returns exactly one piece per id. A character that spans several tokens is in the
+  piece of the token that completes it; the tokens before it have the piece "".
 - Byte-level: all pieces and ``finish()`` joined equal ``tokenizer.decode(all ids)``, for every
-  sequence, however broken its UTF-8 is.
-- Byte-fallback: the same, with one exception that no stream can avoid. The tokenizer's own decoder
-  turns *every* byte of a run of byte tokens into U+FFFD when any of them is wrong, back to
-  characters that were whole. Here the whole characters before the first wrong byte have already
-  been sent, and stay; every byte after them is one U+FFFD, as in the tokenizer's decoder.
-- Ids that the tokenizer does not know have no text, as in ``tokenizer.decode``.
+  sequence, also with invalid UTF-8.
+- Byte-fallback: the same, with one exception that no stream can avoid. If any byte of a run of byte
+  tokens is invalid, the tokenizer's decoder turns *every* byte of the run into U+FFFD, including
+  complete characters. Here the complete characters before the first invalid byte have already been
+  sent; every byte after them is one U+FFFD, as in the tokenizer's decoder.
+- Unknown ids have no text, as in ``tokenizer.decode``.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from enum import Enum
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
-# A character is at most four bytes, so this many tokens that end in U+FFFD are not one in the
-# making: the text itself is broken, or holds a literal U+FFFD.
+# A character has at most four bytes, so this many tokens that end in U+FFFD are not an incomplete
+# character: the text is invalid UTF-8, or contains a literal U+FFFD.
 WITHHELD_TOKENS_MAX = 8
 
-# What Rust's u8::from_str_radix accepts, since that is what the tokenizer's decoder calls.
+# As accepted by Rust's u8::from_str_radix, which the tokenizer's decoder calls.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f+][0-9A-Fa-f])>")
 
 
 class UnsupportedTokenizer(ValueError):
-    """This tokenizer cannot be decoded from a table; the message says which part is in the way."""
+    """A table cannot decode this tokenizer; the message names the unsupported part."""
 
 
 class TokenizerKind(Enum):
-    """How a run of bytes that is not valid UTF-8 is shown."""
+    """Representation of bytes that are not valid UTF-8."""
 
     BYTE_LEVEL = "byte_level"  # one U+FFFD per maximal invalid part (WHATWG)
     BYTE_FALLBACK = "byte_fallback"  # one U+FFFD per byte
@@ -49,23 +50,22 @@ class TokenizerKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Decoder:
-    """The decoder section of a tokenizer.json, as far as it can be done by table."""
+    """The decoder section of a tokenizer.json, as far as a table supports it."""
 
     kind: TokenizerKind
     replacements: tuple[tuple[str, str], ...] = ()
-    strip: str = ""  # this character is cut from the start of the text, ...
-    strip_count: int = 0  # ... at most so many times
+    strip: str = ""  # character removed from the start of the text, ...
+    strip_count: int = 0  # ... at most this many times
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What every token id stands for, shared by all requests of a model.
+    """Bytes and texts of all token ids, shared by all requests of a model.
 
-    `raw`: id -> bytes. `texts`: id -> str for tokens that are whole characters by themselves, ""
-    for special tokens; ids missing here need their neighbours, or are unknown.
-    `texts_with_special`: the same with special tokens spelled out. `fallback_bytes`: ids that are
-    one byte of a byte-fallback tokenizer. `strip`: the character that is cut from the start of a
-    text, at most `strip_count` times.
+    raw: id -> bytes. texts: id -> str for tokens that are complete characters, "" for special
+    tokens; missing ids depend on their neighbours, or are unknown. texts_with_special: the same
+    with the texts of special tokens. fallback_bytes: ids that are one byte of a byte-fallback
+    tokenizer. strip: character removed from the start of a text, at most strip_count times.
     """
 
     kind: TokenizerKind
@@ -79,10 +79,10 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer_json(cls, raw: str | bytes) -> Vocabulary:
-        """Read the text of a `tokenizer.json`.
+        """Reads the text of a `tokenizer.json`.
 
-        Raises UnsupportedTokenizer when it is not one, or when its decoder is neither byte-level
-        nor byte-fallback.
+        Raises UnsupportedTokenizer if it is not one, or if its decoder is neither byte-level nor
+        byte-fallback.
         """
         spec = _parse_spec(raw)
         decoder = _read_decoder(spec.get("decoder"))
@@ -104,21 +104,9 @@ class Vocabulary:
             strip_count=decoder.strip_count,
         )
 
-    def __len__(self) -> int:
-        """How many ids are known."""
-        return len(self.raw)
-
-    def token_bytes(self, token_id: int) -> bytes | None:
-        """The bytes of one token (special tokens spelled out), None for an unknown id."""
-        return self.raw.get(token_id)
-
 
 class Detokenizer:
-    """Turns the ids of one answer into text; see the module for what it promises.
-
-    `continues_prompt`: the text goes on after a prompt that does not count, so the space that the
-    tokenizer's decoder cuts from the start of a sequence is kept.
-    """
+    """Converts the ids of one response to text; see the module for its invariants."""
 
     __slots__ = (
         "_in_invalid_run",
@@ -136,30 +124,29 @@ class Detokenizer:
         vocabulary: Vocabulary,
         *,
         skip_special_tokens: bool = True,
-        continues_prompt: bool = False,
     ) -> None:
         self._vocabulary = vocabulary
         self._texts = vocabulary.texts if skip_special_tokens else vocabulary.texts_with_special
         self._lookup: Callable[[int], str] = self._texts.__getitem__
         self._skipped_ids = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
-        self._pending = b""  # bytes of a character that is not complete yet
+        self._pending = b""  # bytes of an incomplete character
         self._in_invalid_run = (
-            False  # inside a run of byte tokens with a wrong byte (byte-fallback)
+            False  # inside a run of byte tokens with an invalid byte (byte-fallback)
         )
-        self._strip_left = 0 if continues_prompt else vocabulary.strip_count
-        self._is_stateless = not self._strip_left  # no token depends on what came before it
+        self._strip_left = vocabulary.strip_count
+        self._is_stateless = not self._strip_left  # no token depends on the tokens before it
 
     def feed(self, token_ids: Sequence[int]) -> list[str]:
-        """The text each of these tokens adds, one piece per token, "" where it adds none yet."""
+        """The text that each token adds, one piece per token, "" if it adds none yet."""
         if not self._is_stateless:
             return self._feed_stateful(token_ids)
         try:  # the common case: one dict lookup per token
             return [*map(self._lookup, token_ids)]
-        except KeyError:  # a token that needs its neighbours, or is unknown
+        except KeyError:  # a token that depends on its neighbours, or is unknown
             return self._feed_stateful(token_ids)
 
     def finish(self) -> str:
-        """What is left when no more tokens come: U+FFFD for bytes that never became a character."""
+        """The rest after the last token: U+FFFD for bytes of an incomplete character."""
         pending, self._pending = self._pending, b""
         self._in_invalid_run = False
         if self._vocabulary.kind is TokenizerKind.BYTE_FALLBACK:
@@ -173,7 +160,7 @@ class Detokenizer:
         for token_id in token_ids:
             text = self._texts.get(token_id)
             if text is None or self._pending or self._in_invalid_run:
-                # What is skipped or unknown does not end the character around it.
+                # A skipped or unknown token does not end the character around it.
                 raw = None if token_id in self._skipped_ids else self._vocabulary.raw.get(token_id)
                 text = "" if raw is None else join(token_id, raw)
             pieces.append(text)
@@ -222,19 +209,18 @@ class Detokenizer:
 
 
 class TokenDecoder(Protocol):
-    """The one method of `tokenizers.Tokenizer` that decoding without a table needs."""
+    """The method of `tokenizers.Tokenizer` that StreamDetokenizer calls."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class StreamDetokenizer:
-    """The interface of `Detokenizer` for any tokenizer, at about a microsecond a token.
+    """The interface of `Detokenizer` for any tokenizer, at about a microsecond per token.
 
-    Decodes a window twice, with and without the new tokens, and gives out the difference once it
-    does not end in U+FFFD, or after `WITHHELD_TOKENS_MAX` tokens. (`DecodeStream` of `tokenizers`
-    works alike and is faster, but cannot give out what it holds back at the end, and holds back
-    without limit.) Exact where text is valid UTF-8 and the decoding of a window does not depend on
-    what stands before it.
+    Decodes a window with and without the new tokens, and returns the difference once it does not
+    end in U+FFFD, or after `WITHHELD_TOKENS_MAX` tokens. (`DecodeStream` of `tokenizers` is similar
+    and faster, but cannot return withheld text at the end, and withholds without limit.) Exact if
+    the text is valid UTF-8 and the decoding of a window does not depend on the text before it.
     """
 
     __slots__ = ("_prefix_ids", "_prefix_text", "_skip_special", "_tokenizer", "_withheld_ids")
@@ -242,16 +228,16 @@ class StreamDetokenizer:
     def __init__(self, tokenizer: TokenDecoder, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
-        self._prefix_ids: list[int] = []  # the last tokens whose text was given out
+        self._prefix_ids: list[int] = []  # the last tokens with returned text
         self._prefix_text = ""
         self._withheld_ids: list[int] = []
 
     def feed(self, token_ids: Sequence[int]) -> list[str]:
-        """The text each of these tokens adds, one piece per token, "" where it adds none yet."""
+        """The text that each token adds, one piece per token, "" if it adds none yet."""
         return [self._step(token_id) for token_id in token_ids]
 
     def finish(self) -> str:
-        """What is left when no more tokens come."""
+        """The rest after the last token."""
         return self._release(self._window_text()) if self._withheld_ids else ""
 
     def _step(self, token_id: int) -> str:
@@ -268,7 +254,7 @@ class StreamDetokenizer:
     def _release(self, window: str) -> str:
         piece = window[len(self._prefix_text) :]
         if piece:
-            # Tokens without a text of their own (a lone "▁") need the older ones as context.
+            # Tokens without text of their own (a lone "▁") need older ones as context.
             context = self._prefix_ids + self._withheld_ids
             withheld_text = self._decode(self._withheld_ids)
             self._prefix_ids = (
@@ -283,7 +269,7 @@ class StreamDetokenizer:
 
 
 def _parse_spec(raw: str | bytes) -> dict[str, Any]:
-    # Any: a tokenizer.json is free-form; each reader below checks the part it takes.
+    # Any: a tokenizer.json is free-form; each function below checks the part it reads.
     try:
         spec = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -295,7 +281,7 @@ def _parse_spec(raw: str | bytes) -> dict[str, Any]:
 
 def _read_decoder(spec: Any) -> _Decoder:
     steps = _decoder_steps(spec)
-    # The steps work on tokens until Fuse joins them, so their order is part of what they mean.
+    # The steps process tokens until Fuse joins them, so their order matters.
     order = " ".join(str(step.get("type")) for step in steps)
     if re.fullmatch(r"ByteLevel( Fuse)?", order):
         return _Decoder(TokenizerKind.BYTE_LEVEL)
@@ -310,7 +296,7 @@ def _read_decoder(spec: Any) -> _Decoder:
 
 def _decoder_steps(spec: Any) -> list[dict[str, Any]]:
     if not isinstance(spec, dict):
-        raise UnsupportedTokenizer("decoder: there is none")
+        raise UnsupportedTokenizer("decoder: missing")
     steps = spec.get("decoders", []) if spec.get("type") == "Sequence" else [spec]
     if not steps or not all(isinstance(step, dict) for step in steps):
         raise UnsupportedTokenizer("decoder: the sequence is empty or not a list of objects")
@@ -322,7 +308,9 @@ def _read_replacement(step: dict[str, Any]) -> tuple[str, str]:
     old = pattern.get("String") if isinstance(pattern, dict) else None
     new = step.get("content")
     if not isinstance(old, str) or not old or not isinstance(new, str):
-        raise UnsupportedTokenizer(f"decoder: Replace with a pattern that is no string: {pattern}")
+        raise UnsupportedTokenizer(
+            f"decoder: Replace with a pattern that is not a string: {pattern}"
+        )
     return old, new
 
 
@@ -336,13 +324,13 @@ def _read_strip(step: dict[str, Any]) -> tuple[str, int]:
 
 
 def _read_tokens(spec: dict[str, Any]) -> tuple[dict[int, str], frozenset[str]]:
-    """All ids with their content, and the contents that are special."""
+    """Id -> content of all tokens, and the special contents."""
     model = spec.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     match vocab:
         case dict():
             tokens = {token_id: content for content, token_id in vocab.items()}
-        case list():  # Unigram: [content, score], the id is the place
+        case list():  # Unigram: [content, score], the id is the index
             tokens = {token_id: entry[0] for token_id, entry in enumerate(vocab)}
         case _:
             raise UnsupportedTokenizer("model.vocab: neither an object nor a list")
@@ -360,18 +348,18 @@ def _read_tokens(spec: dict[str, Any]) -> tuple[dict[int, str], frozenset[str]]:
 
 
 def _next_added_id(added: Mapping[str, int], vocab_size: int) -> int:
-    """The library numbers new tokens itself, whatever id the file declares."""
+    """The id of a new token: the library assigns it and ignores the id in the file."""
     return max(vocab_size, max(added.values(), default=-1) + 1)
 
 
 def _byte_alphabet() -> dict[int, int]:
     """Byte-level BPE's characters for bytes (GPT-2), as a translation to Latin-1 code points.
 
-    Printable Latin-1 characters stand for themselves, the other bytes for U+0100 onwards in order.
+    Printable Latin-1 characters are unchanged; the other bytes are U+0100 and up, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
-    # Characters outside the alphabet must not pass for bytes: send them beyond Latin-1.
+    # Characters outside the alphabet must not become bytes: map them beyond Latin-1.
     outside = dict.fromkeys(others, 0xFFFD)
     return outside | {0x100 + index: byte for index, byte in enumerate(others)}
 
@@ -382,14 +370,14 @@ _TO_LATIN_1 = _byte_alphabet()
 def _byte_level_bytes(token: str) -> bytes:
     try:
         return token.translate(_TO_LATIN_1).encode("latin-1")
-    except UnicodeEncodeError:  # not written in the alphabet: some added tokens are plain text
+    except UnicodeEncodeError:  # outside the alphabet: some added tokens are plain text
         return token.encode()
 
 
 def _read_bytes(
     tokens: Mapping[int, str], decoder: _Decoder
 ) -> tuple[dict[int, bytes], frozenset[int]]:
-    """The bytes of every id, and the ids that are one byte of a byte-fallback tokenizer."""
+    """Id -> bytes, and the ids that are one byte of a byte-fallback tokenizer."""
     if decoder.kind is TokenizerKind.BYTE_LEVEL:
         return {i: _byte_level_bytes(token) for i, token in tokens.items()}, frozenset()
     table: dict[int, bytes] = {}
@@ -411,4 +399,4 @@ def _complete_texts(table: Mapping[int, bytes]) -> Iterator[tuple[int, str]]:
         try:
             yield token_id, raw.decode()
         except UnicodeDecodeError:
-            continue  # part of a character: decoded beside its neighbours, see Detokenizer
+            continue  # part of a character: see Detokenizer._feed_stateful

@@ -1,4 +1,4 @@
-"""Tokens to the text a client sees: detokenising, then stop strings with hold-back (pure)."""
+"""Converts tokens to the client's text: detokenization, then stop strings (pure)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class DetokenizerLike(Protocol):
         """One text piece per token."""
 
     def finish(self) -> str:
-        """What is left."""
+        """The rest of the text."""
 
 
 class TextStream:
-    """One answer's text.
+    """The text of one response.
 
-    consumed: tokens that the answer consists of; those after a stop string do not count.
-    stopped: the stop string that ended the answer, or None.
+    consumed: tokens of the response, without those after a stop string. matched_stop: the stop
+    string that ended the response, or None.
     """
 
     __slots__ = ("_detokenizer", "_stop_matcher", "consumed", "matched_stop")
@@ -34,8 +34,7 @@ class TextStream:
         self.matched_stop: str | None = None
 
     def feed(self, token_ids: Sequence[int]) -> list[str]:
-        """The text each token lets out, without empty pieces; nothing once `matched_stop` is
-        set."""
+        """The text that each token completes, without empty pieces; none after a stop string."""
         pieces = self._detokenizer.feed(token_ids)
         stop = self._stop_matcher
         if stop is None:
@@ -53,7 +52,7 @@ class TextStream:
         return sendable
 
     def finish(self) -> str:
-        """The text that was held back, once no more tokens come."""
+        """The withheld text, after the last token."""
         if self.matched_stop is not None:
             return ""
         tail = self._detokenizer.finish()

@@ -1,17 +1,17 @@
-"""Messages to prompt text, through the model's own chat template.
+"""Renders messages to prompt text through the model's chat template (pure).
 
-Templates are Jinja with the meaning that Hugging Face's `apply_chat_template` gives them:
-sandboxed, `trim_blocks`, `lstrip_blocks`, `break`/`continue`, a `tojson` that keeps non-ASCII
-characters, and the functions `raise_exception` and `strftime_now`. Everything that goes wrong is a
-`TemplateError` that says what.
+Templates are Jinja with the semantics of Hugging Face's `apply_chat_template`: sandboxed,
+`trim_blocks`, `lstrip_blocks`, `break`/`continue`, a `tojson` that keeps non-ASCII characters, and
+the functions `raise_exception` and `strftime_now`. Every failure is a `TemplateError` with its
+cause.
 
-Templates differ in what they take, and nothing in them says so. `ChatTemplate` finds out once, by
-rendering probes, and `normalise_messages` then gives each template the shape it wants:
+Templates differ in the message format they support and do not declare it. `ChatTemplate` detects it
+once by rendering probes, and `normalise_messages` converts messages to it:
 
-- content as a list of parts is passed on if the template prints such parts, else the texts are
-  joined with newlines; a string is wrapped into one text part if the template takes only parts;
-- tool call arguments (JSON text in the OpenAI API) are passed as an object, which is what most
-  templates expect, or as text if the template fails on an object but not on text.
+- content as a list of parts is passed if the template prints such parts, else the texts are joined
+  with newlines; a string becomes one text part if the template supports only parts;
+- tool call arguments (JSON text in the OpenAI API) are passed as an object, which most templates
+  expect, or as text if the template fails on an object but not on text.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Messages, tools and template arguments are JSON from outside: Any inside is what JSON is.
+# Any: messages, tools and template arguments are JSON from clients.
 TemplateMessage = Mapping[str, Any]
 
-# Joins text parts for templates that take only strings.
+# Joins text parts for templates that support only strings.
 PART_SEPARATOR = "\n"
 
 _PROBE_TEXT = "kvmesh-probe"
@@ -40,12 +40,12 @@ _RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt")
 
 
 class TemplateError(ValueError):
-    """The template is not valid, or these messages cannot be rendered with it."""
+    """The template is invalid, or cannot render these messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageShape:
-    """What a template takes: see the module."""
+    """Message format of a template; see the module."""
 
     text_content: bool = True
     part_content: bool = False
@@ -53,10 +53,9 @@ class MessageShape:
 
 
 class ChatTemplate:
-    """One model's chat template, compiled. Raises TemplateError if the source is not valid Jinja.
+    """The compiled chat template of a model. Raises TemplateError if the source is invalid Jinja.
 
-    `bos_token` and `eos_token` are None where the tokenizer has none; the template then sees them
-    as undefined.
+    bos_token, eos_token: None if the tokenizer has none; they are then undefined in the template.
     """
 
     __slots__ = ("_template", "_tokens", "shape")
@@ -79,11 +78,12 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         now: datetime,
     ) -> str:
-        """The prompt text. `template_kwargs` are further variables for the template (for example
-        `enable_thinking`), `now` is what `strftime_now` formats.
+        """The prompt text.
 
-        Raises TemplateError when the template refuses (`raise_exception`) or fails, for content
-        that is not text, and for `template_kwargs` that would replace an argument.
+        template_kwargs: more variables of the template (for example `enable_thinking`). now: the
+        time that `strftime_now` formats. Raises TemplateError if the template refuses the messages
+        (`raise_exception`) or fails, for content that is not text, and for `template_kwargs` that
+        would replace an argument.
         """
         extra = template_kwargs or {}
         for name in _RESERVED_KWARGS:
@@ -103,7 +103,7 @@ class ChatTemplate:
         variables_in_scope = self._tokens | {"strftime_now": now.strftime} | dict(variables)
         try:
             prompt = self._template.render(variables_in_scope, messages=messages)
-            prompt.encode()  # JSON can spell lone surrogates, which no tokenizer takes
+            prompt.encode()  # JSON can contain lone surrogates, which tokenizers refuse
             return prompt
         except jinja2.UndefinedError as error:
             raise TemplateError(f"chat template: missing value: {error.message}") from error
@@ -116,11 +116,11 @@ class ChatTemplate:
 def normalise_messages(
     messages: Sequence[TemplateMessage], shape: MessageShape | None = None
 ) -> list[dict[str, Any]]:
-    """Copies of `messages` in the shape a template takes (default: plain strings).
+    """Copies of `messages` in the format of a template (default: plain strings).
 
-    Keys that are null are left out, since templates test for their presence; content that is null
-    or missing is "". Raises TemplateError, naming the field, for messages without a role, parts
-    that are not text, and tool call arguments that are not a JSON object.
+    Null values are omitted, since templates test for the presence of keys; null or missing content
+    becomes "". Raises TemplateError with the field for messages without a role, parts that are not
+    text, and tool call arguments that are not a JSON object.
     """
     shape = shape or MessageShape()
     return [
@@ -164,7 +164,7 @@ def _normalise_content(content: Any, field: str, shape: MessageShape) -> str | l
 def _part_text(part: Any, field: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind != "text":
-        raise TemplateError(f"{field}: part of type {kind!r}; this model takes only text parts")
+        raise TemplateError(f"{field}: part of type {kind!r}; this model supports only text parts")
     text = part.get("text")
     if not isinstance(text, str):
         raise TemplateError(f"{field}.text: missing, or not a string")
@@ -194,7 +194,7 @@ def _arguments_object(arguments: Any, field: str) -> dict[str, Any]:
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}…{% endgeneration %}` marks text for training; here it is just its body."""
+    """`{% generation %}…{% endgeneration %}` marks text for training; it renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012 - the attribute that jinja2 reads
 
@@ -219,7 +219,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own `tojson` escapes for HTML, which is not what a model was trained on."""
+    """Replaces Jinja's `tojson`, which escapes for HTML, unlike the text of a model's training."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -229,7 +229,7 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-# What Python code inside a template can raise over data that does not fit it.
+# Exceptions of Python code inside a template on unexpected data.
 _TEMPLATE_EXCEPTIONS = (
     TypeError,
     ValueError,
@@ -247,11 +247,11 @@ def _probe_shape(render: _Render) -> MessageShape:
     part = [{"type": "text", "text": _PROBE_TEXT}]
     turns = [{"role": "user", "content": part}, {"role": "assistant", "content": part}]
     parts = _render_probe(render, turns)
-    # A template for strings may print a list as Python or JSON writes it: that is not support.
+    # A template for strings may print a list as Python or JSON text: that is no support for parts.
     printed_raw = "{'type': 'text'" in parts or '{"type": "text"' in parts
     part_content = parts.count(_PROBE_TEXT) == len(turns) and not printed_raw
     return MessageShape(
-        # When neither probe says anything (a template that wants more), strings are the safe bet.
+        # If neither probe renders (a template with more requirements), strings are the safe choice.
         text_content=_PROBE_TEXT in text or not part_content,
         part_content=part_content,
         text_arguments=_requires_text_arguments(render),
@@ -276,4 +276,4 @@ def _render_probe(render: _Render, messages: Sequence[TemplateMessage]) -> str:
     try:
         return render(messages, {"tools": None, "add_generation_prompt": False}, _PROBE_NOW)
     except TemplateError:
-        return ""  # an answer too: the template does not take messages of this shape
+        return ""  # the template does not support this format

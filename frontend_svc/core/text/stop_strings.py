@@ -1,21 +1,17 @@
-"""Stop strings in a text that arrives in pieces.
+"""Finds stop strings in a text that arrives in pieces (pure).
 
-The rule, the same however the text is cut into pieces: the match is the one a reader would find who
-looks after every single character, that is the one that *completes* first; when two complete on
-the same character, the one that starts first (the longer). So of stops starting at the same place
-the shortest wins, and generation ends as soon as it can.
+The match does not depend on how the text is split: it is the stop string that *completes* first; if
+two complete at the same character, the one that starts first (the longer one). Of two stop strings
+that start at the same character the shorter wins, so generation ends as early as possible.
 
 Invariants of `StopStringMatcher`:
 
-- Held back is exactly the longest suffix of the text that is a proper prefix of a stop string:
-  nothing of a stop string ever leaks, and no other character waits.
-- With `include_in_output` the stop string is output like any text, so nothing is held back at all;
-  the output ends with the stop string.
+- The withheld text is exactly the longest suffix that is a proper prefix of a stop string: no part
+  of a stop string is sent, and no other character is withheld.
 - After a match all further text is ignored.
 
 The search is Aho and Corasick's automaton (CACM 18(6), 1975): its state after any text *is* the
-longest suffix that begins a stop string. Time is linear in the text, memory in the stop strings,
-whatever either holds.
+longest suffix that begins a stop string. Time is linear in the text, memory in the stop strings.
 """
 
 from __future__ import annotations
@@ -28,49 +24,38 @@ _ROOT = 0
 
 
 class MatchStep(NamedTuple):
-    """What one piece of text led to (a tuple, since one is made per token)."""
+    """Result of one piece of text (a tuple, since one is created per token)."""
 
-    emit: str  # text that may go out now
-    matched: str | None  # the stop string that this piece completed
+    emit: str  # text to send now
+    matched: str | None  # stop string that this piece completed
 
 
 _NO_OUTPUT = MatchStep("", None)
 
 
 class StopStringMatcher:
-    """Watches the text of one choice for its stop strings; see the module for the rule.
-
-    Raises ValueError for an empty stop string, naming its place. Without stop strings `is_passive`
-    is
-    true and a caller may leave the machine out altogether.
-    """
+    """Matches the stop strings of one choice. Raises ValueError for an empty stop string."""
 
     __slots__ = (
         "_automaton",
         "_first_characters",
-        "_include_in_output",
         "_state",
         "_withheld",
-        "is_passive",
         "matched",
     )
 
-    def __init__(self, stop_strings: Sequence[str], include_in_output: bool = False) -> None:
+    def __init__(self, stop_strings: Sequence[str]) -> None:
         for index, stop in enumerate(stop_strings):
             if not stop:
                 raise ValueError(f"stop[{index}] is an empty string")
-        self.is_passive = not stop_strings
         self.matched: str | None = None
-        self._include_in_output = include_in_output
         self._first_characters = frozenset(stop[0] for stop in stop_strings)
         self._automaton = _Automaton(stop_strings)
         self._state = _ROOT
         self._withheld = ""
 
     def feed(self, text: str) -> MatchStep:
-        """The next piece of text. `matched` is set on the one step that completes a stop string."""
-        if self.is_passive:
-            return MatchStep(text, None)
+        """Processes the next piece; `matched` is set only in the step that completes a stop."""
         if self.matched is not None:
             return _NO_OUTPUT
         if self._state == _ROOT and self._first_characters.isdisjoint(text):
@@ -78,7 +63,7 @@ class StopStringMatcher:
         return self._search(text)
 
     def finish(self) -> str:
-        """The text still held back when no more comes: the start of a stop that never ended."""
+        """The withheld text at the end: the start of an incomplete stop string."""
         withheld, self._withheld = self._withheld, ""
         self._state = _ROOT
         return withheld
@@ -92,11 +77,9 @@ class StopStringMatcher:
             if stop is not None:
                 return self._complete_match(stop, text[: index + 1])
         self._state = state
-        if self._include_in_output:
-            return MatchStep(text, None)
         unsent = self._withheld + text
         sendable_chars = len(unsent) - self._automaton.depth[state]
-        assert sendable_chars >= 0, "the automaton remembers text that was sent"
+        assert sendable_chars >= 0, "the automaton withholds text that was sent"
         self._withheld = unsent[sendable_chars:]
         return MatchStep(unsent[:sendable_chars], None)
 
@@ -104,11 +87,11 @@ class StopStringMatcher:
         self.matched = stop
         unsent = self._withheld + text
         self._withheld = ""
-        return MatchStep(unsent if self._include_in_output else unsent[: -len(stop)], stop)
+        return MatchStep(unsent[: -len(stop)], stop)
 
 
 class _Automaton:
-    """All stop strings as one trie with failure links. Lists are indexed by state, 0 the root."""
+    """All stop strings as a trie with failure links. Lists are indexed by state; 0 is the root."""
 
     __slots__ = ("completed_stop", "depth", "failure", "transitions")
 
@@ -144,7 +127,7 @@ class _Automaton:
         self.completed_stop[state] = stop
 
     def _set_failure_links(self) -> None:
-        """Failure links, breadth first, so that shallower states are linked before deeper ones."""
+        """Sets failure links breadth first: shallower states before deeper ones."""
         queue = deque(self.transitions[_ROOT].values())
         while queue:
             state = queue.popleft()

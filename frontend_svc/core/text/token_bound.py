@@ -1,10 +1,10 @@
-"""How few tokens a text can have, from the text of a `tokenizer.json` alone (pure).
+"""Lower bound on the tokens of a text, derived from a `tokenizer.json` (pure).
 
-A token stands for no more bytes of a text than the longest of the vocabulary has, so that a prompt
-which is hopelessly too long need not be tokenized to be refused. That holds only where nothing of a
-text is lost on its way to the tokens: what a normalizer drops, a split removes, one unknown token
-swallows, or an added token takes in of the blanks around it may be of any length. Where a part of
-the file may do so, or is not known here, there is no bound.
+A token stands for at most as many bytes as the longest token of the vocabulary has. So a prompt
+that is far too long can be refused before it is tokenized. This holds only if the tokenizer loses
+no text: a normalizer may drop text, a split may remove it, one unknown token may replace it, and an
+added token may absorb the whitespace around it, all at any length. If the file has such a part, or
+one that is unknown here, there is no bound.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-# NFC makes of n bytes at least n/4: the worst is 7 to 2, U+1FBE U+0308 U+0301 to U+0390.
+# NFC shrinks n bytes to at least n/4: the worst case is 7 to 2, U+1FBE U+0308 U+0301 to U+0390.
 _NFC_SHRINK_FACTOR = 4
 _LOSSLESS_SPLITS = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"})
 _BYTE_VALUES = 256
 
 
 def max_bytes_per_token(tokenizer_json: str | bytes) -> int | None:
-    """The most bytes of a text that one token stands for; None where that is not known.
+    """Maximum number of bytes of a text per token; None if unknown.
 
-    Raises ValueError where it is no JSON.
+    Raises ValueError if the text is not JSON.
     """
     spec = json.loads(tokenizer_json)
     try:
         return _max_bytes_per_token(spec)
     except (LookupError, TypeError, AttributeError):
-        return None  # of a form that is not known here
+        return None  # an unknown format
 
 
-# Any: a tokenizer.json is free-form; whatever has another form than is read here has no bound.
+# Any: a tokenizer.json is free-form; an unknown format has no bound.
 def _max_bytes_per_token(spec: Mapping[str, Any]) -> int | None:
     model, added = spec["model"], spec.get("added_tokens") or []
     vocab: Mapping[str, int] = model["vocab"]
@@ -60,7 +60,7 @@ def _steps(spec: Any, list_key: str) -> list[Any]:
 
 
 def _shrink_factor(normalizer: Any) -> int | None:
-    """How many times as long a text may be before it; None if there is no bound."""
+    """Maximum ratio of the text before to the text after normalization; None if unbounded."""
     shrink_factor = 1
     for step in _steps(normalizer, "normalizers"):
         match step:
@@ -77,7 +77,7 @@ def _shrink_factor(normalizer: Any) -> int | None:
 
 
 def _is_lossless(step: Any) -> bool:
-    """Whether a pre-tokenizer keeps all of its text."""
+    """Whether a pre-tokenizer keeps all text."""
     match step:
         case {"type": "ByteLevel" | "Metaspace" | "Digits"}:
             return True
@@ -87,14 +87,14 @@ def _is_lossless(step: Any) -> bool:
 
 
 def _has_byte_alphabet(vocab: Mapping[str, int]) -> bool:
-    """Whether each byte has a piece of its own, written as one character."""
+    """Whether each byte has its own token, written as one character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = range(0x100, 0x100 + _BYTE_VALUES - len(printable))
     return all(chr(point) in vocab for point in (*printable, *others))
 
 
 def _has_byte_fallback(model: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
-    """Whether what is unknown becomes a token for each of its bytes."""
+    """Whether unknown text becomes one token per byte."""
     return bool(model["byte_fallback"]) and all(
         f"<0x{b:02X}>" in vocab for b in range(_BYTE_VALUES)
     )

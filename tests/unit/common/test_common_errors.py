@@ -1,4 +1,4 @@
-"""The error family: what each class carries, and that its parts rebuild it."""
+"""Error classes: their parts, their status codes, restoring them from parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_kinds_are_unique_stable_tokens() -> None:
     assert all(re.fullmatch(r"[A-Z]+(_[A-Z]+)*", kind) for kind in kinds)
 
 
-def test_the_list_of_classes_is_complete() -> None:
+def test_every_error_class_has_a_status_code() -> None:
     found: list[type[errors.MeshError]] = []
     todo: list[type[errors.MeshError]] = [errors.MeshError]
     while todo:
@@ -25,9 +25,9 @@ def test_the_list_of_classes_is_complete() -> None:
     assert set(found) == set(errors.MESH_ERROR_CLASSES)
 
 
-def test_the_reason_is_the_kind_unless_more_is_said() -> None:
-    assert errors.Unavailable("nobody").reason == "UNAVAILABLE"
-    assert errors.Unavailable("nobody", reason="NO_DECODE_WORKER").reason == "NO_DECODE_WORKER"
+def test_the_reason_defaults_to_the_kind() -> None:
+    assert errors.Unavailable("no worker").reason == "UNAVAILABLE"
+    assert errors.Unavailable("no worker", reason="NO_DECODE_WORKER").reason == "NO_DECODE_WORKER"
 
 
 def test_an_unsupported_field_is_an_invalid_request_that_names_it() -> None:
@@ -44,7 +44,7 @@ def test_an_unknown_model_is_named() -> None:
     assert "'llama'" in error.message
 
 
-def test_only_errors_that_another_try_may_cure_are_retryable() -> None:
+def test_only_overload_and_unavailability_are_retryable_by_default() -> None:
     retryable = {cls for cls in errors.MESH_ERROR_CLASSES if cls.retryable}
     assert retryable == {errors.Overloaded, errors.Unavailable}
     assert errors.WorkerLost(retryable=True).retryable
@@ -61,7 +61,7 @@ def test_metadata_is_a_copy_that_cannot_be_changed() -> None:
 
 
 @pytest.mark.parametrize("cls", errors.MESH_ERROR_CLASSES)
-def test_every_class_is_rebuilt_from_its_parts(cls: type[errors.MeshError]) -> None:
+def test_every_class_can_be_restored_from_its_parts(cls: type[errors.MeshError]) -> None:
     error = cls.restore(
         "why", field="f", retry_after_s=1.5, reason="R", metadata={"k": "v"}, retryable=True
     )

@@ -14,24 +14,25 @@ from starlette.routing import Router
 
 from common.errors import Conflict
 from common.registry.instances import Instance, Snapshot
-from frontend_svc import metrics as metrics_module
 from frontend_svc.core.openai.errors import ErrorType
-from frontend_svc.http.metrics_route import RouteDoc, metrics_router
-from frontend_svc.metrics import (
+from frontend_svc.http.routes import RouteDoc, metrics_router
+from frontend_svc.metrics import families
+from frontend_svc.metrics.collectors import (
+    ModelConfigCollector,
+    ResilienceCollector,
+    ResilienceStats,
+)
+from frontend_svc.metrics.families import (
     DURATION_BUCKETS_S,
     DeploymentState,
     Endpoint,
     FrontendMetrics,
     InflightGuard,
     Metrics,
-    ModelConfigCollector,
     RequestType,
-    ResilienceCollector,
-    ResilienceStats,
-    SingleThreadHistogram,
     Status,
-    log_buckets,
 )
+from frontend_svc.metrics.histogram import SingleThreadHistogram, log_buckets
 
 CHAT = Endpoint.CHAT_COMPLETIONS
 
@@ -234,7 +235,7 @@ def test_the_registry_type_is_exported_and_every_registry_is_the_callers(
 ) -> None:
     from prometheus_client import REGISTRY
 
-    assert metrics_module.MetricsRegistry is CollectorRegistry
+    assert families.MetricsRegistry is CollectorRegistry
     state.register(registry)
     assert "nv_llm_http_service" not in generate_latest(REGISTRY).decode()
 
@@ -660,4 +661,4 @@ def test_what_a_frontend_does_so_that_requests_survive_is_shown_as_it_is_at_a_sc
     )
     for unrouted in (3, 7):
         assert registry.get_sample_value("p_unrouted_total") == unrouted
-        assert registry.get_sample_value("p_workers_left_alone") == 1
+        assert registry.get_sample_value("p_excluded_workers") == 1

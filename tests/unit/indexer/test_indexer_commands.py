@@ -1,4 +1,4 @@
-"""The command lines of `record` and `replay`: what they call themselves, whose flags they show."""
+"""Command lines of `record` and `playback`: their names and flags."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from indexer_svc.tools import playback as replay
-from indexer_svc.tools import record
+from indexer_svc.tools import playback, record
 
-COMMANDS = [("record", record.main), ("replay", replay.main)]
+COMMANDS = [("record", record.main), ("playback", playback.main)]
 
 
 def run(
@@ -24,7 +23,7 @@ def run(
 
 
 @pytest.mark.parametrize(("name", "main"), COMMANDS)
-def test_help_begins_with_the_commands_name_and_its_own_flags(
+def test_help_starts_with_the_name_and_the_flags_of_the_command(
     name: str,
     main: Callable[[], None],
     capsys: pytest.CaptureFixture[str],
@@ -32,18 +31,18 @@ def test_help_begins_with_the_commands_name_and_its_own_flags(
 ) -> None:
     assert run(main, ["--help"], monkeypatch) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"{name}: ")
+    assert text.startswith(f"usage: {name} ")
     flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
     own = {
         "record": ["--indexer", "--out", "--max-mb", "--seconds"],
-        "replay": ["--recording", "--indexer", "--speed", "--hold-s"],
+        "playback": ["--recording", "--indexer", "--speed", "--hold-s"],
     }
     assert flags[:4] == own[name]
-    assert "KVMESH_INDEXER" not in text, "variables of the room are the indexer's"
+    assert "KVMESH_INDEXER" not in text, "they configure the indexer, not its tools"
 
 
 @pytest.mark.parametrize(("name", "main"), COMMANDS)
-def test_a_wrong_flag_is_the_commands_and_variables_of_the_indexer_are_not(
+def test_a_command_reports_an_unknown_flag_and_ignores_variables_of_the_indexer(
     name: str,
     main: Callable[[], None],
     capsys: pytest.CaptureFixture[str],

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.kv.events import Event, EventBatch, EventKind, Source
+from common.kv.events import EventBatch, EventKind, KvEvent, Source
 from indexer_svc.core.history import BATCHES_MAX, BLOCKS_MAX, BatchHistory
 
 
 def batch(sequence: int, *, epoch: int = 1, blocks: int = 1) -> EventBatch:
-    event = Event(EventKind.STORED, np.arange(blocks, dtype=np.uint64))
+    event = KvEvent(EventKind.STORED, np.arange(blocks, dtype=np.uint64))
     return EventBatch(Source(1), epoch, sequence, [event])
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from common.kv.events import (
-    Event,
     EventBatch,
     EventKind,
     Hashes,
+    KvEvent,
     Partition,
     SnapshotChunk,
     Source,
-    SourceState,
+    SourcePosition,
 )
 from common.kv.index_feed import IndexFeed
 from common.registry.registry import MemoryRegistry, MemoryStore
@@ -78,12 +78,12 @@ class Bed:
         self.fleet = FleetWatch(MemoryRegistry(MemoryStore()), "mesh", lambda: self.now)
 
     def register_source(self, source: Source, sequence: int = 0) -> None:
-        self.ingest.feed.register_source(PARTITION, SourceState(source, 1, sequence), self.now)
+        self.ingest.feed.register_source(PARTITION, SourcePosition(source, 1, sequence), self.now)
 
     async def store(self, source: Source, hashes: Hashes) -> None:
         feed = self.ingest.feed
         sequence = feed.position(source).sequence + 1
-        event = Event(EventKind.STORED, hashes)
+        event = KvEvent(EventKind.STORED, hashes)
         await self.ingest.run(feed.apply(EventBatch(source, 1, sequence, [event]), self.now))
 
     async def ticks(self, seconds: float) -> None:
@@ -157,7 +157,7 @@ def test_masks_of_blocks_that_many_sources_share_are_counted(
     """Bytes a block; measured: 90 and 170."""
     feed, rng = IndexFeed(), np.random.default_rng(1)
     for number in range(1, sources + 1):
-        feed.register_source(PARTITION, SourceState(Source(number), 1, 0), 0.0)
+        feed.register_source(PARTITION, SourcePosition(Source(number), 1, 0), 0.0)
     index, _ = feed.advertised(Source(1))
     for start in range(0, 4096, 16):
         for number in rng.choice(sources, sharing, replace=False):

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from common.kv.events import (
     EMPTY_HASHES,
-    Event,
     EventBatch,
     EventKind,
     Hashes,
+    KvEvent,
     Partition,
     SnapshotChunk,
     Source,
-    SourceState,
+    SourcePosition,
     SourceStatus,
     Tier,
 )
@@ -48,12 +48,12 @@ def array(values: Iterable[int]) -> Hashes:
     return np.array(list(values), dtype=np.uint64)
 
 
-def batch(sequence: int, *events: Event, epoch: int = 1) -> EventBatch:
+def batch(sequence: int, *events: KvEvent, epoch: int = 1) -> EventBatch:
     return EventBatch(SOURCE, epoch, sequence, events)
 
 
-def stored(*values: int, tier: Tier = Tier.DEVICE) -> Event:
-    return Event(EventKind.STORED, array(values), tier)
+def stored(*values: int, tier: Tier = Tier.DEVICE) -> KvEvent:
+    return KvEvent(EventKind.STORED, array(values), tier)
 
 
 def chunk(sequence: int, *values: int, first: bool = True, last: bool = True) -> SnapshotChunk:
@@ -80,7 +80,7 @@ def facts(entry: RecordingEntry) -> object:
 hashes = st.lists(st.integers(0, 2**64 - 1), max_size=5).map(array)
 sources = st.builds(Source, st.integers(1, 2**64 - 1), st.integers(0, 2**32 - 1))
 numbers = st.integers(1, 2**64 - 1)
-events = st.builds(Event, st.sampled_from(EventKind), hashes, st.sampled_from(Tier))
+events = st.builds(KvEvent, st.sampled_from(EventKind), hashes, st.sampled_from(Tier))
 partitions = st.builds(Partition, st.text(min_size=1), numbers, numbers, numbers)
 statuses = st.builds(
     SourceStatus, st.sampled_from(["exact", "gapped", "stale", "degraded", "gone"]), st.text()
@@ -139,21 +139,21 @@ def test_a_file_cut_off_anywhere_gives_all_lines_that_are_whole(
     [
         ([], 1, "missing"),
         ([b"not JSON\n"], 1, "Expecting value"),
-        ([b"[]\n"], 1, "no JSON object"),
+        ([b"[]\n"], 1, "not a JSON object"),
         ([b'{"other": 1}\n'], 1, "kvmesh_kv_events is missing"),
-        ([b'{"kvmesh_kv_events": 2}\n'], 1, "what can be read is 1"),
+        ([b'{"kvmesh_kv_events": 2}\n'], 1, "supported: 1"),
         ([encode_header(), b"\0\0\0\0\n"], 2, "Expecting value"),
         ([encode_header(), b'{"is":"end"}\n'], 2, "t is missing"),
-        ([encode_header(), b'{"t":true,"is":"end"}\n'], 2, "t is no number"),
+        ([encode_header(), b'{"t":true,"is":"end"}\n'], 2, "t is not a number"),
         ([encode_header(), b'{"t":NaN,"is":"end"}\n'], 2, "t is nan"),
         ([encode_header(), b'{"t":5,"is":"lost"}\n', b'{"t":4,"is":"lost"}\n'], 3, "t is 4"),
-        ([encode_header(), b'{"t":0,"is":"dance"}\n'], 2, "'dance' is not known"),
+        ([encode_header(), b'{"t":0,"is":"dance"}\n'], 2, "'dance' is unknown"),
         (
             [encode_header(), b'{"t":0,"is":"end"}\n', b'{"t":0,"is":"lost"}\n'],
             3,
-            "follows the end",
+            "entry after the end",
         ),
-        ([encode_header(), b"x" * (LINE_BYTES_MAX + 1)], 2, "more than"),
+        ([encode_header(), b"x" * (LINE_BYTES_MAX + 1)], 2, "line too long"),
         ([encode_header(), b"[" * 100_000 + b"\n"], 2, ""),
     ],
 )
@@ -171,13 +171,13 @@ def test_a_line_that_is_wrong_is_named(lines: Sequence[bytes], number: int, why:
         ("source", ["7", -1], "source is not"),
         ("source", ["0", 0], "source is not"),
         ("source", ["x", 0], "source is not"),
-        ("epoch", -1, "epoch is no whole number"),
-        ("epoch", 1.5, "epoch is no whole number"),
-        ("sequence", 0, "sequence is no whole number from 1"),
-        ("sequence", 2**64, "sequence is no whole number"),
-        ("events", {}, "events is no list"),
+        ("epoch", -1, "epoch is not an integer"),
+        ("epoch", 1.5, "epoch is not an integer"),
+        ("sequence", 0, "sequence is not an integer of at least 1"),
+        ("sequence", 2**64, "sequence is not an integer"),
+        ("events", {}, "events is not a list"),
         ("events", [["stored", "device"]], "events: one is not"),
-        ("events", [["eaten", "device", ""]], "the kind 'eaten'"),
+        ("events", [["eaten", "device", ""]], "kind 'eaten'"),
         ("events", [["stored", "tape", ""]], "tier: 'tape'"),
         ("events", [["stored", "device", "AAA="]], "events:"),
         ("events", [["stored", "device", "?"]], "events:"),
@@ -192,11 +192,11 @@ def test_a_field_that_is_wrong_is_named_with_its_line(name: str, value: object, 
 
 def test_statuses_and_snapshots_are_checked_too() -> None:
     for entry, name, value, why in (
-        (EXACT, "state", "fine", "'fine' is not known"),
+        (EXACT, "state", "fine", "'fine' is unknown"),
         (EXACT, "partition", {"model": "m"}, "block_size is missing"),
-        (EXACT, "reason", 1, "reason is no text"),
-        (chunk(1), "first", 1, "first is neither"),
-        (chunk(1), "hashes", "A" * 4096 * 8 * 2, "more than 4096"),
+        (EXACT, "reason", 1, "reason is not a string"),
+        (chunk(1), "first", 1, "first is not true"),
+        (chunk(1), "hashes", "A" * 4096 * 8 * 2, "too many hashes"),
         (chunk(1), "tier", "tape", "'tape'"),
     ):
         facts_ = json.loads(encode_line(0.0, entry)) | {name: value}
@@ -212,7 +212,7 @@ def test_played_into_an_index_it_is_the_index_that_was_recorded() -> None:
         chunk(4, 1, 2, first=True, last=False),
         batch(5, stored(9)),
         chunk(4, 3, first=False),
-        batch(6, Event(EventKind.REMOVED, array([2]), Tier.HOST)),
+        batch(6, KvEvent(EventKind.REMOVED, array([2]), Tier.HOST)),
     ]
     feed = IndexFeed()
     for t, entry in RecordingReader(written(*story, IndexLost())):
@@ -221,7 +221,7 @@ def test_played_into_an_index_it_is_the_index_that_was_recorded() -> None:
     held = {(tier, key) for tier, part in index.chunks(advertised) for key in part.tolist()}
     assert held == {(Tier.HOST, 1), (Tier.HOST, 3), (Tier.DEVICE, 9)}
     assert feed.status(SOURCE).state == "stale", "its recorder was lost"
-    assert feed.position(SOURCE) == SourceState(SOURCE, 1, 6)
+    assert feed.position(SOURCE) == SourcePosition(SOURCE, 1, 6)
 
 
 def test_a_recorder_resumes_where_a_replica_of_its_file_stands() -> None:
@@ -249,7 +249,7 @@ def test_a_recorder_resumes_where_a_replica_of_its_file_stands() -> None:
 
 def test_the_largest_batch_fits_into_a_line() -> None:
     # Of one hash each, with the longest names.
-    event = Event(EventKind.REMOVED, np.array([2**64 - 1], dtype=np.uint64), Tier.DEVICE)
+    event = KvEvent(EventKind.REMOVED, np.array([2**64 - 1], dtype=np.uint64), Tier.DEVICE)
     one, two = (
         len(encode_line(0.0, EventBatch(SOURCE, 2**64 - 1, 2**64 - 1, [event] * n))) for n in (1, 2)
     )

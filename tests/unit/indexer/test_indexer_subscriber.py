@@ -10,14 +10,14 @@ import pytest
 
 from common.kv.events import (
     SNAPSHOT_CHUNK_BLOCKS,
-    Event,
     EventBatch,
     EventKind,
     Hashes,
+    KvEvent,
     Partition,
     SnapshotChunk,
     Source,
-    SourceState,
+    SourcePosition,
     SourceStatus,
 )
 from common.kv.index_feed import (
@@ -52,22 +52,22 @@ class Index:
 
     def add(self, source: Source, *keys: int) -> None:
         """A source that holds these blocks since its first batch."""
-        self.feed.register_source(PARTITION, SourceState(source, 1, 0), 0.0)
+        self.feed.register_source(PARTITION, SourcePosition(source, 1, 0), 0.0)
         self.tell()
         if keys:
             self.store(source, *keys)
 
     def store(self, source: Source, *keys: int) -> None:
-        self.change(source, Event(EventKind.STORED, array(keys)))
+        self.change(source, KvEvent(EventKind.STORED, array(keys)))
 
-    def change(self, source: Source, *events: Event, epoch: int | None = None) -> None:
+    def change(self, source: Source, *events: KvEvent, epoch: int | None = None) -> None:
         at = self.feed.position(source)
         sequence = at.sequence + 1 if epoch in (None, at.epoch) else 1
         batch = EventBatch(source, epoch or at.epoch, sequence, events)
         run_all_steps(self.feed.apply(batch, 0.0))
         self.tell()
 
-    def subscribe(self, *resume: SourceState, cap: int = CAP) -> Subscriber:
+    def subscribe(self, *resume: SourcePosition, cap: int = CAP) -> Subscriber:
         is_absent = self.absent.__contains__
         subscriber = Subscriber(self.feed, self.histories, resume, None, cap, is_absent=is_absent)
         self.subscribers.append(subscriber)
@@ -189,11 +189,11 @@ def test_no_live_batch_goes_ahead_of_the_first_word_about_its_source() -> None:
     """The copy has it of another partition: what it begins with there would be lost to this one."""
     copy = IndexFeed()
     copy.apply_status(OTHER, A, SourceStatus("exact"), 0.0, (0, 0))
-    before = EventBatch(A, 1, 1, (Event(EventKind.STORED, array([1])),))
+    before = EventBatch(A, 1, 1, (KvEvent(EventKind.STORED, array([1])),))
     run_all_steps(copy.apply(before, 0.0))
     copy.mark_all_disconnected(0.0, "the indexer is lost")
     index = Index()
-    index.feed.register_source(PARTITION, SourceState(A, 2, 0), 0.0)
+    index.feed.register_source(PARTITION, SourcePosition(A, 2, 0), 0.0)
     index.tell()
     subscriber = index.subscribe(*copy.positions())
     index.store(A, 2)
@@ -219,14 +219,14 @@ def test_who_is_behind_by_about_what_may_wait_for_it_gets_a_snapshot(cap: int) -
 def test_who_is_of_another_epoch_gets_a_snapshot() -> None:
     index = Index()
     index.add(A, 1)
-    told = everything(index.subscribe(SourceState(A, 0, 9)))
+    told = everything(index.subscribe(SourcePosition(A, 0, 9)))
     assert len(chunks(told)) == 1
 
 
 def test_who_is_ahead_of_a_lagging_index_waits_for_it() -> None:
     index = Index()
     index.add(A, 1)
-    subscriber = index.subscribe(SourceState(A, 1, 2))
+    subscriber = index.subscribe(SourcePosition(A, 1, 2))
     everything(subscriber)
     index.store(A, 2)
     assert everything(subscriber) == []
@@ -236,7 +236,7 @@ def test_who_is_ahead_of_a_lagging_index_waits_for_it() -> None:
 
 def test_a_gapped_source_is_not_sent_before_it_is_right() -> None:
     index = Index()
-    index.feed.register_source(PARTITION, SourceState(A, 1, 5), 0.0)
+    index.feed.register_source(PARTITION, SourcePosition(A, 1, 5), 0.0)
     subscriber = index.subscribe()
     assert [type(one) for one in everything(subscriber)] == [StatusUpdate, CaughtUp]
     snapshot = SnapshotChunk(A, 1, 5, array([1, 2]), first=True, last=True)
@@ -278,7 +278,7 @@ def test_a_load_only_source_is_void_for_whoever_had_it_at_its_position() -> None
     assert states(told) == ["gone", "degraded"]
     give(copy, told)
     assert held(copy, A) == set()
-    assert copy.position(A) == SourceState(A, 0, 0)
+    assert copy.position(A) == SourcePosition(A, 0, 0)
 
 
 def test_a_copy_of_a_load_only_source_is_no_copy_for_an_index_that_holds_it() -> None:
@@ -309,7 +309,7 @@ def test_a_source_that_becomes_load_only_is_told_so_once_and_sent_again_when_adm
     assert states(told).count("gone") == 1
     give(copy, told)
     assert held(copy, A) == set()
-    index.change(A, Event(EventKind.REMOVED, array([1])))
+    index.change(A, KvEvent(EventKind.REMOVED, array([1])))
     index.feed.end_load_only(A, 0.0)
     at = index.feed.position(A)
     snapshot = SnapshotChunk(A, at.epoch, 2, array([2, 3]), first=True, last=True)
@@ -328,7 +328,7 @@ def test_a_source_that_begins_anew_with_nothing_is_nothing_for_the_copy_too() ->
     index.add(A, 1, 2, 3)
     subscriber = index.subscribe()
     give(copy, everything(subscriber))
-    index.feed.register_source(PARTITION, SourceState(A, 2, 0), 0.0)
+    index.feed.register_source(PARTITION, SourcePosition(A, 2, 0), 0.0)
     index.tell()
     give(copy, everything(subscriber))
     assert copy.status(A) == SourceStatus("exact")
@@ -440,7 +440,7 @@ class Pair:
                 truth.clear()
         at = self.at[source] = (at[0], at[1] + 1)
         self.past[source, *at] = frozenset(truth)
-        batch = EventBatch(source, *at, [Event(kind, array(keys))])
+        batch = EventBatch(source, *at, [KvEvent(kind, array(keys))])
         for index in self.indexes:
             run_all_steps(index.feed.apply(batch, 0.0))
             index.tell()

@@ -28,13 +28,13 @@ def test_the_default_mesh_is_one_frontend_router_and_indexer_and_two_workers() -
     assert names == ["frontend-0", "router-0", "indexer-0", "worker-0", "worker-1"]
 
 
-def test_prefill_and_decode_workers_are_told_their_role() -> None:
+def test_prefill_and_decode_workers_get_their_role_flag() -> None:
     specs = build_service_specs(MeshOptions(workers=0, prefill=1, decode=2))
     roles = {s.name: flag(s, "--role") for s in specs if s.module == "worker_svc"}
     assert roles == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
-def test_services_take_exactly_the_flags_they_are_given() -> None:
+def test_services_accept_the_flags_that_meshctl_passes() -> None:
     rooms: dict[str, tuple[type[ServiceConfig], str]] = {
         "frontend_svc": (FrontendConfig, "FRONTEND"),
         "router_svc": (RouterConfig, "ROUTER"),
@@ -65,17 +65,17 @@ def test_no_two_services_share_a_name_or_a_stable_name() -> None:
     assert len(set(stable)) == len(stable) == 5
 
 
-def test_a_name_prefix_tells_the_workers_of_two_hosts_apart() -> None:
+def test_a_name_prefix_separates_the_workers_of_two_hosts() -> None:
     worker = build_service_specs(replace(OPTIONS, name_prefix="host-"))[-1]
     assert flag(worker, "--stable-name") == "host-worker-2"
 
 
-def test_who_takes_work_ends_before_who_does_it() -> None:
+def test_services_that_send_work_stop_before_services_that_receive_it() -> None:
     ranks = {spec.module: spec.drain_rank for spec in build_service_specs(OPTIONS)}
     assert ranks["frontend_svc"] < ranks["router_svc"] < ranks["worker_svc"]
 
 
-def test_a_service_may_take_its_notice_its_drain_and_a_margin_to_end() -> None:
+def test_the_stop_limit_is_notice_plus_drain_plus_a_margin() -> None:
     spec = build_service_specs(replace(OPTIONS, drain_s=7.0))[0]
     assert flag(spec, "--drain-s") == "7"
     assert spec.drain_s == pytest.approx(float(flag(spec, "--notice-s")) + 7.0 + STOP_MARGIN_S)

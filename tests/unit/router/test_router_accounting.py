@@ -251,8 +251,8 @@ def test_each_query_parameter_has_its_effect() -> None:
         query = Query("m", 200, routing=RoutingHints(**hints))
         if number is None:
             return router.decide(query, None, 0.0, Random(0)).worker
-        result = router.admit(query, key(number), 0.0, Random(0))
-        return result if isinstance(result, QueuedRequest) else result.worker
+        answer = router.admit(query, key(number), 0.0, Random(0))
+        return answer if isinstance(answer, QueuedRequest) else answer.worker
 
     assert submit(0, allowed_worker_ids=frozenset({2})) == W2
     assert submit(1, lora_name="lora3") == Placement(3, 0)
@@ -298,7 +298,7 @@ class Caches:
 
 
 TOKENS = list(range(64))
-XXH3 = 2  # Any number for the hash scheme of the publishers.
+XXH3 = 2  # Any number that the publishers use for their way of naming blocks.
 
 
 def named(image: int | None = None, lora: str | None = None) -> tuple[int, ...]:

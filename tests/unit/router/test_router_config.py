@@ -1,4 +1,4 @@
-"""The router's own knobs: which selector, and how a wrong one is refused."""
+"""Settings of the router: the selector, the cost, and how bad values are refused."""
 
 from __future__ import annotations
 
@@ -39,41 +39,41 @@ def test_every_built_in_selector_can_be_configured(name: str) -> None:
 
 
 @pytest.mark.row("S1-40")
-def test_a_selector_of_ones_own_is_named_by_import_path(plugin: ModuleType) -> None:
-    class Mine(LeastLoadedSelector):
-        name = "mine"
+def test_a_custom_selector_is_configured_by_its_import_path(plugin: ModuleType) -> None:
+    class CustomSelector(LeastLoadedSelector):
+        name = "custom"
 
-    plugin.make = Mine  # type: ignore[attr-defined]  # The module is made up here.
+    plugin.make = CustomSelector  # type: ignore[attr-defined]  # The module is defined in the test.
     config = read("--selector", "test_router_plugin:make")
-    assert isinstance(load_selector(config.selector), Mine)
+    assert isinstance(load_selector(config.selector), CustomSelector)
 
 
 @pytest.mark.parametrize(
-    ("name", "complaint"),
+    ("name", "message"),
     [
-        ("fastest", "none of"),
-        ("fastest:", "none of"),
+        ("fastest", "one of"),
+        ("fastest:", "one of"),
         ("no_such_module_here:make", "ModuleNotFoundError"),
         ("test_router_plugin:absent", "AttributeError"),
-        ("test_router_plugin:number", "cannot be called"),
+        ("test_router_plugin:number", "not callable"),
     ],
 )
-def test_a_selector_that_cannot_be_had_refuses_to_start(
-    plugin: ModuleType, name: str, complaint: str
+def test_a_selector_that_cannot_be_imported_stops_the_start(
+    plugin: ModuleType, name: str, message: str
 ) -> None:
     plugin.__dict__.update(number=1)
     with pytest.raises(ConfigError) as refused:
         read("--selector", name)
     assert len(refused.value.problems) == 1
-    assert complaint in refused.value.problems[0]
+    assert message in refused.value.problems[0]
     assert "--selector" in refused.value.problems[0]
 
 
 @pytest.mark.parametrize(
-    ("name", "complaint"), [("broken", "ZeroDivisionError"), ("nothing", "no WorkerSelector")]
+    ("name", "message"), [("broken", "ZeroDivisionError"), ("nothing", "no WorkerSelector")]
 )
-def test_a_factory_that_makes_no_selector_is_named(
-    plugin: ModuleType, name: str, complaint: str
+async def test_a_factory_that_returns_no_selector_stops_the_start(
+    plugin: ModuleType, name: str, message: str
 ) -> None:
     plugin.__dict__.update(broken=lambda: 1 // 0, nothing=lambda: None)
     config = read("--selector", f"test_router_plugin:{name}")
@@ -81,25 +81,25 @@ def test_a_factory_that_makes_no_selector_is_named(
         RouterApp(config, registry=MemoryRegistry(MemoryStore()))
     (problem,) = refused.value.problems
     assert f"--selector: 'test_router_plugin:{name}'" in problem
-    assert complaint in problem
+    assert message in problem
 
 
-async def test_a_factory_runs_once_a_process(plugin: ModuleType) -> None:
-    made = []
+async def test_a_selector_factory_runs_once_per_process(plugin: ModuleType) -> None:
+    built = []
 
     def make() -> LeastLoadedSelector:
-        made.append(LeastLoadedSelector())
-        return made[-1]
+        built.append(LeastLoadedSelector())
+        return built[-1]
 
-    plugin.make = make  # type: ignore[attr-defined]  # The module is made up here.
+    plugin.make = make  # type: ignore[attr-defined]  # The module is defined in the test.
     config = read("--selector", "test_router_plugin:make")
     app = RouterApp(config, registry=MemoryRegistry(MemoryStore()))
     await app.close()
-    assert [app.router.selector] == made
+    assert [app.router.selector] == built
 
 
 @pytest.mark.row("S1-14")
-def test_knobs_of_the_cost_have_the_defaults_of_the_cost_and_reach_it() -> None:
+def test_cost_settings_have_the_defaults_of_the_cost_and_are_passed_to_it() -> None:
     assert read().cost_settings == DEFAULT_COST_SETTINGS
     config = read("--overlap-score-credit", "0.5", "--assume-kv-reuse", "--router-temperature=2")
     assert config.cost_settings == replace(
@@ -125,12 +125,12 @@ def test_knobs_of_the_cost_have_the_defaults_of_the_cost_and_reach_it() -> None:
         ("--decode-active-request-weight", "inf"),
     ],
 )
-def test_a_knob_out_of_range_refuses_to_start_and_is_named(flag: str, value: str) -> None:
+def test_a_value_out_of_range_stops_the_start_and_is_named(flag: str, value: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read(f"{flag}={value}")
     (problem,) = refused.value.problems
     assert problem.startswith(flag)
 
 
-def test_the_mesh_key_is_never_shown() -> None:
+def test_the_mesh_key_is_not_in_the_repr() -> None:
     assert "hush" not in repr(read("--mesh-key", "hush"))

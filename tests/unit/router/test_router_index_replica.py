@@ -12,7 +12,7 @@ import pytest
 
 import router_svc.index_replica
 from common.errors import MeshError, Unavailable
-from common.kv.events import Event, EventBatch, EventKind, Hashes, Partition, Source
+from common.kv.events import EventBatch, EventKind, Hashes, KvEvent, Partition, Source
 from common.kv.hashing import hashes_to_bytes
 from common.kv.index_feed import STALE_GRACE_S, STEP_BLOCKS_MAX
 from common.kv.load import Load
@@ -55,7 +55,7 @@ def status(source: Source, state: str = "exact", **parts: object) -> pb.Subscrib
 
 
 def stored(source: Source, sequence: int, hashes: Hashes, epoch: int = 0) -> pb.SubscribeResponse:
-    batch = EventBatch(source, epoch, sequence, [Event(EventKind.STORED, hashes)])
+    batch = EventBatch(source, epoch, sequence, [KvEvent(EventKind.STORED, hashes)])
     return pb.SubscribeResponse(source=source_to_proto(source), batch=batch_to_proto(batch))
 
 
@@ -172,7 +172,7 @@ async def test_stored_blocks_match_and_removed_blocks_do_not(bed: Bed) -> None:
     await bed.feed(status(ONE), stored(ONE, 1, blocks[:5]), status(TWO), stored(TWO, 1, blocks[:3]))
     rows = [(row.source, row.device_blocks) for row in bed.replica.match(query(blocks))]
     assert rows == [(ONE, 5), (TWO, 3)]
-    removal = EventBatch(ONE, 0, 2, [Event(EventKind.REMOVED, blocks[1:5][::-1].copy())])
+    removal = EventBatch(ONE, 0, 2, [KvEvent(EventKind.REMOVED, blocks[1:5][::-1].copy())])
     await bed.feed(pb.SubscribeResponse(source=source_to_proto(ONE), batch=batch_to_proto(removal)))
     assert bed.depth(blocks) == 1
 

@@ -1,4 +1,4 @@
-"""Knobs that would do nothing are refused by name, and those that do something are not."""
+"""Settings without effect are reported at start, and others are not."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from random import Random
 from typing import Any
 
 import pytest
+import structlog
 
 from common.errors import Unsupported
 from common.kv.events import Source
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
+from common.registry.registry import MemoryRegistry, MemoryStore
 from common.request.preprocessed import RouterConfigOverride
-from common.runtime.config import ConfigError, ServiceConfig, read_config
+from common.runtime.config import ConfigError, read_config
+from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
 from router_svc.core.admission import QueuedRequest
 from router_svc.core.cost import CostSettings
@@ -22,9 +25,11 @@ from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey, Placement
+from router_svc.unused_settings import settings_without_effect
+from tests.living import living
 
 B = 16
-COST_KNOBS: dict[str, Any] = {
+COST_SETTINGS: dict[str, Any] = {
     "overlap_score_credit": 0.5,
     "overlap_score_credit_decay": 1.0,
     "prefill_load_scale": 2.0,
@@ -36,7 +41,7 @@ COST_KNOBS: dict[str, Any] = {
     "recent_miss_weight": 0.5,
     "recent_miss_half_life_s": 5.0,
 }
-IDLE: list[tuple[dict[str, Any], str]] = [
+WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"kv_transfer_domain": "zone", "kv_transfer_weight": 0.5}, "kv_transfer_weight"),
     ({"active_prefill_tokens_threshold": 9, "track_prefill_tokens": False},
      "active_prefill_tokens_threshold"),
@@ -44,7 +49,6 @@ IDLE: list[tuple[dict[str, Any], str]] = [
      "active_prefill_tokens_threshold_frac"),
     ({"bypass_policy": "prefill_load", "bypass_prefill_busy_threshold": 1.0,
       "track_prefill_tokens": False}, "bypass_prefill_busy_threshold"),
-    ({"bypass_policy": "isl_bounding", "selector": "direct"}, "bypass_policy"),
     ({"bypass_policy": "isl_bounding", "bypass_prefill_busy_threshold": 1.0},
      "bypass_prefill_busy_threshold"),
     ({"bypass_policy": "prefill_load", "bypass_prefill_busy_threshold": 1.0,
@@ -55,7 +59,6 @@ IDLE: list[tuple[dict[str, Any], str]] = [
     ({"queue_requests_max": 9}, "queue_requests_max"),
     ({"queue_tokens_max": 9}, "queue_tokens_max"),
     ({"queue_wait_max_s": 9.0}, "queue_wait_max_s"),
-    ({"recent_miss_weight": 0.0, "recent_miss_half_life_s": 9.0}, "recent_miss_half_life_s"),
     ({"session_affinity_ttl_s": 0.0, "session_affinity_mode": "soft"}, "session_affinity_mode"),
     ({"overlap_score_credit": 0.0, "router_predicted_ttl_secs": 5.0}, "router_predicted_ttl_secs"),
     ({"kv_events": False, "router_predicted_ttl_secs": 5.0}, "router_predicted_ttl_secs"),
@@ -67,54 +70,63 @@ IDLE: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("cost_settings", "name"), IDLE)
-def test_what_would_do_nothing_is_named_with_the_reason(
-    cost_settings: dict[str, Any], name: str
+@pytest.mark.parametrize(("settings", "name"), WITHOUT_EFFECT)
+def test_a_setting_without_effect_is_reported_with_the_reason(
+    settings: dict[str, Any], name: str
 ) -> None:
-    (problem,) = RouterConfig(**cost_settings).problems()
-    assert problem.startswith(f"{name}: ")
-    assert len(problem) > len(name) + 20
+    config = RouterConfig(**settings)
+    assert config.problems() == []
+    assert list(settings_without_effect(config)) == [name]
+    assert settings_without_effect(config)[name]
 
 
-@pytest.mark.row("S1-102")
-def test_a_router_refuses_to_start_with_a_knob_that_would_do_nothing() -> None:
-    with pytest.raises(ConfigError) as refused:
-        read_config(RouterConfig, "ROUTER", {"KVMESH_ROUTER_QUEUE_POLICY": "wspt"}, [])
-    assert refused.value.problems == (
-        "KVMESH_ROUTER_QUEUE_POLICY: nobody waits, --queue-threshold is unset",
-    )
+async def test_a_router_logs_one_warning_with_all_settings_without_effect() -> None:
+    config = RouterConfig(registry="memory", queue_policy="wspt", kv_transfer_weight=0.5)
+    with structlog.testing.capture_logs() as lines:
+        async with living(RouterApp(config, registry=MemoryRegistry(MemoryStore()))):
+            pass
+    (warning,) = [line for line in lines if line["event"] == "settings_without_effect"]
+    assert warning["reasons"] == {
+        "queue_policy": "queue_threshold is unset",
+        "kv_transfer_weight": "kv_transfer_enforcement is required",
+    }
 
 
-def test_a_place_is_no_domain() -> None:
+def test_a_domain_with_a_value_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         read_config(RouterConfig, "ROUTER", {}, ["--kv-transfer-domain", "zone=a"])
-    assert "name the domain alone: 'zone'" in str(refused.value)
+    assert "give the name of the domain only: 'zone'" in str(refused.value)
 
 
-def test_every_cost_knob_is_tried_here() -> None:
+def test_the_table_of_this_file_has_every_cost_setting() -> None:
     tracked = {"track_prefill_tokens", "track_active_blocks"}
-    assert COST_KNOBS.keys() | tracked == {spec.name for spec in fields(CostSettings)}
+    assert COST_SETTINGS.keys() | tracked == {spec.name for spec in fields(CostSettings)}
 
 
-@pytest.mark.parametrize("name", COST_KNOBS)
+@pytest.mark.parametrize("name", COST_SETTINGS)
 @pytest.mark.parametrize("selector", sorted(set(SELECTORS) - {"kv"}))
-def test_a_selector_without_that_cost_has_none_of_its_knobs(selector: str, name: str) -> None:
-    (problem,) = RouterConfig(selector=selector, **{name: COST_KNOBS[name]}).problems()
-    assert problem == f"{name}: selector {selector} has no such cost"
-    assert RouterConfig(**{name: COST_KNOBS[name]}).problems() == []
-    assert RouterConfig(selector="my.own:make", **{name: COST_KNOBS[name]}).problems() == []
+def test_cost_settings_have_no_effect_with_another_built_in_selector(
+    selector: str, name: str
+) -> None:
+    value = {name: COST_SETTINGS[name]}
+    unused = settings_without_effect(RouterConfig(selector=selector, **value))
+    assert unused == {name: f"selector is {selector}"}
+    assert settings_without_effect(RouterConfig(**value)) == {}
+    custom = RouterConfig.model_construct(selector="my.own:make", **value)
+    assert settings_without_effect(custom) == {}
 
 
 @pytest.mark.parametrize("selector", sorted(SELECTORS))
-def test_defaults_fit_every_selector_and_so_does_following_no_caches(selector: str) -> None:
-    assert RouterConfig(selector=selector).problems() == []
-    assert RouterConfig(selector=selector, overlap_score_credit=0.0).problems() == []
+def test_defaults_and_a_disabled_index_are_fine_with_every_selector(selector: str) -> None:
+    assert settings_without_effect(RouterConfig(selector=selector)) == {}
+    no_index = RouterConfig(selector=selector, overlap_score_credit=0.0)
+    assert settings_without_effect(no_index) == {}
     tracked = RouterConfig(selector=selector, track_prefill_tokens=False, track_active_blocks=False)
-    assert tracked.problems() == []
+    assert settings_without_effect(tracked) == {}
 
 
 @pytest.mark.parametrize(
-    "cost_settings",
+    "settings",
     [
         {"bypass_policy": "isl_or_load", "bypass_eff_isl_threshold": 1,
          "bypass_prefill_busy_threshold": 1.0, "bypass_decode_busy_threshold": 0.5},
@@ -129,18 +141,13 @@ def test_defaults_fit_every_selector_and_so_does_following_no_caches(selector: s
         {"session_affinity_mode": "soft"},
     ],
 )  # fmt: skip
-def test_what_does_something_is_not_refused(cost_settings: dict[str, Any]) -> None:
-    assert RouterConfig(**cost_settings).problems() == []
+def test_a_setting_with_an_effect_is_not_reported(settings: dict[str, Any]) -> None:
+    config = RouterConfig(**settings)
+    assert config.problems() == []
+    assert settings_without_effect(config) == {}
 
 
-def test_every_knob_with_a_default_alone_is_fine_as_it_is() -> None:
-    assert RouterConfig().problems() == []
-    own = {spec.name for spec in fields(RouterConfig)} - {s.name for s in fields(ServiceConfig)}
-    named = {name for _, name in IDLE} | COST_KNOBS.keys()
-    assert named <= own
-
-
-# A credit of 0 alone says that caches do not matter; other knobs may say that they do.
+# A credit of 0 disables the index, unless another setting needs it.
 
 OTHER_USES: list[dict[str, Any]] = [
     {"host_cache_hit_weight": 0.5},
@@ -152,8 +159,8 @@ OTHER_USES: list[dict[str, Any]] = [
 ]
 
 
-class Held:
-    """An index: the same blocks by worker for every prompt, on (device, host, disk)."""
+class FixedIndex:
+    """An index with the same (device, host, disk) blocks per worker for every prompt."""
 
     def __init__(self, **held: tuple[int, int, int]) -> None:
         self.held = {int(name[1:]): tiers for name, tiers in held.items()}
@@ -176,7 +183,7 @@ def worker(worker_id: int, **facts: Any) -> Instance:
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
 
-def built(held: Held, *workers: Instance, **cost_settings: Any) -> Router:
+def built(held: FixedIndex, *workers: Instance, **cost_settings: Any) -> Router:
     config = RouterConfig(**cost_settings)
     assert config.problems() == []
     router = Router(
@@ -199,53 +206,55 @@ def chosen(router: Router, query: Query) -> set[int]:
 
 
 @pytest.mark.parametrize("cost_settings", OTHER_USES)
-def test_a_credit_of_zero_keeps_the_index_while_another_knob_asks_for_it(
+def test_a_credit_of_zero_keeps_the_index_if_another_setting_needs_it(
     cost_settings: dict[str, Any],
 ) -> None:
     choice = RouterConfig(overlap_score_credit=0.0, **cost_settings).index_settings
     assert (choice.kind, choice.follows_events) == ("events", True)
-    guessing = RouterConfig(
+    approximate = RouterConfig(
         overlap_score_credit=0.0, kv_events=False, **cost_settings
     ).index_settings
-    assert guessing.kind == "approx"
+    assert approximate.kind == "approx"
 
 
 @pytest.mark.parametrize(
     "cost_settings",
     [{}, {"host_cache_hit_weight": 0.0}, {"bypass_policy": "off"}, {"queue_threshold": 1.0}],
 )
-def test_a_credit_of_zero_alone_follows_nothing(cost_settings: dict[str, Any]) -> None:
+def test_a_credit_of_zero_disables_the_index_if_nothing_else_needs_it(
+    cost_settings: dict[str, Any],
+) -> None:
     assert RouterConfig(overlap_score_credit=0.0, **cost_settings).index_settings.kind == "none"
 
 
-def test_predictions_stay_with_an_index_that_a_credit_of_zero_keeps() -> None:
+def test_predicted_entries_remain_if_a_credit_of_zero_keeps_the_index() -> None:
     config = RouterConfig(
         overlap_score_credit=0.0, bypass_policy="isl_bounding", router_predicted_ttl_secs=5.0
     )
     assert config.index_settings.predicted is not None
 
 
-def test_what_lower_tiers_hold_counts_though_the_device_does_not() -> None:
-    held = Held(w1=(0, 8, 8), w2=(8, 8, 8))
+def test_blocks_in_host_memory_count_with_a_device_credit_of_zero() -> None:
+    held = FixedIndex(w1=(0, 8, 8), w2=(8, 8, 8))
     router = built(held, overlap_score_credit=0.0, host_cache_hit_weight=0.5)
     assert chosen(router, hashed(10)) == {1}
 
 
-def test_a_nearly_cached_prompt_is_bypassed_though_its_credit_is_zero() -> None:
+def test_a_nearly_cached_prompt_is_bypassed_with_a_credit_of_zero() -> None:
     pair = {"transfer_group": "g"}
     workers = (
         worker(1, role="prefill", **pair),
         worker(2, role="decode", local_prefill=True, **pair),
     )
     for credit in (0.0, 1.0):
-        router = built(Held(w2=(62, 62, 62)), *workers, overlap_score_credit=credit,
+        router = built(FixedIndex(w2=(62, 62, 62)), *workers, overlap_score_credit=credit,
                        bypass_policy="isl_bounding")  # fmt: skip
         decision = router.preview(hashed(63), 0.0, Random(1))
         assert (decision.bypass, decision.prefill_tokens) == ("short_prompt", B)
 
 
-def test_wspt_goes_by_what_is_cached_though_the_credit_is_zero() -> None:
-    router = built(Held(w1=(90, 90, 90)), worker(1), overlap_score_credit=0.0,
+def test_wspt_subtracts_cached_tokens_with_a_credit_of_zero() -> None:
+    router = built(FixedIndex(w1=(90, 90, 90)), worker(1), overlap_score_credit=0.0,
                    queue_threshold=1.0, queue_policy="wspt")  # fmt: skip
     rng = Random(0)
     router.admit(Query("m", 2000), BookingKey(7, "fills", 0), 0.0, rng)
@@ -263,11 +272,11 @@ def test_wspt_goes_by_what_is_cached_though_the_credit_is_zero() -> None:
         (RouterConfigOverride(assume_kv_reuse=True), "assume_kv_reuse"),
     ],
 )
-def test_a_request_cannot_ask_for_overlap_where_no_caches_are_followed(
+def test_a_request_override_that_needs_the_index_is_refused_without_one(
     override: RouterConfigOverride, field: str
 ) -> None:
     query = Query("m", 160, bytes(80), 1, B, override=override)
-    held = Held(w1=(10, 10, 10))
+    held = FixedIndex(w1=(10, 10, 10))
     with pytest.raises(Unsupported) as refused:
         built(held, overlap_score_credit=0.0).preview(query, 0.0, Random(0))
     assert refused.value.field == f"query.config_override.{field}"
@@ -276,8 +285,8 @@ def test_a_request_cannot_ask_for_overlap_where_no_caches_are_followed(
     assert kept.preview(query, 0.0, Random(0)).overlap_blocks in (0, 10)
 
 
-def test_one_request_may_give_credit_where_the_router_gives_none_but_follows_caches() -> None:
-    held = Held(w1=(10, 10, 10))
+def test_a_request_may_override_a_credit_of_zero_if_the_index_is_kept() -> None:
+    held = FixedIndex(w1=(10, 10, 10))
     router = built(held, overlap_score_credit=0.0, bypass_policy="isl_bounding")
     query = hashed(10)
     assert chosen(router, query) == {1, 2}
@@ -285,8 +294,8 @@ def test_one_request_may_give_credit_where_the_router_gives_none_but_follows_cac
     assert chosen(router, replace(query, override=override)) == {1}
 
 
-def test_a_request_may_say_what_holds_there_anyway() -> None:
+def test_a_request_override_equal_to_the_setting_is_accepted() -> None:
     override = RouterConfigOverride(overlap_score_credit=0.0, assume_kv_reuse=False)
     query = Query("m", 160, bytes(80), 1, B, override=override)
-    router = built(Held(w1=(10, 10, 10)), overlap_score_credit=0.0)
+    router = built(FixedIndex(w1=(10, 10, 10)), overlap_score_credit=0.0)
     assert chosen(router, query) == {1, 2}

@@ -26,7 +26,7 @@ def with_tokenizer(value: Any) -> ModelCard:
     return replace(CARD, artifacts={"tokenizer.json": Artifact.of(raw)})
 
 
-def test_a_folder_without_what_a_card_needs_is_refused_by_the_name_of_the_file(
+def test_a_missing_model_file_is_rejected_by_its_name(
     tmp_path: Path,
 ) -> None:
     assert find_missing_files(SIM_MODEL_DIR) == []
@@ -40,7 +40,7 @@ def test_a_folder_without_what_a_card_needs_is_refused_by_the_name_of_the_file(
     assert bad.value.problems == (f"--model-path: {tmp_path} has no tokenizer_config.json",)
 
 
-def test_more_sequences_than_a_step_has_tokens_are_refused_with_the_configuration() -> None:
+def test_max_num_seqs_above_max_num_batched_tokens_is_rejected() -> None:
     flags = ["--max-num-seqs=32", "--max-num-batched-tokens=16"]
     with pytest.raises(ConfigError) as bad:
         read_config(WorkerConfig, "WORKER", {}, flags)
@@ -57,14 +57,14 @@ def test_more_sequences_than_a_step_has_tokens_are_refused_with_the_configuratio
         ({"user_data": {"a": 1}}, "user_data {'a': 1}, not {}"),
     ],
 )
-def test_cards_that_differ_say_in_which_fields_and_whose_flags_these_are(
+def test_card_differences_name_the_fields_and_their_flags(
     change: dict[str, Any], says: str
 ) -> None:
     assert card_differences(replace(CARD, **change), CARD) == [says]
     assert card_differences(CARD, CARD) == []
 
 
-def test_kinds_and_files_that_differ_are_named_without_their_content() -> None:
+def test_differing_endpoints_and_files_are_named_without_their_content() -> None:
     chat = build_card(SIM_MODEL_DIR, EngineConfig("m", kv_cache_block_size=16), ["chat"])
     other = replace(chat, artifacts=with_tokenizer({}).artifacts, context_length=64)
     found = card_differences(other, CARD)
@@ -73,11 +73,11 @@ def test_kinds_and_files_that_differ_are_named_without_their_content() -> None:
     assert found[1:] == [f"another {name} (--model-path)" for name in files]
 
 
-def test_bytes_that_travel_apart_make_no_difference() -> None:
+def test_separately_fetched_bytes_make_no_difference() -> None:
     assert card_differences(CARD.without_inline_bytes(), CARD) == []
 
 
-def test_the_vocabulary_is_as_large_as_its_largest_id_says() -> None:
+def test_the_vocabulary_size_follows_from_the_largest_id() -> None:
     tokenizer = Tokenizer.from_file(str(SIM_MODEL_DIR / "tokenizer.json"))
     assert read_vocab_size(CARD) == max(tokenizer.get_vocab().values()) + 1
     gap = {"model": {"vocab": {"a": 0, "b": 90}}, "added_tokens": [{"id": 5, "content": "c"}]}
@@ -90,10 +90,10 @@ def test_the_vocabulary_is_as_large_as_its_largest_id_says() -> None:
 @pytest.mark.parametrize(
     "raw", [b"", b"[", [], {}, {"model": 1}, {"model": {"vocab": None}}, {"model": {"vocab": {}}}]
 )
-def test_of_an_odd_tokenizer_the_vocabulary_is_not_known(raw: Any) -> None:
+def test_the_vocabulary_of_an_unusual_tokenizer_is_unknown(raw: Any) -> None:
     assert read_vocab_size(with_tokenizer(raw)) is None
 
 
-def test_a_file_that_travels_apart_says_nothing_of_the_vocabulary() -> None:
+def test_a_separately_fetched_file_leaves_the_vocabulary_unknown() -> None:
     assert read_vocab_size(CARD.without_inline_bytes()) is None
     assert read_vocab_size(replace(CARD, artifacts={})) is None

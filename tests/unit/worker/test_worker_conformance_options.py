@@ -11,7 +11,7 @@ from worker_svc.conformance.__main__ import main
 from worker_svc.conformance.bench import TimeLimits
 
 
-def test_help_says_of_every_option_what_it_is_for(
+def test_help_explains_every_option(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")

@@ -1,27 +1,26 @@
-"""SGLang in this process: the adapter, and the only file that imports SGLang (0.5.23).
+"""The SGLang adapter, and the only file that imports SGLang (0.5.23).
 
-`sglang.Engine` runs its schedulers in processes of its own; here are its tokenizer manager, which
-speaks to them, and our event loop. What a request means is in `sglang_options`, KV events are in
-`sglang_events`. What had to be known of SGLang:
+`sglang.Engine` runs its schedulers in separate processes; its tokenizer manager, which talks to
+them, runs here in our event loop. `sampling.py` translates requests, `kv_events.py` reads KV
+events. Facts about SGLang that shape this file:
 
-- Its signal handlers would take SIGTERM from our lifecycle and kill the process tree on SIGQUIT, as
-  which a dying scheduler announces itself. So the tokenizer manager's loop is started here, without
-  them, and SIGQUIT is ours. A scheduler that dies without a word is seen by its process's end. In
-  both cases all requests fail at once with a retryable WorkerLost, and `wait_for_failure` raises
-  it.
-- `Engine.shutdown` kills every child of the process and leaves requests waiting for ever: they are
-  ended first, and a worker has no children but SGLang's.
-- The scheduler aborts every request whose id *begins* with the given one, so ids here are of equal
-  length up to a separator.
-- It replaces the handlers of Python's root logger, and asyncio's policy; both are put back.
-- Load is read from shared memory behind a file lock, which a stopped scheduler may hold: in a
-  thread, so that only the figures stand still then.
-- A decode leg waits for KV pages without limit or word, until prefill's side times out, as if there
-  were no partner. The load says how many legs wait for pages; where those are all that are there,
-  `core/decode_queue.py` knows which.
-- Its time-outs for handoffs are process-wide environment variables, set before it starts.
-- Whatever the host, torch's store and the transfer engine listen on all interfaces, at ports of the
-  system's choice and without authentication. Where that matters, a firewall has to see to it.
+- Its signal handlers would take SIGTERM from our lifecycle. On SIGQUIT, which a dying scheduler
+  sends, they kill the process tree. Therefore the tokenizer manager's loop is started here without
+  them, and this file handles SIGQUIT. A scheduler that dies silently is detected by the end of its
+  process. In both cases all requests fail at once with a retryable WorkerLost, which
+  `wait_for_failure` raises too.
+- `Engine.shutdown` kills all child processes and leaves open requests waiting forever. Therefore
+  requests are ended first, and a worker has no child processes but SGLang's.
+- The scheduler aborts every request with an id that *begins* with the given one. Therefore ids
+  have a prefix of fixed length up to a separator.
+- It replaces the handlers of Python's root logger and asyncio's policy; both are restored.
+- Load is read from shared memory behind a file lock that a stopped scheduler may hold. It is read
+  in a thread, so that only the load figures stall.
+- A decode leg waits for KV pages without a limit, until prefill's side times out as if it had no
+  partner. The load reports how many legs wait for pages; `starvation.py` derives which ones.
+- Handoff timeouts are process-wide environment variables, set before the start.
+- Torch's store and the transfer engine listen on all interfaces, on ports chosen by the system and
+  without authentication, whatever `host` is. Use a firewall where that matters.
 """
 
 from __future__ import annotations
@@ -62,6 +61,7 @@ from worker_svc.engines.contract import (
     PreprocessedRequest,
     chunk,
 )
+from worker_svc.engines.handoff import HandoffTimeouts, no_blocks_error
 from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
 from worker_svc.engines.sglang.make_model import TINY_MODEL_DIR
 from worker_svc.engines.sglang.sampling import (
@@ -80,17 +80,16 @@ from worker_svc.engines.sglang.sampling import (
     to_load,
 )
 from worker_svc.engines.sglang.starvation import StarvationDetector
-from worker_svc.engines.sim.transfer import HandoffTimeouts, no_blocks_error
 from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, KvEventSink
 
 LOAD_INTERVAL_S: Final = 0.1
 PROGRESS_INTERVAL_S: Final = 5.0
 WARM_UP_TIMEOUT_S: Final = 120.0
-# How long transfers in flight may take at the end.
+# Limit for transfers in flight at shutdown.
 DRAIN_TIMEOUT_S: Final = 4.0
-# How long a start that was given up may take to end, once its processes are gone.
+# Time for an abandoned start to end after its processes were killed.
 ABANDON_LAUNCH_TIMEOUT_S: Final = 8.0
-# Of each file of weights, what is read to tell models apart: at its beginning and at its end.
+# Bytes of each weight file, at its start and its end, that enter the model checksum.
 _SAMPLED_BYTES: Final = 1 << 16
 
 log = structlog.get_logger()
@@ -98,13 +97,14 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class SglangConfig:
-    """How to run SGLang.
+    """Settings of the SGLang engine.
 
-    model_path: a Hugging Face folder; None makes a tiny one with random weights. model: the name
-    that clients use. host: where prefill listens for decode; advertise_host: as decode reaches it.
-    bootstrap_port: 0 is any. handoff_timeout_s: how long a leg waits for its partner.
-    transfer_group: "" derives it from pages, types, weights and layout. engine_args: more arguments
-    of SGLang's server, by their names there.
+    model_path: a Hugging Face folder; None builds a tiny model with random weights. model: the
+    public name. host: address where prefill listens for decode; advertise_host: the address that
+    decode dials.
+    bootstrap_port: 0 means any. handoff_timeout_s: how long a leg waits for its partner.
+    transfer_group: "" derives it from page size, types, weights and layout. engine_args: further
+    arguments of SGLang's server, by SGLang's names.
     """
 
     model: str = "kvmesh-sglang"
@@ -122,32 +122,32 @@ class SglangConfig:
 
     @property
     def model_dir(self) -> Path:
-        """The model's folder."""
+        """Returns the model folder."""
         return self.model_path or TINY_MODEL_DIR
 
 
 class SglangEngine:
     """An `LLMEngine` over `sglang.Engine`.
 
-    Counters: accepted == finished + cancelled + closed + failed, at rest; `rejected` were never
-    accepted.
+    Counters at rest: accepted == finished + cancelled + closed + failed; `rejected` requests are
+    not accepted.
     """
 
     def __init__(self, config: SglangConfig) -> None:
-        """Raises InvalidRequest for arguments that the worker itself can judge."""
+        """Raises InvalidRequest for invalid arguments that can be detected without SGLang."""
         self.config = config
         self.counters: Counter[str] = Counter()
         self.kv_event_format = KvEventFormat(
             config.block_size,
             resolve_page_size(config.engine_args, config.block_size),
-            # A block is in the radix tree or not; it is reported when it enters and when it leaves.
+            # A block is reported once when it enters the radix tree and once when it leaves.
             DuplicatePolicy.IDEMPOTENT,
             tiers=3 if config.engine_args.get("enable_hierarchical_cache") else 1,
         )
         self.kv_events_off_reason = "the engine has not started"
         self._properties = EngineProperties()
         self._endpoints: KvEventEndpoints | None = None
-        # Any: SGLang's Engine, which has no types that are known here.
+        # Any: SGLang's Engine has no types.
         self._engine: Any = None
         self._launch: asyncio.Future[Any] | None = None
         self._tasks: list[asyncio.Task[Any]] = []
@@ -164,15 +164,15 @@ class SglangEngine:
         self._is_closed = False
 
     async def start(self, worker_id: int) -> EngineConfig:
-        """Starts SGLang and waits until it has answered once. On the main thread only.
+        """Starts SGLang and waits for its first response. Call it on the main thread.
 
-        Raises InvalidRequest for arguments that SGLang refuses, Unavailable when it fails.
+        Raises InvalidRequest for arguments that SGLang rejects, Unavailable if it fails to start.
         """
         if self._launch is not None:
-            raise Conflict("the engine was started before")
+            raise Conflict("the engine was already started")
         loop = asyncio.get_running_loop()
         self._engine_failure = loop.create_future()
-        loop.add_signal_handler(signal.SIGQUIT, self._fail_engine, "a process of SGLang's failed")
+        loop.add_signal_handler(signal.SIGQUIT, self._fail_engine, "an SGLang process failed")
         if self.config.model_path is None:
             await make_tiny_model(self.config.model_dir)
         self._launch = loop.run_in_executor(None, self._launch_engine)
@@ -182,7 +182,9 @@ class SglangEngine:
         except MeshError:
             raise
         except (AssertionError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"SGLang refuses its arguments: {error}", "engine_args") from error
+            raise InvalidRequest(
+                f"SGLang rejected its arguments: {error}", "engine_args"
+            ) from error
         except Exception as error:
             raise Unavailable(f"SGLang did not start: {error}") from error
         finally:
@@ -196,10 +198,10 @@ class SglangEngine:
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
-        """As `LLMEngine.generate`. All refusals are raised by the first step of the generator.
+        """Yields the output of one request; rejections are raised at the first step.
 
         Raises Unsupported, InvalidRequest, PromptTooLong, Overloaded, Unavailable, and WorkerLost
-        when SGLang dies or a handoff fails.
+        if SGLang dies or a handoff fails.
         """
         try:
             self._check_alive()
@@ -278,17 +280,17 @@ class SglangEngine:
             self._engine.tokenizer_manager.abort_request(rid=rid)
 
     async def abort(self, ctx: GenerateContext) -> None:
-        """Nothing to do: the stop itself has reached SGLang."""
+        """Does nothing: the stop was sent to SGLang already."""
 
     async def drain(self) -> None:
-        """Waits until no handoff is open, at most DRAIN_S."""
+        """Waits until no handoff is open, at most DRAIN_TIMEOUT_S."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_TIMEOUT_S):
                 while any(load.rooms_open for load in self._loads):
                     await self._loads_updated.wait()
 
     async def cleanup(self) -> None:
-        """Ends SGLang and all its processes. Idempotent, and fit for a start that failed."""
+        """Stops SGLang and all its processes. Idempotent; also valid after a failed start."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -303,7 +305,7 @@ class SglangEngine:
             await asyncio.to_thread(self._engine.shutdown)
         elif self._launch is not None:
             await self._abandon_launch(self._launch)
-        # Last: what dies of it may still send one.
+        # Last: a dying process may still send SIGQUIT.
         loop.remove_signal_handler(signal.SIGQUIT)
 
     async def _abandon_launch(self, launch: asyncio.Future[Any]) -> None:
@@ -315,12 +317,12 @@ class SglangEngine:
             await asyncio.sleep(LOAD_INTERVAL_S)
 
     async def wait_for_failure(self) -> None:
-        """Waits until SGLang dies of itself, then raises WorkerLost."""
-        assert self._engine_failure is not None, "called after the start"
+        """Waits until SGLang dies, then raises WorkerLost."""
+        assert self._engine_failure is not None, "called after start"
         raise await asyncio.shield(self._engine_failure)
 
     def publish_to(self, sink: KvEventSink) -> None:
-        """From now on the sink is told what the cache holds, beginning with what it holds now."""
+        """Reports all changes of the cache to the sink, beginning with the present content."""
         if self._endpoints is None:
             return
         for rank in range(self._properties.dp_size):
@@ -330,26 +332,26 @@ class SglangEngine:
             self._tasks.append(task)
 
     def loads(self) -> Sequence[Load]:
-        """The load of every rank, at most LOADS_EVERY_S old while SGLang lives."""
+        """Returns the load of each rank, at most LOAD_INTERVAL_S old while SGLang is alive."""
         return self._loads
 
     async def flush_cache(self) -> bool:
-        """Empties the prefix cache; False when requests are running."""
+        """Clears the prefix cache. Returns False if requests are running."""
         self._check_alive()
         result = await self._engine.tokenizer_manager.flush_cache()
         return bool(result.success)
 
     @property
     def process_ids(self) -> Sequence[int]:
-        """SGLang's processes, for tests and operators."""
+        """Returns the ids of SGLang's processes, for tests and operators."""
         return [one.pid for one in multiprocessing.active_children() if one.pid is not None]
 
     # Start.
 
     def _launch_engine(self) -> Any:
-        """Runs in a thread: imports take seconds, the start up to minutes."""
+        """Starts SGLang in a thread: imports take seconds, the start takes up to minutes."""
         with _preserve_process_state():
-            # A CUDA machine has no need of the platform package, and SGLang no choice without.
+            # Imported here: a worker without SGLang must be able to import this module.
             import torch  # type: ignore[import-not-found]
             from sglang.srt.entrypoints.engine import (  # type: ignore[import-not-found] # noqa: TID251
                 Engine,
@@ -383,7 +385,7 @@ class SglangEngine:
         if config.context_length is not None:
             adapter_arguments["context_length"] = config.context_length
         ranks = int(config.engine_args.get("dp_size", 1))
-        # In a row: one for the rendezvous, then two a rank for its events.
+        # Consecutive ports: one for the rendezvous, then two per rank for its events.
         port = free_ports(1 + 2 * ranks)
         if config.kv_events:
             self._endpoints = KvEventEndpoints(port + 1, port + 1 + ranks)
@@ -395,7 +397,7 @@ class SglangEngine:
         return adapter_arguments
 
     def _set_environment(self) -> None:
-        """SGLang reads these from the process's environment, and has a door to it of its own."""
+        """Sets environment variables that SGLang reads, through SGLang's own API."""
         from sglang.srt.environ import (  # type: ignore[import-not-found] # noqa: TID251
             EnvStr,
             envs,
@@ -406,7 +408,7 @@ class SglangEngine:
         limit_s = max(1, round(self.config.handoff_timeout_s))
         envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.set(limit_s)
         envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.set(limit_s)
-        # Not on SGLang's own list, so made here; else another interface would be used.
+        # Not in SGLang's `envs`, so created here; otherwise SGLang would use another interface.
         host_ip = EnvStr("")
         host_ip.name = "SGLANG_HOST_IP"
         host_ip.set(socket.gethostbyname(self._bootstrap_host))
@@ -416,7 +418,7 @@ class SglangEngine:
         return self.config.advertise_host or self.config.host
 
     def _attach_to_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Does what the first request would do, without the signal handlers that come with it."""
+        """Does what SGLang does at its first request, without installing signal handlers."""
         manager = self._engine.tokenizer_manager
         manager.event_loop = loop
         reader = loop.create_task(manager.handle_loop(), name="sglang outputs")
@@ -425,12 +427,14 @@ class SglangEngine:
             task.add_done_callback(self._on_task_done)
         for process in multiprocessing.active_children():
             self._sentinels.append(process.sentinel)
-            loop.add_reader(process.sentinel, self._fail_engine, f"its process {process.pid} ended")
+            loop.add_reader(
+                process.sentinel, self._fail_engine, f"SGLang process {process.pid} ended"
+            )
 
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled():
             log.error("sglang_task_failed", task=task.get_name(), exc_info=task.exception())
-            self._fail_engine(f"{task.get_name()} cannot be read any more")
+            self._fail_engine(f"task {task.get_name()} failed")
 
     def _read_properties(self, resolved: Mapping[str, Any]) -> EngineProperties:
         manager = self._engine.tokenizer_manager
@@ -447,7 +451,9 @@ class SglangEngine:
         )
 
     async def _warm_up(self) -> None:
-        """One token, from a prompt too short to be cached. The penalty is compiled by its use."""
+        """Generates one token from a prompt too short to be cached. The penalty compiles its
+        kernel.
+        """
         sampling = {"max_new_tokens": 1, "ignore_eos": True, "repetition_penalty": 1.1}
         arguments: dict[str, Any] = {"input_ids": [0], "sampling_params": sampling, "priority": 0}
         if self.config.role != "aggregated":
@@ -465,7 +471,7 @@ class SglangEngine:
                     async for _ in stream:
                         self._check_alive()
         except TimeoutError:
-            raise Unavailable(f"SGLang did not answer within {WARM_UP_TIMEOUT_S} s") from None
+            raise Unavailable(f"SGLang did not respond within {WARM_UP_TIMEOUT_S:g} s") from None
         self._check_alive()
 
     async def _build_engine_config(self, resolved: Mapping[str, Any]) -> EngineConfig:
@@ -507,7 +513,7 @@ class SglangEngine:
         return min((one.max_running_requests for one in snapshots), default=0) or None
 
     async def _transfer_group(self, resolved: Mapping[str, Any]) -> str:
-        """Equal where KV pages of one engine mean the same to another."""
+        """Returns a name that is equal for engines with interchangeable KV pages."""
         from sglang.version import (  # type: ignore[import-not-found] # noqa: TID251
             __version__,
         )
@@ -520,7 +526,7 @@ class SglangEngine:
         page, kv = resolved["page_size"], resolved["kv_cache_dtype"]
         return f"sglang-{__version__}-page{page}-{dtype}-{kv}-{layout}-{checksum}"
 
-    # Life and death.
+    # Failure.
 
     def _check_alive(self) -> None:
         if self._engine is None:
@@ -529,7 +535,7 @@ class SglangEngine:
             raise self._engine_failure.result()
 
     def _fail_engine(self, reason: str) -> None:
-        """SGLang is gone: whoever waits for it hears so now. Idempotent."""
+        """Records that SGLang is gone and fails all its requests. Idempotent."""
         if self._engine_failure is None or self._engine_failure.done():
             return
         if not self._is_closed:
@@ -540,7 +546,7 @@ class SglangEngine:
             self._abort_requests()
 
     def _abort_requests(self) -> None:
-        """Through SGLang's own way of ending a request that its scheduler gave up."""
+        """Ends all requests by SGLang's handler of an abort from the scheduler."""
         from sglang.srt.managers.io_struct import (  # type: ignore[import-not-found] # noqa: TID251
             AbortReq,
         )
@@ -550,7 +556,7 @@ class SglangEngine:
             manager._handle_abort_req(AbortReq(rid=rid, abort_message="the engine is gone"))
 
     def _remove_process_watchers(self, loop: asyncio.AbstractEventLoop) -> None:
-        """A process that has ended would be told of for ever."""
+        """Removes the watchers; the sentinel of an ended process would stay readable."""
         while self._sentinels:
             loop.remove_reader(self._sentinels.pop())
 
@@ -580,15 +586,15 @@ class SglangEngine:
 
 
 async def make_tiny_model(folder: Path) -> None:
-    """Builds the tiny model, in a process of its own that has ended on return."""
+    """Builds the tiny model in a child process, which has ended on return."""
     if await asyncio.to_thread(folder.exists):
         return
-    log.warning("no_model_path", detail="serving random weights: answers are noise")
+    log.warning("no_model_path", detail="serving random weights: output is noise; set --model-path")
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "worker_svc.engines.sglang.make_model", str(folder)
     )
     if await process.wait():
-        raise Unavailable("the tiny model could not be built; the log says why")
+        raise Unavailable("the tiny model could not be built; the log has the reason")
 
 
 async def _log_progress(worker_id: int) -> None:
@@ -600,7 +606,7 @@ async def _log_progress(worker_id: int) -> None:
 
 @contextlib.contextmanager
 def _preserve_process_state() -> Iterator[None]:
-    """Puts back what SGLang replaces: the root logger's handlers, asyncio's policy."""
+    """Restores what SGLang replaces: the root logger's handlers and asyncio's policy."""
     root, policy = logging.getLogger(), asyncio.get_event_loop_policy()
     handlers, level = root.handlers[:], root.level
     try:
@@ -622,7 +628,7 @@ def _kill_children() -> None:
 
 
 def model_checksum(folder: Path) -> str:
-    """16 hex digits that tell models apart: of the configuration, and samples of the weights."""
+    """Returns 16 hex digits of a digest over the configuration and samples of the weights."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.name == "config.json":

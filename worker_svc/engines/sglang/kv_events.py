@@ -1,23 +1,24 @@
-"""An engine's KV events, rank by rank: in order, without gaps, as the canonicaliser takes them.
+"""Reads an engine's KV events: per rank in order and without gaps, for the normalizer.
 
 Each rank publishes numbered batches over ZeroMQ (PUB, loopback) and keeps the last ones for replay
-(ROUTER). Nothing says when a subscription has begun to count, and a publisher drops what a slow
-subscriber does not take: so a jump in the numbers is replayed, and so is the end whenever it is
-quiet. What no replay has any more is a loss, which the sink is told of.
+(ROUTER). A subscriber cannot detect when its subscription takes effect, and a publisher drops what
+a slow subscriber does not read. Therefore the reader requests a replay after a gap in the numbers,
+and of the latest batches whenever the stream is idle. Batches that no replay has are a loss, which
+is reported to the sink.
 
-Numbers alone do not tell an engine from its successor, which begins with 0 again and may have come
-as far meanwhile. So every replay begins with the batch taken last: it must be there, as it was.
-Where it is not the engine has begun anew, with an empty cache, and so does the reader. It asks so
-whenever the connection is a new one, before it takes anything that came over it.
+Numbers alone do not identify an engine: its successor starts at 0 again and may have reached the
+same number. Therefore every replay starts with the last batch accepted, which must be present and
+equal. If it is not, the engine restarted with an empty cache, and the reader starts over. The
+reader requests such a replay after each reconnect, before it accepts a batch of the new connection.
 
-An answer may have holes, no last batches or no end: a ROUTER drops what it cannot send at once. So
-the rest is asked for again, for as long as every answer brings something; only what is missing at
-the beginning of an answer is kept no more.
+A replay may have holes, or lack its last batches or its end marker: a ROUTER drops what it cannot
+send at once. The reader requests the rest as long as each replay brings new batches. Only batches
+missing at the start of a replay are no longer kept.
 
-The format is SGLang's "dynamo": there, and only there, the hash of a block depends on adapter and
-salt as well, so that hashes alone tell blocks of different adapters apart, in removals too. They
-are opaque, signed 64-bit numbers. vLLM's format is read too: its events may be arrays, its hashes
-digests of 32 bytes, of which the last eight count.
+The format is SGLang's "dynamo". Only there the hash of a block depends on adapter and salt, so that
+hashes alone identify blocks of different adapters, in removals too. Hashes are opaque, signed
+64-bit numbers. vLLM's format is supported too: its events may be arrays, its hashes digests of 32
+bytes, of which the last eight are used.
 """
 
 from __future__ import annotations
@@ -46,21 +47,22 @@ from worker_svc.kv_events.normalizer import (
 )
 
 TOPIC: Final = "kv-events"
-# Batches that SGLang keeps for replay. As many may wait here: those beyond can be had again.
+# Batches that SGLang keeps for replay, and limit of the receive queue; a replay returns the rest.
 BUFFERED_BATCHES: Final = 10_000
-# Messages that a socket takes before it drops any, by default; a shorter answer is whole.
+# Default queue length of a socket, in messages; a replay shorter than this is complete.
 SOCKET_QUEUE_MIN: Final = 1_000
-# After so much silence the end is asked for again.
+# Idle time after which the latest batches are requested.
 IDLE_S: Final = 1.0
-# Silence at which an answer is given up. SGLang looks for requests between batches, at least every
-# 0.1 s.
+# Time without a message after which a replay is abandoned. SGLang serves replay requests between
+# batches, at least every 0.1 s.
 REPLAY_TIMEOUT_S: Final = 5.0
-# An engine that goes away takes the requests with it that it has not answered: they are made again.
+# Attempts per replay: an engine that exits drops the requests it has not answered.
 REPLAY_ATTEMPTS_MAX: Final = 2
-# Work after which the loop gets its turn: batches that have arrived already are taken without one.
+# Time slice before the reader yields to the loop; batches that have arrived are read without
+# yielding.
 YIELD_INTERVAL_S: Final = 0.002
-# Pages of an event that are taken at once: two milliseconds or three. A prompt may have a hundred
-# times as many, where pages have one token.
+# Pages of an event applied at once: two or three milliseconds of work. With one token per page a
+# prompt may have a hundred times as many.
 PAGES_PER_PART_MAX: Final = 1024
 
 _SEQ_BYTES: Final = 8
@@ -72,7 +74,7 @@ _TIERS: Final[Mapping[str | None, Tier]] = {
     "DISK": Tier.DISK,
     "EXTERNAL": Tier.DISK,
 }
-# The fields of events that are arrays, behind the name of the event.
+# Fields of events that are arrays, after the event's name.
 _FIELDS: Final[Mapping[str, Sequence[str]]] = {
     "BlockStored": (
         "block_hashes",
@@ -93,17 +95,17 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class KvEventEndpoints:
-    """Where rank r publishes: port + r, and serves replays: replay_port + r; on loopback.
+    """Loopback ports: rank r publishes at port + r and serves replays at replay_port + r.
 
-    replay_port None: the engine keeps nothing, so that whatever does not arrive is a loss.
+    replay_port None: the engine keeps no batches, so every missing batch is a loss.
     """
 
     port: int
     replay_port: int | None
 
     def config(self) -> str:
-        """SGLang's `kv_events_config`. It has to keep batches."""
-        assert self.replay_port is not None, "SGLang keeps batches here"
+        """Returns SGLang's `kv_events_config`. Requires a replay_port."""
+        assert self.replay_port is not None, "SGLang keeps batches"
         return json.dumps(
             {
                 "publisher": "zmq",
@@ -122,7 +124,7 @@ def _tcp_address(port: int) -> str:
 
 
 class _ReplayResult(Enum):
-    """What came of a request for replay: all there is, a part, or what another engine has kept."""
+    """Result of a replay: complete, truncated, or batches of another engine."""
 
     COMPLETE = auto()
     TRUNCATED = auto()
@@ -130,24 +132,24 @@ class _ReplayResult(Enum):
 
 
 class _LoopYielder:
-    """Gives the loop its turn once TURN_S has passed since the last."""
+    """Yields to the event loop once YIELD_INTERVAL_S has passed since the last yield."""
 
     def __init__(self) -> None:
         self._now = asyncio.get_running_loop().time
         self._slice_started_at = self._now()
 
     async def yield_if_due(self) -> None:
-        """Call it after each piece of work."""
+        """Yields if the time slice has passed. Call it after each unit of work."""
         if self._now() - self._slice_started_at > YIELD_INTERVAL_S:
             await asyncio.sleep(0)
             self._slice_started_at = self._now()
 
 
 class KvEventReader:
-    """Follows one rank for ever.
+    """Follows the events of one rank.
 
-    counts: batches, replayed (of them), gaps, losses, malformed, resets, replays that were cut or
-    unanswered (from some batch on).
+    counts: batches, replayed (of them), gaps, losses, malformed, resets; cut and unanswered
+    replays.
     """
 
     def __init__(self, rank: int, endpoints: KvEventEndpoints, sink: KvEventSink) -> None:
@@ -159,13 +161,13 @@ class KvEventReader:
         )
         self._sink = sink
         self._next_seq = 0
-        # The batch taken last, by which the engine is known again.
+        # The last accepted batch; identifies the engine.
         self._last_payload = b""
         self._yielder = _LoopYielder()
         self._decode = msgspec.msgpack.Decoder().decode
 
     async def run(self) -> None:
-        """Reads until cancelled; what fails is a loss, after which it begins again."""
+        """Reads until cancelled; a failure counts as a loss, after which it starts over."""
         while True:
             try:
                 await self._read()
@@ -197,7 +199,7 @@ class KvEventReader:
         subscriber: zmq.asyncio.Socket,
         monitor: zmq.asyncio.Socket,
     ) -> None:
-        """Takes what comes, until it is quiet."""
+        """Accepts batches until the stream is idle."""
         while await subscriber.poll(IDLE_S * 1000):
             _, number, payload = await subscriber.recv_multipart()
             seq = int.from_bytes(number, "big")
@@ -206,14 +208,14 @@ class KvEventReader:
             if is_new_connection or seq > self._next_seq:
                 is_same_engine = await self._repair_gap(context, REPLAY_ATTEMPTS_MAX)
                 if is_new_connection and not is_same_engine and self._next_seq:
-                    self._report_loss("nothing shows that it is the same engine")
+                    self._report_loss("reconnected; cannot verify that the engine is the same")
                     self._next_seq = seq
             await self._accept(seq, payload)
 
     async def _repair_gap(self, context: zmq.asyncio.Context, attempts_left: int) -> bool:
-        """Takes what the engine has kept from the next batch on; or all, if it has begun anew.
+        """Replays from the next batch on; from 0 if the engine restarted.
 
-        False when it does not answer.
+        Returns False if the engine does not respond.
         """
         if self._replay_endpoint is None:
             return False
@@ -234,13 +236,15 @@ class KvEventReader:
         return False
 
     async def _request_replay(self, context: zmq.asyncio.Context, endpoint: str) -> _ReplayResult:
-        """One replay, from the batch taken last on. Raises TimeoutError once nothing more comes.
+        """Requests one replay, from the last accepted batch on. Raises TimeoutError when no more
+        messages arrive.
 
-        Of another engine's nothing is taken. Cut is an answer only behind something new.
+        Batches of another engine are not accepted. TRUNCATED implies that new batches were
+        accepted.
         """
         next_at_request = self._next_seq
         is_verified = next_at_request == 0
-        # A socket each time: what a request that timed out still brings must not end the next one.
+        # A new socket per replay: late messages of an abandoned replay must not end the next one.
         with context.socket(zmq.DEALER) as dealer:
             dealer.set(zmq.LINGER, 0)
             dealer.set(zmq.RCVHWM, BUFFERED_BATCHES)
@@ -264,8 +268,8 @@ class KvEventReader:
                         return _ReplayResult.OTHER_ENGINE
                     is_verified = True
                     if seq > first:
-                        # The ring is past it: nothing shows whose batches these are.
-                        self._report_loss(f"batches from {first} on are kept no more")
+                        # The last batch left the ring, so nothing identifies the engine.
+                        self._report_loss(f"batches from {first} on are no longer kept")
                         self._next_seq = seq
                 if seq > self._next_seq > next_at_request:
                     return _ReplayResult.TRUNCATED
@@ -273,7 +277,7 @@ class KvEventReader:
                 await self._accept(seq, payload)
 
     def _reset(self) -> None:
-        log.warning("kv_engine_began_anew", dp_rank=self._rank, next_at_request=self._next_seq)
+        log.warning("kv_engine_restarted", dp_rank=self._rank, next_at_request=self._next_seq)
         self.counts["resets"] += 1
         self._next_seq, self._last_payload = 0, b""
         self._sink.reset(self._rank)
@@ -283,7 +287,7 @@ class KvEventReader:
         if seq < self._next_seq:
             return
         if seq > self._next_seq:
-            self._report_loss(f"batches {self._next_seq} to {seq - 1} are kept no more")
+            self._report_loss(f"batches {self._next_seq} to {seq - 1} are no longer kept")
         self._next_seq, self._last_payload = seq + 1, payload
         self.counts["batches"] += 1
         try:
@@ -303,9 +307,9 @@ class KvEventReader:
 
 
 async def _has_reconnected(monitor: zmq.asyncio.Socket) -> bool:
-    """Whether the connection has changed since the last call."""
+    """Whether the connection changed since the last call."""
     has_changed = False
-    # What comes over a connection comes after the event that tells of it.
+    # Messages of a connection arrive after its monitor event.
     while await monitor.poll(0):
         await monitor.recv_multipart()
         has_changed = True
@@ -313,7 +317,7 @@ async def _has_reconnected(monitor: zmq.asyncio.Socket) -> bool:
 
 
 def _split_event(event: ExternalEvent) -> Iterator[ExternalEvent]:
-    """The event, or several that mean the same, of at most PART_PAGES pages each."""
+    """Yields the event, split into equivalent ones of at most PAGES_PER_PART_MAX pages."""
     if isinstance(event, PagesCleared) or len(event.hashes) <= PAGES_PER_PART_MAX:
         yield event
         return
@@ -332,9 +336,11 @@ def _split_event(event: ExternalEvent) -> Iterator[ExternalEvent]:
         )
 
 
-# Any: what an engine says, unpacked.
+# Any: unpacked events of an engine.
 def parse_events(events: Sequence[Any], rank: int) -> Iterator[ExternalEvent]:
-    """Our events for an engine's. Raises LookupError, TypeError or ValueError for what is none."""
+    """Yields the external events of a batch. Raises LookupError, TypeError or ValueError for a
+    malformed one.
+    """
     for one in events:
         event = one if isinstance(one, Mapping) else _event_fields(one)
         match event["type"]:
@@ -361,7 +367,7 @@ def parse_events(events: Sequence[Any], rank: int) -> Iterator[ExternalEvent]:
 
 def _event_fields(event: Sequence[Any]) -> Mapping[str, Any]:
     event_type, *values = event
-    # What is left out at the end has its default; what is there beyond is not for us.
+    # Omitted trailing fields have their defaults; unknown trailing fields are ignored.
     return {"type": event_type, **dict(zip(_FIELDS[event_type], values, strict=False))}
 
 
@@ -374,7 +380,7 @@ def _hashes(values: Sequence[int | bytes]) -> Sequence[int]:
 
 
 def _read_lora(event: Mapping[str, Any]) -> str | None:
-    """None: it is of an adapter that the event does not name."""
+    """Returns the adapter's name, "" for none; None if the event does not name it."""
     name: str | None = event.get("lora_name")
     if not name and event.get("lora_id") is not None:
         return None
@@ -382,7 +388,9 @@ def _read_lora(event: Mapping[str, Any]) -> str | None:
 
 
 def _read_salt(event: Mapping[str, Any]) -> str | None:
-    """None: blocks are told apart by keys (images, salts) which are not to be read from outside."""
+    """Returns the salt, "" for none; None if the blocks depend on keys (images, salts) that are not
+    readable.
+    """
     if any(event.get("extra_keys") or ()):
         return None
     salt: str | None = event.get("cache_salt")

@@ -1,17 +1,16 @@
-"""Build a model directory for the SGLang engine to try out: real layout, random weights.
+"""Builds a small model folder for the SGLang engine: real layout, random weights.
 
 usage: python -m worker_svc.engines.sglang.make_model OUT_DIR [--seed 0]
 
 A Qwen2 of 2 layers and width 64 (0.6 million parameters, 2.3 MB) with the sim model's tokenizer and
-chat template, so answers are noise made of real words. Equal seeds give equal weights. The folder
-appears whole or not at all: two workers that build the same one do not disturb each other.
+chat template, so output is random real words. Equal seeds give equal weights. The folder is created
+atomically: two workers may build the same one at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from worker_svc.engines.sim.make_model import write_model as write_sim_model
+from worker_svc.engines.model_files import stop_ids, write_json, write_tokenizer_files
 
 TINY_MODEL_DIR: Final = Path(".run/models/tiny")
 CONTEXT_LENGTH: Final = 4096  # tokens
@@ -31,7 +30,7 @@ _ATTENTION_HEADS: Final = 4
 _KV_HEADS: Final = 2
 _HEAD_DIM: Final = _HIDDEN_SIZE // _ATTENTION_HEADS
 _INTERMEDIATE_SIZE: Final = 128
-# Wide enough for the likeliest token to stand out, so that greedy answers are stable.
+# Large enough for a clear maximum of the logits, so that greedy output is stable.
 _INIT_STD: Final = 0.2
 
 Weights = Mapping[str, npt.NDArray[np.float32]]
@@ -46,40 +45,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write_tiny_model(out_dir: Path, seed: int = 0) -> None:
-    """Write the model into `out_dir`, unless that exists; its parents are made."""
+    """Writes the model into `out_dir`, creating its parents; no effect if `out_dir` exists."""
     if out_dir.exists():
         return
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out_dir.parent) as scratch:
         folder = Path(scratch) / "model"
         _write(folder, seed)
-        with contextlib.suppress(OSError):  # somebody else was faster
+        with contextlib.suppress(OSError):  # another process created it first
             folder.rename(out_dir)
     assert out_dir.is_dir(), f"{out_dir} could not be written"
 
 
 def _write(folder: Path, seed: int) -> None:
-    # Not among KVMesh's requirements: it comes with SGLang.
+    # Not a requirement of KVMesh: installed with SGLang.
     from safetensors.numpy import save_file  # type: ignore[import-not-found]
 
-    write_sim_model(folder)
-    (folder / "sim.json").unlink()
-    tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
-    _write_json(
-        folder / "tokenizer_config.json", tokenizer_config | {"model_max_length": CONTEXT_LENGTH}
-    )
-    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    eos = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
-    # Every id that the model can say must be one that the tokenizer knows.
-    config = model_config(len(vocabulary), eos)
-    _write_json(folder / "config.json", config)
+    tokenizer = write_tokenizer_files(folder, CONTEXT_LENGTH)
+    # The model's vocabulary equals the tokenizer's, so every generated id can be decoded.
+    vocab_size = len(tokenizer.get_vocab(with_added_tokens=False))
+    write_json(folder / "config.json", model_config(vocab_size, stop_ids(tokenizer)))
     weights = folder / "model.safetensors"
-    save_file(random_weights(len(vocabulary), seed), weights)
+    save_file(random_weights(vocab_size, seed), weights)
     weights.chmod(0o644)
 
 
 def model_config(vocab_size: int, eos_token_id: list[int]) -> dict[str, Any]:
-    """What `config.json` says. Any: JSON values of several types."""
+    """Returns the content of `config.json`. Any: JSON values."""
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "eos_token_id": eos_token_id,
@@ -101,7 +93,7 @@ def model_config(vocab_size: int, eos_token_id: list[int]) -> dict[str, Any]:
 
 
 def random_weights(vocab_size: int, seed: int) -> Weights:
-    """Normally distributed matrices of every name that a Qwen2 checkpoint has; norms are 1."""
+    """Returns normally distributed matrices for all names of a Qwen2 checkpoint; norms are 1."""
     rng = np.random.default_rng(seed)
     return {
         name: (
@@ -128,10 +120,6 @@ def _shapes(vocab_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{layer}.mlp.down_proj.weight", (_HIDDEN_SIZE, _INTERMEDIATE_SIZE)
     yield "model.norm.weight", (_HIDDEN_SIZE,)
     yield "lm_head.weight", (vocab_size, _HIDDEN_SIZE)
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False, sort_keys=True, indent=1) + "\n")
 
 
 if __name__ == "__main__":

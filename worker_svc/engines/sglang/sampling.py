@@ -1,16 +1,17 @@
-"""What a request means to SGLang, and what SGLang's answers mean to the mesh. Pure; no SGLang here.
+"""Translates requests to SGLang arguments and SGLang chunks to engine outputs. Pure; no SGLang
+import.
 
-Written against SGLang 0.5.23, driven by token ids (`skip_tokenizer_init`): SGLang sees no text. So
+Written for SGLang 0.5.23 driven by token ids (`skip_tokenizer_init`): SGLang has no text. Therefore
 
-- stop strings hold at the frontend; `min_tokens`, for which SGLang wants a tokenizer, is kept by
-  `MinTokens`, a logit processor that rules the stop tokens out for so long;
-- guided decoding is refused, for SGLang compiles grammars with its tokenizer;
-- `seed` is refused, unless sampling is greedy or SGLang runs with deterministic inference: its
-  sampling seed alone does not make answers repeat;
+- the frontend applies stop strings; `min_tokens`, for which SGLang needs a tokenizer, is enforced
+  by `MinTokens`, a logit processor that excludes the stop tokens until then;
+- guided decoding is rejected: SGLang compiles grammars with its tokenizer;
+- `seed` is rejected unless sampling is greedy or SGLang runs with deterministic inference: SGLang's
+  sampling seed alone does not make output repeatable;
 - `n`, `best_of`, beams, prompt log probabilities, embeddings, media, `extra_args` and
-  `max_thinking_tokens` are refused too; always by name.
+  `max_thinking_tokens` are rejected too; always by name.
 
-A hidden stop token and EOS end the answer and are left out of it and of the counts.
+A hidden stop token or EOS ends the output and is excluded from it and from the counts.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from common.request.preprocessed import (
     usage,
 )
 from worker_svc.engines.contract import KV_EVENTS_OFF, LLMEngineOutput
-from worker_svc.engines.sim.transfer import PEER_LOST
+from worker_svc.engines.handoff import PEER_LOST
 
-# A leg with this partner waits for nobody and hands nothing over: SGLang's own word for it.
+# SGLang's own placeholder for a leg without a partner: it waits for none and hands nothing over.
 NO_PARTNER_HOST: Final = "2.2.2.2"
-# What OpenAI reports where the logarithm of zero would stand.
+# OpenAI's value for the logarithm of zero.
 LOGPROB_MIN: Final = -9999.0
 
-# Field -> SGLang's sampling parameter; a field that is not set leaves SGLang's neutral default.
+# Field -> SGLang's sampling parameter; an unset field leaves SGLang's neutral default.
 SAMPLING_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "temperature": "temperature",
@@ -84,7 +85,7 @@ SUPPORTED_FIELDS: Final = frozenset(
         "stop_conditions.stop_token_ids_hidden",
         "stop_conditions.stop_token_ids_visible",
         "output_options.logprobs",
-        # What the frontend makes of the tokens.
+        # Applied by the frontend.
         "output_options.skip_special_tokens",
         "output_options.formatted_prompt",
         "output_options.include_stop_str_in_output",
@@ -94,16 +95,16 @@ SUPPORTED_FIELDS: Final = frozenset(
 )
 _HANDOFF_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})
 
-# Any, here and below: SGLang's arguments and answers are plain JSON-like values of many types.
+# Any, here and below: SGLang's arguments and chunks are JSON-like values of many types.
 Arguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProperties:
-    """What a started SGLang is, as far as requests must fit it.
+    """Properties of a started SGLang that requests must fit.
 
-    max_input_tokens: a prompt must be shorter. eos_ids: of the model. loras: adapters that are
-    loaded. is_deterministic: whether seeds are honoured.
+    max_input_tokens: a prompt must be shorter. eos_ids: of the model. loras: loaded adapters.
+    is_deterministic: whether seeds are supported.
     """
 
     role: Role = "aggregated"
@@ -118,7 +119,7 @@ class EngineProperties:
 
 @dataclass(frozen=True, slots=True)
 class StopToken:
-    """How a token ends an answer. is_visible: the token is the answer's last one."""
+    """Effect of a stop token. is_visible: whether the token is part of the output."""
 
     reason: FinishReason
     is_visible: bool = False
@@ -128,8 +129,8 @@ class StopToken:
 class SglangRequest:
     """One request to SGLang.
 
-    arguments: keyword arguments of `async_generate`, all but `rid`, `stream` and the processor.
-    needs_min_tokens: whether `MinTokens` must be the request's logit processor.
+    arguments: keyword arguments of `async_generate`, except `rid`, `stream` and the processor.
+    needs_min_tokens: whether the request needs the logit processor `MinTokens`.
     """
 
     arguments: Arguments
@@ -142,7 +143,7 @@ class SglangRequest:
 def build_sglang_request(
     request: PreprocessedRequest, properties: EngineProperties, priority: int | None = None
 ) -> SglangRequest:
-    """The call that honours the request. priority: used where the request itself has none.
+    """Returns the SGLang call for a request. priority: used if the request has none.
 
     Raises Unsupported, InvalidRequest and PromptTooLong, naming the field.
     """
@@ -153,7 +154,7 @@ def build_sglang_request(
     arguments: dict[str, Any] = {
         "input_ids": request.token_ids.tolist(),
         "sampling_params": _sampling(request, properties, stop_tokens),
-        # SGLang puts those without a priority behind all others; here 0 is in the middle.
+        # SGLang orders requests without a priority last; here no priority means 0.
         "priority": priority or 0,
         "routed_dp_rank": rank,
         "lora_path": lora,
@@ -181,19 +182,19 @@ def _check_supported(request: PreprocessedRequest, properties: EngineProperties)
     unsupported = unsupported_fields(request, supported)
     if unsupported:
         others_text = f" (nor are {', '.join(unsupported[1:])})" if unsupported[1:] else ""
-        raise Unsupported(unsupported[0], f"the SGLang engine has no such thing{others_text}")
+        raise Unsupported(unsupported[0], f"not supported by the SGLang engine{others_text}")
     options = request.sampling_options
     if options.seed is not None and not properties.is_deterministic and options.temperature != 0:
         raise Unsupported(
             "sampling_options.seed",
-            "answers repeat at temperature 0 only, or with SGLang's deterministic inference",
+            "a seed needs temperature 0 or SGLang's deterministic inference",
         )
 
 
 def _check_routing(
     request: PreprocessedRequest, properties: EngineProperties, priority: int | None
 ) -> tuple[int | None, int | None, str | None]:
-    """Rank, priority and adapter."""
+    """Returns rank, priority and adapter."""
     routing = request.routing
     if routing is None:
         return None, priority, None
@@ -215,22 +216,24 @@ def _check_prompt(request: PreprocessedRequest, properties: EngineProperties) ->
         raise InvalidRequest("token_ids must not be empty", "token_ids")
     if tokens >= properties.max_input_tokens:
         raise PromptTooLong(
-            f"the prompt has {tokens} tokens; fewer than {properties.max_input_tokens} "
-            "fit this worker",
+            f"prompt too long: {tokens}/{properties.max_input_tokens - 1} tokens",
             field="token_ids",
         )
-    # SGLang looks them up unchecked, and an index out of range ends its process.
+    # SGLang does not check ids; an id out of range crashes its process.
     largest = int(request.token_ids.array.max())
     if largest >= properties.vocab_size:
         raise InvalidRequest(
-            f"token_ids has the id {largest}; the model has {properties.vocab_size}", "token_ids"
+            f"token_ids: {largest} is above the largest token id {properties.vocab_size - 1}",
+            "token_ids",
         )
 
 
 def _stop_tokens(
     request: PreprocessedRequest, properties: EngineProperties
 ) -> dict[int, StopToken]:
-    """EOS wins over hidden, since frontends merge EOS into the hidden ids; visible over both."""
+    """Returns the stop tokens. EOS overrides hidden ids, into which frontends merge EOS; visible
+    overrides both.
+    """
     stop = request.stop_conditions
     if stop.ignore_eos:
         return {}
@@ -285,7 +288,7 @@ def _bootstrap(request: PreprocessedRequest, properties: EngineProperties) -> Bo
         return BootstrapInfo(NO_PARTNER_HOST, 0, 0)
     if request.bootstrap_info is None:
         raise InvalidRequest(
-            f"a {properties.role} worker takes requests with a bootstrap rendezvous only",
+            f"a {properties.role} worker requires bootstrap_info",
             "bootstrap_info",
             reason="NO_LOCAL_PREFILL" if properties.role == "decode" else None,
         )
@@ -293,20 +296,22 @@ def _bootstrap(request: PreprocessedRequest, properties: EngineProperties) -> Bo
 
 
 def to_invalid_request(error: ValueError) -> InvalidRequest:
-    """What SGLang refused a request with; its messages begin with the parameter's name."""
+    """Returns the error for a request that SGLang rejected; its messages begin with the parameter's
+    name.
+    """
     message = str(error)
     return InvalidRequest(message, _REQUEST_FIELDS.get(message.split(" ", 1)[0]))
 
 
 class MinTokens:
-    """A logit processor, run by SGLang: no stop token before `min_tokens`.
+    """A logit processor, run by SGLang: excludes stop tokens before `min_tokens`.
 
-    With overlapped scheduling SGLang knows of a token one step late, so the first stop token that
-    is possible may be one later than asked for; never earlier.
+    With overlapped scheduling SGLang sees a token one step late, so the first possible stop token
+    may be one later than requested, never earlier.
     """
 
     def __call__(self, logits: Any, params: Sequence[Mapping[str, Any]]) -> Any:
-        """logits: a tensor of shape [requests, vocabulary], changed in place."""
+        """Changes the logits in place. logits: a tensor of shape [requests, vocabulary]."""
         for row, one in enumerate(params):
             if len(one["__req__"].output_ids) < one["min_tokens"]:
                 logits[row, one["stop_ids"]] = -math.inf
@@ -314,7 +319,7 @@ class MinTokens:
 
 
 class OutputConverter:
-    """One request's answer, from SGLang's cumulative chunks to ours, which say what is new."""
+    """Converts SGLang's cumulative chunks of one request to incremental ones."""
 
     def __init__(
         self, sglang_request: SglangRequest, properties: EngineProperties, prompt_tokens: int
@@ -326,9 +331,10 @@ class OutputConverter:
         self._cached_tokens = 0
 
     def convert(self, raw_output: Arguments) -> LLMEngineOutput | None:
-        """What a chunk of SGLang's adds; None for nothing. Raises what the request failed with.
+        """Returns the new part of a chunk, None if there is none. Raises MeshError if the request
+        failed.
 
-        SGLang gives the same, growing list each time, so what is passed on is copied out of it.
+        SGLang passes the same growing list each time, so tokens are copied out of it.
         """
         meta = raw_output["meta_info"]
         self._cached_tokens = meta.get("cached_tokens") or self._cached_tokens
@@ -346,7 +352,7 @@ class OutputConverter:
         return chunk if finish_info is None else self._final_output(chunk, finish_info, stop)
 
     def usage(self) -> CompletionUsage:
-        """The counts so far."""
+        """Returns the token counts so far."""
         details = PromptTokensDetails(cached_tokens=self._cached_tokens)
         counts = usage(self._prompt_tokens, self.delivered)
         return replace(counts, prompt_tokens_details=details)
@@ -359,8 +365,8 @@ class OutputConverter:
                 return self._sglang_request.stop_tokens.get(
                     stop_token_id, StopToken(FinishReason.EOS)
                 )
-            case other:  # SGLang was given no strings to match, and names this one itself
-                raise InternalError(f"the engine computed nonsense: {other}")
+            case other:  # SGLang gets no stop strings; it reports this one itself
+                raise InternalError(f"the engine reported an unknown stop: {other}")
 
     def _final_output(
         self, chunk: LLMEngineOutput, finish_info: Arguments, stop: StopToken | None
@@ -407,8 +413,8 @@ def _clamp_logprob(value: float | None) -> float:
 
 
 def abort_error(finish_info: Arguments, properties: EngineProperties) -> MeshError:
-    """What it means that SGLang aborted a request which nobody here gave up."""
-    message = finish_info.get("message") or "the engine gave the request up"
+    """Returns the error for a request that SGLang aborted on its own."""
+    message = finish_info.get("message") or "the engine aborted the request"
     match finish_info.get("status_code"):
         case 400:
             return InvalidRequest(message)
@@ -417,14 +423,14 @@ def abort_error(finish_info: Arguments, properties: EngineProperties) -> MeshErr
         case None:
             return WorkerLost(message, retryable=True)
         case _ if properties.role != "aggregated":
-            # Bootstrap or transfer failed: most often the other side is gone.
+            # The bootstrap or the transfer failed: usually the other worker is gone.
             return WorkerLost(message, retryable=True, reason=PEER_LOST)
         case status:
             return InternalError(f"the engine failed with status {status}: {message}")
 
 
 class HandoffQueues(Protocol):
-    """Queues of a rank that hands KV over; see SGLang's `DisaggregationMetrics`."""
+    """Handoff queues of a rank; see SGLang's `DisaggregationMetrics`."""
 
     prefill_bootstrap_queue_reqs: int
     prefill_inflight_queue_reqs: int
@@ -433,13 +439,13 @@ class HandoffQueues(Protocol):
 
 
 class QueueMetrics(Protocol):
-    """See SGLang's `QueueMetrics`. prealloc_ready: decode legs that wait for KV pages only."""
+    """See SGLang's `QueueMetrics`. prealloc_ready: decode legs that wait only for KV pages."""
 
     prealloc_ready: int
 
 
 class LoadSnapshot(Protocol):
-    """What is read of SGLang's `LoadSnapshot`. timestamp: when it was taken, in Unix seconds."""
+    """The used fields of SGLang's `LoadSnapshot`. timestamp: of the snapshot, in Unix seconds."""
 
     timestamp: float
     dp_rank: int
@@ -454,10 +460,10 @@ class LoadSnapshot(Protocol):
 
 
 def to_load(snapshot: LoadSnapshot, block_size: int, chunks: int) -> Load:
-    """One rank's load.
+    """Returns the load of one rank.
 
-    chunks: what this rank has sent so far. The step is chunks + prompt tokens computed: SGLang does
-    not count its steps where others can read it, but each of them moves one of these.
+    chunks: number of chunks this rank has sent. engine_step is chunks + computed prompt tokens:
+    SGLang does not publish its step count, but each step increases one of the two.
     """
     queues = snapshot.disaggregation
     return Load(
@@ -478,11 +484,11 @@ def to_load(snapshot: LoadSnapshot, block_size: int, chunks: int) -> Load:
 
 
 def count_waiting_for_pages(snapshot: LoadSnapshot) -> int:
-    """Decode legs of one rank that wait for KV pages."""
+    """Returns the number of decode legs of one rank that wait for KV pages."""
     return 0 if snapshot.queues is None else snapshot.queues.prealloc_ready
 
 
-# Arguments that the adapter depends on; the operator's may not name them.
+# Arguments that the adapter sets; operators must not set them.
 RESERVED_ARGUMENTS: Final = frozenset(
     {
         "model_path",
@@ -504,7 +510,7 @@ RESERVED_ARGUMENTS: Final = frozenset(
         "enable_pd_role_switch",
     }
 )
-# Torch's own operators, and a pool that any machine has room for.
+# Torch's own kernels, and a pool that fits any machine.
 _CPU_ARGUMENTS: Final[Arguments] = MappingProxyType(
     {
         "device": "cpu",
@@ -522,17 +528,17 @@ _CPU_ARGUMENTS: Final[Arguments] = MappingProxyType(
 
 
 def resolve_page_size(operator_arguments: Arguments, block_size: int) -> int:
-    """Tokens a page, once the operator's arguments are found good.
+    """Returns the tokens per page after checking the operator's arguments.
 
-    Raises InvalidRequest naming an argument that is not the operator's to set, or pages that do
-    not fill blocks.
+    Raises InvalidRequest naming a reserved argument, or a page size that does not divide
+    block_size.
     """
     for name in sorted(RESERVED_ARGUMENTS & operator_arguments.keys()):
         raise InvalidRequest(f"{name} is set by the worker itself", f"engine_args.{name}")
     page = operator_arguments.get("page_size", block_size)
     if type(page) is not int or page < 1 or block_size % page:
         raise InvalidRequest(
-            f"pages of {page} tokens do not divide routing blocks of {block_size}",
+            f"page_size {page} does not divide the block size {block_size}",
             "engine_args.page_size",
         )
     return page
@@ -546,8 +552,8 @@ def server_arguments(
     block_size: int,
     adapter_arguments: Arguments,
 ) -> dict[str, Any]:
-    """All arguments SGLang is started with: the defaults here, `operator_arguments` over them,
-    then `adapter_arguments`.
+    """Returns all server arguments: defaults, overridden by `operator_arguments`, then by
+    `adapter_arguments`.
 
     Raises InvalidRequest as `resolve_page_size`.
     """
@@ -555,9 +561,9 @@ def server_arguments(
     arguments: dict[str, Any] = {
         "log_level": "error",
         "page_size": block_size,
-        # Higher priorities overtake in the queue; they do not throw running requests out.
+        # Higher priorities go first in the queue; they do not preempt running requests.
         "disable_priority_preemption": True,
-        # In decode steps; the default lets load reports lag by 15 of them.
+        # In decode steps; with the default, load reports lag by 15 steps.
         "load_snapshot_publish_interval": 4,
     }
     if is_cpu:
@@ -571,16 +577,21 @@ def server_arguments(
 
 
 def model_kv_index(*, is_hybrid: bool, is_speculative: bool) -> tuple[str, str]:
-    """`EngineConfig.kv_index` and its reason, as the model has it: on all workers the same."""
+    """Returns `EngineConfig.kv_index` and its reason; equal on all workers of a model."""
     if is_hybrid:
-        return "none", "a sliding window or recurrent state: a cached prefix need not be usable"
+        return (
+            "none",
+            "the model has a sliding window or recurrent state: a cached prefix may be unusable",
+        )
     if is_speculative:
-        return "none", "with speculative decoding events need not name single tokens"
+        return "none", "with speculative decoding events may not name single tokens"
     return "events", ""
 
 
 def find_kv_events_off_reason(role: Role, resolved: Arguments, *, kv_events: bool) -> str:
-    """Why a worker reports nothing although the model's prefixes could be shared; "": it does."""
+    """Returns why a worker reports no events although the model's prefixes could be shared; "" if
+    it does.
+    """
     if role == "decode" and not resolved.get("disaggregation_decode_enable_radix_cache"):
         return "a decode worker keeps no prefixes"
     if resolved.get("disable_radix_cache"):

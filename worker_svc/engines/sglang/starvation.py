@@ -1,7 +1,8 @@
-"""Which decode legs wait for KV blocks, where an engine says only how many of a rank do. Pure.
+"""Finds the decode legs that wait for KV blocks, from an engine's count per rank. Pure.
 
-In which order they get blocks is the engine's affair: a leg may pass others whose prefill worker
-has not been reached yet. So how many wait tells which only when it is all that were there.
+The order in which legs get blocks is up to the engine: a leg may pass others that have not
+reached their prefill worker. The count therefore identifies legs only if it equals all open legs
+of the rank.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
-# How old a count may be, and how long an engine may count a leg that has ended.
+# Maximum age of a count, and maximum time for which an engine counts an ended leg.
 COUNT_AGE_MAX_S: Final = 1.0
 
 
@@ -21,28 +22,28 @@ class _Leg:
 
 
 class StarvationDetector:
-    """The legs of which nothing was heard yet. blocks_s: how long one may wait for blocks."""
+    """Legs without output so far. blocks_timeout_s: limit of a leg's wait for blocks."""
 
     def __init__(self, blocks_timeout_s: float) -> None:
         self._blocks_timeout_s = blocks_timeout_s
         self._legs: dict[str, _Leg] = {}
-        # By rank, when a leg was last closed.
+        # By rank, the time at which a leg was last closed.
         self._closed_at: dict[int | None, float] = {}
 
     def open(self, leg_id: str, rank: int | None, now: float) -> None:
-        """A leg was given to the engine. rank None: it chooses, and the leg may be anywhere."""
+        """Adds a leg sent to the engine. rank None: the engine chooses the rank."""
         self._legs[leg_id] = _Leg(rank, now)
 
     def close(self, leg_id: str, now: float) -> None:
-        """It has its first token, or is over; no matter if it is not here."""
+        """Removes a leg that has its first token or ended; no effect on an unknown leg."""
         leg = self._legs.pop(leg_id, None)
         if leg is not None:
             self._closed_at[leg.rank] = now
 
     def find_starved(self, rank: int, waiting: int, age: float, now: float) -> list[str]:
-        """Legs that have waited for blocks for too long.
+        """Returns the legs that have waited too long for blocks.
 
-        waiting: how many of the rank's legs did, `age` seconds ago.
+        waiting: number of the rank's legs that waited for blocks `age` seconds ago.
         """
         if not waiting or not 0 <= age < COUNT_AGE_MAX_S:
             return []

@@ -1,31 +1,31 @@
-"""The paged KV cache of the simulated engine: who holds which block, and what is cached. Pure.
+"""The paged KV cache of the simulated engine: block ownership, prefix cache and page contents.
+Pure.
 
-A full block may have a *name*, the prefix hash of all tokens up to its end; then whoever starts
-with the same tokens can share it. Whoever uses blocks has a `BlockTable`: all blocks of its prefix,
-in order. A block that nobody holds is free when it has no name, and *idle* when it has one: idle
-blocks are the prefix cache, reused by the next hit or evicted when room is needed.
+A full block may have a *name*, the prefix hash of all tokens up to its end; sequences that start
+with the same tokens share it. A user of blocks has a `BlockTable`: all blocks of its prefix, in
+order. An unreferenced block is free if it has no name, and *idle* if it has one: idle blocks are
+the prefix cache, reused by the next hit or evicted to free memory.
 
 Invariants:
-- held + idle + free == total_blocks, at every moment; nothing is ever held below zero times.
+- referenced + idle + free == total_blocks at all times; no reference count is negative.
 - A name belongs to one block. A named block's parent is named and is not evicted before it.
-- A holding is a chain: each named block's parent is the block before it.
+- A block table is a chain: each named block's parent is the block before it.
 - The events, in order, describe a set of names that holds every name's parent at every point.
 
-Why eviction needs no tree walk: a holder of a block holds its parent too, and holdings give their
-blocks back deepest first. So in the order in which blocks became idle a child always stands before
-its parent, and the oldest idle block is a leaf.
+Eviction needs no tree walk: a table that references a block references its parent too, and tables
+release their blocks deepest first. Therefore blocks become idle child before parent, and the oldest
+idle block is a leaf.
 
 Names are 64-bit hashes and are not verified against the tokens: no tokens are stored here, so a
-collision costs a wrong count. A name that is taken under another parent, which only a collision
-can bring about, leaves the block and those after it private.
+collision causes a wrong count. If a name exists under another parent, which only a collision can
+cause, the block and those after it stay private.
 
-Pages. Every block lies on a page of memory, which remembers what was last written to it. Whoever
-computes a block writes its stamp there (`fill`); a transfer from another worker writes what it
-pleases, wherever it was once told to (`write`), as RDMA does: nobody asks whether the page still
-belongs to the block it was meant for. So a page that was given back while somebody still writes to
-it spoils the block that lies there next. `is_intact`, `verify_received` and `take_corrupt_blocks`
-compare what a
-page holds with what its block expects; `corrupt_pages` counts the blocks they found spoilt.
+Pages. Each block lies on a page of memory, which remembers its last write. A worker that computes a
+block writes the block's stamp to its page (`fill`). A transfer from another worker writes to the
+page numbers it was given (`write`), like RDMA, without a check of the page's present owner. A page
+that is released while a transfer still writes to it therefore corrupts its next block. `is_intact`,
+`verify_received` and `take_corrupt_blocks` compare the content of a page with the stamp of its
+block; `corrupt_pages` counts the corrupt blocks they find.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class BlocksStored:
     """Contiguous blocks were computed and named, parents before children.
 
     parent: name of the block before the first, None at the start of a prompt. token_ids: 4 bytes
-    little endian each, block_size for each name. lora_name: whose cache it is, "" for the base
-    model.
+    little endian each, block_size per name. lora_name: adapter of the cache, "" for the base model.
     """
 
     names: tuple[int, ...]
@@ -52,7 +51,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks left the cache, children before parents."""
+    """Blocks were evicted, children before parents."""
 
     names: tuple[int, ...]
 
@@ -62,11 +61,11 @@ KvEvent: TypeAlias = BlocksStored | BlocksRemoved
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block. holders: holdings that contain it; children: named blocks that follow it.
+    """One block. ref_count: block tables that contain it. children: named blocks that follow it.
 
-    page: where it lies. stamp: what is on the page when it is right. is_filled: whether anything
-    was written for it; before that, it does not matter what the page holds. is_damaged: whether the
-    page was found to hold something else.
+    page: its location. stamp: the correct content of the page. is_filled: whether the block was
+    written; before that the page's content does not matter. is_corrupt: whether wrong content was
+    found.
     """
 
     page: int
@@ -75,7 +74,7 @@ class Block:
     is_filled: bool = False
     is_corrupt: bool = False
     name: int | None = None
-    # Not shown: it would show the whole prefix.
+    # Not in the repr, which would contain the whole prefix.
     parent: Block | None = field(default=None, repr=False)
     children: int = 0
 
@@ -84,7 +83,7 @@ class Block:
 class BlockTable:
     """The blocks of one sequence or transfer, in order of the prefix; the first `named` have names.
 
-    reused: how many were found in the cache. is_sealed: no further block gets a name.
+    reused_count: blocks found in the cache. is_sealed: no further block gets a name.
     """
 
     blocks: list[Block] = field(default_factory=list)
@@ -96,9 +95,9 @@ class BlockTable:
 class BlockManager:
     """`total_blocks` blocks of `block_size` tokens each.
 
-    `events` is for the owner to drain (`take_events`); it grows until then.
-    corrupt_pages: blocks that were found spoilt, each counted once.
-    Raises ValueError when a size is below 1.
+    events: changes of the cache; the owner drains them with `take_events`.
+    corrupt_pages: corrupt blocks found, each counted once.
+    Raises ValueError if a size is below 1.
     """
 
     __slots__ = (
@@ -116,65 +115,68 @@ class BlockManager:
 
     def __init__(self, total_blocks: int, block_size: int) -> None:
         if total_blocks < 1 or block_size < 1:
-            raise ValueError(f"total_blocks, block_size: {total_blocks}, {block_size}: want >= 1")
+            raise ValueError(
+                f"total_blocks, block_size: {total_blocks}, {block_size}: must be at least 1"
+            )
         self.total_blocks = total_blocks
         self.block_size = block_size
         self.events: list[KvEvent] = []
         self.corrupt_pages = 0
-        # Free pages; the last is taken first, so that what writes too late is found out.
+        # Free pages. The last one released is reused first, so that late writes are detected.
         self._free_pages = list(range(total_blocks))
-        # What each page holds, and which block lies there.
+        # Content of each page, and the block that lies there.
         self._page_contents = [0] * total_blocks
         self._page_owners: list[Block | None] = [None] * total_blocks
-        # Stamps of blocks that are computed here: -1, -2, ...; those of transfers are not negative.
+        # Stamps of blocks computed here: -1, -2, ...; those of transfers are not negative.
         self._last_stamp = 0
-        # Pages that transfers wrote to since the last `take_corrupt_blocks`.
+        # Pages written by transfers since the last `take_corrupt_blocks`.
         self._written_pages: set[int] = set()
         self._block_by_name: dict[int, Block] = {}
-        # Idle blocks in the order in which they became idle; a dict, for its order.
+        # Idle blocks in the order in which they became idle; a dict keeps the order.
         self._idle_blocks: dict[Block, None] = {}
         self._pinned_tables: set[BlockTable] = set()
 
     @property
     def used_blocks(self) -> int:
-        """Blocks somebody holds."""
+        """Returns the number of referenced blocks."""
         return self.total_blocks - self.available_blocks
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that can be had, free or by eviction."""
+        """Returns the number of blocks that are free or can be evicted."""
         return len(self._free_pages) + len(self._idle_blocks)
 
     @property
     def cached_blocks(self) -> int:
-        """Named blocks, held or idle."""
+        """Returns the number of named blocks, referenced or idle."""
         return len(self._block_by_name)
 
     @property
     def open_transfers(self) -> int:
-        """Pins not yet undone."""
+        """Returns the number of pinned tables."""
         return len(self._pinned_tables)
 
     def names(self) -> list[int]:
-        """All names, parents before children."""
+        """Returns all names, parents before children."""
         return list(self._block_by_name)
 
     def take_events(self) -> list[KvEvent]:
-        """The events since the last call, in order."""
+        """Returns the events since the last call, in order."""
         events, self.events = self.events, []
         return events
 
     def match(self, names: Sequence[int]) -> int:
-        """How many leading blocks of this prefix are cached."""
+        """Returns how many leading blocks of this prefix are cached."""
         return len(self._cached_prefix(names, len(names)))
 
     def admit(self, names: Sequence[int], tokens: int) -> BlockTable | None:
-        """A holding for `tokens` tokens that reuses what is cached of `names`; None without room.
+        """Returns a table for `tokens` tokens that reuses cached blocks of `names`; None without
+        capacity.
 
         At least the last token is left to compute, so at most (tokens - 1) // block_size blocks are
-        reused. Nothing changes where None is returned.
+        reused. With None nothing has changed.
         """
-        assert tokens >= 1, "nobody needs blocks for nothing"
+        assert tokens >= 1, "a table has at least one token"
         shared = self._cached_prefix(names, min(len(names), (tokens - 1) // self.block_size))
         idle = sum(not block.ref_count for block in shared)
         missing = self._blocks_for(tokens) - len(shared)
@@ -187,7 +189,9 @@ class BlockManager:
         return block_table
 
     def grow(self, block_table: BlockTable, tokens: int) -> bool:
-        """Makes the holding large enough for `tokens` tokens; False, unchanged, without room."""
+        """Extends the table to `tokens` tokens. Returns False, without a change, if capacity is
+        missing.
+        """
         missing = self._blocks_for(tokens) - len(block_table.blocks)
         if missing > len(self._free_pages) + len(self._idle_blocks):
             return False
@@ -197,13 +201,14 @@ class BlockManager:
     def name(
         self, block_table: BlockTable, names: Sequence[int], token_ids: bytes, lora_name: str = ""
     ) -> None:
-        """Names the next len(names) blocks of the holding, which are full now.
+        """Names the next len(names) blocks of the table, which are now full.
 
-        token_ids: what is in them, as in `BlocksStored`. A block whose name is taken is given back
-        for the one that has it; where a transfer holds it, it and those after it stay private.
+        token_ids: their content, as in `BlocksStored`. If a name exists already, the table's block
+        is replaced by the existing one; if a transfer references the table's block, it and those
+        after it stay private.
         """
         assert block_table.named + len(names) <= len(block_table.blocks), (
-            "only held blocks are named"
+            "only blocks of the table are named"
         )
         assert len(token_ids) == 4 * self.block_size * len(names), "named blocks are full"
         run: list[int] = []
@@ -220,14 +225,14 @@ class BlockManager:
         self._emit_stored(run, run_start, token_ids, lora_name)
 
     def release(self, block_table: BlockTable) -> None:
-        """Gives all blocks of the holding back; it is empty afterwards."""
-        assert block_table not in self._pinned_tables, "a transfer's blocks are given back by unpin"
+        """Releases all blocks of the table, which is empty afterwards."""
+        assert block_table not in self._pinned_tables, "a transfer's blocks are released by unpin"
         self._release_blocks(block_table)
 
     def pin(self, block_table: BlockTable) -> BlockTable:
-        """Another holding of the same blocks, for a transfer that reads or writes them.
+        """Returns a second table of the same blocks, for a transfer that reads or writes them.
 
-        They stay where they are until `unpin`, whatever becomes of the first holding.
+        The blocks keep their pages until `unpin`, even if the first table is released.
         """
         for block in block_table.blocks:
             self._add_ref(block)
@@ -236,50 +241,56 @@ class BlockManager:
         return transfer
 
     def unpin(self, transfer: BlockTable) -> None:
-        """Ends a transfer's hold."""
+        """Releases the table of a transfer."""
         assert transfer in self._pinned_tables, "a pin is undone once"
         self._pinned_tables.remove(transfer)
         self._release_blocks(transfer)
 
     def fill(self, block_table: BlockTable, first: int, stop: int) -> None:
-        """Blocks first..stop-1 of the holding are written, from their beginnings, by their owner.
+        """Records that the owner wrote blocks first..stop-1 of the table from their beginning.
 
-        What is appended to a block later changes nothing: it neither spoils nor repairs the rest.
+        Later appends to a block change nothing: they neither corrupt nor repair the rest.
         """
         for block in block_table.blocks[first:stop]:
             block.is_filled = True
             self._page_contents[block.page] = block.stamp
 
     def expect_stamps(self, block_table: BlockTable, stamps: Sequence[int]) -> None:
-        """A transfer is going to write the first len(stamps) blocks, which are private."""
+        """Sets the stamps that a transfer will write to the first len(stamps) blocks, which are
+        private.
+        """
         for block, stamp in zip(block_table.blocks, stamps, strict=False):
             assert block.name is None, "cached blocks are never written again"
             assert stamp >= 0, "negative stamps are those of blocks computed here"
             block.stamp = stamp
 
     def write(self, page: int, stamp: int) -> None:
-        """Another worker writes to a page, whoever has it now. Raises IndexError for no page."""
+        """Writes a page for another worker, regardless of its owner. Raises IndexError for an
+        unknown page.
+        """
         if page < 0:
             raise IndexError(f"there is no page {page}")
         self._page_contents[page] = stamp
         self._written_pages.add(page)
 
     def read(self, block: Block) -> int:
-        """What is on the block's page."""
+        """Returns the content of the block's page."""
         return self._page_contents[block.page]
 
     def is_intact(self, block_table: BlockTable, first: int, stop: int) -> bool:
-        """Whether the pages of blocks first..stop-1 hold what they should; counts the rest."""
+        """Whether the pages of blocks first..stop-1 have the expected content; counts others."""
         return sum(map(self._is_corrupt, block_table.blocks[first:stop])) == 0
 
     def verify_received(self, block_table: BlockTable, count: int) -> bool:
-        """A transfer has filled the first `count` blocks; whether with what was expected."""
+        """Marks the first `count` blocks as received. Returns whether they have the expected
+        content.
+        """
         for block in block_table.blocks[:count]:
             block.is_filled = True
         return self.is_intact(block_table, 0, count)
 
     def take_corrupt_blocks(self) -> set[Block]:
-        """The blocks that transfers have spoilt since the last call; counts them."""
+        """Returns the blocks corrupted by transfers since the last call; counts them."""
         if not self._written_pages:
             return set()
         touched, self._written_pages = self._written_pages, set()
@@ -287,13 +298,13 @@ class BlockManager:
         return {block for block in owners if block is not None and self._is_corrupt(block)}
 
     def flush(self) -> int:
-        """Evicts all idle blocks; how many. Held ones keep their names."""
+        """Evicts all idle blocks. Returns how many. Referenced ones keep their names."""
         evicted = len(self._idle_blocks)
         self._evict(evicted)
         return evicted
 
     def check(self) -> None:
-        """Asserts the invariants; takes time in proportion to the cache, so meant for tests."""
+        """Asserts the invariants, in time linear in the cache; for tests."""
         assert len(self._free_pages) == len(set(self._free_pages)), "a page is free once"
         assert all(self._page_owners[page] is None for page in self._free_pages), (
             "free pages have no owner"
@@ -306,9 +317,7 @@ class BlockManager:
         children: dict[Block, int] = {}
         for name, block in self._block_by_name.items():
             assert block.name == name, "the index and the block agree"
-            assert (block in self._idle_blocks) == (block.ref_count == 0), (
-                "idle means that nobody holds it"
-            )
+            assert (block in self._idle_blocks) == (block.ref_count == 0), "idle means unreferenced"
             if block.parent is not None:
                 assert block.parent.name is not None, "the parent of a cached block is cached"
                 assert self._block_by_name[block.parent.name] is block.parent
@@ -378,7 +387,7 @@ class BlockManager:
             self.events.append(BlocksRemoved(tuple(removed)))
 
     def _name_next(self, block_table: BlockTable, name: int) -> bool:
-        """Names the holding's next block; whether that brought a new name into the cache."""
+        """Names the table's next block. Returns whether the name is new in the cache."""
         index = block_table.named
         block = block_table.blocks[index]
         parent = block_table.blocks[index - 1] if index else None
@@ -391,7 +400,7 @@ class BlockManager:
                 parent.children += 1
             block_table.named += 1
             return True
-        # A transfer that goes on holding the block would hold its children without their parent.
+        # A transfer that keeps the block would reference its children without their parent.
         if existing.parent is not parent or block.ref_count > 1:
             block_table.is_sealed = True
             return False
@@ -416,7 +425,7 @@ class BlockManager:
         block_table.named = 0
 
     def _drop_ref(self, block: Block) -> None:
-        assert block.ref_count > 0, "a block is given back as often as it was taken"
+        assert block.ref_count > 0, "a block is released as often as it was referenced"
         block.ref_count -= 1
         if block.ref_count:
             return

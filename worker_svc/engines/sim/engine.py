@@ -1,26 +1,27 @@
 """The simulated engine: no accelerator, but a real scheduler, prefix cache and KV events.
 
-The scheduler (`core/sim_scheduler.py`) works in engine time, which one task here keeps abreast of
-the clock: it completes the steps that are due, then wakes each stream once with all its new
-tokens. An idle engine wakes nobody.
+The scheduler works in engine time. One task here keeps engine time in step with the clock: it
+completes the steps that are due, then wakes each stream once with all its new tokens. An idle
+engine wakes no task.
 
-What it makes of a request:
-- The answer is the truth of `core/truth.py`. The model's distribution is a point mass, so
-  temperature, top_p, top_k, min_p, seed, and every finite change of logits (penalties, logit_bias)
-  are honoured by changing nothing, and every log probability is 0, with no alternatives.
-- Stop strings and max_thinking_tokens hold at the frontend, which has the text; this model does
-  not reason. Hidden stop tokens and EOS end the answer and are left out of it and of the counts.
-- Adapters named in the configuration have a cache, block names and a truth of their own.
+Semantics of requests:
+- The output is that of `token_oracle.py`. The model's distribution is a point mass, so temperature,
+  top_p, top_k, min_p, seed and every finite change of logits (penalties, logit_bias) are accepted
+  without effect, and every log probability is 0, with no alternatives.
+- The frontend applies stop strings and max_thinking_tokens; this model does not reason. A hidden
+  stop token or EOS ends the output and is excluded from it and from the counts.
+- Each configured adapter has its own cache, block names and output.
 - `routing.priority`, else the context's: the larger goes first.
-- What cannot be honoured is refused by name: guided decoding, n, best_of, beam search, embeddings,
-  media, prompt log probabilities, engine arguments, handoffs that are not this role's.
+- Unsupported fields are rejected by name: guided decoding, n, best_of, beam search, embeddings,
+  media, prompt log probabilities, engine arguments, handoffs of another role.
 - A probe gets one token, ahead of the queue, and neither reads nor fills the prefix cache.
 
-Prefill and decode (`core/handoff.py` has the protocol, `sim_handoff.py` the network). A prefill leg
-answers with one token, in its terminal chunk: with `bootstrap_info` when the KV is at decode,
-without it (handoffs of mode "completed", max_tokens 1) when it is computed; the KV then waits for
-decode, unless that token was the last one: then `disaggregated_params` are absent. A decode leg has
-`bootstrap_info`, or the `prefill_result` of a completed prefill, and answers with all tokens.
+Prefill and decode (`transfer.py` has the protocol, `transfer_server.py` the network). A prefill leg
+responds with one token, in its terminal chunk. With `bootstrap_info` it ends when decode has the
+KV. Without it (handoff mode "completed", max_tokens 1) it ends when the prompt is computed, and the
+KV is leased to decode, unless that token ended the output: then `disaggregated_params` are absent.
+A decode leg has `bootstrap_info`, or the `prefill_result` of a completed prefill, and responds with
+all tokens.
 """
 
 from __future__ import annotations
@@ -104,12 +105,12 @@ from worker_svc.kv_events.normalizer import (
 
 SIM_MODEL_DIR: Final = Path(__file__).parent / "model"
 
-# Work before the loop gets its turn, in tokens of about a microsecond each.
+# Work per loop turn, in tokens of about a microsecond each.
 _TICK_WORK_MAX: Final = 2048
-# A step by itself costs about as much as two tokens; sixteen prompt tokens as much as one.
+# A step costs about as much as two tokens; sixteen prompt tokens as much as one.
 _STEP_WORK_UNITS: Final = 2
 _PREFILL_TOKENS_PER_WORK_UNIT: Final = 16
-# Steps due within this time are done now: event loops wake up to a millisecond late.
+# Steps due within this time are completed now: event loops wake up to a millisecond late.
 _EARLY_TOLERANCE_S: Final = 1e-4
 _PROBE_PRIORITY: Final = 2**31
 _RETRY_AFTER_S: Final = (0.05, 30.0)
@@ -134,7 +135,7 @@ _SUPPORTED_FIELDS: Final = frozenset(
         "routing.lora_name",
     }
 )
-# What a probe may carry and does without; a decode leg has one of them.
+# Fields that a probe may carry without effect; a decode leg has one of them.
 _HANDOFF_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})
 
 _COUNTERS: Final = (
@@ -152,7 +153,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class SimModel:
-    """What the simulation needs of a model folder; eos_ids[0] is the one the model says."""
+    """The part of a model folder that the simulation uses; eos_ids[0] is the id the model emits."""
 
     word_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
@@ -179,25 +180,25 @@ def _read_object(path: Path) -> Mapping[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise NotFound(
-            f"{path} does not exist; for the sim engine a folder (--model-path) needs it, as "
-            "python -m worker_svc.engines.sim.make_model writes it",
+            f"{path} does not exist; the sim engine needs it in --model-path; create it with "
+            "python -m worker_svc.engines.sim.make_model",
             field="model_path",
         ) from None
     except ValueError as error:
         raise InvalidRequest(f"{path} is not JSON: {error}", "model_path") from None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{path} must hold an object", "model_path")
+        raise InvalidRequest(f"{path} must contain a JSON object", "model_path")
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
-    """How to simulate. Sizes are in tokens, blocks or sequences, as the names say.
+    """Settings of the simulated engine. Sizes are in tokens, blocks or sequences, as named.
 
-    context_length: None takes the model's. max_waiting: how many requests may queue; more are
-    refused. eos_one_in: see `core/truth.py`. loras: adapters that requests may name. mesh_key:
-    keys the names of blocks. startup_s: how long `start` takes. handoff: role, and how KV moves.
-    Raises ValueError where a value is out of its range, and as the parts do at `start`.
+    context_length: None uses the model's. max_waiting: limit of queued requests. eos_one_in: see
+    `token_oracle.py`. loras: adapters that requests may name. mesh_key: key of the block names.
+    startup_s: duration of `start`. handoff: role, and how KV moves.
+    Raises ValueError for a value out of range.
     """
 
     model: str = "kvmesh-sim"
@@ -225,7 +226,7 @@ class SimConfig:
         if self.max_waiting < 1:
             raise ValueError("max_waiting: must be at least 1")
         if self.context_length is not None and self.context_length < 2:
-            raise ValueError("context_length: must be at least 2, for a prompt and an answer")
+            raise ValueError("context_length: must be at least 2, for prompt and output")
         if self.startup_s < 0:
             raise ValueError("startup_s: must not be negative")
 
@@ -238,20 +239,19 @@ class SimEngine:
     """An `LLMEngine` that computes nothing.
 
     model: None reads the configured folder at `start`. clock, sleep: in seconds; the defaults are
-    the running loop's, so a loop with virtual time runs the engine in it. network: how KV gets to
-    other engines; None: real sockets.
-    `kv_event_sink` is given what changed in the cache after each tick; None drops it. `publish_to`
-    sets it.
+    the running loop's, so a loop with virtual time runs the engine in virtual time. network:
+    connects to other engines; None uses TCP. decode_machine: state machine of decode's end of a
+    handoff.
 
-    Counters: accepted == finished + cancelled + closed + failed, at rest; `rejected` were never
-    accepted, `overloaded` are those of them that met a full queue. `tokens` were delivered,
-    `prompt_tokens` accepted and `cached_tokens` of those that ended were found in the cache.
-    `corrupt_pages` and `corrupt_tokens` count what must never happen: pages with other content than
-    their owner's, and first tokens that do not follow the prompt. With a role, those of
+    Counters at rest: accepted == finished + cancelled + closed + failed; `rejected` requests are
+    not accepted, `overloaded` are those rejected by a full queue. `tokens` counts delivered tokens,
+    `prompt_tokens` those of accepted requests, `cached_tokens` cache hits of ended requests.
+    `corrupt_pages` and `corrupt_tokens` count what must never happen: pages whose content is not
+    their owner's, and first tokens that do not follow the prompt. With a role, also the counters of
     `HandoffManager`.
     """
 
-    # Decode's end of a handoff; its own guard against pages that are written too late.
+    # State machine of decode's end of a handoff; it protects pages from late writes.
     decode_machine: type[DecodeMachine] = DecodeMachine
 
     def __init__(
@@ -264,7 +264,7 @@ class SimEngine:
         network: Network | None = None,
     ) -> None:
         self.config = config
-        # Pages are routing blocks, and each is named once until it is removed.
+        # Pages are routing blocks; each is reported once until it is removed.
         self.kv_event_format = KvEventFormat(
             config.block_size, config.block_size, DuplicatePolicy.IDEMPOTENT
         )
@@ -282,17 +282,17 @@ class SimEngine:
         self._streams: dict[SimSequence, _Stream] = {}
         self._steps = 0
         self._is_frozen = False
-        # Why nothing is generated (any more).
+        # Why no request is accepted; None while the engine runs.
         self._unavailable_error: MeshError | None = Unavailable("the engine has not started")
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Reads the model folder and starts stepping.
 
-        Raises Conflict when called twice, NotFound or InvalidRequest for the model folder, and
-        InvalidRequest when it cannot listen for decode workers.
+        Raises Conflict if called twice, NotFound or InvalidRequest for the model folder, and
+        InvalidRequest if it cannot listen for decode workers.
         """
         if self._core is not None or self._loop_task is not None:
-            raise Conflict("the engine was started before")
+            raise Conflict("the engine was already started")
         if self.config.startup_s > 0:
             log.info("sim_engine_starting", worker_id=worker_id, startup_s=self.config.startup_s)
             await self._sleep(self.config.startup_s)
@@ -341,7 +341,9 @@ class SimEngine:
         return handoff_manager
 
     def _bootstrap_endpoint(self) -> tuple[str, int] | tuple[None, None]:
-        """What is advertised; a completed prefill says where it is when it is completed."""
+        """Returns the advertised address; in mode "completed" it is part of the prefill result
+        instead.
+        """
         config = self.config.handoff
         if self._handoff_manager is None or (config.role, config.mode) != ("prefill", "bootstrap"):
             return None, None
@@ -350,14 +352,14 @@ class SimEngine:
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
-        """As `LLMEngine.generate`. All refusals are raised by the first step of the generator.
+        """Yields the output of one request; rejections are raised at the first step.
 
         Raises InvalidRequest, Unsupported, PromptTooLong, Overloaded, Unavailable, and WorkerLost
-        or Bug where the engine ends under way.
+        or InternalError if the engine fails meanwhile.
         """
         stream = self._open_stream(request, ctx)
         outcome = "closed"
-        # Seen while the stream waits for tokens, and also while nobody asks it for the next chunk.
+        # Takes effect at once, even while the caller does not read the stream.
         watch = asyncio.ensure_future(ctx.stopped())
         watch.add_done_callback(lambda _: self._stop_stream(stream))
         try:
@@ -382,12 +384,13 @@ class SimEngine:
             watch.cancel()
 
     async def abort(self, ctx: GenerateContext) -> None:
-        """Nothing to do: the stop itself frees the slot, and what nobody writes to, at once."""
+        """Does nothing: the stop frees the slot at once, and the blocks once no transfer can write
+        to them.
+        """
 
     async def drain(self) -> None:
-        """Waits until no KV is handed over and no completed prefill waits for its decode leg.
-
-        Not longer than each of them may last.
+        """Waits until no handoff is in progress and no lease is open, at most their longest
+        duration.
         """
         if self._handoff_manager is None:
             return
@@ -396,10 +399,10 @@ class SimEngine:
             async with asyncio.timeout(config.timeout_s + config.lease_s):
                 await self._handoff_manager.wait_idle()
         except TimeoutError:
-            log.warning("sim_engine_drain_cut", rooms_open=self._handoff_manager.open_rooms)
+            log.warning("sim_engine_drain_timed_out", rooms_open=self._handoff_manager.open_rooms)
 
     async def cleanup(self) -> None:
-        """Ends the steps; streams still open raise WorkerLost."""
+        """Stops stepping; open streams raise WorkerLost."""
         task, self._loop_task = self._loop_task, None
         if task is not None:
             task.cancel()
@@ -410,18 +413,18 @@ class SimEngine:
             await self._handoff_manager.close()
 
     def publish_to(self, sink: KvEventSink) -> None:
-        """From now on the sink is told. Raises Conflict when there is something in the cache.
+        """Reports all changes of the cache to the sink. Raises Conflict if the cache is not empty.
 
-        That is because tokens are not kept, so that what was not told at once cannot be.
+        Tokens of cached blocks are not kept, so their content can not be reported later.
         """
         if self.blocks.cached_blocks:
-            raise Conflict("the cache is not empty: publish before the first request")
+            raise Conflict("the cache is not empty; call publish_to before the first request")
         self.kv_event_sink = lambda events: sink.take(
             to_external_events(events, self.config.block_size)
         )
 
     def loads(self) -> Sequence[Load]:
-        """The load of the only rank."""
+        """Returns the load of the only rank."""
         if self._core is None:
             return (Load(kv_total_blocks=self.config.total_kv_blocks),)
         scheduler, blocks = self._core.scheduler, self._core.blocks
@@ -439,7 +442,7 @@ class SimEngine:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """The counters of the class's docstring, `steps` and `preempted`."""
+        """Returns the counters of the class docstring, `steps` and `preempted`."""
         core = self._core
         counts = {name: self._counters[name] for name in _COUNTERS}
         counts["steps"] = self._steps
@@ -450,28 +453,28 @@ class SimEngine:
 
     @property
     def blocks(self) -> BlockManager:
-        """The KV cache, for publishers and checkers. Raises Conflict before `start`."""
+        """Returns the KV cache, for tests and checkers. Raises Conflict before `start`."""
         if self._core is None:
             raise Conflict("the engine has not started")
         return self._core.blocks
 
     def flush_cache(self) -> int:
-        """Evicts everything nobody uses; how many blocks that were."""
+        """Evicts all unreferenced blocks. Returns how many."""
         evicted = self.blocks.flush()
         self._publish(self.blocks)
         return evicted
 
     def freeze(self) -> None:
-        """Fault for tests: steps stop, and everything else goes on. A hung accelerator."""
+        """Fault for tests: steps stop while everything else continues, like a hung accelerator."""
         self._is_frozen = True
 
     def unfreeze(self) -> None:
-        """Ends `freeze`; the time that passed is lost, not caught up."""
+        """Ends `freeze`; the elapsed time is not caught up."""
         self._is_frozen = False
         self._wakeup.set()
 
     def inject_failure(self, error: MeshError) -> None:
-        """Fault for tests: all requests, and those to come, fail with `error`."""
+        """Fault for tests: all present and future requests fail with `error`."""
         self._unavailable_error = error
         self._fail_all(error)
 
@@ -508,11 +511,14 @@ class SimEngine:
         if scheduler.waiting >= self.config.max_waiting:
             low, high = _RETRY_AFTER_S
             wait_s = self.config.timing.prefill_s(scheduler.waiting_tokens)
-            raise Overloaded(min(max(wait_s, low), high), "too many requests wait at this worker")
+            raise Overloaded(
+                min(max(wait_s, low), high),
+                f"queue full: {scheduler.waiting}/{self.config.max_waiting} requests",
+            )
         return core, job
 
     def _job_for_role(self, request: PreprocessedRequest, job: Job) -> Job:
-        """The job as this role does it. Raises Unavailable where it does not."""
+        """Returns the job as this role runs it. Raises Unavailable if the role does not run it."""
         config = self.config.handoff
         match config.role:
             case "aggregated":
@@ -521,21 +527,23 @@ class SimEngine:
                 is_completed = config.mode == "completed"
                 if request.bootstrap_info is None and not (is_completed and job.max_tokens == 1):
                     raise Unavailable(
-                        "this worker computes prompts for others only", reason="PREFILL_ONLY"
+                        "a prefill worker accepts requests with bootstrap_info only",
+                        reason="PREFILL_ONLY",
                     )
                 return replace(job, max_tokens=1, is_handed_over=True)
             case _ if request.bootstrap_info or request.prefill_result:
                 return replace(job, is_remote=True)
         if not config.local_prefill:
             raise Unavailable(
-                "this worker gets its prompts computed by others", reason="NO_LOCAL_PREFILL"
+                "this decode worker computes no prompts; it needs a prefill result",
+                reason="NO_LOCAL_PREFILL",
             )
         return job
 
     def _open_handoff(
         self, request: PreprocessedRequest, job: Job
     ) -> PrefillHandoff | DecodeHandoff | None:
-        """The leg's room. Raises as `HandoffManager` does; a prompt to be leased has none yet."""
+        """Returns the leg's room, None if it needs none yet. Raises as `HandoffManager`."""
         if job.is_remote:
             assert self._handoff_manager is not None, "decode engines have handoffs"
             return self._handoff_manager.open_decode_handoff(*_kv_location(request))
@@ -551,20 +559,20 @@ class SimEngine:
             handoff, transfer = self._streams[sequence].handoff, sequence.transfer
             assert self._handoff_manager is not None, "decode engines have handoffs"
             assert isinstance(handoff, DecodeHandoff), "remote sequences have a room"
-            assert transfer is not None, "placed blocks are pinned"
+            assert transfer is not None, "allocated blocks are pinned"
             sequence.transfer = None
             self._handoff_manager.start_pull(handoff, transfer, sequence.prompt_tokens)
         return step
 
     def _on_kv_arrived(self, core: _Core, stream: _Stream, done: Done) -> None:
-        """A decode leg's KV is there."""
+        """Continues a decode leg after its KV arrived."""
         core.scheduler.on_kv_arrived(stream.sequence, done.token, done.cached_tokens)
         self._publish(core.blocks)
         self._wakeup.set()
         stream.wake()
 
     def _start_handoff(self, core: _Core, stream: _Stream, transfer: BlockTable) -> None:
-        """A prefill leg's prompt is computed."""
+        """Hands over the KV of a computed prompt."""
         handoff_manager, sequence = self._handoff_manager, stream.sequence
         assert handoff_manager is not None, "prefill engines have handoffs"
         sequence.transfer = None
@@ -574,7 +582,7 @@ class SimEngine:
         if isinstance(stream.handoff, PrefillHandoff):
             handoff_manager.on_prompt_computed(stream.handoff, transfer, stamps, done)
             return
-        if sequence.end is not EndReason.LENGTH:  # it is all said: nobody is going to decode
+        if sequence.end is not EndReason.LENGTH:  # the output is complete: there is no decode leg
             core.blocks.unpin(transfer)
             stream.is_awaiting_handoff = False
             return
@@ -616,7 +624,7 @@ class SimEngine:
         if handoff is not None and self._handoff_manager is not None:
             self._handoff_manager.abort(handoff)
         if self._handoff_manager is not None:
-            self._wakeup.set()  # its place in the queue may have been what others wait for
+            self._wakeup.set()  # its place may have blocked the queue
 
     def _close_stream(self, stream: _Stream, outcome: str) -> None:
         assert self._core is not None, "nothing is opened before the start"
@@ -640,8 +648,10 @@ class SimEngine:
         try:
             await self._run_steps(core)
         except Exception:
-            log.exception("sim_engine_broke")
-            self.inject_failure(InternalError("the engine broke; the worker's log says how"))
+            log.exception("sim_engine_failed")
+            self.inject_failure(
+                InternalError("the engine failed; the worker's log has the traceback")
+            )
 
     async def _run_steps(self, core: _Core) -> None:
         clock = self._clock
@@ -652,7 +662,7 @@ class SimEngine:
                 step = self._plan(core, due_at)
                 due_at += step.duration_s if step else 0.0
             if step is None or self._is_frozen:
-                self._publish(core.blocks)  # what left, and what made room, without a step
+                self._publish(core.blocks)  # changes that were made without a step
                 self._wakeup.clear()
                 await self._wakeup.wait()
                 due_at = max(due_at, clock())
@@ -664,8 +674,8 @@ class SimEngine:
     def _run_due_steps(
         self, core: _Core, step: Step, due_at: float, until: float
     ) -> tuple[Step | None, float]:
-        """Completes steps due by `until`, within bounds; the step then in flight and its end."""
-        advanced: dict[SimSequence, None] = {}  # a set's order would differ from run to run
+        """Completes steps due by `until`, within bounds. Returns the step in flight and its end."""
+        advanced: dict[SimSequence, None] = {}  # an ordered set, for reproducible runs
         work = 0
         now: Step | None = step
         while now is not None and due_at <= until and work < _TICK_WORK_MAX:
@@ -693,7 +703,7 @@ class SimEngine:
 
 
 def to_external_events(events: Sequence[KvEvent], block_size: int) -> Iterator[ExternalEvent]:
-    """The sim's events as the canonicaliser takes them: a block's external hash is its name."""
+    """Yields the normalizer's events; the external hash of a block is its name."""
     for event in events:
         match event:
             case BlocksStored():
@@ -705,7 +715,7 @@ def to_external_events(events: Sequence[KvEvent], block_size: int) -> Iterator[E
 
 
 def _copy_error(error: MeshError) -> MeshError:
-    """The same error for one more request: an instance keeps the traceback of its last raise."""
+    """Returns a copy of the error: an instance keeps the traceback of its last raise."""
     return type(error).restore(
         error.message,
         field=error.field,
@@ -717,7 +727,7 @@ def _copy_error(error: MeshError) -> MeshError:
 
 
 def _kv_location(request: PreprocessedRequest) -> tuple[tuple[str, int], int]:
-    """Where a decode leg's KV is: address and room. Raises InvalidRequest."""
+    """Returns address and room of a decode leg's KV. Raises InvalidRequest."""
     info, result = request.bootstrap_info, request.prefill_result
     if info is not None:
         return (info.bootstrap_host, info.bootstrap_port), info.bootstrap_room
@@ -734,19 +744,21 @@ def _kv_location(request: PreprocessedRequest) -> tuple[tuple[str, int], int]:
         if isinstance(room, str) and re.fullmatch("[0-9a-f]{16}", room):
             room = int(room, 16)
     if not (isinstance(host, str) and host):
-        raise InvalidRequest("the params name no host", field_path)
+        raise InvalidRequest("disaggregated_params have no host", field_path)
     if type(port) is not int or not 0 < port < 65536:
-        raise InvalidRequest(f"the params name no port but {port!r}", field_path)
+        raise InvalidRequest(f"disaggregated_params have an invalid port: {port!r}", field_path)
     if type(room) is not int or not 0 <= room < 2**64:
-        raise InvalidRequest(f"the params name no room and no transfer but {room!r}", field_path)
+        raise InvalidRequest(
+            f"disaggregated_params have an invalid room or transfer_id: {room!r}", field_path
+        )
     return (host, port), room
 
 
 class _Stream:
-    """One request between the steps and its generator.
+    """One request between the scheduler and its generator.
 
-    is_held: a prefill leg, whose answer waits until decode, or the lease, has its KV. params: what
-    it then hands to decode.
+    is_awaiting_handoff: a prefill leg whose terminal chunk waits until decode or a lease has its
+    KV. params: what the leg then hands to decode.
     """
 
     __slots__ = (
@@ -798,7 +810,7 @@ class _Stream:
             self._waiter.set_result(None)
 
     def take(self) -> LLMEngineOutput:
-        """A chunk with all new tokens."""
+        """Returns a chunk with all new tokens."""
         tokens = tuple(self.sequence.output[self.delivered :])
         self.delivered += len(tokens)
         if self._logprobs is None:
@@ -806,9 +818,9 @@ class _Stream:
         return LLMEngineOutput(token_ids=tokens, logprobs=[self._logprob(one) for one in tokens])
 
     def take_terminal(self) -> LLMEngineOutput:
-        """The terminal chunk, with the tokens not yet taken."""
+        """Returns the terminal chunk, with the remaining tokens."""
         end = self.sequence.end
-        assert end is not None, "only an ended sequence has a last chunk"
+        assert end is not None, "only an ended sequence has a terminal chunk"
         return replace(
             self.take(),
             finish_reason=_FINISH_REASONS[end],
@@ -828,7 +840,7 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class _Core:
-    """What exists once the model is read. hashers: by adapter, "" for the base model."""
+    """The parts that exist once the model is read. hashers: by adapter, "" for the base model."""
 
     scheduler: SimScheduler
     blocks: BlockManager
@@ -860,7 +872,7 @@ class _Core:
         return _Core(scheduler, blocks, model.eos_ids, context_length, hashers)
 
     def job(self, request: PreprocessedRequest, config: SimConfig, priority: int | None) -> Job:
-        """What to generate for the request. Raises what it is refused with."""
+        """Returns the job for a request. Raises MeshError if it is rejected."""
         lora = self._check_fields(request, config)
         room = self._max_output_tokens(request)
         stop = request.stop_conditions
@@ -881,7 +893,7 @@ class _Core:
         )
 
     def _check_fields(self, request: PreprocessedRequest, config: SimConfig) -> str:
-        """The adapter's name; raises Unsupported or InvalidRequest."""
+        """Returns the adapter's name. Raises Unsupported or InvalidRequest."""
         supported = _SUPPORTED_FIELDS
         if request.is_probe or config.handoff.role == "decode":
             supported |= _HANDOFF_FIELDS
@@ -890,33 +902,38 @@ class _Core:
         unsupported = unsupported_fields(request, supported)
         if unsupported:
             others = f" (nor are {', '.join(unsupported[1:])})" if unsupported[1:] else ""
-            raise Unsupported(unsupported[0], f"the simulated engine has no such thing{others}")
+            raise Unsupported(unsupported[0], f"not supported by the simulated engine{others}")
         routing = request.routing
         if routing is None:
             return ""
         if routing.dp_rank:
-            raise InvalidRequest("this worker has rank 0 only", "routing.dp_rank")
+            raise InvalidRequest(
+                f"unknown dp_rank {routing.dp_rank}; this worker has rank 0 only", "routing.dp_rank"
+            )
         lora = routing.lora_name or ""
         if lora not in self.hashers:
             raise Unsupported("routing.lora_name", f"the adapter {lora!r} is not loaded here")
         return lora
 
     def _max_output_tokens(self, request: PreprocessedRequest) -> int:
-        """How many tokens an answer can have."""
+        """Returns the largest possible number of output tokens. Raises InvalidRequest or
+        PromptTooLong.
+        """
         prompt = len(request.token_ids)
         if prompt == 0:
             raise InvalidRequest("token_ids must not be empty", "token_ids")
         max_length = min(self.context_length, self.blocks.total_blocks * self.blocks.block_size)
         if prompt >= max_length:
             raise PromptTooLong(
-                f"the prompt has {prompt} tokens; with at least one more for the answer, "
-                f"{max_length} is the most this model holds",
+                f"prompt too long: {prompt}/{max_length - 1} tokens, with one left for the output",
                 field="token_ids",
             )
         return max_length - prompt
 
     def _stops(self, request: PreprocessedRequest) -> dict[int, StopToken]:
-        """The frontend merges EOS into the hidden ids: EOS wins there, and visible over both."""
+        """Returns the stop tokens. EOS overrides hidden ids, into which frontends merge EOS;
+        visible overrides both.
+        """
         stop = request.stop_conditions
         stops = dict.fromkeys(stop.stop_token_ids_hidden, StopToken(EndReason.STOP))
         stops |= dict.fromkeys((*self.eos_ids, *request.eos_token_ids), StopToken(EndReason.EOS))

@@ -1,31 +1,30 @@
 """Continuous batching in engine time: what the simulated engine computes in each step. Pure.
 
-A step gives every running sequence its next token, or the next chunk of its prompt; what is left
-of `max_num_batched_tokens` admits waiting ones. `plan` chooses the step, `complete` says that its
-time has passed; nothing is computed, cached or answered before that. One step is in flight at a
-time; sequences may be submitted and removed in between.
+A step gives each running sequence its next token, or the next chunk of its prompt; the rest of
+`max_num_batched_tokens` admits waiting ones. `plan` chooses the step; `complete` applies it after
+its duration has passed. One step is in flight at a time; sequences may be submitted and removed in
+between.
 
-Order: the larger `priority` goes first, then the earlier submitted; strictly, so a steady flow of
-more important work delays the rest without bound (callers have deadlines). The head of the queue
-is never overtaken by a smaller one. When blocks run out, the last of the running order gives up
-its blocks and waits in its old place (LIFO); its answer is kept and computed over as if it were
-prompt, mostly from the prefix cache.
+Order: larger `priority` first, then earlier submission. The order is strict, so a steady flow of
+higher priority delays the rest without bound (callers have deadlines). A smaller sequence never
+overtakes the head of the queue. When blocks run out, the last running sequence is preempted: it
+releases its blocks and waits in its old place (LIFO). Its output is kept and computed again as if
+it were prompt, mostly from the prefix cache.
 
-Handoffs. A sequence whose KV comes from another worker (`Job.is_remote`) has its turn in the queue
-for blocks, all of them for itself, and a place among the running ones; there it only arrives, until
-`on_kv_arrived` says that the KV is there. One whose KV goes to another worker
-(`Job.is_handed_over`)
-leaves its blocks pinned in `transfer`, for its owner to unpin. What gave up its blocks is computed
-over here, also on a worker that gets its prompts computed elsewhere.
+Handoffs. A sequence with KV from another worker (`Job.is_remote`) waits in the queue for all
+its blocks, none of them shared, and for a running slot; then it awaits its KV until
+`on_kv_arrived`. A sequence with KV for another worker (`Job.is_handed_over`) leaves its blocks
+pinned in `transfer`, for its owner to unpin. A preempted sequence is computed again here, even on a
+worker without local prefill.
 
-Whoever is found to sit on a page with somebody else's content (see `core/block_manager.py`) goes on
-with another state than the truth's: from there on its tokens are wrong, as a real model's would be.
+A sequence that reads a page with wrong content (see `block_manager.py`) continues with a wrong
+state: all its further tokens are wrong, as a real model's would be.
 
-Blocks of the prompt are named when their chunk is computed, blocks of the answer when the sequence
-leaves the running ones. So a conversation's next turn finds both.
+Blocks of the prompt are named when their chunk is computed, blocks of the output when the sequence
+stops running. The next turn of a conversation finds both.
 
-Invariants: a sequence is waiting, arriving, running or gone; only arriving and running ones hold
-blocks; a gone one stays gone and its answer does not change.
+Invariants: a sequence is waiting, awaiting KV, running or ended. Only the second and third hold
+blocks. An ended one stays ended and its output does not change.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.sim.transfer import page_stamps
 
 _ROOT: Final = ChainState(0, 0)
-# The truth's state of a sequence that read a wrong page is off by this.
+# XORed into the oracle state of a sequence that read a wrong page.
 _CORRUPTION_MASK: Final = 0x5BD1E9955BD1E995
 
 
 class EndReason(Enum):
-    """Why an answer ended."""
+    """Why an output ended."""
 
     EOS = auto()
     STOP = auto()
@@ -59,7 +58,7 @@ class EndReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StopToken:
-    """What a stop token does. is_visible: whether it is part of the answer."""
+    """Effect of a stop token. is_visible: whether it is part of the output."""
 
     end: EndReason
     is_visible: bool = False
@@ -67,12 +66,12 @@ class StopToken:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to generate.
+    """One generation request.
 
     prompt: token ids, 4 bytes little endian each, at least one. max_tokens: at least 1.
-    stops: what ends the answer, once min_tokens are there; the model's EOS must be among them,
-    unless they are empty: then the model never says EOS. hasher: names the blocks; None keeps the
-    job out of the prefix cache. lora_name: as in `BlocksStored`. priority: larger is sooner.
+    stops: tokens that end the output after min_tokens. They must include the model's EOS, or be
+    empty: then the model never emits EOS. hasher: names the blocks; None bypasses the prefix cache.
+    lora_name: as in `BlocksStored`. priority: larger is sooner.
     is_remote, is_handed_over: KV comes from, goes to another worker; see the module.
     """
 
@@ -89,13 +88,13 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class SimSequence:
-    """A job under way.
+    """The state of a job.
 
-    output: the answer so far; only ever appended to. end: None until it is complete; stop_token:
-    the token that ended it, if one did. cached_tokens: prompt tokens found in the cache when it
-    first ran, None before; for a remote one, in the other worker's. computed: tokens whose KV is
-    there; known: tokens of prompt and answer.
-    is_awaited: its KV is still elsewhere. is_corrupt: it read a page with wrong content.
+    output: tokens so far, append-only. end: None until it is complete. stop_token: the token that
+    ended it, if any. cached_tokens: prompt tokens found in the cache at its first start, None
+    before; for a remote one, in the other worker's cache. computed_tokens: tokens with KV
+    present. total_tokens: tokens of prompt and output.
+    is_kv_pending: its KV has not arrived. is_corrupt: it read a page with wrong content.
     transfer: pinned blocks; see the module. Times are engine time.
     """
 
@@ -121,24 +120,24 @@ class SimSequence:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Returns the number of prompt tokens."""
         return len(self.job.prompt) // 4
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """The smaller goes first."""
+        """Returns the scheduling key; the smaller goes first."""
         return -self.job.priority, self.arrival_number
 
     @property
     def first_token(self) -> int:
-        """The first token of the answer, be it one that ended it."""
+        """Returns the first token of the output, even if it ended the output."""
         if self.output:
             return self.output[0]
-        assert self.stop_token is not None, "an answer without tokens was ended by one"
+        assert self.stop_token is not None, "an output without tokens was ended by a token"
         return self.stop_token
 
     def content(self, start: int, stop: int) -> bytes:
-        """Tokens start..stop-1 of prompt and answer, 4 bytes little endian each."""
+        """Returns tokens start..stop-1 of prompt and output, 4 bytes little endian each."""
         prompt = self.job.prompt[4 * start : 4 * stop]
         first = self.prompt_tokens
         if stop <= first:
@@ -149,7 +148,7 @@ class SimSequence:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A chosen step: how many tokens of which sequence, and how long it takes."""
+    """A planned step: tokens per sequence, and its duration."""
 
     entries: Sequence[tuple[SimSequence, int]]
     prefill_tokens: int
@@ -158,7 +157,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A step that is over: its time, and the sequences which advanced or ended."""
+    """A completed step: its duration, and the sequences that advanced or ended."""
 
     duration_s: float
     advanced: Sequence[SimSequence]
@@ -186,7 +185,7 @@ class SimScheduler:
             )
         self.blocks = blocks
         self.preemptions = 0
-        # First tokens that came with KV and are not what follows the prompt.
+        # First tokens that came with KV but do not follow the prompt.
         self.corrupt_tokens = 0
         self.waiting_tokens = 0
         self._timing = timing
@@ -194,29 +193,29 @@ class SimScheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._submitted_count = 0
-        # Both in the order of rank.
+        # Both ordered by `sort_key`.
         self._waiting: list[SimSequence] = []
         self._running: list[SimSequence] = []
-        # In the order in which they got their blocks; dicts, for their order.
+        # In the order of allocation; dicts keep the order.
         self._awaiting_kv: dict[SimSequence, None] = {}
         self._allocated: dict[SimSequence, None] = {}
         self._kv_tokens = 0
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait, arriving ones included."""
+        """Returns the number of waiting sequences, including those that await KV."""
         return len(self._waiting) + len(self._awaiting_kv)
 
     @property
     def running(self) -> int:
-        """Sequences that run."""
+        """Returns the number of running sequences."""
         return len(self._running)
 
     def submit(self, job: Job, now: float) -> SimSequence:
-        """Takes a job in; it waits for the next `plan`."""
+        """Adds a job, which waits for the next `plan`."""
         tokens = len(job.prompt) // 4
         assert tokens >= 1, "a prompt has at least one token"
-        assert job.max_tokens >= 1, "an answer has room for at least one token"
+        assert job.max_tokens >= 1, "an output has at least one token"
         assert tokens + job.max_tokens <= self.blocks.total_blocks * self.blocks.block_size, (
             "a job that does not fit the whole cache would wait forever"
         )
@@ -230,11 +229,11 @@ class SimScheduler:
         return seq
 
     def remove(self, seq: SimSequence) -> None:
-        """Ends a sequence at once, wherever it is; one that is gone already is left alone."""
+        """Ends a sequence in any state; no effect on an ended one."""
         if seq.is_ended:
             return
         if seq in self._awaiting_kv:
-            assert seq.block_table is not None, "arriving sequences hold blocks"
+            assert seq.block_table is not None, "sequences awaiting KV hold blocks"
             del self._awaiting_kv[seq]
             self._allocated.pop(seq, None)
             self.blocks.release(seq.block_table)
@@ -247,19 +246,20 @@ class SimScheduler:
         seq.is_ended = True
 
     def take_allocated(self) -> list[SimSequence]:
-        """The sequences that got blocks for their KV to arrive in, since the last call.
+        """Returns the sequences that got blocks for remote KV since the last call.
 
-        Their blocks are pinned in `transfer`, for the owner to unpin once nobody writes to them.
+        Their blocks are pinned in `transfer`; the owner unpins them once no transfer writes to
+        them.
         """
         allocated, self._allocated = self._allocated, {}
         return list(allocated)
 
     def on_kv_arrived(self, seq: SimSequence, token: int, cached_tokens: int) -> None:
-        """An arriving sequence's KV is there, and the transfer's pin is undone.
+        """Starts a sequence after its KV arrived. The caller has unpinned the transfer.
 
-        token: the first of the answer, as the other worker has it; be it one that ends it.
+        token: the first of the output as the other worker computed it, even if it ends the output.
         """
-        assert seq.block_table is not None, "arriving sequences hold blocks"
+        assert seq.block_table is not None, "sequences awaiting KV hold blocks"
         del self._awaiting_kv[seq]
         seq.is_kv_pending, seq.cached_tokens = False, cached_tokens
         bisect.insort(self._running, seq, key=_sort_key)
@@ -275,9 +275,9 @@ class SimScheduler:
             self._mark_corrupt(seq)
 
     def plan(self, now: float) -> Step | None:
-        """The next step; None where nothing can be computed."""
+        """Returns the next step; None if there is nothing to compute."""
         entries: list[tuple[SimSequence, int]] = []
-        # Each running sequence is sure of one token; prompts share what that leaves.
+        # Each running sequence gets one token; prompts share the rest.
         token_budget = self._max_num_batched_tokens - len(self._running)
         decode_count = 0
         while len(entries) < len(self._running):
@@ -301,7 +301,7 @@ class SimScheduler:
         return Step(entries, prefill, self._timing.step_s(prefill, decode_count, self._kv_tokens))
 
     def complete(self, step: Step) -> list[SimSequence]:
-        """Ends the step: the sequences which got a token or ended. Removed ones are left out."""
+        """Completes the step. Returns the sequences that got a token or ended, not removed ones."""
         truth, size = self._token_oracle, self.blocks.block_size
         self._find_corrupt_sequences()
         advanced: list[SimSequence] = []
@@ -321,17 +321,17 @@ class SimScheduler:
             advanced.append(seq)
             can_end = _can_end(seq)
             self._append(seq, truth.next_token(seq.state, can_end=can_end), can_end)
-        # Those which left took their tokens, this step's included, off the sum already.
+        # Removed sequences subtracted their tokens, including this step's, already.
         self._kv_tokens += computed_tokens
         return advanced
 
     def step(self, now: float) -> StepResult | None:
-        """`plan` and `complete` in one, for callers without a clock."""
+        """Runs `plan` and `complete`, for callers without a clock."""
         step = self.plan(now)
         return None if step is None else StepResult(step.duration_s, self.complete(step))
 
     def _append(self, seq: SimSequence, token: int, can_end: bool) -> None:
-        """The next token of the answer, or its end."""
+        """Appends a token to the output, or ends the output."""
         if can_end and token in seq.job.stops:
             self._stop(seq, token)
             return
@@ -342,14 +342,14 @@ class SimScheduler:
             self._finish(seq, EndReason.LENGTH)
 
     def _fill(self, seq: SimSequence, count: int) -> None:
-        """Writes the pages whose first token is among the next `count`."""
+        """Writes the pages that start within the next `count` tokens."""
         assert seq.block_table is not None, "running sequences hold blocks"
         size = self.blocks.block_size
         stop = -(-(seq.computed_tokens + count) // size)
         self.blocks.fill(seq.block_table, -(-seq.computed_tokens // size), stop)
 
     def _find_corrupt_sequences(self) -> None:
-        """Spoils whoever runs on a page that a transfer has overwritten."""
+        """Marks sequences that run on a page which a transfer has overwritten."""
         corrupt_blocks = self.blocks.take_corrupt_blocks()
         if not corrupt_blocks:
             return
@@ -370,7 +370,8 @@ class SimScheduler:
                 if not self._allocate_for_remote_kv(seq, now):
                     return
                 continue
-            # All of its prompt at once: a prompt half computed is not worth preempting others for.
+            # Blocks for the whole prompt at once: a half-computed prompt is not worth preempting
+            # others.
             seq.block_table = self.blocks.admit(seq.names, seq.total_tokens)
             if seq.block_table is None:
                 return
@@ -394,8 +395,10 @@ class SimScheduler:
         return self._max_num_seqs - len(self._running) - len(self._awaiting_kv)
 
     def _allocate_for_remote_kv(self, seq: SimSequence, now: float) -> bool:
-        """Gives the head of the queue the blocks its KV arrives in; False without room."""
-        # Nothing cached is reused: all of it is going to be written.
+        """Allocates the blocks for the remote KV of the queue's head. Returns False without
+        capacity.
+        """
+        # No cached block is reused: the transfer writes all of them.
         seq.block_table = self.blocks.admit((), seq.total_tokens)
         if seq.block_table is None:
             return False
@@ -409,7 +412,9 @@ class SimScheduler:
         return True
 
     def _ensure_capacity(self, seq: SimSequence, tokens: int) -> bool:
-        """Grows a running sequence, if need be at the expense of the last; False if that was it."""
+        """Extends a running sequence, preempting the last ones. Returns False if it was preempted
+        itself.
+        """
         assert seq.block_table is not None, "running sequences hold blocks"
         while not self.blocks.grow(seq.block_table, tokens):
             victim = self._running[-1]
@@ -435,7 +440,7 @@ class SimScheduler:
         seq.is_ended = True
 
     def _stop_running(self, seq: SimSequence) -> None:
-        """Takes a running sequence out of the running ones; its full blocks stay cached."""
+        """Removes a sequence from the running ones; its full blocks stay cached."""
         assert seq.block_table is not None, "running sequences hold blocks"
         self._extend_names(seq, seq.computed_tokens)
         self._name_blocks(seq)
@@ -451,13 +456,13 @@ class SimScheduler:
         self.waiting_tokens += _pending_tokens(seq)
 
     def _name_blocks(self, seq: SimSequence) -> None:
-        """Names the blocks that are full and have a known name."""
+        """Names the full blocks that have a known name."""
         assert seq.block_table is not None, "running sequences hold blocks"
         start = seq.block_table.named
         stop = min(seq.computed_tokens // self.blocks.block_size, len(seq.names))
         if stop > start:
             size = self.blocks.block_size
-            # Who shares them later finds out by itself.
+            # Sequences that share the blocks later check them again.
             if not self.blocks.is_intact(seq.block_table, start, stop):
                 self._mark_corrupt(seq)
             content = seq.content(start * size, stop * size)
@@ -475,7 +480,7 @@ class SimScheduler:
 
 
 def _pending_tokens(seq: SimSequence) -> int:
-    """Tokens that are to be computed before the next one of the answer is there."""
+    """Returns the tokens to compute before the next output token."""
     return 0 if seq.is_kv_pending else seq.total_tokens
 
 

@@ -1,12 +1,11 @@
-"""How long a step of the simulated accelerator takes. Pure.
+"""Duration of a step of the simulated accelerator. Pure.
 
     step_s = (base_s + prefill_token_s * prefill_tokens
                      + decode_seq_s * decode_seqs
                      + kv_token_s * kv_tokens) / speedup
 
 prefill_tokens: prompt tokens computed in the step. decode_seqs: sequences that get one token.
-kv_tokens: tokens in the KV cache that the step's attention reads. A speedup of 0 makes every step
-take no time at all.
+kv_tokens: KV cache tokens that the step's attention reads. With speedup 0 every step takes no time.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds a step, and seconds for each thing in it, before the speedup.
+    """Seconds per step and per unit of work in it, before the speedup.
 
     The defaults are round numbers in the range of an 8B model on one mid-range accelerator: 12k
     prompt tokens/s, 6 ms for a step with one sequence, 11 ms with 256.
@@ -37,7 +36,7 @@ class Timing:
                 raise ValueError(f"{one.name}: {value} is negative or not finite")
 
     def step_s(self, prefill_tokens: int, decode_seqs: int, kv_tokens: int) -> float:
-        """Seconds of one step; the formula of this module."""
+        """Returns the seconds of one step by the formula of this module."""
         if self.speedup == 0:
             return 0.0
         return (
@@ -48,7 +47,9 @@ class Timing:
         ) / self.speedup
 
     def prefill_s(self, prefill_tokens: int) -> float:
-        """Seconds that computing a prompt takes on top of the steps it shares with others."""
+        """Returns the seconds of a prefill, in addition to the steps it shares with other
+        sequences.
+        """
         if self.speedup == 0:
             return 0.0
         return self.prefill_token_s * prefill_tokens / self.speedup

@@ -1,20 +1,20 @@
-"""What the simulated model answers: each token follows from all tokens before it. Pure.
+"""The output of the simulated model: each token follows from all tokens before it. Pure.
 
-Whoever has the prompt can compute the answer, so a client, a checker or a test can tell whether a
-stream lost, repeated or reordered a token, also when another worker continued it.
+Given the prompt, a client, a checker or a test can compute the output, and so detect lost, repeated
+or reordered tokens, even if another worker continued the stream.
 
-The formula. All arithmetic is modulo 2^64; t[0..n-1] are the ids of prompt and answer so far.
+The formula. All arithmetic is modulo 2^64; t[0..n-1] are the ids of prompt and output so far.
 
     state = S * B^n + sum over i of (t[i] + 1) * B^(n-1-i)        B = 0x9E6C63D0876A9A63
     x     = mix(state)                 the 64-bit finaliser of SplitMix64 (Stafford's variant 13)
     next  = eos_id                     if (x >> 32) mod eos_one_in == 0 and an end is allowed
             words[((x mod 2^32) * len(words)) >> 32]                            otherwise
 
-S is 0x243F6A8885A308D3; with an adapter, that XOR the CRC-32 of its name, so that adapters answer
-otherwise than their model and than each other. An end is not allowed while EOS is ignored or fewer
-than `min_tokens` tokens were generated; the word of that place then stands where EOS would have
-stood. The state advances by one token as state * B + token + 1. `eos_one_in` is about the mean
-length of an answer; 0 means that no answer ends by itself.
+S is 0x243F6A8885A308D3; with an adapter, that XOR the CRC-32 of its name, so that each adapter's
+output differs from the model's and from other adapters'. An end is not allowed while EOS is ignored
+or fewer than `min_tokens` tokens were generated; the word of that position then replaces EOS. The
+state advances by one token as state * B + token + 1. `eos_one_in` is about the mean output length;
+0 means that output never ends by itself.
 
 Sampling options do not appear: the model's distribution is a point mass on `next`.
 """
@@ -29,20 +29,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEFAULT_EOS_ONE_IN: Final = 96
-"""An answer ends by itself at each place with a chance of one in this many."""
+"""Each output token ends the output with a probability of one in this many."""
 
 _U64: Final = 0xFFFFFFFFFFFFFFFF
 _U32: Final = 0xFFFFFFFF
 _SEED: Final = 0x243F6A8885A308D3
 _BASE: Final = 0x9E6C63D0876A9A63
-# Ids hashed in one vectorised pass; bounds the powers kept (32 KiB).
+# Ids hashed in one vectorised pass; bounds the stored powers (32 KiB).
 _TOKENS_PER_PASS: Final = 4096
 
 
 class TokenOracle:
-    """The answers of one model.
+    """The output function of one model.
 
-    word_ids: token ids an answer is made of, in the order of `sim.json`. eos_id: ends an answer.
+    word_ids: token ids of the output, in the order of `sim.json`. eos_id: ends the output.
     Raises ValueError for an empty list, ids outside 0..2^32-1, EOS among the words, or a negative
     eos_one_in.
     """
@@ -57,7 +57,7 @@ class TokenOracle:
         if not all(0 <= word <= _U32 for word in (*word_ids, eos_id)):
             raise ValueError("word_ids, eos_id: token ids are integers from 0 to 2^32-1")
         if eos_id in word_ids:
-            raise ValueError(f"eos_id: {eos_id} is one of the words")
+            raise ValueError(f"eos_id: {eos_id} is among word_ids")
         if eos_one_in < 0:
             raise ValueError(f"eos_one_in: {eos_one_in} is below 0")
         self.eos_id = eos_id
@@ -66,11 +66,12 @@ class TokenOracle:
         self._eos_one_in = eos_one_in
         powers = np.full(_TOKENS_PER_PASS + 1, _BASE, dtype=np.uint64)
         powers[0] = 1
-        # powers[i] is the weight of a pass's token i; powers[0] carries the state over the pass.
+        # powers[i] is the weight of a pass's token i; powers[0] multiplies the state before the
+        # pass.
         self._powers = np.multiply.accumulate(powers)[::-1].copy()
 
     def state_of(self, token_ids: Sequence[int] | NDArray[Any], lora_name: str = "") -> int:
-        """The state after these ids, in a few vectorised passes. Ids are in 0..2^32-1.
+        """Returns the state after these ids, in a few vectorised passes. Ids are in 0..2^32-1.
 
         lora_name: of the adapter, "" for the model itself.
         """
@@ -84,11 +85,11 @@ class TokenOracle:
         return state
 
     def advance(self, state: int, token: int) -> int:
-        """The state after one more token."""
+        """Returns the state after one more token."""
         return (state * _BASE + token + 1) & _U64
 
     def next_token(self, state: int, *, can_end: bool = True) -> int:
-        """The token that follows `state`; never EOS unless `can_end`."""
+        """Returns the token that follows `state`; never EOS unless `can_end`."""
         x = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _U64
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _U64
         x ^= x >> 31
@@ -105,7 +106,9 @@ class TokenOracle:
         min_tokens: int = 0,
         lora_name: str = "",
     ) -> list[int]:
-        """The answer to `prompt`: at most `n` tokens; shorter, and without EOS, where it ends."""
+        """Returns the output for `prompt`: at most `n` tokens; shorter, and without EOS, if it
+        ends.
+        """
         state = self.state_of(prompt, lora_name)
         tokens: list[int] = []
         while len(tokens) < n:

@@ -1,27 +1,26 @@
-"""The handoff of one prompt's KV from a prefill worker to a decode worker, both ends. Pure.
+"""State machines for the handoff of one prompt's KV from a prefill to a decode worker. Pure.
 
     decode                                        prefill
       has blocks for the whole prompt
       Pull{room, incarnation, pages} ───────────▶   (its leg may come before or after)
-                    ◀────────── Joined, Ping*       the leg is there and lives
+                    ◀────────── Joined, Ping*       the leg is present and alive
                     ◀────────── Write*              the prompt is computed; pages are written
                     ◀────────── Done{first token}
       Received ─────────────────────────────────▶   its blocks are free, its leg ends well
       decodes
 
-Either end may leave at any time: decode says Abort, and prefill answers Aborted behind its last
-Write; prefill says Fail behind its last Write. Drop is said of a room by a decode leg that leaves
-before it ever sent its Pull. One connection a room; losing it ends the room at both ends.
+Either end may leave at any time. Decode sends Abort, and prefill responds with Aborted after its
+last Write; prefill sends Fail after its last Write. A decode leg that leaves before its Pull sends
+Drop. Each room has its own connection; losing it ends the room at both ends.
 
-A machine is told what happened and answers with actions, which are carried out in order and at
-once. Invariants, whatever the order of events:
-- `ReleaseBlocks` is said once if the room had blocks at all: at decode not before the last write
-has
-  arrived, or the connection is closed; at prefill not before the last page was read. Until then an
-  aborted room is ABORTING, for at most `abort_s`.
-- The leg is told its end once (`KvArrived`, `EndLeg`), unless it left by itself (`abort`), and then
-  never. It does not wait for ABORTING.
-- Every room ends: no state lasts longer than its time-out.
+A machine receives events and returns actions, which the caller executes in order and at once.
+Invariants, for any order of events:
+- `ReleaseBlocks` is returned exactly once if the room had blocks: at decode only after the last
+  write has arrived or the connection is closed; at prefill only after the last page was read. Until
+  then an aborted room is ABORTING, at decode for at most `abort_s`.
+- The leg gets exactly one end (`KvArrived`, `EndLeg`), or none if it left by itself (`abort`). The
+  end does not wait for ABORTING.
+- Every room ends: no state lasts longer than its timeout.
 """
 
 from __future__ import annotations
@@ -35,54 +34,22 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from common.errors import InvalidRequest, MeshError, Overloaded, WorkerLost
-
-# Of an Overloaded: the decode worker itself had no room, and its partner has no part in it.
-NO_BLOCKS: Final = "HANDOFF_NO_BLOCKS"
-# Reasons of the WorkerLost with which a leg ends otherwise; all are retryable, in another room.
-NO_PARTNER: Final = "HANDOFF_NO_PARTNER"
-PEER_ABORTED: Final = "HANDOFF_PEER_ABORTED"
-PEER_LOST: Final = "HANDOFF_PEER_LOST"
-ROOM_TAKEN: Final = "HANDOFF_ROOM_TAKEN"
-MISMATCH: Final = "HANDOFF_MISMATCH"
-FULL: Final = "HANDOFF_FULL"
-EXPIRED: Final = "TRANSFER_EXPIRED"
-
-_MESSAGES: Final = {
-    NO_PARTNER: "the other leg of the request did not come in time",
-    PEER_ABORTED: "the other leg of the request was given up",
-    PEER_LOST: "the other worker of the request was lost",
-    ROOM_TAKEN: "somebody else is in this room",
-    MISMATCH: "the other worker has another prompt or block size for this room",
-    FULL: "the prefill worker has all the rooms it can hold",
-    EXPIRED: "the prefill worker does not hold this transfer any more",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffTimeouts:
-    """Times of a room, in seconds; what they bound is said in `SimHandoffConfig`."""
-
-    partner_timeout_s: float = 10.0
-    abort_s: float = 2.0
-    lease_s: float = 30.0
-
-    @property
-    def ping_interval_s(self) -> float:
-        """How often prefill shows that it lives."""
-        return self.partner_timeout_s / 4
-
-    @property
-    def blocks_timeout_s(self) -> float:
-        """How long decode waits for blocks: it is to say so before prefill misses it."""
-        return self.partner_timeout_s * 3 / 4
+from common.errors import InvalidRequest, MeshError
+from worker_svc.engines.handoff import (
+    NO_PARTNER,
+    PEER_ABORTED,
+    PEER_LOST,
+    HandoffTimeouts,
+    handoff_error,
+    no_blocks_error,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
     """Decode's pages for a room, in the order of the prompt. tokens: of the prompt.
 
-    incarnation: the decode worker's id.
+    incarnation: id of the decode worker.
     """
 
     room: int
@@ -94,24 +61,24 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Nobody is going to pull this room."""
+    """No decode leg will pull this room."""
 
     room: int
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The prefill leg is there."""
+    """The prefill leg is present."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """The prefill leg is still there."""
+    """The prefill leg is still alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Pages and what is written to them (`page_stamps`)."""
+    """Pages and the stamps written to them (`page_stamps`)."""
 
     pages: Sequence[int]
     stamps: Sequence[int]
@@ -119,9 +86,9 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """All is written. token: the first of the answer, be it one that ends it.
+    """All pages are written. token: the first of the output, even if it ends the output.
 
-    cached_tokens: of the prompt, found in prefill's cache.
+    cached_tokens: prompt tokens found in prefill's cache.
     """
 
     token: int
@@ -130,24 +97,24 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Nothing more is written, and nothing will be. reason: as above."""
+    """Prefill failed and writes nothing more. reason: as above."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Write no more."""
+    """Decode requests the end of all writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """Nothing more is written."""
+    """Prefill writes nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """All pages are there."""
+    """Decode has received all pages."""
 
 
 Message: TypeAlias = Pull | Drop | Joined | Ping | Write | Done | Fail | Abort | Aborted | Received
@@ -162,7 +129,7 @@ _PAGE_BYTES: Final = 4
 
 
 def to_bytes(message: Message) -> bytes:
-    """A byte for the kind, then the fields, little endian; arrays last."""
+    """Encodes a message: a byte for the kind, then the fields, little endian; arrays last."""
     kind = bytes([_MESSAGE_TYPES.index(type(message))])
     match message:
         case Pull():
@@ -184,9 +151,9 @@ def to_bytes(message: Message) -> bytes:
 
 
 def from_bytes(frame: bytes) -> Message:
-    """The message of a frame. Raises InvalidRequest where it is none."""
+    """Decodes a frame. Raises InvalidRequest if it is malformed."""
     if not frame or frame[0] >= len(_MESSAGE_TYPES):
-        raise InvalidRequest("the frame has no known kind", "kind")
+        raise InvalidRequest(f"unknown message kind {frame[:1].hex() or 'none'}", "kind")
     kind, body = _MESSAGE_TYPES[frame[0]], frame[1:]
     try:
         return _parse_message(kind, body)
@@ -220,9 +187,9 @@ def _parse_message(kind: type[Message], body: bytes) -> Message:
 
 
 def page_stamps(prompt: bytes, block_size: int, lora_name: str = "") -> list[int]:
-    """What the KV of each page of a prompt is known by: a CRC of all tokens up to its end.
+    """Returns the stamp of each page of a prompt: a CRC of all tokens up to the page's end.
 
-    prompt: token ids, 4 bytes little endian each. Equal on all workers; not negative.
+    prompt: token ids, 4 bytes little endian each. Stamps are equal on all workers and not negative.
     """
     size = 4 * block_size
     stamp = zlib.crc32(lora_name.encode())
@@ -233,21 +200,9 @@ def page_stamps(prompt: bytes, block_size: int, lora_name: str = "") -> list[int
     return stamps
 
 
-def handoff_error(reason: str) -> WorkerLost:
-    """The error with which a leg ends for this reason."""
-    message = _MESSAGES.get(reason, f"the handoff failed: {reason}")
-    return WorkerLost(message, retryable=True, reason=reason)
-
-
-def no_blocks_error(timeouts: HandoffTimeouts) -> Overloaded:
-    """The error with which a decode leg ends that was given no blocks in `blocks_timeout_s`."""
-    message = "this worker has had no KV blocks to spare for it"
-    return Overloaded(timeouts.partner_timeout_s, message, reason=NO_BLOCKS)
-
-
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Say it to the peer."""
+    """Send a message to the peer."""
 
     message: Message
 
@@ -259,42 +214,43 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class SendDrop:
-    """Say Drop to the prefill worker, over a connection of its own, if that works."""
+    """Send Drop to the prefill worker over a separate connection, best effort."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartWriting:
-    """Write the pages, call `extend_deadline` for each part, then say Done and call
-    `on_done_sent`."""
+    """Write the pages, call `extend_deadline` for each part, then send Done and call
+    `on_done_sent`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class StopWriting:
-    """Stop that; call `on_writing_stopped` when no page is read any more."""
+    """Stop writing; call `on_writing_stopped` when no page is read any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseBlocks:
-    """The room needs its blocks no more."""
+    """Release the room's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvArrived:
-    """The KV is there: the decode leg can go on."""
+    """The KV has arrived: the decode leg can continue."""
 
     done: Done
 
 
 @dataclass(frozen=True, slots=True)
 class EndLeg:
-    """The leg's end: None is the prefill leg's good one."""
+    """End the leg; error None is the success of a prefill leg."""
 
     error: MeshError | None
 
 
 @dataclass(frozen=True, slots=True)
 class CloseConnection:
-    """Close the connection, once what was said has left; hear nothing more of it."""
+    """Close the connection after sending what is queued; ignore what it still delivers."""
 
 
 Action: TypeAlias = (
@@ -311,7 +267,7 @@ Action: TypeAlias = (
 
 
 class HandoffOutcome(Enum):
-    """How a room ended. FORCED: aborted, and the peer did not say so in time."""
+    """How a room ended. FORCED: aborted, and the peer did not confirm in time."""
 
     HANDED_OVER = auto()
     ABORTED = auto()
@@ -322,7 +278,7 @@ class HandoffOutcome(Enum):
 
 
 class _State(Enum):
-    # At prefill: not all of leg, peer and KV are there. At decode: no blocks yet.
+    # At prefill: leg, peer or KV are missing. At decode: no blocks yet.
     WAITING = auto()
     DIALING = auto()
     PULLING = auto()
@@ -333,10 +289,10 @@ class _State(Enum):
 
 
 class PrefillMachine:
-    """Prefill's end. It begins with the leg (`attach_leg`), a Pull (`attach_peer`), or a computed
-    prompt.
+    """Prefill's end of a room. It starts with the leg (`attach_leg`), a Pull (`attach_peer`), or a
+    computed prompt.
 
-    A room without a leg that has its KV is a lease: it waits `lease_s` for its Pull.
+    A room that has KV but no leg is a lease: it waits `lease_s` for its Pull.
     """
 
     def __init__(self, timeouts: HandoffTimeouts, now: float) -> None:
@@ -344,7 +300,7 @@ class PrefillMachine:
         self._timeouts = timeouts
         self._state = _State.WAITING
         self._has_leg = False
-        # Whether the leg is still there, and was told nothing.
+        # Whether the leg is present and has not been ended.
         self._is_leg_waiting = False
         self._has_kv = False
         self._pull: Pull | None = None
@@ -354,73 +310,73 @@ class PrefillMachine:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing follows."""
+        """Whether the room has ended."""
         return self._state is _State.ENDED
 
     @property
     def is_aborting(self) -> bool:
-        """Whether it only waits for the end of a transfer."""
+        """Whether the room only waits for the end of a transfer."""
         return self._state is _State.ABORTING
 
     @property
     def has_leg(self) -> bool:
-        """Whether its leg was ever there."""
+        """Whether a leg was ever attached."""
         return self._has_leg
 
     @property
     def can_attach_leg(self) -> bool:
-        """Whether a leg may `attach_leg`."""
+        """Whether a leg may attach."""
         return self._state is _State.WAITING and not self._has_leg and not self._has_kv
 
     @property
     def has_peer(self) -> bool:
-        """Whether decode was ever there."""
+        """Whether decode was ever attached."""
         return self._pull is not None
 
     @property
     def pull(self) -> Pull:
-        """What decode asked for, once it has."""
-        assert self._pull is not None, "decode has joined"
+        """Returns decode's Pull. Requires `has_peer`."""
+        assert self._pull is not None, "decode is attached"
         return self._pull
 
     def attach_leg(self, now: float) -> list[Action]:
-        """The leg is there."""
-        assert self.can_attach_leg, "one leg a room, and no leg in another's"
+        """Attaches the prefill leg."""
+        assert self.can_attach_leg, "a room has one prefill leg"
         self._has_leg = self._is_leg_waiting = True
         self._deadline = now + self._timeouts.partner_timeout_s
         return self._advance(now, should_send_joined=True)
 
     def attach_peer(self, now: float, pull: Pull) -> list[Action]:
-        """Decode is there. Whoever calls has seen that `has_peer` is false."""
-        assert self._pull is None, "one decode leg a room"
+        """Attaches decode. Requires that `has_peer` is false."""
+        assert self._pull is None, "a room has one decode leg"
         if self._state is not _State.WAITING:
             return []
         self._pull, self._has_peer = pull, True
         return self._advance(now, should_send_joined=self._has_leg or self._has_kv)
 
     def on_prompt_computed(self, now: float) -> list[Action]:
-        """The prompt is computed, and its blocks are the room's until `ReleaseBlocks`."""
+        """Adds the KV: the prompt is computed; the room owns its blocks until `ReleaseBlocks`."""
         assert not self._has_kv, "a prompt is computed once"
-        assert self._state is _State.WAITING, "a prompt is not computed for a room that is over"
+        assert self._state is _State.WAITING, "the room has not ended"
         self._has_kv = True
         if not self._has_leg:
             self._deadline = now + self._timeouts.lease_s
         return self._advance(now, should_send_joined=False)
 
     def extend_deadline(self, now: float, wait_s: float) -> None:
-        """A part is going to be written in `wait_s`, so the transfer goes on."""
+        """Extends the deadline: the next part is written in `wait_s`."""
         self._deadline = now + wait_s + self._timeouts.partner_timeout_s
 
     def on_done_sent(self, now: float) -> list[Action]:
-        """Done has been said."""
+        """Records that Done was sent."""
         if self._state is _State.WRITING:
             self._state = _State.SENT
             self._deadline = now + self._timeouts.partner_timeout_s
         return []
 
     def on_writing_stopped(self) -> list[Action]:
-        """The writing has ended; before its time, where that was asked for."""
-        if self._state is _State.WRITING:  # by itself, which only a mistake of ours can bring about
+        """Handles the end of writing, regular or after `StopWriting`."""
+        if self._state is _State.WRITING:  # Unrequested: only a defect in the writer can cause it.
             return [
                 *self._end_or_abort(HandoffOutcome.FAILED, PEER_LOST, None),
                 *self.on_writing_stopped(),
@@ -432,7 +388,7 @@ class PrefillMachine:
         return [ReleaseBlocks(), *replies]
 
     def receive(self, now: float, message: Message) -> list[Action]:
-        """What decode says after its Pull; nonsense is as bad as no peer."""
+        """Handles a message after the Pull; an unexpected one counts as a lost connection."""
         match message:
             case Received() if self._state is _State.SENT:
                 self.outcome, self._state = HandoffOutcome.HANDED_OVER, _State.ENDED
@@ -443,25 +399,25 @@ class PrefillMachine:
                 return self.on_connection_lost()
 
     def on_connection_lost(self) -> list[Action]:
-        """The connection to decode is gone."""
+        """Handles the loss of the connection to decode."""
         self._has_peer = False
         return [*self._end_or_abort(HandoffOutcome.FAILED, PEER_LOST, None), CloseConnection()]
 
     def reject(self, reason: str) -> list[Action]:
-        """The two legs do not fit each other."""
+        """Ends the room because the two legs do not match."""
         return self._end_or_abort(HandoffOutcome.FAILED, reason, Fail(reason))
 
     def on_peer_dropped(self) -> list[Action]:
-        """Decode is never going to come."""
+        """Handles a Drop: decode will not come."""
         return [] if self._pull else self._end_or_abort(HandoffOutcome.FAILED, PEER_ABORTED, None)
 
     def abort(self) -> list[Action]:
-        """The leg has left, or the worker ends; nobody is told of an end."""
+        """Ends the room because the leg left or the worker shuts down; the leg gets no end."""
         self._is_leg_waiting = False
         return self._end_or_abort(HandoffOutcome.ABORTED, PEER_ABORTED, Fail(PEER_ABORTED))
 
     def tick(self, now: float) -> list[Action]:
-        """Time passes: pings, and the ends of what lasted too long."""
+        """Sends pings and ends what has timed out."""
         if self._state in (_State.ENDED, _State.ABORTING):
             return []
         if self._pull is None:
@@ -506,7 +462,7 @@ class PrefillMachine:
     def _end_or_abort(
         self, outcome: HandoffOutcome, reason: str, final_message: Message | None
     ) -> list[Action]:
-        """Ends the room, or lets it wait for the end of its writing."""
+        """Ends the room, or waits for the end of its writing first."""
         if self._state in (_State.ENDED, _State.ABORTING):
             return []
         self.outcome = outcome
@@ -528,7 +484,7 @@ class PrefillMachine:
 
 
 class DecodeMachine:
-    """Decode's end. It begins with the leg, which waits for blocks."""
+    """Decode's end of a room. It starts with the leg, which waits for blocks."""
 
     def __init__(self, timeouts: HandoffTimeouts, now: float) -> None:
         self.outcome: HandoffOutcome | None = None
@@ -540,30 +496,32 @@ class DecodeMachine:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing follows."""
+        """Whether the room has ended."""
         return self._state is _State.ENDED
 
     @property
     def is_aborting(self) -> bool:
-        """Whether it only waits until nobody writes to its pages."""
+        """Whether the room only waits until no transfer writes to its pages."""
         return self._state is _State.ABORTING
 
     def start_pull(self) -> list[Action]:
-        """The leg has blocks for the whole prompt; they are the room's until `ReleaseBlocks`."""
-        assert self._state is _State.WAITING, "blocks are for legs that wait for them"
+        """Starts the pull: the leg has blocks for the whole prompt, which the room owns until
+        `ReleaseBlocks`.
+        """
+        assert self._state is _State.WAITING, "only a waiting leg gets blocks"
         self._state = _State.DIALING
         self._deadline = self._started_at + self._timeouts.partner_timeout_s
         return [Dial()]
 
     def on_connected(self, pull: Pull) -> list[Action]:
-        """The prefill worker has picked up."""
+        """Sends the Pull over the new connection."""
         if self._state is not _State.DIALING:
             return [CloseConnection()]
         self._state = _State.PULLING
         return [Send(pull)]
 
     def receive(self, now: float, message: Message) -> list[Action]:
-        """What prefill says. Writes are carried out by whoever calls, before."""
+        """Handles a message of prefill. The caller has applied a Write before."""
         if self._state not in (_State.PULLING, _State.ABORTING):
             return []
         match message:
@@ -581,15 +539,15 @@ class DecodeMachine:
                 return self._on_lost(PEER_LOST)
 
     def on_connection_lost(self) -> list[Action]:
-        """The connection to prefill is gone, or there never was one."""
+        """Handles a lost or failed connection to prefill."""
         return self._on_lost(PEER_LOST)
 
     def abort(self, now: float) -> list[Action]:
-        """The leg has left, or the worker ends."""
+        """Ends the room because the leg left or the worker shuts down."""
         return self._end_or_abort(now, HandoffOutcome.ABORTED)
 
     def tick(self, now: float) -> list[Action]:
-        """Time passes: the ends of what lasted too long."""
+        """Ends what has timed out."""
         if now < self._deadline or self._state is _State.ENDED:
             return []
         if self._state is _State.ABORTING:
@@ -615,14 +573,16 @@ class DecodeMachine:
             case _State.ENDED:
                 return []
             case _State.WAITING:
-                raise AssertionError("nobody was dialed yet")
+                raise AssertionError("no connection exists before the pull")
             case _State.ABORTING:
                 return [CloseConnection(), ReleaseBlocks()]
         self.outcome = HandoffOutcome.FAILED
         return [CloseConnection(), ReleaseBlocks(), EndLeg(handoff_error(reason))]
 
     def _end_or_abort(self, now: float, outcome: HandoffOutcome) -> list[Action]:
-        """Before the Pull nobody can write; after it, prefill has to say that nobody does."""
+        """Before the Pull no write can occur; after it, prefill has to confirm that writing has
+        ended.
+        """
         if self._state in (_State.ENDED, _State.ABORTING):
             return []
         self.outcome = outcome

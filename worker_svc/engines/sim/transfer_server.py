@@ -1,10 +1,10 @@
-"""The network side of the simulated engine's handoffs: rooms, connections, modelled transfers.
+"""The network side of handoffs: rooms, connections and modelled transfers.
 
-`core/handoff.py` decides; this carries out. A frame is its length (u32, little endian) and a
-message. A transfer takes its latency, then `bytes / bandwidth` on the link of the prefill worker,
-which all its transfers share in turns of `chunk_pages`.
+The machines of `transfer.py` decide; this module executes their actions. A frame is its length
+(u32, little endian) and a message. A transfer takes its latency, then `bytes / bandwidth` on the
+link of the prefill worker, which its transfers share in turns of `chunk_pages`.
 
-The wire promises one thing that the machines rely on: after `Connection.close` nothing is received.
+The machines rely on one guarantee: after `Connection.close` nothing is received.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ import structlog
 
 from common.errors import Conflict, InvalidRequest, MeshError, Overloaded
 from common.registry.instances import Role
-from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
-from worker_svc.engines.sim.transfer import (
+from worker_svc.engines.handoff import (
     EXPIRED,
     FULL,
     MISMATCH,
     NO_PARTNER,
     PEER_ABORTED,
     ROOM_TAKEN,
+    HandoffTimeouts,
+    handoff_error,
+)
+from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
+from worker_svc.engines.sim.transfer import (
     Action,
     CloseConnection,
     DecodeMachine,
@@ -38,7 +42,6 @@ from worker_svc.engines.sim.transfer import (
     EndLeg,
     Fail,
     HandoffOutcome,
-    HandoffTimeouts,
     KvArrived,
     Message,
     PrefillMachine,
@@ -50,16 +53,15 @@ from worker_svc.engines.sim.transfer import (
     StopWriting,
     Write,
     from_bytes,
-    handoff_error,
     to_bytes,
 )
 
 FRAME_BYTES_MAX: Final = 4 << 20
-# How often rooms look at the time.
+# Interval of timeout checks.
 TICK_S: Final = 0.05
-# Rooms that are over are remembered, so that a leg which comes too late hears it at once.
+# Ended rooms that are remembered, so that a late leg fails at once.
 _ENDED_ROOMS_MAX: Final = 4096
-# How long an engine that ends takes to say that legs, which had not pulled yet, are gone.
+# Time to send the pending Drops at shutdown.
 _DROP_TIMEOUT_S: Final = 0.5
 _LENGTH: Final = struct.Struct("<I")
 _COUNTERS: Final = {
@@ -70,7 +72,7 @@ _COUNTERS: Final = {
     HandoffOutcome.EXPIRED: "leases_expired",
     HandoffOutcome.FORCED: "aborts_forced",
 }
-# What is said to whoever comes to a room that ended so; to others, that it was given up.
+# Reason sent to a leg that arrives after the end of its room; PEER_ABORTED for other outcomes.
 _REASONS: Final[Mapping[HandoffOutcome | None, str]] = {
     HandoffOutcome.HANDED_OVER: ROOM_TAKEN,
     HandoffOutcome.TIMED_OUT: NO_PARTNER,
@@ -83,22 +85,22 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class SimHandoffConfig:
-    """Prefill and decode.
+    """Settings of prefill and decode.
 
-    role: which legs this engine takes. mode: "bootstrap" advertises host and port, so that both
-    legs start at once; "completed" advertises none: prefill ends first, and its
-    `disaggregated_params` say where decode finds the KV. host, port: where prefill listens; port 0
-    is any. advertise_host: as peers dial it; "" is `host`. transfer_group: engines of equal groups
-    can move KV between each other; "" names the model and the block size. local_prefill: whether
-    a decode engine computes prompts that come without a handoff.
+    role: the legs this engine accepts. mode: "bootstrap" advertises host and port, so that both
+    legs start at once; "completed" advertises neither: prefill ends first, and its
+    `disaggregated_params` locate the KV. host, port: where prefill listens; port 0 means any.
+    advertise_host: the address that peers dial; "" means `host`. transfer_group: engines of equal
+    groups can move KV between each other; "" uses model and block size. local_prefill: whether a
+    decode engine computes prompts that come without a handoff.
 
-    gb_per_s: 10^9 bytes a second over the link of a prefill worker. bytes_per_token: of KV.
-    latency_s: of each transfer. chunk_pages: written at once.
+    gb_per_s: 10^9 bytes per second on the link of a prefill worker. bytes_per_token: size of the
+    KV. latency_s: of each transfer. chunk_pages: pages per write.
 
-    timeout_s: how long a leg waits for its partner, and a partner may be silent. abort_s: how long
-    the pages of an aborted leg wait for the peer's word. lease_s: how long a completed prefill
-    keeps its KV. rooms_max: rooms and connections open at once.
-    Raises ValueError where a value is out of its range.
+    timeout_s: how long a leg waits for its partner, and how long a partner may be silent. abort_s:
+    how long the pages of an aborted leg wait for the peer's confirmation. lease_s: how long a
+    completed prefill keeps its KV. rooms_max: limit of open rooms and of connections.
+    Raises ValueError for a value out of range.
     """
 
     role: Role = "aggregated"
@@ -131,48 +133,48 @@ class SimHandoffConfig:
 
     @property
     def timeouts(self) -> HandoffTimeouts:
-        """The times of a room."""
+        """Returns the time limits of a room."""
         return HandoffTimeouts(self.timeout_s, self.abort_s, self.lease_s)
 
 
 class Connection(Protocol):
-    """A stream of frames between two engines; one task reads it."""
+    """A stream of frames between two engines, read by one task."""
 
     def send(self, frame: bytes) -> None:
-        """Sends as soon as it can, in order. A connection that is gone swallows it."""
+        """Queues the frame for sending, in order; no effect on a lost connection."""
 
     async def flushed(self) -> None:
-        """Returns when there is room for more. Raises OSError when the connection is gone."""
+        """Returns when the send buffer has capacity. Raises OSError if the connection is lost."""
 
     async def receive(self) -> bytes | None:
-        """The next frame; None for ever once either side has closed or the link is broken."""
+        """Returns the next frame; None after either side has closed or the connection is lost."""
 
     def close(self) -> None:
-        """Nothing is received any more; what was sent still leaves."""
+        """Stops receiving; queued frames are still sent."""
 
 
 ConnectionHandler = Callable[[Connection], Awaitable[None]]
 
 
 class Listener(Protocol):
-    """What accepts connections."""
+    """Accepts connections."""
 
     @property
     def port(self) -> int:
-        """Where."""
+        """Returns the port it listens on."""
 
     async def close(self) -> None:
-        """Accepts no more."""
+        """Stops accepting."""
 
 
 class Network(Protocol):
-    """How engines reach each other; another one runs them in virtual time."""
+    """Connects engines; the simulator has its own in virtual time."""
 
     async def listen(self, host: str, port: int, handler: ConnectionHandler) -> Listener:
         """Serves each connection until `handler` returns, then closes it. Raises OSError."""
 
     async def dial(self, host: str, port: int) -> Connection:
-        """Raises OSError."""
+        """Connects to a listener. Raises OSError."""
 
 
 class _TcpConnection:
@@ -207,7 +209,7 @@ class _TcpConnection:
             return
         self._is_closed = True
         self._writer.close()
-        # A peer that reads nothing must not keep the last words here for ever.
+        # A peer that does not read must not keep the connection open forever.
         asyncio.get_running_loop().call_later(self._linger_s, self._writer.transport.abort)
 
 
@@ -224,16 +226,17 @@ class _TcpListener:
 
 
 class TcpNetwork:
-    """Real sockets. linger_s: how long last words may take to leave."""
+    """TCP. linger_s: time to send queued frames after a close."""
 
     def __init__(self, linger_s: float = 2.0) -> None:
         self._linger_s = linger_s
         self._serving: dict[asyncio.Future[None], Connection] = {}
 
     async def listen(self, host: str, port: int, handler: ConnectionHandler) -> Listener:
-        """As `Network.listen`."""
+        """See `Network.listen`."""
 
-        # The server complains about callbacks of its own that are cancelled.
+        # asyncio's server logs an error if its own handler task is cancelled, so the task is
+        # created here.
         def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             connection = _TcpConnection(reader, writer, self._linger_s)
             task = asyncio.ensure_future(handler(connection))
@@ -248,16 +251,16 @@ class TcpNetwork:
             log.error("sim_handoff_failed", exc_info=error)
 
     async def dial(self, host: str, port: int) -> Connection:
-        """As `Network.dial`."""
+        """See `Network.dial`."""
         reader, writer = await asyncio.open_connection(host, port)
         return _TcpConnection(reader, writer, self._linger_s)
 
 
 @dataclass(slots=True, eq=False)
 class PrefillHandoff:
-    """A room at prefill, with all that belongs to it. transfer: its pinned blocks.
+    """A room at prefill. transfer: its pinned blocks.
 
-    on_end: the leg's end; None is a good one.
+    on_end: called with the leg's end; None means success.
     """
 
     room: int
@@ -273,7 +276,7 @@ class PrefillHandoff:
 
 @dataclass(slots=True, eq=False)
 class DecodeHandoff:
-    """A room at decode. on_arrival: the KV is there; on_end: it is not going to be."""
+    """A room at decode. on_arrival: called when the KV has arrived. on_end: called if it fails."""
 
     room: int
     address: tuple[str, int]
@@ -291,12 +294,12 @@ Handoff = PrefillHandoff | DecodeHandoff
 class HandoffManager:
     """All rooms of one engine.
 
-    incarnation: the worker's id. speedup: as in `Timing`. on_released: blocks came back, or a
-    sequence may go on. decode_room: the machine of decode's end.
+    incarnation: the worker's id. speedup: as in `Timing`. on_released: called when blocks become
+    free. decode_machine: state machine of decode's end.
 
-    Counters: every room that was opened and is over is one of `rooms_handed_over`,
-    `rooms_aborted` (its own leg left), `rooms_failed` (the peer did), `rooms_timed_out`,
-    `leases_expired` and `aborts_forced` (the peer did not answer an Abort).
+    Counters: each ended room counts once in `rooms_handed_over`, `rooms_aborted` (its own leg
+    left), `rooms_failed` (the peer failed), `rooms_timed_out`, `leases_expired` or `aborts_forced`
+    (the peer did not confirm an Abort).
     """
 
     def __init__(
@@ -325,7 +328,7 @@ class HandoffManager:
         self._counters: Counter[str] = Counter()
         self._prefill_handoffs: dict[int, PrefillHandoff] = {}
         self._decode_handoffs: dict[DecodeHandoff, None] = {}
-        # Why the rooms of late are over, oldest first.
+        # Reasons of the last ended rooms, oldest first.
         self._ended_rooms: OrderedDict[int, str] = OrderedDict()
         self._last_lease_number = 0
         self._open_connections = 0
@@ -339,7 +342,7 @@ class HandoffManager:
         self._is_closed = False
 
     async def listen(self) -> None:
-        """Starts to accept decode workers. Raises InvalidRequest when the port cannot be had."""
+        """Listens for decode workers. Raises InvalidRequest if the address cannot be bound."""
         config = self._config
         try:
             self._listener = await self._network.listen(config.host, config.port, self._serve)
@@ -350,26 +353,26 @@ class HandoffManager:
 
     @property
     def endpoint(self) -> tuple[str, int]:
-        """Where decode workers find this one."""
+        """Returns the address that decode workers dial."""
         assert self._listener is not None, "prefill engines listen"
         return self._config.advertise_host or self._config.host, self._listener.port
 
     @property
     def open_rooms(self) -> int:
-        """Rooms of both ends that are not over."""
+        """Returns the number of open rooms of both ends."""
         return len(self._prefill_handoffs) + len(self._decode_handoffs)
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """See the class."""
+        """Returns the counters of the class docstring, and a few more."""
         return {name: self._counters[name] for name in (*_COUNTERS.values(), *_EXTRA_COUNTERS)}
 
     async def wait_idle(self) -> None:
-        """Returns once no room is open."""
+        """Returns when no room is open."""
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Ends all rooms at once and hangs up; nothing is written here any more."""
+        """Ends all rooms and closes their connections; no page is written here after it returns."""
         self._is_closed = True
         if self._listener is not None:
             await self._listener.close()
@@ -389,7 +392,7 @@ class HandoffManager:
             self._finish(one, [CloseConnection(), ReleaseBlocks()])
 
     def attach_leg(self, room: int, prompt_tokens: int) -> PrefillHandoff:
-        """The prefill leg of a room is there; whoever calls sets `on_end` at once.
+        """Attaches the prefill leg of a room; the caller must set `on_end` at once.
 
         Raises WorkerLost, Conflict or Overloaded.
         """
@@ -397,7 +400,7 @@ class HandoffManager:
             raise handoff_error(reason)
         handoff = self._prefill_handoffs.get(room)
         if handoff is not None and not handoff.machine.can_attach_leg:
-            raise Conflict(f"room {room} is another prefill leg's", reason=ROOM_TAKEN)
+            raise Conflict(f"room {room} is in use by another prefill leg", reason=ROOM_TAKEN)
         handoff = handoff or self._open_prefill(room)
         if handoff.machine.has_peer and handoff.machine.pull.tokens != prompt_tokens:
             self._execute_all(handoff, handoff.machine.reject(MISMATCH))
@@ -409,16 +412,16 @@ class HandoffManager:
     def on_prompt_computed(
         self, handoff: PrefillHandoff, transfer: BlockTable, stamps: list[int], done: Done
     ) -> None:
-        """The prompt of a room is computed. transfer: its pinned blocks, unpinned here."""
+        """Starts the handoff of a computed prompt. transfer: its pinned blocks; unpinned here."""
         handoff.transfer, handoff.stamps, handoff.done = transfer, stamps, done
         self._execute_all(handoff, handoff.machine.on_prompt_computed(self._clock()))
 
     def lease(
         self, transfer: BlockTable, stamps: list[int], prompt_tokens: int, done: Done
     ) -> PrefillHandoff:
-        """Keeps a computed prompt for whoever pulls it, by the id in `room`.
+        """Keeps a computed prompt for the decode leg that pulls it, by the id in `room`.
 
-        Raises Overloaded, and takes nothing then.
+        Raises Overloaded; the blocks then stay the caller's.
         """
         self._last_lease_number += 1
         room = (self._incarnation + self._last_lease_number * 0x9E3779B97F4A7C15) % 2**63
@@ -428,9 +431,9 @@ class HandoffManager:
         return handoff
 
     def open_decode_handoff(self, address: tuple[str, int], room: int) -> DecodeHandoff:
-        """A decode leg is there, and waits for blocks (`start_pull`).
+        """Opens a room for a decode leg that waits for blocks (`start_pull`).
 
-        Whoever calls sets `on_arrival` and `on_end` at once. Raises Overloaded.
+        The caller must set `on_arrival` and `on_end` at once. Raises Overloaded.
         """
         self._check_capacity()
         machine = self._decode_machine(self._timeouts, self._clock())
@@ -440,7 +443,7 @@ class HandoffManager:
         return handoff
 
     def start_pull(self, handoff: DecodeHandoff, transfer: BlockTable, prompt_tokens: int) -> None:
-        """The decode leg has its blocks. transfer: them, pinned; unpinned here."""
+        """Starts the pull of a decode leg. transfer: its pinned blocks; unpinned here."""
         handoff.transfer = transfer
         handoff.pull = Pull(
             handoff.room,
@@ -452,14 +455,14 @@ class HandoffManager:
         self._execute_all(handoff, handoff.machine.start_pull())
 
     def abort(self, handoff: Handoff) -> None:
-        """The leg has left. A room that is over is left alone."""
+        """Aborts the room of a leg that left; no effect on an ended room."""
         if isinstance(handoff, PrefillHandoff):
             handoff.on_end = None
             self._execute_all(handoff, handoff.machine.abort())
         else:
             self._execute_all(handoff, handoff.machine.abort(self._clock()))
 
-    # What the machines ask for.
+    # Actions of the machines.
 
     def _execute_all(self, handoff: Handoff, actions: list[Action]) -> None:
         for action in actions:
@@ -486,19 +489,20 @@ class HandoffManager:
         match action:
             case StartWriting():
                 handoff.writer = self._spawn(self._write_pages(handoff))
-                # Not in the task itself: one that is cancelled before its first step runs nothing.
+                # Not in the task itself: a task that is cancelled before its first step runs no
+                # code.
                 handoff.writer.add_done_callback(
                     lambda _: self._execute_all(handoff, handoff.machine.on_writing_stopped())
                 )
             case StopWriting():
-                assert handoff.writer is not None, "it was started"
+                assert handoff.writer is not None, "writing was started"
                 handoff.writer.cancel()
             case EndLeg(error):
                 on_end, handoff.on_end = handoff.on_end, None
                 if on_end is not None:
                     on_end(error)
             case _:
-                raise AssertionError(f"prefill does not do {action}")
+                raise AssertionError(f"not a prefill action: {action}")
 
     def _execute_decode(self, handoff: DecodeHandoff, action: Action) -> None:
         match action:
@@ -512,11 +516,11 @@ class HandoffManager:
                 assert handoff.on_arrival is not None, "it was set when the leg came"
                 handoff.on_arrival(done)
             case EndLeg(error):
-                assert error is not None, "decode's good end is an arrival"
+                assert error is not None, "decode succeeds by an arrival"
                 assert handoff.on_end is not None, "it was set when the leg came"
                 handoff.on_end(error)
             case _:
-                raise AssertionError(f"decode does not do {action}")
+                raise AssertionError(f"not a decode action: {action}")
 
     def _release_blocks(self, handoff: Handoff) -> None:
         transfer, handoff.transfer = handoff.transfer, None
@@ -559,7 +563,11 @@ class HandoffManager:
 
     def _check_capacity(self) -> None:
         if self.open_rooms >= self._config.rooms_max:
-            raise Overloaded(1.0, "this worker has all the handoffs it can hold", reason=FULL)
+            raise Overloaded(
+                1.0,
+                f"too many handoffs: {self.open_rooms}/{self._config.rooms_max}; retry after 1 s",
+                reason=FULL,
+            )
 
     def _on_opened(self) -> None:
         self._counters["rooms_opened"] += 1
@@ -592,7 +600,7 @@ class HandoffManager:
     # Prefill.
 
     async def _serve(self, connection: Connection) -> None:
-        """One connection of a decode worker."""
+        """Serves one connection of a decode worker."""
         if self._is_closed or self._open_connections >= self._config.rooms_max:
             self._reject(connection, FULL)
             return
@@ -614,7 +622,7 @@ class HandoffManager:
             self._open_connections -= 1
 
     async def _receive_first_message(self, connection: Connection) -> Message | None:
-        with contextlib.suppress(TimeoutError):  # then it says nothing, and is closed
+        with contextlib.suppress(TimeoutError):  # a silent connection is closed
             async with asyncio.timeout(self._config.timeout_s):
                 return await self._receive_message(connection)
         return None
@@ -626,7 +634,7 @@ class HandoffManager:
         try:
             return from_bytes(frame)
         except InvalidRequest as error:
-            log.warning("handoff_frame_bad", error=error.message)
+            log.warning("handoff_frame_invalid", error=error.message)
             return None
 
     def _on_drop(self, room: int) -> None:
@@ -656,7 +664,7 @@ class HandoffManager:
             self._execute_all(handoff, handoff.machine.on_connection_lost())
 
     def _accept_pull(self, connection: Connection, pull: Pull) -> PrefillHandoff:
-        """The room a Pull is for, joined. Raises what it is refused with."""
+        """Returns the room of a Pull, attached. Raises MeshError if the Pull is rejected."""
         if (reason := self._ended_rooms.get(pull.room)) is not None:
             raise handoff_error(reason)
         handoff = self._prefill_handoffs.get(pull.room)
@@ -683,9 +691,9 @@ class HandoffManager:
         connection.close()
 
     async def _write_pages(self, handoff: PrefillHandoff) -> None:
-        """The modelled transfer: reads the room's blocks, writes decode's pages."""
+        """Runs the modelled transfer: reads the room's blocks, writes decode's pages."""
         machine, connection, transfer = handoff.machine, handoff.connection, handoff.transfer
-        assert connection is not None, "a transfer goes to somebody"
+        assert connection is not None, "a transfer has a connection"
         assert transfer is not None, "a transfer has blocks"
         assert handoff.done is not None, "a computed prompt has a first token"
         pages, size = handoff.machine.pull.pages, self._config.chunk_pages
@@ -695,7 +703,7 @@ class HandoffManager:
                 part = pages[start : start + size]
                 await self._wait_for_link(machine, self._reserve_link_s(len(part)))
                 blocks = transfer.blocks[start : start + size]
-                # What is read is what is there: a block that is not intact arrives as it is.
+                # The stamp that is read is sent: a corrupt block arrives corrupt.
                 stamps = [
                     stamp if self._blocks.read(block) == block.stamp else -1
                     for block, stamp in zip(
@@ -716,7 +724,7 @@ class HandoffManager:
         await self._sleep(wait_s)
 
     def _reserve_link_s(self, pages: int) -> float:
-        """Seconds until the link has carried that many more pages."""
+        """Reserves the link for `pages` more pages. Returns the seconds until they are sent."""
         now = self._clock()
         size = pages * self._blocks.block_size * self._config.bytes_per_token
         duration_s = self._scaled(size / (self._config.gb_per_s * 1e9))
@@ -729,7 +737,7 @@ class HandoffManager:
     # Decode.
 
     async def _run_decode(self, handoff: DecodeHandoff) -> None:
-        """Decode's side of one room."""
+        """Runs decode's side of one room."""
         machine = handoff.machine
         try:
             try:
@@ -738,11 +746,12 @@ class HandoffManager:
             except OSError as error:
                 log.info("handoff_dial_failed", address=handoff.address, error=str(error))
                 return
-            assert handoff.pull is not None, "a leg is placed before it dials"
+            assert handoff.pull is not None, "a leg has blocks before it dials"
             self._execute_all(handoff, machine.on_connected(handoff.pull))
             while not machine.is_over:
                 message = await self._receive_message(connection)
-                # Once the room is over its pages are somebody else's: the connection is closed.
+                # After the end of the room its pages belong to other blocks, and the connection is
+                # closed.
                 if message is None or machine.is_over:
                     return
                 if isinstance(message, Write) and not self._apply_write(message):
@@ -755,7 +764,7 @@ class HandoffManager:
                 handoff.connection.close()
 
     def _apply_write(self, message: Write) -> bool:
-        """Writes where it is told to, whoever has the pages now; False where no page is."""
+        """Writes the pages, whatever their owner. Returns False for an unknown page."""
         try:
             for page, stamp in zip(message.pages, message.stamps, strict=True):
                 self._blocks.write(page, stamp)
@@ -769,8 +778,8 @@ class HandoffManager:
         try:
             async with asyncio.timeout(self._config.abort_s):
                 connection = await self._network.dial(*handoff.address)
-        except OSError:  # then prefill finds out by its own time-out
-            log.info("handoff_drop_unsaid", room=handoff.room)
+        except OSError:  # prefill then times out
+            log.info("handoff_drop_not_sent", room=handoff.room)
             return
         connection.send(to_bytes(Drop(handoff.room)))
         connection.close()

@@ -13,19 +13,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.errors import InvalidRequest
 from common.kv.events import (
-    Event,
     EventBatch,
     EventKind,
     Hashes,
+    KvEvent,
     Partition,
     SnapshotChunk,
     Source,
-    SourceState,
+    SourcePosition,
     SourceStatus,
     Tier,
 )
 from common.kv.index_feed import (
-    LOAD_ONLY,
     RETRY_S,
     STALE_GRACE_S,
     BatchApplied,
@@ -35,6 +34,7 @@ from common.kv.index_feed import (
     StatusChanged,
     run_all_steps,
 )
+from common.kv.source_entry import LOAD_ONLY
 
 PARTITION = Partition("m", 16, 1)
 SOURCE = Source(7, 0)
@@ -54,15 +54,17 @@ def path(block: int) -> list[int]:
     return blocks[::-1]
 
 
-def stored(*keys: int, tier: Tier = Tier.DEVICE) -> Event:
-    return Event(EventKind.STORED, array(keys), tier)
+def stored(*keys: int, tier: Tier = Tier.DEVICE) -> KvEvent:
+    return KvEvent(EventKind.STORED, array(keys), tier)
 
 
-def removed(*keys: int) -> Event:
-    return Event(EventKind.REMOVED, array(keys))
+def removed(*keys: int) -> KvEvent:
+    return KvEvent(EventKind.REMOVED, array(keys))
 
 
-def batch(sequence: int, *events: Event, epoch: int = EPOCH, source: Source = SOURCE) -> EventBatch:
+def batch(
+    sequence: int, *events: KvEvent, epoch: int = EPOCH, source: Source = SOURCE
+) -> EventBatch:
     return EventBatch(source, epoch, sequence, events)
 
 
@@ -84,7 +86,7 @@ def depth(feed: IndexFeed, *chain: int) -> int:
 
 def announced(sequence: int = 0, *, epoch: int = EPOCH, **knobs: float) -> IndexFeed:
     feed = IndexFeed(**knobs)  # type: ignore[arg-type]
-    feed.register_source(PARTITION, SourceState(SOURCE, epoch, sequence), 0.0)
+    feed.register_source(PARTITION, SourcePosition(SOURCE, epoch, sequence), 0.0)
     return feed
 
 
@@ -109,7 +111,7 @@ def test_a_new_source_is_exact_with_its_first_batch_and_its_blocks_match() -> No
     give(feed, batch(1, stored(1, 2, 4)))
     assert feed.status(SOURCE) == SourceStatus("exact")
     assert depth(feed, 1, 2, 4, 8) == 3
-    assert feed.position(SOURCE) == SourceState(SOURCE, EPOCH, 1)
+    assert feed.position(SOURCE) == SourcePosition(SOURCE, EPOCH, 1)
     assert demands(feed) == []
 
 
@@ -154,7 +156,7 @@ def test_a_publisher_that_comes_back_is_asked_for_what_was_missed_only() -> None
     feed = announced()
     give(feed, batch(1, stored(1)))
     feed.mark_disconnected(SOURCE, 1.0, "stream ended")
-    feed.register_source(PARTITION, SourceState(SOURCE, EPOCH, 3), 2.0)
+    feed.register_source(PARTITION, SourcePosition(SOURCE, EPOCH, 3), 2.0)
     assert demands(feed) == [(EPOCH, 2)]
     give(feed, batch(2, stored(2)), batch(3, stored(4)))
     assert claimed(feed) == {1, 2, 4}
@@ -164,14 +166,14 @@ def test_a_publisher_that_comes_back_is_asked_for_what_was_missed_only() -> None
 def test_a_publisher_that_went_backwards_is_read_anew() -> None:
     feed = announced()
     give(feed, batch(1, stored(1)), batch(2, stored(2)))
-    feed.register_source(PARTITION, SourceState(SOURCE, EPOCH, 1), 0.0)
+    feed.register_source(PARTITION, SourcePosition(SOURCE, EPOCH, 1), 0.0)
     assert claimed(feed) == set()
     assert demands(feed) == [(EPOCH, 1)]
 
 
 def test_clearing_is_a_barrier_inside_a_batch() -> None:
     feed = announced()
-    give(feed, batch(1, stored(1, 2), Event(EventKind.CLEARED), stored(1)))
+    give(feed, batch(1, stored(1, 2), KvEvent(EventKind.CLEARED), stored(1)))
     assert claimed(feed) == {1}
     assert depth(feed, 1, 2) == 1
 
@@ -277,7 +279,7 @@ def test_a_lost_source_counts_for_ten_more_seconds() -> None:
     assert depth(feed, 1) == 1
     feed.tick(100.0 + STALE_GRACE_S)
     assert depth(feed, 1) == 0
-    feed.register_source(PARTITION, SourceState(SOURCE, EPOCH, 1), 200.0)
+    feed.register_source(PARTITION, SourcePosition(SOURCE, EPOCH, 1), 200.0)
     assert depth(feed, 1) == 1
 
 
@@ -306,7 +308,7 @@ def test_a_degraded_source_counts_until_its_cache_is_cleared() -> None:
     give(feed, batch(1, stored(1)))
     assert feed.status(SOURCE).state == "degraded"
     assert depth(feed, 1) == 1
-    give(feed, batch(2, Event(EventKind.CLEARED)))
+    give(feed, batch(2, KvEvent(EventKind.CLEARED)))
     assert feed.status(SOURCE).state == "exact"
 
 
@@ -352,7 +354,7 @@ def test_a_load_only_source_goes_on_from_anything_newer_and_never_asks() -> None
     give(feed, chunk(2005, 1, 2, 3, first=True), chunk(2005, 4, last=True))
     assert feed.position(SOURCE).sequence == 2005
     give(feed, batch(7, stored(1), epoch=EPOCH + 1))
-    assert feed.position(SOURCE) == SourceState(SOURCE, EPOCH + 1, 7)
+    assert feed.position(SOURCE) == SourcePosition(SOURCE, EPOCH + 1, 7)
     for now in range(20):
         feed.tick(float(now))
     assert feed.status(SOURCE) == LOAD_ONLY
@@ -370,7 +372,7 @@ def test_how_much_a_load_only_source_holds_is_followed() -> None:
     assert feed.unindexed_blocks_of(SOURCE) == 4
     give(feed, batch(4, stored(5, 6), removed(4)))
     assert feed.unindexed_blocks_of(SOURCE) == 5
-    give(feed, batch(5, Event(EventKind.CLEARED), stored(1)))
+    give(feed, batch(5, KvEvent(EventKind.CLEARED), stored(1)))
     assert feed.unindexed_blocks_of(SOURCE) == 1
     feed.end_load_only(SOURCE, 0.0)
     assert feed.unindexed_blocks_of(SOURCE) == 0
@@ -388,7 +390,7 @@ def test_what_is_left_of_a_snapshot_counts_for_a_source_dropped_amid_it_though_i
     assert feed.counters.chunks_ignored == 0
     give(feed, chunk(999, 1, 2, epoch=EPOCH - 1, first=True, last=True))
     assert feed.unindexed_blocks_of(SOURCE) == 1002, "of an older epoch"
-    assert feed.position(SOURCE) == SourceState(SOURCE, EPOCH, 102)
+    assert feed.position(SOURCE) == SourcePosition(SOURCE, EPOCH, 102)
 
 
 def test_a_snapshot_being_gathered_is_estimated_instead_of_the_claims_that_it_replaces() -> None:
@@ -443,7 +445,7 @@ def test_batches_that_wait_are_counted_as_used() -> None:
 
 def test_partitions_never_match_each_other() -> None:
     feed, other = announced(), Partition("other", 16, 1)
-    feed.register_source(other, SourceState(Source(8), 1, 0), 0.0)
+    feed.register_source(other, SourcePosition(Source(8), 1, 0), 0.0)
     give(feed, batch(1, stored(1)), batch(1, stored(1, 2), epoch=1, source=Source(8)))
     assert [row.source for row in feed.match(PARTITION, array([1, 2]))] == [SOURCE]
     assert [row.source for row in feed.match(other, array([1, 2]))] == [Source(8)]
@@ -453,7 +455,7 @@ def test_partitions_never_match_each_other() -> None:
 def test_a_worker_that_changes_its_partition_leaves_the_old_one() -> None:
     feed, other = announced(), Partition("m", 32, 1)
     give(feed, batch(1, stored(1)))
-    feed.register_source(other, SourceState(SOURCE, EPOCH, 0), 0.0)
+    feed.register_source(other, SourcePosition(SOURCE, EPOCH, 0), 0.0)
     assert depth(feed, 1) == 0
     give(feed, batch(1, stored(1)))
     assert len(feed.match(other, array([1]))) == 1
@@ -491,7 +493,7 @@ def test_a_replica_that_loses_its_index_amid_a_snapshot_resumes_from_where_it_st
     feed.apply_status(PARTITION, SOURCE, SourceStatus("exact"), 0.0)
     give(feed, batch(1, stored(1)), chunk(3, 1, first=True), batch(4, stored(8)))
     feed.mark_all_disconnected(0.0, "the stream ended")
-    assert feed.positions() == [SourceState(SOURCE, EPOCH, 1)]
+    assert feed.positions() == [SourcePosition(SOURCE, EPOCH, 1)]
     # What it missed comes first, and then how far it is to be trusted.
     give(feed, batch(2, stored(2)), batch(3, stored(4)), batch(4, stored(8)))
     feed.apply_status(None, SOURCE, SourceStatus("exact"), 0.0)
@@ -537,7 +539,7 @@ def test_a_replica_whose_buffer_overflowed_amid_a_snapshot_is_not_whole_by_its_i
 def test_equal_content_under_other_engine_hashes_loses_no_removals() -> None:
     """Defect 10. Engines name blocks as they like; what is published here are prefix hashes."""
     feed, other = announced(), Source(8)
-    feed.register_source(PARTITION, SourceState(other, 1, 0), 0.0)
+    feed.register_source(PARTITION, SourcePosition(other, 1, 0), 0.0)
     give(feed, batch(1, stored(1, 2)), batch(1, stored(1, 2), epoch=1, source=other))
     give(feed, batch(2, stored(4), epoch=1, source=other))
     rows = feed.match(PARTITION, array([1, 2, 4]))
@@ -562,7 +564,7 @@ def test_an_engine_restart_that_resets_the_sequence_is_noticed() -> None:
     give(feed, *(batch(n, stored(n)) for n in range(1, 20)))
     give(feed, batch(1, stored(1, 2), epoch=EPOCH + 1))
     assert claimed(feed) == {1, 2}
-    assert feed.position(SOURCE) == SourceState(SOURCE, EPOCH + 1, 1)
+    assert feed.position(SOURCE) == SourcePosition(SOURCE, EPOCH + 1, 1)
     give(feed, batch(20, stored(77)))
     assert claimed(feed) == {1, 2}, "what is left of the old epoch does not matter"
 
@@ -596,29 +598,29 @@ class Publisher:
         self.history = {(1, 0): frozenset[int]()}
 
     @property
-    def state(self) -> SourceState:
-        return SourceState(SOURCE, self.epoch, self.sequence)
+    def state(self) -> SourcePosition:
+        return SourcePosition(SOURCE, self.epoch, self.sequence)
 
-    def publish(self, *events: Event) -> EventBatch:
+    def publish(self, *events: KvEvent) -> EventBatch:
         self.sequence += 1
         made = batch(self.sequence, *events, epoch=self.epoch)
         self.ring.append(made)
         self.history[self.epoch, self.sequence] = frozenset(self.held)
         return made
 
-    def store(self, block: int) -> Event:
+    def store(self, block: int) -> KvEvent:
         new = [b for b in path(block) if b not in self.held]
         self.held.update(new)
         return stored(*new)
 
-    def remove(self, block: int) -> Event:
+    def remove(self, block: int) -> KvEvent:
         gone = sorted((b for b in self.held if block in path(b)), reverse=True)
         self.held.difference_update(gone)
         return removed(*gone)
 
-    def clear(self) -> Event:
+    def clear(self) -> KvEvent:
         self.held.clear()
-        return Event(EventKind.CLEARED)
+        return KvEvent(EventKind.CLEARED)
 
     def reset(self) -> None:
         self.epoch, self.sequence = self.epoch + 1, 0

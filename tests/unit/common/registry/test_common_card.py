@@ -65,7 +65,7 @@ def test_the_checksum_ignores_order_and_whether_bytes_travel_inline() -> None:
     assert len(encode_card(CARD.without_inline_bytes())) < len(encode_card(CARD))
 
 
-def test_only_artifacts_above_a_size_leave_the_card() -> None:
+def test_only_artifacts_above_a_size_lose_their_inline_bytes() -> None:
     small, large = Artifact.of(b"12345"), Artifact.of(b"123456")
     card = ModelCard(name="m", artifacts={"small": small, "large": large})
     thin = card.without_inline_bytes(larger_than_bytes=5)
@@ -159,21 +159,21 @@ def _newer_field(raw: dict[str, Any]) -> None:
         (_break_base64, "card.artifacts.tokenizer.json.inline"),
     ],
 )
-def test_a_damaged_card_is_refused_and_the_difference_named(
+def test_a_damaged_card_is_rejected_with_the_differing_field(
     change: Callable[[dict[str, Any]], None], path: str
 ) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         decode_card(tampered(change))
-    assert refused.value.field == path
+    assert rejected.value.field == path
 
 
-def test_a_sound_card_under_another_key_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="not " + "1" * 64) as refused:
+def test_a_valid_card_under_another_key_is_rejected() -> None:
+    with pytest.raises(InvalidRequest, match="not " + "1" * 64) as rejected:
         decode_card(encode_card(CARD), "1" * 64)
-    assert refused.value.field == "checksum"
+    assert rejected.value.field == "checksum"
 
 
-def test_half_a_card_is_refused() -> None:
+def test_an_incomplete_card_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="Invalid JSON"):
         decode_card(encode_card(CARD)[:-20])
 
@@ -192,16 +192,16 @@ def test_half_a_card_is_refused() -> None:
         ({"artifacts": {"a": Artifact("0" * 64, -1)}}, "artifacts.a.size"),
     ],
 )
-def test_an_impossible_card_cannot_be_made(facts: dict[str, Any], path: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+def test_an_invalid_card_cannot_be_constructed(facts: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidRequest) as rejected:
         ModelCard(**({"name": "m"} | facts))
-    assert refused.value.field == path
+    assert rejected.value.field == path
 
 
-def test_user_data_that_is_no_json_is_refused() -> None:
-    with pytest.raises(InvalidRequest) as refused:
+def test_user_data_that_is_not_json_is_rejected() -> None:
+    with pytest.raises(InvalidRequest) as rejected:
         encode_card(ModelCard(name="m", user_data={"a": float("nan")}))
-    assert refused.value.field == "user_data"
+    assert rejected.value.field == "user_data"
 
 
 def test_fetched_artifacts_are_verified_like_inline_ones() -> None:
@@ -209,7 +209,7 @@ def test_fetched_artifacts_are_verified_like_inline_ones() -> None:
     verify_artifact("t", artifact, b"abc")
     with pytest.raises(InvalidRequest, match="sha256"):
         verify_artifact("t", artifact, b"abd")
-    with pytest.raises(InvalidRequest, match="4 bytes, the card says 3"):
+    with pytest.raises(InvalidRequest, match="4 bytes, in the card 3"):
         verify_artifact("t", artifact, b"abcd")
 
 

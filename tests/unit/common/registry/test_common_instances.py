@@ -70,18 +70,18 @@ def test_an_instance_survives_json(one: Instance) -> None:
     assert Instance.from_json(one.to_json()) == one
 
 
-def test_unknown_keys_are_tolerated_so_that_newer_peers_can_join() -> None:
+def test_unknown_keys_are_ignored_so_that_newer_peers_can_join() -> None:
     raw = json.loads(FULL.to_json()) | {"invented_later": [1]}
     assert Instance.from_json(json.dumps(raw)) == FULL
 
 
 @pytest.mark.parametrize("name", ["id", "namespace", "service", "stable_name", "address"])
-def test_a_missing_field_is_named(name: str) -> None:
+def test_the_error_for_a_missing_field_names_it(name: str) -> None:
     raw = json.loads(FULL.to_json())
     del raw[name]
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         Instance.from_json(json.dumps(raw))
-    assert refused.value.field == name
+    assert rejected.value.field == name
 
 
 @pytest.mark.parametrize(
@@ -110,29 +110,29 @@ def test_a_missing_field_is_named(name: str) -> None:
         ("model", ""),
     ],
 )
-def test_a_wrong_value_is_refused_by_name(name: str, value: object) -> None:
+def test_a_wrong_value_is_rejected_by_name(name: str, value: object) -> None:
     raw = json.loads(FULL.to_json()) | {name: value}
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         Instance.from_json(json.dumps(raw))
-    assert refused.value.field == name
+    assert rejected.value.field == name
 
 
 @pytest.mark.parametrize(
     ("name", "value", "path"), [("taints", ["a", 1], "taints.1"), ("meta", {"a": 1}, "meta.a")]
 )
-def test_a_wrong_element_is_refused_by_path(name: str, value: object, path: str) -> None:
+def test_a_wrong_element_is_rejected_by_path(name: str, value: object, path: str) -> None:
     raw = json.loads(FULL.to_json()) | {name: value}
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         Instance.from_json(json.dumps(raw))
-    assert refused.value.field == path
+    assert rejected.value.field == path
 
 
-def test_what_is_no_json_is_refused() -> None:
+def test_invalid_json_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="instance: Invalid JSON"):
         Instance.from_json(b'{"id": 1, "na')
 
 
-def test_an_instance_does_not_share_the_mapping_it_was_made_of() -> None:
+def test_an_instance_copies_its_meta_mapping() -> None:
     meta = {"zone": "a"}
     one = instance(meta=meta)
     meta["zone"] = "b"
@@ -150,7 +150,7 @@ def test_new_ids_have_63_bits_and_none_fits_a_json_number() -> None:
     assert max(ids) > 2**62
 
 
-def test_a_snapshot_tells_members_by_service_and_model() -> None:
+def test_a_snapshot_selects_members_by_service_and_model() -> None:
     router = instance(1, service="router")
     bare, carded, other = (
         instance(2, model="m"),
@@ -165,20 +165,20 @@ def test_a_snapshot_tells_members_by_service_and_model() -> None:
     assert members.card_checksum("unknown") is None
 
 
-def test_a_snapshot_follows_itself_when_nothing_changed() -> None:
+def test_the_next_snapshot_is_the_same_object_if_nothing_changed() -> None:
     first = snapshot(instance(1))
     assert first.revision == 1
     assert first.next_snapshot([instance(1)]) is first
     assert first.next_snapshot([]).revision == 2
 
 
-def test_the_first_snapshot_of_nobody_is_one_that_was_seen() -> None:
-    nobody = Snapshot().next_snapshot([])
-    assert (nobody.revision, nobody.instances) == (1, {})
-    assert nobody.next_snapshot([]) is nobody
+def test_the_first_snapshot_without_members_has_revision_one() -> None:
+    empty = Snapshot().next_snapshot([])
+    assert (empty.revision, empty.instances) == (1, {})
+    assert empty.next_snapshot([]) is empty
 
 
-def test_diff_tells_joined_left_and_changed() -> None:
+def test_a_diff_has_joined_left_and_changed_instances() -> None:
     old = snapshot(instance(1), instance(2), instance(3))
     new = snapshot(instance(2), instance(3, taints=frozenset({"slow"})), instance(4))
     changes = diff_snapshots(old, new)
@@ -217,7 +217,7 @@ def test_a_diff_applied_to_the_old_gives_the_new(
 
 @settings(max_examples=100)
 @given(IDS)
-def test_supersede_keeps_exactly_the_last_of_each_stable_name(
+def test_only_the_newest_incarnation_of_each_stable_name_is_kept(
     rows: list[tuple[int, str, bool]],
 ) -> None:
     members = [instance(i, stable_name=name) for i, name, _ in rows]
@@ -230,7 +230,7 @@ def test_supersede_keeps_exactly_the_last_of_each_stable_name(
     assert newest_incarnations(kept) == kept
 
 
-def test_the_same_stable_name_in_another_service_or_namespace_is_somebody_else() -> None:
+def test_a_stable_name_in_another_service_or_namespace_is_another_process() -> None:
     members = (
         instance(1, stable_name="a"),
         instance(2, stable_name="a", service="router"),
@@ -239,7 +239,7 @@ def test_the_same_stable_name_in_another_service_or_namespace_is_somebody_else()
     assert newest_incarnations(members) == members
 
 
-def test_another_card_for_a_served_model_has_a_rival() -> None:
+def test_another_card_for_a_served_model_conflicts() -> None:
     old = instance(1, model="m", card_checksum="c1")
     assert find_card_conflict([old], instance(2, model="m", card_checksum="c2")) == old
     assert find_card_conflict([old], instance(2, model="m", card_checksum="c1")) is None
@@ -248,7 +248,7 @@ def test_another_card_for_a_served_model_has_a_rival() -> None:
     assert find_card_conflict([], instance(2, model="m", card_checksum="c2")) is None
 
 
-def test_a_restart_with_a_new_card_does_not_rival_its_own_predecessor() -> None:
+def test_a_restart_with_a_new_card_does_not_conflict_with_its_predecessor() -> None:
     old = instance(1, stable_name="w", model="m", card_checksum="c1")
     new = instance(2, stable_name="w", model="m", card_checksum="c2")
     peer = instance(3, model="m", card_checksum="c1")
@@ -289,10 +289,10 @@ def test_a_lease_is_lower_case_hex_without_prefix_or_padding(lease: int, text: s
 
 
 @pytest.mark.parametrize("lease", [2**64, -(2**63) - 1])
-def test_a_lease_beyond_64_bits_is_refused(lease: int) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+def test_a_lease_above_64_bits_is_rejected(lease: int) -> None:
+    with pytest.raises(InvalidRequest) as rejected:
         ModelNetworkName.from_parts("n", "c", "e", lease)
-    assert refused.value.field == "lease_id"
+    assert rejected.value.field == "lease_id"
 
 
 @pytest.mark.row("S0-14", "S0-15")
@@ -303,7 +303,7 @@ def test_a_local_endpoint_and_an_endpoint_info_give_the_key_of_their_parts() -> 
 
 
 @pytest.mark.row("S0-21")
-def test_keys_differ_between_instances_and_not_between_registrations() -> None:
+def test_keys_differ_between_instances_but_not_between_registrations() -> None:
     assert instance(1).network_name != instance(2).network_name
     again = instance(1, address="127.0.0.1:6000", taints=frozenset({"t"}))
     assert again.network_name == instance(1).network_name

@@ -746,7 +746,7 @@ def test_rule_g_an_order_larger_than_a_frame_travels_alone() -> None:
         (
             [PromptPart(1, PROMPT_PART_BYTES, b"a" * (PROMPT_PART_BYTES + 4))],
             "g",
-            "longer than the Submit",
+            "longer than prompt_bytes",
         ),
         (
             [PromptPart(1, PROMPT_PART_BYTES, b"a" * PROMPT_PART_BYTES), PromptPart(1, 0, b"a")],

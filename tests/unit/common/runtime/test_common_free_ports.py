@@ -1,4 +1,4 @@
-"""Ports that are free, in a row, and out of the system's own way."""
+"""Consecutive free ports outside the automatic range of the system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.runtime.free_ports import PORT_LIMIT, PORT_MIN, RANGE_SIZE_MIN, free
 
 
 @pytest.mark.parametrize("count", [1, 2, 16])
-def test_ports_are_free_in_a_row_and_not_those_that_others_get_by_chance(count: int) -> None:
+def test_ports_are_free_consecutive_and_below_the_automatic_range(count: int) -> None:
     base = free_ports(count)
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert base >= PORT_MIN
@@ -26,7 +26,7 @@ def test_ports_are_free_in_a_row_and_not_those_that_others_get_by_chance(count: 
             one.close()
 
 
-def test_a_port_in_use_is_passed_over() -> None:
+def test_a_port_in_use_is_skipped() -> None:
     base = free_ports(2, start=0)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", base + 1))
@@ -34,7 +34,7 @@ def test_a_port_in_use_is_passed_over() -> None:
         assert base + 1 not in (other, other + 1)
 
 
-def test_a_system_whose_own_range_is_all_leaves_more_than_one_place(
+def test_an_automatic_range_of_all_ports_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     range_file = tmp_path / "range"
@@ -43,7 +43,7 @@ def test_a_system_whose_own_range_is_all_leaves_more_than_one_place(
     assert free_ports(2, start=1000) >= PORT_MIN + 1000
 
 
-def test_two_places_give_two_ports() -> None:
+def test_different_offsets_return_different_ports() -> None:
     assert free_ports(4, start=0) != free_ports(4, start=400)
 
 

@@ -1,4 +1,4 @@
-"""Logs: one JSON line an event, whatever was logged and by whom, without ever blocking."""
+"""Logs: one JSON line per event for any value, without blocking."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opentelemetry import trace
 from common.runtime import log, telemetry
 
 Start = Callable[..., log.LogWriter]
-# One that is blocked is so for ever; a busy machine is not.
+# A blocked writer never ends; a busy machine only takes longer.
 WAIT_S = 20.0
 
 
@@ -31,7 +31,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 @pytest.fixture
 def start(pipe: tuple[int, int]) -> Iterator[Start]:
-    """Sets logs up on the pipe, and puts structlog and logging back as they were."""
+    """Sets up logs on the pipe; restores structlog and logging at the end."""
     root = logging.getLogger()
     before = (root.handlers[:], root.level)
     started: list[log.LogWriter] = []
@@ -55,7 +55,7 @@ def lines(pipe: tuple[int, int], logs: log.LogWriter) -> list[dict[str, Any]]:
     return [json.loads(line) for line in os.read(pipe[0], 1 << 16).splitlines()]
 
 
-def test_a_line_has_time_level_identity_and_what_was_bound(
+def test_a_line_has_time_level_identity_and_bound_variables(
     start: Start, pipe: tuple[int, int]
 ) -> None:
     logs = start("info", service="router", instance_id="7")
@@ -87,7 +87,7 @@ def test_a_line_inside_a_span_carries_its_ids(start: Start, pipe: tuple[int, int
     assert "trace_id" not in outside
 
 
-def test_other_peoples_logs_and_warnings_come_out_in_the_same_form(
+def test_records_of_libraries_and_warnings_have_the_same_format(
     start: Start, pipe: tuple[int, int]
 ) -> None:
     logs = start("info")
@@ -123,7 +123,7 @@ def test_an_exception_is_one_line_with_its_traceback(start: Start, pipe: tuple[i
 @pytest.mark.parametrize(
     "value", [object(), 2**70, "\ud800", {1: 2}, float("nan"), b"\xff", {1, 2}, RuntimeError("x")]
 )
-def test_whatever_is_logged_gives_one_readable_line(
+def test_any_value_is_logged_as_one_json_line(
     start: Start, pipe: tuple[int, int], value: object
 ) -> None:
     logs = start()
@@ -138,13 +138,13 @@ class Key(NamedTuple):
     dp_rank: int
 
 
-def test_integers_that_readers_of_json_would_round_are_written_as_text(
+def test_integers_that_a_double_cannot_represent_are_written_as_text(
     start: Start, pipe: tuple[int, int]
 ) -> None:
     logs = start()
     worker_id = 2**63 - 1
     structlog.get_logger().info(
-        "fleet changed",
+        "fleet_changed",
         joined=[worker_id, 5],
         source=Key(worker_id, 1),
         shrink={Key(worker_id, 1): 7},
@@ -154,16 +154,20 @@ def test_integers_that_readers_of_json_would_round_are_written_as_text(
         rate=float("nan"),
     )
     (line,) = lines(pipe, logs)
-    told = str(worker_id)
-    assert (line["joined"], line["source"], line["worker_id"]) == ([told, 5], [told, 1], told)
+    as_text = str(worker_id)
+    assert (line["joined"], line["source"], line["worker_id"]) == (
+        [as_text, 5],
+        [as_text, 1],
+        as_text,
+    )
     (shrunk,) = line["shrink"].items()
-    assert told in shrunk[0]
+    assert as_text in shrunk[0]
     assert shrunk[1] == 7
     assert (line["exact"], line["below"]) == (2**53 - 1, str(-(2**53)))
     assert line["rate"] is None, "as in every other line"
 
 
-def test_console_lines_are_for_reading(start: Start, pipe: tuple[int, int]) -> None:
+def test_console_lines_are_plain_text(start: Start, pipe: tuple[int, int]) -> None:
     logs = start("info", "console")
     structlog.get_logger().info("hello", n=1)
     assert logs.close()
@@ -173,19 +177,19 @@ def test_console_lines_are_for_reading(start: Start, pipe: tuple[int, int]) -> N
     assert "\x1b" not in text
 
 
-def test_a_reader_that_stalls_blocks_nobody_and_learns_what_it_missed() -> None:
+def test_a_stalled_reader_does_not_block_and_receives_the_number_of_dropped_lines() -> None:
     read_end, write_end = os.pipe()
     logs = log.LogWriter(write_end, lines_max=100)
     started = time.monotonic()
     for number in range(5000):
         logs.put(b'{"n": %d, "pad": "%s"}' % (number, b"x" * 4000))
     assert time.monotonic() - started < WAIT_S
-    assert not logs.close(0.01), "the pipe is full and nobody reads it"
+    assert not logs.close(0.01), "the pipe is full and not read"
     got: list[dict[str, Any]] = []
     rest = b""
     os.set_blocking(read_end, False)
     deadline = time.monotonic() + WAIT_S
-    while not any(line.get("event") == "log lines dropped" for line in got):
+    while not any(line.get("event") == "log_lines_dropped" for line in got):
         assert time.monotonic() < deadline
         try:
             rest += os.read(read_end, 1 << 16)
@@ -200,7 +204,7 @@ def test_a_reader_that_stalls_blocks_nobody_and_learns_what_it_missed() -> None:
     os.close(write_end)
 
 
-def test_a_closed_stderr_is_survived() -> None:
+def test_a_closed_stderr_does_not_raise() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     logs = log.LogWriter(write_end)

@@ -1,5 +1,5 @@
-"""`common.runtime.tasks`: one error out of a group, and no cancellation lost."""
-# ruff: noqa: PT012 - what a group raises comes out of its end.
+"""Task groups raise one error and do not lose cancellations."""
+# ruff: noqa: PT012 - a group raises at its end.
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def fail_with(error: Exception) -> None:
     raise error
 
 
-async def test_the_error_of_a_task_comes_out_by_itself() -> None:
+async def test_the_error_of_a_task_is_raised_without_a_group() -> None:
     error = Unavailable("gone")
     with pytest.raises(Unavailable) as caught:
         async with TaskGroup() as tasks:
@@ -24,7 +24,7 @@ async def test_the_error_of_a_task_comes_out_by_itself() -> None:
     assert caught.value is error
 
 
-async def test_an_error_of_the_body_comes_out_by_itself() -> None:
+async def test_the_error_of_the_body_is_raised_without_a_group() -> None:
     error = Unavailable("gone")
     with pytest.raises(Unavailable) as caught:
         async with TaskGroup() as tasks:
@@ -33,7 +33,7 @@ async def test_an_error_of_the_body_comes_out_by_itself() -> None:
     assert caught.value is error
 
 
-async def test_a_bug_goes_before_an_error_of_the_mesh() -> None:
+async def test_a_bug_has_precedence_over_a_mesh_error() -> None:
     with pytest.raises(ZeroDivisionError):
         async with TaskGroup() as tasks:
             tasks.create_task(fail_with(Unavailable("gone")))
@@ -43,7 +43,7 @@ async def test_a_bug_goes_before_an_error_of_the_mesh() -> None:
 async def test_an_error_ends_the_other_tasks_and_the_body() -> None:
     ended: list[str] = []
 
-    async def wait_for_ever(name: str) -> None:
+    async def wait_forever(name: str) -> None:
         try:
             await asyncio.Event().wait()
         finally:
@@ -51,14 +51,14 @@ async def test_an_error_ends_the_other_tasks_and_the_body() -> None:
 
     with pytest.raises(Unavailable):
         async with TaskGroup() as tasks:
-            tasks.create_task(wait_for_ever("task"))
+            tasks.create_task(wait_forever("task"))
             await asyncio.sleep(0)
             tasks.create_task(fail_with(Unavailable("gone")))
-            await wait_for_ever("body")
+            await wait_forever("body")
     assert sorted(ended) == ["body", "task"]
 
 
-async def test_what_is_cancelled_ends_its_tasks() -> None:
+async def test_a_cancelled_group_cancels_its_tasks() -> None:
     has_ended = asyncio.Event()
 
     async def child() -> None:
@@ -79,7 +79,7 @@ async def test_what_is_cancelled_ends_its_tasks() -> None:
     assert has_ended.is_set()
 
 
-async def test_an_error_beside_the_bodys_end_leaves_no_cancellation_behind() -> None:
+async def test_an_error_at_the_end_of_the_body_leaves_no_pending_cancellation() -> None:
     with pytest.raises(Unavailable):
         async with TaskGroup() as tasks:
             tasks.create_task(fail_with(Unavailable("gone")))
@@ -89,7 +89,7 @@ async def test_an_error_beside_the_bodys_end_leaves_no_cancellation_behind() -> 
     await asyncio.sleep(0)
 
 
-async def test_an_error_while_the_body_runs_leaves_no_cancellation_behind() -> None:
+async def test_an_error_while_the_body_runs_leaves_no_pending_cancellation() -> None:
     failing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def child() -> None:
@@ -107,7 +107,7 @@ async def test_an_error_while_the_body_runs_leaves_no_cancellation_behind() -> N
     await asyncio.sleep(0)
 
 
-async def test_a_group_that_has_failed_takes_no_task() -> None:
+async def test_a_failed_group_accepts_no_task() -> None:
     group = TaskGroup()
     with pytest.raises(Unavailable):
         async with group:
@@ -126,7 +126,7 @@ async def test_a_cancellation_while_the_group_ends_with_an_error_is_not_lost() -
             is_ending.set()
             await asyncio.sleep(0)
 
-    async def follow_for_ever() -> None:
+    async def follow_forever() -> None:
         while True:
             try:
                 async with TaskGroup() as tasks:
@@ -136,7 +136,7 @@ async def test_a_cancellation_while_the_group_ends_with_an_error_is_not_lost() -
             except Unavailable:
                 await asyncio.sleep(0)
 
-    task = asyncio.create_task(follow_for_ever())
+    task = asyncio.create_task(follow_forever())
     await is_ending.wait()
     task.cancel()
     done, _ = await asyncio.wait({task}, timeout=20.0)
@@ -144,7 +144,7 @@ async def test_a_cancellation_while_the_group_ends_with_an_error_is_not_lost() -
     assert task.cancelled()
 
 
-async def test_a_timeout_around_the_group_still_is_one() -> None:
+async def test_a_timeout_around_the_group_raises_timeout_error() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01), TaskGroup() as tasks:
             tasks.create_task(asyncio.Event().wait())

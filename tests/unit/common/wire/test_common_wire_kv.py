@@ -8,14 +8,14 @@ import pytest
 from common.errors import InvalidRequest
 from common.kv.events import (
     SNAPSHOT_CHUNK_BLOCKS,
-    Event,
     EventBatch,
     EventKind,
     Hashes,
+    KvEvent,
     Partition,
     SnapshotChunk,
     Source,
-    SourceState,
+    SourcePosition,
     SourceStatus,
     Tier,
 )
@@ -34,7 +34,7 @@ def array(*keys: int) -> Hashes:
 def test_partitions_states_and_statuses_come_back_equal() -> None:
     partition = Partition("m", 16, 1, 2)
     assert kv_proto.partition_from_proto(kv_proto.partition_to_proto(partition)) == partition
-    state = SourceState(SOURCE, 4, 2**40, degraded=True)
+    state = SourcePosition(SOURCE, 4, 2**40, degraded=True)
     assert kv_proto.source_state_from_proto(kv_proto.source_state_to_proto(state)) == state
     status = SourceStatus("stale", "its stream ended")
     assert kv_proto.source_status_from_proto(kv_proto.source_status_to_proto(status)) == status
@@ -43,9 +43,9 @@ def test_partitions_states_and_statuses_come_back_equal() -> None:
 @pytest.mark.row("S1-29", "S1-33")
 def test_batches_come_back_equal_with_hashes_of_all_64_bits() -> None:
     events = [
-        Event(EventKind.STORED, array(1, 2**64 - 1), Tier.HOST),
-        Event(EventKind.REMOVED, array(2**63)),
-        Event(EventKind.CLEARED),
+        KvEvent(EventKind.STORED, array(1, 2**64 - 1), Tier.HOST),
+        KvEvent(EventKind.REMOVED, array(2**63)),
+        KvEvent(EventKind.CLEARED),
     ]
     sent = EventBatch(SOURCE, 5, 6, events)
     read = kv_proto.batch_from_proto(kv_proto.batch_to_proto(sent), SOURCE.worker_id)

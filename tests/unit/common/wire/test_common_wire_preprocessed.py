@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -14,21 +15,10 @@ from hypothesis import strategies as st
 import common.request.preprocessed
 from common.errors import InvalidRequest
 from common.request.preprocessed import (
-    AnyJsonCodec,
-    BoolCodec,
     CompletionUsage,
-    EnumCodec,
-    FieldCodec,
     FinishReason,
-    FloatCodec,
     GuidedDecoding,
-    IntegerCodec,
-    ListCodec,
-    MapCodec,
-    MediaCodec,
     MediaRawUrl,
-    NullableCodec,
-    ObjectCodec,
     PrefillResult,
     PreprocessedEmbeddingRequest,
     PreprocessedRequest,
@@ -36,21 +26,34 @@ from common.request.preprocessed import (
     RdmaMediaDataDescriptor,
     RequestTracker,
     RoutingHints,
-    SetCodec,
-    TextCodec,
     TokenIds,
-    TokenIdsCodec,
     TokenLogprob,
-    TokenMapCodec,
-    TokenSpanCodec,
     TopLogprob,
     from_json,
     from_json_value,
     to_json,
     to_json_value,
     usage,
+)
+from common.request.preprocessed.codecs import (
+    AnyJsonCodec,
+    BoolCodec,
+    EnumCodec,
+    FieldCodec,
+    FloatCodec,
+    IntegerCodec,
+    ListCodec,
+    MapCodec,
+    NullableCodec,
+    ObjectCodec,
+    SetCodec,
+    TextCodec,
+    TokenIdsCodec,
+    TokenMapCodec,
+    TokenSpanCodec,
     wire_fields,
 )
+from common.request.preprocessed.media import MediaCodec
 from common.wire.preprocessed import (
     dataclass_from_proto,
     dataclass_to_proto,
@@ -215,14 +218,14 @@ def test_the_full_example_leaves_no_protobuf_field_of_the_request_unused() -> No
 
 
 def wire_classes() -> list[type[Any]]:
-    found = [
-        value for value in vars(common.request.preprocessed).values() if isinstance(value, type)
+    """All dataclasses of the package but those that have no message of their own."""
+    without_message = {"MediaRawUrl", "MediaUrl", "RequestTracker", "TokenIds"}
+    exported = [
+        getattr(common.request.preprocessed, name)
+        for name in common.request.preprocessed.__all__
+        if name not in without_message
     ]
-    return [
-        cls
-        for cls in found
-        if hasattr(cls, "__dataclass_fields__") and wire_fields(cls) and cls.__name__ != "Builder"
-    ]
+    return [cls for cls in exported if isinstance(cls, type) and is_dataclass(cls)]
 
 
 @pytest.mark.parametrize("cls", wire_classes(), ids=lambda cls: cls.__name__)

@@ -1,4 +1,4 @@
-"""The serving table: adapters as models of their own, and cards that are slow to come."""
+"""The model catalog: adapters, slow cards, unusable cards, and cached builds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def snapshot(*instances: Instance) -> Snapshot:
 
 
 class Table:
-    """Models over cards, a clock, and workers that are asked for what cards lack.
+    """A catalog with cards, a clock, and workers that send artifacts.
 
     holding: workers (by id) that do not send anything yet.
     """
@@ -93,7 +93,7 @@ class Table:
 A, B = card("a"), card("b")
 
 
-async def test_an_adapter_is_a_model_of_its_own_with_all_that_its_base_has_but_the_hashes() -> None:
+async def test_an_adapter_is_a_model_that_differs_from_its_base_only_in_name_and_hashes() -> None:
     table = Table(A)
     await table.models.follow(snapshot(worker(1, A), worker(2, A, "french", "german")))
     models = table.models
@@ -114,7 +114,7 @@ async def test_an_adapter_is_a_model_of_its_own_with_all_that_its_base_has_but_t
     assert [w.id for w in models.workers("french")] == [2]
 
 
-async def test_an_adapter_that_just_left_is_unavailable_and_later_unknown_as_a_model_is() -> None:
+async def test_a_removed_adapter_is_unavailable_at_first_and_later_unknown() -> None:
     table = Table(A)
     models = table.models
     with pytest.raises(UnknownModel):
@@ -135,7 +135,7 @@ async def test_an_adapter_that_just_left_is_unavailable_and_later_unknown_as_a_m
     assert "french" in unknown.value.message
 
 
-async def test_an_adapter_comes_and_goes_without_its_workers() -> None:
+async def test_an_adapter_is_added_and_removed_while_its_workers_stay() -> None:
     table = Table(A)
     models = table.models
     await models.follow(snapshot(worker(1, A)))
@@ -158,7 +158,7 @@ async def test_an_adapter_leaves_with_its_base_model() -> None:
     assert table.models.names() == frozenset()
 
 
-async def test_a_models_name_is_the_models_and_the_hidden_adapter_is_told_of_once() -> None:
+async def test_an_adapter_with_the_name_of_a_model_is_hidden_and_logged_once() -> None:
     table = Table(A, B)
     here = snapshot(worker(1, A, "b", "french"), worker(2, B))
     with capture_logs() as logs:
@@ -166,15 +166,15 @@ async def test_a_models_name_is_the_models_and_the_hidden_adapter_is_told_of_onc
         await table.models.follow(here)
     assert table.models.get("b").adapter == ""
     assert table.models.get("french").base == "a"
-    assert table.models.hidden == {("b", "a"): "a model has that name"}
+    assert table.models.hidden == {("b", "a"): "a model has the same name"}
     assert [line["adapter"] for line in logs if line["event"] == "adapter_hidden"] == ["b"]
     await table.models.follow(snapshot(worker(1, A, "b", "french")))
     assert table.models.hidden == {}
-    assert table.models.get("b").base == "a", "nobody else has the name any more"
+    assert table.models.get("b").base == "a", "no model has the name any more"
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
-async def test_of_two_models_with_one_adapter_the_first_by_name_has_it_in_whatever_order_they_came(
+async def test_of_two_models_with_one_adapter_name_the_first_by_name_has_it(
     order: tuple[int, int],
 ) -> None:
     table = Table(A, B)
@@ -183,28 +183,28 @@ async def test_of_two_models_with_one_adapter_the_first_by_name_has_it_in_whatev
     await models.follow(snapshot(both[order[0]]))
     await models.follow(snapshot(*(both[n] for n in order)))
     assert models.get("french").base == "a"
-    assert models.hidden == {("french", "b"): "the model 'a' has one of that name"}
+    assert models.hidden == {("french", "b"): "model 'a' has an adapter of the same name"}
     with capture_logs() as logs:
         await models.follow(snapshot(both[2]))
     assert models.get("french").base == "b"
     assert models.hidden == {}
-    told = {"event": "adapter_added", "model": "french", "base": "b", "log_level": "info"}
-    assert told in logs
+    added = {"event": "adapter_added", "model": "french", "base": "b", "log_level": "info"}
+    assert added in logs
 
 
-async def test_a_model_that_is_passed_through_has_no_adapters() -> None:
+async def test_a_pass_through_model_has_no_adapters() -> None:
     table = Table()
-    talk = ModelCard(name="talk")
+    chatty = ModelCard(name="chatty")
     await table.models.follow(
-        snapshot(replace(worker(1, talk, "french", model_type="Chat"), card_checksum=""))
+        snapshot(replace(worker(1, chatty, "french", model_type="Chat"), card_checksum=""))
     )
-    assert table.models.names() == {"talk"}
-    assert ("french", "talk") in table.models.hidden
+    assert table.models.names() == {"chatty"}
+    assert ("french", "chatty") in table.models.hidden
     with pytest.raises(MeshError):
         table.models.get("french")
 
 
-def test_a_card_that_is_slow_to_come_holds_up_its_own_model_only() -> None:
+def test_a_slow_card_delays_only_its_own_model() -> None:
     async def main() -> None:
         slow = card("slow", inline=False)
         table = Table(slow, A, B)
@@ -226,7 +226,7 @@ def test_a_card_that_is_slow_to_come_holds_up_its_own_model_only() -> None:
     run_virtually(main())
 
 
-def test_a_card_whose_worker_is_silent_is_a_told_error_and_tried_again() -> None:
+def test_a_card_from_a_silent_worker_is_reported_and_retried() -> None:
     async def main() -> None:
         slow = card("slow", inline=False)
         table = Table(slow)
@@ -234,7 +234,7 @@ def test_a_card_whose_worker_is_silent_is_a_told_error_and_tried_again() -> None
         table.holding[1] = asyncio.Event()
         here = snapshot(worker(1, slow))
         assert not await models.follow(here)
-        assert "tokenizer.json does not come on" in models.not_ready["slow"]
+        assert "tokenizer.json stalled" in models.not_ready["slow"]
         del table.holding[1]
         assert await models.follow(here)
         assert models.names() == {"slow"}
@@ -242,7 +242,7 @@ def test_a_card_whose_worker_is_silent_is_a_told_error_and_tried_again() -> None
     run_virtually(main())
 
 
-def test_a_model_whose_card_comes_after_its_workers_left_is_not_served() -> None:
+def test_a_model_is_not_served_if_its_workers_left_before_its_card_arrived() -> None:
     async def main() -> None:
         slow = card("slow", inline=False)
         table = Table(slow)
@@ -260,14 +260,14 @@ def test_a_model_whose_card_comes_after_its_workers_left_is_not_served() -> None
 
 
 def damaged(name: str, **files: bytes) -> ModelCard:
-    """A card with files in place of good ones; `__` in a file's name stands for a dot."""
+    """A card with replaced files; `__` in a file name stands for a dot."""
     bad = {one.replace("__", "."): Artifact.of(data) for one, data in files.items()}
     good = card(name)
     return replace(good, artifacts={**good.artifacts, **bad})
 
 
 def tokenizer_that_panics() -> bytes:
-    """One on which the library panics: that is no Exception."""
+    """A card that makes the library panic, which is not an Exception."""
     raw = json.loads((SIM_MODEL_DIR / "tokenizer.json").read_bytes())
     raw["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
     return json.dumps(raw).encode()
@@ -281,7 +281,7 @@ SEVERAL_TEMPLATES = json.dumps({"chat_template": [{"name": "default", "template"
 
 
 @pytest.mark.parametrize(
-    ("files", "why"),
+    ("files", "reason"),
     [
         ({"tokenizer_config__json": SEVERAL_TEMPLATES}, "chat_template must be one template"),
         ({"chat_template__jinja": b"\xff\xfe"}, "chat_template.jinja is not UTF-8"),
@@ -294,19 +294,19 @@ SEVERAL_TEMPLATES = json.dumps({"chat_template": [{"name": "default", "template"
     ],
     ids=["several templates", "not UTF-8", "too deep", "bos no text", "eos no text", "panic"],
 )
-async def test_a_card_that_cannot_be_read_is_its_own_models_trouble(
-    files: dict[str, bytes], why: str
+async def test_an_unreadable_card_affects_only_its_own_model(
+    files: dict[str, bytes], reason: str
 ) -> None:
     bad = damaged("bad", **files)
     table = Table(bad, A)
     assert not await table.models.follow(snapshot(worker(1, bad), worker(2, A)))
     assert table.models.names() == {"a"}
-    assert why in table.models.not_ready["bad"]
+    assert reason in table.models.not_ready["bad"]
     assert table.models.loading == frozenset()
 
 
 @pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "lstrip": False}, None])
-async def test_a_bos_token_is_text_an_object_with_text_or_nothing(bos: object) -> None:
+async def test_a_bos_token_is_text_an_object_with_text_or_absent(bos: object) -> None:
     config = tokens_config(bos_token=bos, eos_token=None)
     good = damaged("good", tokenizer_config__json=config)
     table = Table(good)
@@ -317,7 +317,7 @@ async def test_a_bos_token_is_text_an_object_with_text_or_nothing(bos: object) -
     assert rendered == ("" if bos is None else "<s>")
 
 
-async def test_prompts_are_neither_cut_nor_filled_up_whatever_the_tokenizers_file_says() -> None:
+async def test_truncation_and_padding_settings_of_the_tokenizer_file_are_ignored() -> None:
     raw = json.loads((SIM_MODEL_DIR / "tokenizer.json").read_bytes())
     cut = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     pad = {"pad_id": 0, "pad_type_id": 0, "pad_token": "x", "pad_to_multiple_of": None}
@@ -331,7 +331,7 @@ async def test_prompts_are_neither_cut_nor_filled_up_whatever_the_tokenizers_fil
 
 
 @pytest.mark.parametrize("decoder", ["ByteLevel", "WordPiece"], ids=["by table", "by library"])
-async def test_ids_beyond_a_gap_in_the_vocabulary_are_in_it(decoder: str) -> None:
+async def test_ids_above_a_gap_in_the_vocabulary_are_valid(decoder: str) -> None:
     raw = json.loads((SIM_MODEL_DIR / "tokenizer.json").read_bytes())
     last = max(raw["model"]["vocab"].values())
     raw["model"]["vocab"] |= {"beyond": last + 100}
@@ -345,7 +345,7 @@ async def test_ids_beyond_a_gap_in_the_vocabulary_are_in_it(decoder: str) -> Non
     assert model.vocab_size == last + 101
 
 
-async def test_whatever_a_build_raises_is_told_once_and_is_tried_again() -> None:
+async def test_any_error_of_a_build_is_logged_once_and_the_build_is_retried() -> None:
     table = Table(A, B)
     read, faults = table.get, [ZeroDivisionError("oh")] * 2
 
@@ -373,7 +373,7 @@ async def test_whatever_a_build_raises_is_told_once_and_is_tried_again() -> None
         (ModelType.CHAT, "chat", "completions"),
     ],
 )
-async def test_what_a_card_does_not_offer_is_closed_for_its_model_and_adapters(
+async def test_a_kind_that_the_card_does_not_offer_is_unsupported_for_model_and_adapters(
     offered: ModelType, open_for: Kind, closed_for: Kind
 ) -> None:
     one = replace(A, model_type=offered)
@@ -387,7 +387,7 @@ async def test_what_a_card_does_not_offer_is_closed_for_its_model_and_adapters(
         table.models.get_for("b", open_for)
 
 
-def test_a_model_that_is_being_loaded_is_to_be_asked_for_again_and_so_are_its_adapters() -> None:
+def test_a_model_being_loaded_and_its_adapters_are_unavailable_with_retry() -> None:
     async def main() -> None:
         slow = card("slow", inline=False)
         table = Table(slow)
@@ -398,11 +398,11 @@ def test_a_model_that_is_being_loaded_is_to_be_asked_for_again_and_so_are_its_ad
 
         def is_told_to_wait() -> None:
             for name in ("slow", "french"):
-                for ask in (models.get, lambda one: models.engine(one, "chat")):
-                    with pytest.raises(Unavailable, match=name) as told:
-                        ask(name)
-                    assert told.value.reason == "MODEL_LOADING"
-                    assert told.value.retry_after_s == 1.0
+                for get in (models.get, lambda one: models.engine(one, "chat")):
+                    with pytest.raises(Unavailable, match=name) as raised:
+                        get(name)
+                    assert raised.value.reason == "MODEL_LOADING"
+                    assert raised.value.retry_after_s == 1.0
             with pytest.raises(UnknownModel):
                 models.get("german")
 
@@ -419,7 +419,7 @@ def test_a_model_that_is_being_loaded_is_to_be_asked_for_again_and_so_are_its_ad
     run_virtually(main())
 
 
-def test_a_model_whose_workers_left_while_it_was_loaded_is_unknown() -> None:
+def test_a_model_whose_workers_left_during_loading_is_unknown() -> None:
     async def main() -> None:
         slow = card("slow", inline=False)
         table = Table(slow)
@@ -439,14 +439,14 @@ def test_a_model_whose_workers_left_while_it_was_loaded_is_unknown() -> None:
 
 
 async def at_once(models: ModelCatalog, to: Snapshot) -> None:
-    """Follows a snapshot for which nothing has to be loaded: it does not even wait."""
+    """Follow a snapshot that needs no card: the call never suspends."""
     following = models.follow(to)
     with pytest.raises(StopIteration) as done:
         following.send(None)
     assert done.value.value is True
 
 
-async def test_a_model_whose_worker_is_back_is_served_at_once_and_not_built_anew() -> None:
+async def test_a_model_whose_worker_returns_is_served_at_once_without_a_build() -> None:
     table = Table(A)
     models = table.models
     await models.follow(snapshot(worker(1, A, "french")))
@@ -461,10 +461,10 @@ async def test_a_model_whose_worker_is_back_is_served_at_once_and_not_built_anew
     assert models.get("french").tokenizer is before.tokenizer
     assert (models.loading, table.fetched) == (frozenset(), ["a"])
     await at_once(models, snapshot(worker(3, A)))
-    assert models.get("a") is before, "also when the next one comes as the last one goes"
+    assert models.get("a") is before, "also when the next one joined as the last one goes"
 
 
-async def test_a_model_that_comes_back_under_another_card_is_built_from_that() -> None:
+async def test_a_model_that_returns_with_another_card_is_built_from_it() -> None:
     other = replace(A, context_length=77)
     table = Table(A, other)
     models = table.models
@@ -476,7 +476,7 @@ async def test_a_model_that_comes_back_under_another_card_is_built_from_that() -
 
 
 @pytest.mark.slow
-async def test_builds_are_kept_of_the_models_that_left_last_and_for_a_while() -> None:
+async def test_builds_of_recently_removed_models_are_kept_for_a_limited_time() -> None:
     cards = [card(f"m{n}") for n in range(CACHED_BUILDS_MAX + 1)]
     table = Table(*cards, B)
     models, workers = table.models, [worker(n, one) for n, one in enumerate(cards, 1)]
@@ -496,13 +496,13 @@ async def test_builds_are_kept_of_the_models_that_left_last_and_for_a_while() ->
     assert sorted(table.fetched) == sorted(one.name for one in cards)
 
 
-async def test_a_model_without_a_card_looks_for_one_each_time_it_comes() -> None:
-    talk = ModelCard(name="talk")
+async def test_a_model_without_a_card_reads_the_store_each_time_it_joins() -> None:
+    chatty = ModelCard(name="chatty")
     table = Table()
     models = table.models
-    comes = snapshot(worker(1, talk, model_type="Chat"))
-    for found in (None, talk):
-        await models.follow(comes)
-        assert models.engine("talk", "chat").card is found
+    joined = snapshot(worker(1, chatty, model_type="Chat"))
+    for found in (None, chatty):
+        await models.follow(joined)
+        assert models.engine("chatty", "chat").card is found
         await models.follow(snapshot())
-        table.cards[talk.checksum] = talk
+        table.cards[chatty.checksum] = chatty

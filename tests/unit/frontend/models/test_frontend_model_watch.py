@@ -1,4 +1,4 @@
-"""The model watcher: the pure machine, and the serving table that obeys it."""
+"""The model watcher: the pure state machine, and the catalog that executes its actions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from frontend_svc.core.models.model_watch import (
     model_watcher,
     plan_pipelines,
 )
-from frontend_svc.core.openai.bodies import ChatRequest, CompletionRequest
+from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.openai.sse import ChunkKind
 from frontend_svc.models.catalog import RECENTLY_SERVED_S, ModelCatalog
 from router_svc.config import RouterConfig
@@ -72,7 +72,7 @@ def key_of(instance: Instance) -> str:
 
 
 def put(instance: Instance) -> Put:
-    return Put(KeyValue(key_of(instance), instance.to_json()))
+    return Put(KeyValue(key_of(instance), instance))
 
 
 def delete(instance: Instance) -> Delete:
@@ -84,9 +84,9 @@ def entry(model_type: EntryType = EntryType.BACKEND, checksum: str = "c1") -> En
 
 
 class Shell:
-    """Executes what the machine asks for, with strings for engines.
+    """Executes the actions of the state machine, with strings as engines.
 
-    faults: what to raise for a model, as long as it stands there. tables: where models go.
+    faults: errors of builds by model. tables: the tables of every model.
     """
 
     def __init__(self, tables: tuple[Table, ...] = ("chat", "completions")) -> None:
@@ -98,7 +98,7 @@ class Shell:
         self.builds = 0
 
     def feed(self, *events: WatchEvent) -> list[Action]:
-        """What was done upon the events."""
+        """The actions of the events."""
         return self._run(model_watcher(self.state, events))
 
     def retry(self) -> list[Action]:
@@ -119,13 +119,13 @@ class Shell:
             for following in self._build(action):
                 self._execute(following)
 
-    def _build(self, work: Build) -> list[Action]:
+    def _build(self, build: Build) -> list[Action]:
         self.builds += 1
-        name = work.entry.model.name
+        name = build.entry.model.name
         if name in self.faults:
-            return self.state.build_failed(work, self.faults[name])
-        engines = {t: f"{name}.{t}.{work.entry.checksum}.{self.builds}" for t in self.tables}
-        return self.state.build_succeeded(work, engines)
+            return self.state.build_failed(build, self.faults[name])
+        engines = {t: f"{name}.{t}.{build.entry.checksum}.{self.builds}" for t in self.tables}
+        return self.state.build_succeeded(build, engines)
 
 
 def notes(actions: list[Action]) -> list[tuple[str, str]]:
@@ -157,52 +157,45 @@ def test_an_unknown_model_type_is_an_error_of_that_entry_only() -> None:
         ModelEntry.from_json(entry().model.to_json().replace(b"Backend", b"Realtime"))
     shell = Shell()
     done = shell.feed(put(worker(1, "new", model_type="Realtime")), put(worker(2, "m")))
-    assert notes(done) == [("error", "model_event_refused")]
+    assert notes(done) == [("error", "model_event_rejected")]
     assert shell.manager.names() == ("m",)
 
 
 @pytest.mark.row("S0-05")
 def test_only_backend_entries_are_preprocessed() -> None:
-    wanted = {EntryType.BACKEND: True, EntryType.CHAT: False, EntryType.COMPLETION: False}
-    assert {t: entry(t).model.requires_preprocessing() for t in EntryType} == wanted
+    expected = {EntryType.BACKEND: True, EntryType.CHAT: False, EntryType.COMPLETION: False}
+    assert {t: entry(t).model.requires_preprocessing() for t in EntryType} == expected
 
 
 @pytest.mark.row("S0-02", "S0-03")
-def test_an_entry_says_what_the_instance_serves_and_where() -> None:
+def test_an_entry_has_the_model_card_and_endpoint_of_its_instance() -> None:
     assert Entry.of(worker(1, "Qwen/A", "c7")) == Entry(
         ModelEntry("Qwen/A", ENDPOINT, EntryType.BACKEND), "c7"
     )
     assert Entry.of(worker(1, model_type="Chat")).model.model_type is EntryType.CHAT
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         Entry.of(worker(1, model_type="Realtime"))
-    assert refused.value.field == f"meta.{MODEL_TYPE_KEY}"
+    assert rejected.value.field == f"meta.{MODEL_TYPE_KEY}"
 
 
 @pytest.mark.row("S0-17")
-def test_an_entry_that_is_not_there_is_an_error_that_names_the_key() -> None:
+def test_a_missing_entry_is_an_error_that_names_the_key() -> None:
     with pytest.raises(NotFound, match=r"models/ns\.worker\.serve-1"):
         load_entry("models/ns.worker.serve-1", [])
 
 
 @pytest.mark.row("S0-18")
 def test_the_first_of_several_values_is_the_entry() -> None:
-    values = [worker(1, "first").to_json(), worker(2, "second").to_json()]
-    assert load_entry("k", values).model.name == "first"
+    assert load_entry("k", [worker(1, "first"), worker(2, "second")]).model.name == "first"
 
 
-@pytest.mark.row("S0-19")
-@pytest.mark.parametrize(
-    ("raw", "shown"), [(b"{not json", "{not json"), (b"\xff\xfe", "<not UTF-8>")]
-)
-def test_an_unreadable_entry_is_an_error_with_key_and_text(raw: bytes, shown: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        load_entry("models/x", [raw])
-    assert "models/x" in refused.value.message
-    assert shown in refused.value.message
+def test_an_invalid_entry_is_an_error_that_names_the_key() -> None:
+    with pytest.raises(InvalidRequest, match="models/x"):
+        load_entry("models/x", [worker(1, model_type="Realtime")])
 
 
 @pytest.mark.row("S0-06", "S0-07", "S0-08")
-def test_an_absent_card_and_a_failed_store_are_told_apart_and_name_the_key() -> None:
+def test_a_missing_card_and_a_failed_store_are_different_errors_that_name_the_key() -> None:
     assert card_key(entry(checksum="c7")) == "cards/c7"
     missing = card_missing(entry(checksum="c7"))
     assert "'m'" in missing.message
@@ -219,27 +212,27 @@ def test_an_absent_card_and_a_failed_store_are_told_apart_and_name_the_key() -> 
 
 
 @pytest.mark.row("S0-23")
-def test_the_manager_keeps_two_tables_and_removing_the_absent_is_an_ignorable_error() -> None:
+def test_the_manager_keeps_two_tables_and_removing_an_absent_name_raises_not_found() -> None:
     manager: ModelManager[str] = ModelManager()
     assert not manager.has_model_any("m")
-    manager.add_chat_completions_model("m", "chat engine")
+    manager.add("chat", "m", "chat engine")
     assert manager.has_model_any("m")
-    manager.add_completions_model("m", "text engine")
-    manager.add_completions_model("n", "another")
+    manager.add("completions", "m", "text engine")
+    manager.add("completions", "n", "another")
     assert manager.engines("m") == {"chat": "chat engine", "completions": "text engine"}
     assert manager.engine("n", "chat") is None
     assert manager.names() == ("m", "n")
     with pytest.raises(Conflict, match="chat"):
-        manager.add_chat_completions_model("m", "a second")
+        manager.add("chat", "m", "a second")
     with pytest.raises(Conflict, match="completions"):
-        manager.add_completions_model("m", "a second")
-    manager.remove_chat_completions_model("m")
+        manager.add("completions", "m", "a second")
+    manager.remove("chat", "m")
     assert manager.has_model_any("m")
     with pytest.raises(NotFound):
-        manager.remove_chat_completions_model("m")
-    manager.remove_completions_model("m")
+        manager.remove("chat", "m")
+    manager.remove("completions", "m")
     with pytest.raises(NotFound):
-        manager.remove_completions_model("m")
+        manager.remove("completions", "m")
     assert manager.names() == ("n",)
 
 
@@ -266,24 +259,25 @@ def test_there_are_two_kinds_of_events_and_a_delete_has_only_the_key() -> None:
 
 
 @pytest.mark.row("S0-26")
-def test_a_bad_value_is_one_error_and_the_next_event_works() -> None:
+def test_an_invalid_entry_is_logged_once_and_the_next_event_works() -> None:
     shell = Shell()
-    done = shell.feed(Put(KeyValue(MODEL_KEY_PREFIX + "bad", b"{oops")), put(worker(1)))
+    bad = worker(1, "bad", model_type="Realtime")
+    done = shell.feed(put(bad), put(worker(2)))
     (note,) = (a for a in done if isinstance(a, LogEvent))
-    assert (note.level, note.event) == ("error", "model_event_refused")
-    assert note.fields["key"] == MODEL_KEY_PREFIX + "bad"
-    assert note.fields["value"] == "{oops"
-    assert "oops" in str(note.fields["error"])
+    assert (note.level, note.event) == ("error", "model_event_rejected")
+    assert note.fields["key"] == key_of(bad)
+    assert note.fields["value"] == bad.to_json().decode()
+    assert "Realtime" in str(note.fields["error"])
     assert done[-1] == ModelAdded("m", ("chat", "completions"))
 
 
 @pytest.mark.row("S0-27")
-def test_a_known_name_leaves_the_pipelines_alone() -> None:
+def test_a_second_worker_of_a_model_does_not_rebuild_its_pipelines() -> None:
     shell = Shell()
     shell.feed(put(worker(1)))
     before = shell.engines("m")
     done = shell.feed(put(worker(2)))
-    assert notes(done) == [("debug", "model_known_already")]
+    assert notes(done) == [("debug", "model_already_known")]
     assert {t: id(e) for t, e in shell.engines("m").items()} == {
         t: id(e) for t, e in before.items()
     }
@@ -291,14 +285,14 @@ def test_a_known_name_leaves_the_pipelines_alone() -> None:
 
 
 @pytest.mark.row("S0-28", "S0-46")
-def test_a_failed_put_is_told_keeps_its_entry_and_is_tried_again() -> None:
+def test_a_failed_build_is_logged_once_keeps_its_entry_and_is_retried() -> None:
     shell = Shell()
     shell.faults["m"] = Unavailable("the store is away")
     done = shell.feed(put(worker(1)), put(worker(2, "n")))
     assert notes(done) == [("error", "model_not_ready")]
     assert shell.manager.names() == ("n",)
     assert shell.state.not_ready == {"m": "the store is away"}
-    # As before: asked again, but not said again.
+    # The same reason again: retried, but not logged again.
     assert notes(shell.retry()) == []
     assert shell.builds == 3
     shell.faults["m"] = Unavailable("something else")
@@ -319,11 +313,11 @@ def test_a_new_name_is_built_and_added() -> None:
 
 
 @pytest.mark.row("S0-29", "S0-33")
-def test_a_delete_tells_the_name_it_removed_and_an_unknown_key_is_an_error() -> None:
+def test_a_delete_returns_the_removed_name_and_an_unknown_key_is_an_error() -> None:
     shell = Shell()
     shell.feed(put(worker(1, "Qwen/A")))
-    done = shell.feed(Delete(MODEL_KEY_PREFIX + "nobody"), delete(worker(1, "Qwen/A")))
-    assert notes(done) == [("error", "model_event_refused")]
+    done = shell.feed(Delete(MODEL_KEY_PREFIX + "unknown"), delete(worker(1, "Qwen/A")))
+    assert notes(done) == [("error", "model_event_rejected")]
     assert done[-1] == ModelRemoved("Qwen/A")
     assert shell.state.handle_put(put(worker(2, "B")).kv) == [
         Build(key_of(worker(2)), Entry.of(worker(2, "B")))
@@ -331,29 +325,28 @@ def test_a_delete_tells_the_name_it_removed_and_an_unknown_key_is_an_error() -> 
 
 
 @pytest.mark.row("S0-30")
-def test_a_model_goes_with_its_last_instance_and_not_before() -> None:
+def test_a_model_is_removed_with_its_last_instance_only() -> None:
     shell = Shell()
-    crowd = [worker(n, "Name/That.No-Key:Has") for n in (1, 2, 3)]
-    shell.feed(*map(put, crowd))
+    workers = [worker(n, "Name/That.No-Key:Has") for n in (1, 2, 3)]
+    shell.feed(*map(put, workers))
     before = shell.engines("Name/That.No-Key:Has")
-    assert shell.feed(delete(crowd[0]), delete(crowd[2])) == []
+    assert shell.feed(delete(workers[0]), delete(workers[2])) == []
     assert shell.engines("Name/That.No-Key:Has") == before != {}
-    assert shell.feed(delete(crowd[1])) == [ModelRemoved("Name/That.No-Key:Has")]
+    assert shell.feed(delete(workers[1])) == [ModelRemoved("Name/That.No-Key:Has")]
     assert shell.manager.names() == ()
 
 
 @pytest.mark.row("S0-31")
-def test_the_prefix_is_taken_off_once() -> None:
+def test_the_key_prefix_is_removed_once() -> None:
     shell = Shell()
     assert (
         shell.state.instance_name(MODEL_KEY_PREFIX + MODEL_KEY_PREFIX + "x")
         == MODEL_KEY_PREFIX + "x"
     )
     assert shell.state.instance_name("x") == "x"
-    raw = worker(1, "m").to_json(), worker(2, "n").to_json()
     shell.feed(
-        Put(KeyValue(MODEL_KEY_PREFIX + "x", raw[0])),
-        Put(KeyValue(MODEL_KEY_PREFIX + MODEL_KEY_PREFIX + "x", raw[1])),
+        Put(KeyValue(MODEL_KEY_PREFIX + "x", worker(1, "m"))),
+        Put(KeyValue(MODEL_KEY_PREFIX + MODEL_KEY_PREFIX + "x", worker(2, "n"))),
     )
     assert shell.feed(Delete(MODEL_KEY_PREFIX + MODEL_KEY_PREFIX + "x")) == [ModelRemoved("n")]
     assert shell.manager.names() == ("m",)
@@ -361,7 +354,7 @@ def test_the_prefix_is_taken_off_once() -> None:
 
 @pytest.mark.row("S0-32")
 @pytest.mark.parametrize("tables", [("chat",), ("completions",), ("chat", "completions")])
-def test_a_delete_empties_both_tables_wherever_the_model_was(tables: tuple[Table, ...]) -> None:
+def test_a_delete_removes_the_model_from_every_table(tables: tuple[Table, ...]) -> None:
     shell = Shell(tables)
     shell.feed(put(worker(1)))
     assert tuple(shell.engines("m")) == tables
@@ -369,11 +362,11 @@ def test_a_delete_empties_both_tables_wherever_the_model_was(tables: tuple[Table
     assert not shell.manager.has_model_any("m")
 
 
-def test_a_worker_with_another_card_is_refused_visibly_and_takes_over_when_it_is_alone() -> None:
+def test_a_worker_with_another_card_is_logged_and_served_once_it_is_the_only_one() -> None:
     shell = Shell()
     first, other = worker(1, checksum="c1"), worker(2, checksum="c2")
     shell.feed(put(first))
-    assert notes(shell.feed(put(other))) == [("error", "model_card_refused")]
+    assert notes(shell.feed(put(other))) == [("error", "model_card_rejected")]
     assert shell.feed(delete(first)) == [
         ModelRemoved("m"),
         Build(key_of(other), entry(checksum="c2")),
@@ -381,7 +374,7 @@ def test_a_worker_with_another_card_is_refused_visibly_and_takes_over_when_it_is
     ]
 
 
-def test_a_worker_that_changes_its_model_leaves_the_old_one() -> None:
+def test_a_worker_that_changes_its_model_is_removed_from_the_old_one() -> None:
     shell = Shell()
     shell.feed(put(worker(1, "old")))
     done = shell.feed(put(worker(1, "new")))
@@ -392,29 +385,29 @@ def test_a_worker_that_changes_its_model_leaves_the_old_one() -> None:
     assert shell.manager.names() == ("new",)
 
 
-def test_a_model_whose_workers_left_while_it_was_built_is_not_added() -> None:
+def test_a_model_whose_workers_left_during_its_build_is_not_added() -> None:
     shell = Shell()
-    (work,) = shell.state.handle_put(put(worker(1)).kv)
-    assert isinstance(work, Build)
+    (build,) = shell.state.handle_put(put(worker(1)).kv)
+    assert isinstance(build, Build)
     assert shell.state.handle_delete(key_of(worker(1))) == []
-    assert shell.state.build_succeeded(work, {"chat": "late"}) == []
+    assert shell.state.build_succeeded(build, {"chat": "late"}) == []
     assert shell.manager.names() == ()
     assert shell.retry() == []
 
 
-def test_what_comes_while_a_model_is_built_is_built_after_it_was_given_up() -> None:
+def test_an_entry_added_during_a_build_is_built_after_that_build_fails() -> None:
     shell = Shell()
-    (work,) = shell.state.handle_put(put(worker(1)).kv)
-    assert isinstance(work, Build)
+    (build,) = shell.state.handle_put(put(worker(1)).kv)
+    assert isinstance(build, Build)
     other = worker(2, checksum="c2")
     shell.state.handle_put(put(other).kv)
     shell.state.handle_delete(key_of(worker(1)))
-    assert shell.state.build_failed(work, Unavailable("away")) == [
+    assert shell.state.build_failed(build, Unavailable("away")) == [
         Build(key_of(other), entry(checksum="c2"))
     ]
-    # The outcome of the first is of no interest any more.
-    assert shell.state.build_failed(work, Unavailable("away")) == []
-    assert notes(shell.state.build_succeeded(work, {"chat": "late"})) == [
+    # The result of the first build is ignored.
+    assert shell.state.build_failed(build, Unavailable("away")) == []
+    assert notes(shell.state.build_succeeded(build, {"chat": "late"})) == [
         ("info", "model_build_outdated")
     ]
     assert shell.manager.names() == ()
@@ -424,14 +417,14 @@ def test_what_comes_while_a_model_is_built_is_built_after_it_was_given_up() -> N
 
 
 @pytest.mark.row("S0-34")
-def test_a_build_names_the_endpoint_whose_instances_serve_the_model() -> None:
-    (work,) = Shell().state.handle_put(put(worker(1)).kv)
-    assert isinstance(work, Build)
-    assert work.endpoint == ENDPOINT
+def test_a_build_names_the_endpoint_of_the_model() -> None:
+    (build,) = Shell().state.handle_put(put(worker(1)).kv)
+    assert isinstance(build, Build)
+    assert build.endpoint == ENDPOINT
 
 
 @pytest.mark.row("S0-35")
-def test_without_a_discovery_client_nothing_is_built_and_the_reason_is_told() -> None:
+def test_without_a_discovery_client_nothing_is_built_and_the_reason_is_recorded() -> None:
     manager: ModelManager[str] = ModelManager()
     state = ModelWatchState(MODEL_KEY_PREFIX, manager, None)
     done = list(model_watcher(state, [put(worker(1))]))
@@ -442,16 +435,16 @@ def test_without_a_discovery_client_nothing_is_built_and_the_reason_is_told() ->
 
 
 @pytest.mark.row("S0-37")
-def test_token_ids_without_a_card_are_an_error() -> None:
-    with pytest.raises(InvalidRequest, match="missing model deployment card") as refused:
+def test_a_backend_entry_without_a_card_is_an_error() -> None:
+    with pytest.raises(InvalidRequest, match="missing model deployment card") as rejected:
         plan_pipelines(entry(checksum=""), None)
-    assert refused.value.field == "card_checksum"
+    assert rejected.value.field == "card_checksum"
     with pytest.raises(InvalidRequest, match="it is gone"):
         plan_pipelines(entry(), None, "it is gone")
 
 
 @pytest.mark.row("S0-39", "S0-40")
-def test_token_ids_make_two_pipelines_in_this_order_there_and_back() -> None:
+def test_a_backend_entry_gets_two_pipelines_with_stages_in_order_and_reversed() -> None:
     chat, completions = plan_pipelines(entry(), ModelCard(name="m"))
     assert (chat.table, completions.table) == ("chat", "completions")
     for each in (chat, completions):
@@ -479,7 +472,7 @@ def test_pass_through_workers_need_no_card_and_serve_one_table(
 
 
 @pytest.mark.row("S0-44")
-def test_each_pipeline_states_what_goes_in_and_what_comes_out() -> None:
+def test_each_pipeline_states_its_request_and_response_types() -> None:
     text = ModelCard(name="m", model_input="text")
     by_tokens, by_text = plan_pipelines(entry(), ModelCard(name="m")), plan_pipelines(entry(), text)
     for chat, completions in (by_tokens, by_text):
@@ -492,12 +485,12 @@ def test_each_pipeline_states_what_goes_in_and_what_comes_out() -> None:
     ]
 
 
-def test_a_card_decides_which_kinds_its_model_does() -> None:
+def test_the_model_type_of_a_card_selects_the_tables() -> None:
     (only,) = plan_pipelines(entry(), ModelCard(name="m", model_type=ModelType.COMPLETIONS))
     assert only.table == "completions"
-    with pytest.raises(InvalidRequest, match="neither") as refused:
+    with pytest.raises(InvalidRequest, match="neither") as rejected:
         plan_pipelines(entry(), ModelCard(name="m", model_type=ModelType.EMBEDDING))
-    assert refused.value.field == "model_type"
+    assert rejected.value.field == "model_type"
 
 
 @pytest.mark.row("S0-41")
@@ -511,17 +504,14 @@ def test_the_placement_policy_is_configured(name: str) -> None:
 
 @pytest.mark.row("S0-45")
 @pytest.mark.parametrize("taken", ["chat", "completions"])
-def test_a_model_that_does_not_fit_both_tables_is_added_to_none(taken: Table) -> None:
+def test_a_model_whose_name_is_taken_in_one_table_is_added_to_none(taken: Table) -> None:
     shell = Shell()
-    (work,) = shell.state.handle_put(put(worker(1)).kv)
-    assert isinstance(work, Build)
-    if taken == "chat":
-        shell.manager.add_chat_completions_model("m", "somebody else's")
-    else:
-        shell.manager.add_completions_model("m", "somebody else's")
-    done = shell.state.build_succeeded(work, {"chat": "new", "completions": "new"})
+    (build,) = shell.state.handle_put(put(worker(1)).kv)
+    assert isinstance(build, Build)
+    shell.manager.add(taken, "m", "another engine")
+    done = shell.state.build_succeeded(build, {"chat": "new", "completions": "new"})
     assert notes(done) == [("error", "model_not_ready")]
-    assert shell.engines("m") == {taken: "somebody else's"}
+    assert shell.engines("m") == {taken: "another engine"}
     assert taken in shell.state.not_ready["m"]
 
 
@@ -532,7 +522,7 @@ def snapshot(*instances: Instance, revision: int = 1) -> Snapshot:
     return Snapshot(revision, {i.id: i for i in instances})
 
 
-def test_departures_come_before_arrivals_and_only_workers_with_a_model_count() -> None:
+def test_deletes_precede_puts_and_only_workers_with_a_model_have_events() -> None:
     router = Instance(9, "ns", "router", "", "127.0.0.1:1")
     gone, kept, idle = worker(1), worker(2), worker(3, "", "")
     changed = replace(kept, taints=frozenset({"slow"}))
@@ -555,7 +545,7 @@ def histories(draw: st.DrawFn) -> list[dict[int, tuple[str, str]]]:
 
 @given(histories(), st.sets(st.integers(0, 5)))
 @settings(max_examples=60, deadline=None)
-def test_whatever_happens_the_table_is_what_the_last_snapshot_offers(
+def test_after_any_history_the_table_matches_the_last_snapshot(
     history: list[dict[int, tuple[str, str]]], faulty_steps: set[int]
 ) -> None:
     shell, seen = Shell(), Snapshot()
@@ -588,7 +578,7 @@ def sim_card(**facts: object) -> ModelCard:
 
 @dataclass
 class Cards:
-    """A card store that counts, and fails if it is told to."""
+    """A card store that counts reads and raises `error` if set."""
 
     cards: dict[str, ModelCard]
     error: MeshError | None = None
@@ -617,7 +607,7 @@ def models(*cards: ModelCard) -> tuple[ModelCatalog, Cards, Clock]:
 
 
 @pytest.mark.row("S0-38", "S0-39", "S0-40")
-async def test_the_tokenizer_serves_long_after_the_card_is_gone_and_answers_share_nothing() -> None:
+async def test_the_tokenizer_works_after_the_card_is_deleted_and_responses_share_no_state() -> None:
     card = sim_card()
     table, store, _ = models(card)
     assert await table.follow(snapshot(worker(1, "m", card.checksum)))
@@ -637,7 +627,7 @@ async def test_the_tokenizer_serves_long_after_the_card_is_gone_and_answers_shar
 
 
 @pytest.mark.row("S0-06", "S0-09", "S0-20", "S0-36")
-async def test_a_card_is_read_once_by_its_checksum_and_left_as_it_is() -> None:
+async def test_a_card_is_read_once_by_its_checksum_and_not_modified() -> None:
     card = sim_card()
     table, store, _ = models(card)
     before = card.canonical_json()
@@ -652,7 +642,7 @@ async def test_a_card_is_read_once_by_its_checksum_and_left_as_it_is() -> None:
 
 
 @pytest.mark.row("S0-07", "S0-08", "S0-37", "S0-46")
-async def test_a_model_without_its_card_is_not_served_says_why_and_comes_with_the_card() -> None:
+async def test_a_model_is_not_ready_with_a_reason_until_its_card_is_stored() -> None:
     card = sim_card()
     table, store, _ = models()
     here = snapshot(worker(1, "m", card.checksum))
@@ -672,7 +662,7 @@ async def test_a_model_without_its_card_is_not_served_says_why_and_comes_with_th
     assert not table.not_ready
 
 
-async def test_a_card_that_cannot_be_used_is_named_and_hides_no_other_model() -> None:
+async def test_an_unusable_card_is_reported_and_other_models_are_served() -> None:
     good, bad = sim_card(), ModelCard(name="bad")
     table, _, _ = models(good, bad)
     here = snapshot(worker(1, "bad", bad.checksum), worker(2, "m", good.checksum))
@@ -682,7 +672,7 @@ async def test_a_card_that_cannot_be_used_is_named_and_hides_no_other_model() ->
 
 
 @pytest.mark.row("S0-36", "S0-42", "S0-43")
-async def test_pass_through_workers_are_known_with_or_without_a_card() -> None:
+async def test_pass_through_workers_are_served_with_or_without_a_card() -> None:
     table, _, _ = models()
     here = snapshot(
         worker(1, "talk", "", model_type="Chat"),
@@ -690,9 +680,9 @@ async def test_pass_through_workers_are_known_with_or_without_a_card() -> None:
     )
     with capture_logs() as logs:
         assert await table.follow(here)
-    told = {line["event"]: line["log_level"] for line in logs}
-    assert told["model_without_card"] == "info"
-    assert told["model_added"] == "info"
+    level_by_event = {line["event"]: line["log_level"] for line in logs}
+    assert level_by_event["model_without_card"] == "info"
+    assert level_by_event["model_added"] == "info"
     assert [e.name for e in table.pass_through()] == ["talk", "text"]
     assert table.engine("talk", "chat").pipeline.order == "chat_json"
     assert table.engine("text", "completions").pipeline.order == "completion_json"
@@ -715,22 +705,22 @@ async def test_a_text_card_passes_both_kinds_through() -> None:
     assert [e.card for e in table.pass_through()] == [card]
 
 
-async def test_a_model_that_just_left_is_unavailable_and_later_unknown() -> None:
+async def test_a_model_without_workers_is_unavailable_at_first_and_later_unknown() -> None:
     card = sim_card()
     table, _, clock = models(card)
     with pytest.raises(UnknownModel):
         table.get("m")
     await table.follow(snapshot(worker(1, "m", card.checksum)))
     await table.follow(snapshot())
-    for ask in (table.get, lambda name: table.engine(name, "chat")):
+    for get in (table.get, lambda name: table.engine(name, "chat")):
         with pytest.raises(Unavailable):
-            ask("m")
+            get("m")
     clock.now += RECENTLY_SERVED_S
     with pytest.raises(UnknownModel):
         table.get("m")
 
 
-async def test_a_build_that_is_cancelled_can_be_asked_for_again() -> None:
+async def test_a_cancelled_build_can_be_retried() -> None:
     card = sim_card()
     reading = asyncio.Event()
 
@@ -749,6 +739,6 @@ async def test_a_build_that_is_cancelled_can_be_asked_for_again() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert "cut short" in table.not_ready["m"]
+    assert "interrupted" in table.not_ready["m"]
     assert await table.follow(here)
     assert table.names() == {"m"}

@@ -38,7 +38,7 @@ def worker(number: int, role: str, **facts: Any) -> Instance:
         ),
     ],
 )
-def test_a_model_is_routable_when_its_roles_are_there(
+def test_a_model_is_routable_if_its_workers_have_the_required_roles(
     workers: list[Instance], missing: str
 ) -> None:
     assert missing_role(workers) == missing
@@ -48,13 +48,13 @@ LOCAL = worker(9, "decode", local_prefill=True)
 
 
 @pytest.mark.parametrize(
-    ("workers", "why"),
+    ("workers", "reason"),
     [
         ([], ""),
         ([worker(1, "aggregated")], ""),
         ([worker(1, "prefill"), worker(2, "decode")], ""),
         ([worker(1, "prefill"), LOCAL, worker(3, "aggregated")], ""),
-        ([worker(2, "decode")], ""),  # not served at all: `missing_role` says so
+        ([worker(2, "decode")], ""),  # Not served at all: see `missing_role`.
         ([LOCAL], "no prefill worker"),
         ([worker(1, "aggregated"), worker(2, "decode")], "no prefill worker"),
         ([worker(1, "aggregated"), worker(2, "prefill")], "no decode worker"),
@@ -64,7 +64,7 @@ LOCAL = worker(9, "decode", local_prefill=True)
         ),
     ],
 )
-def test_a_model_that_is_served_whole_although_it_has_halves_of_pairs_says_why(
-    workers: list[Instance], why: str
+def test_a_model_with_unpaired_roles_has_a_reason_for_aggregated_serving(
+    workers: list[Instance], reason: str
 ) -> None:
-    assert missing_pair_role(workers) == why
+    assert missing_pair_role(workers) == reason

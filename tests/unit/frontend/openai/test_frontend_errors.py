@@ -74,7 +74,7 @@ TABLE: list[tuple[BaseException, int, str, str, ErrorType]] = [
     (UnknownModel("m"), 404, "invalid_request_error", "model_not_found", ErrorType.NOT_FOUND),
     (Conflict("state"), 409, "invalid_request_error", "conflict", ErrorType.VALIDATION),
     (
-        Unauthenticated("who"),
+        Unauthenticated("no key"),
         401,
         "invalid_request_error",
         "invalid_api_key",
@@ -95,7 +95,7 @@ TABLE: list[tuple[BaseException, int, str, str, ErrorType]] = [
         ErrorType.RATE_LIMITED,
     ),
     (Overloaded(2.5), 503, "server_error", "overloaded", ErrorType.OVERLOAD),
-    (Unavailable("nobody"), 503, "server_error", "unavailable", ErrorType.UNAVAILABLE),
+    (Unavailable("no worker"), 503, "server_error", "unavailable", ErrorType.UNAVAILABLE),
     (WorkerLost(retryable=True), 503, "server_error", "worker_lost", ErrorType.WORKER_LOST),
     (WorkerLost(retryable=False), 502, "server_error", "worker_lost", ErrorType.WORKER_LOST),
     (
@@ -123,20 +123,20 @@ TABLE: list[tuple[BaseException, int, str, str, ErrorType]] = [
 def test_each_error_has_its_status_body_and_label(
     error: BaseException, status: int, kind: str, code: str, label: ErrorType
 ) -> None:
-    answer = http_error(error)
-    body = orjson.loads(answer.body)
+    response = http_error(error)
+    body = orjson.loads(response.body)
     assert list(body) == ["error"]
     assert list(body["error"]) == ["message", "type", "param", "code"]
-    assert answer.status == status
+    assert response.status == status
     assert (body["error"]["type"], body["error"]["code"]) == (kind, code)
-    assert answer.error_type is error_type(error) is label
+    assert response.error_type is error_type(error) is label
 
 
 def test_every_class_of_error_is_in_the_table() -> None:
     assert {type(row[0]) for row in TABLE} >= set(MESH_ERROR_CLASSES)
 
 
-def test_the_field_at_fault_is_the_param() -> None:
+def test_the_invalid_field_is_the_param() -> None:
     error = InvalidRequest("not a string", "messages[1].content")
     details = orjson.loads(http_error(error).body)["error"]
     assert details["param"] == "messages[1].content"
@@ -144,7 +144,7 @@ def test_the_field_at_fault_is_the_param() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "said"),
+    ("kept", "error_text"),
     [
         ("query.routing.backend_instance_id", "nvext.backend_instance_id"),
         (
@@ -159,19 +159,21 @@ def test_the_field_at_fault_is_the_param() -> None:
         ("messages[0].content", "messages[0].content"),
     ],
 )
-def test_a_field_is_called_as_the_body_calls_it(kept: str, said: str) -> None:
-    assert client_param(kept) == said
+def test_a_field_has_its_name_in_the_body(kept: str, error_text: str) -> None:
+    assert client_param(kept) == error_text
     for body in (
-        http_error(Unavailable("nobody", field=kept)).body,
-        error_event(Unavailable("nobody", field=kept))[len(b"data: ") :],
+        http_error(Unavailable("no worker", field=kept)).body,
+        error_event(Unavailable("no worker", field=kept))[len(b"data: ") :],
     ):
-        assert orjson.loads(body)["error"]["param"] == said
-    client_message = orjson.loads(http_error(Unsupported(kept, "it is no good")).body)["error"]
-    assert client_message["message"] == f"'{said}' is not supported: it is no good."
+        assert orjson.loads(body)["error"]["param"] == error_text
+    client_message = orjson.loads(http_error(Unsupported(kept, "the value is invalid")).body)[
+        "error"
+    ]
+    assert client_message["message"] == f"'{error_text}' is not supported: the value is invalid."
 
 
-def test_a_field_that_a_header_stood_for_is_called_by_the_header() -> None:
-    error = Unavailable("nobody", field="query.routing.session_control.session_id")
+def test_a_field_set_by_a_header_has_the_name_of_the_header() -> None:
+    error = Unavailable("no worker", field="query.routing.session_control.session_id")
     headers = {b"x-kvmesh-session-id": b"bob", b"host": b"here"}
     name = "x-kvmesh-session-id"
     assert orjson.loads(http_error(error, headers).body)["error"]["param"] == name
@@ -180,7 +182,7 @@ def test_a_field_that_a_header_stood_for_is_called_by_the_header() -> None:
 
 
 @pytest.mark.parametrize("error", [InternalError("secret", field="secret"), ValueError("secret")])
-def test_our_own_faults_show_nothing_of_themselves(error: BaseException) -> None:
+def test_internal_errors_show_no_details(error: BaseException) -> None:
     body = http_error(error).body
     assert b"secret" not in body
     assert orjson.loads(body)["error"]["message"] == INTERNAL_MESSAGE
@@ -188,7 +190,7 @@ def test_our_own_faults_show_nothing_of_themselves(error: BaseException) -> None
 
 
 @pytest.mark.parametrize("error", [row[0] for row in TABLE])
-def test_the_sdk_is_told_to_retry_exactly_what_is_retryable(error: BaseException) -> None:
+def test_the_sdk_retries_exactly_the_retryable_errors(error: BaseException) -> None:
     headers = dict(http_error(error).headers)
     retryable = isinstance(error, MeshError) and error.retryable
     assert headers["x-should-retry"] == ("true" if retryable else "false")
@@ -206,7 +208,7 @@ def test_the_sdk_is_told_to_retry_exactly_what_is_retryable(error: BaseException
         (600, "60", "60000"),
     ],
 )
-def test_a_retry_hint_is_bounded_and_rounded_up(
+def test_a_retry_delay_is_bounded_and_rounded_up(
     given_s: float | None, seconds: str, milliseconds: str
 ) -> None:
     headers = dict(http_error(Overloaded(given_s)).headers)
@@ -214,7 +216,7 @@ def test_a_retry_hint_is_bounded_and_rounded_up(
     assert headers["retry-after-ms"] == milliseconds
 
 
-def test_a_401_says_how_to_authenticate() -> None:
+def test_a_401_names_the_authentication_scheme() -> None:
     assert ("www-authenticate", "Bearer") in http_error(Unauthenticated("no key")).headers
 
 
@@ -229,10 +231,10 @@ def sdk(status: int, body: bytes, headers: dict[str, str]) -> openai.OpenAI:
     )
 
 
-def test_the_sdk_raises_its_own_error_with_our_words() -> None:
-    answer = http_error(InvalidRequest("not a number", "temperature", reason="INVALID_TYPE"))
+def test_the_sdk_raises_its_own_error_with_our_message() -> None:
+    response = http_error(InvalidRequest("not a number", "temperature", reason="INVALID_TYPE"))
     with (
-        sdk(answer.status, answer.body, dict(answer.headers)) as client,
+        sdk(response.status, response.body, dict(response.headers)) as client,
         pytest.raises(openai.BadRequestError) as raised,
     ):
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])

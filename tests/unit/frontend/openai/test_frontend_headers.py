@@ -1,4 +1,4 @@
-"""Headers that stand for hints of the body, win over them, and are refused by their own names."""
+"""Headers with routing hints: they win over the body, and invalid ones are refused by name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
 from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
-from frontend_svc.core.openai.bodies import (
-    CompletionRequest,
-    parse_completion,
-    routing_hints,
-    strict_priority,
-)
 from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
+from frontend_svc.core.openai.parsing import parse_completion
+from frontend_svc.core.openai.preprocessing import routing_hints, strict_priority
+from frontend_svc.core.openai.schema import CompletionRequest
 
 ALL = {
     "x-kvmesh-backend-instance-id": str(2**64 - 1),
@@ -38,13 +35,13 @@ def raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
 
 
-def asked(headers: dict[str, str], **nvext: Any) -> CompletionRequest:
+def nvext_of(headers: dict[str, str], **nvext: Any) -> CompletionRequest:
     body = {"model": "m", "prompt": "hi", "nvext": nvext or None}
     return with_headers(parse_completion(orjson.dumps(body)), read_headers(raw(headers)))
 
 
 def hints(headers: dict[str, str], **nvext: Any) -> RoutingHints | None:
-    return routing_hints(asked(headers, **nvext).nvext)
+    return routing_hints(nvext_of(headers, **nvext).nvext)
 
 
 def test_each_header_reaches_the_router() -> None:
@@ -60,7 +57,7 @@ def test_each_header_reaches_the_router() -> None:
         expected_output_tokens=6,
         session_control=SessionControl("alice and bob"),
     )
-    assert strict_priority(asked(ALL).nvext) == 2**32 - 1
+    assert strict_priority(nvext_of(ALL).nvext) == 2**32 - 1
 
 
 def test_the_documentation_has_each_header_with_the_field_it_stands_for() -> None:
@@ -69,13 +66,13 @@ def test_the_documentation_has_each_header_with_the_field_it_stands_for() -> Non
     assert rows == {name: ".".join(path) for name, path in HEADER_FIELDS.items()}
 
 
-def test_without_headers_of_ours_nothing_changes() -> None:
+def test_without_kvmesh_headers_nothing_changes() -> None:
     others = {"x-request-id": "5", "x-kvmeshed": "1", "authorization": "x", "x-dynamo-osl": "no"}
     assert read_headers(raw(others)) is None
     body = {"agent_hints": {"strict_priority": 7}}
-    assert asked(others, **body) == asked({}, **body)
-    assert strict_priority(asked({}, **body).nvext) == 7
-    assert strict_priority(asked({}).nvext) == 0
+    assert nvext_of(others, **body) == nvext_of({}, **body)
+    assert strict_priority(nvext_of({}, **body).nvext) == 7
+    assert strict_priority(nvext_of({}).nvext) == 0
 
 
 def test_a_header_wins_over_the_body_and_leaves_the_rest_of_it() -> None:
@@ -91,7 +88,7 @@ def test_a_header_wins_over_the_body_and_leaves_the_rest_of_it() -> None:
         "x-kvmesh-session-id": "b",
         "x-kvmesh-dp-rank": "0",
     }
-    request = asked(headers, **body)
+    request = nvext_of(headers, **body)
     assert strict_priority(request.nvext) == 20
     assert routing_hints(request.nvext) == RoutingHints(
         priority=1,
@@ -106,7 +103,7 @@ def test_a_header_wins_over_the_body_and_leaves_the_rest_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message_part"),
     [
         ("x-kvmesh-strict-priority", "-1", ">= 0"),
         ("x-kvmesh-strict-priority", str(2**32), "<= 4294967295"),
@@ -129,16 +126,16 @@ def test_a_header_wins_over_the_body_and_leaves_the_rest_of_it() -> None:
         ("x-kvmesh-" + "y" * 5000, "me", "Unknown header"),
     ],
 )
-def test_what_a_header_cannot_say_is_refused_by_its_name(name: str, value: str, told: str) -> None:
+def test_an_invalid_header_is_refused_by_name(name: str, value: str, message_part: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         read_headers(raw({"x-kvmesh-osl": "1"} | {name: value}))
     assert refused.value.field == name[:80]
-    assert told in refused.value.message
+    assert message_part in refused.value.message
     assert len(refused.value.message) < 1000
     assert (name in refused.value.message) == (len(name) <= 80)
 
 
-def test_a_header_that_is_there_twice_is_refused() -> None:
+def test_a_repeated_header_is_refused() -> None:
     twice = [(b"x-kvmesh-osl", b"1"), (b"x-kvmesh-osl", b"1")]
     with pytest.raises(InvalidRequest, match="more than once") as refused:
         read_headers(twice)
@@ -149,11 +146,11 @@ def test_a_header_that_is_there_twice_is_refused() -> None:
     st.sampled_from([n for n in HEADER_FIELDS if n != "x-kvmesh-session-id"]),
     st.binary(max_size=30),
 )
-def test_any_bytes_are_the_number_they_spell_or_refused(name: str, value: bytes) -> None:
+def test_any_bytes_are_a_decimal_number_or_refused(name: str, value: bytes) -> None:
     try:
         nvext = read_headers([(name.encode(), value)])
     except InvalidRequest as error:
-        assert error.field == name  # noqa: PT017 - both ways out are right
+        assert error.field == name  # noqa: PT017 - both results are valid
         return
     part: Any = nvext
     for step in HEADER_FIELDS[name]:

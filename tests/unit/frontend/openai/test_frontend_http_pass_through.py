@@ -1,4 +1,4 @@
-"""The HTTP surface over a real echo worker: bodies passed through or refused, comments, panics."""
+"""The HTTP API over a real echo worker: pass-through bodies, refusals, comments, panics."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from common.request.preprocessed import RoutingHints, SessionControl
 from common.request.token_stream import RequestFrame, ResponseFrame
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.openai.sse import KEEP_ALIVE
-from frontend_svc.core.request.machine import RequestOutcome, RoutingDecision
+from frontend_svc.core.peers.placement_query import PlacementKey, Query
+from frontend_svc.core.request.types import RequestOutcome, RoutingDecision
 from frontend_svc.http.routes import Readiness, build_api
-from frontend_svc.metrics import DeploymentState
-from frontend_svc.models.catalog import ENCODE_INLINE_CHARS, ModelCatalog
+from frontend_svc.metrics.families import DeploymentState
+from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.served_model import ENCODE_INLINE_CHARS
 from frontend_svc.peers.engine_client import EngineClient
-from frontend_svc.peers.router_client import PlacementKey, Query
 from frontend_svc.request.gateway import Gateway
 from worker_svc.engines.echo import EchoConfig, EchoEngine
 from worker_svc.engines.sim.engine import SIM_MODEL_DIR
@@ -40,7 +41,7 @@ Json = Any
 
 
 class Wire:
-    """An Attach stream to a worker in the same process: a queue each way."""
+    """An Attach stream to a worker in the same process: one queue per direction."""
 
     def __init__(self, server: AttachServer) -> None:
         self._server = server
@@ -65,16 +66,16 @@ class Wire:
 
 
 class OneWorker:
-    """Places everything on it; keeps what it was asked."""
+    """Places every request on one worker; records the queries."""
 
     def __init__(self) -> None:
-        self.asked: list[Query] = []
+        self.queries: list[Query] = []
         self.freed: list[PlacementKey] = []
 
     def place(
         self, key: PlacementKey, query: Query, answer: Callable[[RoutingDecision | MeshError], None]
     ) -> None:
-        self.asked.append(query)
+        self.queries.append(query)
         asyncio.get_running_loop().call_soon(answer, RoutingDecision(WORKER))
 
     def prefill_done(self, key: PlacementKey) -> None: ...
@@ -99,7 +100,7 @@ def worker(model_type: str, card: ModelCard | None) -> Instance:
 
 
 class Mesh:
-    """The API, and what is behind it. ended: outcomes the API told of."""
+    """The API and its parts. ended: outcomes that the API reported."""
 
     def __init__(self, http: httpx.AsyncClient, router: OneWorker, runner: Runner) -> None:
         self.http = http
@@ -151,7 +152,7 @@ async def served(
     assert runner.open_requests == 0
 
 
-def asking(text: str, **more: Json) -> Json:
+def chat_body(text: str, **more: Json) -> Json:
     return {"model": "talk", "messages": [{"role": "user", "content": text}], **more}
 
 
@@ -160,30 +161,30 @@ def events(answer: httpx.Response) -> list[str]:
 
 
 @pytest.mark.row("S0-42")
-async def test_a_chat_body_is_passed_through_and_its_chunks_are_streamed() -> None:
+async def test_a_pass_through_chat_streams_its_chunks() -> None:
     async with served("Chat") as mesh:
-        answer = await mesh.http.post(CHAT, json=asking("one two three", stream=True))
+        answer = await mesh.http.post(CHAT, json=chat_body("one two three", stream=True))
         assert answer.status_code == 200
         *chunks, done = events(answer)
         assert done == "[DONE]"
         deltas = [json.loads(chunk)["choices"][0] for chunk in chunks]
         assert "".join(c["delta"].get("content", "") for c in deltas) == "one two three"
         assert [c["finish_reason"] for c in deltas][-1] == "stop"
-        (query,) = mesh.router.asked
+        (query,) = mesh.router.queries
         assert (query.model, query.total_tokens, query.prefix_hashes) == ("talk", 0, b"")
         assert len(mesh.router.freed) == 1
         assert len(mesh.ended) == 1
 
 
 @pytest.mark.row("S0-42")
-async def test_without_a_stream_the_chunks_are_folded_into_one_answer() -> None:
+async def test_without_a_stream_the_chunks_are_merged_into_one_response() -> None:
     async with served("Chat") as mesh:
-        answer = await mesh.http.post(CHAT, json=asking("one two"))
+        answer = await mesh.http.post(CHAT, json=chat_body("one two"))
         whole = answer.json()
         assert whole["object"] == "chat.completion"
         assert whole["choices"][0]["message"] == {"role": "assistant", "content": "one two"}
         assert whole["choices"][0]["finish_reason"] == "stop"
-        assert whole["usage"]["total_tokens"] == 4, "as the engine counted, in words"
+        assert whole["usage"]["total_tokens"] == 4, "the counts of the engine, in words"
 
 
 @pytest.mark.row("S0-43")
@@ -194,41 +195,43 @@ async def test_a_completion_body_is_passed_through() -> None:
         assert (whole["object"], whole["choices"][0]["text"]) == ("text_completion", "alpha beta")
 
 
-async def test_what_the_worker_cannot_honour_is_refused_by_its_name() -> None:
+async def test_a_field_that_the_worker_does_not_support_is_refused_by_name() -> None:
     async with served("Chat") as mesh:
         for stream in (True, False):
-            answer = await mesh.http.post(CHAT, json=asking("a", tools=[{}], stream=stream))
+            answer = await mesh.http.post(CHAT, json=chat_body("a", tools=[{}], stream=stream))
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == "tools"
             assert "retry-after" not in answer.headers
 
 
-async def test_headers_hold_for_a_body_that_is_passed_through() -> None:
+async def test_headers_apply_to_a_pass_through_body() -> None:
     async with served("Chat") as mesh:
         headers = {
             "x-kvmesh-priority": "3",
             "x-kvmesh-strict-priority": "2",
             "x-kvmesh-session-id": "s",
         }
-        answer = await mesh.http.post(CHAT, json=asking("one"), headers=headers)
+        answer = await mesh.http.post(CHAT, json=chat_body("one"), headers=headers)
         assert answer.status_code == 200
-        (query,) = mesh.router.asked
+        (query,) = mesh.router.queries
         assert query.strict_priority == 2
         assert query.routing == RoutingHints(
             priority=3, priority_jump=3.0, session_control=SessionControl("s")
         )
-        refused = await mesh.http.post(CHAT, json=asking("one"), headers={"x-kvmesh-osl": "many"})
+        refused = await mesh.http.post(
+            CHAT, json=chat_body("one"), headers={"x-kvmesh-osl": "many"}
+        )
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-kvmesh-osl")
-        assert len(mesh.router.asked) == 1
+        assert len(mesh.router.queries) == 1
 
 
 @pytest.mark.parametrize("header", ["x-kvmesh-dp-rank", "x-kvmesh-prefill-dp-rank"])
-async def test_a_rank_is_refused_for_a_body_that_is_passed_through(header: str) -> None:
+async def test_a_rank_is_refused_for_a_pass_through_body(header: str) -> None:
     async with served("Chat") as mesh:
-        refused = await mesh.http.post(CHAT, json=asking("one"), headers={header: "0"})
+        refused = await mesh.http.post(CHAT, json=chat_body("one"), headers={header: "0"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, header)
         assert "passed through" in refused.json()["error"]["message"]
-        assert mesh.router.asked == []
+        assert mesh.router.queries == []
 
 
 @pytest.mark.parametrize(
@@ -238,7 +241,7 @@ async def test_a_rank_is_refused_for_a_body_that_is_passed_through(header: str) 
         (ModelType.CHAT, COMPLETIONS, {"prompt": "a"}),
     ],
 )
-async def test_an_endpoint_that_the_card_does_not_offer_is_closed_for_a_model_of_tokens(
+async def test_an_endpoint_that_the_card_does_not_offer_is_refused(
     offered: ModelType, closed: str, body: Json
 ) -> None:
     files = ("tokenizer.json", "tokenizer_config.json")
@@ -248,31 +251,31 @@ async def test_an_endpoint_that_the_card_does_not_offer_is_closed_for_a_model_of
         refused = await mesh.http.post(closed, json={"model": "talk", **body})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
         assert "is not served for" in refused.json()["error"]["message"]
-        assert mesh.router.asked == []
+        assert mesh.router.queries == []
 
 
-async def test_a_model_whose_card_is_not_there_yet_is_a_503_that_says_when_to_come_again() -> None:
+async def test_a_model_without_its_card_is_a_503_with_retry_after() -> None:
     async with served("Backend") as mesh:
         for answer in (
-            await mesh.http.post(CHAT, json=asking("one")),
+            await mesh.http.post(CHAT, json=chat_body("one")),
             await mesh.http.get("/v1/models/talk"),
         ):
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "1"
-        unknown = await mesh.http.post(CHAT, json=asking("one", model="other"))
+        unknown = await mesh.http.post(CHAT, json=chat_body("one", model="other"))
         assert unknown.status_code == 404
 
 
 def tokenizer_that_panics_at_text() -> bytes:
-    """Loads, and panics at all that is to be cut: at anything but special tokens."""
+    """Loads, and panics on any text except special tokens."""
     raw = json.loads((SIM_MODEL_DIR / "tokenizer.json").read_bytes())
     raw["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
     return json.dumps(raw).encode()
 
 
 @pytest.mark.parametrize("length", [1, ENCODE_INLINE_CHARS + 1], ids=["on the loop", "in a thread"])
-@pytest.mark.slow  # the library prints where it panicked
-async def test_a_tokenizer_that_panics_fails_its_request_only_and_in_openais_shape(
+@pytest.mark.slow  # the library prints the position of the panic
+async def test_a_tokenizer_panic_fails_only_its_request_with_an_openai_error(
     length: int,
 ) -> None:
     files = {
@@ -309,10 +312,10 @@ async def test_a_body_of_the_other_kind_is_refused() -> None:
     async with served("Chat") as mesh:
         answer = await mesh.http.post(COMPLETIONS, json={"model": "talk", "prompt": "a"})
         assert answer.status_code == 400
-        assert mesh.router.asked == []
+        assert mesh.router.queries == []
 
 
-async def test_a_model_that_is_passed_through_is_listed() -> None:
+async def test_a_pass_through_model_is_listed() -> None:
     async with served("Chat") as mesh:
         listed = (await mesh.http.get("/v1/models")).json()["data"]
         assert [model["id"] for model in listed] == ["talk"]
@@ -320,9 +323,9 @@ async def test_a_model_that_is_passed_through_is_listed() -> None:
 
 
 @pytest.mark.slow
-async def test_a_silent_stream_gets_comments_and_its_events_are_whole() -> None:
+async def test_an_idle_stream_has_comments_between_complete_events() -> None:
     async with served("Chat", delay_s=0.35, keep_alive_s=0.1) as mesh:
-        answer = await mesh.http.post(CHAT, json=asking("one two", stream=True))
+        answer = await mesh.http.post(CHAT, json=chat_body("one two", stream=True))
         comment = KEEP_ALIVE.decode().strip()
         lines = events(answer)
         assert lines.count(comment) >= 2
@@ -332,7 +335,7 @@ async def test_a_silent_stream_gets_comments_and_its_events_are_whole() -> None:
         assert lines[-1] == "[DONE]"
 
 
-async def test_a_lively_stream_gets_no_comments() -> None:
+async def test_a_busy_stream_has_no_comments() -> None:
     async with served("Chat", delay_s=0.01, keep_alive_s=30.0) as mesh:
-        answer = await mesh.http.post(CHAT, json=asking("one two three", stream=True))
+        answer = await mesh.http.post(CHAT, json=chat_body("one two three", stream=True))
         assert KEEP_ALIVE.decode().strip() not in answer.text

@@ -1,4 +1,4 @@
-"""Bodies that are passed through: what is read of them, and chunks folded into one answer."""
+"""Pass-through bodies: fields that are read, and chunks merged into one response."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Json = Any
 
 def chat(delta: Json, finish: str | None = None, index: int = 0, **more: Json) -> bytes:
     choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-    whole = {"id": "c-1", "object": "chat.completion.chunk", "created": 5, "model": "m"}
-    return json.dumps({**whole, "choices": [choice], **more}).encode()
+    merged = {"id": "c-1", "object": "chat.completion.chunk", "created": 5, "model": "m"}
+    return json.dumps({**merged, "choices": [choice], **more}).encode()
 
 
-def test_of_a_body_only_model_and_stream_are_read() -> None:
+def test_only_model_and_stream_of_a_body_are_read() -> None:
     raw = b'{"model": "talk", "stream": true, "made_up": [1]}'
     body = read_body(raw)
     assert (body.model, body.is_stream, body.json) == ("talk", True, raw)
@@ -43,13 +43,15 @@ def test_of_a_body_only_model_and_stream_are_read() -> None:
         (b'{"model": "m", "stream": 1}', "stream"),
     ],
 )
-def test_a_body_that_says_neither_is_refused_by_field(raw: bytes, field: str | None) -> None:
+def test_a_body_without_a_valid_model_or_stream_is_refused_by_field(
+    raw: bytes, field: str | None
+) -> None:
     with pytest.raises(InvalidRequest) as refused:
         read_body(raw)
     assert refused.value.field == field
 
 
-def test_chat_chunks_fold_into_a_chat_completion() -> None:
+def test_chat_chunks_merge_into_a_chat_completion() -> None:
     chunks = [
         chat({"role": "assistant", "content": ""}),
         chat({"content": "Hel"}),
@@ -73,24 +75,24 @@ def test_chat_chunks_fold_into_a_chat_completion() -> None:
     }
 
 
-def test_counts_in_the_chunks_go_before_those_of_the_engine() -> None:
+def test_counts_in_the_chunks_win_over_those_of_the_engine() -> None:
     counts = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    whole = json.loads(merge_chunks(ChunkKind.CHAT, [chat({}, "stop", usage=counts)], usage(9, 9)))
-    assert whole["usage"] == counts
+    merged = json.loads(merge_chunks(ChunkKind.CHAT, [chat({}, "stop", usage=counts)], usage(9, 9)))
+    assert merged["usage"] == counts
 
 
-def test_choices_are_folded_each_for_itself_and_put_in_order() -> None:
+def test_choices_are_merged_separately_and_sorted() -> None:
     chunks = [
         chat({"content": "b"}, index=1),
         chat({"content": "a"}),
         chat({"content": "B"}, index=1),
     ]
-    whole = json.loads(merge_chunks(ChunkKind.CHAT, chunks, None))
-    assert [c["message"]["content"] for c in whole["choices"]] == ["a", "bB"]
-    assert "usage" not in whole
+    merged = json.loads(merge_chunks(ChunkKind.CHAT, chunks, None))
+    assert [c["message"]["content"] for c in merged["choices"]] == ["a", "bB"]
+    assert "usage" not in merged
 
 
-def test_tool_calls_are_put_together_by_their_index() -> None:
+def test_tool_calls_are_merged_by_index() -> None:
     def call(index: int, **more: Json) -> Json:
         return {"tool_calls": [{"index": index, **more}]}
 
@@ -111,14 +113,14 @@ def test_tool_calls_are_put_together_by_their_index() -> None:
     assert [c["id"] for c in calls] == ["t1", "t2"]
 
 
-def test_logprobs_follow_each_other() -> None:
+def test_logprobs_are_appended() -> None:
     def logprobs(token: str) -> Json:
         choice = {"index": 0, "text": token, "logprobs": {"content": [{"token": token}]}}
         return json.dumps({"object": "text_completion", "choices": [choice]}).encode()
 
-    whole = json.loads(merge_chunks(ChunkKind.COMPLETION, [logprobs("a"), logprobs("b")], None))
-    (choice,) = whole["choices"]
-    assert whole["object"] == "text_completion"
+    merged = json.loads(merge_chunks(ChunkKind.COMPLETION, [logprobs("a"), logprobs("b")], None))
+    (choice,) = merged["choices"]
+    assert merged["object"] == "text_completion"
     assert choice["text"] == "ab"
     assert choice["logprobs"]["content"] == [{"token": "a"}, {"token": "b"}]
 
@@ -126,19 +128,19 @@ def test_logprobs_follow_each_other() -> None:
 @pytest.mark.parametrize(
     "raw", [b"{", b"[]", b'{"choices": [{}]}', b'{"choices": [3]}', b'{"choices": 3}', b"3"]
 )
-def test_a_chunk_that_is_none_is_the_workers_fault(raw: bytes) -> None:
+def test_an_invalid_chunk_is_an_error_of_the_worker(raw: bytes) -> None:
     with pytest.raises(WorkerLost) as failed:
         merge_chunks(ChunkKind.CHAT, [raw], None)
     assert failed.value.reason == "BAD_CHUNK"
 
 
 @given(st.text(), st.lists(st.integers(0, 20), max_size=8))
-def test_however_a_text_is_cut_it_is_folded_whole(text: str, cuts: list[int]) -> None:
+def test_a_text_split_anywhere_is_merged_completely(text: str, cuts: list[int]) -> None:
     at, pieces = 0, []
     for cut in cuts:
         pieces.append(text[at : at + cut])
         at += cut
     pieces.append(text[at:])
     chunks = [chat({"role": "assistant"}), *(chat({"content": piece}) for piece in pieces)]
-    whole = json.loads(merge_chunks(ChunkKind.CHAT, chunks, None))
-    assert whole["choices"][0]["message"]["content"] == text
+    merged = json.loads(merge_chunks(ChunkKind.CHAT, chunks, None))
+    assert merged["choices"][0]["message"]["content"] == text

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from common.errors import Overloaded
 from common.request.preprocessed import CompletionUsage, PromptTokensDetails
-from frontend_svc.core.openai.bodies import OpenAIFinishReason
+from frontend_svc.core.openai.responses import OpenAIFinishReason
 from frontend_svc.core.openai.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter
 
 CREATED = 1_700_000_000
@@ -47,7 +47,7 @@ def text_of(kind: ChunkKind, chunk: Any) -> str:
 
 @settings(max_examples=200, deadline=None)
 @given(KINDS, TEXTS, st.booleans())
-def test_every_text_comes_through_as_one_line_of_valid_json(
+def test_every_text_is_one_line_of_valid_json(
     kind: ChunkKind, text: str, include_usage: bool
 ) -> None:
     chunk = data(writer(kind, include_usage=include_usage).content(text))
@@ -60,7 +60,7 @@ def test_every_text_comes_through_as_one_line_of_valid_json(
 
 @settings(max_examples=100, deadline=None)
 @given(KINDS, TEXTS, TEXTS, TEXTS)
-def test_no_id_or_model_name_can_break_a_chunk(
+def test_no_id_or_model_name_corrupts_a_chunk(
     kind: ChunkKind, response_id: str, model: str, text: str
 ) -> None:
     chunk = data(ChunkWriter(kind, response_id, model, CREATED).content(text))
@@ -69,7 +69,7 @@ def test_no_id_or_model_name_can_break_a_chunk(
 
 @settings(max_examples=100, deadline=None)
 @given(KINDS, st.lists(TEXTS, max_size=8), st.sampled_from(["stop", "length"]), st.booleans())
-def test_a_whole_stream_has_one_finish_reason_and_adds_up_to_its_text(
+def test_a_stream_has_one_finish_reason_and_its_chunks_join_to_the_text(
     kind: ChunkKind, texts: list[str], reason: OpenAIFinishReason, include_usage: bool
 ) -> None:
     made = writer(kind, include_usage=include_usage)
@@ -78,9 +78,9 @@ def test_a_whole_stream_has_one_finish_reason_and_adds_up_to_its_text(
     events += [made.finish(reason), made.usage(USAGE)]
     chunks = [data(event) for event in events if event]
     with_choices = [chunk for chunk in chunks if chunk["choices"]]
-    said = [chunk["choices"][0]["finish_reason"] for chunk in with_choices]
-    assert [word for word in said if word is not None] == [reason]
-    assert said[-1] == reason
+    error_text = [chunk["choices"][0]["finish_reason"] for chunk in with_choices]
+    assert [word for word in error_text if word is not None] == [reason]
+    assert error_text[-1] == reason
     deltas = [chunk["choices"][0] for chunk in with_choices]
     parts = [one["delta"].get("content", "") if "delta" in one else one["text"] for one in deltas]
     assert "".join(parts) == "".join(texts)
@@ -88,7 +88,7 @@ def test_a_whole_stream_has_one_finish_reason_and_adds_up_to_its_text(
     assert len(chunks) == len(with_choices) + include_usage
 
 
-def test_the_bytes_of_a_chat_chunk_are_these() -> None:
+def test_the_bytes_of_a_chat_chunk() -> None:
     assert writer().content('a "b"\n') == (
         b'data: {"id":"id-1","object":"chat.completion.chunk","created":1700000000,"model":"m",'
         b'"system_fingerprint":null,"choices":[{"index":0,"delta":{"content":"a \\"b\\"\\n"},'
@@ -96,7 +96,7 @@ def test_the_bytes_of_a_chat_chunk_are_these() -> None:
     )
 
 
-def test_the_bytes_of_a_completion_chunk_are_these() -> None:
+def test_the_bytes_of_a_completion_chunk() -> None:
     assert (
         writer(ChunkKind.COMPLETION, include_usage=True).content("é")
         == (
@@ -127,7 +127,7 @@ def test_the_usage_chunk_has_the_counts_and_no_choices() -> None:
     }
 
 
-def test_usage_is_written_only_when_asked_for_and_only_after_the_finish() -> None:
+def test_usage_is_written_only_on_request_and_only_after_the_finish() -> None:
     made = writer()
     with pytest.raises(AssertionError, match="after the finish"):
         made.usage(USAGE)
@@ -217,6 +217,6 @@ def test_every_chunk_has_the_types_of_the_sdk(text: str, include_usage: bool) ->
             ChatCompletionChunk.model_validate(data(event), strict=True)
     made = writer(ChunkKind.COMPLETION, include_usage=include_usage)
     chunk = data(made.content(text))
-    # The SDK's type is that of a whole answer, which always has a reason.
+    # The SDK's type is that of a whole response, which always has a finish reason.
     chunk["choices"][0]["finish_reason"] = "stop"
     Completion.model_validate(chunk, strict=True)

@@ -10,7 +10,8 @@ import pytest
 from common.errors import MeshError, Unavailable
 from common.request.preprocessed import PreprocessedRequest, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, Terminal
-from frontend_svc.peers.engine_client import EngineClient, Transport
+from frontend_svc.peers.attach_transport import Transport
+from frontend_svc.peers.engine_client import EngineClient
 from tests.sim.loop import run_virtually
 
 WORKER = 5

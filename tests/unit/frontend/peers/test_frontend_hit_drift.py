@@ -1,4 +1,4 @@
-"""Predicted against actual cached tokens: when a source counts as degraded, and for how long."""
+"""Predicted and actual cached tokens: when a source counts as degraded, and for how long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONE, OTHER = (7, 0), (7, 1)
 def watched(
     *pairs: tuple[int, int], ratio_max: float = 0.1
 ) -> tuple[HitDriftMonitor, list[DriftStats]]:
-    """Predicted and actual tokens, REQUESTS_MIN times at one moment each; what was reported."""
+    """Observes each (predicted, actual, time) REQUESTS_MIN times; returns the reports."""
     drift = HitDriftMonitor(ratio_max)
     reports = []
     for predicted, actual in pairs:
@@ -26,7 +26,7 @@ def watched(
     return drift, reports
 
 
-def test_predictions_that_come_true_degrade_nobody() -> None:
+def test_correct_predictions_degrade_no_source() -> None:
     drift, reports = watched((160, 160), (0, 0))
     (stats,) = drift.drift_stats(1.0)
     assert (stats.ratio, stats.is_degraded, reports) == (0.0, False, [])
@@ -37,7 +37,7 @@ def test_predictions_that_come_true_degrade_nobody() -> None:
 @pytest.mark.parametrize(
     ("predicted", "actual"), [(160, 0), (0, 160)], ids=["held no more", "not known to be held"]
 )
-def test_predictions_that_are_always_wrong_are_all_drift(predicted: int, actual: int) -> None:
+def test_predictions_that_are_always_wrong_have_a_drift_of_one(predicted: int, actual: int) -> None:
     drift, reports = watched((predicted, actual))
     (stats,) = drift.drift_stats(1.0)
     assert stats.ratio == 1.0
@@ -45,7 +45,7 @@ def test_predictions_that_are_always_wrong_are_all_drift(predicted: int, actual:
     assert [report.source for report in reports] == [ONE]
 
 
-def test_drift_is_the_share_of_tokens_and_not_of_requests() -> None:
+def test_drift_is_a_fraction_of_tokens_and_not_of_requests() -> None:
     drift, _ = watched((1000, 1000), (100, 50))
     assert drift.drift_stats(0.0)[0].ratio == pytest.approx(50 / 1100)
 
@@ -58,7 +58,7 @@ def test_few_requests_are_no_evidence() -> None:
     assert drift.observe(ONE, 100, 0, 0.0) is not None
 
 
-def test_a_source_that_drifts_on_is_reported_once_a_window() -> None:
+def test_a_degraded_source_is_reported_once_per_window() -> None:
     drift = HitDriftMonitor(0.1)
     reported_at = []
     for tenth in range(3 * 10 * int(WINDOW_S)):
@@ -70,7 +70,7 @@ def test_a_source_that_drifts_on_is_reported_once_a_window() -> None:
     assert all(gap >= WINDOW_S for gap in gaps)
 
 
-def test_a_source_is_whole_again_a_window_after_its_last_wrong_prediction() -> None:
+def test_a_source_recovers_one_window_after_its_last_wrong_prediction() -> None:
     drift, _ = watched((100, 0))
     assert drift.drift_stats(WINDOW_S / 2 - 0.1)[0].is_degraded
     assert drift.drift_stats(WINDOW_S - 0.1)[0].is_degraded, "the last half window still counts"
@@ -79,7 +79,7 @@ def test_a_source_is_whole_again_a_window_after_its_last_wrong_prediction() -> N
     assert stats.requests == REQUESTS_MIN, "totals stay"
 
 
-def test_ranks_stand_for_themselves_and_leave_with_their_worker() -> None:
+def test_ranks_are_separate_and_are_removed_with_their_worker() -> None:
     drift, _ = watched((100, 0))
     drift.observe(OTHER, 100, 100, 0.0)
     drift.observe((8, 0), 1, 1, 0.0)
@@ -92,7 +92,7 @@ tokens = st.integers(0, 10_000)
 
 
 @given(st.lists(st.tuples(tokens, tokens, st.floats(0.0, 20.0)), max_size=60))
-def test_drift_is_a_share_and_nothing_is_lost_from_the_totals(
+def test_drift_is_between_zero_and_one_and_totals_are_complete(
     steps: list[tuple[int, int, float]],
 ) -> None:
     drift, now = HitDriftMonitor(0.1), 0.0

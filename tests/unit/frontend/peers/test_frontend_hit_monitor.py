@@ -12,8 +12,8 @@ from common.errors import WorkerLost
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import FinishReason, PromptTokensDetails, usage
 from frontend_svc.core.peers.hit_drift import REQUESTS_MIN, WINDOW_S
-from frontend_svc.core.request.machine import Placement, RequestOutcome, RoutingDecision
-from frontend_svc.metrics import HitDriftCollector
+from frontend_svc.core.request.types import Placement, RequestOutcome, RoutingDecision
+from frontend_svc.metrics.collectors import HitDriftCollector
 from frontend_svc.peers.hit_monitor import HitMonitor
 
 WORKER, PREFILL = 7, 8

@@ -1,11 +1,11 @@
-"""Who was seen to leave, and who was never seen."""
+"""Instances that left, and instances that were never present."""
 
 from __future__ import annotations
 
 from frontend_svc.core.peers.recently_left import RECENTLY_LEFT_MAX, RecentlyLeft
 
 
-def test_only_those_that_were_shown_and_are_no_more_have_departed() -> None:
+def test_only_instances_of_an_earlier_snapshot_have_left() -> None:
     recently_left = RecentlyLeft()
     assert 1 not in recently_left
     recently_left.follow([1, 2])
@@ -17,7 +17,7 @@ def test_only_those_that_were_shown_and_are_no_more_have_departed() -> None:
     assert 1 not in recently_left, "it is back"
 
 
-def test_the_oldest_are_forgotten_first() -> None:
+def test_the_oldest_instances_are_removed_first() -> None:
     recently_left = RecentlyLeft()
     for one in range(RECENTLY_LEFT_MAX + 2):
         recently_left.follow([one])

@@ -21,8 +21,10 @@ from common.request.preprocessed import (
     TokenLogprob,
 )
 from common.request.token_stream import LegRequest, LegSink
-from frontend_svc.core.request.machine import RequestOutcome, RequestPlan, RoutingDecision
-from frontend_svc.peers.router_client import RENEW_INTERVAL_S, PlacementKey, Query, RouterClient
+from frontend_svc.core.peers.placement_query import PlacementKey, Query
+from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.peers.held_bookings import RENEW_INTERVAL_S
+from frontend_svc.peers.router_client import RouterClient
 from frontend_svc.request.gateway import Gateway
 from kvmesh.router.v1 import router_pb2 as pb
 from router_svc.core.load_tracker import LoadTracker

@@ -1,4 +1,4 @@
-"""Frontends share themselves out over routers, avoid what failed, and go home again."""
+"""Frontends spread over routers, avoid a failed one, and return to their home."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IDS = st.integers(1, 2**63 - 1)
 
 @settings(max_examples=100, deadline=None)
 @given(frontends=st.sets(IDS, min_size=1, max_size=20), routers=st.sets(IDS, max_size=5))
-def test_every_router_is_home_to_as_many_frontends_as_the_others_give_or_take_one(
+def test_every_router_is_home_to_equally_many_frontends_give_or_take_one(
     frontends: set[int], routers: set[int]
 ) -> None:
     homes = Counter(home_router(one, frontends, routers) for one in frontends)
@@ -25,11 +25,11 @@ def test_every_router_is_home_to_as_many_frontends_as_the_others_give_or_take_on
     assert max(homes.values()) - min(homes[r] for r in routers) <= 1
 
 
-def test_a_frontend_that_discovery_does_not_show_yet_has_the_home_it_will_have() -> None:
+def test_a_frontend_missing_in_discovery_has_the_same_home_as_later() -> None:
     assert home_router(1, [2, 3], {10, 11}) == home_router(1, [1, 2, 3], {10, 11})
 
 
-def test_when_a_router_dies_few_frontends_move_but_its_own() -> None:
+def test_the_loss_of_a_router_moves_few_frontends_of_other_routers() -> None:
     frontends, routers = range(100, 140), set(range(1, 5))
     before = {one: home_router(one, frontends, routers) for one in frontends}
     after = {one: home_router(one, frontends, routers - {1}) for one in frontends}
@@ -38,7 +38,7 @@ def test_when_a_router_dies_few_frontends_move_but_its_own() -> None:
     assert all(after[one] != 1 for one in frontends)
 
 
-def test_those_of_a_dead_router_go_to_all_the_others() -> None:
+def test_frontends_of_a_lost_router_spread_over_all_others() -> None:
     frontends, routers = list(range(100, 160)), [1, 2, 3, 4]
     fled: Counter[int | None] = Counter()
     for one in frontends:
@@ -46,11 +46,13 @@ def test_those_of_a_dead_router_go_to_all_the_others() -> None:
         if choice.choose(frontends, routers, 0.0) == 1:
             choice.mark_failed(1, 0.0)
             fled[choice.choose(frontends, routers, 0.1)] += 1
-    assert fled.keys() == {2, 3, 4}, "discovery still shows it, and they have spread already"
+    assert fled.keys() == {2, 3, 4}, (
+        "discovery still shows it, and its frontends have spread already"
+    )
     assert max(fled.values()) <= 10
 
 
-def test_a_lost_router_is_avoided_for_a_while_and_then_home_again() -> None:
+def test_a_failed_home_is_avoided_for_a_while_and_then_used_again() -> None:
     choice = RouterSelector(7)
     home = choice.choose([7], [1, 2], 10.0)
     assert home is not None
@@ -61,12 +63,12 @@ def test_a_lost_router_is_avoided_for_a_while_and_then_home_again() -> None:
     assert choice.choose([7], [1, 2], 10.0 + AVOID_FAILED_ROUTER_S) == home
 
 
-def test_where_all_were_lost_the_one_lost_longest_ago_is_tried() -> None:
+def test_if_all_routers_failed_the_one_that_failed_first_is_chosen() -> None:
     choice = RouterSelector(7)
     choice.mark_failed(1, 10.0)
     choice.mark_failed(2, 11.0)
     assert choice.choose([7], [1, 2], 11.1) == 1
     choice.mark_failed(1, 11.2)
     assert choice.choose([7], [1, 2], 11.3) == 2
-    assert choice.choose([7], [1], 11.4) == 1, "the only one is better than none"
+    assert choice.choose([7], [1], 11.4) == 1, "a failed router is better than none"
     assert choice.choose([7], [], 11.5) is None

@@ -14,19 +14,20 @@ import pytest
 from common.errors import MeshError, NotFound, Unavailable, UnknownModel
 from common.registry.instances import Instance
 from common.wire.errors import error_to_proto
+from frontend_svc.core.peers.placement_query import UNKNOWN_ADAPTER, Query
 from frontend_svc.core.peers.router_choice import AVOID_FAILED_ROUTER_S, home_router
-from frontend_svc.core.request.machine import RoutingDecision
-from frontend_svc.peers.router_client import (
-    HOME_RETURN_JITTER_S,
-    PING_INTERVAL_S,
-    RECONNECT_MAX_S,
+from frontend_svc.core.peers.router_monitor import (
     REQUERY_DELAY_MAX_S,
     REQUERY_DELAY_S,
     SILENCE_TIMEOUT_S,
     STALE_ROUTER_AFTER_S,
-    UNKNOWN_ADAPTER,
     UNROUTED_AFTER_S,
-    Query,
+)
+from frontend_svc.core.request.types import RoutingDecision
+from frontend_svc.peers.router_client import (
+    HOME_RETURN_JITTER_S,
+    PING_INTERVAL_S,
+    RECONNECT_MAX_S,
     RouterClient,
 )
 from kvmesh.router.v1 import router_pb2 as pb

@@ -16,10 +16,11 @@ from common.request.preprocessed import (
     SessionAction,
     SessionControl,
 )
-from frontend_svc.core.openai.bodies import parse_completion, to_preprocessed
-from frontend_svc.core.request.machine import RoutingDecision
-from frontend_svc.peers.router_client import Query
-from frontend_svc.request.gateway import place_locally
+from frontend_svc.core.openai.parsing import parse_completion
+from frontend_svc.core.openai.preprocessing import to_preprocessed
+from frontend_svc.core.peers.placement_query import Query
+from frontend_svc.core.request.types import RoutingDecision
+from frontend_svc.request.local_placement import place_locally
 
 
 def body(**nvext: object) -> bytes:

@@ -1,4 +1,4 @@
-"""What a loop that comes round late has lost."""
+"""Stalled time of an event loop."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from hypothesis import strategies as st
 from frontend_svc.core.peers.stall_clock import SLACK_S, TICK_S, StallClock
 
 
-def test_a_loop_that_comes_round_in_time_loses_nothing() -> None:
+def test_a_loop_that_ticks_in_time_has_no_stall() -> None:
     stall_clock = StallClock(100.0)
     for tick in range(1, 1000):
         stall_clock.tick(100.0 + tick * (TICK_S + SLACK_S / 2))
     assert stall_clock.stalled_s(100.0 + 1000 * (TICK_S + SLACK_S / 2)) == 0.0
 
 
-def test_a_stall_is_lost_before_any_tick_has_ended_it() -> None:
+def test_a_stall_counts_before_a_tick_ends_it() -> None:
     stall_clock = StallClock(0.0)
     assert stall_clock.stalled_s(3.0) == pytest.approx(3.0 - TICK_S - SLACK_S)
     stall_clock.tick(3.0)
     assert stall_clock.stalled_s(3.0 + TICK_S) == pytest.approx(3.0 - TICK_S - SLACK_S), "kept"
 
 
-def test_what_is_lost_adds_up() -> None:
+def test_stalls_add_up() -> None:
     stall_clock = StallClock(0.0)
     for turn in range(1, 11):
         stall_clock.tick(turn * 1.0)
@@ -31,7 +31,9 @@ def test_what_is_lost_adds_up() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 5.0), st.booleans()), max_size=40))
-def test_loss_never_falls_and_never_outruns_time(steps: list[tuple[float, bool]]) -> None:
+def test_stalled_time_never_decreases_and_never_exceeds_elapsed_time(
+    steps: list[tuple[float, bool]],
+) -> None:
     stall_clock, now, before = StallClock(0.0), 0.0, 0.0
     for step_s, ticks in steps:
         now += step_s
@@ -39,5 +41,5 @@ def test_loss_never_falls_and_never_outruns_time(steps: list[tuple[float, bool]]
         assert before <= lost <= before + step_s + 1e-9
         if ticks:
             stall_clock.tick(now)
-            assert stall_clock.stalled_s(now) == lost, "a tick keeps the account"
+            assert stall_clock.stalled_s(now) == lost, "a tick keeps the total"
         before = lost

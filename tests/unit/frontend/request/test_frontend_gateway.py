@@ -1,4 +1,4 @@
-"""Placement without a router, and when a silent engine's requests go elsewhere."""
+"""Placement without a router, and detection of hung engines and silent workers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from common.request.token_stream import (
     WorkerLink,
 )
 from frontend_svc.core.peers.circuit_breaker import PROBE_INTERVAL_MAX_S
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.peers.stall_clock import TICK_S, StallClock
-from frontend_svc.core.request.machine import RoutingDecision
+from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.peers.engine_client import EngineClient
-from frontend_svc.peers.router_client import Query
-from frontend_svc.request.gateway import place_locally
+from frontend_svc.request.local_placement import place_locally
 from tests.sim.loop import VirtualLoop, run_virtually
 
 MODEL = "model"
@@ -47,7 +47,7 @@ def worker(number: int, role: str, *, local_prefill: bool = True) -> Instance:
     )
 
 
-def placed_alone(
+def placed_locally(
     workers: Iterable[Instance], excluded: Iterable[int] = ()
 ) -> RoutingDecision | MeshError:
     snapshot = Snapshot(instances={one.id: one for one in workers})
@@ -55,38 +55,40 @@ def placed_alone(
     return place_locally(snapshot, {}, query, Random(1))
 
 
-def test_without_a_router_decode_workers_that_prefill_take_whole_requests() -> None:
+def test_without_a_router_decode_workers_that_can_prefill_run_whole_requests() -> None:
     pairs = [worker(1, "prefill"), worker(2, "decode", local_prefill=False), worker(3, "decode")]
-    found = placed_alone(pairs)
+    found = placed_locally(pairs)
     assert isinstance(found, RoutingDecision)
     assert (found.worker_id, found.prefill, found.bootstrap) == (3, None, None)
 
 
-def test_without_a_router_aggregated_workers_go_before_decode_workers() -> None:
+def test_without_a_router_aggregated_workers_are_preferred_to_decode_workers() -> None:
     for _ in range(10):
-        found = placed_alone([worker(1, "aggregated"), worker(2, "decode"), worker(3, "decode")])
+        found = placed_locally([worker(1, "aggregated"), worker(2, "decode"), worker(3, "decode")])
         assert isinstance(found, RoutingDecision)
         assert found.worker_id == 1
 
 
-@pytest.mark.parametrize("excluded", [(), (3,)], ids=["pairs only", "the last one failed it"])
-def test_without_a_router_pairs_that_need_each_other_are_not_chosen(
+@pytest.mark.parametrize(
+    "excluded", [(), (3,)], ids=["pairs only", "the last worker failed the request"]
+)
+def test_without_a_router_prefill_and_decode_pairs_are_not_chosen(
     excluded: tuple[int, ...],
 ) -> None:
     pairs = [worker(1, "prefill"), worker(2, "decode", local_prefill=False)]
-    found = placed_alone(pairs + [worker(3, "decode")] * len(excluded), excluded)
+    found = placed_locally(pairs + [worker(3, "decode")] * len(excluded), excluded)
     assert isinstance(found, Unavailable)
     assert found.reason == "NO_ROUTER"
     assert found.message == (
-        f"no router answers at the moment, and no worker of {MODEL!r} that serves whole requests "
-        "by itself is left to try: ask again"
+        f"no router is available, and no other worker of {MODEL!r} serves whole requests; "
+        "retry after 1 s"
     )
 
 
 class Frozen:
-    """A transport to a worker whose engine stands still: heartbeats come, nothing else does.
+    """A transport to a worker with a hung engine: it sends heartbeats and nothing else.
 
-    late_s: how much later than it was sent the first heartbeat is read.
+    late_s: delay of the first heartbeat.
     """
 
     def __init__(self, late_s: float) -> None:
@@ -113,9 +115,9 @@ class Frozen:
 
 
 class Engine:
-    """A worker behind a transport of its own. frozen: it takes requests and does nothing.
+    """A worker with its transport. frozen: it accepts requests and does nothing.
 
-    waits: its requests wait for KV; only a probe is answered. full: it refuses what comes.
+    waits: its requests wait for KV; only a probe is served. full: it refuses every request.
     """
 
     def __init__(self, *, frozen: bool = False, waits: bool = False, full: bool = False) -> None:
@@ -179,7 +181,7 @@ class Engine:
 
 
 class Sink:
-    """Notes when its leg was lost."""
+    """Records when its leg was lost."""
 
     def __init__(self) -> None:
         self.lost_at = 0.0
@@ -212,7 +214,7 @@ def submit(engines: EngineClient) -> Sink:
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.1])
-def test_two_seconds_of_standing_still_are_enough_also_when_the_first_heartbeat_came_late(
+def test_a_hang_is_detected_after_two_seconds_also_if_the_first_heartbeat_is_late(
     late_s: float,
 ) -> None:
     async def main() -> float:
@@ -225,7 +227,7 @@ def test_two_seconds_of_standing_still_are_enough_also_when_the_first_heartbeat_
     assert run_virtually(main()) == pytest.approx(3.0, abs=0.05)
 
 
-def test_a_hung_engine_is_not_whole_because_it_has_nothing_left_to_do() -> None:
+def test_a_hung_engine_stays_excluded_while_it_has_no_work() -> None:
     async def main() -> None:
         engine = Engine()
         async with EngineClient(1, engine, Random(1)) as engines:
@@ -235,16 +237,16 @@ def test_a_hung_engine_is_not_whole_because_it_has_nothing_left_to_do() -> None:
             await asyncio.wait_for(sink.over.wait(), 4.0)
             assert sink.reason == "HUNG"
             await asyncio.sleep(30.0)
-            assert engine.loads()[0].running == 0, "what it had was aborted"
+            assert engine.loads()[0].running == 0, "its requests were aborted"
             assert engines.excluded_workers([WORKER]) == {WORKER}
             engine.frozen = False
             await asyncio.sleep(PROBE_INTERVAL_MAX_S * 1.25 + 0.5)
-            assert engines.excluded_workers([WORKER]) == frozenset(), "it answers probes again"
+            assert engines.excluded_workers([WORKER]) == frozenset(), "it serves probes again"
 
     run_virtually(main())
 
 
-def test_a_hung_engine_is_told_to_end_its_orphans_before_it_gets_requests_again() -> None:
+def test_a_hung_engine_aborts_its_orphans_before_it_gets_requests_again() -> None:
     async def main() -> None:
         engine = Engine()
         async with EngineClient(1, engine, Random(1)) as engines:
@@ -265,7 +267,7 @@ def test_a_hung_engine_is_told_to_end_its_orphans_before_it_gets_requests_again(
     run_virtually(main(), until=60.0)
 
 
-def test_an_engine_that_hangs_before_it_begins_is_found_by_a_probe() -> None:
+def test_a_probe_detects_an_engine_that_hangs_before_its_first_step() -> None:
     async def main() -> float:
         engine = Engine(frozen=True)
         async with EngineClient(1, engine, Random(1)) as engines:
@@ -275,7 +277,7 @@ def test_an_engine_that_hangs_before_it_begins_is_found_by_a_probe() -> None:
             assert engines.excluded_workers([WORKER]) == {WORKER}
         return sink.lost_at
 
-    # A heartbeat that says so, two seconds of standing still, and a probe's second.
+    # A heartbeat, two seconds without a step, and one second of the probe.
     assert run_virtually(main()) < 4.5
 
 
@@ -286,13 +288,13 @@ def test_an_engine_whose_requests_wait_for_kv_is_not_hung() -> None:
             sink = submit(engines)
             await asyncio.sleep(30.0)
             assert not sink.over.is_set()
-            assert engine.ran > 0, "it was asked"
+            assert engine.ran > 0, "the probe ran"
             assert engines.excluded_workers([WORKER]) == frozenset()
 
     run_virtually(main())
 
 
-def test_a_hung_engine_whose_service_is_too_full_for_a_probe_stays_left_alone() -> None:
+def test_a_hung_engine_whose_service_refuses_the_probe_stays_excluded() -> None:
     async def main() -> None:
         engine = Engine()
         async with EngineClient(1, engine, Random(1)) as engines:
@@ -302,12 +304,14 @@ def test_a_hung_engine_whose_service_is_too_full_for_a_probe_stays_left_alone() 
             await asyncio.wait_for(sink.over.wait(), 4.0)
             assert sink.reason == "HUNG"
             await asyncio.sleep(30.0)
-            assert engines.excluded_workers([WORKER]) == {WORKER}, "a refusal is the service's"
+            assert engines.excluded_workers([WORKER]) == {WORKER}, (
+                "the service refuses, not the engine"
+            )
 
     run_virtually(main())
 
 
-def test_an_engine_too_full_for_a_probe_is_busy_and_not_hung() -> None:
+def test_an_engine_that_refuses_a_probe_is_busy_and_not_hung() -> None:
     async def main() -> None:
         engine = Engine(waits=True)
         async with EngineClient(1, engine, Random(1)) as engines:
@@ -322,7 +326,7 @@ def test_an_engine_too_full_for_a_probe_is_busy_and_not_hung() -> None:
 
 
 def stall(seconds: float) -> None:
-    """The loop stands still: what was due meanwhile is due at once afterwards."""
+    """Stalls the loop: timers that become due during the stall fire afterwards."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     loop._now += seconds
@@ -336,7 +340,7 @@ async def ticking(stall_clock: StallClock) -> None:
 
 
 @pytest.mark.parametrize("measured", [True, False])
-def test_a_frontend_that_stood_still_itself_does_not_take_its_workers_for_silent(
+def test_a_frontend_that_stalled_does_not_treat_its_workers_as_silent(
     measured: bool,
 ) -> None:
     async def main() -> bool:
@@ -358,10 +362,10 @@ def test_a_frontend_that_stood_still_itself_does_not_take_its_workers_for_silent
         ticker.cancel()
         return was_lost
 
-    assert run_virtually(main()) is not measured, "without the measure it would"
+    assert run_virtually(main()) is not measured, "without stall compensation it would"
 
 
-def test_a_silent_worker_is_found_by_a_frontend_that_is_chronically_late_too() -> None:
+def test_a_frontend_that_is_always_late_still_detects_a_silent_worker() -> None:
     class Mute(Frozen):
         def __init__(self) -> None:
             super().__init__(0.0)

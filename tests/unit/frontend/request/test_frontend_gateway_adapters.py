@@ -1,4 +1,4 @@
-"""Requests for an adapter in the gateway: which workers count, and what the client is told."""
+"""Requests for an adapter: eligible workers, and errors for the client."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from common.errors import MeshError, NotFound, Unavailable, UnknownModel
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
-from frontend_svc.core.request.machine import RequestOutcome, RequestPlan, RoutingDecision
-from frontend_svc.peers.router_client import UNKNOWN_ADAPTER, PlacementKey, Query
-from frontend_svc.request.gateway import Gateway, has_workers, place_locally
+from frontend_svc.core.peers.placement_query import UNKNOWN_ADAPTER, PlacementKey, Query
+from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.local_placement import has_workers, place_locally
 from router_svc.core.eligibility import AdapterResidency
 from router_svc.core.query import Query as RouterQuery
 from tests.sim.loop import run_virtually
@@ -32,17 +33,17 @@ def mesh(*workers: Instance) -> Snapshot:
 
 
 class Router:
-    """Answers everything with one thing, and keeps what it was asked."""
+    """Sends the same reply to every query, and records the queries."""
 
-    def __init__(self, answer: RoutingDecision | MeshError) -> None:
-        self.answer = answer
-        self.asked: list[Query] = []
+    def __init__(self, reply: RoutingDecision | MeshError) -> None:
+        self.reply = reply
+        self.queries: list[Query] = []
 
     def place(
-        self, key: PlacementKey, query: Query, answer: Callable[[RoutingDecision | MeshError], None]
+        self, key: PlacementKey, query: Query, reply: Callable[[RoutingDecision | MeshError], None]
     ) -> None:
-        self.asked.append(query)
-        asyncio.get_running_loop().call_soon(answer, self.answer)
+        self.queries.append(query)
+        asyncio.get_running_loop().call_soon(reply, self.reply)
 
     def prefill_done(self, key: PlacementKey) -> None: ...
 
@@ -52,23 +53,23 @@ class Router:
 
 
 class Workers:
-    """Takes orders and does nothing about them. alone: who is left alone."""
+    """Records submitted legs without running them. excluded: workers with an open circuit."""
 
-    def __init__(self, alone: Iterable[int] = ()) -> None:
-        self.alone = frozenset(alone)
-        self.orders: list[tuple[int, LegRequest]] = []
+    def __init__(self, excluded: Iterable[int] = ()) -> None:
+        self.excluded = frozenset(excluded)
+        self.submitted: list[tuple[int, LegRequest]] = []
         self.open_slots: dict[int, int] = {}
 
     def submit(
         self, worker_id: int, address: str, leg_request: LegRequest, sink: LegSink
     ) -> Workers:
-        self.orders.append((worker_id, leg_request))
+        self.submitted.append((worker_id, leg_request))
         return self
 
     def abort(self, reason: str) -> None: ...
 
     def excluded_workers(self, pool: Iterable[int]) -> frozenset[int]:
-        return self.alone & frozenset(pool)
+        return self.excluded & frozenset(pool)
 
 
 class ResponseSink:
@@ -85,65 +86,63 @@ async def opened(
     router: Router, workers: Workers, snapshot: Snapshot, routing: RoutingHints | None
 ) -> tuple[Gateway, ResponseSink]:
     gateway = Gateway(router, workers, lambda: snapshot, Random(1))
-    now, listener = asyncio.get_running_loop().time(), ResponseSink()
+    now, sink = asyncio.get_running_loop().time(), ResponseSink()
     request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]), routing=routing)
-    gateway.open(
-        RequestPlan("r", request, now + 60.0), Query("m", 3, now, routing=routing), listener
-    )
-    return gateway, listener
+    gateway.open(RequestPlan("r", request, now + 60.0), Query("m", 3, now, routing=routing), sink)
+    return gateway, sink
 
 
-async def error_of(answer: MeshError, routing: RoutingHints | None) -> MeshError:
-    _, listener = await opened(Router(answer), Workers(), mesh(worker(1, "french")), routing)
+async def error_of(reply: MeshError, routing: RoutingHints | None) -> MeshError:
+    _, sink = await opened(Router(reply), Workers(), mesh(worker(1, "french")), routing)
     await asyncio.sleep(10.0)
-    assert listener.outcome is not None
-    assert listener.outcome.error is not None
-    return listener.outcome.error
+    assert sink.outcome is not None
+    assert sink.outcome.error is not None
+    return sink.outcome.error
 
 
-def routers_word() -> NotFound:
-    """What a router says of an adapter that it never saw."""
+def router_error() -> NotFound:
+    """The error of a router for an unknown adapter."""
     try:
         AdapterResidency().check(RouterQuery("m", 3, routing=FRENCH), 0.0)
     except NotFound as error:
         return error
-    raise AssertionError("nobody has it")
+    raise AssertionError("no worker has it")
 
 
-def test_an_adapter_that_only_the_router_does_not_know_is_a_503_that_names_it() -> None:
-    said = routers_word()
-    assert said.reason == UNKNOWN_ADAPTER
-    error = run_virtually(error_of(said, FRENCH))
+def test_an_adapter_that_is_unknown_to_the_router_only_is_a_503_that_names_it() -> None:
+    unknown = router_error()
+    assert unknown.reason == UNKNOWN_ADAPTER
+    error = run_virtually(error_of(unknown, FRENCH))
     assert isinstance(error, Unavailable)
     assert error.retry_after_s is not None
     assert "'french'" in error.message
     base = run_virtually(error_of(UnknownModel("m"), None))
     assert isinstance(base, Unavailable)
     assert "'m'" in base.message
-    other = run_virtually(error_of(NotFound("no such thing"), None))
+    other = run_virtually(error_of(NotFound("missing"), None))
     assert type(other) is NotFound
 
 
-def test_while_the_only_worker_with_the_adapter_is_left_alone_the_request_waits_for_it() -> None:
+def test_a_request_waits_while_the_only_worker_with_its_adapter_is_excluded() -> None:
     async def main() -> tuple[int, int, list[int]]:
-        router, workers = Router(RoutingDecision(2)), Workers(alone=[2])
+        router, workers = Router(RoutingDecision(2)), Workers(excluded=[2])
         snapshot = mesh(worker(1), worker(2, "french"))
         await opened(router, workers, snapshot, FRENCH)
         await asyncio.sleep(1.0)
-        before = len(router.asked)
-        workers.alone = frozenset()
+        before = len(router.queries)
+        workers.excluded = frozenset()
         await asyncio.sleep(1.0)
-        return before, len(router.asked), [leg_request for leg_request, _ in workers.orders]
+        return before, len(router.queries), [leg_request for leg_request, _ in workers.submitted]
 
     assert run_virtually(main()) == (0, 1, [2])
 
 
-def test_the_adapter_is_in_the_order_that_the_worker_gets() -> None:
+def test_the_worker_receives_the_name_of_the_adapter() -> None:
     async def main() -> list[str | None]:
         workers = Workers()
         await opened(Router(RoutingDecision(2)), workers, mesh(worker(2, "french")), FRENCH)
         await asyncio.sleep(0.1)
-        (leg_request,) = (leg_request for _, leg_request in workers.orders)
+        (leg_request,) = (leg_request for _, leg_request in workers.submitted)
         assert leg_request.request is not None
         assert leg_request.request.routing is not None
         return [leg_request.request.routing.lora_name]
@@ -151,7 +150,7 @@ def test_the_adapter_is_in_the_order_that_the_worker_gets() -> None:
     assert run_virtually(main()) == ["french"]
 
 
-def test_a_frontend_sees_who_could_serve_a_question() -> None:
+def test_a_frontend_counts_the_workers_that_can_serve_a_query() -> None:
     workers = mesh(worker(1), worker(2, "french"))
     plain, other = Query("m", 3, 0.0), Query("n", 3, 0.0)
     german = RoutingHints(lora_name="german")
@@ -162,14 +161,14 @@ def test_a_frontend_sees_who_could_serve_a_question() -> None:
     assert not has_workers(mesh(), plain)
 
 
-def test_without_a_router_an_adapter_is_placed_on_those_who_have_it() -> None:
+def test_without_a_router_a_request_is_placed_on_workers_with_its_adapter() -> None:
     workers = mesh(worker(1), worker(2, "french"), worker(3, "german"), worker(4, "french"))
-    asked = [
+    queries = [
         place_locally(workers, {}, Query("m", 3, 0.0, routing=FRENCH), Random(seed))
         for seed in range(20)
     ]
-    assert {one.worker_id for one in asked if isinstance(one, RoutingDecision)} == {2, 4}
-    nobody = place_locally(mesh(worker(1)), {}, Query("m", 3, 0.0, routing=FRENCH), Random(1))
-    assert isinstance(nobody, Unavailable)
-    assert nobody.reason == "NO_WORKER"
-    assert "'french'" in nobody.message
+    assert {one.worker_id for one in queries if isinstance(one, RoutingDecision)} == {2, 4}
+    no_worker = place_locally(mesh(worker(1)), {}, Query("m", 3, 0.0, routing=FRENCH), Random(1))
+    assert isinstance(no_worker, Unavailable)
+    assert no_worker.reason == "NO_WORKER"
+    assert "'french'" in no_worker.message

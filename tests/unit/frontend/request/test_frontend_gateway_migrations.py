@@ -1,4 +1,4 @@
-"""Requests that are tried again, as the gateway runs them: their turns, and what they keep."""
+"""Retried requests in the gateway: permits, and what a retry keeps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.core.openai.errors import http_error
-from frontend_svc.core.request.machine import RequestOutcome, RequestPlan, RoutingDecision
-from frontend_svc.core.request.migration_limiter import MigrationLimiter
-from frontend_svc.peers.router_client import PlacementKey, Query
+from frontend_svc.core.peers.placement_query import PlacementKey, Query
+from frontend_svc.core.request.retry_policy import MigrationLimiter
+from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
 from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.worker_pool import WorkerPool
 from tests.sim.loop import run_virtually
 
 MODEL = "model"
@@ -23,16 +25,16 @@ DEAD, ALIVE = 1, 2
 
 @dataclass
 class Router:
-    """Places on the dead worker first, then on the other one; keeps what it was asked."""
+    """Places on the lost worker first, then on the other one; records the queries."""
 
-    asked: list[tuple[PlacementKey, Query]] = field(default_factory=list)
+    queries: list[tuple[PlacementKey, Query]] = field(default_factory=list)
 
     def place(
-        self, key: PlacementKey, query: Query, answer: Callable[[RoutingDecision | MeshError], None]
+        self, key: PlacementKey, query: Query, reply: Callable[[RoutingDecision | MeshError], None]
     ) -> None:
-        self.asked.append((key, query))
+        self.queries.append((key, query))
         placed = RoutingDecision(ALIVE if DEAD in query.excluded else DEAD)
-        asyncio.get_running_loop().call_soon(answer, placed)
+        asyncio.get_running_loop().call_soon(reply, placed)
 
     def prefill_done(self, key: PlacementKey) -> None: ...
 
@@ -40,9 +42,9 @@ class Router:
 
     def free(self, key: PlacementKey) -> None: ...
 
-    def again(self) -> list[int]:
-        """Requests asked for again, by number, in that order."""
-        return [int(request_id) for (request_id, attempt), _ in self.asked if attempt]
+    def retried(self) -> list[int]:
+        """Numbers of the retried requests, in order."""
+        return [int(request_id) for (request_id, attempt), _ in self.queries if attempt]
 
 
 class Submitted:
@@ -51,9 +53,9 @@ class Submitted:
 
 @dataclass
 class Engines:
-    """Two workers; `sinks` has those of the living one, `doomed` those of the other."""
+    """Two workers; `sinks` has the legs of the live one, `lost_sinks` those of the other."""
 
-    doomed: list[LegSink] = field(default_factory=list)
+    lost_sinks: list[LegSink] = field(default_factory=list)
     sinks: dict[int, LegSink] = field(default_factory=dict)
     open_slots: dict[int, int] = field(default_factory=dict)
 
@@ -61,7 +63,7 @@ class Engines:
         self, worker_id: int, address: str, leg_request: LegRequest, sink: LegSink
     ) -> Submitted:
         if worker_id == DEAD:
-            self.doomed.append(sink)
+            self.lost_sinks.append(sink)
         else:
             self.sinks[int(leg_request.request_id)] = sink
         return Submitted()
@@ -92,14 +94,14 @@ def worker(number: int) -> Instance:
     )
 
 
-class _Whole(Engines):
-    """Nobody is left alone: the router is told of failures by exclusion alone."""
+class _AllAvailable(Engines):
+    """No circuit is open: only failed requests exclude a worker."""
 
     def excluded_workers(self, pool: Iterable[int]) -> frozenset[int]:
         return frozenset()
 
 
-async def turns() -> None:
+async def run_loop() -> None:
     for _ in range(5):
         await asyncio.sleep(0.01)
 
@@ -107,7 +109,7 @@ async def turns() -> None:
 async def many_lost(
     gateway: Gateway, engines: Engines, count: int, routing: RoutingHints | None = None
 ) -> list[Client]:
-    """So many requests whose worker dies before their first token; number n came at second n."""
+    """Opens `count` requests and loses their worker; number n arrived n seconds before 0."""
     clients = [Client() for _ in range(count)]
     now = asyncio.get_running_loop().time()
     for number, client in enumerate(clients):
@@ -115,84 +117,84 @@ async def many_lost(
         plan = RequestPlan(str(number), request, deadline=now + 100.0)
         query = Query(MODEL, 3, arrived_at=float(-number), routing=routing)
         gateway.open(plan, query, client)
-    await turns()
-    assert len(engines.doomed) == count
-    for sink in engines.doomed:
+    await run_loop()
+    assert len(engines.lost_sinks) == count
+    for sink in engines.lost_sinks:
         sink.lost(WorkerLost("gone", retryable=True))
-    await turns()
+    await run_loop()
     return clients
 
 
-def mesh(engines: Engines) -> tuple[Gateway, Router]:
+def mesh(
+    engines: Engines, migrations: MigrationLimiter[RequestHandle] | None = None
+) -> tuple[Gateway, Router]:
     router = Router()
     snapshot = Snapshot(instances={n: worker(n) for n in (DEAD, ALIVE)})
-    return Gateway(router, engines, lambda: snapshot), router
+    return Gateway(router, engines, lambda: snapshot, migrations=migrations), router
 
 
-def test_of_a_dead_workers_requests_so_many_go_on_at_once_and_the_oldest_first() -> None:
+def test_requests_of_a_lost_worker_are_retried_within_the_limit_oldest_first() -> None:
     async def main() -> None:
-        engines = _Whole()
-        gateway, router = mesh(engines)
-        gateway.migrations = MigrationLimiter(per_worker=4)  # two workers: eight at once
+        engines = _AllAvailable()
+        limiter = MigrationLimiter[RequestHandle](per_worker=4)  # two workers: eight at once
+        gateway, router = mesh(engines, limiter)
         await many_lost(gateway, engines, 12)
-        assert router.again() == list(range(8))
+        assert router.retried() == list(range(8))
         for number in (3, 5):
             engines.sinks[number].accepted()
             engines.sinks[number].tokens([7], ())
-        await turns()
-        assert router.again()[8:] == [11, 10], "those that came first, of those that wait"
+        await run_loop()
+        assert router.retried()[8:] == [11, 10], "the queued requests that arrived first"
         assert gateway.migrations.waiting == 2
 
     run_virtually(main())
 
 
-def test_a_request_that_is_tried_again_keeps_the_time_at_which_it_came() -> None:
+def test_a_retried_request_keeps_its_arrival_time() -> None:
     async def main() -> None:
-        engines = _Whole()
+        engines = _AllAvailable()
         gateway, router = mesh(engines)
         await many_lost(gateway, engines, 3)
-        for (request_id, _attempt), query in router.asked:
+        for (request_id, _attempt), query in router.queries:
             assert query.arrived_at == -float(request_id)
-        assert len(router.again()) == 3
+        assert len(router.retried()) == 3
 
     run_virtually(main())
 
 
-def test_a_client_that_goes_while_it_waits_for_its_turn_leaves_nothing_behind() -> None:
+def test_a_request_that_ends_while_it_waits_for_a_permit_is_removed() -> None:
     async def main() -> None:
-        engines = _Whole()
-        gateway, router = mesh(engines)
-        gateway.migrations = MigrationLimiter(per_worker=1)
+        engines = _AllAvailable()
+        gateway, router = mesh(engines, MigrationLimiter(per_worker=1))
         clients = await many_lost(gateway, engines, 4)
         assert (gateway.migrations.computing, gateway.migrations.waiting) == (2, 2)
         gateway.abort_all(Unavailable("shutting down"))
-        await turns()
+        await run_loop()
         assert [len(client.outcomes) for client in clients] == [1] * 4
         assert (gateway.migrations.computing, gateway.migrations.waiting) == (0, 0)
-        assert len(router.again()) <= 4
+        assert len(router.retried()) <= 4
 
     run_virtually(main())
 
 
-def test_beyond_the_queue_of_re_routes_clients_get_503_with_retry_after() -> None:
+def test_a_full_retry_queue_is_a_503_with_retry_after() -> None:
     async def main() -> None:
-        engines = _Whole()
-        gateway, _ = mesh(engines)
-        gateway.migrations = MigrationLimiter(per_worker=1, waiting_max=1)
+        engines = _AllAvailable()
+        gateway, _ = mesh(engines, MigrationLimiter(per_worker=1, waiting_max=1))
         clients = await many_lost(gateway, engines, 4)
         (outcome,) = clients[3].outcomes
         assert outcome.error is not None
         assert outcome.error.reason == "REROUTES_FULL"
-        answer = http_error(outcome.error)
-        assert answer.status == 503
-        assert dict(answer.headers)["retry-after"] == "1"
+        reply = http_error(outcome.error)
+        assert reply.status == 503
+        assert dict(reply.headers)["retry-after"] == "1"
 
     run_virtually(main())
 
 
-def test_beyond_the_retry_budget_clients_get_503_with_retry_after() -> None:
+def test_an_exhausted_retry_budget_is_a_503_with_retry_after() -> None:
     async def main() -> None:
-        engines = _Whole()
+        engines = _AllAvailable()
         gateway, _ = mesh(engines)
         clients = await many_lost(gateway, engines, gateway.retries.RETRIES_MIN + 1)
         (outcome,) = clients[-1].outcomes
@@ -204,83 +206,82 @@ def test_beyond_the_retry_budget_clients_get_503_with_retry_after() -> None:
     run_virtually(main())
 
 
-def test_a_worker_left_alone_does_not_count_as_a_survivor() -> None:
+def test_an_excluded_worker_does_not_count_as_available() -> None:
     async def main() -> None:
-        gateway, _ = mesh(Engines())
-        assert gateway.count_available_workers(MODEL) == 1
-        assert mesh(_Whole())[0].count_available_workers(MODEL) == 2
+        snapshot = Snapshot(instances={n: worker(n) for n in (DEAD, ALIVE)})
+        assert WorkerPool(lambda: snapshot, Engines()).count_available(MODEL) == 1
+        assert WorkerPool(lambda: snapshot, _AllAvailable()).count_available(MODEL) == 2
 
     run_virtually(main())
 
 
-def test_an_adapters_requests_go_on_at_once_by_the_workers_that_have_it() -> None:
+def test_the_limit_for_an_adapter_counts_the_workers_that_have_it() -> None:
     async def main() -> None:
-        engines, router = _Whole(), Router()
-        there = {n: worker(n) for n in range(1, 9)}
+        engines, router = _AllAvailable(), Router()
+        workers = {n: worker(n) for n in range(1, 9)}
         for number in (DEAD, ALIVE):
-            there[number] = replace(worker(number), loras=frozenset({"french"}))
-        gateway = Gateway(router, engines, lambda: Snapshot(instances=there))
-        gateway.migrations = MigrationLimiter(per_worker=1)
-        assert (
-            gateway.count_available_workers(MODEL),
-            gateway.count_available_workers(MODEL, "french"),
-        ) == (8, 2)
+            workers[number] = replace(worker(number), loras=frozenset({"french"}))
+        snapshot = Snapshot(instances=workers)
+        migrations = MigrationLimiter[RequestHandle](per_worker=1)
+        gateway = Gateway(router, engines, lambda: snapshot, migrations=migrations)
+        pool = WorkerPool(lambda: snapshot, engines)
+        assert (pool.count_available(MODEL), pool.count_available(MODEL, "french")) == (8, 2)
         await many_lost(gateway, engines, 5, RoutingHints(lora_name="french"))
-        assert router.again() == [0, 1], "the share of the two workers that have it"
+        assert router.retried() == [0, 1], "the limit of the two workers that have it"
         for number in (0, 1):
             engines.sinks[number].accepted()
             engines.sinks[number].tokens([7], ())
-        await turns()
-        assert router.again()[2:] == [4, 3], "those that came first, of those that wait"
+        await run_loop()
+        assert router.retried()[2:] == [4, 3], "the queued requests that arrived first"
 
     run_virtually(main())
 
 
-class _Both(Engines):
-    """Both workers are left alone, until `whole` says that one is not."""
+class _NoneAvailable(Engines):
+    """Both workers are excluded, except those in `available`."""
 
-    whole: frozenset[int] = frozenset()
+    available: frozenset[int] = frozenset()
 
     def excluded_workers(self, pool: Iterable[int]) -> frozenset[int]:
-        return frozenset(pool) - self.whole
+        return frozenset(pool) - self.available
 
 
-def test_with_nobody_else_left_a_worker_that_failed_it_is_asked_as_soon_as_it_is_whole() -> None:
+def test_without_another_worker_a_failed_one_is_used_again_once_its_circuit_closes() -> None:
     async def main() -> None:
-        loop, engines = asyncio.get_running_loop(), _Both()
-        engines.whole = frozenset({DEAD})
+        loop, engines = asyncio.get_running_loop(), _NoneAvailable()
+        engines.available = frozenset({DEAD})
         gateway, router = mesh(engines)
-        router_asks = router.asked
+        router_queries = router.queries
         request = PreprocessedRequest(model=MODEL, token_ids=TokenIds.of([1, 2, 3]))
         gateway.open(RequestPlan("0", request, deadline=100.0), Query(MODEL, 3, 0.0), Client())
-        await turns()
-        (sink,) = engines.doomed
-        engines.whole = frozenset()  # its stream broke, and the other one hangs
+        await run_loop()
+        (sink,) = engines.lost_sinks
+        engines.available = frozenset()  # its stream is lost, and the other worker hangs
         sink.lost(WorkerLost("gone", retryable=True))
         await asyncio.sleep(1.0)
-        assert len(router_asks) == 1, "there is nobody to ask for"
-        engines.whole = frozenset({DEAD})
-        healed_at = loop.time()
-        while len(router_asks) == 1:
+        assert len(router_queries) == 1, "no worker is available"
+        engines.available = frozenset({DEAD})
+        closed_at = loop.time()
+        while len(router_queries) == 1:
             await asyncio.sleep(0.01)
-            assert loop.time() < healed_at + 0.2
-        assert DEAD not in router_asks[-1][1].excluded
-        assert ALIVE in router_asks[-1][1].excluded
+            assert loop.time() < closed_at + 0.2
+        assert DEAD not in router_queries[-1][1].excluded
+        assert ALIVE in router_queries[-1][1].excluded
 
     run_virtually(main(), until=50.0)
 
 
-def test_a_worker_that_refused_it_and_is_not_left_alone_is_not_asked_again_for_that() -> None:
+def test_a_worker_that_refused_the_request_with_a_closed_circuit_stays_excluded() -> None:
     async def main() -> None:
-        engines = _Both()
-        engines.whole = frozenset({DEAD})
+        engines = _NoneAvailable()
+        engines.available = frozenset({DEAD})
         gateway, router = mesh(engines)
         request = PreprocessedRequest(model=MODEL, token_ids=TokenIds.of([1, 2, 3]))
         gateway.open(RequestPlan("0", request, deadline=100.0), Query(MODEL, 3, 0.0), Client())
-        await turns()
-        (sink,) = engines.doomed
+        await run_loop()
+        (sink,) = engines.lost_sinks
         sink.rejected(Overloaded(1.0))
         await asyncio.sleep(2.0)
-        assert len(router.asked) == 1, "busy is not dead: it waits for the other one"
+        assert len(router.queries) == 1, "busy is not dead: it waits for the other one"
 
     run_virtually(main(), until=50.0)

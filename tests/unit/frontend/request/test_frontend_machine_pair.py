@@ -30,12 +30,9 @@ from frontend_svc.core.request.machine import (
     ALL_EXCLUDED,
     USAGE_WAIT_S,
     Leg,
-    Placement,
     RequestMachine,
-    RequestOutcome,
-    RequestPlan,
-    RoutingDecision,
 )
+from frontend_svc.core.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
 
 PEER_FAULT_REASONS = "HANDOFF_PEER_LOST"
 NO_BLOCKS = "HANDOFF_NO_BLOCKS"
@@ -49,7 +46,7 @@ HANDLE = PrefillResult(disaggregated_params={"handle": 1})
 
 @dataclass
 class Ports:
-    """Writes down what it is asked for; nothing may be asked for after the end."""
+    """Records each call, and fails on a call after the end."""
 
     places: list[tuple[int, frozenset[int]]] = field(default_factory=list)
     legs: list[tuple[Leg, LegRequest]] = field(default_factory=list)
@@ -88,7 +85,7 @@ class Ports:
         self.emitted += token_ids
 
     def emit_chunk(self, json: bytes) -> None:
-        raise AssertionError("nothing is passed through here")
+        raise AssertionError("no pass-through body here")
 
     def finish(self, outcome: RequestOutcome) -> None:
         assert not self.outcomes
@@ -136,7 +133,7 @@ def end(reason: FinishReason = FinishReason.LENGTH, cached: int | None = None) -
     return Terminal(1, reason, usage=counts)
 
 
-def test_with_a_bootstrap_both_legs_start_at_once_and_prefill_makes_one_token() -> None:
+def test_with_a_bootstrap_both_legs_start_at_once_and_prefill_generates_one_token() -> None:
     _, ports = begin(PAIR)
     assert [leg.phase for leg, _ in ports.legs] == ["prefill", "decode"]
     prefill, decode = (leg_request.request for _, leg_request in ports.legs)
@@ -145,25 +142,25 @@ def test_with_a_bootstrap_both_legs_start_at_once_and_prefill_makes_one_token() 
     assert prefill.bootstrap_info == decode.bootstrap_info == ROOM
     assert prefill.stop_conditions == StopConditions(max_tokens=1, min_tokens=1)
     assert decode.stop_conditions == StopConditions(max_tokens=8, min_tokens=2)
-    assert ports.wake == 1.0, "a pair has a second to accept"
+    assert ports.wake == 1.0, "a pair has one second to accept"
 
 
-def test_of_a_pair_a_worker_that_talks_and_is_slow_has_longer_to_accept() -> None:
+def test_a_slow_but_responsive_worker_of_a_pair_has_longer_to_accept() -> None:
     machine, ports = begin(PAIR)
     (prefill, _), _ = ports.legs
     prefill.accepted()
     ports.silent[DECODE] = 0.1
     machine.on_timer(1.0)
-    assert ports.aborted == [], "it is heard of all the time"
+    assert ports.aborted == [], "the worker sends frames all the time"
     assert ports.wake == 1.0 + ACCEPT_RECHECK_S
     machine.on_timer(2.9)
-    assert ports.wake == 3.0, "no longer than anybody"
+    assert ports.wake == 3.0, "no longer than a single worker"
     machine.on_timer(3.0)
     assert [reason for _, reason in ports.aborted] == ["not_accepted"] * 2
 
 
-@pytest.mark.parametrize("silent", [{DECODE: 0.7}, {}], ids=["silent since", "never heard"])
-def test_of_a_pair_a_silent_worker_has_a_second(silent: dict[int, float]) -> None:
+@pytest.mark.parametrize("silent", [{DECODE: 0.7}, {}], ids=["silent since", "no frame yet"])
+def test_a_silent_worker_of_a_pair_has_one_second_to_accept(silent: dict[int, float]) -> None:
     machine, ports = begin(PAIR)
     (prefill, _), _ = ports.legs
     prefill.accepted()
@@ -178,21 +175,21 @@ def cached_tokens_of(outcome: RequestOutcome) -> int | None:
     return None if details is None else details.cached_tokens
 
 
-def complete_before_prefill(decode_says: int | None = None) -> tuple[RequestMachine, Ports, Leg]:
-    """The whole answer is there, prefill's end is not."""
+def complete_before_prefill(decode_cached: int | None = None) -> tuple[RequestMachine, Ports, Leg]:
+    """The response is complete, the terminal of prefill is missing."""
     machine, ports = begin(PAIR)
     (prefill, _), (decode, _) = ports.legs
     prefill.accepted()
     decode.accepted()
     ports.time = 5.0
     decode.tokens([5, 6], ())
-    decode.terminal(end(FinishReason.EOS, cached=decode_says))
+    decode.terminal(end(FinishReason.EOS, cached=decode_cached))
     return machine, ports, prefill
 
 
-def test_a_complete_answer_waits_for_prefill_to_say_what_was_cached() -> None:
-    _, ports, prefill = complete_before_prefill(decode_says=0)
-    assert ports.emitted == [5, 6], "the client has it all"
+def test_a_complete_response_waits_for_the_cached_tokens_of_prefill() -> None:
+    _, ports, prefill = complete_before_prefill(decode_cached=0)
+    assert ports.emitted == [5, 6], "the client has all tokens"
     assert ports.outcomes == []
     assert ports.wake == 5.0 + USAGE_WAIT_S
     prefill.tokens([5], ())
@@ -204,35 +201,35 @@ def test_a_complete_answer_waits_for_prefill_to_say_what_was_cached() -> None:
     assert ports.aborted == []
 
 
-@pytest.mark.parametrize("decode_says", [None, 3])
-def test_the_wait_for_prefills_word_is_bounded_and_decodes_word_will_do(
-    decode_says: int | None,
+@pytest.mark.parametrize("decode_cached", [None, 3])
+def test_the_wait_for_prefill_is_bounded_and_decodes_cached_tokens_are_the_fallback(
+    decode_cached: int | None,
 ) -> None:
-    machine, ports, prefill = complete_before_prefill(decode_says)
+    machine, ports, prefill = complete_before_prefill(decode_cached)
     machine.on_timer(ports.wake - 0.01)
     assert ports.outcomes == []
     machine.on_timer(ports.wake)
     (outcome,) = ports.outcomes
-    assert (outcome.finish_reason, cached_tokens_of(outcome)) == (FinishReason.EOS, decode_says)
-    prefill.terminal(end(cached=2))  # too late, and nobody's any more
+    assert (outcome.finish_reason, cached_tokens_of(outcome)) == (FinishReason.EOS, decode_cached)
+    prefill.terminal(end(cached=2))  # too late, ignored
 
 
-def test_a_complete_answer_stays_one_when_prefill_fails_afterwards() -> None:
+def test_a_complete_response_stays_complete_if_prefill_fails_afterwards() -> None:
     _, ports, prefill = complete_before_prefill()
     prefill.lost(WorkerLost("gone", retryable=True))
     (outcome,) = ports.outcomes
     assert (outcome.finish_reason, outcome.error, outcome.attempts) == (FinishReason.EOS, None, 1)
 
 
-def test_a_complete_answer_stays_one_when_the_gateway_must_end() -> None:
+def test_a_complete_response_stays_complete_during_a_drain() -> None:
     machine, ports, _ = complete_before_prefill()
     machine.fail(Unavailable("it drains"), "drain")
     (outcome,) = ports.outcomes
     assert (outcome.finish_reason, outcome.error) == (FinishReason.EOS, None)
 
 
-def test_a_stop_string_in_the_last_tokens_of_a_pair_still_gets_prefills_word() -> None:
-    machine, ports, prefill = complete_before_prefill(decode_says=0)
+def test_a_stop_string_in_the_last_tokens_of_a_pair_still_waits_for_prefill() -> None:
+    machine, ports, prefill = complete_before_prefill(decode_cached=0)
     machine.stop()
     assert ports.outcomes == []
     prefill.terminal(end(cached=2))
@@ -240,7 +237,7 @@ def test_a_stop_string_in_the_last_tokens_of_a_pair_still_gets_prefills_word() -
     assert (outcome.finish_reason, cached_tokens_of(outcome)) == (FinishReason.STOP, 2)
 
 
-def test_a_stop_string_ends_decode_at_once_and_waits_for_prefills_word() -> None:
+def test_a_stop_string_ends_decode_at_once_and_waits_for_prefill() -> None:
     machine, ports = begin(PAIR)
     (prefill, _), (decode, _) = ports.legs
     prefill.accepted()
@@ -258,7 +255,7 @@ def test_a_stop_string_ends_decode_at_once_and_waits_for_prefills_word() -> None
     assert [phase for phase, _ in ports.aborted] == ["prefill", "decode"]
 
 
-def test_a_client_that_goes_while_prefills_word_is_awaited_ends_prefill_too() -> None:
+def test_a_disconnect_during_the_wait_for_prefill_ends_prefill_too() -> None:
     machine, ports, _ = complete_before_prefill()
     machine.client_gone()
     assert ports.aborted == [("prefill", "client_gone")]
@@ -266,7 +263,7 @@ def test_a_client_that_goes_while_prefills_word_is_awaited_ends_prefill_too() ->
     assert len(ports.outcomes) == 1
 
 
-def test_the_answer_is_decodes_and_the_cache_hit_is_prefills() -> None:
+def test_tokens_come_from_decode_and_cached_tokens_from_prefill() -> None:
     _, ports = begin(PAIR)
     (prefill, _), (decode, _) = ports.legs
     prefill.accepted()
@@ -278,7 +275,7 @@ def test_the_answer_is_decodes_and_the_cache_hit_is_prefills() -> None:
     decode.tokens([5, 6], ())
     decode.terminal(end(FinishReason.EOS, cached=0))
     assert ports.emitted == [5, 6]
-    assert ports.prefills == [0], "told once"
+    assert ports.prefills == [0], "reported once"
     assert ports.freed == [0]
     details = ports.outcomes[0].usage.prompt_tokens_details
     assert details is not None
@@ -286,7 +283,7 @@ def test_the_answer_is_decodes_and_the_cache_hit_is_prefills() -> None:
     assert ports.outcomes[0].worker_ids == (PREFILL, DECODE)
 
 
-def test_without_a_bootstrap_decode_starts_with_what_prefill_handed_over() -> None:
+def test_without_a_bootstrap_decode_starts_with_the_result_of_prefill() -> None:
     _, ports = begin(IN_TURN)
     assert [leg.phase for leg, _ in ports.legs] == ["prefill"]
     prefill = ports.legs[0][0]
@@ -299,14 +296,14 @@ def test_without_a_bootstrap_decode_starts_with_what_prefill_handed_over() -> No
     assert leg_request.request is not None
     assert leg_request.request.prefill_result == HANDLE
     assert leg_request.timeout_s == 93.0
-    assert ports.wake == 10.0, "and it has its time to accept"
+    assert ports.wake == 10.0, "decode has the whole acceptance timeout"
     decode.tokens([5, 6], ())
     decode.terminal(end())
     assert ports.emitted == [5, 6]
 
 
 @pytest.mark.parametrize("reason", [FinishReason.EOS, FinishReason.STOP])
-def test_a_prefill_that_finished_at_token_one_is_the_whole_answer(reason: FinishReason) -> None:
+def test_a_prefill_that_finishes_at_token_one_is_the_whole_response(reason: FinishReason) -> None:
     _, ports = begin(IN_TURN)
     prefill = ports.legs[0][0]
     prefill.tokens([5], ())
@@ -316,7 +313,7 @@ def test_a_prefill_that_finished_at_token_one_is_the_whole_answer(reason: Finish
     assert len(ports.legs) == 1
 
 
-def test_an_answer_of_one_token_is_fetched_too_or_its_handoff_would_wait() -> None:
+def test_a_response_of_one_token_still_uses_decode_or_its_handoff_would_wait() -> None:
     _, ports = begin(IN_TURN, max_tokens=1)
     prefill = ports.legs[0][0]
     prefill.tokens([5], ())
@@ -330,14 +327,14 @@ def test_an_answer_of_one_token_is_fetched_too_or_its_handoff_would_wait() -> No
     assert ports.emitted == [5]
 
 
-def test_a_prefill_that_hands_nothing_over_is_tried_elsewhere() -> None:
+def test_a_prefill_without_a_result_is_retried_on_another_worker() -> None:
     _, ports = begin(IN_TURN)
     ports.legs[0][0].terminal(end())
     assert ports.places[-1] == (1, frozenset({PREFILL}))
     assert ports.freed == [0]
 
 
-def test_the_failure_of_prefill_ends_decode_and_both_are_tried_again() -> None:
+def test_the_failure_of_prefill_ends_decode_and_both_are_retried() -> None:
     machine, ports = begin(PAIR)
     (prefill, _), (decode, _) = ports.legs
     prefill.lost(WorkerLost("gone", retryable=True))
@@ -345,12 +342,12 @@ def test_the_failure_of_prefill_ends_decode_and_both_are_tried_again() -> None:
     assert ports.freed == [0]
     assert ports.places[-1] == (1, frozenset({PREFILL}))
     decode.tokens([9], ())
-    assert ports.emitted == [], "dead legs are not heard"
+    assert ports.emitted == [], "events of dead legs are ignored"
     machine.placed(1, PAIR, 3.0)
     assert len(ports.legs) == 4
 
 
-def test_the_failure_of_decode_tells_prefill() -> None:
+def test_the_failure_of_decode_aborts_prefill() -> None:
     _, ports = begin(PAIR)
     ports.legs[1][0].lost(WorkerLost("gone", retryable=True))
     assert ports.aborted == [("prefill", "peer_failed")]
@@ -358,7 +355,7 @@ def test_the_failure_of_decode_tells_prefill() -> None:
 
 
 @pytest.mark.parametrize(("failing", "blamed"), [(0, DECODE), (1, PREFILL)])
-def test_a_leg_that_lost_its_peer_blames_the_peer(failing: int, blamed: int) -> None:
+def test_a_leg_that_lost_its_peer_excludes_the_peer(failing: int, blamed: int) -> None:
     _, ports = begin(PAIR)
     ports.legs[failing][0].terminal(
         Terminal(1, None, error=Unavailable("no peer", reason=PEER_FAULT_REASONS))
@@ -371,7 +368,7 @@ def full() -> Terminal:
     return Terminal(1, None, error=error)
 
 
-def test_a_decode_worker_without_blocks_is_left_out_and_prefill_is_not_blamed() -> None:
+def test_a_decode_worker_without_blocks_is_excluded_and_prefill_is_not() -> None:
     machine, ports = begin(PAIR)
     for attempt in range(3):
         ports.last("decode")[0].terminal(full())
@@ -386,15 +383,15 @@ def test_a_decode_worker_without_blocks_is_left_out_and_prefill_is_not_blamed() 
     assert b"overloaded" in answer.body
 
 
-def test_the_only_decode_worker_is_waited_for_twice_when_it_has_no_blocks() -> None:
+def test_the_only_decode_worker_without_blocks_is_used_twice() -> None:
     machine, ports = begin(PAIR)
-    nobody_else = Unavailable("all are excluded", reason=ALL_EXCLUDED)
+    all_excluded = Unavailable("all are excluded", reason=ALL_EXCLUDED)
     ports.last("decode")[0].terminal(full())
-    machine.placement_failed(1, nobody_else)
-    assert ports.places[-1] == (2, frozenset()), "it may have some by now"
+    machine.placement_failed(1, all_excluded)
+    assert ports.places[-1] == (2, frozenset()), "it may have blocks by now"
     machine.placed(2, PAIR, ports.now())
     ports.last("decode")[0].terminal(full())
-    machine.placement_failed(3, nobody_else)
+    machine.placement_failed(3, all_excluded)
     (outcome,) = ports.outcomes
     assert outcome.error is not None
     answer = http_error(outcome.error)
@@ -402,7 +399,7 @@ def test_the_only_decode_worker_is_waited_for_twice_when_it_has_no_blocks() -> N
     assert ports.freed == [0, 2]
 
 
-def test_a_decode_that_finds_no_handoff_blames_the_prefill_that_has_ended() -> None:
+def test_a_decode_without_a_handoff_excludes_the_prefill_worker_that_ended() -> None:
     _, ports = begin(IN_TURN)
     ports.legs[0][0].terminal(replace(end(), prefill_result=HANDLE))
     ports.legs[1][0].terminal(
@@ -411,7 +408,7 @@ def test_a_decode_that_finds_no_handoff_blames_the_prefill_that_has_ended() -> N
     assert ports.places[-1] == (1, frozenset({PREFILL}))
 
 
-def test_once_decode_has_delivered_prefills_fate_is_its_own() -> None:
+def test_after_decodes_first_token_a_failure_of_prefill_is_ignored() -> None:
     _, ports = begin(PAIR)
     (prefill, _), (decode, _) = ports.legs
     decode.tokens([5], ())
@@ -428,17 +425,19 @@ def test_a_pair_that_is_not_accepted_in_time_is_aborted_prefill_first() -> None:
     ports.legs[0][0].accepted()
     machine.on_timer(1.0)
     assert ports.aborted == [("prefill", "not_accepted"), ("decode", "not_accepted")]
-    assert ports.places[-1] == (1, frozenset({DECODE})), "only who did not accept is left out"
+    assert ports.places[-1] == (1, frozenset({DECODE})), (
+        "only the worker that did not accept is excluded"
+    )
 
 
-def test_a_client_that_goes_away_ends_both_prefill_first() -> None:
+def test_a_disconnect_ends_both_legs_prefill_first() -> None:
     machine, ports = begin(PAIR)
     machine.client_gone()
     assert ports.aborted == [("prefill", "client_gone"), ("decode", "client_gone")]
     assert ports.freed == [0]
 
 
-def test_decode_is_linked_to_prefill_and_a_retry_to_the_decode_that_failed() -> None:
+def test_decodes_span_links_to_prefill_and_a_retrys_to_the_failed_decode() -> None:
     machine, ports = begin(PAIR, trace_id=TRACE)
     (prefill, first), (decode, second) = ports.legs
     assert first.span_id == prefill.span_id
@@ -462,7 +461,7 @@ def test_decode_is_linked_to_prefill_and_a_retry_to_the_decode_that_failed() -> 
     assert again.migration_link.span_id == retried.span_id
 
 
-def test_a_decode_that_dies_goes_on_with_prompt_and_answer() -> None:
+def test_a_lost_decode_continues_with_prompt_and_generated_tokens() -> None:
     machine, ports = begin(PAIR)
     ports.legs[1][0].tokens([5, 6], ())
     ports.legs[1][0].lost(WorkerLost("gone", retryable=True))
@@ -474,7 +473,7 @@ def test_a_decode_that_dies_goes_on_with_prompt_and_answer() -> None:
     assert request.bootstrap_info is None
 
 
-def test_a_retry_beyond_the_budget_fails_with_a_hint_when_to_come_back() -> None:
+def test_a_retry_beyond_the_budget_fails_with_a_retry_delay() -> None:
     _, ports = begin(PAIR)
     ports.may_retry = False
     ports.legs[0][0].lost(WorkerLost("gone", retryable=True))

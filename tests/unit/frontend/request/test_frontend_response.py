@@ -1,4 +1,4 @@
-"""An answer between the loop and its client's task: what waits, and when silence wakes."""
+"""The response buffer: unread tokens, and wake-ups after idle time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import pytest
 
 from common.errors import MeshError
 from common.request.preprocessed import FinishReason, usage
-from frontend_svc.core.request.machine import RequestOutcome
-from frontend_svc.metrics import DeploymentState, Endpoint
-from frontend_svc.request.gateway import UNREAD_TOKENS_MAX
-from frontend_svc.request.response import TOKENS_PER_CHUNK, ResponseBuffer
+from frontend_svc.core.request.types import RequestOutcome
+from frontend_svc.metrics.families import DeploymentState, Endpoint
+from frontend_svc.request.response import TOKENS_PER_CHUNK, UNREAD_TOKENS_MAX, ResponseBuffer
 from tests.sim.loop import run_virtually
 
 DONE = RequestOutcome(FinishReason.STOP, None, usage(1, 1), 1, (7,), None)
 
 
-def an_answer() -> ResponseBuffer:
+def new_response() -> ResponseBuffer:
     clock = asyncio.get_running_loop().time
     state = DeploymentState(lambda: ("m",), clock=clock)
     return ResponseBuffer(state.begin("m", Endpoint.COMPLETIONS, True), clock)
@@ -28,16 +27,16 @@ def later(after_s: float, what: Callable[[], None]) -> None:
     asyncio.get_running_loop().call_later(after_s, what)
 
 
-def test_silence_wakes_the_reader_each_time_and_tokens_put_it_off() -> None:
+def test_idle_time_wakes_the_reader_repeatedly_and_tokens_restart_it() -> None:
     async def main() -> list[tuple[float, list[int]]]:
-        loop, answer = asyncio.get_running_loop(), an_answer()
-        answer.wake_when_idle(15.0)
-        later(10.0, lambda: answer.tokens([1], ()))
-        later(60.0, lambda: answer.tokens([2], ()))
-        later(61.0, lambda: answer.finished(DONE))
+        loop, response = asyncio.get_running_loop(), new_response()
+        response.wake_when_idle(15.0)
+        later(10.0, lambda: response.tokens([1], ()))
+        later(60.0, lambda: response.tokens([2], ()))
+        later(61.0, lambda: response.finished(DONE))
         woken = []
-        while answer.outcome is None:
-            taken = await answer.next()
+        while response.outcome is None:
+            taken = await response.next()
             woken.append((loop.time(), taken))
         return woken
 
@@ -51,35 +50,35 @@ def test_silence_wakes_the_reader_each_time_and_tokens_put_it_off() -> None:
     ]
 
 
-def test_without_a_wish_for_it_silence_lasts() -> None:
+def test_without_an_idle_time_the_reader_is_not_woken() -> None:
     async def main() -> float:
-        loop, answer = asyncio.get_running_loop(), an_answer()
-        later(500.0, lambda: answer.finished(DONE))
-        assert await answer.next() == []
+        loop, response = asyncio.get_running_loop(), new_response()
+        later(500.0, lambda: response.finished(DONE))
+        assert await response.next() == []
         return loop.time()
 
     assert run_virtually(main()) == 500.0
 
 
-def test_a_reader_who_is_busy_elsewhere_is_not_woken_for_silence() -> None:
+def test_a_reader_that_does_not_wait_is_not_woken_for_idle_time() -> None:
     async def main() -> None:
-        loop, answer = asyncio.get_running_loop(), an_answer()
-        answer.wake_when_idle(1.0)
-        await asyncio.sleep(10.3)  # say, its client takes nothing
-        later(0.5, lambda: answer.tokens([1], ()))
-        assert await answer.next() == [1], "it has waited for half a second only"
+        loop, response = asyncio.get_running_loop(), new_response()
+        response.wake_when_idle(1.0)
+        await asyncio.sleep(10.3)  # for example, the client reads nothing
+        later(0.5, lambda: response.tokens([1], ()))
+        assert await response.next() == [1], "it has waited for only half a second"
         assert loop.time() == pytest.approx(10.8)
-        answer.finished(DONE)
+        response.finished(DONE)
 
     run_virtually(main())
 
 
-def test_an_ended_answer_leaves_no_timer_behind() -> None:
+def test_an_ended_response_leaves_no_timer() -> None:
     async def main() -> None:
-        answer = an_answer()
-        answer.wake_when_idle(5.0)
-        answer.finished(DONE)
-        late = an_answer()
+        response = new_response()
+        response.wake_when_idle(5.0)
+        response.finished(DONE)
+        late = new_response()
         late.finished(DONE)
         late.wake_when_idle(5.0)
         assert await late.next() == []
@@ -96,28 +95,28 @@ class RequestHandle:
 
 
 @pytest.mark.parametrize("kind", ["tokens", "chunks"])
-def test_what_a_client_does_not_take_is_bounded(kind: str) -> None:
+def test_the_unread_tokens_of_a_client_are_bounded(kind: str) -> None:
     async def main() -> None:
-        answer, handle = an_answer(), RequestHandle()
-        answer.handle = handle  # type: ignore[assignment]  # all of it that is used
+        response, handle = new_response(), RequestHandle()
+        response.handle = handle  # type: ignore[assignment]  # the only attribute used
         most = UNREAD_TOKENS_MAX if kind == "tokens" else UNREAD_TOKENS_MAX // TOKENS_PER_CHUNK
         for _ in range(most):
-            answer.tokens([1], ()) if kind == "tokens" else answer.chunk(b"{}")
+            response.tokens([1], ()) if kind == "tokens" else response.chunk(b"{}")
         assert handle.why == ""
-        answer.tokens([1], ()) if kind == "tokens" else answer.chunk(b"{}")
+        response.tokens([1], ()) if kind == "tokens" else response.chunk(b"{}")
         assert handle.why == "slow_reader"
 
     run_virtually(main())
 
 
-def test_its_end_is_waited_for_past_silence_and_tokens_that_nobody_wants() -> None:
+def test_the_end_is_awaited_past_idle_times_and_discarded_tokens() -> None:
     async def main() -> float:
-        loop, answer = asyncio.get_running_loop(), an_answer()
-        answer.wake_when_idle(15.0)
-        later(10.0, lambda: answer.tokens([1], ()))
-        later(40.0, lambda: answer.finished(DONE))
-        assert await answer.end() is DONE
-        assert await answer.end() is DONE
+        loop, response = asyncio.get_running_loop(), new_response()
+        response.wake_when_idle(15.0)
+        later(10.0, lambda: response.tokens([1], ()))
+        later(40.0, lambda: response.finished(DONE))
+        assert await response.end() is DONE
+        assert await response.end() is DONE
         return loop.time()
 
     assert run_virtually(main()) == 40.0

@@ -29,7 +29,7 @@ BOS = 256
 
 
 def fallback_tokenizer() -> Tokenizer:
-    """Ids 0-255 are the bytes, 256 is special, then whole characters and words."""
+    """Ids 0-255 are bytes, 256 is special, then complete characters and words."""
     words = ["<s>", "▁", "▁a", "▁▁b", "c", "é", "▁日本", "\ufffd", "<0x+A>", "<0xZZ>", "😀"]
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
     vocab |= {word: 256 + place for place, word in enumerate(words)}
@@ -51,7 +51,7 @@ FALLBACK_VOCABULARY = Vocabulary.from_tokenizer_json(FALLBACK.to_str())
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Ids 0-255 are the bytes; then added tokens in and out of the byte alphabet."""
+    """Ids 0-255 are bytes; then added tokens inside and outside the byte alphabet."""
     single = {SIM_VOCABULARY.raw[i]: token for token, i in SIM.get_vocab().items()}
     vocab = {single[bytes([byte])]: byte for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -92,8 +92,8 @@ def streamed(
     return "".join(pieces) + detokenizer.finish()
 
 
-def fallback_truth(ids: Sequence[int], skip: bool) -> str:
-    """The tokenizer's decoding, but whole characters before a run's first wrong byte stay."""
+def expected_fallback(ids: Sequence[int], skip: bool) -> str:
+    """The tokenizer's decoding, with complete characters before a run's first invalid byte."""
     parts: list[str] = []
     run = b""
     for token_id in [*ids, None]:
@@ -126,7 +126,7 @@ fallback_ids = st.lists(
 
 @settings(max_examples=200)
 @given(ids=sim_ids, cuts=positions, skip=st.booleans())
-def test_pieces_joined_are_what_the_sim_tokenizer_decodes(
+def test_joined_pieces_equal_the_decoding_of_the_sim_tokenizer(
     ids: list[int], cuts: list[int], skip: bool
 ) -> None:
     detokenizer = Detokenizer(SIM_VOCABULARY, skip_special_tokens=skip)
@@ -136,7 +136,7 @@ def test_pieces_joined_are_what_the_sim_tokenizer_decodes(
 
 @settings(max_examples=200)
 @given(ids=byte_ids, cuts=positions, skip=st.booleans())
-def test_broken_utf8_is_replaced_as_the_byte_level_decoder_does(
+def test_invalid_utf8_is_replaced_like_in_the_byte_level_decoder(
     ids: list[int], cuts: list[int], skip: bool
 ) -> None:
     detokenizer = Detokenizer(BYTES_VOCABULARY, skip_special_tokens=skip)
@@ -153,12 +153,12 @@ def test_python_and_the_tokenizer_agree_on_every_maximal_invalid_part(raw: list[
 
 @settings(max_examples=200)
 @given(ids=fallback_ids, cuts=positions, skip=st.booleans())
-def test_byte_fallback_is_decoded_but_for_characters_already_sent(
+def test_byte_fallback_equals_the_tokenizer_except_for_characters_already_sent(
     ids: list[int], cuts: list[int], skip: bool
 ) -> None:
     detokenizer = Detokenizer(FALLBACK_VOCABULARY, skip_special_tokens=skip)
 
-    assert streamed(detokenizer, ids, cuts) == fallback_truth(ids, skip)
+    assert streamed(detokenizer, ids, cuts) == expected_fallback(ids, skip)
 
 
 @settings(max_examples=200)
@@ -172,7 +172,7 @@ def test_byte_fallback_is_decoded_but_for_characters_already_sent(
     cuts=positions,
     skip=st.booleans(),
 )
-def test_byte_fallback_is_exact_unless_a_run_breaks_after_a_whole_character(
+def test_byte_fallback_is_exact_unless_a_run_becomes_invalid_after_a_complete_character(
     parts: list[list[int]], cuts: list[int], skip: bool
 ) -> None:
     ids = [token_id for part in parts for token_id in [*part, 260]]
@@ -181,7 +181,7 @@ def test_byte_fallback_is_exact_unless_a_run_breaks_after_a_whole_character(
     assert streamed(detokenizer, ids, cuts) == FALLBACK.decode(ids, skip_special_tokens=skip)
 
 
-def test_characters_before_the_first_wrong_byte_of_a_run_are_kept() -> None:
+def test_characters_before_the_first_invalid_byte_of_a_run_are_kept() -> None:
     euro_then_wrong = [0xE2, 0x82, 0xAC, 0xFF, 0x41]
 
     assert FALLBACK.decode(euro_then_wrong) == "\ufffd" * 5
@@ -189,7 +189,7 @@ def test_characters_before_the_first_wrong_byte_of_a_run_are_kept() -> None:
 
 
 @pytest.mark.parametrize("line", [line for line in CORPUS if not line.isascii()])
-def test_every_non_ascii_line_of_the_corpus_survives(line: str) -> None:
+def test_every_non_ascii_line_of_the_corpus_round_trips(line: str) -> None:
     ids = SIM.encode(line).ids
 
     assert streamed(Detokenizer(SIM_VOCABULARY), ids, range(len(ids))) == line
@@ -202,7 +202,7 @@ def test_a_character_belongs_to_the_token_that_completes_it() -> None:
     assert Detokenizer(FALLBACK_VOCABULARY).feed([260, *smile, 260]) == ["c", "", "", "", "😀", "c"]
 
 
-def test_a_token_that_ends_one_character_and_begins_the_next_gives_the_first() -> None:
+def test_a_token_that_ends_one_character_and_starts_the_next_has_the_first() -> None:
     tokenizer = Tokenizer(models.BPE(vocab={"Ã": 0, "©Ã": 1, "©": 2}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     vocabulary = Vocabulary.from_tokenizer_json(tokenizer.to_str())
@@ -217,7 +217,7 @@ def test_a_skipped_special_token_does_not_end_the_character_around_it() -> None:
     assert Detokenizer(FALLBACK_VOCABULARY).feed([0xC3, BOS, 0xA9]) == ["", "", "é"]
 
 
-def test_special_tokens_are_spelled_out_on_request() -> None:
+def test_special_tokens_have_text_on_request() -> None:
     end = id_of(SIM, "<|im_end|>")
 
     assert Detokenizer(SIM_VOCABULARY).feed([end]) == [""]
@@ -227,48 +227,47 @@ def test_special_tokens_are_spelled_out_on_request() -> None:
 def test_unknown_ids_have_no_text_and_no_bytes() -> None:
     assert Detokenizer(SIM_VOCABULARY).feed([999_999, -1, 2**32 - 1]) == ["", "", ""]
     assert Detokenizer(FALLBACK_VOCABULARY).feed([0xC3, 999_999, 0xA9]) == ["", "", "é"]
-    assert SIM_VOCABULARY.token_bytes(999_999) is None
+    assert SIM_VOCABULARY.raw.get(999_999) is None
 
 
-def test_what_never_became_a_character_comes_out_at_the_end() -> None:
+def test_an_incomplete_character_is_replaced_at_the_end() -> None:
     byte_level = Detokenizer(BYTES_VOCABULARY)
     fallback = Detokenizer(FALLBACK_VOCABULARY)
 
     assert byte_level.feed([0xE2, 0x82]) == ["", ""]
-    assert byte_level.finish() == "\ufffd"  # one for the part, as from_utf8_lossy has it
+    assert byte_level.finish() == "\ufffd"  # one for the part, as in from_utf8_lossy
     assert byte_level.finish() == ""
     assert fallback.feed([0xE2, 0x82]) == ["", ""]
-    assert fallback.finish() == "\ufffd\ufffd"  # one for each byte
+    assert fallback.finish() == "\ufffd\ufffd"  # one per byte
 
 
-def test_the_leading_space_is_cut_once_and_only_at_the_start_of_a_text() -> None:
+def test_the_leading_space_is_removed_once_and_only_at_the_start() -> None:
     assert Detokenizer(FALLBACK_VOCABULARY).feed([258, 258]) == ["a", " a"]
     assert Detokenizer(FALLBACK_VOCABULARY).feed([257, 258]) == ["", " a"]
     assert Detokenizer(FALLBACK_VOCABULARY).feed([BOS, 0x20, 258]) == ["", "", " a"]
-    assert Detokenizer(FALLBACK_VOCABULARY, continues_prompt=True).feed([258]) == [" a"]
 
 
-def test_the_vocabulary_knows_bytes_special_ids_and_its_size() -> None:
+def test_the_vocabulary_has_bytes_special_ids_and_a_size() -> None:
     end = id_of(SIM, "<|im_end|>")
 
-    assert len(SIM_VOCABULARY) == SIM.get_vocab_size()
+    assert len(SIM_VOCABULARY.raw) == SIM.get_vocab_size()
     assert SIM_VOCABULARY.special_ids == {0, 1, 2}
-    assert SIM_VOCABULARY.token_bytes(end) == b"<|im_end|>"
-    assert SIM_VOCABULARY.token_bytes(id_of(SIM, "Ġthe")) == b" the"
-    assert FALLBACK_VOCABULARY.token_bytes(0xC3) == b"\xc3"
+    assert SIM_VOCABULARY.raw[end] == b"<|im_end|>"
+    assert SIM_VOCABULARY.raw[id_of(SIM, "Ġthe")] == b" the"
+    assert FALLBACK_VOCABULARY.raw[0xC3] == b"\xc3"
 
 
-def test_added_tokens_are_numbered_as_the_library_numbers_them() -> None:
+def test_added_tokens_have_the_ids_of_the_library() -> None:
     spec = json.loads(BYTES.to_str())
     spec["added_tokens"].append(spec["added_tokens"][-1] | {"id": 4000, "content": "late"})
     library = Tokenizer.from_str(json.dumps(spec))
     vocabulary = Vocabulary.from_tokenizer_json(json.dumps(spec))
 
     assert set(vocabulary.raw) == set(library.get_vocab().values())
-    assert vocabulary.token_bytes(id_of(library, "late")) == b"late"
+    assert vocabulary.raw[id_of(library, "late")] == b"late"
 
 
-def test_a_unigram_vocabulary_is_numbered_by_place() -> None:
+def test_ids_of_a_unigram_vocabulary_are_list_indices() -> None:
     pieces = [("<unk>", 0.0), ("▁hi", -1.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256))]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
@@ -283,8 +282,8 @@ def test_a_unigram_vocabulary_is_numbered_by_place() -> None:
     [
         ("{", "not JSON"),
         ("[]", "not a JSON object"),
-        ('{"model": {"vocab": {}}}', "there is none"),
-        ('{"model": {"vocab": {}}, "decoder": null}', "there is none"),
+        ('{"model": {"vocab": {}}}', "missing"),
+        ('{"model": {"vocab": {}}, "decoder": null}', "missing"),
         (decoder_spec(), "empty"),
         (decoder_spec({"type": "WordPiece"}), "WordPiece"),
         (decoder_spec({"type": "Metaspace"}), "Metaspace"),
@@ -318,7 +317,7 @@ def test_a_unigram_vocabulary_is_numbered_by_place() -> None:
         ('{"model": {"vocab": [1]}, "decoder": {"type": "ByteLevel"}}', "vocab or added_tokens"),
     ],
 )
-def test_what_cannot_be_decoded_by_table_is_refused_with_the_reason(raw: str, reason: str) -> None:
+def test_an_unsupported_decoder_is_refused_with_the_reason(raw: str, reason: str) -> None:
     with pytest.raises(UnsupportedTokenizer, match=reason):
         Vocabulary.from_tokenizer_json(raw)
 
@@ -333,16 +332,16 @@ def wordpiece_tokenizer() -> Tokenizer:
 
 @settings(max_examples=100)
 @given(ids=st.lists(st.integers(0, 6), max_size=20), cuts=positions)
-def test_any_other_tokenizer_is_decoded_through_itself(ids: list[int], cuts: list[int]) -> None:
+def test_any_other_tokenizer_decodes_through_the_library(ids: list[int], cuts: list[int]) -> None:
     tokenizer = wordpiece_tokenizer()
-    # A continuation at the very start is printed with its marks; no tokenizer makes one there.
+    # A continuation at the start keeps its prefix; no tokenizer generates one there.
     ids = [1, *ids]
 
     assert streamed(StreamDetokenizer(tokenizer), ids, cuts) == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("tokenizer", [SIM, FALLBACK], ids=["byte-level", "byte-fallback"])
-def test_decoding_through_the_tokenizer_keeps_real_text(tokenizer: Tokenizer) -> None:
+def test_decoding_through_the_library_keeps_real_text(tokenizer: Tokenizer) -> None:
     text = "a c 日本é 😀\n\nc" if tokenizer is FALLBACK else CORPUS[-1]
     ids = (
         [258, 257, 260, 262, 261, 257, 266, 10, 10, 260]
@@ -353,7 +352,7 @@ def test_decoding_through_the_tokenizer_keeps_real_text(tokenizer: Tokenizer) ->
     assert streamed(StreamDetokenizer(tokenizer), ids, range(len(ids))) == tokenizer.decode(ids)
 
 
-def test_decoding_through_the_tokenizer_gives_out_the_tail_and_never_holds_for_long() -> None:
+def test_decoding_through_the_library_returns_the_tail_and_withholds_few_tokens() -> None:
     cut_off = StreamDetokenizer(BYTES)
     assert cut_off.feed([65, 0xE2, 0x82]) == ["A", "", ""]
     assert cut_off.finish() == "\ufffd"

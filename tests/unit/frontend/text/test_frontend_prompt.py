@@ -61,7 +61,7 @@ def test_the_sim_template_renders_chatml() -> None:
     )
 
 
-def test_the_sim_template_writes_tools_and_tool_calls() -> None:
+def test_the_sim_template_renders_tools_and_tool_calls() -> None:
     tools = [{"type": "function", "function": {"name": "wetter", "description": "für Städte"}}]
     messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call('{"a": "é"}')]}]
 
@@ -71,7 +71,7 @@ def test_the_sim_template_writes_tools_and_tool_calls() -> None:
     assert '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call><|im_end|>' in prompt
 
 
-def test_blocks_leave_no_blank_lines_and_loops_can_break() -> None:
+def test_blocks_render_no_blank_lines_and_loops_can_break() -> None:
     condition = "  {% if loop.index > 1 %}\n    {% break %}\n  {% endif %}\n"
     source = "{% for m in messages %}\n" + condition + "x\n{% endfor %}\n"
 
@@ -94,16 +94,16 @@ def test_the_time_is_an_argument() -> None:
     )
 
 
-def test_special_tokens_are_variables_and_undefined_where_there_is_none() -> None:
+def test_special_tokens_are_variables_and_undefined_if_missing() -> None:
     assert render("{{ bos_token }}|{{ eos_token }}") == "<s>|</s>"
     assert template("[{{ bos_token }}]", bos=None).render(HELLO, now=NOW) == "[]"
 
 
-def test_training_marks_are_transparent() -> None:
+def test_generation_blocks_render_as_their_body() -> None:
     assert render("a{% generation %}b{% endgeneration %}c") == "abc"
 
 
-def test_tools_are_none_when_there_are_none() -> None:
+def test_an_empty_list_of_tools_is_none() -> None:
     source = "{{ 'none' if tools is none else tools | length }}"
 
     assert render(source) == "none"
@@ -139,7 +139,9 @@ def test_template_kwargs_cannot_replace_an_argument(name: str) -> None:
         ("{{ strftime_now(1) }}", "TypeError"),
     ],
 )
-def test_what_fails_in_a_template_is_one_error_that_says_why(source: str, reason: str) -> None:
+def test_every_failure_in_a_template_is_a_template_error_with_its_cause(
+    source: str, reason: str
+) -> None:
     with pytest.raises(TemplateError, match=reason):
         render(source)
 
@@ -161,7 +163,7 @@ def test_a_template_with_bad_syntax_is_refused_with_its_line(source: str) -> Non
         ("{{ raise_exception('no') }}", MessageShape()),
     ],
 )
-def test_what_a_template_takes_is_found_out_by_probes(source: str, shape: MessageShape) -> None:
+def test_probes_detect_the_message_format_of_a_template(source: str, shape: MessageShape) -> None:
     assert template(source).shape == shape
 
 
@@ -174,14 +176,14 @@ def test_what_a_template_takes_is_found_out_by_probes(source: str, shape: Messag
         (PARTS_ONLY, "[<one><two>][<three>]"),
     ],
 )
-def test_content_reaches_each_template_in_the_shape_it_takes(source: str, prompt: str) -> None:
+def test_content_is_converted_to_the_format_of_the_template(source: str, prompt: str) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     first: dict[str, Any] = {"role": "user", "content": parts}
 
     assert render(source, [first, {"role": "user", "content": "three"}]) == prompt
 
 
-def test_other_parts_than_text_are_refused_by_name() -> None:
+def test_parts_that_are_not_text_are_refused_by_name() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     messages = [*HELLO, {"role": "user", "content": [{"type": "text", "text": "See"}, image]}]
 
@@ -209,7 +211,7 @@ def test_a_malformed_message_is_refused_with_the_field(message: dict[str, Any], 
         normalise_messages([message])
 
 
-def test_null_keys_are_left_out_and_null_content_is_empty() -> None:
+def test_null_keys_are_omitted_and_null_content_is_empty() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": None, "name": "a"}
 
     assert normalise_messages([message]) == [{"role": "assistant", "content": "", "name": "a"}]
@@ -225,10 +227,10 @@ def test_tool_call_arguments_become_an_object(given: Any, passed: dict[str, Any]
     normal = normalise_messages([message])
 
     assert normal[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": passed}
-    assert message["tool_calls"] == [call(given)], "the caller's messages stay as they were"
+    assert message["tool_calls"] == [call(given)], "the caller's messages are unchanged"
 
 
-def test_tool_call_arguments_stay_text_for_a_template_that_joins_them_to_text() -> None:
+def test_tool_call_arguments_stay_text_for_a_template_that_concatenates_them() -> None:
     source = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}"
         "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
@@ -239,7 +241,7 @@ def test_tool_call_arguments_stay_text_for_a_template_that_joins_them_to_text() 
     assert render(source, [*HELLO, message]) == 'f{"city": "Köln"}'
 
 
-def test_text_that_no_tokenizer_can_take_is_refused() -> None:
+def test_text_that_is_not_valid_unicode_is_refused() -> None:
     message = {"role": "assistant", "tool_calls": [call('{"a": "\\ud800"}')]}
 
     with pytest.raises(TemplateError, match="surrogates not allowed"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from frontend_svc.core.text.stop_strings import StopStringMatcher
 
-# Few letters, so that stop strings overlap each other, themselves and the text.
+# Few letters, so that stop strings overlap with each other, themselves and the text.
 texts = st.text("abc", max_size=30)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
 positions = st.lists(st.integers(0, 30), max_size=8)
@@ -21,7 +21,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 
 
 def first_match(text: str, stop_strings: Sequence[str]) -> tuple[int, int, str] | None:
-    """(end, start, stop) of the match that completes first, of these the one that starts first."""
+    """(end, start, stop) of the match that completes first; of several, the earliest start."""
     found = [(text.find(stop), stop) for stop in stop_strings]
     return min(((at + len(stop), at, stop) for at, stop in found if at >= 0), default=None)
 
@@ -33,70 +33,57 @@ def undecided(text: str, stop_strings: Sequence[str]) -> str:
 
 
 @settings(max_examples=150)
-@given(text=texts, stop_strings=stop_lists, places=positions, include=st.booleans())
-def test_every_chunking_stops_where_str_find_says(
-    text: str, stop_strings: list[str], places: list[int], include: bool
+@given(text=texts, stop_strings=stop_lists, places=positions)
+def test_every_chunking_stops_at_the_position_of_str_find(
+    text: str, stop_strings: list[str], places: list[int]
 ) -> None:
-    machine = StopStringMatcher(stop_strings, include)
-    steps = [machine.feed(piece) for piece in cut(text, places)]
-    output = "".join(step.emit for step in steps) + machine.finish()
+    matcher = StopStringMatcher(stop_strings)
+    steps = [matcher.feed(piece) for piece in cut(text, places)]
+    output = "".join(step.emit for step in steps) + matcher.finish()
     match = first_match(text, stop_strings)
 
     if match is None:
         assert output == text
-        assert machine.matched is None
+        assert matcher.matched is None
     else:
-        end, start, stop = match
-        assert output == text[: end if include else start]
-        assert machine.matched == stop
+        _end, start, stop = match
+        assert output == text[:start]
+        assert matcher.matched == stop
     assert [step.matched for step in steps if step.matched] == ([match[2]] if match else [])
 
 
 @settings(max_examples=150)
 @given(text=texts, stop_strings=stop_lists, places=positions)
-def test_held_back_is_exactly_what_may_still_become_a_stop_string(
+def test_only_a_possible_start_of_a_stop_string_is_withheld(
     text: str, stop_strings: list[str], places: list[int]
 ) -> None:
-    machine = StopStringMatcher(stop_strings)
+    matcher = StopStringMatcher(stop_strings)
     seen = sent = ""
     for piece in cut(text, places):
         seen += piece
-        sent += machine.feed(piece).emit
-        if machine.matched is not None:
+        sent += matcher.feed(piece).emit
+        if matcher.matched is not None:
             return
         assert sent == seen.removesuffix(undecided(seen, stop_strings))
 
 
-@settings(max_examples=100)
-@given(text=texts, stop_strings=stop_lists, places=positions)
-def test_nothing_is_held_back_when_the_stop_string_is_output_anyway(
-    text: str, stop_strings: list[str], places: list[int]
-) -> None:
-    machine = StopStringMatcher(stop_strings, include_in_output=True)
-    for piece in cut(text, places):
-        step = machine.feed(piece)
-        if machine.matched is not None:
-            return
-        assert step.emit == piece
+def test_no_part_of_a_stop_string_split_over_pieces_is_sent() -> None:
+    matcher = StopStringMatcher(["\n\nUser:"])
+
+    assert matcher.feed("Hello.\n") == ("Hello.", None)
+    assert matcher.feed("\nUs") == ("", None)
+    assert matcher.feed("er: next") == ("", "\n\nUser:")
 
 
-def test_a_stop_string_split_over_pieces_never_leaks() -> None:
-    machine = StopStringMatcher(["\n\nUser:"])
+def test_withheld_text_is_sent_as_soon_as_it_cannot_become_a_stop_string() -> None:
+    matcher = StopStringMatcher(["END"])
 
-    assert machine.feed("Hello.\n") == ("Hello.", None)
-    assert machine.feed("\nUs") == ("", None)
-    assert machine.feed("er: next") == ("", "\n\nUser:")
-
-
-def test_held_text_goes_out_as_soon_as_it_cannot_become_a_stop_string() -> None:
-    machine = StopStringMatcher(["END"])
-
-    assert machine.feed("the E") == ("the ", None)
-    assert machine.feed("N") == ("", None)
-    assert machine.feed("T") == ("ENT", None)
-    assert machine.feed(" E") == (" ", None)
-    assert machine.finish() == "E"
-    assert machine.finish() == ""
+    assert matcher.feed("the E") == ("the ", None)
+    assert matcher.feed("N") == ("", None)
+    assert matcher.feed("T") == ("ENT", None)
+    assert matcher.feed(" E") == (" ", None)
+    assert matcher.finish() == "E"
+    assert matcher.finish() == ""
 
 
 def test_the_match_that_completes_first_wins() -> None:
@@ -104,53 +91,44 @@ def test_the_match_that_completes_first_wins() -> None:
     assert StopStringMatcher(["abcd", "ab"]).feed("abcd") == ("", "ab")
 
 
-def test_of_two_that_complete_together_the_longer_wins() -> None:
+def test_of_two_matches_that_complete_together_the_longer_wins() -> None:
     assert StopStringMatcher(["c", "abc", "bc"]).feed("xabc") == ("x", "abc")
 
 
 def test_text_after_a_match_is_ignored() -> None:
-    machine = StopStringMatcher(["stop"])
+    matcher = StopStringMatcher(["stop"])
 
-    assert machine.feed("now stop here") == ("now ", "stop")
-    assert machine.feed("stop again") == ("", None)
-    assert machine.finish() == ""
-    assert machine.matched == "stop"
-
-
-def test_the_stop_string_ends_the_output_on_request() -> None:
-    machine = StopStringMatcher(["END"], include_in_output=True)
-
-    assert machine.feed("the E") == ("the E", None)
-    assert machine.feed("ND of it") == ("ND", "END")
+    assert matcher.feed("now stop here") == ("now ", "stop")
+    assert matcher.feed("stop again") == ("", None)
+    assert matcher.finish() == ""
+    assert matcher.matched == "stop"
 
 
-def test_stop_strings_may_be_of_any_characters() -> None:
-    machine = StopStringMatcher(["停止", "👩‍💻"])
+def test_stop_strings_may_contain_any_characters() -> None:
+    matcher = StopStringMatcher(["停止", "👩‍💻"])
 
-    assert machine.feed("好停") == ("好", None)
-    assert machine.feed("👩") == ("停", None)
-    assert machine.feed("\u200d💻") == ("", "👩‍💻")
+    assert matcher.feed("好停") == ("好", None)
+    assert matcher.feed("👩") == ("停", None)
+    assert matcher.feed("\u200d💻") == ("", "👩‍💻")
 
 
-def test_without_stop_strings_the_machine_is_passive_and_hands_text_on() -> None:
-    machine = StopStringMatcher([])
+def test_without_stop_strings_the_matcher_returns_the_text() -> None:
+    matcher = StopStringMatcher([])
     text = "".join(["any ", "text"])
 
-    assert machine.is_passive
-    assert machine.feed(text).emit is text
-    assert machine.finish() == ""
-    assert not StopStringMatcher(["a"]).is_passive
+    assert matcher.feed(text).emit is text
+    assert matcher.finish() == ""
 
 
-def test_an_empty_stop_string_is_refused_by_its_place() -> None:
+def test_an_empty_stop_string_is_refused_with_its_index() -> None:
     with pytest.raises(ValueError, match=r"stop\[1\]"):
         StopStringMatcher(["a", ""])
 
 
-def test_work_stays_linear_for_a_long_stop_string_that_repeats_itself() -> None:
+def test_time_is_linear_for_a_long_periodic_stop_string() -> None:
     length = 20_000
     stop = "a" * length + "b"
-    machine = StopStringMatcher([stop])
+    matcher = StopStringMatcher([stop])
 
-    assert machine.feed("a" * (3 * length)) == ("a" * (2 * length), None)
-    assert machine.feed("b") == ("", stop)
+    assert matcher.feed("a" * (3 * length)) == ("a" * (2 * length), None)
+    assert matcher.feed("b") == ("", stop)

@@ -1,4 +1,4 @@
-"""A lower bound of a text's tokens: never more than the tokenizer makes, or none at all."""
+"""Lower bound on the tokens of a text: never above the tokenizer's count, or None."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 import worker_svc
 from common.errors import PromptTooLong
-from frontend_svc.core.openai.bodies import check_prompt_length, parse_chat, parse_completion
+from frontend_svc.core.openai.parsing import parse_chat, parse_completion
+from frontend_svc.core.openai.preprocessing import check_prompt_length
 from frontend_svc.core.text.token_bound import max_bytes_per_token
 
 RAW = (Path(worker_svc.__file__).parent / "engines/sim/model" / "tokenizer.json").read_text("utf-8")
-# The worst that NFC does: seven bytes that become two.
+# The worst case of NFC: seven bytes become two.
 SHRINKS = "\u1fbe\u0308\u0301"
 
 
@@ -33,7 +34,7 @@ def byte_level(normalizer: Any = None, *added: AddedToken) -> Tokenizer:
 
 
 def fallback() -> Tokenizer:
-    """Like Llama's: blanks are written as ▁, what is unknown as its bytes; long pieces of ▁."""
+    """Like Llama's: spaces are ▁, unknown text is bytes; long tokens of ▁."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
     pieces = ["▁", "▁▁", "▁▁▁▁", "a", "aa", "é"]
     vocab |= {piece: 256 + place for place, piece in enumerate(pieces)}
@@ -59,7 +60,7 @@ texts = st.lists(st.text(max_size=8) | st.sampled_from([one * 4 for one in RUNS]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDED)
-def test_no_text_has_fewer_tokens_than_the_bound_says(name: str) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound(name: str) -> None:
     tokenizer = BOUNDED[name]
     most = max_bytes_per_token(tokenizer.to_str())
     assert most is not None
@@ -72,7 +73,7 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(name: str) -> None:
     holds()
 
 
-def test_the_bound_is_the_longest_piece() -> None:
+def test_the_bound_is_the_longest_token() -> None:
     assert max_bytes_per_token(RAW) == max(map(len, json.loads(RAW)["model"]["vocab"]))
     added = byte_level(None, AddedToken("日本" * 20))
     assert max_bytes_per_token(added.to_str()) == 6 * 20
@@ -87,13 +88,13 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
 
 LOSING: dict[str, Callable[[dict[str, Any]], object]] = {
     "a normalizer that strips": lambda s: s.update(normalizer={"type": "Strip"}),
-    "a normalizer by a pattern": lambda s: s.update(
+    "a normalizer with a pattern": lambda s: s.update(
         normalizer={"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}
     ),
     "a normalizer that shortens": lambda s: s.update(
         normalizer={"type": "Replace", "pattern": {"String": "  "}, "content": " "}
     ),
-    "one of several": lambda s: s.update(
+    "one of several normalizers": lambda s: s.update(
         normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "NFKC"}]}
     ),
     "a split that removes": lambda s: s.update(
@@ -107,22 +108,22 @@ LOSING: dict[str, Callable[[dict[str, Any]], object]] = {
     ),
     "a split by words": lambda s: s.update(pre_tokenizer={"type": "Whitespace"}),
     "no pre-tokenizer and no fallback": lambda s: s.update(pre_tokenizer=None),
-    "a byte without a piece": lambda s: s["model"]["vocab"].pop("Ġ"),
+    "a byte without a token": lambda s: s["model"]["vocab"].pop("Ġ"),
     "another kind of model": lambda s: s["model"].update(type="WordLevel"),
-    "an added token that takes blanks": lambda s: s["added_tokens"][0].update(rstrip=True),
-    "pieces that are written otherwise within a word": lambda s: s["model"].update(
+    "an added token that absorbs spaces": lambda s: s["added_tokens"][0].update(rstrip=True),
+    "tokens with a prefix inside words": lambda s: s["model"].update(
         continuing_subword_prefix="##"
     ),
-    "an unknown form": lambda s: s.update(model=[]),
+    "an unknown format": lambda s: s.update(model=[]),
 }
 
 
 @pytest.mark.parametrize("name", LOSING)
-def test_where_text_may_be_lost_there_is_no_bound(name: str) -> None:
+def test_a_tokenizer_that_may_lose_text_has_no_bound(name: str) -> None:
     assert max_bytes_per_token(changed(LOSING[name])) is None
 
 
-def test_a_tokenizer_that_loses_text_would_break_a_bound() -> None:
+def test_a_tokenizer_that_loses_text_violates_a_bound() -> None:
     tokenizer = byte_level()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -132,14 +133,14 @@ def test_a_tokenizer_that_loses_text_would_break_a_bound() -> None:
 
 
 @pytest.mark.slow
-def test_nfc_makes_no_text_more_than_four_times_as_short() -> None:
-    longest: dict[str, int] = {}  # decomposed -> bytes of the longest character that it is
+def test_nfc_shrinks_no_text_by_more_than_a_factor_of_four() -> None:
+    longest: dict[str, int] = {}  # decomposed -> bytes of its longest character
     for point in (*range(0xD800), *range(0xE000, sys.maxunicode + 1)):
         apart = unicodedata.normalize("NFD", chr(point))
         longest[apart] = max(longest.get(apart, 0), len(chr(point).encode()))
     worst = 0.0
     for apart in longest:
-        most = [0] + [-1] * len(apart)  # bytes of the longest text for so much of it
+        most = [0] + [-1] * len(apart)  # composed bytes -> bytes of the longest text
         for end in range(1, len(apart) + 1):
             for start in range(end):
                 part = longest.get(apart[start:end])
@@ -150,7 +151,7 @@ def test_nfc_makes_no_text_more_than_four_times_as_short() -> None:
     assert worst <= 4
 
 
-def test_a_prompt_that_is_hopelessly_long_is_refused_as_one_that_was_counted() -> None:
+def test_a_far_too_long_prompt_is_refused_like_a_tokenized_one() -> None:
     chat = parse_chat(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}')
     text = parse_completion(b'{"model": "m", "prompt": "hi"}')
     check_prompt_length(chat, 9, 10)

@@ -13,7 +13,7 @@ from meshctl.commands.demo_client import wait_for_router
 ROUTER = Instance(7, "default", "router", "", "127.0.0.1:1")
 
 
-async def test_a_router_that_is_not_shown_at_first_is_waited_for() -> None:
+async def test_the_demo_waits_for_a_router_to_register() -> None:
     store = MemoryStore()
     registry = MemoryRegistry(store)
     finding = asyncio.create_task(wait_for_router(registry))
@@ -26,6 +26,6 @@ async def test_a_router_that_is_not_shown_at_first_is_waited_for() -> None:
         assert await finding == ROUTER
 
 
-async def test_a_mesh_without_routers_is_reported_and_not_waited_for_without_end() -> None:
+async def test_the_wait_for_a_router_has_a_limit() -> None:
     with pytest.raises(SystemExit, match="no router"):
         await wait_for_router(MemoryRegistry(MemoryStore()), find_timeout_s=0.01)

@@ -30,7 +30,7 @@ def served() -> Iterator[tuple[grpc_health.HealthServicer, str]]:
     server.stop(None).wait()
 
 
-def test_a_port_that_serves_says_so(
+def test_a_serving_port_is_reported_as_serving(
     served: tuple[grpc_health.HealthServicer, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, address = served
@@ -38,7 +38,7 @@ def test_a_port_that_serves_says_so(
     assert capsys.readouterr() == (f"{address}: SERVING\n", "")
 
 
-def test_a_port_that_does_not_serve_says_that(
+def test_a_port_that_does_not_serve_is_reported(
     served: tuple[grpc_health.HealthServicer, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     servicer, address = served

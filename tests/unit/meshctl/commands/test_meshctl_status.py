@@ -32,7 +32,7 @@ def member(
     return Instance(id_, "default", service, name, ADDRESS, role=role, model=model)
 
 
-def test_programs_get_numbers_nulls_and_ids_that_no_reader_rounds() -> None:
+def test_json_rows_have_numbers_nulls_and_ids_as_text() -> None:
     loads = (
         load_pb2.Load(running=2, waiting=1, kv_used_blocks=1, kv_total_blocks=8),
         load_pb2.Load(running=1, kv_used_blocks=1, kv_total_blocks=8),
@@ -55,7 +55,7 @@ def test_programs_get_numbers_nulls_and_ids_that_no_reader_rounds() -> None:
     assert [router[key] for key in absent] == [None] * 6
 
 
-def test_an_id_of_the_table_can_be_copied_to_a_pin_and_what_is_not_there_is_a_dash() -> None:
+def test_table_ids_are_decimal_and_absent_values_are_dashes() -> None:
     load = load_pb2.Load(kv_used_blocks=1, kv_total_blocks=8)
     cells = Row(member(BIG_ID, "worker", "worker-0", model="sim"), "serving", (load,)).cells()
     assert cells[2] == str(BIG_ID)
@@ -66,7 +66,7 @@ def test_an_id_of_the_table_can_be_copied_to_a_pin_and_what_is_not_there_is_a_da
     )
 
 
-async def test_rows_stand_as_the_table_of_up_has_them(tmp_path: Path) -> None:
+async def test_rows_have_the_order_of_the_table_of_up(tmp_path: Path) -> None:
     specs = build_service_specs(
         MeshOptions(frontends=2, workers=11, prefill=2, decode=2, http_port=0)
     )
@@ -88,19 +88,19 @@ async def test_rows_stand_as_the_table_of_up_has_them(tmp_path: Path) -> None:
     assert {row.health for row in rows} == {"unavailable"}
 
 
-def test_an_empty_mesh_is_told_with_the_place_that_was_looked_in(
+def test_an_empty_mesh_is_reported_with_its_registry(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "there").mkdir()
-    for path, note in ((tmp_path / "there", ""), (tmp_path / "no", " (there is no such folder)")):
+    for path, note in ((tmp_path / "there", ""), (tmp_path / "no", " (folder does not exist)")):
         config = ServiceConfig(registry_path=path, namespace="n1")
         assert status(config, as_json=False) == 1
-        said = f"nobody is registered in namespace 'n1' of the registry {path}{note}\n"
+        said = f"no instance in namespace 'n1' of the registry {path}{note}\n"
         assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_a_registry_that_cannot_be_reached_is_not_an_empty_mesh(
+def test_an_unreachable_registry_is_not_an_empty_mesh(
     as_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = ServiceConfig(registry="consul", consul_url=f"http://{ADDRESS}")
@@ -111,12 +111,12 @@ def test_a_registry_that_cannot_be_reached_is_not_an_empty_mesh(
     assert "[]" not in shown.out
 
 
-def test_whoever_does_not_know_us_asks_for_the_mesh_token() -> None:
+def test_an_unauthenticated_call_prints_the_mesh_token_hint() -> None:
     known = Row(member(1, "worker"), "serving")
     unknown = Row(member(2, "worker"), "unauthenticated")
     assert describe_token_problem([known], ServiceConfig()) == ""
-    assert "KVMESH_MESH_TOKEN is not set here" in describe_token_problem(
+    assert "KVMESH_MESH_TOKEN is not set" in describe_token_problem(
         [known, unknown], ServiceConfig()
     )
     other = describe_token_problem([unknown], ServiceConfig(mesh_token="t"))
-    assert "KVMESH_MESH_TOKEN is another than theirs" in other
+    assert "KVMESH_MESH_TOKEN differs from the mesh's" in other

@@ -26,13 +26,15 @@ async def look(config: ServiceConfig) -> str:
         await registry.close()
 
 
-async def test_whoever_joins_a_living_mesh_is_told_so_and_how_not_to(tmp_path: Path) -> None:
+async def test_joining_an_existing_mesh_prints_a_notice_with_the_alternative(
+    tmp_path: Path,
+) -> None:
     config = ServiceConfig(registry_path=tmp_path)
     living = FileRegistry(tmp_path)
     await living.register(Instance(1, "default", "worker", "worker-0", "127.0.0.1:1"))
     await living.register(Instance(2, "default", "router", "", "127.0.0.1:1"))
     news = await look(config)
-    assert "namespace 'default' has 2 services already (router, worker-0)" in news
+    assert "namespace 'default' already has 2 services (router, worker-0)" in news
     assert "--namespace" in news
     assert "\n" not in news
     elsewhere = ServiceConfig(registry_path=tmp_path, namespace="other")
@@ -41,6 +43,6 @@ async def test_whoever_joins_a_living_mesh_is_told_so_and_how_not_to(tmp_path: P
     assert await look(config) == ""
 
 
-async def test_a_registry_that_cannot_be_reached_is_said_before_services_wait_for_it() -> None:
+async def test_an_unreachable_registry_is_reported_before_services_start() -> None:
     news = await look(ServiceConfig(registry="consul", consul_url="http://127.0.0.1:1"))
     assert "cannot reach Consul at http://127.0.0.1:1" in news

@@ -33,41 +33,41 @@ def test_pauses_double_from_the_first_to_the_limit() -> None:
     assert pauses(backoff, 8) == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0])
 
 
-def test_a_healthy_time_starts_again_from_the_first_pause() -> None:
+def test_enough_time_ready_resets_the_pause() -> None:
     backoff = Backoff(BackoffPolicy(), NO_JITTER)
     pauses(backoff, 4)
     backoff.ready(100.0)
     assert backoff.ended(130.0) == pytest.approx(0.2)
 
 
-def test_a_ready_time_that_is_too_short_does_not() -> None:
+def test_too_little_time_ready_does_not_reset_the_pause() -> None:
     backoff = Backoff(BackoffPolicy(), NO_JITTER)
     pauses(backoff, 4)
     backoff.ready(100.0)
     assert backoff.ended(129.9) == pytest.approx(3.2)
 
 
-def test_a_long_time_without_being_ready_is_not_healthy() -> None:
+def test_a_long_run_without_readiness_does_not_reset_the_pause() -> None:
     backoff = Backoff(BackoffPolicy(), NO_JITTER)
     pauses(backoff, 4)
     backoff.ended(1000.0)
     assert backoff.ended(5000.0) == pytest.approx(6.4)
 
 
-def test_what_was_never_ready_is_given_up_at_the_fifth_end() -> None:
+def test_restarts_end_at_the_fifth_exit_of_a_service_that_was_never_ready() -> None:
     found = pauses(Backoff(BackoffPolicy(), NO_JITTER), 5, ready=False)
     assert None not in found[:4]
     assert found[4] is None
 
 
-def test_what_was_ready_once_is_never_given_up() -> None:
+def test_a_service_that_was_ready_once_is_restarted_without_limit() -> None:
     backoff = Backoff(BackoffPolicy(), NO_JITTER)
     backoff.ready(0.0)
     assert None not in pauses(backoff, 5000, ready=False)
     assert backoff.ended(0.0, is_retryable=False) is not None
 
 
-def test_what_cannot_heal_is_given_up_at_its_first_end() -> None:
+def test_a_failure_that_is_not_retryable_ends_restarts() -> None:
     assert Backoff(BackoffPolicy(), NO_JITTER).ended(0.0, is_retryable=False) is None
 
 

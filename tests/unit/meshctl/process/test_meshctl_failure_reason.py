@@ -8,12 +8,12 @@ import pytest
 
 from meshctl.process.failure_reason import reason
 
-FAILED = {"event": "start failed", "service": "worker", "level": "error"}
+FAILED = {"event": "start_failed", "service": "worker", "level": "error"}
 DRAINING = json.dumps({"event": "draining", "why": "start failed"})
 STOPPED = json.dumps({"event": "stopped", "why": "start failed", "status": 1})
 
 
-def test_a_refused_configuration_is_its_heading_and_every_problem() -> None:
+def test_the_reason_of_an_invalid_configuration_lists_every_problem() -> None:
     lines = [
         "worker: the configuration cannot be used:",
         "  KVMESH_WORKER_FOO: no such variable",
@@ -22,14 +22,14 @@ def test_a_refused_configuration_is_its_heading_and_every_problem() -> None:
     assert reason(["something before", *lines]) == lines
 
 
-def test_a_failed_start_is_its_error_whatever_the_service_logged_after_it() -> None:
+def test_the_reason_of_a_failed_start_is_its_error_despite_later_log_lines() -> None:
     failed = json.dumps({**FAILED, "error": "cannot bind 127.0.0.1:80: Permission denied"})
     assert reason(['{"event": "loading"}', failed, DRAINING, STOPPED]) == [
         "cannot bind 127.0.0.1:80: Permission denied"
     ]
 
 
-def test_an_unexpected_failure_is_the_last_line_of_its_traceback() -> None:
+def test_the_reason_of_an_exception_is_the_last_line_of_its_traceback() -> None:
     trace = "Traceback (most recent call last):\n  File x, line 1\nKeyError: 'block'"
     assert reason([json.dumps({**FAILED, "exception": trace}), STOPPED]) == ["KeyError: 'block'"]
 
@@ -42,19 +42,19 @@ def test_an_unexpected_failure_is_the_last_line_of_its_traceback() -> None:
         ("error=gone", "gone"),
     ],
 )
-def test_a_log_for_people_says_the_same(field: str, why: str) -> None:
-    line = f"2026-01-01T00:00:00Z [error    ] start failed   {field} instance=7 service=worker"
+def test_the_console_log_gives_the_same_reason(field: str, why: str) -> None:
+    line = f"2026-01-01T00:00:00Z [error    ] start_failed   {field} instance=7 service=worker"
     stopped = "2026-01-01T00:00:00Z [info     ] stopped        service=worker why='start failed'"
     assert reason([line, stopped]) == [why]
 
 
-def test_a_traceback_in_a_log_for_people_is_its_last_line() -> None:
-    line = "2026-01-01T00:00:00Z [error    ] start failed   instance=7 service=worker"
+def test_a_traceback_in_a_console_log_gives_its_last_line() -> None:
+    line = "2026-01-01T00:00:00Z [error    ] start_failed   instance=7 service=worker"
     stopped = "2026-01-01T00:00:00Z [info     ] stopped        service=worker why='start failed'"
     assert reason([line, "Traceback:", "KeyError: 'block'", stopped]) == ["KeyError: 'block'"]
 
 
-def test_without_any_such_line_the_last_plain_one_has_to_do() -> None:
+def test_without_a_known_line_the_last_plain_line_is_the_reason() -> None:
     lines = ["Traceback (most recent call last):", "ImportError: no grpc", "", STOPPED]
     assert reason(lines) == ["ImportError: no grpc"]
 
@@ -69,19 +69,19 @@ ANSWERED_ON_CONSOLE = "2026-01-01T00:00:01Z [info     ] registry_answered   serv
 
 
 @pytest.mark.parametrize("awaited", [AWAITED, AWAITED_ON_CONSOLE])
-def test_who_still_waits_for_the_registry_says_so_whatever_it_logged_after_that(
+def test_waiting_for_the_registry_is_the_reason_despite_later_log_lines(
     awaited: str,
 ) -> None:
     assert reason(["loading weights", awaited, LOST]) == ["cannot reach Consul"]
 
 
 @pytest.mark.parametrize("answered", [ANSWERED, ANSWERED_ON_CONSOLE])
-def test_a_registry_that_has_answered_is_not_the_reason(answered: str) -> None:
+def test_a_registry_that_has_responded_is_not_the_reason(answered: str) -> None:
     assert reason([AWAITED, answered, STOPPED]) == []
     assert reason([AWAITED, answered, "Killed"]) == ["Killed"]
 
 
-def test_a_failed_start_or_a_traceback_says_more_than_an_awaited_registry() -> None:
+def test_a_failed_start_or_a_traceback_takes_precedence_over_an_awaited_registry() -> None:
     failed = json.dumps({**FAILED, "error": "no such model"})
     assert reason([failed, AWAITED]) == ["no such model"]
     assert reason([AWAITED, "ImportError: no grpc"]) == ["ImportError: no grpc"]
@@ -89,7 +89,7 @@ def test_a_failed_start_or_a_traceback_says_more_than_an_awaited_registry() -> N
 
 @pytest.mark.parametrize(
     "lines",
-    [[], [STOPPED], ['{"event": "start failed"}'], ['{"event": "start failed", "exception": 3}']],
+    [[], [STOPPED], ['{"event": "start_failed"}'], ['{"event": "start_failed", "exception": 3}']],
 )
-def test_a_log_that_does_not_say_it_gives_no_reason(lines: list[str]) -> None:
+def test_a_log_without_a_reason_gives_none(lines: list[str]) -> None:
     assert reason(lines) == []

@@ -27,5 +27,5 @@ def test_a_later_signal_kills() -> None:
 
 
 @pytest.mark.parametrize("first", [INT, TERM])
-def test_a_second_ctrl_c_kills_however_soon_it_comes(first: signal.Signals) -> None:
+def test_a_second_ctrl_c_kills_even_within_the_duplicate_window(first: signal.Signals) -> None:
     assert asked((first, 100.0), (INT, 100.0)) == [StopAction.STOP, StopAction.KILL]

@@ -172,7 +172,7 @@ async def test_all_are_ready_when_the_last_one_is() -> None:
         await ready
 
 
-async def test_a_service_that_died_is_deregistered_and_started_again() -> None:
+async def test_a_dead_service_is_deregistered_and_restarted() -> None:
     world = World(born=well)
     async with running(world, spec("a")) as supervisor:
         await world.told(BecameReady)
@@ -185,7 +185,7 @@ async def test_a_service_that_died_is_deregistered_and_started_again() -> None:
         await supervisor.wait_all_ready()
 
 
-async def test_an_orderly_exit_nobody_asked_for_is_a_death_too() -> None:
+async def test_an_unrequested_exit_with_status_zero_counts_as_a_death() -> None:
     world = World(born=well)
     async with running(world, spec("a")):
         await world.told(BecameReady)
@@ -194,7 +194,7 @@ async def test_an_orderly_exit_nobody_asked_for_is_a_death_too() -> None:
         await world.told(BecameReady)
 
 
-async def test_what_is_never_ready_is_given_up_and_the_others_are_stopped() -> None:
+async def test_a_service_that_is_never_ready_stops_the_mesh() -> None:
     world = World(born=lambda process: (dead if process.spec.name == "a" else well)(process))
     async with running(world, spec("a"), spec("b")) as supervisor:
         assert await world.told(RestartsExhausted) == RestartsExhausted("a", 5)
@@ -205,7 +205,7 @@ async def test_what_is_never_ready_is_given_up_and_the_others_are_stopped() -> N
     assert [child.state for child in supervisor.children] == [State.FAILED, State.STOPPED]
 
 
-async def test_what_cannot_be_used_as_it_is_configured_ends_the_mesh_at_its_first_end() -> None:
+async def test_an_invalid_configuration_stops_the_mesh_without_a_restart() -> None:
     world = World(born=lambda process: process.end(2))
     async with running(world, spec("a")) as supervisor:
         died = await world.told(Died)
@@ -225,14 +225,14 @@ async def test_a_service_that_cannot_be_started_counts_as_dead() -> None:
         await world.told(RestartsExhausted)
 
 
-async def test_a_service_that_hangs_while_it_starts_is_killed_and_started_again() -> None:
+async def test_a_service_that_hangs_during_its_start_is_killed_and_restarted() -> None:
     world = World(born=silent)
     async with running(world, spec("a"), start_s=0.01):
         assert "not ready within" in (await world.told(Died)).reason
         assert world.log.entries[:2] == ["START a", "KILL a"]
 
 
-async def test_a_ready_line_that_makes_no_sense_is_a_death() -> None:
+async def test_an_invalid_ready_line_counts_as_a_death() -> None:
     def nonsense(process: FakeProcess) -> None:
         process.line.set_exception(InvalidRequest("ready line.pid: Field required", "pid"))
 
@@ -242,7 +242,9 @@ async def test_a_ready_line_that_makes_no_sense_is_a_death() -> None:
 
 
 @pytest.mark.parametrize("instance_id", ["7", "not a number"])
-async def test_a_registry_that_fails_stops_no_restart_and_is_said(instance_id: str) -> None:
+async def test_a_failing_registry_is_reported_and_does_not_prevent_a_restart(
+    instance_id: str,
+) -> None:
     world = World(born=lambda process: process.say_ready(instance_id))
     world.registry_error = Unavailable("the disk is full")
     async with running(world, spec("a")):
@@ -252,7 +254,7 @@ async def test_a_registry_that_fails_stops_no_restart_and_is_said(instance_id: s
         await world.told(BecameReady)
 
 
-async def test_the_end_comes_rank_by_rank_and_the_next_rank_waits_for_the_one_before() -> None:
+async def test_services_stop_rank_by_rank() -> None:
     world = World(born=well, obedient=False)
     specs = (spec("worker", 2), spec("front-0", 0), spec("router", 1), spec("front-1", 0))
     async with running(world, *specs) as supervisor:
@@ -269,7 +271,7 @@ async def test_the_end_comes_rank_by_rank_and_the_next_rank_waits_for_the_one_be
     assert supervisor.is_clean
 
 
-async def test_what_does_not_end_in_time_is_killed_and_said() -> None:
+async def test_a_service_that_exceeds_its_drain_limit_is_killed_and_reported() -> None:
     world = World(born=well, obedient=False)
     async with running(world, spec("a", drain_s=0.01)) as supervisor:
         await supervisor.wait_all_ready()
@@ -280,7 +282,7 @@ async def test_what_does_not_end_in_time_is_killed_and_said() -> None:
     assert not supervisor.is_clean
 
 
-async def test_a_kill_ends_all_at_once_in_the_midst_of_an_orderly_end() -> None:
+async def test_a_kill_during_the_drain_ends_all_services_at_once() -> None:
     world = World(born=well, obedient=False)
     async with running(world, spec("a", 0), spec("b", 1)) as supervisor:
         await supervisor.wait_all_ready()
@@ -293,7 +295,7 @@ async def test_a_kill_ends_all_at_once_in_the_midst_of_an_orderly_end() -> None:
     assert not supervisor.is_clean
 
 
-async def test_a_stop_during_the_pause_starts_nothing_more() -> None:
+async def test_a_stop_during_the_pause_prevents_the_restart() -> None:
     world = World(born=dead)
     policy = BackoffPolicy(initial_pause_s=WAIT_S, max_pause_s=WAIT_S)
     async with running(world, spec("a"), policy=policy) as supervisor:
@@ -304,7 +306,7 @@ async def test_a_stop_during_the_pause_starts_nothing_more() -> None:
     assert [child.state for child in supervisor.children] == [State.STOPPED]
 
 
-async def test_a_service_that_dies_while_others_drain_stays_dead_and_is_said() -> None:
+async def test_a_service_that_dies_during_the_drain_is_reported_and_not_restarted() -> None:
     world = World(born=well, obedient=False)
     async with running(world, spec("a", 0), spec("b", 1)) as supervisor:
         await supervisor.wait_all_ready()
@@ -317,7 +319,7 @@ async def test_a_service_that_dies_while_others_drain_stays_dead_and_is_said() -
     assert world.log.entries.count("START b") == 1
 
 
-async def test_a_service_stopped_before_it_could_listen_ended_well() -> None:
+async def test_a_service_stopped_before_it_handles_signals_counts_as_a_clean_exit() -> None:
     world = World(born=silent, obedient=False)
     async with running(world, spec("a")) as supervisor:
         await world.log.has("START a")
@@ -327,7 +329,7 @@ async def test_a_service_stopped_before_it_could_listen_ended_well() -> None:
     assert supervisor.is_clean
 
 
-async def test_no_process_outlives_a_supervisor_that_is_cancelled() -> None:
+async def test_no_process_outlives_a_cancelled_supervisor() -> None:
     world = World(born=well, obedient=False)
     supervisor = Supervisor(
         [spec("a")],

@@ -46,7 +46,7 @@ async def test_a_healthy_gateway_that_lists_the_model_serves() -> None:
     assert await missing(200, models("other", "sim")) == ""
 
 
-async def test_what_is_missing_is_said() -> None:
+async def test_the_missing_condition_is_reported() -> None:
     assert "503" in await missing(503, models("sim"))
     assert "['other']" in await missing(200, models("other"))
     assert "500" in await missing(200, httpx.Response(500))
@@ -54,7 +54,7 @@ async def test_what_is_missing_is_said() -> None:
     assert "not a list" in await missing(200, httpx.Response(200, json=[1]))
 
 
-async def test_a_gateway_that_cannot_be_reached_does_not_answer() -> None:
+async def test_an_unreachable_gateway_is_reported() -> None:
     def refuse(_: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
@@ -62,14 +62,14 @@ async def test_a_gateway_that_cannot_be_reached_does_not_answer() -> None:
         assert "does not answer: refused" in await find_serving_problem(http, URL, "sim")
 
 
-async def test_the_pieces_of_an_answer_come_in_order() -> None:
+async def test_the_pieces_of_a_response_arrive_in_order() -> None:
     role = {"choices": [{"delta": {"role": "assistant"}}]}
     usage: dict[str, object] = {"choices": [], "usage": {}}
     response = stream(role, content("a"), content(None), content("b"), usage, "[DONE]")
     assert "".join(await answer(response)) == "ab"
 
 
-async def test_a_stream_without_done_was_cut_short() -> None:
+async def test_a_stream_without_done_is_an_error() -> None:
     with pytest.raises(GatewayError, match="without"):
         await answer(stream(content("a")))
 

@@ -46,17 +46,17 @@ def test_a_ready_service_is_one_plain_line_with_the_time_since_the_start() -> No
     assert "\x1b" not in line
 
 
-def test_a_terminal_sees_colours() -> None:
+def test_a_terminal_gets_colours() -> None:
     assert "\x1b[32mready" in Shown(colour=True).line(BecameReady("worker-0", LINE, 1.2))
 
 
-def test_a_death_names_who_with_which_status_where_the_log_is_and_what_comes_next() -> None:
+def test_a_death_is_one_line_with_service_status_log_and_restart() -> None:
     line = Shown().line(Died("worker-1", -9, "", 3.0, 0.2))
     assert "worker-1" in line
     assert "killed by SIGKILL after 3.0 s, see logs/worker-1.log; again in 0.2 s" in line
 
 
-def test_the_reason_of_a_death_is_told_at_once_and_again_only_when_it_is_another() -> None:
+def test_the_reason_of_a_death_is_printed_once_until_it_changes() -> None:
     shown = Shown(["no such model"], ["no such model"], ["no memory"])
     for name, told in (("worker-0", 1), ("worker-1", 1), ("worker-0", 2)):
         shown.line(Died(name, 1, "", 3.0, 0.2))
@@ -65,38 +65,38 @@ def test_the_reason_of_a_death_is_told_at_once_and_again_only_when_it_is_another
 
 
 @pytest.mark.parametrize("status", [None, 0, -9])
-def test_what_was_killed_or_ended_well_has_no_reason_in_its_log(status: int | None) -> None:
+def test_a_killed_service_or_a_clean_exit_has_no_reason(status: int | None) -> None:
     shown = Shown()
     shown.line(Died("worker-0", status, "", 3.0, 0.2))
     assert shown.err.getvalue() == ""
 
 
-def test_giving_up_says_the_reason_and_nothing_more() -> None:
-    shown = Shown(['{"event": "loading"}', '{"event": "start failed", "error": "no such model"}'])
+def test_exhausted_restarts_print_the_reason_only() -> None:
+    shown = Shown(['{"event": "loading"}', '{"event": "start_failed", "error": "no such model"}'])
     shown.line(RestartsExhausted("worker-1", 5))
     assert shown.err.getvalue() == (
         "meshctl: worker-1 was started 5 times and was never ready\n  | no such model\n"
     )
 
 
-def test_giving_up_shows_the_end_of_a_log_without_a_reason() -> None:
+def test_exhausted_restarts_print_the_end_of_a_log_without_a_reason() -> None:
     shown = Shown(['{"event": "loading"}'])
     shown.line(RestartsExhausted("worker-1", 5))
     assert 'the end of logs/worker-1.log:\n  | {"event": "loading"}' in shown.err.getvalue()
 
 
-def test_what_cannot_be_used_as_it_is_configured_is_told_once() -> None:
+def test_an_invalid_configuration_is_printed_once() -> None:
     lines = ["worker: the configuration cannot be used:", "  --block-size: must be at least 1"]
     shown = Shown(lines)
     shown.line(Died("worker-1", 2, "", 3.0, None))
     shown.line(RestartsExhausted("worker-1", 1, is_retryable=False))
     assert shown.err.getvalue() == (
         "".join(f"  | {line}\n" for line in lines)
-        + "meshctl: worker-1 cannot be used as it is configured\n"
+        + "meshctl: worker-1 has an invalid configuration\n"
     )
 
 
-def test_a_service_that_had_to_be_killed_is_said_to_be() -> None:
+def test_a_service_killed_after_sigterm_is_reported_as_killed() -> None:
     assert "killed    20.3 s after SIGTERM" in Shown().line(Stopped("router-0", -9, 20.3, True))
 
 
@@ -130,7 +130,7 @@ def test_the_hint_is_a_command_line_even_for_a_model_with_quotes_in_its_name() -
 
 
 @pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_colours_can_be_refused(environ: dict[str, str]) -> None:
+def test_no_color_disables_colours(environ: dict[str, str]) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

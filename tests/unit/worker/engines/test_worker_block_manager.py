@@ -270,7 +270,7 @@ def test_a_second_request_reuses_the_blocks_of_the_first() -> None:
     assert manager.used_blocks == 4
 
 
-def test_of_a_fully_cached_prompt_the_last_token_is_computed_again() -> None:
+def test_the_last_token_of_a_fully_cached_prompt_is_computed_again() -> None:
     manager = BlockManager(TOTAL, SIZE)
     cached(manager, (0, 1, 0))
 
@@ -281,7 +281,7 @@ def test_of_a_fully_cached_prompt_the_last_token_is_computed_again() -> None:
         manager.release(block_table)
 
 
-def test_the_least_recently_used_leaf_goes_first_and_a_parent_after_its_children() -> None:
+def test_the_least_recently_used_leaf_is_evicted_first_and_a_parent_after_its_children() -> None:
     manager = BlockManager(4, SIZE)
     cached(manager, (0, 0))
     cached(manager, (0, 1))
@@ -292,7 +292,7 @@ def test_the_least_recently_used_leaf_goes_first_and_a_parent_after_its_children
     assert manager.take_events() == removed
 
 
-def test_without_room_nothing_changes() -> None:
+def test_without_capacity_nothing_changes() -> None:
     manager = BlockManager(4, SIZE)
     cached(manager, (0, 1))
     block_table = manager.admit(names_of((1, 1, 1)), 2 * SIZE)
@@ -305,7 +305,7 @@ def test_without_room_nothing_changes() -> None:
     assert manager.take_events() == []
 
 
-def test_what_a_request_would_reuse_is_no_room_for_its_other_blocks() -> None:
+def test_blocks_that_a_request_reuses_do_not_count_as_capacity_for_its_others() -> None:
     manager = BlockManager(4, SIZE)
     cached(manager, (0, 1))
 
@@ -313,7 +313,7 @@ def test_what_a_request_would_reuse_is_no_room_for_its_other_blocks() -> None:
     assert manager.admit(names_of((0, 1)), 4 * SIZE) is not None
 
 
-def test_two_who_computed_the_same_block_end_up_with_one() -> None:
+def test_two_sequences_that_computed_the_same_block_share_one() -> None:
     manager = BlockManager(TOTAL, SIZE)
     path = (0, 1)
     twins = [manager.admit(names_of(path), 2 * SIZE) for _ in range(2)]
@@ -368,7 +368,7 @@ def test_a_name_taken_under_another_parent_leaves_the_blocks_private() -> None:
     assert manager.used_blocks == 0
 
 
-def test_giving_back_twice_or_unpinning_what_is_not_pinned_is_a_bug_of_ours() -> None:
+def test_a_double_release_or_an_unpin_without_a_pin_fails_an_assertion() -> None:
     manager = BlockManager(4, SIZE)
     block_table = manager.admit([], 1)
     assert block_table is not None
@@ -380,6 +380,6 @@ def test_giving_back_twice_or_unpinning_what_is_not_pinned_is_a_bug_of_ours() ->
         manager.unpin(block_table)
 
 
-def test_sizes_below_one_are_refused_by_name() -> None:
+def test_sizes_below_one_are_rejected_by_name() -> None:
     with pytest.raises(ValueError, match="total_blocks"):
         BlockManager(0, 16)

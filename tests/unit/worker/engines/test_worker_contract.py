@@ -109,7 +109,7 @@ def test_the_advertised_name_is_the_served_one_else_the_models() -> None:
         "max_num_batched_tokens",
     ],
 )
-def test_capacities_are_given_or_absent(name: str) -> None:
+def test_capacities_are_set_or_none(name: str) -> None:
     assert getattr(EngineConfig(), name) is None
     given: dict[str, Any] = {name: 2**31}
     assert getattr(EngineConfig(**given), name) == 2**31
@@ -188,7 +188,7 @@ def test_usage_adds_up_and_saturates() -> None:
 
 
 @pytest.mark.row("S4-58", "S4-59", "S4-60", "S4-61", "S4-62")
-def test_all_that_an_engine_author_needs_comes_from_one_place() -> None:
+def test_the_contract_module_exports_all_names_an_engine_author_needs() -> None:
     names = {"BootstrapInfo", "PrefillResult", "PreprocessedRequest", "CompletionUsage"}
     names |= {"FinishReason", "OutputOptions", "SamplingOptions", "StopConditions"}
 
@@ -202,7 +202,7 @@ def test_all_that_an_engine_author_needs_comes_from_one_place() -> None:
 
 
 class Script:
-    """An engine's stream: yields outputs, raises errors, and says whether it was closed."""
+    """An engine's stream: yields outputs, raises errors, and reason whether it was closed."""
 
     def __init__(self, *items: LLMEngineOutput | MeshError) -> None:
         self.items = items
@@ -231,20 +231,20 @@ async def test_a_stream_with_one_terminal_chunk_at_its_end_passes_unchanged() ->
 
 @pytest.mark.row("S4-35")
 @pytest.mark.parametrize(
-    ("items", "says"),
+    ("items", "reason"),
     [
-        ([chunk.stop(), chunk.token(1)], "after its terminal"),
-        ([chunk.stop(), chunk.stop()], "after its terminal"),
+        ([chunk.stop(), chunk.token(1)], "after the terminal"),
+        ([chunk.stop(), chunk.stop()], "after the terminal"),
         ([chunk.token(1)], "without a terminal"),
         ([], "without a terminal"),
     ],
 )
-async def test_a_stream_that_breaks_the_rules_fails_loudly_and_is_closed(
-    items: list[LLMEngineOutput], says: str
+async def test_a_stream_that_violates_the_contract_raises_and_is_closed(
+    items: list[LLMEngineOutput], reason: str
 ) -> None:
     script = Script(*items)
 
-    with pytest.raises(InternalError, match=f"r1.*{says}"):
+    with pytest.raises(InternalError, match=f"r1.*{reason}"):
         await collect(script)
     assert script.is_closed
 
@@ -273,7 +273,7 @@ async def test_closing_the_validated_stream_closes_the_engines() -> None:
     assert script.is_closed
 
 
-def test_both_engines_are_engines_to_the_type_checker() -> None:
+def test_both_engines_satisfy_the_engine_protocol() -> None:
     engines: list[LLMEngine] = [SimEngine(SimConfig()), EchoEngine(EchoConfig())]
 
     assert all(one.loads()[0].running == 0 for one in engines)

@@ -77,7 +77,9 @@ def text_of(chunks: list[dict[str, Any]]) -> str:
 # Token ids.
 
 
-async def test_it_says_the_prompt_one_token_a_chunk_and_counts(engine: EchoEngine) -> None:
+async def test_it_returns_the_prompt_one_token_per_chunk_with_its_counts(
+    engine: EchoEngine,
+) -> None:
     *tokens, terminal = await said(engine, request(5, 6, 7))
 
     assert [list(one.token_ids) for one in tokens] == [[5], [6], [7]]
@@ -97,7 +99,7 @@ async def test_it_says_the_prompt_one_token_a_chunk_and_counts(engine: EchoEngin
         (StopConditions(stop_token_ids_hidden=(7,), ignore_eos=True), 4, FinishReason.STOP, None),
     ],
 )
-async def test_stop_conditions_hold_for_an_echo_too(
+async def test_stop_conditions_apply_to_an_echo(
     engine: EchoEngine,
     stop: StopConditions,
     length: int,
@@ -128,7 +130,7 @@ async def test_an_eos_in_the_prompt_ends_the_echo(engine: EchoEngine) -> None:
         (request(1, routing=RoutingHints(lora_name="french")), Unsupported, "routing.lora_name"),
     ],
 )
-async def test_what_an_echo_cannot_do_is_refused_by_name(
+async def test_fields_that_an_echo_does_not_support_are_rejected_by_name(
     engine: EchoEngine, asked: PreprocessedRequest, error: type[InvalidRequest], name: str
 ) -> None:
     with pytest.raises(error) as raised:
@@ -172,7 +174,7 @@ async def test_closing_the_echo_early_leaves_nothing_running(engine: EchoEngine)
 
 
 @pytest.mark.row("S4-44", "S4-46")
-async def test_before_the_start_and_after_cleanup_nothing_is_echoed() -> None:
+async def test_requests_before_start_and_after_cleanup_are_rejected() -> None:
     engine = EchoEngine(EchoConfig())
     with pytest.raises(Unavailable):
         await said(engine, request(1))
@@ -221,7 +223,7 @@ async def test_a_completion_body_comes_back_in_text_chunks(engine: EchoEngine) -
     assert terminal.completion_usage.completion_tokens == 2
 
 
-async def test_of_a_conversation_the_last_words_of_the_user_are_echoed(engine: EchoEngine) -> None:
+async def test_the_last_user_message_of_a_conversation_is_echoed(engine: EchoEngine) -> None:
     messages = [
         {"role": "user", "content": "first"},
         {
@@ -235,7 +237,7 @@ async def test_of_a_conversation_the_last_words_of_the_user_are_echoed(engine: E
     assert text_of(chunks) == "secd"
 
 
-async def test_the_same_request_gets_the_same_chunks_and_another_id_another_time(
+async def test_equal_request_ids_give_equal_chunks_and_other_ids_another_created_time(
     engine: EchoEngine,
 ) -> None:
     first, again, other = [
@@ -246,7 +248,7 @@ async def test_the_same_request_gets_the_same_chunks_and_another_id_another_time
     assert first[0]["created"] != other[0]["created"]
 
 
-async def test_counts_come_last_when_asked_for(engine: EchoEngine) -> None:
+async def test_requested_counts_come_last(engine: EchoEngine) -> None:
     body = chat("a b c", max_completion_tokens=2, stream_options={"include_usage": True})
     chunks, _ = await chunks_of(engine, "chat", body)
 
@@ -275,7 +277,7 @@ async def test_counts_come_last_when_asked_for(engine: EchoEngine) -> None:
         ("embedding", {}, "kind"),
     ],
 )
-async def test_bodies_an_echo_cannot_honour_are_refused_by_name(
+async def test_unsupported_body_fields_are_rejected_by_name(
     engine: EchoEngine, kind: str, body: object, name: str
 ) -> None:
     with pytest.raises(InvalidRequest) as raised:
@@ -285,7 +287,7 @@ async def test_bodies_an_echo_cannot_honour_are_refused_by_name(
     assert engine.counters == {"rejected": 1}
 
 
-async def test_a_body_that_is_not_json_is_refused(engine: EchoEngine) -> None:
+async def test_a_body_that_is_not_json_is_rejected(engine: EchoEngine) -> None:
     with pytest.raises(InvalidRequest, match="not valid JSON"):
         await anext(engine.generate_pass_through("chat", b"{", context()))
 
@@ -303,13 +305,13 @@ async def test_a_stopped_pass_through_ends_without_an_openai_end(engine: EchoEng
 
 
 @pytest.mark.parametrize("engine", ["echo", "sglang"])
-def test_adapters_are_refused_by_name_for_engines_that_are_not_told_of_them(engine: str) -> None:
+def test_adapters_are_rejected_by_name_for_engines_that_cannot_load_them(engine: str) -> None:
     config = WorkerConfig(engine=engine, loras=("french",))  # type: ignore[arg-type]
     told = [one for one in config.problems() if one.startswith("loras:")]
     assert len(told) == 1
     assert engine in told[0]
 
 
-def test_a_configuration_without_sense_is_refused() -> None:
+def test_an_invalid_configuration_is_rejected() -> None:
     with pytest.raises(ValueError, match="token_delay_s"):
         EchoConfig(token_delay_s=-1.0)

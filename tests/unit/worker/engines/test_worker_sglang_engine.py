@@ -14,9 +14,9 @@ import pytest
 from common.errors import Overloaded, WorkerLost
 from common.request.preprocessed import BootstrapInfo, PreprocessedRequest, TokenIds
 from worker_svc.engines.contract import EngineContext, GenerateContext
+from worker_svc.engines.handoff import NO_BLOCKS
 from worker_svc.engines.sglang.engine import SglangConfig, SglangEngine
 from worker_svc.engines.sglang.sampling import EngineProperties
-from worker_svc.engines.sim.transfer import NO_BLOCKS
 
 FACTS = EngineProperties(
     vocab_size=100,
@@ -98,21 +98,21 @@ async def heard_of_a_starved_leg(played: Played) -> tuple[list[int], Exception]:
     return heard, caught.value
 
 
-async def test_a_leg_that_starved_says_so() -> None:
+async def test_a_starved_leg_ends_with_a_no_blocks_error() -> None:
     heard, error = await heard_of_a_starved_leg(Played())
     assert heard == []
     assert isinstance(error, Overloaded)
     assert error.reason == NO_BLOCKS
 
 
-async def test_a_leg_whose_first_token_crossed_our_abort_had_its_pages() -> None:
+async def test_a_first_token_that_crosses_the_abort_shows_that_the_leg_had_pages() -> None:
     heard, error = await heard_of_a_starved_leg(Played([4]))
     assert heard == [4]
     assert isinstance(error, WorkerLost)
     assert error.retryable
 
 
-async def test_only_a_fresh_snapshot_is_believed() -> None:
+async def test_only_a_fresh_snapshot_counts() -> None:
     """SGLang writes one each few steps, and none while it stands still."""
     played = Played()
     engine = engine_over(played)

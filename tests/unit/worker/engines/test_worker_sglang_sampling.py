@@ -36,6 +36,7 @@ from common.request.preprocessed import (
     TopLogprob,
 )
 from worker_svc.config import WorkerConfig
+from worker_svc.engines.handoff import PEER_LOST
 from worker_svc.engines.sglang.sampling import (
     LOGPROB_MIN,
     NO_PARTNER_HOST,
@@ -55,7 +56,6 @@ from worker_svc.engines.sglang.sampling import (
     to_invalid_request,
     to_load,
 )
-from worker_svc.engines.sim.transfer import PEER_LOST
 
 FACTS = EngineProperties(
     vocab_size=100, context_length=64, max_input_tokens=59, eos_ids=frozenset({2}), dp_size=1
@@ -152,7 +152,7 @@ def test_every_stop_condition_is_mapped(stop: StopConditions, expected: Mapping[
     assert sglang_request.needs_min_tokens is ("custom_params" in expected)
 
 
-def test_visible_wins_over_eos_and_eos_over_hidden() -> None:
+def test_visible_overrides_eos_and_eos_overrides_hidden() -> None:
     stop = StopConditions(stop_token_ids_hidden=(2, 3, 4), stop_token_ids_visible=(3,))
     stop_tokens = build_sglang_request(
         asked(stop_conditions=stop, eos_token_ids=(3,)), FACTS
@@ -164,7 +164,7 @@ def test_visible_wins_over_eos_and_eos_over_hidden() -> None:
     }
 
 
-def test_logprobs_ask_for_that_many_alternatives() -> None:
+def test_logprobs_request_that_many_alternatives() -> None:
     arguments = build_sglang_request(
         asked(output_options=OutputOptions(logprobs=0)), FACTS
     ).arguments
@@ -203,13 +203,15 @@ def test_logprobs_ask_for_that_many_alternatives() -> None:
         ({"routing": RoutingHints(lora_name="a")}, "routing.lora_name"),
     ],
 )
-def test_what_sglang_cannot_do_is_refused_by_name(parts: Mapping[str, Any], field: str) -> None:
+def test_fields_that_sglang_does_not_support_are_rejected_by_name(
+    parts: Mapping[str, Any], field: str
+) -> None:
     error = refusal(asked(**parts))
     assert isinstance(error, Unsupported)
     assert error.field == field
 
 
-def test_a_seed_is_fine_where_answers_repeat() -> None:
+def test_a_seed_is_accepted_where_output_is_repeatable() -> None:
     seeded = SamplingOptions(seed=7)
     greedy = sampling_of(asked(sampling_options=replace(seeded, temperature=0.0)))
     assert "sampling_seed" not in greedy
@@ -231,7 +233,7 @@ def test_a_seed_is_fine_where_answers_repeat() -> None:
         ({"routing": RoutingHints(dp_rank=1)}, InvalidRequest, "routing.dp_rank"),
     ],
 )
-def test_what_is_wrong_is_refused_with_its_field(
+def test_invalid_values_are_rejected_with_their_field(
     parts: Mapping[str, Any], error: type[MeshError], field: str
 ) -> None:
     found = refusal(asked(**parts))
@@ -239,7 +241,7 @@ def test_what_is_wrong_is_refused_with_its_field(
     assert found.field == field
 
 
-def test_priority_rank_and_adapter_are_carried_through() -> None:
+def test_priority_rank_and_adapter_are_passed_on() -> None:
     properties = replace(FACTS, dp_size=2, loras=frozenset({"a"}))
     routing = RoutingHints(priority=3, dp_rank=1, lora_name="a")
     arguments = build_sglang_request(asked(routing=routing), properties, priority=9).arguments
@@ -249,7 +251,7 @@ def test_priority_rank_and_adapter_are_carried_through() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_leg_carries_its_rendezvous_and_is_refused_without(role: Any) -> None:
+def test_a_leg_carries_its_rendezvous_and_is_rejected_without_one(role: Any) -> None:
     properties = replace(FACTS, role=role)
     sglang_request = build_sglang_request(asked(bootstrap_info=ROOM), properties)
     assert sglang_request.bootstrap == ROOM
@@ -261,12 +263,12 @@ def test_a_leg_carries_its_rendezvous_and_is_refused_without(role: Any) -> None:
     assert probe["bootstrap_host"] == NO_PARTNER_HOST
 
 
-def test_a_probe_asks_for_one_token_whatever_else_it_says() -> None:
+def test_a_probe_requests_one_token_whatever_its_other_fields() -> None:
     probe = asked(is_probe=True, stop_conditions=StopConditions(max_tokens=30))
     assert sampling_of(probe) == {"max_new_tokens": 1, "ignore_eos": True}
 
 
-def test_a_refusal_of_sglangs_names_our_field() -> None:
+def test_a_rejection_by_sglang_names_the_request_field() -> None:
     assert (
         to_invalid_request(ValueError("top_p must be in (0, 1], got 2")).field
         == "sampling_options.top_p"
@@ -274,7 +276,7 @@ def test_a_refusal_of_sglangs_names_our_field() -> None:
     assert to_invalid_request(ValueError("something else")).field is None
 
 
-def test_stop_tokens_are_ruled_out_until_there_are_enough() -> None:
+def test_stop_tokens_are_excluded_until_min_tokens() -> None:
     logits = np.zeros((2, 5))
     short, enough = SimpleNamespace(output_ids=[1]), SimpleNamespace(output_ids=[1, 1])
     params = [{"__req__": one, "min_tokens": 2, "stop_ids": [0, 4]} for one in (short, enough)]
@@ -300,7 +302,7 @@ def answer(
     return OutputConverter(SglangRequest({}, stop_tokens or {}, **parts), properties, 3)
 
 
-def test_a_growing_list_is_cut_into_what_is_new() -> None:
+def test_cumulative_chunks_become_incremental_ones() -> None:
     one, growing = answer(), [4]
     first = one.convert(raw_output(growing))
     growing += [5, 6]
@@ -314,7 +316,7 @@ def test_a_growing_list_is_cut_into_what_is_new() -> None:
 
 @given(st.lists(st.integers(3, 9), min_size=1, max_size=12), st.data())
 @settings(max_examples=60)
-def test_however_it_is_cut_the_tokens_are_the_same(ids: list[int], data: st.DataObject) -> None:
+def test_chunk_boundaries_do_not_change_the_tokens(ids: list[int], data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6).map(sorted))
     one, got = answer(), list[int]()
     for cut in cuts:
@@ -362,12 +364,12 @@ def test_every_end_is_mapped(
     assert usage.prompt_tokens_details.cached_tokens == 2
 
 
-def test_a_stop_by_text_means_that_sglang_computed_nonsense() -> None:
+def test_a_stop_by_text_is_an_internal_error() -> None:
     with pytest.raises(InternalError, match="NaN happened"):
         answer().convert(raw_output([4], {"type": "stop", "matched": "NaN happened"}))
 
 
-def test_logprobs_go_with_the_tokens_that_are_passed_on() -> None:
+def test_logprobs_accompany_the_tokens_that_are_passed_on() -> None:
     one = answer(STOPS, logprobs=2)
     meta = {
         "output_token_logprobs": [(-0.5, 4, None), (-math.inf, 9, None)],
@@ -416,7 +418,7 @@ def test_prefill_ends_with_what_decode_needs_and_decode_without() -> None:
         (500, "aggregated", InternalError, False),
     ],
 )
-def test_every_abort_of_sglangs_is_a_typed_error(
+def test_every_abort_by_sglang_is_a_typed_error(
     status: int | None, role: Any, error: type[MeshError], retryable: bool
 ) -> None:
     found = abort_error({"message": "why", "status_code": status}, replace(FACTS, role=role))
@@ -466,7 +468,7 @@ def test_load_is_in_blocks_and_its_step_moves_with_chunks_and_prefill() -> None:
     assert to_load(Snapshot(max_total_num_tokens=0), 16, 5).kv_total_blocks is None
 
 
-def test_a_rank_that_says_nothing_of_its_queues_has_nobody_waiting_for_pages() -> None:
+def test_a_rank_that_does_not_report_its_queues_has_no_leg_waiting_for_pages() -> None:
     assert count_waiting_for_pages(Snapshot()) == 0
     assert count_waiting_for_pages(Snapshot(queues=SimpleNamespace(prealloc_ready=3))) == 3
 
@@ -481,33 +483,33 @@ def arguments_of(role: Any = "aggregated", *, is_cpu: bool = True, **extra: Any)
     )
 
 
-def test_a_cpu_gets_torchs_own_operators_and_an_accelerator_sglangs_choice() -> None:
+def test_a_cpu_uses_torchs_kernels_and_an_accelerator_sglangs_default() -> None:
     assert arguments_of()["attention_backend"] == "torch_native"
     assert arguments_of("decode")["disaggregation_decode_retraction_backup"] == "cpu_tensor"
     on_cuda = arguments_of("prefill", is_cpu=False)
     assert not {"device", "attention_backend", "disaggregation_transfer_backend"} & on_cuda.keys()
 
 
-def test_an_operators_arguments_win_over_defaults() -> None:
+def test_operator_arguments_override_defaults() -> None:
     arguments = arguments_of(dtype="bfloat16", page_size=8, tp_size=2)
     assert (arguments["dtype"], arguments["page_size"], arguments["tp_size"]) == ("bfloat16", 8, 2)
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED_ARGUMENTS))
-def test_arguments_that_the_adapter_depends_on_are_refused_by_name(name: str) -> None:
+def test_reserved_arguments_are_rejected_by_name(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         resolve_page_size({name: 1}, 16)
     assert caught.value.field == f"engine_args.{name}"
 
 
 @pytest.mark.parametrize("page", [0, 3, 32, "16", True])
-def test_pages_that_do_not_divide_blocks_are_refused(page: Any) -> None:
+def test_pages_that_do_not_divide_blocks_are_rejected(page: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         resolve_page_size({"page_size": page}, 16)
     assert caught.value.field == "engine_args.page_size"
 
 
-def test_models_whose_prefixes_cannot_be_shared_are_kept_out_of_the_index() -> None:
+def test_models_without_shareable_prefixes_are_kept_out_of_the_index() -> None:
     assert model_kv_index(is_hybrid=False, is_speculative=False) == ("events", "")
     assert model_kv_index(is_hybrid=True, is_speculative=False)[0] == "none"
     assert model_kv_index(is_hybrid=False, is_speculative=True)[0] == "none"
@@ -527,7 +529,7 @@ def test_models_whose_prefixes_cannot_be_shared_are_kept_out_of_the_index() -> N
         ("decode", {}, False, "decode"),
     ],
 )
-def test_a_worker_that_reports_nothing_says_why(
+def test_a_worker_that_reports_no_events_gives_the_reason(
     role: Any, resolved: Mapping[str, Any], kv_events: bool, word: str
 ) -> None:
     silence = find_kv_events_off_reason(role, resolved, kv_events=kv_events)
@@ -535,7 +537,7 @@ def test_a_worker_that_reports_nothing_says_why(
     assert word in silence
 
 
-def test_the_worker_refuses_bad_engine_arguments_before_it_starts() -> None:
+def test_invalid_engine_arguments_are_rejected_before_the_start() -> None:
     def problems(**knobs: Any) -> list[str]:
         return [
             one for one in WorkerConfig(engine="sglang", **knobs).problems() if "engine:" not in one

@@ -162,7 +162,7 @@ def at_rest(engine: SimEngine) -> bool:
 
 
 @pytest.mark.row("S4-21", "S4-22", "S4-23", "S4-24", "S4-25")
-async def test_after_start_the_engine_generates_at_once_and_says_what_it_is() -> None:
+async def test_after_start_the_engine_generates_at_once_and_reports_its_properties() -> None:
     engine = SimEngine(SimConfig(served_model_name="m", timing=AT_ONCE), model=MODEL)
     config = await engine.start(2**63 - 1)
 
@@ -176,7 +176,7 @@ async def test_after_start_the_engine_generates_at_once_and_says_what_it_is() ->
 
 
 @pytest.mark.row("S4-26")
-async def test_a_slow_start_takes_the_configured_time_and_says_so() -> None:
+async def test_a_slow_start_takes_the_configured_time_and_logs_it() -> None:
     at = ManualTime()
     engine = SimEngine(SimConfig(startup_s=90.0), model=MODEL, clock=at.clock, sleep=at.sleep)
     with structlog.testing.capture_logs() as logs:
@@ -191,7 +191,7 @@ async def test_a_slow_start_takes_the_configured_time_and_says_so() -> None:
     await engine.cleanup()
 
 
-async def test_the_models_folder_is_read_at_start() -> None:
+async def test_the_model_folder_is_read_at_start() -> None:
     engine = SimEngine(SimConfig(timing=AT_ONCE))
     config = await engine.start(1)
     model = load_sim_model(SIM_MODEL_DIR)
@@ -258,7 +258,7 @@ async def test_cleanup_twice_is_cleanup_once_also_without_a_start() -> None:
             await outputs_of(engine, request())
 
 
-async def test_nothing_is_generated_before_the_start_and_the_start_is_once() -> None:
+async def test_requests_before_start_are_rejected_and_a_second_start_is_a_conflict() -> None:
     engine = SimEngine(SimConfig(), model=MODEL)
     with pytest.raises(Unavailable, match="not started"):
         await outputs_of(engine, request())
@@ -266,11 +266,11 @@ async def test_nothing_is_generated_before_the_start_and_the_start_is_once() -> 
         _ = engine.blocks
 
     async with running() as started:
-        with pytest.raises(Conflict, match="before"):
+        with pytest.raises(Conflict, match="already started"):
             await started.start(1)
 
 
-async def test_cleanup_tells_open_streams_that_their_worker_is_lost() -> None:
+async def test_cleanup_ends_open_streams_with_worker_lost() -> None:
     async with running(SimConfig(), ManualTime()) as engine:
         generator = engine.generate(request(), context())
         waiting = asyncio.ensure_future(anext(generator))
@@ -288,7 +288,7 @@ async def test_cleanup_tells_open_streams_that_their_worker_is_lost() -> None:
 
 
 @pytest.mark.row("S4-27", "S4-28", "S4-30")
-async def test_many_requests_at_once_each_get_their_truth_and_one_terminal_chunk() -> None:
+async def test_concurrent_requests_each_get_their_own_output_and_one_terminal_chunk() -> None:
     async with running() as engine:
         prompts = [[seed, seed + 1] for seed in range(50)]
         stop = StopConditions(max_tokens=150)
@@ -305,7 +305,7 @@ async def test_many_requests_at_once_each_get_their_truth_and_one_terminal_chunk
 
 
 @pytest.mark.row("S4-36")
-async def test_a_stream_keeps_going_whatever_its_caller_does_with_the_request() -> None:
+async def test_a_stream_does_not_depend_on_later_changes_of_its_request() -> None:
     async with running(SimConfig(), at := ManualTime()) as engine:
         asked = request()
         collecting = asyncio.ensure_future(outputs_of(engine, asked))
@@ -322,7 +322,7 @@ async def test_a_stream_keeps_going_whatever_its_caller_does_with_the_request() 
 
 
 @pytest.mark.row("S4-34")
-async def test_the_terminal_chunk_counts_tokens_and_those_really_reused() -> None:
+async def test_the_terminal_chunk_counts_tokens_and_actual_cache_hits() -> None:
     async with running() as engine:
         asked = request(range(40), stop=StopConditions(max_tokens=8, ignore_eos=True))
         first = (await answer_of(engine, asked))[1].completion_usage
@@ -346,7 +346,7 @@ async def test_all_tokens_of_a_tick_come_in_one_chunk() -> None:
     assert [len(output.token_ids) for output in outputs] == [300]
 
 
-async def test_tokens_come_at_the_pace_of_the_clock_and_late_ones_together() -> None:
+async def test_tokens_arrive_at_the_pace_of_the_clock_and_late_ones_together() -> None:
     at = ManualTime()
     timing = Timing(base_s=1.0, prefill_token_s=0, decode_seq_s=0, kv_token_s=0)
     async with running(SimConfig(timing=timing), at) as engine:
@@ -363,7 +363,7 @@ async def test_tokens_come_at_the_pace_of_the_clock_and_late_ones_together() -> 
     assert lengths == [1, 1, 3]
 
 
-async def test_an_idle_engine_wakes_nobody() -> None:
+async def test_an_idle_engine_wakes_no_task() -> None:
     at = ManualTime()
     async with running(SimConfig(timing=AT_ONCE), at) as engine:
         await outputs_of(engine, request())
@@ -376,7 +376,7 @@ async def test_an_idle_engine_wakes_nobody() -> None:
         assert engine.counters["steps"] == 8
 
 
-async def test_the_loop_gets_its_turn_while_the_engine_is_behind() -> None:
+async def test_the_engine_yields_to_the_loop_while_it_is_behind() -> None:
     async with running() as engine:
         stop = StopConditions(max_tokens=30_000, ignore_eos=True)
         turns_taken = 0
@@ -409,7 +409,7 @@ async def test_a_stop_ends_a_silent_prefill_with_a_cancelled_chunk_and_no_step_p
         assert at_rest(engine)
 
 
-async def test_a_stop_frees_slot_and_blocks_though_nobody_reads_the_stream() -> None:
+async def test_a_stop_frees_slot_and_blocks_of_an_unread_stream() -> None:
     at = ManualTime()
     async with running(SimConfig(), at) as engine:
         ctx = context()
@@ -431,7 +431,7 @@ async def test_a_stop_frees_slot_and_blocks_though_nobody_reads_the_stream() -> 
         await generator.aclose()
 
 
-async def test_a_request_stopped_before_it_began_is_cancelled_at_once() -> None:
+async def test_a_request_stopped_before_its_start_is_cancelled_at_once() -> None:
     async with running() as engine:
         ctx = context()
         ctx.inner_arc().kill()
@@ -459,7 +459,7 @@ async def test_closing_the_generator_early_frees_slot_and_blocks_at_once() -> No
         assert at_rest(engine)
 
 
-async def test_cancelling_the_task_that_reads_frees_everything_too() -> None:
+async def test_cancelling_the_reading_task_frees_all_resources() -> None:
     async with running(SimConfig(), ManualTime()) as engine:
         collecting = asyncio.ensure_future(outputs_of(engine, request()))
         await turns()
@@ -471,7 +471,7 @@ async def test_cancelling_the_task_that_reads_frees_everything_too() -> None:
 
 
 @pytest.mark.row("S4-37")
-async def test_abort_by_itself_does_nothing_since_the_stop_did_it_all() -> None:
+async def test_abort_has_no_effect_beyond_the_stop() -> None:
     async with running() as engine:
         ctx = context()
         await engine.abort(ctx)
@@ -488,7 +488,7 @@ async def finish_of(engine: SimEngine, stop: StopConditions, **more: Any) -> tup
     return len(tokens), end.finish_reason
 
 
-async def test_eos_ends_an_answer_unless_it_is_ignored_or_too_early() -> None:
+async def test_eos_ends_the_output_unless_it_is_ignored_or_before_min_tokens() -> None:
     natural = len(TOKEN_ORACLE.continue_tokens(PROMPT, 10_000))
     async with running() as engine:
         plain = StopConditions(max_tokens=500)
@@ -500,7 +500,7 @@ async def test_eos_ends_an_answer_unless_it_is_ignored_or_too_early() -> None:
         assert (await finish_of(engine, held))[0] > natural
 
 
-async def test_stop_tokens_end_an_answer_hidden_ones_are_left_out() -> None:
+async def test_stop_tokens_end_the_output_and_hidden_ones_are_excluded() -> None:
     truth = TOKEN_ORACLE.continue_tokens(PROMPT, 20)
     async with running() as engine:
         for stop, length, reason in (
@@ -524,7 +524,7 @@ async def test_ids_of_the_request_count_as_eos_and_ignore_eos_ignores_all_stop_t
         assert await finish_of(engine, ignored, eos_token_ids=eos) == (9, FinishReason.LENGTH)
 
 
-async def test_an_answer_ends_with_the_context_and_a_prompt_that_fills_it_is_refused() -> None:
+async def test_output_ends_at_the_context_length_and_a_prompt_that_fills_it_is_rejected() -> None:
     async with running(SimConfig(timing=AT_ONCE, context_length=50)) as engine:
         stop = StopConditions(ignore_eos=True)
         tokens, end = await answer_of(engine, request(range(40), stop=stop))
@@ -563,7 +563,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.row("S4-31")
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
+async def test_unsupported_fields_are_rejected_by_name(name: str) -> None:
     async with running() as engine:
         with pytest.raises(Unsupported) as raised:
             await outputs_of(engine, request(**REFUSED[name]))
@@ -580,9 +580,7 @@ async def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
         (request(routing=RoutingHints(dp_rank=1)), "routing.dp_rank"),
     ],
 )
-async def test_requests_without_sense_are_refused_by_name(
-    asked: PreprocessedRequest, name: str
-) -> None:
+async def test_invalid_requests_are_rejected_by_name(asked: PreprocessedRequest, name: str) -> None:
     async with running() as engine:
         with pytest.raises(InvalidRequest) as raised:
             await outputs_of(engine, asked)
@@ -638,7 +636,7 @@ async def test_a_configured_adapter_has_a_cache_of_its_own() -> None:
         assert engine.counters["cached_tokens"] == 32
 
 
-async def test_an_adapter_answers_otherwise_than_its_model() -> None:
+async def test_the_output_of_an_adapter_differs_from_its_models() -> None:
     config = SimConfig(timing=AT_ONCE, loras=frozenset({"french"}))
     async with running(config) as engine:
         french = RoutingHints(lora_name="french")
@@ -667,7 +665,7 @@ async def test_the_larger_priority_goes_first_and_the_hint_outweighs_the_context
     assert order == ["b", "c", "a"]
 
 
-async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+async def test_a_full_queue_rejects_with_a_retry_time() -> None:
     config = SimConfig(max_num_seqs=1, max_waiting=2)
     async with running(config, ManualTime()) as engine:
         generators = [engine.generate(request(), context()) for _ in range(3)]
@@ -691,7 +689,7 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
 
 
 @pytest.mark.row("S2-78")
-async def test_a_probe_runs_locally_for_one_token_and_leaves_the_cache_alone() -> None:
+async def test_a_probe_gets_one_local_token_and_does_not_touch_the_cache() -> None:
     events: list[KvEvent] = []
     async with running() as engine:
         engine.kv_event_sink = events.extend
@@ -727,7 +725,7 @@ class Sink:
     def reset(self, rank: int) -> None: ...
 
 
-async def test_a_sink_is_told_of_pages_that_are_the_blocks_of_the_cache() -> None:
+async def test_a_sink_receives_the_blocks_of_the_cache_as_pages() -> None:
     sink = Sink()
     async with running() as engine:
         assert isinstance(engine, PagedEngine)
@@ -740,14 +738,14 @@ async def test_a_sink_is_told_of_pages_that_are_the_blocks_of_the_cache() -> Non
         assert isinstance(sink.events[-1], PagesRemoved)
 
 
-async def test_a_sink_that_comes_when_something_is_cached_is_refused() -> None:
+async def test_a_sink_is_rejected_if_the_cache_is_not_empty() -> None:
     async with running() as engine:
         await outputs_of(engine, request(range(40)))
         with pytest.raises(Conflict):
             engine.publish_to(Sink())
 
 
-async def test_cache_changes_are_told_in_order_and_flushing_takes_them_back() -> None:
+async def test_cache_changes_are_reported_in_order_and_a_flush_removes_all() -> None:
     events: list[KvEvent] = []
     async with running() as engine:
         engine.kv_event_sink = events.extend
@@ -761,7 +759,7 @@ async def test_cache_changes_are_told_in_order_and_flushing_takes_them_back() ->
         assert len(events) == len(stored) + 1
 
 
-async def test_without_prefix_caching_nothing_is_cached_and_nothing_promised() -> None:
+async def test_without_prefix_caching_no_block_is_cached_or_published() -> None:
     engine = SimEngine(SimConfig(timing=AT_ONCE, prefix_caching=False), model=MODEL)
     config = await engine.start(1)
     await outputs_of(engine, request(range(40)))
@@ -771,7 +769,7 @@ async def test_without_prefix_caching_nothing_is_cached_and_nothing_promised() -
     await engine.cleanup()
 
 
-async def test_with_few_blocks_requests_are_preempted_and_every_answer_is_still_its_truth() -> None:
+async def test_with_few_blocks_requests_are_preempted_without_changing_their_output() -> None:
     config = SimConfig(timing=AT_ONCE, total_kv_blocks=12, block_size=4)
     async with running(config) as engine:
         stop = StopConditions(max_tokens=30, ignore_eos=True)
@@ -789,7 +787,7 @@ async def test_with_few_blocks_requests_are_preempted_and_every_answer_is_still_
 # Faults.
 
 
-async def test_a_frozen_engine_looks_hung_and_goes_on_when_thawed() -> None:
+async def test_a_frozen_engine_takes_no_step_until_it_is_unfrozen() -> None:
     at = ManualTime()
     async with running(SimConfig(), at) as engine:
         collecting = asyncio.ensure_future(outputs_of(engine, request()))
@@ -812,7 +810,7 @@ async def test_a_frozen_engine_looks_hung_and_goes_on_when_thawed() -> None:
         assert sum(len(output.token_ids) for output in outputs) == 8
 
 
-async def test_a_request_at_a_frozen_engine_can_still_be_stopped() -> None:
+async def test_a_request_on_a_frozen_engine_can_be_stopped() -> None:
     async with running() as engine:
         engine.freeze()
         ctx = context()
@@ -826,7 +824,7 @@ async def test_a_request_at_a_frozen_engine_can_still_be_stopped() -> None:
         assert at_rest(engine)
 
 
-async def test_after_a_breakdown_all_requests_fail_with_its_error_each_with_an_own_one() -> None:
+async def test_after_a_failure_each_request_raises_its_own_copy_of_the_error() -> None:
     async with running(SimConfig(), ManualTime()) as engine:
         tasks = [asyncio.ensure_future(outputs_of(engine, request())) for _ in range(2)]
         await turns()
@@ -851,7 +849,7 @@ async def test_when_stepping_itself_fails_no_stream_hangs() -> None:
 
         asked = request(range(40), stop=StopConditions(ignore_eos=True))
 
-        with pytest.raises(InternalError, match="engine broke"):
+        with pytest.raises(InternalError, match="the engine failed"):
             await outputs_of(engine, asked)
 
 
@@ -869,8 +867,6 @@ async def test_when_stepping_itself_fails_no_stream_hangs() -> None:
         ({"startup_s": -1.0}, "startup_s"),
     ],
 )
-def test_a_configuration_without_sense_is_refused_by_name(
-    change: dict[str, Any], name: str
-) -> None:
+def test_an_invalid_configuration_is_rejected_by_name(change: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         SimConfig(**change)

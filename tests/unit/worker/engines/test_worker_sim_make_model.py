@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from worker_svc.engines.sim.make_model import CONTEXT_LENGTH, OUTPUT_FILES, SOURCE_DIR, main
+from worker_svc.engines.model_files import SOURCE_DIR
+from worker_svc.engines.sim.make_model import CONTEXT_LENGTH, OUTPUT_FILES, main
 
 CORPUS = (SOURCE_DIR / "corpus.txt").read_text("utf-8")
 WORDS = (SOURCE_DIR / "words.txt").read_text("utf-8").split()
@@ -36,7 +37,7 @@ def test_the_model_is_small() -> None:
     assert sum(path.stat().st_size for path in SOURCE_DIR.iterdir()) < 600_000
 
 
-def test_every_answer_word_is_a_space_and_a_word_of_the_list(tokenizer: Tokenizer) -> None:
+def test_every_output_word_is_a_space_and_a_word_of_the_list(tokenizer: Tokenizer) -> None:
     word_ids = load("sim.json")["word_ids"]
     decoded = [tokenizer.decode([token_id]) for token_id in word_ids]
 
@@ -47,7 +48,7 @@ def test_every_answer_word_is_a_space_and_a_word_of_the_list(tokenizer: Tokenize
     assert all(word.isascii() and word.islower() and len(word) >= 2 for word in WORDS)
 
 
-def test_answer_words_come_back_from_text_as_they_went(tokenizer: Tokenizer) -> None:
+def test_output_words_survive_detokenizing_and_tokenizing(tokenizer: Tokenizer) -> None:
     word_ids = load("sim.json")["word_ids"]
 
     assert tokenizer.encode(tokenizer.decode(word_ids)).ids == word_ids

@@ -57,7 +57,7 @@ def at_rest(scheduler: SimScheduler) -> bool:
     )
 
 
-def test_an_answer_is_the_truth_of_its_prompt() -> None:
+def test_output_equals_the_token_oracle() -> None:
     scheduler = scheduler_of()
     seq = scheduler.submit(job([1, 2, 3], 200, stops=EOS_ENDS), 0.0)
 
@@ -84,7 +84,7 @@ def test_an_answer_is_the_truth_of_its_prompt() -> None:
     removed=st.sets(st.integers(0, 11), max_size=4),
 )
 @settings(max_examples=60, deadline=None)
-def test_under_any_load_each_answer_is_its_truth_and_the_books_return_to_zero(
+def test_under_any_load_output_is_correct_and_all_counts_return_to_zero(
     jobs: list[tuple[list[int], int, int, bool]], blocks: int, batched: int, removed: set[int]
 ) -> None:
     scheduler = scheduler_of(blocks, seqs=4, batched=batched)
@@ -111,7 +111,7 @@ def test_under_any_load_each_answer_is_its_truth_and_the_books_return_to_zero(
     assert at_rest(scheduler)
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_running_answers() -> None:
+def test_a_long_prompt_is_computed_in_chunks_alongside_running_sequences() -> None:
     scheduler = scheduler_of(batched=16)
     short = scheduler.submit(job([1], 20), 0.0)
     scheduler.step(0.0)
@@ -160,7 +160,7 @@ def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_blocks() -
     assert (large.end, small.end) == (EndReason.LENGTH, EndReason.LENGTH)
 
 
-def test_without_blocks_the_latest_gives_way_and_keeps_its_answer() -> None:
+def test_without_blocks_the_last_sequence_is_preempted_and_keeps_its_output() -> None:
     scheduler = scheduler_of(blocks=8)
     first = scheduler.submit(job([1] * 8, 24), 0.0)
     second = scheduler.submit(job([2] * 8, 24), 0.0)
@@ -175,7 +175,7 @@ def test_without_blocks_the_latest_gives_way_and_keeps_its_answer() -> None:
     assert at_rest(scheduler)
 
 
-def test_the_less_important_gives_way_though_it_came_first() -> None:
+def test_a_lower_priority_sequence_is_preempted_even_if_it_came_first() -> None:
     scheduler = scheduler_of(blocks=8)
     scheduler.submit(job([1] * 8, 24, priority=-1), 0.0)
     scheduler.step(0.0)
@@ -213,7 +213,7 @@ def test_a_repeated_prompt_is_found_in_the_cache_but_for_its_last_token(
     assert Pair().cached_of_second(job(tokens, 1), job(tokens, 1)) == cached
 
 
-def test_the_next_turn_finds_the_answer_of_the_last_one_too() -> None:
+def test_the_next_turn_reuses_the_output_of_the_last_one() -> None:
     answer = TOKEN_ORACLE.continue_tokens([1] * 6, 10, ignore_eos=True)
     next_turn = [1] * 6 + answer + [5] * 6
 
@@ -230,7 +230,7 @@ def test_a_job_without_a_hasher_neither_reads_nor_fills_the_cache() -> None:
     assert pair.cached_of_second(job(list(range(20)), 4), quiet) == 0
 
 
-def test_jobs_of_another_adapter_share_nothing_and_say_whose_blocks_they_are() -> None:
+def test_jobs_of_different_adapters_share_no_block_and_their_events_name_the_adapter() -> None:
     pair = Pair()
     lora = PrefixHasher(mesh_key=b"", model="m", block_size=SIZE, lora_name="french")
     tokens = list(range(12))
@@ -265,7 +265,7 @@ def test_the_events_name_blocks_by_the_prefix_hash_of_what_they_hold() -> None:
     assert b"".join(one.token_ids for one in stored) == u32(tokens[: 4 * len(names)])
 
 
-def test_removal_frees_everything_at_once_wherever_the_sequence_is() -> None:
+def test_removal_frees_all_resources_at_once_in_every_state() -> None:
     scheduler = scheduler_of(seqs=1)
     running, waiting = (scheduler.submit(job([n] * 9, 50), 0.0) for n in (1, 2))
     step = scheduler.plan(0.0)
@@ -285,7 +285,7 @@ def test_removal_frees_everything_at_once_wherever_the_sequence_is() -> None:
 @pytest.mark.parametrize(
     ("is_visible", "extra", "end"), [(True, 1, EndReason.STOP), (False, 0, EndReason.STOP)]
 )
-def test_a_stop_token_ends_the_answer_and_only_a_visible_one_is_part_of_it(
+def test_a_stop_token_ends_the_output_and_only_a_visible_one_is_part_of_it(
     is_visible: bool, extra: int, end: EndReason
 ) -> None:
     truth = TOKEN_ORACLE.continue_tokens([1, 2, 3], 20, ignore_eos=True)
@@ -310,7 +310,7 @@ def test_no_stop_token_counts_before_min_tokens() -> None:
     assert seq.output == truth[:9]
 
 
-def test_a_step_takes_the_time_of_what_is_in_it() -> None:
+def test_the_duration_of_a_step_depends_on_its_work() -> None:
     timing = Timing(base_s=1.0, prefill_token_s=0.1, decode_seq_s=0.01, kv_token_s=0.001)
     scheduler = scheduler_of(timing=timing)
     scheduler.submit(job([1] * 10, 3), 0.0)
@@ -322,7 +322,7 @@ def test_a_step_takes_the_time_of_what_is_in_it() -> None:
     assert durations == pytest.approx([2.0, 1.01 + 0.010, 1.01 + 0.011])
 
 
-def test_the_time_of_a_step_counts_reused_tokens_and_none_of_those_gone() -> None:
+def test_the_duration_of_a_step_counts_reused_tokens_but_not_removed_ones() -> None:
     timing = Timing(base_s=0.0, prefill_token_s=0, decode_seq_s=0, kv_token_s=1.0)
     scheduler = scheduler_of(timing=timing)
     scheduler.submit(job([1] * 10, 1), 0.0)
@@ -340,7 +340,7 @@ def test_the_time_of_a_step_counts_reused_tokens_and_none_of_those_gone() -> Non
     assert durations == [8.0, 10.0, 11.0]
 
 
-def test_when_pins_hold_all_blocks_the_engine_waits_and_goes_on_afterwards() -> None:
+def test_with_all_blocks_pinned_the_engine_waits_and_then_continues() -> None:
     scheduler = scheduler_of(blocks=4)
     block_table = scheduler.blocks.admit([], 4 * SIZE)
     assert block_table is not None
@@ -355,11 +355,11 @@ def test_when_pins_hold_all_blocks_the_engine_waits_and_goes_on_afterwards() -> 
     assert seq.end is EndReason.LENGTH
 
 
-def test_limits_that_contradict_each_other_are_refused_by_name() -> None:
+def test_contradictory_limits_are_rejected_by_name() -> None:
     with pytest.raises(ValueError, match="max_num_seqs"):
         scheduler_of(seqs=10, batched=5)
 
 
-def test_a_job_that_can_never_fit_is_a_bug_of_ours() -> None:
+def test_a_job_that_can_never_fit_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="forever"):
         scheduler_of(blocks=2).submit(job([1] * 6, 3), 0.0)

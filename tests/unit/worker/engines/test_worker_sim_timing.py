@@ -9,14 +9,14 @@ import pytest
 from worker_svc.engines.sim.timing import Timing
 
 
-def test_a_step_costs_what_the_formula_says() -> None:
+def test_the_duration_of_a_step_follows_the_formula() -> None:
     timing = Timing(base_s=1.0, prefill_token_s=0.1, decode_seq_s=0.01, kv_token_s=0.001)
 
     assert timing.step_s(2, 3, 4) == pytest.approx(1.0 + 0.2 + 0.03 + 0.004)
     assert timing.prefill_s(5) == pytest.approx(0.5)
 
 
-def test_the_defaults_are_those_of_a_mid_range_accelerator() -> None:
+def test_the_default_timing_is_that_of_a_mid_range_accelerator() -> None:
     timing = Timing()
 
     assert timing.step_s(0, 1, 0) == pytest.approx(6.02e-3)
@@ -31,6 +31,6 @@ def test_speedup_divides_and_zero_takes_no_time() -> None:
 
 @pytest.mark.parametrize("name", ["base_s", "prefill_token_s", "kv_token_s", "speedup"])
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_impossible_times_are_refused_by_name(name: str, value: float) -> None:
+def test_invalid_durations_are_rejected_by_name(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
         Timing(**{name: value})

@@ -12,14 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest, Overloaded
-from worker_svc.engines.sim.block_manager import BlockManager
-from worker_svc.engines.sim.transfer import (
+from worker_svc.engines.handoff import (
     EXPIRED,
     MISMATCH,
     NO_BLOCKS,
     NO_PARTNER,
     PEER_ABORTED,
     PEER_LOST,
+    HandoffTimeouts,
+    handoff_error,
+)
+from worker_svc.engines.sim.block_manager import BlockManager
+from worker_svc.engines.sim.transfer import (
     Abort,
     Aborted,
     Action,
@@ -31,7 +35,6 @@ from worker_svc.engines.sim.transfer import (
     EndLeg,
     Fail,
     HandoffOutcome,
-    HandoffTimeouts,
     Joined,
     KvArrived,
     Message,
@@ -46,7 +49,6 @@ from worker_svc.engines.sim.transfer import (
     StopWriting,
     Write,
     from_bytes,
-    handoff_error,
     page_stamps,
     to_bytes,
 )
@@ -113,14 +115,14 @@ def test_every_message_survives_the_wire(message: Message) -> None:
         to_bytes(Fail("X")) + b"\xff",
     ],
 )
-def test_a_frame_that_is_no_message_is_refused(frame: bytes) -> None:
+def test_a_malformed_frame_is_rejected(frame: bytes) -> None:
     with pytest.raises(InvalidRequest):
         from_bytes(frame)
 
 
 @given(data=st.binary(max_size=60))
 @settings(max_examples=200)
-def test_no_frame_does_worse_than_being_refused(data: bytes) -> None:
+def test_every_frame_is_decoded_or_rejected(data: bytes) -> None:
     try:
         message = from_bytes(data)
     except InvalidRequest:
@@ -128,7 +130,7 @@ def test_no_frame_does_worse_than_being_refused(data: bytes) -> None:
     assert from_bytes(to_bytes(message)) == message
 
 
-def test_pages_are_known_by_all_tokens_up_to_their_end() -> None:
+def test_page_stamps_depend_on_all_tokens_up_to_the_pages_end() -> None:
     one = np.arange(40, dtype="<u4").tobytes()
     other = np.array([*range(16), 99, *range(17, 40)], dtype="<u4").tobytes()
 
@@ -140,7 +142,7 @@ def test_pages_are_known_by_all_tokens_up_to_their_end() -> None:
     assert page_stamps(one[: 4 * 32], 16) == stamps[:2]
 
 
-def test_a_leg_that_lost_its_handoff_may_be_retried() -> None:
+def test_a_failed_handoff_is_retryable() -> None:
     error = handoff_error(PEER_LOST)
     assert (error.retryable, error.reason) == (True, PEER_LOST)
 
@@ -149,7 +151,7 @@ def test_a_leg_that_lost_its_handoff_may_be_retried() -> None:
 
 
 @pytest.mark.parametrize("order", ["lpk", "plk", "lkp"])
-def test_prefill_writes_once_leg_pull_and_kv_are_there_in_any_order(order: str) -> None:
+def test_prefill_writes_when_leg_pull_and_kv_are_present_in_any_order(order: str) -> None:
     room = PrefillMachine(LIMITS, 0.0)
     events: dict[str, Callable[[], list[Action]]] = {
         "l": lambda: room.attach_leg(1.0),
@@ -185,13 +187,13 @@ def test_a_lease_expires() -> None:
     assert room.outcome is HandoffOutcome.EXPIRED
 
 
-def test_a_lease_that_is_dropped_is_free_at_once() -> None:
+def test_a_dropped_lease_is_freed_at_once() -> None:
     room = prefill(leg=False, kv=True)
     assert room.on_peer_dropped() == [ReleaseBlocks()]
     assert room.is_over
 
 
-def test_a_prefill_leg_whose_partner_never_comes_ends_in_time() -> None:
+def test_a_prefill_leg_without_a_partner_ends_in_time() -> None:
     room = prefill(kv=True)
     assert room.tick(9.9) == []
     release, end = room.tick(10.0)
@@ -200,21 +202,21 @@ def test_a_prefill_leg_whose_partner_never_comes_ends_in_time() -> None:
     assert room.outcome is HandoffOutcome.TIMED_OUT
 
 
-def test_a_pull_whose_leg_never_comes_is_told_so_in_time() -> None:
+def test_a_pull_without_a_prefill_leg_fails_in_time() -> None:
     room = prefill(leg=False, pull=True)
     assert room.tick(9.9) == []
     assert room.tick(10.0) == [Send(Fail(NO_PARTNER)), CloseConnection()]
     assert room.outcome is HandoffOutcome.TIMED_OUT
 
 
-def test_prefill_shows_that_it_lives_while_the_prompt_waits() -> None:
+def test_prefill_sends_pings_while_the_prompt_waits() -> None:
     room = prefill(pull=True)
     said = [action for tenth in range(600) for action in room.tick(tenth / 10)]
     assert said == [Send(Ping())] * 23
     assert not room.is_over
 
 
-def test_a_transfer_lasts_as_long_as_it_moves() -> None:
+def test_a_transfer_does_not_time_out_while_it_progresses() -> None:
     room = prefill(pull=True, kv=True)
     for now in range(0, 100, 9):
         room.extend_deadline(float(now), 0.0)
@@ -225,14 +227,14 @@ def test_a_transfer_lasts_as_long_as_it_moves() -> None:
     assert room.on_writing_stopped() == [ReleaseBlocks()]
 
 
-def test_decode_that_does_not_acknowledge_is_given_up() -> None:
+def test_a_decode_worker_that_does_not_acknowledge_times_out() -> None:
     room = prefill(pull=True, kv=True)
     room.on_done_sent(1.0)
     assert kinds(room.tick(11.0)) == [ReleaseBlocks, EndLeg, CloseConnection]
     assert room.outcome is HandoffOutcome.TIMED_OUT
 
 
-def test_an_aborted_prefill_keeps_its_blocks_until_nothing_is_read() -> None:
+def test_an_aborted_prefill_keeps_its_blocks_until_reading_has_stopped() -> None:
     room = prefill(pull=True, kv=True)
     assert room.abort() == [StopWriting()]
     assert room.is_aborting
@@ -256,7 +258,7 @@ def test_an_aborted_prefill_that_does_not_write_ends_at_once(
     assert room.is_over
 
 
-def test_decodes_abort_ends_the_prefill_leg_at_once_and_the_writing_before_the_answer() -> None:
+def test_an_abort_by_decode_ends_the_prefill_leg_at_once_and_writing_before_the_reply() -> None:
     room = prefill(pull=True, kv=True)
     end, stop = room.receive(1.0, Abort())
     assert failing(PEER_ABORTED)(end)
@@ -266,7 +268,7 @@ def test_decodes_abort_ends_the_prefill_leg_at_once_and_the_writing_before_the_a
 
 
 @pytest.mark.parametrize("kv", [False, True])
-def test_a_prefill_leg_without_its_peer_keeps_nothing(kv: bool) -> None:
+def test_a_prefill_leg_without_its_peer_keeps_no_blocks(kv: bool) -> None:
     room = prefill(pull=True, kv=kv)
     actions = [*room.on_connection_lost(), *room.on_writing_stopped()]
     assert sum(map(failing(PEER_LOST), actions)) == 1
@@ -274,19 +276,19 @@ def test_a_prefill_leg_without_its_peer_keeps_nothing(kv: bool) -> None:
     assert room.is_over
 
 
-def test_prompts_that_do_not_fit_end_the_prefill_leg() -> None:
+def test_mismatched_prompts_end_the_prefill_leg() -> None:
     room = prefill()
     assert failing(MISMATCH)(room.reject(MISMATCH)[0])
     assert room.is_over
 
 
-def test_nonsense_from_decode_is_the_loss_of_it() -> None:
+def test_an_unexpected_message_of_decode_counts_as_a_lost_connection() -> None:
     room = prefill(pull=True)
     assert failing(PEER_LOST)(room.receive(0.0, Received())[0])
     assert room.is_over
 
 
-def test_writing_that_breaks_off_by_itself_ends_the_room() -> None:
+def test_writing_that_stops_unrequested_ends_the_room() -> None:
     room = prefill(pull=True, kv=True)
     actions = room.on_writing_stopped()
     assert kinds(actions).count(ReleaseBlocks) == 1
@@ -296,7 +298,7 @@ def test_writing_that_breaks_off_by_itself_ends_the_room() -> None:
 # Decode.
 
 
-def test_decode_dials_pulls_and_goes_on_with_the_first_token() -> None:
+def test_decode_dials_pulls_and_continues_with_the_first_token() -> None:
     room = decode(placed=False, pulled=False)
     assert room.start_pull() == [Dial()]
     assert room.on_connected(PULL) == [Send(PULL)]
@@ -311,7 +313,7 @@ def test_decode_dials_pulls_and_goes_on_with_the_first_token() -> None:
     assert (room.is_over, room.outcome) == (True, HandoffOutcome.HANDED_OVER)
 
 
-def test_a_decode_leg_waits_for_its_partner_as_long_as_that_lives() -> None:
+def test_a_decode_leg_waits_while_its_partner_sends_pings() -> None:
     room = decode()
     for now in range(0, 100, 9):
         assert room.tick(float(now)) == []
@@ -331,7 +333,7 @@ def test_a_decode_leg_that_never_pulls_ends_in_time() -> None:
     assert room.outcome is HandoffOutcome.TIMED_OUT
 
 
-def test_a_decode_leg_without_blocks_says_so_before_its_partner_gives_up() -> None:
+def test_a_decode_leg_without_blocks_fails_before_its_partner_times_out() -> None:
     """Else prefill would be blamed, and the next attempt be sent to the same full worker."""
     room = decode(placed=False, pulled=False)
     assert room.tick(7.4) == []
@@ -344,7 +346,7 @@ def test_a_decode_leg_without_blocks_says_so_before_its_partner_gives_up() -> No
     assert room.outcome is HandoffOutcome.TIMED_OUT
 
 
-def test_blocks_that_came_late_leave_prefill_what_is_left_of_its_time() -> None:
+def test_late_blocks_leave_prefill_the_rest_of_its_time() -> None:
     room = decode(placed=False, pulled=False)
     room.tick(7.4)
     room.start_pull()
@@ -352,7 +354,7 @@ def test_blocks_that_came_late_leave_prefill_what_is_left_of_its_time() -> None:
     assert failing(NO_PARTNER)(room.tick(10.0)[0])
 
 
-def test_an_aborted_decode_leg_keeps_its_pages_until_prefill_says_that_it_stopped() -> None:
+def test_an_aborted_decode_leg_keeps_its_pages_until_prefill_confirms() -> None:
     room = decode()
     assert room.abort(1.0) == [Send(Abort())]
     assert room.receive(1.1, Write([5], [1])) == []
@@ -362,7 +364,7 @@ def test_an_aborted_decode_leg_keeps_its_pages_until_prefill_says_that_it_stoppe
 
 
 @pytest.mark.parametrize("word", [DONE, Fail(PEER_ABORTED), Aborted()])
-def test_each_last_word_of_prefill_frees_the_pages_and_tells_a_leg_that_left_nothing(
+def test_each_final_message_of_prefill_frees_the_pages_of_an_aborted_leg_without_another_end(
     word: Message,
 ) -> None:
     room = decode()
@@ -372,7 +374,7 @@ def test_each_last_word_of_prefill_frees_the_pages_and_tells_a_leg_that_left_not
     assert room.is_over
 
 
-def test_a_silent_peer_is_hung_up_on_before_the_pages_go() -> None:
+def test_the_connection_of_a_silent_peer_closes_before_its_pages_are_released() -> None:
     room = decode()
     room.abort(1.0)
     room.receive(2.0, Write([5], [1]))
@@ -381,7 +383,7 @@ def test_a_silent_peer_is_hung_up_on_before_the_pages_go() -> None:
     assert room.outcome is HandoffOutcome.FORCED
 
 
-def test_a_decode_leg_that_leaves_before_its_pull_says_so() -> None:
+def test_a_decode_leg_that_leaves_before_its_pull_sends_a_drop() -> None:
     assert decode(placed=False, pulled=False).abort(0.0) == [SendDrop()]
     room = decode(pulled=False)
     assert room.abort(0.0) == [CloseConnection(), ReleaseBlocks(), SendDrop()]
@@ -389,7 +391,7 @@ def test_a_decode_leg_that_leaves_before_its_pull_says_so() -> None:
 
 
 @pytest.mark.parametrize("word", [Fail(EXPIRED), Fail("SOMETHING_NEW")])
-def test_prefills_reason_becomes_that_of_the_decode_leg(word: Fail) -> None:
+def test_the_decode_leg_fails_with_prefills_reason(word: Fail) -> None:
     hangup, release, end = decode().receive(0.0, word)
     assert (hangup, release) == (CloseConnection(), ReleaseBlocks())
     assert failing(word.reason)(end)
@@ -400,11 +402,11 @@ def test_a_lost_connection_ends_the_decode_leg() -> None:
     assert failing(PEER_LOST)(decode(pulled=False).on_connection_lost()[-1])
 
 
-def test_nonsense_from_prefill_is_the_loss_of_it() -> None:
+def test_an_unexpected_message_of_prefill_counts_as_a_lost_connection() -> None:
     assert failing(PEER_LOST)(decode().receive(0.0, PULL)[-1])
 
 
-def test_a_room_that_is_over_does_nothing_more() -> None:
+def test_an_ended_room_returns_no_actions() -> None:
     room = decode()
     room.receive(0.0, DONE)
     assert [
@@ -622,7 +624,7 @@ def play(seed: int, decode_machine: type[DecodeMachine] = DecodeMachine) -> Pair
     return pair
 
 
-def test_in_every_order_of_events_both_ends_end_and_nobody_is_written_over() -> None:
+def test_in_every_order_of_events_both_ends_end_and_no_page_is_overwritten() -> None:
     outcomes: Counter[tuple[HandoffOutcome | None, HandoffOutcome | None]] = Counter()
     for seed in range(2000):
         pair = play(seed)
@@ -641,5 +643,5 @@ def test_in_every_order_of_events_both_ends_end_and_nobody_is_written_over() -> 
     assert outcomes[HandoffOutcome.HANDED_OVER, HandoffOutcome.HANDED_OVER] > 100
 
 
-def test_pages_that_are_given_back_too_early_are_found_written_over() -> None:
+def test_pages_released_too_early_are_detected_as_overwritten() -> None:
     assert sum(play(seed, Eager).blocks.corrupt_pages for seed in range(500)) > 10

@@ -38,11 +38,7 @@ from worker_svc.engines.contract import (
     LLMEngineOutput,
     validate_stream,
 )
-from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored, KvEvent
-from worker_svc.engines.sim.engine import SimConfig, SimEngine, SimModel
-from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.token_oracle import TokenOracle
-from worker_svc.engines.sim.transfer import (
+from worker_svc.engines.handoff import (
     EXPIRED,
     MISMATCH,
     NO_BLOCKS,
@@ -50,6 +46,12 @@ from worker_svc.engines.sim.transfer import (
     PEER_ABORTED,
     PEER_LOST,
     ROOM_TAKEN,
+)
+from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored, KvEvent
+from worker_svc.engines.sim.engine import SimConfig, SimEngine, SimModel
+from worker_svc.engines.sim.timing import Timing
+from worker_svc.engines.sim.token_oracle import TokenOracle
+from worker_svc.engines.sim.transfer import (
     Action,
     DecodeMachine,
     Drop,
@@ -314,7 +316,7 @@ def test_engines_without_a_bootstrap_handshake_advertise_no_endpoint() -> None:
     virtually(work)
 
 
-def test_each_role_refuses_what_is_not_its_own() -> None:
+def test_each_role_rejects_legs_of_another() -> None:
     async def work() -> None:
         async with legs(local_prefill=False) as both:
             refusal = await error_of(answer(both.prefill, request(PROMPT)))
@@ -367,7 +369,7 @@ def test_probes_run_locally_in_every_role() -> None:
         {"bootstrap_host": "h", "bootstrap_port": True, "bootstrap_room": 1},
     ],
 )
-def test_params_that_name_no_transfer_are_refused_by_name(params: object) -> None:
+def test_params_without_a_transfer_are_rejected_by_name(params: object) -> None:
     async def work() -> None:
         async with legs() as both:
             asked = request(PROMPT, prefill_result=PrefillResult(params))
@@ -389,7 +391,7 @@ def test_params_that_name_no_transfer_are_refused_by_name(params: object) -> Non
         {"bytes_per_token": 0},
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_handoff_settings_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SimHandoffConfig(**wrong)
 
@@ -400,7 +402,7 @@ def test_a_configuration_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -
 @pytest.mark.row("S2-18", "S2-19", "S2-20")
 @pytest.mark.parametrize("lead_s", [0.0, 0.5, 5.0])
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-def test_the_legs_of_a_room_meet_whichever_comes_first(first: str, lead_s: float) -> None:
+def test_the_legs_of_a_room_meet_in_either_order(first: str, lead_s: float) -> None:
     async def work() -> None:
         async with legs() as both:
             asked = request(PROMPT, 20, **both.bootstrap(2**64 - 1))
@@ -427,7 +429,7 @@ def test_the_legs_of_a_room_meet_whichever_comes_first(first: str, lead_s: float
     virtually(work)
 
 
-def test_the_transfer_takes_the_time_of_its_bytes() -> None:
+def test_the_duration_of_a_transfer_follows_its_size() -> None:
     async def work() -> None:
         async with legs(latency_s=0.1) as both:
             start = now()
@@ -451,7 +453,7 @@ def test_transfers_share_the_link_of_their_prefill_worker() -> None:
     virtually(work)
 
 
-def test_decode_reports_what_prefill_found_in_its_cache() -> None:
+def test_decode_reports_prefills_cache_hits() -> None:
     async def work() -> None:
         async with legs() as both:
             await both.pair(PROMPT, 4, 1)
@@ -470,7 +472,7 @@ def prompt_that_ends_at_once() -> list[int]:
     return next([i] for i in range(10_000) if TOKEN_ORACLE.continue_tokens([i], 1) == [])
 
 
-def test_an_answer_that_ends_with_its_first_token_ends_on_both_legs() -> None:
+def test_output_that_ends_with_its_first_token_ends_on_both_legs() -> None:
     async def work() -> None:
         async with legs() as both:
             prefill, decode = await both.pair(prompt_that_ends_at_once(), 5)
@@ -494,7 +496,7 @@ def test_decode_waits_for_blocks_before_it_pulls() -> None:
     virtually(work)
 
 
-def test_a_decode_sequence_that_gave_up_its_blocks_goes_on() -> None:
+def test_a_preempted_decode_sequence_continues() -> None:
     async def work() -> None:
         decode = SimConfig(timing=TIMING, total_kv_blocks=14, eos_one_in=0)
         async with legs(decode=decode, prefill=replace(decode, total_kv_blocks=100)) as both:
@@ -537,7 +539,7 @@ def test_a_first_token_that_does_not_follow_the_prompt_is_counted() -> None:
     virtually(work)
 
 
-def test_content_that_is_not_the_prompts_is_counted_and_seen_in_the_answer() -> None:
+def test_wrong_page_content_is_counted_and_changes_the_output() -> None:
     async def work() -> None:
         async with legs() as both:
             other = [9, *PROMPT[1:]]
@@ -552,7 +554,7 @@ def test_content_that_is_not_the_prompts_is_counted_and_seen_in_the_answer() -> 
     virtually(work)
 
 
-def test_a_room_is_not_entered_twice() -> None:
+def test_a_second_leg_of_a_room_is_rejected() -> None:
     async def work() -> None:
         async with legs() as both:
             asked = request(PROMPT, **both.bootstrap())
@@ -573,7 +575,7 @@ def test_a_room_is_not_entered_twice() -> None:
     virtually(work)
 
 
-def test_more_rooms_than_there_may_be_are_refused() -> None:
+def test_rooms_above_the_limit_are_rejected() -> None:
     async def work() -> None:
         async with legs(rooms_max=2) as both, asyncio.TaskGroup() as tasks:
             for room in (1, 2):
@@ -611,7 +613,7 @@ def test_the_kv_of_an_adapter_is_not_that_of_the_base_model() -> None:
     virtually(work)
 
 
-def test_a_decode_engine_publishes_what_arrived() -> None:
+def test_a_decode_engine_publishes_received_blocks() -> None:
     async def work() -> None:
         async with legs() as both:
             stored: list[KvEvent] = []
@@ -627,7 +629,7 @@ def test_a_decode_engine_publishes_what_arrived() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_leg_whose_partner_never_comes_ends_in_time(role: str) -> None:
+def test_a_leg_without_a_partner_ends_in_time(role: str) -> None:
     async def work() -> None:
         async with legs(timeout_s=3.0) as both:
             engine = both.prefill if role == "prefill" else both.decode
@@ -666,7 +668,7 @@ def test_a_decode_leg_without_blocks_does_not_wait_longer_than_its_partner() -> 
     virtually(work)
 
 
-def test_nobody_listening_ends_a_decode_leg_at_once() -> None:
+def test_a_refused_connection_ends_a_decode_leg_at_once() -> None:
     async def work() -> None:
         async with legs() as both:
             asked = request(PROMPT, bootstrap_info=BootstrapInfo("h", 9, 1))
@@ -685,7 +687,7 @@ def phases(count: int) -> list[float]:
 
 @pytest.mark.parametrize("how", ["stop", "close"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_leg_that_leaves_at_any_time_ends_the_other_and_leaves_nothing(
+def test_a_leg_that_leaves_at_any_time_ends_the_other_and_frees_everything(
     role: str, how: str
 ) -> None:
     async def work(after_s: float) -> None:
@@ -763,7 +765,7 @@ def test_a_worker_or_link_lost_at_any_time_ends_both_legs(how: str) -> None:
         virtually(lambda after_s=after_s: work(after_s))  # type: ignore[misc]
 
 
-def test_a_network_that_swallows_everything_costs_time_and_nothing_else() -> None:
+def test_a_network_that_drops_everything_only_causes_timeouts() -> None:
     async def work(after_s: float) -> None:
         async with legs(timeout_s=3.0) as both:
             asked = request(PROMPT, 20, **both.bootstrap())
@@ -783,7 +785,7 @@ def test_a_network_that_swallows_everything_costs_time_and_nothing_else() -> Non
         virtually(lambda after_s=after_s: work(after_s))  # type: ignore[misc]
 
 
-def test_pages_of_an_aborted_leg_wait_for_the_peers_word() -> None:
+def test_pages_of_an_aborted_leg_wait_for_the_peers_confirmation() -> None:
     async def work() -> None:
         network = MemoryNetwork(delay_s=0.3)
         async with legs(network=network, abort_s=2.0) as both:
@@ -808,7 +810,7 @@ def test_pages_of_an_aborted_leg_wait_for_the_peers_word() -> None:
     virtually(work)
 
 
-def test_a_peer_that_does_not_answer_an_abort_is_hung_up_on() -> None:
+def test_the_connection_to_a_peer_that_ignores_an_abort_is_closed() -> None:
     async def work() -> None:
         async with legs(abort_s=2.0) as both:
             asked = request([1] * 1600, 4, **both.bootstrap())
@@ -828,7 +830,7 @@ def test_a_peer_that_does_not_answer_an_abort_is_hung_up_on() -> None:
     virtually(work)
 
 
-def test_an_engine_that_breaks_down_leaves_its_rooms() -> None:
+def test_a_failed_engine_ends_its_rooms() -> None:
     async def work() -> None:
         async with legs() as both:
             asked = request(PROMPT, 20, **both.bootstrap())
@@ -866,7 +868,7 @@ def test_a_completed_prefill_is_fetched_by_its_decode_leg() -> None:
     virtually(work)
 
 
-def test_a_completed_prefill_nobody_fetches_expires() -> None:
+def test_a_completed_prefill_without_a_decode_leg_expires() -> None:
     async def work() -> None:
         async with legs(mode="completed", lease_s=5.0) as both:
             _, last = await answer(both.prefill, request(PROMPT, 1))
@@ -880,7 +882,7 @@ def test_a_completed_prefill_nobody_fetches_expires() -> None:
     virtually(work)
 
 
-def test_a_prefill_that_ended_with_its_first_token_leaves_nothing_to_fetch() -> None:
+def test_a_prefill_that_ended_with_its_first_token_leases_no_kv() -> None:
     async def work() -> None:
         async with legs(mode="completed") as both:
             tokens, last = await answer(both.prefill, request(prompt_that_ends_at_once(), 1))
@@ -891,7 +893,7 @@ def test_a_prefill_that_ended_with_its_first_token_leaves_nothing_to_fetch() -> 
     virtually(work)
 
 
-def test_a_decode_leg_that_leaves_before_it_fetched_ends_the_lease() -> None:
+def test_a_decode_leg_that_leaves_before_its_pull_ends_the_lease() -> None:
     async def work() -> None:
         decode = SimConfig(timing=TIMING, total_kv_blocks=8)
         async with legs(mode="completed", decode=decode) as both:
@@ -909,7 +911,7 @@ def test_a_decode_leg_that_leaves_before_it_fetched_ends_the_lease() -> None:
     virtually(work)
 
 
-def test_a_completed_prefill_whose_leg_left_is_not_kept() -> None:
+def test_a_completed_prefill_is_not_kept_if_its_leg_left() -> None:
     async def work(after_s: float) -> None:
         async with legs(mode="completed") as both:
             ctx = context()
@@ -925,7 +927,7 @@ def test_a_completed_prefill_whose_leg_left_is_not_kept() -> None:
         virtually(lambda after_s=after_s: work(after_s))  # type: ignore[misc]
 
 
-def test_a_completed_prefill_that_cannot_be_kept_is_refused_and_freed() -> None:
+def test_a_completed_prefill_that_cannot_be_leased_fails_and_is_freed() -> None:
     async def work() -> None:
         async with legs(mode="completed", rooms_max=1) as both:
             await answer(both.prefill, request(PROMPT, 1))
@@ -956,7 +958,7 @@ def test_drain_waits_for_transfers_in_flight() -> None:
 
 
 @pytest.mark.row("S4-40")
-def test_drain_of_an_engine_at_rest_returns_at_once() -> None:
+def test_drain_of_an_idle_engine_returns_at_once() -> None:
     async def work() -> None:
         async with legs() as both:
             start = now()
@@ -967,7 +969,7 @@ def test_drain_of_an_engine_at_rest_returns_at_once() -> None:
     virtually(work)
 
 
-def test_drain_waits_for_completed_prefills_to_be_fetched_but_not_for_ever() -> None:
+def test_drain_waits_for_leases_for_a_limited_time() -> None:
     async def work() -> None:
         async with legs(mode="completed", lease_s=5.0) as both:
             _, last = await answer(both.prefill, request(PROMPT, 1))
@@ -986,7 +988,7 @@ def test_drain_waits_for_completed_prefills_to_be_fetched_but_not_for_ever() -> 
     virtually(work)
 
 
-def test_drain_does_not_wait_for_a_prompt_that_is_never_computed() -> None:
+def test_drain_does_not_wait_for_a_prompt_without_a_leg() -> None:
     async def work() -> None:
         async with legs(timeout_s=1.0, lease_s=2.0) as both:
             both.prefill.freeze()
@@ -1089,7 +1091,7 @@ async def chaos(seed: int, engine: type[SimEngine]) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_thousands_of_random_aborts_spoil_no_page() -> None:
+def test_thousands_of_random_aborts_corrupt_no_page() -> None:
     seen: Counter[str] = Counter()
     for seed in range(100):
         seen += virtually(lambda seed=seed: chaos(seed, SimEngine))  # type: ignore[misc]
@@ -1098,7 +1100,7 @@ def test_thousands_of_random_aborts_spoil_no_page() -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_without_the_guard_spoils_pages_and_answers() -> None:
+def test_an_engine_without_the_guard_corrupts_pages_and_output() -> None:
     seen: Counter[str] = Counter()
     for seed in range(40):
         seen += virtually(lambda seed=seed: chaos(seed, EagerEngine))  # type: ignore[misc]
@@ -1107,7 +1109,7 @@ def test_an_engine_without_the_guard_spoils_pages_and_answers() -> None:
 
 
 @pytest.mark.parametrize("engine", [SimEngine, EagerEngine])
-def test_who_gets_the_pages_of_an_aborted_leg_is_safe_only_with_the_guard(
+def test_the_next_owner_of_an_aborted_legs_pages_is_safe_only_with_the_guard(
     engine: type[SimEngine],
 ) -> None:
     async def work() -> None:
@@ -1135,7 +1137,7 @@ def test_who_gets_the_pages_of_an_aborted_leg_is_safe_only_with_the_guard(
     virtually(work)
 
 
-def test_a_page_written_too_late_spoils_the_one_who_has_it_now() -> None:
+def test_a_late_write_corrupts_the_present_owner_of_the_page() -> None:
     blocks = BlockManager(4, 16)
     first = blocks.admit((), 32)
     assert first is not None
@@ -1154,7 +1156,7 @@ def test_a_page_written_too_late_spoils_the_one_who_has_it_now() -> None:
     assert (blocks.take_corrupt_blocks(), blocks.corrupt_pages) == (set(), 1)
 
 
-def test_a_page_that_is_written_over_before_its_owner_computes_is_not_spoilt() -> None:
+def test_a_page_overwritten_before_its_owner_computes_is_intact() -> None:
     blocks = BlockManager(1, 16)
     block_table = blocks.admit((), 16)
     assert block_table is not None
@@ -1164,7 +1166,7 @@ def test_a_page_that_is_written_over_before_its_owner_computes_is_not_spoilt() -
     assert blocks.is_intact(block_table, 0, 1)
 
 
-def test_a_page_nobody_wrote_is_not_what_decode_expects() -> None:
+def test_a_page_without_a_write_fails_verification() -> None:
     blocks = BlockManager(2, 16)
     block_table = blocks.admit((), 32)
     assert block_table is not None
@@ -1174,7 +1176,7 @@ def test_a_page_nobody_wrote_is_not_what_decode_expects() -> None:
     assert blocks.corrupt_pages == 1
 
 
-def test_a_page_that_does_not_exist_cannot_be_written() -> None:
+def test_writing_an_unknown_page_raises() -> None:
     for page in (-1, 4):
         with pytest.raises(IndexError):
             BlockManager(4, 16).write(page, 1)
@@ -1183,7 +1185,7 @@ def test_a_page_that_does_not_exist_cannot_be_written() -> None:
 # Peers that misbehave.
 
 
-def test_a_peer_that_talks_nonsense_is_hung_up_on() -> None:
+def test_the_connection_of_a_malformed_peer_is_closed() -> None:
     async def work() -> None:
         async with legs(timeout_s=1.0) as both:
             for frame in (b"\xff", b"", to_bytes(Fail("X"))):
@@ -1206,7 +1208,7 @@ def test_a_peer_that_talks_nonsense_is_hung_up_on() -> None:
     virtually(work)
 
 
-def test_writes_to_pages_that_do_not_exist_end_the_leg() -> None:
+def test_writes_to_unknown_pages_end_the_leg() -> None:
     async def work() -> None:
         async with legs() as both:
             host = both.network

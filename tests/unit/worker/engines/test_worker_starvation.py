@@ -20,7 +20,7 @@ def queue(*leg_ids: str) -> StarvationDetector:
     return made
 
 
-def test_a_leg_alone_starves_once_it_has_waited_for_blocks_long_enough() -> None:
+def test_a_single_leg_starves_after_waiting_long_enough_for_blocks() -> None:
     made = queue("a")
     assert made.find_starved(0, 1, 0.0, BLOCKS_S - 0.1) == []
     assert made.find_starved(0, 1, 0.0, BLOCKS_S) == ["a"]
@@ -30,27 +30,27 @@ def test_a_leg_that_has_its_blocks_waits_for_its_partner_and_does_not_starve() -
     assert queue("a").find_starved(0, 0, 0.0, 100.0) == []
 
 
-def test_of_some_of_the_legs_nothing_is_said_for_a_later_one_may_have_passed_them() -> None:
+def test_a_count_below_all_legs_identifies_none_since_a_later_one_may_have_passed() -> None:
     """The engine gives blocks to a leg whose prefill worker it reached before an earlier leg's."""
     made = queue("was not ready", "passed it and has its blocks")
     assert made.find_starved(0, 1, 0.0, 100.0) == []
     assert made.find_starved(0, 2, 0.0, 100.0) == ["was not ready", "passed it and has its blocks"]
 
 
-def test_of_those_that_wait_only_the_patient_ones_starve() -> None:
+def test_only_legs_that_waited_long_enough_starve() -> None:
     made = queue("a")
     made.open("b", 0, 5.0)
     assert made.find_starved(0, 2, 0.0, BLOCKS_S) == ["a"]
 
 
-def test_a_leg_that_was_heard_of_is_out_of_the_queue() -> None:
+def test_a_leg_with_output_does_not_starve() -> None:
     made = queue("a", "b")
     made.close("a", 50.0)
     made.close("a", 99.9)
     assert made.find_starved(0, 1, 0.0, 100.0) == ["b"]
 
 
-def test_a_leg_that_has_just_ended_may_be_the_one_that_is_said_to_wait() -> None:
+def test_a_leg_that_just_ended_may_still_be_counted() -> None:
     made = queue("waits for its partner", "was aborted")
     made.close("was aborted", 50.0)
     assert made.find_starved(0, 1, 0.0, 50.0 + COUNT_AGE_MAX_S / 2) == []
@@ -64,11 +64,11 @@ def test_a_count_from_before_the_end_of_a_leg_may_be_of_that_leg() -> None:
 
 
 @pytest.mark.parametrize("age", [COUNT_AGE_MAX_S, 60.0, -0.1])
-def test_an_old_count_or_one_from_the_future_is_not_believed(age: float) -> None:
+def test_an_old_or_future_count_is_ignored(age: float) -> None:
     assert queue("a").find_starved(0, 1, age, 100.0) == []
 
 
-def test_a_leg_that_came_after_the_count_is_not_among_those_counted() -> None:
+def test_a_leg_opened_after_the_count_is_not_included() -> None:
     made = queue("a")
     made.open("b", 0, 99.9)
     assert made.find_starved(0, 1, 0.2, 100.0) == ["a"]
@@ -85,7 +85,7 @@ def test_each_rank_has_a_queue_of_its_own() -> None:
     assert made.find_starved(1, 1, 0.0, 100.0) == ["b"]
 
 
-def test_a_leg_whose_rank_the_engine_chose_may_be_on_any() -> None:
+def test_a_leg_without_a_rank_may_be_on_any() -> None:
     made = queue("a")
     made.open("somewhere", None, 0.0)
     assert made.find_starved(0, 1, 0.0, 100.0) == []
@@ -94,7 +94,7 @@ def test_a_leg_whose_rank_the_engine_chose_may_be_on_any() -> None:
     assert made.find_starved(0, 1, 0.0, 100.0) == []
 
 
-def test_however_many_legs_there_are_each_is_looked_at_once_and_none_when_nobody_waits() -> None:
+def test_each_leg_is_visited_once_and_none_if_the_count_is_zero() -> None:
     class Counted(dict[str, object]):
         walks = 0
 
@@ -111,7 +111,7 @@ def test_however_many_legs_there_are_each_is_looked_at_once_and_none_when_nobody
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whoever_is_said_to_starve_waits_for_blocks(seed: int) -> None:
+def test_every_starved_leg_waits_for_blocks(seed: int) -> None:
     """An engine that gives blocks to any leg, whenever it likes, and says so a little late."""
     rng, made, said = Random(seed), StarvationDetector(BLOCKS_S), 0
     waits: list[str] = []

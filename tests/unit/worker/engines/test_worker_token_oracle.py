@@ -57,9 +57,7 @@ def test_the_documented_formula_gives_the_same_tokens(tokens: list[int]) -> None
 
 
 @pytest.mark.parametrize("length", [0, 1, 4095, 4096, 4097, 9000])
-def test_a_long_prompt_in_bulk_gives_the_state_of_one_token_after_the_other(
-    truth: TokenOracle, length: int
-) -> None:
+def test_the_vectorised_state_equals_the_incremental_state(truth: TokenOracle, length: int) -> None:
     tokens = [(7919 * i) % 2**32 for i in range(length)]
     state = truth.state_of([])
     for token in tokens:
@@ -70,7 +68,7 @@ def test_a_long_prompt_in_bulk_gives_the_state_of_one_token_after_the_other(
 
 @given(st.lists(token_ids, min_size=1, max_size=30), st.data())
 @settings(max_examples=50)
-def test_an_answer_continued_elsewhere_is_the_uninterrupted_one(
+def test_output_continued_on_another_worker_equals_uninterrupted_output(
     prompt: list[int], data: st.DataObject
 ) -> None:
     truth = TokenOracle(WORDS, EOS)
@@ -82,7 +80,7 @@ def test_an_answer_continued_elsewhere_is_the_uninterrupted_one(
 
 @given(st.lists(token_ids, min_size=1, max_size=30), st.data())
 @settings(max_examples=50)
-def test_every_earlier_token_counts(prompt: list[int], data: st.DataObject) -> None:
+def test_every_earlier_token_affects_the_next(prompt: list[int], data: st.DataObject) -> None:
     truth = TokenOracle(WORDS, EOS)
     place = data.draw(st.integers(0, len(prompt) - 1))
     changed = [*prompt]
@@ -92,13 +90,13 @@ def test_every_earlier_token_counts(prompt: list[int], data: st.DataObject) -> N
     assert truth.state_of([0, *prompt]) != truth.state_of(prompt)
 
 
-def test_answers_end_by_themselves_about_once_in_96_tokens(truth: TokenOracle) -> None:
+def test_output_ends_by_itself_about_once_in_96_tokens(truth: TokenOracle) -> None:
     lengths = [len(truth.continue_tokens([seed], 10_000)) for seed in range(200)]
 
     assert 80 < sum(lengths) / len(lengths) < 112
 
 
-def test_below_min_tokens_the_word_of_the_place_stands_where_eos_would() -> None:
+def test_below_min_tokens_a_word_replaces_eos() -> None:
     truth = TokenOracle(WORDS, EOS, eos_one_in=8)
     prompt = next([seed] for seed in range(100) if len(truth.continue_tokens([seed], 5)) < 5)
     ignored = truth.continue_tokens(prompt, 20, ignore_eos=True)
@@ -109,7 +107,7 @@ def test_below_min_tokens_the_word_of_the_place_stands_where_eos_would() -> None
     assert held == ignored[: len(held)]
 
 
-def test_with_one_in_zero_no_answer_ends_by_itself() -> None:
+def test_with_one_in_zero_output_never_ends_by_itself() -> None:
     assert len(TokenOracle(WORDS, EOS, eos_one_in=0).continue_tokens([1], 2000)) == 2000
 
 
@@ -123,7 +121,7 @@ def test_with_one_in_zero_no_answer_ends_by_itself() -> None:
         ([5], 2, -1, "eos_one_in"),
     ],
 )
-def test_a_vocabulary_that_makes_no_sense_is_refused_by_name(
+def test_an_invalid_vocabulary_is_rejected_by_name(
     words: list[int], eos: int, one_in: int, name: str
 ) -> None:
     with pytest.raises(ValueError, match=name):

@@ -22,25 +22,23 @@ from hypothesis.stateful import (
 
 from common.kv.events import (
     SNAPSHOT_CHUNK_BLOCKS,
-    Event,
     EventKind,
     Hashes,
+    KvEvent,
     Source,
-    SourceState,
+    SourcePosition,
     Tier,
 )
 from common.kv.hashing import ChainState, PrefixHasher, TokenIds
+from worker_svc.kv_events.event_log import RING_BATCHES, EventLog, SourceFeed
 from worker_svc.kv_events.normalizer import (
-    RING_BATCHES,
     DuplicatePolicy,
-    EventLog,
     ExternalEvent,
     KvEventFormat,
     Normalizer,
     PagesCleared,
     PagesRemoved,
     PagesStored,
-    SourceFeed,
 )
 
 SOURCE = Source(7)
@@ -84,7 +82,7 @@ class Listener:
         """A hasher that tells which block it names after which."""
         return _Telling(self, block_size)
 
-    def hear(self, events: Iterable[Event]) -> None:
+    def hear(self, events: Iterable[KvEvent]) -> None:
         for event in events:
             match event.kind:
                 case EventKind.CLEARED:
@@ -494,7 +492,7 @@ def test_the_tail_counts_again_when_a_middle_block_returns() -> None:
     assert worker.published == set(NAMES)
 
 
-def test_one_event_tells_a_run_shallow_first_and_its_end_deep_first() -> None:
+def test_one_event_stores_a_run_shallow_first_and_removes_it_deep_first() -> None:
     normalizer = Normalizer(ONE_TO_ONE, hasher_factory)
     normalizer.apply(PagesStored([1, 2], None, le(PROMPT[:8]), B))
     normalizer.apply(PagesStored([3], 2, le(PROMPT[8:]), B))
@@ -514,7 +512,7 @@ def test_a_hash_may_be_signed_in_one_event_and_unsigned_in_the_next() -> None:
     assert worker.published == set()
 
 
-def test_a_removed_hash_may_name_other_content_while_its_old_children_live() -> None:
+def test_a_removed_hash_may_name_other_content_while_its_old_children_are_held() -> None:
     worker = Worker()
     worker.store([1, 2], PROMPT[:8])
     worker.remove(1)
@@ -525,7 +523,7 @@ def test_a_removed_hash_may_name_other_content_while_its_old_children_live() -> 
     assert worker.published == {*names_of(other), *NAMES[:2]}, "the child is where it was"
 
 
-def test_a_hash_that_changes_its_meaning_unremoved_means_the_last_thing_said() -> None:
+def test_a_hash_stored_again_with_other_content_names_the_new_content() -> None:
     worker = Worker()
     worker.store([1, 2], PROMPT[:8])
     worker.store([1], [9] * 4)
@@ -536,7 +534,7 @@ def test_a_hash_that_changes_its_meaning_unremoved_means_the_last_thing_said() -
     assert worker.normalizer.entry_count == 0
 
 
-def test_two_hashes_of_equal_content_count_once_and_go_with_the_last() -> None:
+def test_two_hashes_of_equal_content_count_once_until_the_last_is_removed() -> None:
     worker = Worker()
     worker.store([1], PROMPT[:4])
     worker.store([2], PROMPT[:4])
@@ -548,7 +546,7 @@ def test_two_hashes_of_equal_content_count_once_and_go_with_the_last() -> None:
 
 
 @pytest.mark.parametrize(("rule_", "left"), [("counted", set(NAMES[:1])), ("idempotent", set())])
-def test_the_duplicate_rule_says_how_many_removals_a_block_takes(
+def test_the_duplicate_policy_determines_how_many_removals_a_block_needs(
     rule_: str, left: set[int]
 ) -> None:
     worker = Worker(KvEventFormat(B, B, DuplicatePolicy(rule_)))
@@ -562,7 +560,7 @@ def test_the_duplicate_rule_says_how_many_removals_a_block_takes(
     assert worker.normalizer.entry_count == 0
 
 
-def test_pages_smaller_than_a_block_are_gathered() -> None:
+def test_pages_smaller_than_a_block_are_combined() -> None:
     worker = Worker(KvEventFormat(B, 1, DuplicatePolicy.IDEMPOTENT))
     worker.store([1, 2, 3], PROMPT[:3])
     assert worker.published == set()
@@ -576,7 +574,7 @@ def test_pages_smaller_than_a_block_are_gathered() -> None:
     assert worker.published == set(NAMES[:2])
 
 
-def test_a_page_of_several_blocks_is_all_of_them() -> None:
+def test_a_page_of_several_blocks_holds_all_of_them() -> None:
     worker = Worker(KvEventFormat(B, 12, DuplicatePolicy.IDEMPOTENT))
     worker.store([1], PROMPT)
     assert worker.published == set(NAMES)
@@ -587,7 +585,7 @@ def test_a_page_of_several_blocks_is_all_of_them() -> None:
     assert worker.published == set(NAMES)
 
 
-def test_a_page_size_that_does_not_fit_blocks_is_refused() -> None:
+def test_a_page_size_that_does_not_fit_blocks_is_rejected() -> None:
     with pytest.raises(ValueError, match="page_size: 6 neither divides block_size 4"):
         KvEventFormat(4, 6, DuplicatePolicy.COUNTED)
     with pytest.raises(ValueError, match="at least 1"):
@@ -600,7 +598,7 @@ def test_a_page_size_that_does_not_fit_blocks_is_refused() -> None:
         PagesStored([1], None, le([1, 2, 3]), 4)
 
 
-def test_an_event_of_another_page_size_or_tier_is_not_claimed_and_shows() -> None:
+def test_an_event_of_another_page_size_or_tier_is_not_published_and_counted() -> None:
     worker = Worker()
     worker.store([1, 2], PROMPT[:4], page_size=2)
     worker.store([1], PROMPT[:4], tier=Tier.HOST)
@@ -624,7 +622,7 @@ def test_a_block_counts_for_its_tier_and_all_slower_ones() -> None:
     assert sets == [set()] * 3
 
 
-def test_blocks_wait_for_a_parent_that_comes_later() -> None:
+def test_blocks_wait_for_a_later_parent() -> None:
     worker = Worker()
     worker.store([2, 3], PROMPT[4:], after=PROMPT[:4], parent=1)
     assert worker.published == set()
@@ -633,7 +631,7 @@ def test_blocks_wait_for_a_parent_that_comes_later() -> None:
     assert not worker.normalizer.is_incomplete
 
 
-def test_a_waiting_block_that_is_removed_is_forgotten() -> None:
+def test_a_removed_orphan_is_dropped() -> None:
     worker = Worker()
     worker.store([2, 3], PROMPT[4:], after=PROMPT[:4], parent=1)
     worker.remove(2)
@@ -643,7 +641,7 @@ def test_a_waiting_block_that_is_removed_is_forgotten() -> None:
     assert worker.normalizer.entry_count == 0
 
 
-def test_waiting_blocks_are_bounded_and_the_oldest_are_given_up() -> None:
+def test_orphans_are_bounded_and_the_oldest_are_dropped() -> None:
     worker = Worker(orphans_max=2)
     for value in (11, 12, 13):
         worker.store([value], [value] * 4, after=PROMPT[:4], parent=1)
@@ -691,7 +689,7 @@ def test_equal_hashes_in_different_scopes_are_different_blocks() -> None:
     assert worker.published == set(names_of([5] * 4))
 
 
-def test_clear_ends_a_run_of_changes() -> None:
+def test_clear_emits_one_event() -> None:
     normalizer = Normalizer(ONE_TO_ONE, hasher_factory)
     normalizer.apply(PagesStored([1], None, le(PROMPT[:4]), B))
     normalizer.apply(PagesCleared())
@@ -700,7 +698,7 @@ def test_clear_ends_a_run_of_changes() -> None:
     assert kinds == [EventKind.STORED, EventKind.CLEARED, EventKind.STORED]
 
 
-def test_shrinking_withdraws_the_deepest_and_keeps_new_blocks_out() -> None:
+def test_shrink_withdraws_the_deepest_and_withholds_new_blocks() -> None:
     worker = Worker()
     worker.store([1, 2, 3], PROMPT)
     worker.store([9], [9] * 4)
@@ -719,7 +717,7 @@ def test_shrinking_withdraws_the_deepest_and_keeps_new_blocks_out() -> None:
     assert worker.published == set(NAMES), "a clear ends the bound"
 
 
-def test_growing_announces_what_was_withheld_shallow_first_and_ends_the_bound() -> None:
+def test_grow_publishes_withheld_blocks_shallow_first_and_removes_the_bound() -> None:
     worker = Worker()
     worker.store([1, 2, 3], PROMPT)
     worker.store([9], [9] * 4)
@@ -737,7 +735,7 @@ def test_growing_announces_what_was_withheld_shallow_first_and_ends_the_bound() 
     assert worker.published == {*whole, *names_of([10] * 12)}, "there is no bound any more"
 
 
-def test_a_withdrawn_block_that_is_stored_anew_is_announced_where_there_is_room() -> None:
+def test_a_withdrawn_block_stored_again_is_published_if_there_is_capacity() -> None:
     worker = Worker()
     worker.store([1, 2, 3], PROMPT)
     worker.store([9], [9] * 4)
@@ -750,11 +748,11 @@ def test_a_withdrawn_block_that_is_stored_anew_is_announced_where_there_is_room(
 # The ledger.
 
 
-def event(kind: EventKind, *names: int, tier: Tier = Tier.DEVICE) -> Event:
-    return Event(kind, np.array(names, dtype=np.uint64), tier)
+def event(kind: EventKind, *names: int, tier: Tier = Tier.DEVICE) -> KvEvent:
+    return KvEvent(kind, np.array(names, dtype=np.uint64), tier)
 
 
-def stored(*names: int) -> Event:
+def stored(*names: int) -> KvEvent:
     return event(EventKind.STORED, *names)
 
 
@@ -765,14 +763,14 @@ def contents(event_log: EventLog) -> list[int]:
 @pytest.mark.row("S1-10")
 def test_batches_are_numbered_from_one_without_gaps() -> None:
     event_log = EventLog(SOURCE)
-    assert event_log.state == SourceState(SOURCE, 1, 0)
+    assert event_log.state == SourcePosition(SOURCE, 1, 0)
     numbers = [batch.sequence for n in range(3) for batch in event_log.append([stored(n)])]
     assert numbers == [1, 2, 3]
     assert event_log.append([]) == []
-    assert event_log.state == SourceState(SOURCE, 1, 3)
+    assert event_log.state == SourcePosition(SOURCE, 1, 3)
 
 
-def test_all_changes_of_a_tick_are_one_batch_unless_they_are_very_many() -> None:
+def test_all_changes_of_a_tick_are_one_batch_unless_there_are_very_many() -> None:
     event_log = EventLog(SOURCE)
     (batch,) = event_log.append([stored(1, 2), event(EventKind.REMOVED, 2)])
     assert [len(one.hashes) for one in batch.events] == [2, 1]
@@ -786,7 +784,7 @@ def test_all_changes_of_a_tick_are_one_batch_unless_they_are_very_many() -> None
 
 
 @pytest.mark.row("S1-09")
-def test_the_ring_keeps_the_last_1024_batches_and_says_when_one_is_too_old() -> None:
+def test_the_ring_keeps_the_last_1024_batches_and_returns_none_for_older_ones() -> None:
     event_log = EventLog(SOURCE)
     for n in range(RING_BATCHES):
         event_log.append([stored(n)])
@@ -804,7 +802,7 @@ def test_the_ring_keeps_the_last_1024_batches_and_says_when_one_is_too_old() -> 
         EventLog(SOURCE, ring=10)
 
 
-def test_a_snapshot_is_of_its_moment_in_chunks_parents_first() -> None:
+def test_a_snapshot_is_a_copy_in_chunks_parents_first() -> None:
     event_log = EventLog(SOURCE, tiers=2)
     event_log.append([event(EventKind.STORED, *range(5000), tier=Tier.HOST), stored(0, 1)])
     chunks = event_log.snapshot()
@@ -823,7 +821,7 @@ def test_a_snapshot_of_nothing_is_one_empty_chunk() -> None:
     assert (chunk.first, chunk.last, len(chunk.hashes), chunk.sequence) == (True, True, 0, 0)
 
 
-def test_an_epoch_begins_with_an_empty_batch_so_that_everybody_hears_of_it() -> None:
+def test_an_epoch_begins_with_an_empty_batch() -> None:
     event_log = EventLog(SOURCE)
     event_log.append([stored(1)])
     batch = event_log.begin_epoch(is_degraded=False)
@@ -831,7 +829,7 @@ def test_an_epoch_begins_with_an_empty_batch_so_that_everybody_hears_of_it() -> 
     assert batch.events == ()
     assert contents(event_log) == []
     assert event_log.batch(1) is batch
-    assert event_log.state == SourceState(SOURCE, 2, 1)
+    assert event_log.state == SourcePosition(SOURCE, 2, 1)
 
 
 # The two together.
@@ -864,34 +862,34 @@ def test_a_restarted_engine_begins_a_new_epoch_whatever_its_own_numbering() -> N
     assert not source.event_log.is_degraded
 
 
-def test_a_loss_drops_all_claims_and_degrades_until_the_cache_is_cleared() -> None:
+def test_a_loss_empties_the_sets_and_degrades_until_the_cache_is_cleared() -> None:
     source = feed()
     source.apply(PagesStored([1, 2], None, le(PROMPT[:8]), B))
     source.seal_changes()
     source.record_loss()
-    assert source.event_log.state == SourceState(SOURCE, 2, 1, degraded=True)
+    assert source.event_log.state == SourcePosition(SOURCE, 2, 1, degraded=True)
     source.apply(PagesStored([3], 2, le(PROMPT[8:]), B))
     source.apply(PagesRemoved([1]))
     source.seal_changes()
     assert contents(source.event_log) == [], "its parent may be gone, nobody knows"
     source.apply(PagesCleared())
-    assert source.event_log.state == SourceState(SOURCE, 3, 1)
+    assert source.event_log.state == SourcePosition(SOURCE, 3, 1)
     source.apply(PagesStored([1], None, le(PROMPT[:4]), B))
     source.seal_changes()
     assert contents(source.event_log) == NAMES[:1]
     assert not source.event_log.is_degraded
 
 
-def test_blocks_left_out_degrade_the_source_but_keep_its_claims() -> None:
+def test_unpublished_blocks_degrade_the_source_but_keep_its_sets() -> None:
     source = feed(pages_max=1)
     source.apply(PagesStored([1], None, le(PROMPT[:4]), B))
     source.apply(PagesStored([2], 1, le(PROMPT[4:8]), B))
     source.seal_changes()
     assert contents(source.event_log) == NAMES[:1]
-    assert source.event_log.state == SourceState(SOURCE, 1, 1, degraded=True)
+    assert source.event_log.state == SourcePosition(SOURCE, 1, 1, degraded=True)
 
 
-def test_what_a_ledger_holds_is_what_a_listener_of_its_batches_holds() -> None:
+def test_an_event_log_equals_the_sum_of_its_batches() -> None:
     source = feed()
     listener = Listener()
     listener.know(NAMES)
@@ -916,7 +914,7 @@ def pages_alive() -> int:
     return sum(type(one).__name__ == "_Page" for one in gc.get_objects())
 
 
-def test_what_was_forgotten_is_freed_in_parts_and_without_garbage_collection() -> None:
+def test_discarded_pages_are_freed_in_parts_without_garbage_collection() -> None:
     """200,000 pages took 40 ms at once: as long nobody else had a turn."""
     gc.collect()
     gc.disable()

@@ -13,7 +13,8 @@ from common.kv.load import Load
 from common.registry.instances import Role
 from common.request.preprocessed import TokenIds
 from common.request.token_stream import LegRequest
-from common.service.lifecycle import HealthReporter, Lifecycle
+from common.service.health import HealthReporter
+from common.service.lifecycle import Lifecycle
 from worker_svc.engines.contract import (
     EngineConfig,
     GenerateContext,
@@ -100,7 +101,7 @@ async def watched(
         assert await lifecycle.cancel_tasks(WAIT_S) == []
 
 
-async def test_an_idle_engine_that_lives_is_probed_again_and_again_and_nobody_is_told() -> None:
+async def test_a_responsive_idle_engine_is_probed_repeatedly_without_a_report() -> None:
     engine = MoodyEngine()
     runner = Runner(engine)
     async with watched(runner, timeout_s=WAIT_S) as (_, told):
@@ -116,7 +117,7 @@ async def test_an_idle_engine_that_lives_is_probed_again_and_again_and_nobody_is
 
 
 @pytest.mark.parametrize("mood", ["error", "lost", "silent", "broken"])
-async def test_an_engine_that_fails_its_probe_is_told_of_once_and_again_when_it_is_back(
+async def test_a_failed_probe_is_reported_once_and_the_recovery_once(
     mood: str,
 ) -> None:
     engine = MoodyEngine(mood)
@@ -130,14 +131,14 @@ async def test_an_engine_that_fails_its_probe_is_told_of_once_and_again_when_it_
         assert told[:2] == [False, True]
 
 
-async def test_a_busy_engine_is_not_a_dead_one() -> None:
+async def test_an_overloaded_engine_is_alive() -> None:
     engine = MoodyEngine("busy")
     async with watched(Runner(engine), timeout_s=WAIT_S) as (_, told):
         await until(lambda: len(engine.probes) >= 2, "two probes")
     assert told == []
 
 
-async def test_answers_to_requests_bring_a_dead_engine_back_without_a_probe() -> None:
+async def test_output_of_requests_restores_a_failed_engine_without_a_probe() -> None:
     engine = MoodyEngine("error")
     runner = Runner(engine)
     async with watched(runner) as (_, told):
@@ -149,7 +150,7 @@ async def test_answers_to_requests_bring_a_dead_engine_back_without_a_probe() ->
         await until(lambda: True in told, "it is said to be back")
 
 
-async def test_an_engine_that_answers_requests_while_its_probe_is_lost_is_not_dead() -> None:
+async def test_an_engine_that_serves_requests_while_its_probe_hangs_is_alive() -> None:
     class Losing(MoodyEngine):
         async def generate(
             self, request: PreprocessedRequest, ctx: GenerateContext
@@ -169,7 +170,7 @@ async def test_an_engine_that_answers_requests_while_its_probe_is_lost_is_not_de
         assert told == []
 
 
-async def test_steps_are_a_sign_of_life_though_nothing_is_said() -> None:
+async def test_steps_without_output_postpone_the_probe() -> None:
     class Stepping(MoodyEngine):
         def loads(self) -> Sequence[Load]:
             self.steps += 1
@@ -183,7 +184,7 @@ async def test_steps_are_a_sign_of_life_though_nothing_is_said() -> None:
     assert told == []
 
 
-async def test_steps_do_not_undo_a_failed_probe_but_an_answer_does() -> None:
+async def test_steps_do_not_undo_a_failed_probe_but_output_does() -> None:
     """An engine may report its last step only after the probe has failed; and step to no end."""
 
     class Stepping(MoodyEngine):
@@ -204,7 +205,7 @@ async def test_steps_do_not_undo_a_failed_probe_but_an_answer_does() -> None:
 @pytest.mark.parametrize(
     "end", [chunk.cancelled(), chunk.error("gone")], ids=["cancelled", "error"]
 )
-async def test_that_a_request_was_cancelled_or_failed_is_no_sign_of_life(
+async def test_a_cancelled_or_failed_request_does_not_count_as_output(
     end: LLMEngineOutput,
 ) -> None:
     class Ending(MoodyEngine):
@@ -259,7 +260,7 @@ class Clinging(MoodyEngine):
 
 
 @pytest.mark.parametrize("mood", ["well", "silent", "error"])
-async def test_an_engine_that_does_not_let_go_of_a_probe_is_dead_and_does_not_hold_the_canary(
+async def test_a_probe_that_ignores_cancellation_is_a_failure_and_does_not_block_the_loop(
     mood: str,
 ) -> None:
     engine = Clinging(mood, streams=1)
@@ -274,7 +275,7 @@ async def test_an_engine_that_does_not_let_go_of_a_probe_is_dead_and_does_not_ho
             engine.lets_go.set()
 
 
-async def test_no_more_than_a_few_probes_are_left_hanging() -> None:
+async def test_the_number_of_hung_probes_is_bounded() -> None:
     engine = Clinging("silent", streams=2 * HUNG_PROBES_MAX)
     runner = Runner(engine)
     async with watched(runner, timeout_s=0.002) as (canary, told):
@@ -291,7 +292,7 @@ async def test_no_more_than_a_few_probes_are_left_hanging() -> None:
         await until(lambda: canary.is_alive, "once they have ended it is probed again")
 
 
-async def test_an_engine_that_cancels_its_own_answer_is_dead_and_the_canary_lives() -> None:
+async def test_an_engine_that_cancels_its_own_stream_fails_the_probe_but_not_the_loop() -> None:
     """The CancelledError of an engine's inner task looks like one that was meant for its caller."""
 
     class SelfCancelling(MoodyEngine):
@@ -315,7 +316,7 @@ async def test_an_engine_that_cancels_its_own_answer_is_dead_and_the_canary_live
         await until(lambda: canary.is_alive, "it is back")
 
 
-async def test_an_engine_that_has_no_stream_to_give_is_dead() -> None:
+async def test_an_engine_without_a_stream_fails_the_probe() -> None:
     class Streamless(MoodyEngine):
         def generate(
             self, request: PreprocessedRequest, ctx: GenerateContext
@@ -326,14 +327,14 @@ async def test_an_engine_that_has_no_stream_to_give_is_dead() -> None:
         await until(lambda: told == [False], "it is found dead")
 
 
-async def test_the_end_of_the_canary_ends_the_probe_too() -> None:
+async def test_the_end_of_the_probe_loop_ends_the_running_probe() -> None:
     engine = MoodyEngine("silent")
     async with watched(Runner(engine), timeout_s=WAIT_S) as (_, told):
         await until(lambda: engine.probes, "a probe")
     assert told == []
 
 
-async def test_an_engine_whose_load_cannot_be_read_is_probed_like_any_other() -> None:
+async def test_an_engine_with_unreadable_load_is_probed_like_any_other() -> None:
     class Unreadable(MoodyEngine):
         def loads(self) -> Sequence[Load]:
             raise RuntimeError("no figures")
@@ -344,7 +345,7 @@ async def test_an_engine_whose_load_cannot_be_read_is_probed_like_any_other() ->
     assert told == []
 
 
-async def test_an_engine_that_has_just_spoken_is_left_alone() -> None:
+async def test_an_engine_with_recent_output_gets_no_probe() -> None:
     engine = MoodyEngine()
     async with watched(Runner(engine), idle_s=NEVER_S):
         await asyncio.sleep(0)
@@ -363,7 +364,7 @@ async def sim(role: Role) -> AsyncIterator[SimEngine]:
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill", "decode"])
-async def test_the_sim_answers_probes_in_every_role_and_keeps_nothing(role: Role) -> None:
+async def test_the_sim_responds_to_probes_in_every_role_without_caching(role: Role) -> None:
     async with sim(role) as engine:
         runner = Runner(engine)
         async with watched(runner, timeout_s=WAIT_S) as (_, told):
@@ -374,7 +375,7 @@ async def test_the_sim_answers_probes_in_every_role_and_keeps_nothing(role: Role
 
 
 @pytest.mark.slow
-async def test_a_frozen_sim_is_found_out_and_so_is_its_thaw() -> None:
+async def test_a_frozen_sim_and_its_recovery_are_detected() -> None:
     async with (
         sim("aggregated") as engine,
         watched(Runner(engine), timeout_s=0.5) as (canary, _),

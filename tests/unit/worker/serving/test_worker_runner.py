@@ -174,7 +174,7 @@ async def test_usage_on_the_terminal_chunk_is_optional(counted: Any) -> None:
 
 @pytest.mark.row("S4-28", "S4-35")
 @pytest.mark.parametrize("broken", [after_terminal, without_terminal])
-async def test_a_breach_of_the_contract_is_a_bug_of_that_request_only(broken: Script) -> None:
+async def test_a_contract_violation_fails_that_request_only(broken: Script) -> None:
     engine = ScriptedEngine(a=broken, b=until_stopped)
     runner = Runner(engine)
     async with running(runner, "b") as (key, other):
@@ -196,7 +196,7 @@ async def test_a_breach_of_the_contract_is_a_bug_of_that_request_only(broken: Sc
         Unavailable("later", 2.5),
     ],
 )
-async def test_a_typed_error_keeps_its_type_and_all_it_carries(error: MeshError) -> None:
+async def test_a_typed_error_keeps_its_type_and_fields(error: MeshError) -> None:
     engine = ScriptedEngine(a=raising(error))
     runner = Runner(engine)
     with pytest.raises(MeshError) as caught:
@@ -207,7 +207,7 @@ async def test_a_typed_error_keeps_its_type_and_all_it_carries(error: MeshError)
 
 
 @pytest.mark.row("S4-27")
-async def test_an_engine_may_refuse_before_it_makes_a_stream() -> None:
+async def test_an_engine_may_reject_before_it_creates_a_stream() -> None:
     class Refusing(ScriptedEngine):
         def generate(self, request: PreprocessedRequest, ctx: GenerateContext) -> Any:
             raise Unsupported("sampling_options.n", "one is all")
@@ -234,7 +234,9 @@ async def test_an_error_chunk_fails_the_request_without_a_type() -> None:
 @pytest.mark.parametrize(
     "error", [KeyError("secret"), TimeoutError("secret"), asyncio.CancelledError("secret")]
 )
-async def test_what_an_engine_lets_slip_is_a_bug_and_not_shown(error: BaseException) -> None:
+async def test_an_untyped_exception_is_an_internal_error_without_its_text(
+    error: BaseException,
+) -> None:
     runner = Runner(ScriptedEngine(a=raising(error)))
     with pytest.raises(InternalError) as caught:
         await runner.run(runner.admit(leg_request("a")), Emitted())
@@ -277,7 +279,7 @@ class Gate:
     ("role", "phase"), [("aggregated", "decode"), ("decode", "")], ids=["by phase", "by role"]
 )
 @pytest.mark.parametrize("side_channel", [False, True], ids=["by a chunk", "by another way"])
-async def test_a_decode_leg_is_aborted_once_its_first_token_is_there(
+async def test_a_decode_leg_is_aborted_after_its_first_token(
     role: str, phase: str, side_channel: bool
 ) -> None:
     gate = Gate(deaf=True)
@@ -337,7 +339,7 @@ async def test_other_legs_have_no_gate_and_are_aborted_at_once() -> None:
 
 
 @pytest.mark.row("S4-37")
-async def test_a_request_that_ends_by_itself_is_never_aborted() -> None:
+async def test_a_request_that_ends_regularly_is_never_aborted() -> None:
     engine = ScriptedEngine(a=good)
     runner = Runner(engine)
     await runner.run(runner.admit(leg_request("a")), Emitted())
@@ -357,7 +359,7 @@ async def test_a_dropped_stream_is_not_aborted() -> None:
 
 
 @pytest.mark.row("S4-39")
-async def test_dropping_the_stream_closes_the_generator_and_frees_the_slot() -> None:
+async def test_closing_the_stream_closes_the_generator_and_frees_the_slot() -> None:
     engine = ScriptedEngine(a=deaf)
     runner = Runner(engine)
     async with running(runner, "a") as (_, task):
@@ -401,7 +403,7 @@ def test_a_stop_that_the_engine_ignores_is_forced_after_the_grace() -> None:
     assert dict(runner.counters) == {"accepted": 1, "stopped": 1, "stops_forced": 1}
 
 
-async def test_a_stop_before_the_run_began_is_forced_as_well() -> None:
+async def test_a_stop_before_the_run_is_forced_as_well() -> None:
     runner = Runner(ScriptedEngine(a=deaf))
     key = runner.admit(leg_request("a"))
     await runner.stop(key, "early")
@@ -433,7 +435,7 @@ async def test_an_engine_that_fails_to_abort_ends_its_request_nevertheless() -> 
         assert (await task).finish_reason is FinishReason.CANCELLED
 
 
-async def test_abort_by_request_id_stops_all_its_legs_and_no_other() -> None:
+async def test_abort_by_request_id_stops_exactly_its_legs() -> None:
     runner = Runner(ScriptedEngine(a=until_stopped, b=until_stopped))
     async with (
         running(runner, "a") as (_, one),
@@ -446,7 +448,7 @@ async def test_abort_by_request_id_stops_all_its_legs_and_no_other() -> None:
         assert await runner.stop_request("nobody", "abort_rpc") == 0
 
 
-async def test_a_prompt_made_with_another_card_is_refused() -> None:
+async def test_a_prompt_tokenized_for_another_card_is_rejected() -> None:
     runner = Runner(ScriptedEngine(a=good), card_checksum="ours")
     with pytest.raises(InvalidRequest) as caught:
         runner.admit(leg_request("a", mdc_sum="theirs"))
@@ -459,7 +461,7 @@ async def test_a_prompt_made_with_another_card_is_refused() -> None:
     assert dict(runner.counters) == {"rejected": 1, "accepted": 2, "finished": 2}
 
 
-async def test_a_draining_worker_refuses_retryably_and_lets_what_runs_go_on() -> None:
+async def test_a_draining_worker_rejects_retryably_and_finishes_running_requests() -> None:
     runner = Runner(ScriptedEngine(a=until_stopped, b=good))
     async with running(runner, "a") as (key, task):
         runner.is_draining = True
@@ -472,7 +474,7 @@ async def test_a_draining_worker_refuses_retryably_and_lets_what_runs_go_on() ->
     assert_at_rest(runner)
 
 
-async def test_a_full_worker_refuses_with_a_hint() -> None:
+async def test_a_full_worker_rejects_with_a_retry_time() -> None:
     runner = Runner(ScriptedEngine(a=until_stopped, b=good), max_requests=1)
     async with running(runner, "a"):
         with pytest.raises(Unavailable) as caught:
@@ -481,7 +483,7 @@ async def test_a_full_worker_refuses_with_a_hint() -> None:
     assert runner.counters["rejected"] == 1
 
 
-async def test_bodies_for_an_engine_that_takes_only_tokens_are_refused() -> None:
+async def test_openai_bodies_are_rejected_by_a_token_engine() -> None:
     runner = Runner(ScriptedEngine())
     with pytest.raises(Unsupported) as caught:
         runner.admit(LegRequest("a", chat_json=b"{}"))
@@ -516,7 +518,7 @@ async def test_other_legs_have_no_first_token_signal(phase: str) -> None:
 
 
 @pytest.mark.row("S4-08")
-async def test_an_engine_reaches_all_of_the_context() -> None:
+async def test_an_engine_can_access_all_fields_of_the_context() -> None:
     seen: list[object] = []
 
     async def script(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
@@ -562,7 +564,7 @@ FATES: dict[str, tuple[Script, str]] = {
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(sorted(FATES)), max_size=12))
-def test_whatever_becomes_of_requests_the_counters_add_up(fates: list[str]) -> None:
+def test_the_counters_add_up_for_every_outcome(fates: list[str]) -> None:
     async def scenario() -> Runner:
         engine = ScriptedEngine(**{f"r{i}": FATES[fate][0] for i, fate in enumerate(fates)})
         runner = Runner(engine)

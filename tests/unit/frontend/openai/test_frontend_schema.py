@@ -17,18 +17,16 @@ from common.request.preprocessed import (
     SamplingOptions,
     StopConditions,
 )
-from frontend_svc.core.openai.bodies import (
-    ChatRequest,
-    CompletionRequest,
+from frontend_svc.core.openai.errors import http_error
+from frontend_svc.core.openai.parsing import parse_chat, parse_completion
+from frontend_svc.core.openai.preprocessing import to_preprocessed
+from frontend_svc.core.openai.responses import (
     chat_completion,
     model_list,
     model_object,
-    parse_chat,
-    parse_completion,
     text_completion,
-    to_preprocessed,
 )
-from frontend_svc.core.openai.errors import http_error
+from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 
 HI = [{"role": "user", "content": "hi"}]
 USAGE = CompletionUsage(7, 3, 10, PromptTokensDetails(cached_tokens=4))
@@ -76,15 +74,17 @@ NOT_JSON: list[tuple[bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "told"), NOT_JSON)
+@pytest.mark.parametrize(("body", "message_part"), NOT_JSON)
 @pytest.mark.parametrize("parse", [parse_chat, parse_completion])
-def test_a_body_that_is_no_json_object_is_told_where(parse: Any, body: bytes, told: str) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused_with_the_position(
+    parse: Any, body: bytes, message_part: str
+) -> None:
     with pytest.raises(InvalidRequest) as raised:
         parse(body)
-    assert told in raised.value.message
-    answer = http_error(raised.value)
-    assert answer.status == 400
-    assert orjson.loads(answer.body)["error"]["param"] is None
+    assert message_part in raised.value.message
+    response = http_error(raised.value)
+    assert response.status == 400
+    assert orjson.loads(response.body)["error"]["param"] is None
 
 
 BAD_CHATS: list[tuple[bytes, str, str, str]] = [
@@ -347,30 +347,30 @@ BAD_COMPLETIONS: list[tuple[bytes, str, str, str]] = [
 ]
 
 
-def assert_refused(parse: Any, body: bytes, param: str, code: str, told: str) -> None:
+def assert_refused(parse: Any, body: bytes, param: str, code: str, message_part: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         parse(body)
-    answer = http_error(raised.value)
-    details = orjson.loads(answer.body)["error"]
-    assert (answer.status, details["type"]) == (400, "invalid_request_error")
+    response = http_error(raised.value)
+    details = orjson.loads(response.body)["error"]
+    assert (response.status, details["type"]) == (400, "invalid_request_error")
     assert (details["param"], details["code"]) == (param, code)
     assert param in details["message"]
-    assert told in details["message"]
-    assert len(answer.body) < 1000
+    assert message_part in details["message"]
+    assert len(response.body) < 1000
 
 
-@pytest.mark.parametrize(("body", "param", "code", "told"), BAD_CHATS)
-def test_a_bad_chat_is_a_400_that_names_the_field(
-    body: bytes, param: str, code: str, told: str
+@pytest.mark.parametrize(("body", "param", "code", "message_part"), BAD_CHATS)
+def test_an_invalid_chat_is_a_400_that_names_the_field(
+    body: bytes, param: str, code: str, message_part: str
 ) -> None:
-    assert_refused(parse_chat, body, param, code, told)
+    assert_refused(parse_chat, body, param, code, message_part)
 
 
-@pytest.mark.parametrize(("body", "param", "code", "told"), BAD_COMPLETIONS)
-def test_a_bad_completion_is_a_400_that_names_the_field(
-    body: bytes, param: str, code: str, told: str
+@pytest.mark.parametrize(("body", "param", "code", "message_part"), BAD_COMPLETIONS)
+def test_an_invalid_completion_is_a_400_that_names_the_field(
+    body: bytes, param: str, code: str, message_part: str
 ) -> None:
-    assert_refused(parse_completion, body, param, code, told)
+    assert_refused(parse_completion, body, param, code, message_part)
 
 
 @pytest.mark.parametrize(
@@ -385,21 +385,21 @@ def test_a_bad_completion_is_a_400_that_names_the_field(
         message(role="user", content=[1] * 100_000),
     ],
 )
-def test_a_large_bad_body_makes_a_small_error(body: bytes) -> None:
+def test_a_large_invalid_body_causes_a_small_error(body: bytes) -> None:
     parse = parse_completion if b"prompt" in body else parse_chat
     with pytest.raises(InvalidRequest) as raised:
         parse(body)
     assert len(raised.value.message) < 300
 
 
-def test_a_plain_chat_leaves_everything_to_the_engine() -> None:
+def test_a_minimal_chat_sets_no_sampling_options() -> None:
     request = chat()
     assert (request.model, request.is_stream, request.include_usage) == ("m", False, False)
     assert (request.stop_strings, request.token_data) == ((), None)
     assert request.template_messages() == HI
 
 
-def test_every_kind_of_message_reaches_the_template_as_it_was_sent() -> None:
+def test_every_kind_of_message_reaches_the_template_unchanged() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     messages = [
         {"role": "system", "content": "be brief"},
@@ -412,9 +412,9 @@ def test_every_kind_of_message_reaches_the_template_as_it_was_sent() -> None:
     assert chat(messages=messages).template_messages() == messages
 
 
-def test_an_assistant_message_may_be_sent_back_as_the_sdk_dumped_it() -> None:
-    answer = chat_completion("chatcmpl-1", "m", 1, "hello", "stop", USAGE)
-    dumped = ChatCompletion.model_validate_json(answer).choices[0].message.model_dump()
+def test_an_assistant_message_may_be_returned_as_the_sdk_serialises_it() -> None:
+    response = chat_completion("chatcmpl-1", "m", 1, "hello", "stop", USAGE)
+    dumped = ChatCompletion.model_validate_json(response).choices[0].message.model_dump()
     assert "annotations" in dumped
     request = chat(messages=[*HI, dumped, *HI])
     assert request.template_messages()[1] == {"role": "assistant", "content": "hello"}
@@ -447,11 +447,11 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_fields_that_ask_for_nothing_change_nothing(name: str) -> None:
-    plain, asked = chat(stream=True), chat(stream=True, **{name: ACCEPTED[name]})
-    assert preprocessed(asked).sampling_options.n in (None, 1)
+def test_accepted_fields_without_effect_change_nothing(name: str) -> None:
+    plain, extended = chat(stream=True), chat(stream=True, **{name: ACCEPTED[name]})
+    assert preprocessed(extended).sampling_options.n in (None, 1)
     for part in ("stop_conditions", "output_options", "routing", "token_ids"):
-        assert getattr(preprocessed(asked), part) == getattr(preprocessed(plain), part)
+        assert getattr(preprocessed(extended), part) == getattr(preprocessed(plain), part)
 
 
 def test_null_means_absent_for_every_optional_field() -> None:
@@ -492,7 +492,7 @@ def test_token_data_replaces_the_prompt() -> None:
     assert chat(nvext={"token_data": [1, 2]}).token_data == [1, 2]
 
 
-def test_usage_in_a_stream_is_asked_for() -> None:
+def test_usage_in_a_stream_is_optional() -> None:
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
     assert not chat(stream=True, stream_options={}).include_usage
 
@@ -593,7 +593,7 @@ def test_routing_hints_come_from_nvext() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "context", "default", "limit"),
+    ("max_tokens", "context", "default", "limit"),
     [
         (None, 100, None, 90),
         (None, 100, 16, 16),
@@ -605,15 +605,17 @@ def test_routing_hints_come_from_nvext() -> None:
         (None, 11, None, 1),
     ],
 )
-def test_the_limit_of_an_answer(
-    asked: int | None, context: int, default: int | None, limit: int | None
+def test_the_limit_of_output_tokens(
+    max_tokens: int | None, context: int, default: int | None, limit: int | None
 ) -> None:
-    made = preprocessed(chat(max_tokens=asked), context_length=context, default_max_tokens=default)
+    made = preprocessed(
+        chat(max_tokens=max_tokens), context_length=context, default_max_tokens=default
+    )
     assert made.stop_conditions.max_tokens == limit
 
 
 @pytest.mark.parametrize("prompt", [100, 101])
-def test_a_prompt_that_leaves_no_room_is_told_in_the_words_of_openai(prompt: int) -> None:
+def test_a_prompt_without_room_for_output_is_refused_with_openais_text(prompt: int) -> None:
     with pytest.raises(PromptTooLong) as raised:
         preprocessed(chat(), prompt)
     assert raised.value.message.startswith(
@@ -626,16 +628,16 @@ def test_a_prompt_that_leaves_no_room_is_told_in_the_words_of_openai(prompt: int
         preprocessed(completion(), prompt)
 
 
-def test_more_output_than_there_is_room_for_is_refused() -> None:
+def test_more_output_than_the_context_allows_is_refused() -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         with pytest.raises(PromptTooLong, match=r"101 tokens \(10 in the messages, 91") as raised:
             preprocessed(chat(**{name: 91}))
         assert raised.value.field == name
 
 
-def test_min_tokens_must_fit_into_what_the_answer_may_have() -> None:
+def test_min_tokens_above_the_output_limit_is_refused() -> None:
     assert preprocessed(chat(min_tokens=90)).stop_conditions.min_tokens == 90
-    with pytest.raises(InvalidRequest, match="91 is more than the 90 tokens"):
+    with pytest.raises(InvalidRequest, match="91 is more than the output limit of 90 tokens"):
         preprocessed(chat(min_tokens=91))
 
 
@@ -656,22 +658,26 @@ def test_n_above_one_is_refused_by_name() -> None:
         completion(n=3)
 
 
-def test_a_whole_chat_answer_has_the_types_of_the_sdk() -> None:
+def test_a_chat_completion_has_the_types_of_the_sdk() -> None:
     body = chat_completion("chatcmpl-1", "m", 1_700_000_000, 'a "b"', "length", USAGE)
-    answer = ChatCompletion.model_validate_json(body, strict=True)
-    assert (answer.id, answer.object, answer.created) == ("chatcmpl-1", "chat.completion", 1.7e9)
-    assert answer.choices[0].message.content == 'a "b"'
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+    response = ChatCompletion.model_validate_json(body, strict=True)
+    assert (response.id, response.object, response.created) == (
+        "chatcmpl-1",
+        "chat.completion",
+        1.7e9,
+    )
+    assert response.choices[0].message.content == 'a "b"'
+    assert response.choices[0].finish_reason == "length"
+    assert response.usage is not None
+    assert response.usage.prompt_tokens_details is not None
+    assert response.usage.prompt_tokens_details.cached_tokens == 4
 
 
-def test_a_whole_completion_has_the_types_of_the_sdk() -> None:
+def test_a_text_completion_has_the_types_of_the_sdk() -> None:
     body = text_completion("cmpl-1", "m", 1_700_000_000, "text", "stop", CompletionUsage(1, 2, 3))
-    answer = Completion.model_validate_json(body, strict=True)
-    assert (answer.id, answer.object) == ("cmpl-1", "text_completion")
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("text", "stop")
+    response = Completion.model_validate_json(body, strict=True)
+    assert (response.id, response.object) == ("cmpl-1", "text_completion")
+    assert (response.choices[0].text, response.choices[0].finish_reason) == ("text", "stop")
     assert orjson.loads(body)["usage"] == {
         "prompt_tokens": 1,
         "completion_tokens": 2,

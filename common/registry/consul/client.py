@@ -1,0 +1,215 @@
+"""Calls to a Consul agent: py-consul's API over httpx, with this project's errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from functools import partialmethod
+from typing import Any, TypeVar
+
+import httpx
+import structlog
+from consul.base import Consul, HTTPClient, Response
+from consul.exceptions import ConsulException
+
+from common.errors import InvalidRequest, MeshError, PermissionDenied, Unavailable
+from common.registry.consul.entries import (
+    Listing,
+    check_id,
+    departure_key,
+    parse_listing,
+    registration,
+    service_id,
+    service_name,
+)
+from common.registry.instances import Instance
+
+CALL_TIMEOUT_S = 2.0
+CONNECT_TIMEOUT_S = 2.0
+DEPARTURE_NOTE_TIMEOUT_S = 0.9
+# An agent accepts 200 connections per client address.
+CONCURRENT_CALLS_MAX = 16
+
+LOG = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+# Parameters as py-consul passes them.
+Params = list[tuple[str, Any]]
+# Paths for which 404 means "does not exist", which py-consul returns as None or False.
+_MAY_BE_ABSENT = ("/v1/kv/", "/v1/agent/service/")
+
+
+class ConsulClient:
+    """The calls that a registry needs.
+
+    token: an ACL token, or None.
+
+    Raises Unavailable if Consul cannot be reached, has no leader or sends an unreadable response,
+    PermissionDenied for 403, InvalidRequest for other refusals and for an invalid `url`.
+    """
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self._http = _open_http_client(url, token)
+        call_slots = asyncio.Semaphore(CONCURRENT_CALLS_MAX)
+        self._consul = _HttpxConsul(_HttpxTransport(self._http, call_slots))
+        self._stale_consul = _HttpxConsul(_HttpxTransport(self._http, call_slots, stale=True))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def list_entries(self, namespace: str) -> Listing:
+        """All registered instances now."""
+        index, services = await self._consul.health.service(service_name(namespace))
+        return parse_listing(namespace, index, services)
+
+    async def wait_for_entries(self, namespace: str, index: int, wait_s: float) -> Listing:
+        """All registered instances once `index` is passed, or after `wait_s`; 0: at once.
+
+        Also without a leader, possibly a little behind.
+        """
+        new_index, services = await self._stale_consul.health.service(
+            service_name(namespace), index=index, wait=f"{int(wait_s * 1000)}ms"
+        )
+        return parse_listing(namespace, new_index, services)
+
+    async def register(self, instance: Instance, ttl_s: float) -> None:
+        """Create or replace the agent's entry of `instance`."""
+        await self._consul.agent.service.register(**registration(instance, ttl_s))
+
+    async def is_registered(self, namespace: str, instance_id: int) -> bool:
+        """Whether the agent has this entry."""
+        found = await self._consul.agent.service_definition(service_id(namespace, instance_id))
+        return found is not None
+
+    async def renew_ttl(self, namespace: str, instance_id: int) -> None:
+        """Mark the TTL check of an entry as passing."""
+        await self._consul.agent.check.ttl_pass(check_id(namespace, instance_id))
+
+    async def withdraw(self, namespace: str, instance_id: int) -> None:
+        """Record the departure of an instance and remove its entry. Idempotent."""
+        try:
+            async with asyncio.timeout(DEPARTURE_NOTE_TIMEOUT_S):
+                key = departure_key(namespace, instance_id)
+                await self._consul.kv.put(key, b"", flags=int(time.time()))
+        except (MeshError, TimeoutError) as error:
+            # Watches then probe the instance, and drop it once it does not answer.
+            reason = str(error) or "timed out"
+            LOG.warning("departure_not_recorded", id=instance_id, error=reason)
+        await self._consul.agent.service.deregister(service_id(namespace, instance_id))
+
+    async def departures(self, namespace: str) -> dict[str, float]:
+        """Keys of departure notes, each with the Unix time at which it was written."""
+        _, items = await self._consul.kv.get(departure_key(namespace), recurse=True)
+        return {item["Key"]: float(item["Flags"]) for item in items or ()}
+
+    async def get(self, key: str) -> tuple[bytes, int] | None:
+        """Value and ModifyIndex of a key, None if it does not exist."""
+        _, item = await self._consul.kv.get(key)
+        return None if item is None else (item["Value"] or b"", int(item["ModifyIndex"]))
+
+    async def put(self, key: str, value: bytes, *, cas: int | None = None) -> None:
+        """Write. With `cas`, only if the key's ModifyIndex equals it (0: no such key)."""
+        await self._consul.kv.put(key, value, cas=cas)
+
+    async def delete(self, key: str) -> None:
+        """Delete a key, if it exists."""
+        await self._consul.kv.delete(key)
+
+
+class _HttpxConsul(Consul):  # type: ignore[misc]  # py-consul has no types
+    def __init__(self, transport: _HttpxTransport) -> None:
+        self._transport = transport
+        super().__init__("", 0, scheme="", verify=False)
+        # py-consul reads CONSUL_HTTP_TOKEN; here the transport sends the configured token.
+        self.token = None
+
+    def http_connect(self, *_: object) -> _HttpxTransport:
+        return self._transport
+
+
+class _HttpxTransport(HTTPClient):  # type: ignore[misc]  # py-consul has no types
+    """stale: health queries accept any server's state, for which py-consul has no parameter."""
+
+    def __init__(
+        self, http: httpx.AsyncClient, call_slots: asyncio.Semaphore, *, stale: bool = False
+    ) -> None:
+        self._http = http
+        self._call_slots = call_slots
+        self._stale = stale
+
+    def close(self) -> None:
+        pass  # ConsulClient closes the shared client
+
+    async def _send(
+        self,
+        method: str,
+        callback: Callable[[Response], T],
+        path: str,
+        params: Params | None = None,
+        data: str | bytes = "",
+        **_: object,
+    ) -> T:
+        params = params or []
+        wait = next((value for name, value in params if name == "wait"), None)
+        if self._stale and path.startswith("/v1/health/"):
+            params = [*params, ("stale", "")]
+        request = self._http.build_request(
+            method, path, params=params, content=data or None, timeout=_timeout(wait)
+        )
+        # Blocking queries hold their connections: they must not delay the short calls.
+        async with contextlib.nullcontext() if wait else self._call_slots:
+            try:
+                response = await self._http.send(request)
+            except (httpx.HTTPError, OSError) as error:
+                reason = str(error) or type(error).__name__
+                raise Unavailable(
+                    f"cannot reach Consul at {self._http.base_url}: {reason}", 1.0
+                ) from error
+        if response.status_code != 404 or not path.startswith(_MAY_BE_ABSENT):
+            self._raise_for_status(response)
+        try:
+            return callback(Response(response.status_code, response.headers, response.content))
+        except (ConsulException, ValueError) as error:
+            raise Unavailable(f"unreadable response from Consul: {error}", 1.0) from error
+
+    get = partialmethod(_send, "GET")
+    put = partialmethod(_send, "PUT")
+    post = partialmethod(_send, "POST")
+    delete = partialmethod(_send, "DELETE")
+
+    def _raise_for_status(self, response: httpx.Response) -> None:
+        status, text = response.status_code, response.text[:200].strip()
+        if response.is_success:
+            return
+        if status == 403:
+            raise PermissionDenied(f"Consul denied the request: {text}; check consul_token")
+        if status >= 500 or status == 429:
+            raise Unavailable(f"Consul at {self._http.base_url} returned {status}: {text}", 1.0)
+        raise InvalidRequest(f"Consul returned {status} for {response.url.path}: {text}")
+
+
+def _timeout(wait: str | None) -> httpx.Timeout:
+    if wait is None:
+        return httpx.Timeout(CALL_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    # Consul adds up to a sixteenth to the wait.
+    wait_s = int(wait.removesuffix("ms")) / 1000
+    return httpx.Timeout(wait_s * 1.1 + 5.0, connect=CONNECT_TIMEOUT_S)
+
+
+def _open_http_client(url: str, token: str | None) -> httpx.AsyncClient:
+    if not url.startswith(("http://", "https://")):
+        raise InvalidRequest(f"{url!r} must begin with http:// or https://", "consul_url")
+    try:
+        return httpx.AsyncClient(
+            base_url=url,
+            headers={} if token is None else {"X-Consul-Token": token},
+            limits=httpx.Limits(max_connections=None),
+            # Reading the system's certificate authorities takes 20 ms.
+            verify=url.startswith("https"),
+            trust_env=False,
+        )
+    except httpx.InvalidURL as error:
+        raise InvalidRequest(f"{url!r} is not a URL: {error}", "consul_url") from error

@@ -1,0 +1,206 @@
+"""How instances and cards are stored in Consul: names, entries, listings, card parts (pure)."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from common.errors import InvalidRequest, Unavailable
+from common.registry.card import ModelCard, decode_card, encode_card
+from common.registry.instances import HEALTH_META_KEY, Instance
+
+CHECK_INTERVAL_S = 1.0
+CHECK_TIMEOUT_S = 0.5
+REAP_AFTER_S = 60
+# Consul allows 512 KiB per value, 512 characters per meta value and 64 meta values.
+CARD_PART_BYTES = 384 * 1024
+CARD_BYTES_MAX = 512 << 20
+META_VALUE_CHARS = 512
+META_PARTS_MAX = 58
+
+_CHECKSUM = re.compile(r"[0-9a-f]{64}")
+_HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s/]+):(\d{1,5})")
+_META_PART = re.compile(r"json\d\d")
+
+
+class HealthState(Enum):
+    """Result of Consul's checks. SUSPECTED: failing, to be probed before it counts as dead."""
+
+    PASSING = 1
+    SUSPECTED = 2
+    FAILING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A registered instance. order grows with registrations; the id makes it total."""
+
+    instance: Instance
+    order: tuple[int, int]
+    health: HealthState
+
+    def suspected(self) -> Entry:
+        """The same entry after it vanished from the list."""
+        return replace(self, health=HealthState.SUSPECTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All entries of a namespace at `index`. unreadable: service ID → error."""
+
+    index: int
+    entries: tuple[Entry, ...]
+    unreadable: Mapping[str, str]
+
+
+def service_name(namespace: str) -> str:
+    """The Consul service of all instances of a namespace."""
+    return f"kvmesh-{namespace}"
+
+
+def service_id(namespace: str, instance_id: int) -> str:
+    """The ID of one instance's entry."""
+    return f"kvmesh-{namespace}-{instance_id:016x}"
+
+
+def check_id(namespace: str, instance_id: int) -> str:
+    """The ID of the health check of one entry."""
+    return f"service:{service_id(namespace, instance_id)}"
+
+
+def departure_key(namespace: str, instance_id: int | None = None) -> str:
+    """The key of an instance's departure note; without an id, the prefix of all of them."""
+    return f"kvmesh/{namespace}/left/" + ("" if instance_id is None else f"{instance_id:016x}")
+
+
+def registration(instance: Instance, ttl_s: float) -> dict[str, Any]:
+    """Arguments of py-consul's `agent.service.register`.
+
+    Raises InvalidRequest for an invalid health address or an instance above the size limit.
+    """
+    host, _, port = instance.address.rpartition(":")
+    return {
+        "name": service_name(instance.namespace),
+        "service_id": service_id(instance.namespace, instance.id),
+        "tags": [instance.service],
+        "address": host.strip("[]"),
+        "port": int(port),
+        "meta": _meta(instance),
+        "check": _check(instance, ttl_s),
+    }
+
+
+def _check(instance: Instance, ttl_s: float) -> dict[str, Any]:
+    check: dict[str, Any] = {
+        "CheckID": check_id(instance.namespace, instance.id),
+        "Name": f"kvmesh {instance.service}",
+        "DeregisterCriticalServiceAfter": f"{REAP_AFTER_S}s",
+    }
+    target = instance.meta.get(HEALTH_META_KEY)
+    if target is None:
+        return check | {"TTL": f"{ttl_s}s", "Status": "passing"}
+    if not _HOST_PORT.fullmatch(target):
+        raise InvalidRequest(
+            f"meta.health must be host:port, not {target!r}", f"meta.{HEALTH_META_KEY}"
+        )
+    # Critical until the agent has reached it: a wrong address never becomes routable.
+    return check | {
+        "GRPC": target,
+        "Interval": f"{CHECK_INTERVAL_S}s",
+        "Timeout": f"{CHECK_TIMEOUT_S}s",
+    }
+
+
+def _meta(instance: Instance) -> dict[str, str]:
+    text = instance.to_json().decode("ascii")
+    parts = [text[n : n + META_VALUE_CHARS] for n in range(0, len(text), META_VALUE_CHARS)]
+    if len(parts) > META_PARTS_MAX:
+        limit = META_PARTS_MAX * META_VALUE_CHARS
+        raise InvalidRequest(f"instance too large for Consul: {len(text)}/{limit} bytes", "meta")
+    # The rest is shown on Consul's pages and never read back.
+    shown = {"model": instance.model, "role": instance.role, "stable_name": instance.stable_name}
+    readable = {k: v.encode()[:META_VALUE_CHARS].decode(errors="ignore") for k, v in shown.items()}
+    return readable | {f"json{n:02}": part for n, part in enumerate(parts)}
+
+
+# Any: Consul's JSON.
+def parse_listing(namespace: str, index: str, services: Any) -> Listing:
+    """The listing in a response to a health query. Raises Unavailable if it is not one."""
+    if not index.isdecimal() or int(index) < 1 or not isinstance(services, list):
+        raise Unavailable(f"unreadable list of services from Consul, index {index}", 1.0)
+    entries, unreadable = [], {}
+    for item in services:
+        try:
+            entries.append(_parse_entry(namespace, item))
+        except InvalidRequest as error:
+            unreadable[str(item["Service"]["ID"])] = error.message
+    return Listing(int(index), tuple(entries), unreadable)
+
+
+def _parse_entry(namespace: str, item: Any) -> Entry:
+    service = item["Service"]
+    meta: Mapping[str, str] = service["Meta"] or {}
+    instance = Instance.from_json("".join(meta[k] for k in sorted(meta) if _META_PART.fullmatch(k)))
+    # Consul's names ignore case; namespaces do not.
+    if instance.namespace != namespace or service["ID"] != service_id(namespace, instance.id):
+        raise InvalidRequest(f"the entry belongs to namespace {instance.namespace!r}", "id")
+    order = (int(service["CreateIndex"]), instance.id)
+    return Entry(instance, order, _health_state(instance, item["Checks"]))
+
+
+def _health_state(instance: Instance, checks: Iterable[Any]) -> HealthState:
+    failing = {check["CheckID"] for check in checks if check["Status"] != "passing"}
+    if not failing:
+        return HealthState.PASSING
+    needs_probe = {"serfHealth"}
+    if HEALTH_META_KEY in instance.meta:
+        needs_probe.add(check_id(instance.namespace, instance.id))
+    return HealthState.SUSPECTED if failing <= needs_probe else HealthState.FAILING
+
+
+def card_key(checksum: str) -> str:
+    """The prefix of a card's keys. Raises InvalidRequest unless `checksum` is 64 hex digits."""
+    if not _CHECKSUM.fullmatch(checksum):
+        raise InvalidRequest(f"{checksum!r} is not 64 hex digits", "card_checksum")
+    return f"kvmesh/cards/{checksum}"
+
+
+def pack_card(card: ModelCard) -> list[bytes]:
+    """The deflated card, in parts of at most CARD_PART_BYTES."""
+    packed = zlib.compress(encode_card(card))
+    return [packed[n : n + CARD_PART_BYTES] for n in range(0, len(packed), CARD_PART_BYTES)]
+
+
+def unpack_card(parts: Iterable[bytes], checksum: str) -> ModelCard:
+    """The card in `parts`. Raises InvalidRequest (field `checksum`) if they are damaged."""
+    inflate = zlib.decompressobj()
+    try:
+        raw = inflate.decompress(b"".join(parts), CARD_BYTES_MAX)
+    except zlib.error as error:
+        raise InvalidRequest(f"the stored card is damaged: {error}", "checksum") from error
+    if not inflate.eof:
+        raise InvalidRequest(
+            f"the stored card is incomplete, or larger than {CARD_BYTES_MAX} bytes", "checksum"
+        )
+    return decode_card(raw, checksum)
+
+
+def encode_manifest(part_count: int) -> bytes:
+    """The value under a card's manifest key."""
+    return json.dumps({"parts": part_count}).encode()
+
+
+def parse_manifest(manifest: bytes) -> int:
+    """The number of parts of a card. Raises InvalidRequest (field `checksum`) if unreadable."""
+    try:
+        part_count = int(json.loads(manifest)["parts"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(f"the card's manifest is damaged: {error}", "checksum") from error
+    if not 0 < part_count <= CARD_BYTES_MAX // CARD_PART_BYTES:
+        raise InvalidRequest(f"the card's manifest names {part_count} parts", "checksum")
+    return part_count

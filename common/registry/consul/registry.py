@@ -1,0 +1,356 @@
+"""`Registry` on a Consul agent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from random import Random, SystemRandom
+from typing import TypeVar
+
+import structlog
+
+from common.errors import InvalidRequest, MeshError, NotFound, Unavailable
+from common.namespace import check_namespace
+from common.registry.card import ModelCard, model_slug
+from common.registry.consul.client import ConsulClient
+from common.registry.consul.entries import (
+    Entry,
+    Listing,
+    card_key,
+    departure_key,
+    encode_manifest,
+    pack_card,
+    parse_manifest,
+    registration,
+    unpack_card,
+)
+from common.registry.consul.watch import (
+    BACKOFF_MAX_S,
+    BACKOFF_S,
+    SPACING_MAX_S,
+    SPACING_S,
+    ConsulWatch,
+    NamespaceView,
+    is_alive,
+)
+from common.registry.instances import HEALTH_META_KEY, Instance, Snapshot, find_card_conflict
+from common.registry.registry import (
+    Lease,
+    Watch,
+    card_not_found_error,
+    check_same_incarnation,
+    instance_exists_error,
+    lease_closed_error,
+    raise_if_card_conflicts,
+    registry_closed_error,
+)
+
+UNREACHABLE_TIMEOUT_S = 30.0
+TTL_S = 10.0
+RECONCILE_INTERVAL_S = 1.0
+# A registration is listed within milliseconds, unless the agent has no servers.
+LISTED_WITHIN_S = 5.0
+DEPARTURE_KEPT_S = 3600.0
+
+LOG = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+
+class ConsulRegistry:
+    """`common.registry.registry.Registry` on the Consul agent at `url`.
+
+    token: an ACL token, or None. ttl_s: life of TTL checks. reconcile_interval_s: how often owners
+    check their entries. unreachable_timeout_s: how long each step of `register` and `put_card`
+    waits for an unreachable Consul before it raises Unavailable. rng: for jitter.
+
+    Raises InvalidRequest for an invalid `url`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        ttl_s: float = TTL_S,
+        reconcile_interval_s: float = RECONCILE_INTERVAL_S,
+        unreachable_timeout_s: float = UNREACHABLE_TIMEOUT_S,
+        rng: Random | None = None,
+    ) -> None:
+        self._client = ConsulClient(url, token)
+        self._ttl_s = ttl_s
+        self._reconcile_interval_s = reconcile_interval_s
+        self._unreachable_timeout_s = unreachable_timeout_s
+        self._rng = SystemRandom() if rng is None else rng
+        self._views: dict[str, NamespaceView] = {}
+        self._leases: dict[int, _ConsulLease] = {}
+        self._reconcile_task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def register(self, instance: Instance) -> Lease:
+        self._check_open()
+        registration(instance, self._ttl_s)  # Raises for invalid instances before any call.
+        if instance.id in self._leases:
+            raise instance_exists_error(instance)
+        lease = _ConsulLease(self, instance)
+        self._leases[instance.id] = lease
+        try:
+            listing = await self._retry(partial(self._client.list_entries, instance.namespace))
+            if any(e.instance.id == instance.id for e in listing.entries):
+                raise instance_exists_error(instance)
+            await self._raise_if_card_conflicts(listing.entries, instance)
+            await self._sweep_departures(instance.namespace)
+        except BaseException:
+            self._leases.pop(instance.id, None)
+            raise
+        try:
+            async with lease.lock:
+                await self._publish_new(lease)
+        except BaseException:
+            await lease.close()
+            raise
+        if self._reconcile_task is None:
+            self._reconcile_task = asyncio.create_task(
+                self._reconcile(), name="consul-registry-reconcile"
+            )
+        return lease
+
+    @asynccontextmanager
+    async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
+        self._check_open()
+        view = self._view(namespace)
+        await view.refresh()
+        async with view.followed():
+            yield ConsulWatch(view, self._check_open)
+
+    async def snapshot(self, namespace: str) -> Snapshot:
+        self._check_open()
+        view = self._view(namespace)
+        await view.refresh()
+        self._check_open()
+        return view.snapshot
+
+    async def put_card(self, card: ModelCard) -> None:
+        self._check_open()
+        await self._retry(partial(self._store_card, card))
+
+    async def get_card(self, checksum: str) -> ModelCard:
+        self._check_open()
+        key = card_key(checksum)
+        manifest = await self._client.get(f"{key}/manifest")
+        if manifest is None:
+            raise card_not_found_error(checksum)
+        part_count = parse_manifest(manifest[0])
+        parts = [await self._client.get(f"{key}/{n}") for n in range(part_count)]
+        stored = [part[0] for part in parts if part is not None]
+        return await asyncio.to_thread(unpack_card, stored, checksum)
+
+    async def deregister(self, namespace: str, instance_id: int) -> None:
+        self._check_open()
+        check_namespace(namespace)
+        await self._client.withdraw(namespace, instance_id)
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._reconcile_task is not None:
+            self._reconcile_task.cancel()
+            await asyncio.wait((self._reconcile_task,))
+        await asyncio.gather(*(lease.close() for lease in tuple(self._leases.values())))
+        for view in self._views.values():
+            await view.close()
+        await self._client.close()
+        # Raises if a bug ended the task earlier.
+        if self._reconcile_task is not None and not self._reconcile_task.cancelled():
+            self._reconcile_task.result()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise registry_closed_error()
+
+    def _view(self, namespace: str) -> NamespaceView:
+        check_namespace(namespace)
+        if namespace not in self._views:
+            self._views[namespace] = NamespaceView(self._client, namespace, self._rng)
+        return self._views[namespace]
+
+    async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of `call`, repeated while Consul is unreachable; its last error at the end."""
+        deadline, backoff = time.monotonic() + self._unreachable_timeout_s, BACKOFF_S
+        while True:
+            self._check_open()
+            try:
+                result = await call()
+            except Unavailable as error:
+                if time.monotonic() >= deadline:
+                    raise
+                if backoff == BACKOFF_S:
+                    LOG.warning(
+                        "registry_awaited", error=error.message, for_s=self._unreachable_timeout_s
+                    )
+            else:
+                if backoff > BACKOFF_S:
+                    LOG.info("registry_answered")
+                return result
+            await asyncio.sleep(backoff * (0.5 + self._rng.random()))
+            backoff = min(2 * backoff, BACKOFF_MAX_S)
+
+    async def _publish_new(self, lease: _ConsulLease) -> None:
+        """Publish, check again once listed. Raises Conflict if an older entry has another card."""
+        instance = lease.instance
+        self._check_open()
+        listing = await self._retry(partial(self._publish_until_listed, lease))
+        own_order = next(e.order for e in listing.entries if e.instance.id == instance.id)
+        older = [e for e in listing.entries if e.order < own_order]
+        await self._raise_if_card_conflicts(older, instance)
+        await self._retry(partial(self._publish_model_name, instance))
+
+    async def _publish_until_listed(self, lease: _ConsulLease) -> Listing:
+        """Publish and wait. A retry repeats both: an agent may lose an entry it accepted."""
+        await lease.publish(lease.instance)
+        return await self._wait_until_listed(lease.instance)
+
+    async def _publish_update(self, lease: _ConsulLease, instance: Instance) -> None:
+        """Publish an update. Another card yields to any conflict, with older or younger entries."""
+        before = lease.instance
+        if instance.card_checksum in ("", before.card_checksum) and instance.model == before.model:
+            await lease.publish(instance)
+            return
+        listing = await self._client.list_entries(instance.namespace)
+        await self._raise_if_card_conflicts(listing.entries, instance)
+        await lease.publish(instance)
+        try:
+            listing = await self._wait_until_listed(instance)
+            await self._raise_if_card_conflicts(listing.entries, instance)
+            await self._publish_model_name(instance)
+        except BaseException:
+            await lease.publish(before)
+            raise
+
+    async def _raise_if_card_conflicts(self, entries: Sequence[Entry], candidate: Instance) -> None:
+        """Raises Conflict if a living entry serves the candidate's model under another card."""
+        remaining = sorted(entries, key=lambda e: e.order)
+        while conflicting := find_card_conflict((e.instance for e in remaining), candidate):
+            entry = next(e for e in remaining if e.instance is conflicting)
+            if await is_alive(entry):
+                raise_if_card_conflicts(conflicting, candidate)
+            remaining.remove(entry)
+
+    async def _wait_until_listed(self, instance: Instance) -> Listing:
+        """The first listing that contains `instance`: an agent updates its servers later."""
+        deadline = time.monotonic() + LISTED_WITHIN_S
+        spacing = SPACING_S
+        while True:
+            listing = await self._client.list_entries(instance.namespace)
+            if any(e.instance == instance for e in listing.entries):
+                return listing
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    f"Consul does not list instance {instance.id} that its agent accepted", 1.0
+                )
+            await asyncio.sleep(spacing)
+            spacing = min(2 * spacing, SPACING_MAX_S)
+
+    async def _publish_model_name(self, instance: Instance) -> None:
+        """Write the checksum under `models/<slug>`; a lost compare-and-set changes nothing."""
+        if not instance.card_checksum:
+            return
+        key = f"kvmesh/{instance.namespace}/models/{model_slug(instance.model)}"
+        value, index = await self._client.get(key) or (None, 0)
+        if value != instance.card_checksum.encode():
+            await self._client.put(key, instance.card_checksum.encode(), cas=index)
+
+    async def _store_card(self, card: ModelCard) -> None:
+        try:
+            await self.get_card(card.checksum)
+        except (NotFound, InvalidRequest):
+            # Missing or damaged. The key is the content's checksum, so a write repairs it.
+            key = card_key(card.checksum)
+            parts = await asyncio.to_thread(pack_card, card)
+            for n, part in enumerate(parts):
+                await self._client.put(f"{key}/{n}", part)
+            # Last: a card with a manifest is complete.
+            await self._client.put(f"{key}/manifest", encode_manifest(len(parts)))
+
+    async def _sweep_departures(self, namespace: str) -> None:
+        """Delete old departure notes. A failure is logged; the next registration sweeps."""
+        try:
+            for key, written_s in (await self._client.departures(namespace)).items():
+                if time.time() - written_s > DEPARTURE_KEPT_S:
+                    await self._client.delete(key)
+        except Unavailable as error:
+            LOG.warning("departures_not_swept", namespace=namespace, error=error.message)
+
+    async def _reconcile(self) -> None:
+        while True:
+            await asyncio.sleep(self._reconcile_interval_s * (0.8 + 0.4 * self._rng.random()))
+            await asyncio.gather(*(lease.reconcile() for lease in tuple(self._leases.values())))
+
+
+class _ConsulLease:
+    """An entry of the agent. `lock` orders registration, updates, reconciliation and the end."""
+
+    def __init__(self, registry: ConsulRegistry, instance: Instance) -> None:
+        self._registry = registry
+        self._client = registry._client
+        self._instance = instance
+        self.lock = asyncio.Lock()
+        self._is_open = True
+        self._is_published = False
+        self._is_lost = False
+
+    @property
+    def instance(self) -> Instance:
+        return self._instance
+
+    async def update(self, instance: Instance) -> None:
+        async with self.lock:
+            if not self._is_open:
+                raise lease_closed_error(self._instance)
+            check_same_incarnation(self._instance, instance)
+            await self._registry._publish_update(self, instance)
+
+    async def publish(self, instance: Instance) -> None:
+        """Replace the agent's entry. After Unavailable it may be the old or the new one."""
+        await self._client.register(instance, self._registry._ttl_s)
+        self._instance = instance
+        self._is_published = True
+
+    async def close(self) -> None:
+        async with self.lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            self._registry._leases.pop(self._instance.id, None)
+            try:
+                await self._client.withdraw(self._instance.namespace, self._instance.id)
+            except MeshError as error:
+                # Consul removes it: its check fails from now on.
+                LOG.warning("registry_entry_left_behind", id=self._instance.id, error=error.message)
+
+    async def reconcile(self) -> None:
+        """Register again if the agent lost the entry; renew the TTL. Failures are logged once."""
+        async with self.lock:
+            if not (self._is_open and self._is_published):
+                return
+            try:
+                await self._restore_or_renew()
+            except MeshError as error:
+                if not self._is_lost:
+                    LOG.warning("registration_lost", id=self._instance.id, error=error.message)
+                self._is_lost = True
+            else:
+                if self._is_lost:
+                    LOG.info("registration_restored", id=self._instance.id)
+                self._is_lost = False
+
+    async def _restore_or_renew(self) -> None:
+        namespace, instance_id = self._instance.namespace, self._instance.id
+        if not await self._client.is_registered(namespace, instance_id):
+            self._is_lost = True
+            await self.publish(self._instance)
+            await self._client.delete(departure_key(namespace, instance_id))
+        if HEALTH_META_KEY not in self._instance.meta:
+            await self._client.renew_ttl(namespace, instance_id)

@@ -1,0 +1,70 @@
+"""Files that live as long as a lock on them: open file description locks of Linux, fcntl(2)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+
+# struct flock of 64-bit Linux: type, whence, start, length (0 = all), pid (0 for such locks).
+_FLOCK = struct.Struct("hhqqi4x")
+_WRITE_LOCK = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+_UNLOCK = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
+
+
+def acquire_lock(fd: int) -> None:
+    """Take the write lock. Raises OSError if another open file description holds one."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WRITE_LOCK)
+
+
+def try_lock(fd: int) -> bool:
+    """Take the write lock if it is free; returns whether it was."""
+    try:
+        acquire_lock(fd)
+    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: POSIX allows both.
+        return False
+    return True
+
+
+def release_lock(fd: int) -> None:
+    """Release the lock, also where a child process shares the description."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _UNLOCK)
+
+
+def is_locked(fd: int) -> bool:
+    """Whether another open file description holds a lock. Takes none itself."""
+    lock_type: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WRITE_LOCK))[0]
+    return lock_type != fcntl.F_UNLCK
+
+
+def inode_of_path(path: Path) -> int | None:
+    """The inode under a name, None if there is none."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_ino
+    except FileNotFoundError:
+        return None
+
+
+def write_atomically(path: Path, data: bytes, before_rename: Callable[[int], None]) -> int:
+    """Create or replace the file at `path` in one step; returns its descriptor.
+
+    before_rename: locks or syncs the complete file before it gets its name.
+    """
+    fd, temp_path = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
+        before_rename(fd)
+        os.rename(temp_path, path)
+    except BaseException:
+        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temp_path)
+        raise
+    return fd

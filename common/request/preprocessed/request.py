@@ -1,0 +1,221 @@
+"""Requests after templating and tokenization. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from common.request.preprocessed.builder import Builder
+from common.request.preprocessed.codecs import (
+    LOCAL,
+    NULL,
+    SKIP,
+    U16,
+    U32,
+    U64,
+    JsonValue,
+    ObjectCodec,
+    WireField,
+    wire_fields,
+)
+from common.request.preprocessed.media import BlockExtraInfo, MmRoutingInfo, MultimodalData
+from common.request.preprocessed.options import OutputOptions, SamplingOptions, StopConditions
+from common.request.preprocessed.response import PrefillResult, TraceLink
+from common.request.preprocessed.routing import (
+    AgentContext,
+    RouterConfigOverride,
+    RouterParams,
+    RoutingHints,
+)
+from common.request.preprocessed.token_ids import TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class BootstrapInfo:
+    """Rendezvous of prefill and decode; the room is unique per transfer."""
+
+    bootstrap_host: str
+    bootstrap_port: U16
+    bootstrap_room: U64
+
+
+TimingPoint = Literal["prefill_started", "prefill_finished", "first_token", "finished"]
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestTracker:
+    """Times of one request inside one process; never on the wire.
+
+    received_ms: wall clock since the Unix epoch. All other times are seconds of the caller's
+    monotonic clock. The first mark of a point counts, so a retry does not move it.
+    """
+
+    received_ms: float
+    received_s: float
+    prompt_blocks: int | None = None
+    cached_blocks: int | None = None
+    marks: dict[TimingPoint, float] = field(default_factory=dict)
+
+    def mark(self, point: TimingPoint, now: float) -> None:
+        assert now >= self.received_s, "the clock is monotonic"
+        self.marks.setdefault(point, now)
+
+    def timing(self) -> dict[str, float]:
+        """Return the known times under the names of `nvext.timing`, in milliseconds.
+
+        prefill_time_ms ends at the first token if the end of prefill is not marked.
+        """
+        marks = self.marks
+        prefill_end = marks.get("prefill_finished", marks.get("first_token"))
+        spans = {
+            "prefill_wait_time_ms": (self.received_s, marks.get("prefill_started")),
+            "prefill_time_ms": (marks.get("prefill_started"), prefill_end),
+            "ttft_ms": (self.received_s, marks.get("first_token")),
+            "total_time_ms": (self.received_s, marks.get("finished")),
+        }
+        timing = {"request_received_ms": self.received_ms}
+        for name, (start, end) in spans.items():
+            if start is not None and end is not None:
+                timing[name] = (end - start) * 1e3
+        if self.prompt_blocks and self.cached_blocks is not None:
+            timing["kv_hit_rate"] = self.cached_blocks / self.prompt_blocks
+        return timing
+
+
+@dataclass(slots=True, kw_only=True)
+class PreprocessedRequest:
+    """One request for generation after templating and tokenization. Mutable; compared by value.
+
+    tracker: local to the process, not on the wire and not compared.
+    is_probe: set only by the worker's own health check.
+    """
+
+    model: str = ""
+    token_ids: TokenIds
+    prompt_embeds: str | None = None
+    multi_modal_data: Mapping[str, tuple[MultimodalData, ...]] = field(
+        default_factory=dict, metadata=SKIP
+    )
+    mm_routing_info: MmRoutingInfo | None = None
+    stop_conditions: StopConditions = field(default=StopConditions())
+    sampling_options: SamplingOptions = field(default=SamplingOptions())
+    output_options: OutputOptions = field(default=OutputOptions())
+    eos_token_ids: tuple[U32, ...] = ()
+    mdc_sum: str | None = field(default=None, metadata=NULL)
+    annotations: tuple[str, ...] = ()
+    routing: RoutingHints | None = None
+    router_config_override: RouterConfigOverride | None = field(default=None, metadata=NULL)
+    prefill_result: PrefillResult | None = None
+    migration_link: TraceLink | None = None
+    bootstrap_info: BootstrapInfo | None = None
+    extra_args: JsonValue = None
+    router: RouterParams | None = None
+    agent_context: AgentContext | None = None
+    mm_processor_kwargs: JsonValue = None
+    request_timestamp_ms: float | None = None
+    is_probe: bool = field(default=False, metadata={"rule": "skip", "key": "_HEALTH_CHECK"})
+    tracker: RequestTracker | None = field(default=None, compare=False, repr=False, metadata=LOCAL)
+
+    @staticmethod
+    def builder() -> Builder[PreprocessedRequest]:
+        return Builder(
+            PreprocessedRequest,
+            ("model", "token_ids", "stop_conditions", "sampling_options", "output_options"),
+        )
+
+    def has_annotation(self, annotation: str) -> bool:
+        return annotation in self.annotations
+
+    def get_annotation_value(self, key: str) -> str | None:
+        """Return the text after `key:` of the first annotation that starts with it, or None."""
+        for annotation in self.annotations:
+            if annotation.startswith(f"{key}:"):
+                return annotation.split(":", 1)[1]
+        return None
+
+    def routing_mut(self) -> RoutingHints:
+        """Return the routing hints to write to; creates them if there are none."""
+        if self.routing is None:
+            self.routing = RoutingHints()
+        return self.routing
+
+    def block_mm_routing_info(
+        self,
+    ) -> tuple[TokenIds, tuple[BlockExtraInfo | None, ...] | None]:
+        """Return the tokens to route by and the media of their blocks, None without media."""
+        info = self.mm_routing_info
+        if info is not None and info.routing_token_ids:
+            return info.routing_token_ids, info.block_mm_infos
+        return self.token_ids, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreprocessedEmbeddingRequest:
+    """One request for embeddings after tokenization; token_ids: one entry per text."""
+
+    token_ids: tuple[TokenIds, ...]
+    model: str
+    encoding_format: str | None = field(default=None, metadata=NULL)
+    dimensions: U32 | None = field(default=None, metadata=NULL)
+    mdc_sum: str | None = field(default=None, metadata=NULL)
+    annotations: tuple[str, ...]
+
+    @staticmethod
+    def builder() -> Builder[PreprocessedEmbeddingRequest]:
+        return Builder(PreprocessedEmbeddingRequest, ("token_ids", "model", "annotations"))
+
+    def has_annotation(self, annotation: str) -> bool:
+        return annotation in self.annotations
+
+
+# Fields that change what an engine does: it must honour or refuse them. The frontend and the router
+# read the others, or they describe the prompt.
+ENGINE_FIELDS = (
+    "prompt_embeds",
+    "multi_modal_data",
+    "stop_conditions",
+    "sampling_options",
+    "output_options",
+    "prefill_result",
+    "bootstrap_info",
+    "extra_args",
+    "mm_processor_kwargs",
+)
+
+
+def unsupported_fields(request: PreprocessedRequest, supported: frozenset[str]) -> list[str]:
+    """Return dotted names of the requested engine features that `supported` does not contain.
+
+    A name in `supported` includes all fields below it; a full path such as
+    `sampling_options.guided_decoding.regex` includes only that field. Values without effect
+    (n = 1, top_p = 1, a penalty of 0, ...) request nothing.
+    """
+    unsupported = [
+        name
+        for one in wire_fields(PreprocessedRequest)
+        if one.name in ENGINE_FIELDS
+        for name in _unsupported_names(one, getattr(request, one.name), one.name, supported)
+    ]
+    adapter_name = request.routing is not None and request.routing.lora_name
+    if adapter_name and not supported & {"routing", "routing.lora_name"}:
+        unsupported.append("routing.lora_name")
+    return unsupported
+
+
+def _unsupported_names(
+    one: WireField, value: object, name: str, supported: frozenset[str]
+) -> list[str]:
+    if value is None or value == one.default or value in one.no_op_values or name in supported:
+        return []
+    options = name in ("stop_conditions", "sampling_options", "output_options")
+    is_partly_supported = any(other.startswith(f"{name}.") for other in supported)
+    if isinstance(one.kind, ObjectCodec) and (options or is_partly_supported):
+        return [
+            unsupported
+            for inner in wire_fields(type(value))
+            for unsupported in _unsupported_names(
+                inner, getattr(value, inner.name), f"{name}.{inner.name}", supported
+            )
+        ]
+    return [name]

@@ -1,0 +1,122 @@
+"""Values that a worker returns: tokens' log probabilities, usage, the finish reason. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from common.request.preprocessed.codecs import U32, JsonValue
+
+
+class FinishReason(StrEnum):
+    """Reason of the end of a stream."""
+
+    EOS = "eos"
+    LENGTH = "length"
+    STOP = "stop"
+    ERROR = "error"
+    CANCELLED = "cancelled"
+    CONTENT_FILTER = "content_filter"
+
+    @classmethod
+    def _missing_(cls, value: object) -> FinishReason | None:
+        return cls.CANCELLED if value == "abort" else None
+
+    @property
+    def openai(self) -> Literal["stop", "length", "content_filter"] | None:
+        """OpenAI's value; None for an end that OpenAI reports as an error."""
+        match self:
+            case FinishReason.EOS | FinishReason.STOP:
+                return "stop"
+            case FinishReason.LENGTH:
+                return "length"
+            case FinishReason.CONTENT_FILTER:
+                return "content_filter"
+            case _:
+                return None
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """An alternative token; natural logarithm."""
+
+    token_id: U32
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probability (natural) of one token; top: alternatives, likeliest first."""
+
+    token_id: U32
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLink:
+    """Link from a run of the request to the preceding `engine.generate` span."""
+
+    trace_id: str
+    span_id: str
+
+    def ids(self) -> tuple[int, int] | None:
+        """Return (trace id, span id) as numbers, None if malformed or zero.
+
+        A malformed link must not fail the request; the caller logs it.
+        """
+        if not re.fullmatch(r"[0-9a-fA-F]{32}", self.trace_id):
+            return None
+        if not re.fullmatch(r"[0-9a-fA-F]{16}", self.span_id):
+            return None
+        trace_id, span_id = int(self.trace_id, 16), int(self.span_id, 16)
+        return (trace_id, span_id) if trace_id and span_id else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTokensDetails:
+    """Breakdown of the prompt tokens; None: not reported."""
+
+    cached_tokens: U32 | None = None
+    audio_tokens: U32 | None = None
+    cache_write_tokens: U32 | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionTokensDetails:
+    """Breakdown of the completion tokens; None: not reported."""
+
+    reasoning_tokens: U32 | None = None
+    accepted_prediction_tokens: U32 | None = None
+    rejected_prediction_tokens: U32 | None = None
+    audio_tokens: U32 | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionUsage:
+    """Token counts of one request."""
+
+    prompt_tokens: U32
+    completion_tokens: U32
+    total_tokens: U32
+    prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+
+_COUNT_MAX = 2**32 - 1
+
+
+def usage(prompt: int, completion: int) -> CompletionUsage:
+    """Return the counts and their sum without details, each limited to 2^32-1."""
+    top = _COUNT_MAX
+    return CompletionUsage(min(prompt, top), min(completion, top), min(prompt + completion, top))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """Output of prefill for decode; disaggregated_params: any JSON, not interpreted."""
+
+    disaggregated_params: JsonValue
+    prompt_tokens_details: PromptTokensDetails | None = None

@@ -1,0 +1,59 @@
+"""The Attach stream between a frontend and a worker, both ends. Pure.
+
+`FrontendLink` and `WorkerLink` are the two ends of one stream; time is an argument, so production
+and simulation run the same objects. The rules (a)-(i) are defined in
+`kvmesh/engine/v1/engine.proto`; letters in comments refer to them.
+
+Invariants of both ends: token offsets of a slot have no gap and no duplicate; a slot ends exactly
+once; queued output belongs to an open slot or is its end; a lost stream sends nothing.
+"""
+
+from common.request.token_stream.frames import (
+    CREDIT_BYTES,
+    FRAME_BYTES,
+    HEARTBEAT_S,
+    MISSED_HEARTBEATS_MAX,
+    PROMPT_BYTES_MAX,
+    PROMPT_PART_BYTES,
+    AbortSlot,
+    Hello,
+    HelloAck,
+    JsonChunk,
+    LegRequest,
+    LegSink,
+    PromptPart,
+    Rejected,
+    RequestFrame,
+    ResponseFrame,
+    Submit,
+    Terminal,
+    protocol_violation,
+)
+from common.request.token_stream.frontend import FrontendLink
+from common.request.token_stream.worker import StartSlot, StopSlot, WorkerLink
+
+__all__ = [
+    "CREDIT_BYTES",
+    "FRAME_BYTES",
+    "HEARTBEAT_S",
+    "MISSED_HEARTBEATS_MAX",
+    "PROMPT_BYTES_MAX",
+    "PROMPT_PART_BYTES",
+    "AbortSlot",
+    "Hello",
+    "HelloAck",
+    "JsonChunk",
+    "LegRequest",
+    "LegSink",
+    "PromptPart",
+    "Rejected",
+    "RequestFrame",
+    "ResponseFrame",
+    "Submit",
+    "Terminal",
+    "protocol_violation",
+    "FrontendLink",
+    "StartSlot",
+    "StopSlot",
+    "WorkerLink",
+]

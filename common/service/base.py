@@ -1,0 +1,134 @@
+"""What the apps of all services share, and their `main`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from random import SystemRandom
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from common.registry.instances import Instance, Service, new_instance_id
+from common.registry.open import health_check_meta, open_registry
+from common.registry.registry import Lease, Registry
+from common.rpc import channel as rpc
+from common.rpc.interceptors import RunningCalls
+from common.runtime import env
+from common.runtime.config import ServiceConfig, read_config_or_exit
+from common.service.lifecycle import App, Lifecycle, ServiceInfo, run_service
+from common.service.metrics_server import serve_metrics
+
+ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
+ConfigT_contra = TypeVar("ConfigT_contra", bound=ServiceConfig, contravariant=True)
+
+
+class BuildApp(Protocol[ConfigT_contra]):
+    """Returns the app of a process; usually its class."""
+
+    def __call__(self, config: ConfigT_contra, *, instance_id: int) -> App: ...
+
+
+def main(service: str, config_class: type[ConfigT], build: BuildApp[ConfigT]) -> NoReturn:
+    """Reads the configuration, runs the service until it is stopped, and exits.
+
+    service: router, worker, ... build: called inside the running event loop.
+    """
+    config, warnings = read_config_or_exit(
+        config_class, service.upper(), env.environ(), sys.argv[1:]
+    )
+    instance_id = new_instance_id(SystemRandom())
+    run_service(
+        service,
+        config,
+        lambda: build(config, instance_id=instance_id),
+        instance_id=str(instance_id),
+        warnings=warnings,
+    )
+
+
+class ServiceApp(Generic[ConfigT]):
+    """Registry, gRPC server, metrics server and registration of one process.
+
+    A subclass implements `start`, and overrides `_instance` to advertise more.
+    instance_id: None for a random one. registry: None for the configured one.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        config: ConfigT,
+        *,
+        instance_id: int | None,
+        registry: Registry | None,
+    ) -> None:
+        self._service_name = service
+        self._config = config
+        self._security = rpc.security_from_config(config)
+        self._registry = open_registry(config) if registry is None else registry
+        self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
+        self._calls = RunningCalls()
+        self._server = rpc.server(security=self._security, calls=self._calls)
+        self._meta: dict[str, str] = {}
+        self._lease: Lease | None = None
+        self._close_metrics: Callable[[], Awaitable[None]] | None = None
+        self.address = ""
+        self.metrics_address = ""
+
+    async def register(self) -> None:
+        """Adds this process to the registry."""
+        self._lease = await self._registry.register(self._instance())
+
+    async def deregister(self) -> None:
+        """Removes this process from the registry."""
+        if self._lease is not None:
+            await self._lease.close()
+
+    async def drain(self, grace_s: float) -> Sequence[str]:
+        """Stops the gRPC server; see `App.drain`."""
+        return await rpc.stop(self._server, grace_s, self._calls)
+
+    async def close(self) -> None:
+        """Closes servers and registry."""
+        if self._close_metrics is not None:
+            await self._close_metrics()
+        await self._server.stop(None)
+        await self._registry.close()
+
+    def _bind(self, lifecycle: Lifecycle, grpc_services: Sequence[str] = ()) -> int:
+        """Binds the gRPC server and adds health and reflection; the port."""
+        config = self._config
+        port = rpc.bind(self._server, config.host, config.port, security=self._security)
+        self.address = rpc.join_address(config.advertise_host or config.host, port)
+        self._meta = health_check_meta(config, self.address, lifecycle.health.port)
+        rpc.add_health(self._server, lifecycle.health.servicer)
+        rpc.enable_reflection(self._server, grpc_services)
+        return port
+
+    def _serve_metrics(self, metrics: CollectorRegistry, port: int | None) -> None:
+        if port is not None:
+            self.metrics_address, self._close_metrics = serve_metrics(
+                metrics, self._config.host, port
+            )
+
+    def _info(self, **addresses: str) -> ServiceInfo:
+        addresses = {"grpc": self.address, **addresses}
+        if self.metrics_address:
+            addresses["metrics"] = self.metrics_address
+        return ServiceInfo(str(self.instance_id), addresses)
+
+    def _instance(self) -> Instance:
+        """The registry entry of this process."""
+        return self._build_instance()
+
+    def _build_instance(self, **facts: Any) -> Instance:
+        # Only the successor of this process can bind the same fixed address.
+        stable_name = f"{self._service_name}@{self.address}" if self._config.port else ""
+        values = {"stable_name": stable_name, "meta": self._meta, **facts}
+        return Instance(
+            id=self.instance_id,
+            namespace=self._config.namespace,
+            service=self._service_name,
+            address=self.address,
+            **values,
+        )

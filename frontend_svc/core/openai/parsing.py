@@ -1,0 +1,145 @@
+"""Parses and validates request bodies (pure)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import orjson
+from pydantic import ValidationError
+
+from common.errors import InvalidRequest, Unsupported
+from frontend_svc.core.openai.schema import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from frontend_svc.core.openai.validation_errors import (
+    INVALID_JSON,
+    INVALID_TYPE,
+    INVALID_VALUE,
+    invalid_value,
+    missing_parameter,
+    type_name,
+)
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Returns a validated chat request.
+
+    Raises InvalidRequest with the path of the first invalid field, and Unsupported for a known
+    field or value that the server does not support.
+    """
+    request = _parse(ChatRequest, body)
+    for index, message in enumerate(request.messages):
+        _check_message(message, f"messages[{index}]")
+    limit, other = request.max_completion_tokens, request.max_tokens
+    if limit is not None and other is not None and limit != other:
+        raise InvalidRequest(
+            "'max_tokens' and 'max_completion_tokens' differ; set only one.",
+            "max_tokens",
+            reason=INVALID_VALUE,
+        )
+    return request
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Returns a validated completion request. Raises as `parse_chat` does."""
+    return _parse(CompletionRequest, body)
+
+
+def _parse(model: type[R], body: bytes) -> R:
+    value = parse_json_object(body)
+    try:
+        request = model.model_validate(value)
+    except ValidationError as error:
+        raise invalid_value(error) from None
+    _check_combinations(request)
+    return request
+
+
+def parse_json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises InvalidRequest with the position of the error."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(_json_error_message(body, error), reason=INVALID_JSON) from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(
+            f"The body must be a JSON object, not {type_name(value)}.", reason=INVALID_TYPE
+        )
+    return value
+
+
+def _json_error_message(body: bytes, error: orjson.JSONDecodeError) -> str:
+    try:
+        body.decode()
+    except UnicodeDecodeError as decode_error:
+        return f"The body is not valid UTF-8: {decode_error.reason} at byte {decode_error.start}."
+    return f"The body is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})."
+
+
+def _check_combinations(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.is_stream:
+        raise InvalidRequest(
+            "'stream_options' is only allowed when 'stream' is true.",
+            "stream_options",
+            reason=INVALID_VALUE,
+        )
+    if request.n is not None and request.n > 1:
+        raise Unsupported("n", "there is only one choice per request; send several requests")
+    if top_level_or_nvext(request, "ignore_eos"):
+        for name in ("stop", "stop_token_ids"):
+            if getattr(request, name):
+                raise InvalidRequest(
+                    f"'{name}' cannot be combined with 'ignore_eos': only the token limit"
+                    " ends such a response.",
+                    name,
+                    reason=INVALID_VALUE,
+                )
+    limit, field = request.max_output_tokens
+    if limit is not None:
+        check_min_tokens(request, limit, f"'{field}' ({limit})")
+
+
+def check_min_tokens(request: GenerationRequest, limit: int, limit_text: str) -> None:
+    """Raises InvalidRequest if `min_tokens` exceeds the limit. limit_text: names the limit."""
+    if request.min_tokens is not None and request.min_tokens > limit:
+        raise InvalidRequest(
+            f"Invalid 'min_tokens': {request.min_tokens} is more than {limit_text}.",
+            "min_tokens",
+            reason=INVALID_VALUE,
+        )
+
+
+def _check_message(message: ChatMessage, path: str) -> None:
+    if message.tool_calls and message.role != "assistant":
+        raise _invalid_message(
+            f"{path}.tool_calls", "only messages of role 'assistant' have tool calls"
+        )
+    if message.tool_call_id is not None and message.role != "tool":
+        raise _invalid_message(
+            f"{path}.tool_call_id", "only messages of role 'tool' have a tool_call_id"
+        )
+    if message.tool_call_id is None and message.role == "tool":
+        raise missing_parameter(f"{path}.tool_call_id")
+    if message.content is None and not message.tool_calls:
+        raise missing_parameter(f"{path}.content")
+
+
+def _invalid_message(path: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"Invalid '{path}': {message}.", path, reason=INVALID_VALUE)
+
+
+# Any: the type of the named field.
+def top_level_or_nvext(
+    request: GenerationRequest,
+    name: Literal["ignore_eos", "top_k", "min_p", "repetition_penalty"],
+) -> Any:
+    """A field of the top level or, if absent there, of `nvext`."""
+    top_level = getattr(request, name)
+    if top_level is not None or request.nvext is None:
+        return top_level
+    return getattr(request.nvext, name)

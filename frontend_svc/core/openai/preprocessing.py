@@ -1,0 +1,175 @@
+"""Converts a validated request into the request that routers and engines receive (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from common.errors import InvalidRequest, PromptTooLong
+from common.request.preprocessed import (
+    PreprocessedRequest,
+    RoutingConstraints,
+    RoutingHints,
+    SamplingOptions,
+    SessionAction,
+    SessionControl,
+    StopConditions,
+    TokenIds,
+)
+from frontend_svc.core.openai.parsing import check_min_tokens, top_level_or_nvext
+from frontend_svc.core.openai.schema import AgentHints, ChatRequest, GenerationRequest, Nvext
+
+
+def to_preprocessed(
+    request: GenerationRequest,
+    token_ids: Iterable[int],
+    *,
+    eos_token_ids: Sequence[int],
+    mdc_sum: str | None,
+    context_length: int,
+    default_max_tokens: int | None = None,
+    vocab_size: int | None = None,
+    adapter: str = "",
+) -> PreprocessedRequest:
+    """The request for the engine; `token_ids` is the whole prompt.
+
+    context_length: limit of prompt and output tokens together; 0: unknown, not checked.
+    default_max_tokens: output limit of requests that set none; None: the rest of the context.
+    vocab_size: ids at or above it are refused; None: not checked. adapter: "" is the base model.
+
+    Raises PromptTooLong if the prompt leaves no token for output, and if prompt and max_tokens
+    together exceed the context. As in OpenAI's API they are refused and not clamped: a truncated
+    response would look like a requested one. Raises InvalidRequest for an empty prompt, ids out of
+    range and a min_tokens above the limit.
+    """
+    prompt = _checked_prompt(request, token_ids, vocab_size)
+    max_tokens = _max_tokens(request, len(prompt), context_length, default_max_tokens)
+    ignore_eos = top_level_or_nvext(request, "ignore_eos") is True
+    eos = () if ignore_eos else tuple(eos_token_ids)
+    return PreprocessedRequest(
+        model=request.model,
+        token_ids=prompt,
+        stop_conditions=StopConditions(
+            max_tokens=max_tokens,
+            stop=request.stop_strings,
+            # A requested stop token ends the response and is not part of it, like EOS.
+            stop_token_ids_hidden=tuple(dict.fromkeys((*eos, *(request.stop_token_ids or ())))),
+            min_tokens=request.min_tokens,
+            ignore_eos=top_level_or_nvext(request, "ignore_eos"),
+        ),
+        sampling_options=SamplingOptions(
+            n=request.n,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            repetition_penalty=top_level_or_nvext(request, "repetition_penalty"),
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=top_level_or_nvext(request, "top_k"),
+            min_p=top_level_or_nvext(request, "min_p"),
+            seed=request.seed,
+        ),
+        eos_token_ids=eos,
+        mdc_sum=mdc_sum,
+        routing=routing_hints(request.nvext, adapter),
+    )
+
+
+def _checked_prompt(
+    request: GenerationRequest, token_ids: Iterable[int], vocab_size: int | None
+) -> TokenIds:
+    field = _prompt_field(request)
+    prompt = TokenIds.of(token_ids)
+    if not len(prompt):
+        raise InvalidRequest(f"Invalid '{field}': the prompt has no tokens.", field)
+    if vocab_size is not None and int(prompt.array.max()) >= vocab_size:
+        index = int(np.argmax(prompt.array >= vocab_size))
+        raise InvalidRequest(
+            f"Invalid '{field}': token {prompt[index]} at position {index} is not in the"
+            f" vocabulary of {vocab_size}.",
+            field,
+        )
+    return prompt
+
+
+def check_prompt_length(request: GenerationRequest, tokens_min: int, context_length: int) -> None:
+    """Raises PromptTooLong if a prompt of at least `tokens_min` tokens leaves none for output.
+
+    context_length: as in `to_preprocessed`, which checks the tokenized prompt.
+    """
+    if context_length and tokens_min >= context_length:
+        raise _prompt_too_long(request, f"at least {tokens_min}", context_length)
+
+
+def _prompt_too_long(request: GenerationRequest, tokens: str, context: int) -> PromptTooLong:
+    prompt_field = _prompt_field(request)
+    return PromptTooLong(
+        f"This model's maximum context length is {context} tokens. However, your {prompt_field}"
+        f" resulted in {tokens} tokens. Please reduce the length of the {prompt_field}.",
+        prompt_field,
+    )
+
+
+def _prompt_field(request: GenerationRequest) -> str:
+    return "messages" if isinstance(request, ChatRequest) else "prompt"
+
+
+def _max_tokens(
+    request: GenerationRequest, prompt: int, context: int, default: int | None
+) -> int | None:
+    requested, field = request.max_output_tokens
+    if not context:
+        return default if requested is None else requested
+    tokens_available = context - prompt
+    if tokens_available < 1:
+        raise _prompt_too_long(request, str(prompt), context)
+    prompt_field = _prompt_field(request)
+    if requested is not None and requested > tokens_available:
+        raise PromptTooLong(
+            f"This model's maximum context length is {context} tokens. However, you requested"
+            f" {prompt + requested} tokens ({prompt} in the {prompt_field}, {requested} "
+            "in the completion)."
+            f" Please reduce the length of the {prompt_field} or completion.",
+            field,
+        )
+    limit = requested or (tokens_available if default is None else min(default, tokens_available))
+    check_min_tokens(request, limit, f"the output limit of {limit} tokens")
+    return limit
+
+
+def strict_priority(nvext: Nvext | None) -> int:
+    """Level in the router's queue; 0, the lowest, by default."""
+    if nvext is None or nvext.agent_hints is None:
+        return 0
+    return nvext.agent_hints.strict_priority or 0
+
+
+def routing_hints(nvext: Nvext | None, adapter: str = "") -> RoutingHints | None:
+    """The routing hints of a request; None if it has none."""
+    nvext = nvext or Nvext()
+    agent = nvext.agent_hints or AgentHints()
+    constraints, session = nvext.routing_constraints, nvext.session_control
+    hints = RoutingHints(
+        backend_instance_id=nvext.backend_instance_id,
+        prefill_worker_id=nvext.prefill_worker_id,
+        decode_worker_id=nvext.decode_worker_id,
+        dp_rank=nvext.dp_rank,
+        prefill_dp_rank=nvext.prefill_dp_rank,
+        expected_output_tokens=agent.osl,
+        lora_name=adapter or None,
+        priority=agent.priority,
+        # Seconds: a positive priority counts as additional waiting time.
+        priority_jump=None if agent.priority is None else float(max(0, agent.priority)),
+        routing_constraints=None
+        if constraints is None
+        else RoutingConstraints(
+            required_taints=frozenset(constraints.required_taints or ()),
+            preferred_taints=constraints.preferred_taints or {},
+        ),
+        session_control=None
+        if session is None
+        else SessionControl(
+            session.session_id, None if session.action is None else SessionAction(session.action)
+        ),
+    )
+    return None if hints == RoutingHints() else hints

@@ -1,0 +1,71 @@
+"""A query for a placement (pure); see `router.v1.Query`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from common.errors import MeshError
+from common.kv.hashing import ChainState, PrefixHasher, hashes_to_bytes
+from common.request.preprocessed import RouterConfigOverride, RoutingHints, TokenIds
+from frontend_svc.core.request.types import RoutingDecision
+
+# The router's error reason for an adapter that no worker has.
+UNKNOWN_ADAPTER = "UNKNOWN_ADAPTER"
+# Where the chain of prefix hashes begins.
+ROOT_CHAIN = ChainState(0, 0)
+
+# (request id, attempt)
+PlacementKey = tuple[str, int]
+PlacementCallback = Callable[[RoutingDecision | MeshError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What to place.
+
+    arrived_at: loop time, seconds. hasher: extends the prefix hashes when the prompt grows; None:
+    no hashes are added. chain: the state of the hash chain after `prefix_hashes`.
+    """
+
+    model: str
+    total_tokens: int
+    arrived_at: float
+    prefix_hashes: bytes = b""
+    hash_scheme: int = 0
+    block_size: int = 0
+    routing: RoutingHints | None = None
+    config_override: RouterConfigOverride | None = None
+    excluded: frozenset[int] = frozenset()
+    expected_output_tokens: int | None = None
+    traceparent: str = ""
+    strict_priority: int = 0
+    hasher: PrefixHasher | None = None
+    chain: ChainState = ROOT_CHAIN
+
+    def extended(self, token_ids: TokenIds, count: int) -> Query:
+        """Returns the query for a longer prompt. The last `count` of `token_ids` are new.
+
+        New tokens no longer count as expected output. Only blocks without a hash are hashed.
+        """
+        expected = self.expected_output_tokens
+        extended = replace(
+            self,
+            total_tokens=self.total_tokens + count,
+            expected_output_tokens=None if expected is None else max(0, expected - count),
+        )
+        if self.hasher is None:
+            return extended
+        hashed_tokens = self.chain.position * self.hasher.block_size
+        hashes, chained_hashes = self.hasher.extend(self.chain, token_ids.array[hashed_tokens:])
+        if not len(chained_hashes):
+            return extended
+        return replace(
+            extended,
+            prefix_hashes=self.prefix_hashes + hashes_to_bytes(hashes),
+            chain=ChainState(self.chain.position + len(chained_hashes), int(chained_hashes[-1])),
+        )
+
+    def excluding(self, excluded: frozenset[int]) -> Query:
+        """Returns the query with other excluded workers."""
+        return replace(self, excluded=excluded)

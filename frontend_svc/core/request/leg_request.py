@@ -1,0 +1,112 @@
+"""Builds the requests that legs send to workers (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from common.request.preprocessed import PreprocessedRequest, RoutingHints, TraceLink
+from common.request.token_stream import LegRequest
+from frontend_svc.core.request.types import RequestPlan, RoutingDecision
+
+
+def continued_request(
+    request: PreprocessedRequest, generated: Sequence[int]
+) -> PreprocessedRequest:
+    """The request with the generated tokens in its prompt, and smaller limits."""
+    if not generated:
+        return request
+    stop = request.stop_conditions
+    reduced = replace(
+        stop,
+        max_tokens=remaining_tokens(request, len(generated)),
+        min_tokens=None if stop.min_tokens is None else max(0, stop.min_tokens - len(generated)),
+    )
+    return replace(
+        request,
+        token_ids=request.token_ids.extended(generated),
+        stop_conditions=reduced,
+        prefill_result=None,
+        bootstrap_info=None,
+    )
+
+
+def remaining_tokens(request: PreprocessedRequest, generated: int) -> int | None:
+    """Output tokens left after `generated` ones; None without a limit."""
+    limit = request.stop_conditions.max_tokens
+    return None if limit is None else max(0, limit - generated)
+
+
+def prefill_request(request: PreprocessedRequest) -> PreprocessedRequest:
+    """The request for a prefill leg: one token, which may be EOS exactly if decode may end so."""
+    stop = request.stop_conditions
+    min_tokens = None if stop.min_tokens is None else min(1, stop.min_tokens)
+    return replace(request, stop_conditions=replace(stop, max_tokens=1, min_tokens=min_tokens))
+
+
+def placed_request(
+    request: PreprocessedRequest, placed: RoutingDecision, dp_rank: int, link: TraceLink | None
+) -> PreprocessedRequest:
+    """The request with the rank, the bootstrap and the trace link of its placement."""
+    if dp_rank:
+        hints = replace(request.routing or RoutingHints(), dp_rank=dp_rank)
+        request = replace(request, routing=hints)
+    if placed.bootstrap is not None:
+        request = replace(request, bootstrap_info=placed.bootstrap)
+    return request if link is None else replace(request, migration_link=link)
+
+
+def leg_request(
+    plan: RequestPlan,
+    request: PreprocessedRequest,
+    *,
+    attempt: int,
+    phase: str,
+    span_id: str,
+    now: float,
+) -> LegRequest:
+    """The message that submits a leg: `request`, or the plan's pass-through body."""
+    body = plan.body
+    return LegRequest(
+        request_id=plan.request_id,
+        attempt=attempt,
+        timeout_s=max(0.001, plan.deadline - now),
+        traceparent=plan.traceparent,
+        span_id=span_id,
+        tenant=plan.tenant,
+        priority=plan.priority,
+        request=request if body is None else None,
+        chat_json=body.json if body is not None and body.is_chat else None,
+        completion_json=body.json if body is not None and not body.is_chat else None,
+        phase=phase,
+    )
+
+
+def migration_blockers(request: PreprocessedRequest) -> str:
+    """Why a started response cannot continue on another worker, "" if it can.
+
+    It cannot if prompt and generated tokens are not the whole state: guided decoding (state of the
+    grammar), several choices or beams, penalties (they count output apart from the prompt; no
+    engine takes an output prefix yet), custom logits processors (their state), and prompt_embeds
+    (a prompt that ids cannot extend). min_tokens is no obstacle: it is reduced by the tokens
+    generated.
+    """
+    sampling = request.sampling_options
+    blockers = {
+        "guided decoding": sampling.guided_decoding is not None,
+        "n": sampling.n not in (None, 1),
+        "best_of": sampling.best_of not in (None, 1),
+        "use_beam_search": bool(sampling.use_beam_search),
+        "presence_penalty": bool(sampling.presence_penalty),
+        "frequency_penalty": bool(sampling.frequency_penalty),
+        "repetition_penalty": sampling.repetition_penalty not in (None, 1.0),
+        "a custom logits processor": _has_custom_logits_processor(request),
+        "prompt_embeds": request.prompt_embeds is not None,
+    }
+    return ", ".join(name for name, is_blocking in blockers.items() if is_blocking)
+
+
+def _has_custom_logits_processor(request: PreprocessedRequest) -> bool:
+    """Whether engine-specific arguments name a custom logits processor."""
+    extra = request.extra_args
+    return isinstance(extra, dict) and any("processor" in key for key in extra)

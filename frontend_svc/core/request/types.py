@@ -1,0 +1,93 @@
+"""Values of one request's life: its plan, its routing decision and its outcome (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import MeshError
+from common.request.preprocessed import (
+    BootstrapInfo,
+    CompletionUsage,
+    FinishReason,
+    PreprocessedRequest,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PassThroughPayload:
+    """A client's body, sent to the worker unchanged: of a chat request or of a completion."""
+
+    json: bytes
+    is_chat: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """What is fixed for a request's whole life.
+
+    deadline: seconds, on the clock of the machine's `now` arguments. migratable: whether a started
+    response may continue on another worker; `migration_blockers` may still forbid it. attempts_max
+    includes the first attempt. accept_timeout_s: how long a worker may take to accept the request
+    before another attempt starts; pair_accept_timeout_s: the same for a silent worker of a prefill
+    and decode pair. trace_id: 32 hex digits, "" when not sampled. body: sent in place of the
+    request; the response then consists of chunks, and token counts are unknown.
+    """
+
+    request_id: str
+    request: PreprocessedRequest
+    deadline: float
+    migratable: bool = True
+    attempts_max: int = 4
+    accept_timeout_s: float = 3.0
+    pair_accept_timeout_s: float = 1.0
+    traceparent: str = ""
+    trace_id: str = ""
+    tenant: str = ""
+    priority: int | None = None
+    body: PassThroughPayload | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A worker and one of its ranks. address: from the router, "" if it sent none."""
+
+    worker_id: int
+    dp_rank: int = 0
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingDecision:
+    """The router's decision, as far as the machine needs it.
+
+    worker_id, dp_rank, address: where the whole request, or its decode, runs; see Placement.
+    prefill: where its prefill runs, None when it is not split. bootstrap: how prefill and decode
+    connect; None: prefill completes first. is_unrouted: decided without a router and without a
+    prediction.
+    """
+
+    worker_id: int
+    dp_rank: int = 0
+    overlap_blocks: int = 0
+    predicted_cached_tokens: int = 0
+    reasons: tuple[str, ...] = ()
+    prefill: Placement | None = None
+    bootstrap: BootstrapInfo | None = None
+    is_unrouted: bool = False
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutcome:
+    """How a request ended.
+
+    error: why it failed, None on success. usage: as reported to the client. worker_ids: the workers
+    that received it, in order.
+    """
+
+    finish_reason: FinishReason | None
+    error: MeshError | None
+    usage: CompletionUsage
+    attempts: int
+    worker_ids: tuple[int, ...]
+    placed: RoutingDecision | None

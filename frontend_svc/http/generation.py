@@ -1,0 +1,368 @@
+"""The generation endpoints: reads and checks the body, runs the request, counts it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import structlog
+
+from common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    MeshError,
+    Overloaded,
+    RequestCancelled,
+)
+from common.kv.hashing import HASH_SCHEME_ID
+from common.request.preprocessed import PreprocessedRequest, TokenIds
+from frontend_svc.config import FrontendConfig
+from frontend_svc.core.models.model_watch import Table
+from frontend_svc.core.openai.errors import BODY_TOO_LARGE, error_type
+from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
+from frontend_svc.core.openai.parsing import parse_chat, parse_completion
+from frontend_svc.core.openai.pass_through import PassThroughRequest, read_body
+from frontend_svc.core.openai.preprocessing import (
+    check_prompt_length,
+    routing_hints,
+    strict_priority,
+    to_preprocessed,
+)
+from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
+from frontend_svc.core.peers.placement_query import Query
+from frontend_svc.core.request.types import PassThroughPayload, RequestOutcome, RequestPlan
+from frontend_svc.core.text.output_text import TextStream
+from frontend_svc.core.text.prompt import TemplateError
+from frontend_svc.http.asgi import Receive, Scope, Send
+from frontend_svc.http.request_context import RequestContext, end_span, log_request
+from frontend_svc.http.streaming import ResponseWriter, send_error
+from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
+from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.served_model import ServedModel
+from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.response import ResponseBuffer
+from frontend_svc.tracing import request_span_factory
+
+# Time a client may take to send its body.
+BODY_TIMEOUT_S = 60.0
+# A passed-through body takes no rank: workers accept one only next to token ids.
+_RANK_HEADERS = ("x-kvmesh-dp-rank", "x-kvmesh-prefill-dp-rank")
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+
+log = structlog.get_logger()
+
+
+class GenerationEndpoint:
+    """The ASGI application of one generation endpoint."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        gateway: Gateway,
+        models: ModelCatalog,
+        state: DeploymentState,
+        config: FrontendConfig,
+        on_request_end: Callable[[RequestOutcome], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._is_chat = endpoint is Endpoint.CHAT_COMPLETIONS
+        self._parse = parse_chat if self._is_chat else parse_completion
+        self._table: Table = "chat" if self._is_chat else "completions"
+        self._gateway = gateway
+        self._models = models
+        self._state = state
+        self._config = config
+        self._on_request_end = on_request_end
+        self._start_span = request_span_factory()
+        self._active_requests = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request. It is counted, and gets a log line, however it ends."""
+        context = self._make_context(scope)
+        meter: RequestMeter | None = None
+        self._active_requests += 1
+        try:
+            try:
+                self._check_active_requests()
+                raw = await self._receive_body_with_timeout(context.headers, receive)
+                context.body = self._parse_body(raw, scope["headers"])
+            finally:
+                name = context.body.model if context.body is not None else ""
+                is_stream = context.body is not None and context.body.is_stream
+                meter = self._state.begin(name, self._endpoint, is_stream)
+            await self._serve(context, context.body, meter, receive, send)
+        except MeshError as error:
+            await _fail(context, meter, error, send)
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of the tokenizer library is no Exception
+            log.exception("request_failed", request_id=context.request_id)
+            await _fail(context, meter, InternalError("see the frontend's log"), send)
+        finally:
+            self._active_requests -= 1
+            if meter is not None:
+                meter.close()
+            end_span(context)
+            log_request(context, self._state.clock())
+
+    def _make_context(self, scope: Scope) -> RequestContext:
+        headers = dict(scope["headers"])
+        request_id = uuid.uuid4().hex
+        client_id = headers.get(b"x-request-id", b"")
+        return RequestContext(
+            endpoint=self._endpoint,
+            request_id=request_id,
+            client_id=client_id if _REQUEST_ID.fullmatch(client_id) else request_id.encode(),
+            span=self._start_span(
+                scope["path"], headers.get(b"traceparent", b"").decode("latin-1")
+            ),
+            started_at_s=self._state.clock(),
+            headers=headers,
+        )
+
+    def _check_active_requests(self) -> None:
+        limit = self._config.requests_max
+        if self._active_requests > limit:
+            raise Overloaded(1.0, f"too many concurrent requests: {limit}/{limit}")
+
+    def _parse_body(
+        self, raw: bytes, headers: Iterable[tuple[bytes, bytes]]
+    ) -> ChatRequest | CompletionRequest | PassThroughRequest:
+        if self._models.pass_through():
+            body = read_body(raw)
+            if self._is_pass_through(body.model):
+                return replace(body, nvext=read_headers(headers))
+        return with_headers(self._parse(raw), read_headers(headers))
+
+    def _is_pass_through(self, model: str) -> bool:
+        try:
+            return self._models.engine(model, self._table).pipeline.is_pass_through
+        except MeshError:  # the ordinary path reports the error
+            return False
+
+    async def _receive_body_with_timeout(
+        self, headers: Mapping[bytes, bytes], receive: Receive
+    ) -> bytes:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await self._receive_body(headers, receive)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"The body was not complete within {BODY_TIMEOUT_S:g} s."
+            ) from None
+
+    async def _receive_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+        limit = self._config.body_limit_mb << 20
+        content_length = headers.get(b"content-length", b"0")
+        too_large = InvalidRequest(
+            f"The body is larger than {self._config.body_limit_mb} MB.", reason=BODY_TOO_LARGE
+        )
+        if content_length.isdigit() and int(content_length) > limit:
+            raise too_large
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise RequestCancelled("The client disconnected before its body was complete.")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise too_large
+            if not message.get("more_body"):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _serve(
+        self,
+        context: RequestContext,
+        body: ChatRequest | CompletionRequest | PassThroughRequest,
+        meter: RequestMeter,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        if isinstance(body, PassThroughRequest):
+            await self._pass_through(context, body, meter, receive, send)
+        else:
+            await self._generate(context, body, meter, receive, send)
+        outcome = context.outcome
+        assert outcome is not None, "both paths wait for the outcome"
+        self._on_request_end(outcome)
+        details = outcome.usage.prompt_tokens_details
+        if details is not None and details.cached_tokens is not None:
+            meter.cached(details.cached_tokens)
+        if outcome.error is None:
+            meter.mark_ok()
+        else:
+            meter.mark_failed(error_type(outcome.error))
+
+    async def _generate(
+        self,
+        context: RequestContext,
+        body: ChatRequest | CompletionRequest,
+        meter: RequestMeter,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        model = self._models.get_for(body.model, self._table)
+        request = await self._preprocess(body, model)
+        meter.prompt(len(request.token_ids))
+        flow = TextStream(model.detokenizer(), body.stop_strings)
+        plan = self._make_plan(context, request)
+        context.base_model = model.base
+        query = Query(
+            model=model.base,
+            total_tokens=0,
+            arrived_at=asyncio.get_running_loop().time(),
+            hash_scheme=HASH_SCHEME_ID,
+            block_size=model.hasher.block_size,
+            routing=request.routing,
+            traceparent=context.span.traceparent,
+            strict_priority=strict_priority(body.nvext),
+            hasher=model.hasher,
+        ).extended(request.token_ids, len(request.token_ids))
+        async with self._open_request(context, plan, query, meter, receive) as (handle, response):
+            writer = ResponseWriter(context, response, send, self._config.keep_alive_s)
+            if body.is_stream:
+                await writer.stream_text(handle, flow, model.name, body.include_usage)
+            else:
+                await writer.send_text(handle, flow, model.name)
+
+    async def _pass_through(
+        self,
+        context: RequestContext,
+        body: PassThroughRequest,
+        meter: RequestMeter,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        _reject_rank_headers(body)
+        payload = PassThroughPayload(body.json, self._is_chat)
+        routing = routing_hints(body.nvext)
+        empty_request = PreprocessedRequest(model=body.model, token_ids=TokenIds(), routing=routing)
+        plan = replace(self._make_plan(context, empty_request), body=payload)
+        # The frontend has no token count, so the router balances these requests by number.
+        query = Query(
+            model=body.model,
+            total_tokens=0,
+            arrived_at=asyncio.get_running_loop().time(),
+            routing=routing,
+            traceparent=context.span.traceparent,
+            strict_priority=strict_priority(body.nvext),
+        )
+        async with self._open_request(context, plan, query, meter, receive) as (_, response):
+            writer = ResponseWriter(context, response, send, self._config.keep_alive_s)
+            if body.is_stream:
+                await writer.relay_chunks()
+            else:
+                await writer.send_merged_chunks()
+
+    async def _preprocess(
+        self, body: ChatRequest | CompletionRequest, model: ServedModel
+    ) -> PreprocessedRequest:
+        token_ids = body.token_data
+        if token_ids is None:
+            token_ids = await _tokenize(body, model)
+        return to_preprocessed(
+            body,
+            token_ids,
+            eos_token_ids=model.card.eos_token_ids,
+            mdc_sum=model.checksum,
+            context_length=model.card.context_length or 0,
+            default_max_tokens=model.card.default_max_tokens,
+            vocab_size=model.vocab_size,
+            adapter=model.adapter,
+        )
+
+    def _make_plan(self, context: RequestContext, request: PreprocessedRequest) -> RequestPlan:
+        now = asyncio.get_running_loop().time()
+        return RequestPlan(
+            request_id=context.request_id,
+            request=request,
+            deadline=now + self._config.request_timeout_s,
+            attempts_max=self._config.attempts_max,
+            accept_timeout_s=self._config.accept_timeout_s,
+            traceparent=context.span.traceparent,
+            trace_id=context.span.trace_id,
+            priority=request.routing.priority if request.routing is not None else None,
+        )
+
+    @asynccontextmanager
+    async def _open_request(
+        self,
+        context: RequestContext,
+        plan: RequestPlan,
+        query: Query,
+        meter: RequestMeter,
+        receive: Receive,
+    ) -> AsyncIterator[tuple[RequestHandle, ResponseBuffer]]:
+        """Runs the request while its client is connected; leaving ends what still runs."""
+        response = context.response = ResponseBuffer(meter, self._state.clock)
+        handle = self._gateway.open(plan, query, response)
+        response.handle = handle
+        # Not a TaskGroup: it would wrap what the body raises.
+        disconnect_watch = asyncio.get_running_loop().create_task(
+            _await_disconnect(receive, handle, meter)
+        )
+        try:
+            yield handle, response
+        finally:
+            handle.client_gone()
+            disconnect_watch.cancel()
+            await asyncio.wait([disconnect_watch])
+            if not disconnect_watch.cancelled() and disconnect_watch.exception() is not None:
+                log.error("disconnect_watch_failed", exc_info=disconnect_watch.exception())
+
+
+async def _tokenize(body: ChatRequest | CompletionRequest, model: ServedModel) -> list[int]:
+    text = _prompt_text(body, model)
+    check_prompt_length(body, model.token_count_min(text), model.card.context_length or 0)
+    # A chat template writes the special tokens itself.
+    return await model.encode(text, special_tokens=isinstance(body, CompletionRequest))
+
+
+def _prompt_text(body: ChatRequest | CompletionRequest, model: ServedModel) -> str:
+    if isinstance(body, CompletionRequest):
+        return body.prompt_text or ""
+    if model.template is None:
+        raise InvalidRequest(
+            f"The model {model.name!r} has no chat template; use /v1/completions.", "model"
+        )
+    try:
+        return model.template.render(
+            body.template_messages(),
+            template_kwargs=body.chat_template_kwargs,
+            now=datetime.now(UTC),
+        )
+    except TemplateError as error:
+        raise InvalidRequest(str(error), "messages") from error
+
+
+def _reject_rank_headers(body: PassThroughRequest) -> None:
+    for header in _RANK_HEADERS:
+        (field,) = HEADER_FIELDS[header]
+        if body.nvext is not None and getattr(body.nvext, field) is not None:
+            message = f"requests for {body.model!r} are passed through and take no rank"
+            raise InvalidRequest(f"Invalid header '{header}': {message}.", header)
+
+
+async def _await_disconnect(receive: Receive, handle: RequestHandle, meter: RequestMeter) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    if not handle.machine.is_finished:
+        meter.mark_disconnected()
+        handle.client_gone()
+
+
+async def _fail(
+    context: RequestContext, meter: RequestMeter | None, error: MeshError, send: Send
+) -> None:
+    context.error = error
+    if meter is not None:
+        meter.mark_failed(error_type(error))
+    await send_error(context, error, send)

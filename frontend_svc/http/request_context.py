@@ -1,0 +1,146 @@
+"""State of one HTTP request from its body to its span and its log line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from common.errors import MeshError
+from frontend_svc.core.openai.errors import client_message
+from frontend_svc.core.openai.pass_through import PassThroughRequest
+from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
+from frontend_svc.core.request.types import RequestOutcome
+from frontend_svc.metrics.families import Endpoint
+from frontend_svc.request.response import ResponseBuffer
+from frontend_svc.tracing import RequestSpan
+
+MODEL_OWNER = "kvmesh"
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One request to a generation endpoint.
+
+    request_id: unique, made by the frontend. client_id: the client's x-request-id, or request_id.
+    started_at_s: on the clock of the metrics. headers: of the client. base_model: the model itself,
+    or the base model of an adapter; "" if passed through or not known yet. status: HTTP status
+    sent to the client, 0 before it is sent.
+    """
+
+    endpoint: Endpoint
+    request_id: str
+    client_id: bytes
+    span: RequestSpan
+    started_at_s: float
+    headers: Mapping[bytes, bytes]
+    body: ChatRequest | CompletionRequest | PassThroughRequest | None = None
+    base_model: str = ""
+    response: ResponseBuffer | None = None
+    status: int = 0
+    error: MeshError | None = None
+    is_response_complete: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        return self.endpoint is Endpoint.CHAT_COMPLETIONS
+
+    @property
+    def response_id(self) -> str:
+        """The id in the response body."""
+        return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.request_id}"
+
+    @property
+    def id_header(self) -> tuple[bytes, bytes]:
+        """The header that every response carries."""
+        return b"x-request-id", self.client_id
+
+    @property
+    def outcome(self) -> RequestOutcome | None:
+        return None if self.response is None else self.response.outcome
+
+    @property
+    def final_error(self) -> MeshError | None:
+        """The error of the HTTP request, or else of its outcome."""
+        if self.error is None and self.outcome is not None:
+            return self.outcome.error
+        return self.error
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds to the first token; None without one."""
+        if self.response is None or self.response.first_token_at is None:
+            return None
+        return self.response.first_token_at - self.started_at_s
+
+
+def end_span(context: RequestContext) -> None:
+    """Completes and ends the request's span."""
+    span = context.span
+    fields: dict[str, str | int | bool] = {
+        "request_id": context.request_id,
+        "x_request_id": context.client_id.decode("latin-1"),
+    }
+    if context.body is not None:
+        fields |= {
+            "model": context.body.model,
+            "gen_ai.operation.name": "chat" if context.is_chat else "text_completion",
+            "gen_ai.provider.name": MODEL_OWNER,
+            "gen_ai.request.model": context.body.model,
+            "gen_ai.request.stream": context.body.is_stream,
+        }
+    span.set_attributes(fields)
+    if context.ttft_s is not None:
+        span.record_first_token(context.ttft_s)
+    if context.outcome is not None:
+        span.record_outcome(context.outcome)
+    span.end(context.status, context.final_error)
+
+
+def log_request(context: RequestContext, now_s: float) -> None:
+    """Writes the one log line of a request. now_s: on the clock of `started_at_s`."""
+    fields: dict[str, object] = {
+        "request_id": context.request_id,
+        "endpoint": context.endpoint.value,
+        "status": context.status,
+        "total_ms": round((now_s - context.started_at_s) * 1000, 1),
+    }
+    if context.client_id != context.request_id.encode():
+        fields["client_request_id"] = context.client_id.decode("latin-1")
+    if context.span.trace_id:
+        fields["trace_id"] = context.span.trace_id
+    if context.body is not None:
+        fields |= {"model": context.body.model, "stream": context.body.is_stream}
+        if context.base_model not in ("", context.body.model):
+            fields["base_model"] = context.base_model
+    if context.ttft_s is not None:
+        fields["ttft_ms"] = round(context.ttft_s * 1000, 1)
+    if context.outcome is not None:
+        fields |= _outcome_fields(context.outcome)
+    if (error := context.final_error) is not None:
+        message, param = client_message(error, context.headers)
+        fields |= {"failure": error.reason, "error": message}
+        if param is not None:
+            fields["param"] = param
+    log.info("request", **fields)
+
+
+def _outcome_fields(outcome: RequestOutcome) -> dict[str, object]:
+    details = outcome.usage.prompt_tokens_details
+    fields: dict[str, object] = {
+        "prompt_tokens": outcome.usage.prompt_tokens,
+        "completion_tokens": outcome.usage.completion_tokens,
+        "attempts": outcome.attempts,
+        "workers": list(map(str, outcome.worker_ids)),
+    }
+    if outcome.finish_reason is not None:
+        fields["finish_reason"] = outcome.finish_reason.value
+    if details is not None and details.cached_tokens is not None:
+        fields["cached_tokens"] = details.cached_tokens
+    if outcome.placed is not None:
+        fields["predicted_cached_tokens"] = outcome.placed.predicted_cached_tokens
+        fields["routing"] = list(outcome.placed.reasons)
+    return fields

@@ -1,0 +1,81 @@
+"""The HTTP server: uvicorn on a socket of ours, without its signal handlers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any
+
+import uvicorn
+
+from common.errors import Conflict
+from frontend_svc.http.asgi import Receive, Scope, Send
+
+BACKLOG = 4096
+# Time for the last bytes of aborted responses to reach their clients.
+FINAL_WRITE_TIMEOUT_S = 1.0
+
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an API until `should_exit` is set. The lifecycle owns the signals."""
+
+    def __init__(self, api: AsgiApp, is_draining: Callable[[], bool], drain_s: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                _close_connections_on_drain(api, is_draining),
+                log_config=None,
+                access_log=False,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                server_header=False,
+                date_header=False,
+                backlog=BACKLOG,
+                # Longer than `drain` waits: aborted responses still send their error.
+                timeout_graceful_shutdown=math.ceil(drain_s + FINAL_WRITE_TIMEOUT_S),
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Installs no signal handlers."""
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises Conflict if the address is not available."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listen_socket = socket.socket(family, socket.SOCK_STREAM)
+    listen_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listen_socket.bind((host, port))
+    except OSError as error:
+        listen_socket.close()
+        raise Conflict(
+            f"cannot serve HTTP on {host}:{port}: {error.strerror}; choose another port with "
+            "--http-port or KVMESH_FRONTEND_HTTP_PORT",
+            field="http_port",
+            reason="ADDRESS_IN_USE",
+        ) from error
+    return listen_socket
+
+
+def _close_connections_on_drain(api: AsgiApp, is_draining: Callable[[], bool]) -> AsgiApp:
+    """The same API, but during a drain each response ends its connection.
+
+    Clients then connect to another frontend before the server closes idle connections.
+    """
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_close(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        await api(scope, receive, send_with_close if is_draining() else send)
+
+    return serve

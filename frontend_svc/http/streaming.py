@@ -1,0 +1,200 @@
+"""Writes one response to its client: as server-sent events, or as one JSON body."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from common.errors import MeshError
+from common.request.preprocessed import CompletionUsage
+from frontend_svc.core.openai.errors import error_event, http_error
+from frontend_svc.core.openai.pass_through import merge_chunks
+from frontend_svc.core.openai.responses import OpenAIFinishReason, chat_completion, text_completion
+from frontend_svc.core.openai.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter, event
+from frontend_svc.core.request.types import RequestOutcome
+from frontend_svc.core.text.output_text import TextStream
+from frontend_svc.http.asgi import (
+    BODY_END,
+    JSON_HEADER,
+    STREAM_HEADERS,
+    Send,
+    body_part,
+    response_start,
+    send_response,
+)
+from frontend_svc.http.request_context import RequestContext
+from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.response import ResponseBuffer
+
+
+class ResponseWriter:
+    """Writes what a ResponseBuffer receives. keep_alive_s: pause before a comment is sent.
+
+    Every method raises the request's error if it ends before the first byte: it becomes an ordinary
+    HTTP error then.
+    """
+
+    def __init__(
+        self, context: RequestContext, response: ResponseBuffer, send: Send, keep_alive_s: float
+    ) -> None:
+        self._context = context
+        self._response = response
+        self._send = send
+        self._keep_alive_s = keep_alive_s
+        self._chunk_kind = ChunkKind.CHAT if context.is_chat else ChunkKind.COMPLETION
+
+    async def stream_text(
+        self, handle: RequestHandle, flow: TextStream, model: str, include_usage: bool
+    ) -> None:
+        """Sends text as it comes, one event a batch of tokens."""
+        response = self._response
+        response.wake_when_idle(self._keep_alive_s)
+        token_ids = await response.next()
+        self._raise_early_error(bool(token_ids))
+        writer = ChunkWriter(
+            self._chunk_kind,
+            self._context.response_id,
+            model,
+            _now_s(),
+            include_usage=include_usage,
+        )
+        await self._start_stream()
+        events = [writer.role()] if self._context.is_chat else []
+        content = writer.content
+        while True:
+            events += map(content, flow.feed(token_ids))
+            if flow.matched_stop is not None:
+                handle.stop()
+                break
+            if not token_ids:
+                if response.outcome is not None:
+                    break
+                events.append(KEEP_ALIVE)
+            if events:
+                await self._send(body_part(b"".join(events)))
+                events = []
+            token_ids = await response.next()
+        if events and response.outcome is None:  # the outcome may take time: send the text now
+            await self._send(body_part(b"".join(events)))
+            events = []
+        events += _final_events(writer, flow, await response.end())
+        await self._end_stream(b"".join(events))
+
+    async def send_text(self, handle: RequestHandle, flow: TextStream, model: str) -> None:
+        """Sends the complete text as one JSON body."""
+        pieces: list[str] = []
+        while True:
+            token_ids = await self._response.next()
+            pieces += flow.feed(token_ids)
+            if flow.matched_stop is not None:
+                handle.stop()
+                break
+            if not token_ids:
+                break
+        outcome = await self._response.end()
+        if outcome.error is not None and flow.matched_stop is None:
+            raise outcome.error
+        pieces.append(flow.finish())
+        build = chat_completion if self._context.is_chat else text_completion
+        await self._send_json(
+            build(
+                self._context.response_id,
+                model,
+                _now_s(),
+                "".join(pieces),
+                _openai_finish_reason(flow, outcome),
+                _usage(flow, outcome),
+            )
+        )
+
+    async def relay_chunks(self) -> None:
+        """Sends the worker's chunks as they come."""
+        response = self._response
+        response.wake_when_idle(self._keep_alive_s)
+        chunks = await response.next_chunks()
+        self._raise_early_error(bool(chunks))
+        await self._start_stream()
+        while chunks or response.outcome is None:
+            await self._send(body_part(b"".join(map(event, chunks)) or KEEP_ALIVE))
+            chunks = await response.next_chunks()
+        error = response.outcome.error
+        await self._end_stream(DONE if error is None else error_event(error))
+
+    async def send_merged_chunks(self) -> None:
+        """Sends the worker's chunks as one JSON body."""
+        chunks: list[bytes] = []
+        while batch := await self._response.next_chunks():
+            chunks += batch
+        outcome = await self._response.end()
+        if outcome.error is not None:
+            raise outcome.error
+        counted_usage = outcome.usage if outcome.usage.total_tokens else None
+        await self._send_json(merge_chunks(self._chunk_kind, chunks, counted_usage))
+
+    def _raise_early_error(self, has_output: bool) -> None:
+        outcome = self._response.outcome
+        if not has_output and outcome is not None and outcome.error is not None:
+            raise outcome.error
+
+    async def _start_stream(self) -> None:
+        self._context.status = 200
+        await self._send(response_start(200, (*STREAM_HEADERS, self._context.id_header)))
+
+    async def _end_stream(self, events: bytes) -> None:
+        await self._send(body_part(events))
+        self._context.is_response_complete = True
+        await self._send(BODY_END)
+
+    async def _send_json(self, payload: bytes) -> None:
+        self._context.status, self._context.is_response_complete = 200, True
+        await send_response(self._send, 200, (JSON_HEADER, self._context.id_header), payload)
+
+
+async def send_error(context: RequestContext, error: MeshError, send: Send) -> None:
+    """Sends an error as an HTTP response, or as the last event if the stream has begun."""
+    if context.is_response_complete:
+        return
+    if context.status:
+        await send(body_part(error_event(error)))
+        await send(BODY_END)
+        return
+    response = http_error(error, context.headers)
+    context.status = response.status
+    headers = tuple((k.encode(), v.encode()) for k, v in response.headers)
+    await send_response(send, response.status, (*headers, context.id_header), response.body)
+
+
+def _now_s() -> int:
+    return int(datetime.now(UTC).timestamp())
+
+
+def _final_events(writer: ChunkWriter, flow: TextStream, outcome: RequestOutcome) -> list[bytes]:
+    """Returns the events after the last token: held-back text, finish or error, usage, DONE."""
+    if outcome.error is not None and flow.matched_stop is None:
+        return [writer.error(outcome.error)]
+    remaining_text = flow.finish()
+    events = [writer.content(remaining_text)] if remaining_text else []
+    events.append(writer.finish(_openai_finish_reason(flow, outcome)))
+    events.append(writer.usage(_usage(flow, outcome)))
+    events.append(DONE)
+    return events
+
+
+def _openai_finish_reason(flow: TextStream, outcome: RequestOutcome) -> OpenAIFinishReason:
+    if flow.matched_stop is not None:
+        return "stop"
+    finish_reason = outcome.finish_reason.openai if outcome.finish_reason is not None else None
+    assert finish_reason is not None, "an outcome without an OpenAI finish reason has an error"
+    return finish_reason
+
+
+def _usage(flow: TextStream, outcome: RequestOutcome) -> CompletionUsage:
+    """Returns the counts without the tokens after a stop string."""
+    usage = outcome.usage
+    if flow.matched_stop is None:
+        return usage
+    return replace(
+        usage,
+        completion_tokens=flow.consumed,
+        total_tokens=usage.prompt_tokens + flow.consumed,
+    )

@@ -1,0 +1,145 @@
+"""Collectors that read the frontend's state at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from common.registry.instances import Instance, Snapshot
+from frontend_svc.core.peers.hit_drift import LabelledDrift
+from frontend_svc.metrics.families import ServedModels
+
+
+class ModelConfigCollector(Collector):
+    """What the workers of each served model advertise.
+
+    A size that no worker advertises has no sample. prefix: of the metric names.
+    """
+
+    SUMS = ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens")
+    MINIMA = ("context_length", "block_size")
+
+    def __init__(self, snapshot: Callable[[], Snapshot], served: ServedModels, prefix: str) -> None:
+        self._snapshot = snapshot
+        self._served = served
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        served = self._served()
+        workers: dict[str, list[Instance]] = {}
+        for worker in self._snapshot().of("worker"):
+            if worker.model in served:
+                workers.setdefault(worker.model, []).append(worker)
+        count = self._gauge("workers", "Workers that serve the model")
+        for model, found in workers.items():
+            count.add_metric((model,), len(found))
+        yield count
+        for names, aggregate, text in (
+            (self.SUMS, sum, "sum over its workers"),
+            (self.MINIMA, min, "minimum of its workers"),
+        ):
+            for name in names:
+                gauge = self._gauge(name, f"{name} of the model, {text}")
+                for model, found in workers.items():
+                    values = [v for w in found if (v := getattr(w, name)) is not None]
+                    if values:
+                        gauge.add_metric((model,), aggregate(values))
+                yield gauge
+
+    def _gauge(self, name: str, text: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"{self._prefix}_model_{name}", text, labels=("model",))
+
+
+class HitDriftCollector(Collector):
+    """Predicted and actual cached tokens by worker. A worker that has left has no samples."""
+
+    LABELS = ("model", "worker", "dp_rank")
+    METRICS = (
+        (CounterMetricFamily, "kv_predicted_cached_tokens", "Prompt tokens predicted to be cached"),
+        (CounterMetricFamily, "kv_actual_cached_tokens", "Prompt tokens that were cached"),
+        (CounterMetricFamily, "kv_predicted_requests", "Requests with a compared prediction"),
+        (
+            GaugeMetricFamily,
+            "kv_drift_ratio",
+            "Share of cached tokens predicted wrongly in the last minute, 0 to 1",
+        ),
+        (GaugeMetricFamily, "kv_degraded", "1 if kv_drift_ratio is above kv_drift_max"),
+    )
+
+    def __init__(self, drift_stats: Callable[[], Iterable[LabelledDrift]], prefix: str) -> None:
+        self._drift_stats = drift_stats
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        families = [
+            family(f"{self._prefix}_{name}", text, labels=self.LABELS)
+            for family, name, text in self.METRICS
+        ]
+        for entry in self._drift_stats():
+            labels, stats = (entry.model, entry.worker, str(entry.dp_rank)), entry.stats
+            values = (stats.predicted, stats.actual, stats.requests, stats.ratio, stats.is_degraded)
+            for family, value in zip(families, values, strict=True):
+                family.add_metric(labels, float(value))
+        yield from families
+
+
+@dataclass(frozen=True, slots=True)
+class ResilienceStats:
+    """What this frontend did to save requests; counts since its start.
+
+    stalled_s: seconds its event loop has stalled. retries, retries_refused: attempts after the
+    first, within and beyond the retry budget. unrouted: placements without a router.
+    migrations_active, migrations_waiting: migrated requests that have no token yet, and those that
+    wait for a permit. excluded_workers: workers that get no requests.
+    """
+
+    stalled_s: float
+    retries: int
+    retries_refused: int
+    unrouted: int
+    migrations_active: int
+    migrations_waiting: int
+    excluded_workers: int
+
+
+class ResilienceCollector(Collector):
+    """The ResilienceStats at a scrape."""
+
+    METRICS = (
+        (
+            CounterMetricFamily,
+            "loop_stalled_seconds",
+            "Delay of the event loop; peers are not judged by this time",
+        ),
+        (CounterMetricFamily, "retries", "Attempts after the first"),
+        (CounterMetricFamily, "retries_refused", "Attempts beyond the retry budget"),
+        (CounterMetricFamily, "unrouted", "Placements without a router"),
+        (GaugeMetricFamily, "rerouted_requests", "Requests tried again, without a token"),
+        (
+            GaugeMetricFamily,
+            "rerouted_waiting_requests",
+            "Requests that wait for a permit to be tried again",
+        ),
+        (GaugeMetricFamily, "excluded_workers", "Workers that get no requests now"),
+    )
+
+    def __init__(self, read_stats: Callable[[], ResilienceStats], prefix: str) -> None:
+        self._read_stats = read_stats
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        now = self._read_stats()
+        values = (
+            now.stalled_s,
+            now.retries,
+            now.retries_refused,
+            now.unrouted,
+            now.migrations_active,
+            now.migrations_waiting,
+            now.excluded_workers,
+        )
+        for (family, name, text), value in zip(self.METRICS, values, strict=True):
+            yield family(f"{self._prefix}_{name}", text, value)

@@ -1,0 +1,482 @@
+"""Two families of metrics, the meter of a request, and bounded labels.
+
+`Metrics` is the older family (`nv_llm_http_service_*`): requests, inflight, duration.
+`FrontendMetrics` is the current one (`kvmesh_frontend_*`): time to first token, inter-token
+latency, token counts, queued against inflight, disconnects, failures by type.
+`DeploymentState` holds both and begins requests; `register` chooses which are exposed.
+
+Invariants: a guard or a meter undoes its increments exactly once, however the request ends; a
+request counts as failed until `mark_ok`; label values come from the served models and from the
+enumerations here, so a client cannot create series. The caller supplies the registry; nothing is
+global. The event loop's thread writes; a scrape may read from another thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from typing import Self, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.registry import Collector
+
+from common.errors import Conflict
+from frontend_svc.core.openai.errors import ErrorType
+from frontend_svc.metrics.histogram import (
+    SingleThreadHistogram,
+    SingleThreadHistogramChild,
+    log_buckets,
+)
+
+MetricsRegistry = CollectorRegistry
+Clock = Callable[[], float]
+# Returns the models served now; called once a request.
+ServedModels = Callable[[], Container[str]]
+
+LEGACY_PREFIX = "nv_llm"
+PREFIX = "kvmesh_frontend"
+# The label of every model that is not served.
+OTHER_MODEL = "other"
+
+DURATION_BUCKETS_S = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
+_REQUEST_DURATION_BUCKETS_S = log_buckets(1, 512, 10)
+_INPUT_TOKEN_BUCKETS = log_buckets(50, 128_000, 12)
+_OUTPUT_TOKEN_BUCKETS = log_buckets(50, 32_000, 10)
+_TTFT_BUCKETS_S = log_buckets(0.001, 480, 18)
+_ITL_BUCKETS_S = log_buckets(0.001, 80, 20)
+
+C = TypeVar("C", bound=Collector)
+
+
+class _Label(StrEnum):
+    def as_str(self) -> str:
+        return self.value
+
+
+class Endpoint(_Label):
+    """Values of the label `endpoint`."""
+
+    COMPLETIONS = "completions"
+    CHAT_COMPLETIONS = "chat_completions"
+
+
+class RequestType(_Label):
+    """Values of the label `request_type`."""
+
+    UNARY = "unary"
+    STREAM = "stream"
+
+    @classmethod
+    def of(cls, streaming: bool) -> RequestType:
+        return cls.STREAM if streaming else cls.UNARY
+
+
+class Status(_Label):
+    """Values of the label `status`."""
+
+    SUCCESS = "success"
+    ERROR = "error"
+
+
+def model_label(model: str, served: Container[str]) -> str:
+    """Returns `model` if it is served, else `other`: a request body must not create series."""
+    return model if model in served else OTHER_MODEL
+
+
+class _Closing:
+    """Calls `close` at the end of `with`."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Metrics:
+    """Requests, inflight and duration by model.
+
+    `model` arguments are label values; `DeploymentState` maps the model of a body to one. Children
+    are cached: `labels()` costs more than the counting.
+    """
+
+    def __init__(self, prefix: str = LEGACY_PREFIX) -> None:
+        service = f"{prefix}_http_service"
+        self._requests = Counter(
+            f"{service}_requests_total",
+            "Total number of LLM requests processed",
+            ("model", "endpoint", "request_type", "status"),
+            registry=None,
+        )
+        self._inflight = Gauge(
+            f"{service}_inflight_requests",
+            "Number of inflight requests",
+            ("model",),
+            registry=None,
+        )
+        self._durations = Histogram(
+            f"{service}_request_duration_seconds",
+            "Duration of LLM requests",
+            ("model",),
+            registry=None,
+            buckets=DURATION_BUCKETS_S,
+        )
+        self._requests_child = cache(self._requests.labels)
+        self._inflight_child = cache(self._inflight.labels)
+        self._durations_child = cache(self._durations.labels)
+
+    def register(self, registry: MetricsRegistry) -> None:
+        """Exposes the three collectors. Raises Conflict if a name is taken."""
+        _register(registry, self.collectors)
+
+    @property
+    def collectors(self) -> tuple[Collector, ...]:
+        return self._requests, self._inflight, self._durations
+
+    def get_request_counter(
+        self, model: str, endpoint: Endpoint, request_type: RequestType, status: Status
+    ) -> int:
+        """Returns the number of ended requests; creates no series."""
+        return _sample_value(self._requests, (model, endpoint, request_type, status))
+
+    def get_inflight_count(self, model: str) -> int:
+        """Returns the number of open guards; creates no series."""
+        return _sample_value(self._inflight, (model,))
+
+    def inc_request_counter(
+        self, model: str, endpoint: Endpoint, request_type: RequestType, status: Status
+    ) -> None:
+        self._requests_child(model, endpoint, request_type, status).inc()
+
+    def inc_inflight_gauge(self, model: str) -> None:
+        self._inflight_child(model).inc()
+
+    def dec_inflight_gauge(self, model: str) -> None:
+        self._inflight_child(model).dec()
+
+    def observe_duration(self, model: str, duration_s: float) -> None:
+        self._durations_child(model).observe(duration_s)
+
+    def create_inflight_guard(
+        self, model: str, endpoint: Endpoint, streaming: bool, *, clock: Clock = time.monotonic
+    ) -> InflightGuard:
+        """Counts a request as begun; the caller closes the guard."""
+        return InflightGuard(self, model, endpoint, RequestType.of(streaming), clock)
+
+
+class InflightGuard(_Closing):
+    """One request in flight, from construction to `close`.
+
+    Close it where the request is owned, not in the generator that writes the response: a generator
+    that was never started never reaches its `finally`. timer: seconds of `clock` at the start.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_closed",
+        "endpoint",
+        "metrics",
+        "model",
+        "request_type",
+        "status",
+        "timer",
+    )
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        model: str,
+        endpoint: Endpoint,
+        request_type: RequestType,
+        clock: Clock,
+    ) -> None:
+        self.metrics = metrics
+        self.model = model
+        self.endpoint = endpoint
+        self.request_type = request_type
+        self.status = Status.ERROR
+        self.timer = clock()
+        self._clock = clock
+        self._closed = False
+        metrics.inc_inflight_gauge(model)
+
+    def mark_ok(self) -> None:
+        """The response is complete; without this call the request counts as an error."""
+        self.status = Status.SUCCESS
+
+    def close(self) -> None:
+        """Counts the request as ended. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.metrics.dec_inflight_gauge(self.model)
+        self.metrics.inc_request_counter(self.model, self.endpoint, self.request_type, self.status)
+        self.metrics.observe_duration(self.model, self._clock() - self.timer)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSeries:
+    """All series of one model that a request updates, looked up once."""
+
+    inflight: Gauge
+    queued: Gauge
+    disconnected: Counter
+    output_total: Counter
+    duration: SingleThreadHistogramChild
+    input_tokens: SingleThreadHistogramChild
+    output_tokens: SingleThreadHistogramChild
+    cached_tokens: SingleThreadHistogramChild
+    ttft: SingleThreadHistogramChild
+    itl: SingleThreadHistogramChild
+
+
+class FrontendMetrics:
+    """The current family; `model` arguments are label values, as in `Metrics`.
+
+    inflight: begun and not ended. queued: begun and without a first token yet.
+    """
+
+    def __init__(self, prefix: str = PREFIX) -> None:
+        collectors: list[Collector] = []
+
+        def add(collector: C) -> C:
+            collectors.append(collector)
+            return collector
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return add(Counter(f"{prefix}_{name}", text, ("model", *labels), registry=None))
+
+        def gauge(name: str, text: str) -> Gauge:
+            return add(Gauge(f"{prefix}_{name}", text, ("model",), registry=None))
+
+        def histogram(name: str, text: str, bounds: Sequence[float]) -> SingleThreadHistogram:
+            return add(SingleThreadHistogram(f"{prefix}_{name}", text, bounds))
+
+        # Children are cached: see `Metrics`.
+        self._started = cache(
+            counter("requests_started_total", "Requests begun", "endpoint", "request_type").labels
+        )
+        self._ended = cache(
+            counter(
+                "requests_total",
+                "Requests ended",
+                *("endpoint", "request_type", "status", "error_type"),
+            ).labels
+        )
+        self._failures = cache(
+            counter("failures_total", "Requests that failed", "endpoint", "error_type").labels
+        )
+        disconnected = counter(
+            "disconnected_clients_total", "Clients that disconnected before the end of a response"
+        )
+        output_total = counter("output_tokens_total", "Tokens generated")
+        inflight = gauge("inflight_requests", "Requests begun and not ended")
+        queued = gauge("queued_requests", "Requests begun and without a first token")
+        duration = histogram(
+            "request_duration_seconds",
+            "Time from the start to the end of a request",
+            _REQUEST_DURATION_BUCKETS_S,
+        )
+        input_tokens = histogram(
+            "input_sequence_tokens", "Tokens of a prompt", _INPUT_TOKEN_BUCKETS
+        )
+        output_tokens = histogram(
+            "output_sequence_tokens", "Tokens of a response", _OUTPUT_TOKEN_BUCKETS
+        )
+        cached_tokens = histogram(
+            "cached_tokens", "Tokens of a prompt that were in the KV cache", _INPUT_TOKEN_BUCKETS
+        )
+        ttft = histogram(
+            "time_to_first_token_seconds",
+            "Time from the start of a request to its first token",
+            _TTFT_BUCKETS_S,
+        )
+        itl = histogram(
+            "inter_token_latency_seconds", "Time between tokens of a request", _ITL_BUCKETS_S
+        )
+
+        @cache
+        def series(model: str) -> ModelSeries:
+            return ModelSeries(
+                inflight=inflight.labels(model),
+                queued=queued.labels(model),
+                disconnected=disconnected.labels(model),
+                output_total=output_total.labels(model),
+                duration=duration.labels(model),
+                input_tokens=input_tokens.labels(model),
+                output_tokens=output_tokens.labels(model),
+                cached_tokens=cached_tokens.labels(model),
+                ttft=ttft.labels(model),
+                itl=itl.labels(model),
+            )
+
+        self._series = series
+        self.collectors = tuple(collectors)
+
+    def model(self, model: str) -> ModelSeries:
+        return self._series(model)
+
+    def count_started(self, model: str, endpoint: Endpoint, request_type: RequestType) -> None:
+        self._started(model, endpoint, request_type).inc()
+
+    def count_ended(
+        self,
+        model: str,
+        endpoint: Endpoint,
+        request_type: RequestType,
+        status: Status,
+        error_type: ErrorType,
+    ) -> None:
+        self._ended(model, endpoint, request_type, status, error_type).inc()
+        if status is Status.ERROR:
+            self._failures(model, endpoint, error_type).inc()
+
+
+class RequestMeter(_Closing):
+    """Counts one request in both families, from construction to `close`.
+
+    Close it where the request is owned; see InflightGuard. `now` arguments are seconds of the clock
+    of the `DeploymentState`.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_error_type",
+        "_frontend",
+        "_guard",
+        "_is_closed",
+        "_last_s",
+        "_model",
+        "_output_tokens",
+    )
+
+    def __init__(self, guard: InflightGuard, frontend: FrontendMetrics, clock: Clock) -> None:
+        self._guard = guard
+        self._frontend = frontend
+        self._clock = clock
+        self._model = frontend.model(guard.model)
+        self._error_type = ErrorType.INTERNAL
+        self._is_closed = False
+        self._last_s = guard.timer
+        self._output_tokens = 0
+        frontend.count_started(guard.model, guard.endpoint, guard.request_type)
+        self._model.inflight.inc()
+        self._model.queued.inc()
+
+    def prompt(self, tokens: int) -> None:
+        """Records the prompt's length; once a request."""
+        self._model.input_tokens.observe(tokens)
+
+    def cached(self, tokens: int) -> None:
+        """Records how many prompt tokens were in the KV cache; once a request."""
+        self._model.cached_tokens.observe(tokens)
+
+    def tokens(self, count: int, now: float) -> None:
+        """Records `count` >= 1 tokens of content, reasoning or tool call.
+
+        The first call is the time to first token. Tokens of one call share the gap.
+        """
+        gap_s = now - self._last_s
+        self._last_s = now
+        if self._output_tokens:
+            self._model.itl.observe(gap_s / count, count)
+        else:
+            self._model.ttft.observe(gap_s)
+            self._model.queued.dec()
+        self._output_tokens += count
+
+    def mark_ok(self) -> None:
+        """The response is complete."""
+        self._guard.mark_ok()
+
+    def mark_failed(self, error_type: ErrorType) -> None:
+        """The request fails; without this call its error type is `internal`."""
+        self._error_type = error_type
+
+    def mark_disconnected(self) -> None:
+        """The client disconnected before the end of its response; once a request."""
+        self._error_type = ErrorType.CANCELLED
+        self._model.disconnected.inc()
+
+    def close(self) -> None:
+        """Counts the request as ended. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        guard, model = self._guard, self._model
+        guard.close()
+        model.inflight.dec()
+        if self._output_tokens:
+            model.output_tokens.observe(self._output_tokens)
+            model.output_total.inc(self._output_tokens)
+        else:
+            model.queued.dec()
+        model.duration.observe(self._clock() - guard.timer)
+        is_ok = guard.status is Status.SUCCESS
+        error_type = ErrorType.NONE if is_ok else self._error_type
+        self._frontend.count_ended(
+            guard.model, guard.endpoint, guard.request_type, guard.status, error_type
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentState:
+    """Both families over the models served now.
+
+    served: the only source of `model` label values. clock: monotonic seconds.
+    """
+
+    served: ServedModels
+    metrics: Metrics = field(default_factory=Metrics)
+    frontend: FrontendMetrics = field(default_factory=FrontendMetrics)
+    clock: Clock = time.monotonic
+
+    def register(
+        self, registry: MetricsRegistry, *, legacy: bool = True, current: bool = True
+    ) -> None:
+        """Exposes one family or both; both always count. Raises Conflict if a name is taken."""
+        legacy_collectors = self.metrics.collectors if legacy else ()
+        current_collectors = self.frontend.collectors if current else ()
+        _register(registry, (*legacy_collectors, *current_collectors))
+
+    def create_inflight_guard(
+        self, model: str, endpoint: Endpoint, streaming: bool
+    ) -> InflightGuard:
+        """Returns a guard of the older family only. model: as named by a body."""
+        label = model_label(model, self.served())
+        return self.metrics.create_inflight_guard(label, endpoint, streaming, clock=self.clock)
+
+    def begin(self, model: str, endpoint: Endpoint, streaming: bool) -> RequestMeter:
+        """Returns a meter of both families. model: as named by a body."""
+        guard = self.create_inflight_guard(model, endpoint, streaming)
+        return RequestMeter(guard, self.frontend, self.clock)
+
+
+def _register(registry: MetricsRegistry, collectors: Sequence[Collector]) -> None:
+    """Registers all collectors or none."""
+    registered: list[Collector] = []
+    for collector in collectors:
+        try:
+            registry.register(collector)
+        except ValueError as error:
+            for earlier in registered:
+                registry.unregister(earlier)
+            raise Conflict(f"metrics are registered already: {error}") from error
+        registered.append(collector)
+
+
+def _sample_value(collector: Counter | Gauge, labels: tuple[str, ...]) -> int:
+    """Returns the value of one series, 0 if it does not exist."""
+    for family in collector.collect():
+        for sample in family.samples:
+            if tuple(sample.labels.values()) == labels and not sample.name.endswith("_created"):
+                return int(sample.value)
+    return 0

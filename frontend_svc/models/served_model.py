@@ -1,0 +1,185 @@
+"""A model as the frontend serves it: tokenizer, chat template and hashes, built from its card."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import structlog
+from tokenizers import Tokenizer
+
+from common.errors import InvalidRequest
+from common.kv.hashing import DEFAULT_BLOCK_SIZE, PrefixHasher
+from common.registry.card import ModelCard
+from frontend_svc.core.text.detokenizer import (
+    Detokenizer,
+    StreamDetokenizer,
+    UnsupportedTokenizer,
+    Vocabulary,
+)
+from frontend_svc.core.text.prompt import ChatTemplate, TemplateError
+from frontend_svc.core.text.token_bound import max_bytes_per_token
+
+# Texts above this length are encoded in a thread: they would block the event loop for > 5 ms.
+ENCODE_INLINE_CHARS = 16_384
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Everything that requests for one model or adapter need.
+
+    checksum: of the card. created: Unix time. vocabulary: None for tokenizers that need the slow
+    detokenizer. vocab_size: token ids are below it. max_bytes_per_token: see
+    `core/text/token_bound.py`. template: None if the card has none. adapter: "" for the model
+    itself; an adapter differs from its model only in name and hasher.
+    """
+
+    card: ModelCard
+    checksum: str
+    created: int
+    tokenizer: Tokenizer
+    vocabulary: Vocabulary | None
+    vocab_size: int
+    max_bytes_per_token: int | None
+    template: ChatTemplate | None
+    hasher: PrefixHasher
+    adapter: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name in client requests."""
+        return self.adapter or self.card.name
+
+    @property
+    def base(self) -> str:
+        """The model's name for workers and routers."""
+        return self.card.name
+
+    def adapter_model(self, adapter: str, *, created: int, mesh_key: bytes) -> ServedModel:
+        """The model under an adapter, with hashes of its own."""
+        hasher = _hasher(self.card, mesh_key, adapter)
+        return replace(self, adapter=adapter, created=created, hasher=hasher)
+
+    def token_count_min(self, text: str) -> int:
+        """A lower bound of a text's token count, without tokenizing it."""
+        bytes_max = self.max_bytes_per_token
+        return 0 if bytes_max is None else -(-len(text.encode()) // bytes_max)
+
+    async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        """Token ids of a text; long texts are encoded in a thread."""
+        if len(text) <= ENCODE_INLINE_CHARS:
+            return self._encode_inline(text, special_tokens)
+        return await asyncio.to_thread(self._encode_inline, text, special_tokens)
+
+    def _encode_inline(self, text: str, special_tokens: bool) -> list[int]:
+        batch = self.tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+        ids: list[int] = batch[0].ids
+        return ids
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer | StreamDetokenizer:
+        """A new detokenizer for one response."""
+        if self.vocabulary is None:
+            return StreamDetokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
+        return Detokenizer(self.vocabulary, skip_special_tokens=skip_special_tokens)
+
+
+def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedModel:
+    """The model of a card. Raises InvalidRequest with the unusable artifact as field."""
+    config = _json_artifact(card, "tokenizer_config.json")
+    raw = _artifact(card, "tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_buffer(raw)
+    except Exception as error:  # the library raises plain Exception
+        raise InvalidRequest(f"tokenizer.json: {error}", "artifacts.tokenizer.json") from error
+    # Settings of the file that would silently truncate or pad prompts.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    try:
+        vocabulary = Vocabulary.from_tokenizer_json(raw)
+    except UnsupportedTokenizer as error:
+        log.info("slow_detokenizer", model=card.name, reason=str(error))
+        vocabulary = None
+    ids = tokenizer.get_vocab().values() if vocabulary is None else vocabulary.raw
+    return ServedModel(
+        card=card,
+        checksum=card.checksum,
+        created=created,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        # Not the number of tokens: some files have gaps in their ids.
+        vocab_size=max(ids, default=-1) + 1,
+        max_bytes_per_token=max_bytes_per_token(raw),
+        template=_template(card, config),
+        hasher=_hasher(card, mesh_key),
+    )
+
+
+def _hasher(card: ModelCard, mesh_key: bytes, adapter: str = "") -> PrefixHasher:
+    return PrefixHasher(
+        mesh_key=mesh_key,
+        model=card.name,
+        block_size=card.kv_block_size or DEFAULT_BLOCK_SIZE,
+        lora_name=adapter,
+    )
+
+
+def _artifact(card: ModelCard, name: str) -> bytes:
+    artifact = card.artifacts.get(name)
+    if artifact is None or artifact.inline is None:
+        raise InvalidRequest(f"the card of {card.name!r} has no {name}", f"artifacts.{name}")
+    return artifact.inline
+
+
+def _json_artifact(card: ModelCard, name: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(_artifact(card, name))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is not JSON: {error}", f"artifacts.{name}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} is not a JSON object", f"artifacts.{name}")
+    return value
+
+
+def _utf8_artifact(card: ModelCard, name: str) -> str:
+    try:
+        return _artifact(card, name).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{name} is not UTF-8: {error}", f"artifacts.{name}") from error
+
+
+def _template(card: ModelCard, config: Mapping[str, Any]) -> ChatTemplate | None:
+    source = config.get("chat_template")
+    if "chat_template.jinja" in card.artifacts:
+        source = _utf8_artifact(card, "chat_template.jinja")
+    if not source:
+        return None
+    if not isinstance(source, str):
+        raise InvalidRequest(
+            f"chat_template must be one template as text, not a {type(source).__name__}",
+            "artifacts.tokenizer_config.json",
+        )
+    try:
+        return ChatTemplate(
+            source, bos_token=_text(config, "bos_token"), eos_token=_text(config, "eos_token")
+        )
+    except TemplateError as error:
+        raise InvalidRequest(
+            f"chat_template: {error}", "artifacts.tokenizer_config.json"
+        ) from error
+
+
+def _text(config: Mapping[str, Any], name: str) -> str | None:
+    value = config.get(name)
+    text = value.get("content") if isinstance(value, dict) else value
+    if value is None or isinstance(text, str):
+        return text
+    raise InvalidRequest(
+        f"tokenizer_config.json: {name} must be text, or an object with text as its content, "
+        f"not {str(value)[:80]!r}",
+        "artifacts.tokenizer_config.json",
+    )

@@ -1,0 +1,70 @@
+"""Attach streams over gRPC, as frames."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import grpc.aio
+
+from common.errors import WorkerLost
+from common.request.token_stream import RequestFrame, ResponseFrame
+from common.rpc import channel as rpc
+from common.rpc.interceptors import mesh_error_from_rpc
+from common.wire.token_stream import request_frame_to_proto, response_frame_from_proto
+from kvmesh.engine.v1 import engine_pb2_grpc
+
+
+class Transport(Protocol):
+    """One open Attach stream."""
+
+    async def read(self) -> ResponseFrame | None:
+        """Returns the next frame; None at the end of the stream. Raises MeshError if it failed."""
+
+    async def write(self, frame: RequestFrame) -> None:
+        """Sends a frame; returns when the transport can take the next one. Raises MeshError."""
+
+    async def close(self) -> None:
+        """Ends the stream in any state."""
+
+
+class Dialer(Protocol):
+    """Opens Attach streams."""
+
+    async def dial(self, address: str) -> Transport:
+        """Returns a stream to the worker at `address`. Raises MeshError."""
+
+
+class GrpcTransport:
+    """Attach over gRPC. The stream owns its channel."""
+
+    def __init__(self, channel: grpc.aio.Channel, security: rpc.Security) -> None:
+        self._channel = channel
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        self._call = stub.Attach(metadata=rpc.call_metadata(security))
+
+    async def read(self) -> ResponseFrame | None:
+        message = await rpc.read(self._call)
+        return None if message is None else response_frame_from_proto(message)
+
+    async def write(self, frame: RequestFrame) -> None:
+        try:
+            await self._call.write(request_frame_to_proto(frame))
+        except grpc.aio.AioRpcError as error:
+            raise mesh_error_from_rpc(error) from error
+        except asyncio.InvalidStateError as error:  # the call is done; `read` raises its status
+            raise WorkerLost("the stream has ended", retryable=True) from error
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+
+class GrpcDialer:
+    """Opens Attach streams over gRPC."""
+
+    def __init__(self, security: rpc.Security = rpc.PLAINTEXT) -> None:
+        self._security = security
+
+    async def dial(self, address: str) -> Transport:
+        return GrpcTransport(rpc.channel(address, security=self._security), self._security)

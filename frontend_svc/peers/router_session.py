@@ -1,0 +1,115 @@
+"""Sessions with a router over gRPC, and the translation of their messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
+
+import grpc.aio
+
+from common.errors import WorkerLost
+from common.registry.instances import Instance
+from common.request.preprocessed import BootstrapInfo
+from common.rpc import channel as rpc
+from common.wire.preprocessed import dataclass_from_proto, dataclass_to_proto
+from frontend_svc.core.peers.placement_query import PlacementKey, Query
+from frontend_svc.core.request.types import Placement, RoutingDecision
+from kvmesh.router.v1 import router_pb2, router_pb2_grpc
+
+
+class Session(Protocol):
+    """One open Session, as messages."""
+
+    async def read(self) -> router_pb2.SessionResponse | None:
+        """Returns the next frame; None at the end of the stream. Raises MeshError if it failed."""
+
+    async def write(self, frame: router_pb2.SessionRequest) -> None:
+        """Sends a frame; returns when the next one can be taken. Raises MeshError."""
+
+
+# Opens a Session with a router; leaving the context ends it.
+OpenRouterSession = Callable[[Instance], AbstractAsyncContextManager[Session]]
+
+
+class _GrpcSession:
+    def __init__(
+        self,
+        call: grpc.aio.StreamStreamCall[router_pb2.SessionRequest, router_pb2.SessionResponse],
+    ) -> None:
+        self._call = call
+
+    async def read(self) -> router_pb2.SessionResponse | None:
+        return await rpc.read(self._call)
+
+    async def write(self, frame: router_pb2.SessionRequest) -> None:
+        try:
+            await self._call.write(frame)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise WorkerLost("the session has ended", retryable=True) from error
+
+
+def grpc_session_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenRouterSession:
+    """Returns an opener of gRPC sessions. Each session owns its channel."""
+
+    @asynccontextmanager
+    async def open_session(router: Instance) -> AsyncIterator[Session]:
+        channel = rpc.channel(router.address, security=security)
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        try:
+            call = stub.Session(metadata=rpc.call_metadata(security))
+            async with rpc.cancelling(call):
+                yield _GrpcSession(call)
+        finally:
+            await channel.close()
+
+    return open_session
+
+
+def query_to_proto(
+    query_id: int, key: PlacementKey, query: Query, waited_ms: int
+) -> router_pb2.New:
+    message = router_pb2.Query(
+        model=query.model,
+        total_tokens=query.total_tokens,
+        prefix_hashes=query.prefix_hashes,
+        hash_scheme=query.hash_scheme,
+        block_size=query.block_size,
+        excluded_worker_ids=query.excluded,
+        waited_ms=waited_ms,
+        expected_output_tokens=query.expected_output_tokens,
+        strict_priority=query.strict_priority,
+    )
+    if query.routing is not None:
+        dataclass_to_proto(query.routing, message.routing)
+    if query.config_override is not None:
+        dataclass_to_proto(query.config_override, message.config_override)
+    return router_pb2.New(
+        id=query_id, key=key_to_proto(key), query=message, traceparent=query.traceparent
+    )
+
+
+def key_to_proto(key: PlacementKey) -> router_pb2.BookingKey:
+    return router_pb2.BookingKey(request_id=key[0], attempt=key[1])
+
+
+def decision_from_proto(decision: router_pb2.Decision) -> RoutingDecision:
+    has = decision.HasField
+    prefill = decision.prefill
+    return RoutingDecision(
+        worker_id=decision.worker.worker_id,
+        dp_rank=decision.worker.dp_rank,
+        overlap_blocks=decision.overlap_blocks,
+        predicted_cached_tokens=decision.predicted_cached_tokens,
+        reasons=tuple(decision.reasons),
+        prefill=(
+            Placement(prefill.worker_id, prefill.dp_rank, decision.prefill_address)
+            if has("prefill")
+            else None
+        ),
+        bootstrap=(
+            dataclass_from_proto(BootstrapInfo, decision.bootstrap) if has("bootstrap") else None
+        ),
+        address=decision.worker_address,
+    )

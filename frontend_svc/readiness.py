@@ -1,0 +1,73 @@
+"""Whether a frontend can serve requests, with the reasons if it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from common.registry.instances import PREFILL_BYPASS_META_KEY, Instance, Snapshot
+from frontend_svc.core.models.routable import missing_pair_role, missing_role
+from frontend_svc.http.routes import Readiness
+from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.peers.engine_client import EngineClient
+from frontend_svc.peers.hit_monitor import HitMonitor
+from frontend_svc.peers.router_client import RouterClient
+
+
+def assess_readiness(
+    snapshot: Snapshot,
+    models: ModelCatalog,
+    router: RouterClient,
+    engines: EngineClient,
+    hit_monitor: HitMonitor,
+    *,
+    is_draining: bool,
+) -> Readiness:
+    """Ready: not draining, and one model has all the workers that it needs."""
+    reasons = ["draining"] if is_draining else []
+    if not models.names():
+        reasons.append("no model is served: no worker is registered")
+    missing = {
+        name: reason for name in models.names() if (reason := missing_role(models.workers(name)))
+    }
+    reasons += [f"model {name}: {reason}" for name, reason in missing.items()]
+    return Readiness(
+        is_ready=not is_draining and bool(models.names() - missing.keys()),
+        is_draining=is_draining,
+        reasons=tuple(reasons),
+        degraded=tuple(_degraded_reasons(models, router, engines, hit_monitor)),
+        models_not_ready={
+            **dict.fromkeys(models.loading, "the card is loading"),
+            **models.not_ready,
+            **missing,
+        },
+        instances=tuple(map(_instance_summary, snapshot.instances.values())),
+    )
+
+
+def _degraded_reasons(
+    models: ModelCatalog, router: RouterClient, engines: EngineClient, hit_monitor: HitMonitor
+) -> Iterator[str]:
+    if not router.is_connected:
+        yield "no router answers: requests wait, then the frontend balances by its own load"
+    for name in models.names():
+        if reason := missing_pair_role(models.workers(name)):
+            yield f"model {name}: requests are not split: {reason}"
+    for worker_id, reason in engines.exclusion_reasons().items():
+        yield f"worker {worker_id} is excluded: {reason}"
+    yield from hit_monitor.degraded()
+    for (name, model), reason in models.hidden.items():
+        yield f"adapter {name!r} of {model} is not available: {reason}"
+
+
+def _instance_summary(instance: Instance) -> dict[str, object]:
+    summary: dict[str, object] = {
+        "id": str(instance.id),  # Many JSON readers round integers of this size.
+        "service": instance.service,
+        "name": instance.stable_name,
+        "address": instance.address,
+    }
+    if instance.model:
+        summary |= {"model": instance.model, "role": instance.role}
+    if policy := instance.meta.get(PREFILL_BYPASS_META_KEY):
+        summary[PREFILL_BYPASS_META_KEY] = policy
+    return summary

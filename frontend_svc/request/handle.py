@@ -1,0 +1,261 @@
+"""One open request: connects its RequestMachine to the router, the workers and the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+
+from common.errors import MeshError, Unavailable, WorkerLost
+from common.request.preprocessed import PreprocessedRequest, TokenLogprob
+from common.request.token_stream import LegRequest
+from frontend_svc.core.peers.placement_query import PlacementKey, Query
+from frontend_svc.core.request.machine import Leg, RequestMachine
+from frontend_svc.core.request.output_blocks import OutputBlockCounter
+from frontend_svc.core.request.retry_policy import (
+    EXCLUDED_RETRY_S,
+    ExclusionPolicy,
+    MigrationLimiter,
+    Permit,
+    RetryBudget,
+)
+from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.models.catalog import no_worker_error
+from frontend_svc.request.local_placement import adapter_of, is_unknown_model
+from frontend_svc.request.ports import (
+    AbortHandle,
+    ChunkSink,
+    ResponseSink,
+    RouterPort,
+    WorkerPort,
+)
+from frontend_svc.request.worker_pool import WorkerPool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What all requests of a gateway share.
+
+    rng: makes span ids. stalled_s: seconds for which this process has stalled so far, see
+    `core/peers/stall_clock.py`. silent_s: seconds since the last frame of a worker. on_closed:
+    called once when a request ends.
+    """
+
+    router: RouterPort
+    workers: WorkerPort
+    pool: WorkerPool
+    retries: RetryBudget
+    migrations: MigrationLimiter[RequestHandle]
+    rng: Random
+    stalled_s: Callable[[], float]
+    silent_s: Callable[[int], float]
+    on_closed: Callable[[RequestHandle], None]
+
+
+class RequestHandle:
+    """An open request: the ports of its machine, and the handle that its owner keeps."""
+
+    def __init__(
+        self, context: RequestContext, plan: RequestPlan, query: Query, sink: ResponseSink
+    ) -> None:
+        self._context = context
+        self._query = query = _with_request_hints(query, plan.request)
+        self._block_counter = _block_counter_of(query)
+        # How many of the generated tokens are part of the current attempt's prompt.
+        self._generated_in_prompt = 0
+        self._sink = sink
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._exclusions = ExclusionPolicy()
+        self._submitted: dict[Leg, AbortHandle] = {}
+        # Addresses from routing decisions: a router may see a new worker before this frontend.
+        self._decision_addresses: dict[int, str] = {}
+        # The retried attempt that has or waits for a permit of the migration limiter.
+        self._migrating_attempt: int | None = None
+        self.machine = RequestMachine(plan, self, context.rng)
+
+    def stop(self) -> None:
+        """Ends the request because a stop string completed the response."""
+        self.machine.stop()
+
+    def client_gone(self) -> None:
+        """Ends the request because the client disconnected."""
+        self.machine.client_gone()
+
+    def fail(self, error: MeshError, reason: str) -> None:
+        """Ends the request with `error`. reason: the abort reason that workers receive."""
+        self.machine.fail(error, reason)
+
+    # -- RequestPorts ---------------------------------------------------------------------------
+
+    def place(self, attempt: int, excluded: frozenset[int]) -> None:
+        """See RequestPorts."""
+        self._exclusions.start_attempt(excluded)
+        self._place(attempt)
+
+    def _place(self, attempt: int) -> None:
+        if not self.machine.is_awaiting_placement(attempt):
+            return  # the request ended during a wait
+        if attempt and not self._acquire_permit(attempt):
+            return
+        self._append_generated_to_query()
+        query, context = self._query, self._context
+        excluded = self._exclusions.excluded(*context.pool.members(query.model, adapter_of(query)))
+        if excluded is None:
+            self._place_later(attempt)
+            return
+        if excluded:
+            query = query.excluding(excluded)
+        context.router.place(self._key(attempt), query, partial(self._on_decision, attempt))
+
+    def _on_decision(self, attempt: int, reply: RoutingDecision | MeshError) -> None:
+        if is_unknown_model(reply):  # this frontend has seen it: its last worker has just left
+            reply = no_worker_error(adapter_of(self._query) or self._query.model)
+        if not isinstance(reply, MeshError):
+            self._decision_addresses[reply.worker_id] = reply.address
+            if reply.prefill is not None:
+                self._decision_addresses[reply.prefill.worker_id] = reply.prefill.address
+            self.machine.placed(attempt, reply, self._loop.time())
+        elif self._exclusions.waits_after(reply):
+            self._place_later(attempt)
+        else:
+            self.machine.placement_failed(attempt, reply)
+
+    def _place_later(self, attempt: int) -> None:
+        self._loop.call_later(EXCLUDED_RETRY_S, self._place, attempt)
+
+    def _append_generated_to_query(self) -> None:
+        """Adds the generated tokens to the prompt: the next worker computes and holds them too."""
+        new = len(self.machine.generated) - self._generated_in_prompt
+        if new:
+            token_ids = self.machine.plan.request.token_ids.extended(self.machine.generated)
+            self._query = self._query.extended(token_ids, new)
+            self._block_counter = _block_counter_of(self._query)
+            self._generated_in_prompt += new
+
+    def _acquire_permit(self, attempt: int) -> bool:
+        """Whether the attempt may be placed now; else `permit_granted` places it, or it fails."""
+        query, migrations = self._query, self._context.migrations
+        self._migrating_attempt = attempt
+        permit = migrations.request_permit(
+            query.model, self, query.arrived_at, self._count_available, adapter_of(query)
+        )
+        if permit is Permit.QUEUE_FULL:
+            message = (
+                f"retry queue full: {migrations.waiting}/{migrations.waiting_max} requests; "
+                "retry after 1 s"
+            )
+            error = Unavailable(message, 1.0, reason="REROUTES_FULL")
+            self._loop.call_soon(self.machine.placement_failed, attempt, error)
+        return permit is Permit.GRANTED
+
+    def permit_granted(self) -> None:
+        """Places the attempt that waited for a permit."""
+        if self._migrating_attempt is not None:
+            self._loop.call_soon(self._place, self._migrating_attempt)
+
+    def _release_permit(self) -> None:
+        if self._migrating_attempt is not None:
+            self._migrating_attempt = None
+            model = self._query.model
+            migrations = self._context.migrations
+            for admitted in migrations.release(model, self, self._count_available):
+                admitted.permit_granted()
+
+    def _count_available(self, adapter: str) -> int:
+        return self._context.pool.count_available(self._query.model, adapter)
+
+    def submit(self, worker_id: int, leg_request: LegRequest, leg: Leg) -> None:
+        """See RequestPorts."""
+        context = self._context
+        address = context.pool.address(worker_id, self._decision_addresses.get(worker_id, ""))
+        if not address:
+            error = WorkerLost(f"worker {worker_id} has left the mesh", retryable=True)
+            self._loop.call_soon(leg.lost, error)
+            return
+        self._submitted[leg] = context.workers.submit(worker_id, address, leg_request, leg)
+
+    def abort(self, leg: Leg, reason: str) -> None:
+        """See RequestPorts."""
+        submitted = self._submitted.pop(leg, None)
+        if submitted is not None:
+            submitted.abort(reason)
+
+    def prefill_done(self, attempt: int) -> None:
+        """See RequestPorts."""
+        self._release_permit()
+        self._context.router.prefill_done(self._key(attempt))
+
+    def free(self, attempt: int) -> None:
+        """See RequestPorts."""
+        self._release_permit()
+        self._context.router.free(self._key(attempt))
+
+    def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        """See RequestPorts."""
+        generated = len(self.machine.generated) - self._generated_in_prompt
+        extended = self._block_counter.advance_to(generated)
+        if extended is not None:
+            key = self._key(self.machine.attempt)
+            self._context.router.output(key, extended.blocks, extended.decay_fraction)
+        self._sink.tokens(token_ids, logprobs)
+
+    def emit_chunk(self, json: bytes) -> None:
+        """See RequestPorts."""
+        assert isinstance(self._sink, ChunkSink), "a pass-through body needs a ChunkSink"
+        self._sink.chunk(json)
+
+    def finish(self, outcome: RequestOutcome) -> None:
+        """See RequestPorts."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._release_permit()
+        self._context.on_closed(self)
+        self._sink.finished(outcome)
+
+    def wake_at(self, at: float) -> None:
+        """See RequestPorts."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(at, self._on_timer)
+
+    def now(self) -> float:
+        """See RequestPorts."""
+        return self._loop.time()
+
+    def take_retry(self) -> bool:
+        """See RequestPorts."""
+        return self._context.retries.take(self._loop.time())
+
+    def stalled_s(self) -> float:
+        """See RequestPorts."""
+        return self._context.stalled_s()
+
+    def silent_s(self, worker_id: int) -> float:
+        """See RequestPorts."""
+        return self._context.silent_s(worker_id)
+
+    def _on_timer(self) -> None:
+        self.machine.on_timer(self._loop.time())
+
+    def _key(self, attempt: int) -> PlacementKey:
+        return self.machine.plan.request_id, attempt
+
+
+def _block_counter_of(query: Query) -> OutputBlockCounter:
+    return OutputBlockCounter(query.total_tokens, query.block_size, query.expected_output_tokens)
+
+
+def _with_request_hints(query: Query, request: PreprocessedRequest) -> Query:
+    """The query with the request's hints for the router, where the query has none itself."""
+    routing = query.routing
+    expected_tokens = None if routing is None else routing.expected_output_tokens
+    return replace(
+        query,
+        config_override=query.config_override or request.router_config_override,
+        expected_output_tokens=expected_tokens
+        if query.expected_output_tokens is None
+        else query.expected_output_tokens,
+    )

@@ -1,0 +1,86 @@
+"""Builds the engine that a configuration names."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from worker_svc.config import WorkerConfig
+from worker_svc.engines.contract import LLMEngine
+from worker_svc.engines.echo import EchoConfig, EchoEngine
+from worker_svc.engines.sim.engine import SIM_MODEL_DIR, SimConfig, SimEngine
+from worker_svc.engines.sim.timing import Timing
+from worker_svc.engines.sim.transfer_server import SimHandoffConfig
+
+
+def build_engine(config: WorkerConfig) -> LLMEngine:
+    """The engine of `config.engine`."""
+    if config.engine == "echo":
+        return EchoEngine(EchoConfig(model=config.default_model_name))
+    if config.engine == "sglang":
+        return _build_sglang_engine(config)
+    return SimEngine(
+        SimConfig(
+            model=config.default_model_name,
+            model_dir=config.model_path or SIM_MODEL_DIR,
+            context_length=config.context_length,
+            block_size=config.block_size,
+            total_kv_blocks=config.total_kv_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_waiting=config.requests_max,
+            timing=Timing(
+                base_s=config.step_ms / 1000,
+                prefill_token_s=1 / config.prefill_tokens_per_s,
+                speedup=config.speedup,
+            ),
+            mesh_key=config.mesh_key.encode(),
+            loras=frozenset(config.loras),
+            handoff=SimHandoffConfig(
+                role=config.role,
+                mode=config.handoff,
+                host=config.host,
+                port=config.bootstrap_port,
+                advertise_host=config.advertise_host or "",
+                transfer_group=config.transfer_group,
+                local_prefill=config.local_prefill,
+                gb_per_s=config.transfer_gb_per_s,
+                timeout_s=config.handoff_timeout_s,
+            ),
+        ),
+        clock=time.monotonic,
+    )
+
+
+def _build_sglang_engine(config: WorkerConfig) -> LLMEngine:
+    # Imported here: SGLang is only installed for its own workers.
+    from worker_svc.engines.sglang.engine import SglangConfig, SglangEngine
+
+    return SglangEngine(
+        SglangConfig(
+            model=config.default_model_name,
+            model_path=config.model_path,
+            role=config.role,
+            block_size=config.block_size,
+            context_length=config.context_length,
+            host=config.host,
+            advertise_host=config.advertise_host or "",
+            bootstrap_port=config.bootstrap_port,
+            handoff_timeout_s=config.handoff_timeout_s,
+            transfer_group=config.transfer_group,
+            kv_events=config.kv_events,
+            engine_args=json.loads(config.engine_args or "{}"),
+        )
+    )
+
+
+def resolve_model_dir(config: WorkerConfig) -> Path:
+    """Folder of the model files of the card."""
+    if config.model_path is not None:
+        return config.model_path
+    if config.engine == "sglang":
+        from worker_svc.engines.sglang.make_model import TINY_MODEL_DIR
+
+        return TINY_MODEL_DIR
+    return SIM_MODEL_DIR
