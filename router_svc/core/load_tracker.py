@@ -362,11 +362,6 @@ class LoadTracker:
         if booking.prefill is not None:
             entry.prefill_report_count = self.ranks.report_count(booking.prefill)
 
-    @property
-    def next_orphan_deadline(self) -> float:
-        """A lower bound of the next orphan deadline; inf: no orphans."""
-        return self._orphans[0][0] if self._orphans else math.inf
-
     # Inside.
 
     def _add(self, booking: Booking, now: float, *, prefill_done: bool) -> _BookingEntry:

@@ -133,12 +133,6 @@ class RankLoads:
             estimate = rank.estimate = rank.compute_estimate(now)
         return estimate
 
-    def estimate_expires_at(self, placement: Placement, now: float) -> float:
-        """When the estimate of a rank drops because its report gets too old; inf: never."""
-        self.load(placement, now)
-        rank = self._ranks.get(placement)
-        return math.inf if rank is None else rank.estimated_until
-
     def report_age_s(self, placement: Placement, now: float) -> float | None:
         """Seconds since the rank's last report; None: no report."""
         rank = self._ranks.get(placement)

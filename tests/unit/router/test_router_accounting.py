@@ -308,7 +308,7 @@ def named(image: int | None = None, lora: str | None = None) -> tuple[int, ...]:
     return tuple(int(name) for name in compute_seq_hashes(local))
 
 
-def asking(names: Sequence[int]) -> Query:
+def query_of_names(names: Sequence[int]) -> Query:
     return Query("m", 64, hashes_to_bytes(np.array(names, dtype=np.uint64)), XXH3, 16)
 
 
@@ -320,7 +320,7 @@ def test_blocks_are_matched_by_adapter_and_media() -> None:
         (image, lora): {at[0]: row[3] for at, row in matches.items()}
         for image in (7, 8)
         for lora in (None, "lora2")
-        for matches in [router.match(asking(named(image, lora)))]
+        for matches in [router.match(query_of_names(named(image, lora)))]
     }
     assert depth[7, None] == {1: 4, 2: 0}
     assert depth[7, "lora2"] == {1: 0, 2: 4}
@@ -337,14 +337,14 @@ def test_blocks_are_matched_by_adapter_and_media() -> None:
 @pytest.mark.row("S1-85")
 def test_potential_loads_and_overlaps_depend_on_the_media_of_a_prompt() -> None:
     router = router_of(1, 2, index=Caches(XXH3, {1: frozenset(named(image=7))}))
-    same = router.potential_loads(asking(named(7)), 0.0)
-    other = router.potential_loads(asking(named(8)), 0.0)
+    same = router.potential_loads(query_of_names(named(7)), 0.0)
+    other = router.potential_loads(query_of_names(named(8)), 0.0)
     assert same[W1].prefill_tokens == 16, "all but the block of the last token is cached"
     assert other[W1].prefill_tokens == 48
     assert same[W2].prefill_tokens == other[W2].prefill_tokens == 64
     pinned = RoutingHints(backend_instance_id=1)
     for names, overlap in ((named(7), 4), (named(8), 1)):
-        query = replace(asking(names), routing=pinned)
+        query = replace(query_of_names(names), routing=pinned)
         assert router.preview(query, 0.0, Random(0)).overlap_blocks == overlap
 
 

@@ -72,7 +72,7 @@ def tokens(blocks: int) -> int:
         (((0, 0, 0), (1, 2, 2)), 2 - 1 - 0.75 + 2),
     ],
 )
-def test_two_blocks_cost_what_the_documentation_says(fields: Any, expected: float) -> None:
+def test_two_blocks_cost_the_documented_value(fields: Any, expected: float) -> None:
     assert cost(2, fields) == expected
 
 
