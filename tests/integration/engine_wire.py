@@ -265,12 +265,12 @@ class WiredMesh:
         self, app: WorkerApp, tokens: Sequence[int], depth: int | tuple[int, int, int], **how: Any
     ) -> None:
         """Wait for the indexed depths; one number is the depth of all tiers."""
-        wanted = depth if isinstance(depth, tuple) else (depth,) * 3
-        said: list[tuple[int, int, int]] = []
+        expected = depth if isinstance(depth, tuple) else (depth,) * 3
+        observed: list[tuple[int, int, int]] = []
         deadline = asyncio.get_running_loop().time() + WAIT_S
-        while not said or said[-1] != wanted:
-            assert asyncio.get_running_loop().time() < deadline, f"{wanted}, not {said[-1]}"
-            said.append(await self.depths(app, tokens, **how))
+        while not observed or observed[-1] != expected:
+            assert asyncio.get_running_loop().time() < deadline, f"{expected}, not {observed[-1]}"
+            observed.append(await self.depths(app, tokens, **how))
 
     async def settled(self, app: WorkerApp) -> None:
         """Wait until the index has the position of the worker."""
