@@ -20,9 +20,10 @@ any permutation of blocks (e.g. Thue-Morse words) or a run of token id 0 collide
 
 m and k come from two seeds, the little-endian halves of a 16-byte BLAKE2b digest over scheme id,
 block size, model, LoRA name and cache salt, under the key BLAKE2b-512(mesh_key):
-k[i] = mix(seed + (i + 1) * 0x9E3779B97F4A7C15), and m likewise with its low bit set. For random m,
-two blocks have equal digests with a probability of at most 2^-(63 - v), where 2^v is the largest
-power of two that divides every difference of their ids (v < 32, and < 18 for current vocabularies).
+k[i] = mix(seed + (i + 1) * 0x9E3779B97F4A7C15), and m the same way with its low bit set. For
+random m, two blocks have equal digests with a probability of at most 2^-(63 - v), where 2^v is the
+largest power of two that divides every difference of their ids (v < 32, and < 18 for current
+vocabularies).
 Without a secret mesh_key a client can construct collisions.
 """
 
@@ -125,7 +126,7 @@ class PrefixHasher:
         """Return one hash for each full block of a whole prompt, shape (len // block_size,).
 
         Raises ValueError when token_ids are not integers in 0..2^32-1, not one-dimensional, or
-        bytes whose length is not a multiple of 4.
+        bytes of a length that is not a multiple of 4.
         """
         return _splitmix64_finalize(self._running_sums(ChainState(0, 0), token_ids))
 

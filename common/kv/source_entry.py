@@ -25,7 +25,7 @@ _BATCH_OVERHEAD_BLOCKS = 56
 
 @dataclass(slots=True, eq=False)
 class PendingSnapshot:
-    """A snapshot whose last chunk is missing."""
+    """A snapshot without its last chunk."""
 
     epoch: int
     sequence: int

@@ -224,7 +224,7 @@ class _PublisherStreams:
         self._streams: dict[int, _PublishStream] = {}
         self._positions = SourcePositions()
         self._degraded: dict[Source, bool] = {}
-        # Ranks that are gone while others of their worker stay; workers whose stream must restart;
+        # Ranks that are gone while others of their worker stay; workers with a stream to restart;
         # entries to publish after the restart.
         self._gone: set[Source] = set()
         self._changed: set[int] = set()

@@ -264,13 +264,13 @@ class WiredMesh:
     async def holds(
         self, app: WorkerApp, tokens: Sequence[int], depth: int | tuple[int, int, int], **how: Any
     ) -> None:
-        """Waits until the index says so; a depth alone is that of all tiers."""
+        """Wait for the indexed depths; one number is the depth of all tiers."""
         expected = depth if isinstance(depth, tuple) else (depth,) * 3
-        seen: list[tuple[int, int, int]] = []
+        observed: list[tuple[int, int, int]] = []
         deadline = asyncio.get_running_loop().time() + WAIT_S
-        while not seen or seen[-1] != expected:
-            assert asyncio.get_running_loop().time() < deadline, f"{expected}, not {seen[-1]}"
-            seen.append(await self.depths(app, tokens, **how))
+        while not observed or observed[-1] != expected:
+            assert asyncio.get_running_loop().time() < deadline, f"{expected}, not {observed[-1]}"
+            observed.append(await self.depths(app, tokens, **how))
 
     async def wait_until_synced(self, app: WorkerApp) -> None:
         """Waits until the index stands where the worker does."""

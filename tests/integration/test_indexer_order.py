@@ -170,8 +170,8 @@ async def test_events_of_a_worker_are_applied_in_order_while_matches_run() -> No
     for worker_id in WORKERS:
         assert sequences[worker_id] == list(range(1, len(batches) + 1)), "each once, in order"
         # If two batches were swapped, a part of the chain would be missing and limit the depth.
-        for asked in depths:
-            assert is_led_through(asked[worker_id], depths_in_order())
+        for observed in depths:
+            assert is_led_through(observed[worker_id], depths_in_order())
     assert copy.blocks == 0
 
 

@@ -916,7 +916,7 @@ async def test_verify_reports_why_a_source_cannot_be_compared() -> None:
 async def test_over_budget_publishers_shrink_and_an_unresponsive_one_becomes_load_only() -> None:
     async with running(budget_mb=1) as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(*range(1, 20_000))
-        await until(lambda: bool(publisher.shrinks), "it is asked")
+        await until(lambda: bool(publisher.shrinks), "the publisher has the request")
         assert 9000 < publisher.shrinks[0] < 12_000
         for _ in range(11):
             mesh.clock.now += 1.0

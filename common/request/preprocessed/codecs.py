@@ -57,7 +57,7 @@ class FieldCodec(Protocol):
 
 
 class _IdentityCodec:
-    """Base of codecs whose Python and JSON values are the same."""
+    """Base of codecs with equal Python and JSON values."""
 
     def write(self, value: Any) -> JsonValue:
         return value
@@ -241,7 +241,7 @@ class MapCodec:
 
 @dataclass(frozen=True, slots=True)
 class TokenMapCodec:
-    """An object in JSON whose keys are token ids in decimal; a dict by id in Python."""
+    """An object in JSON with decimal token ids as keys; a dict by id in Python."""
 
     item: FieldCodec
 
@@ -329,7 +329,7 @@ LOCAL: Mapping[str, Any] = {"local": True}
 
 
 def no_op(*values: object) -> Mapping[str, Any]:
-    """Return the metadata of a field whose `values` have no effect."""
+    """Return the metadata of a field in which `values` have no effect."""
     return {"no_op_values": values}
 
 

@@ -176,7 +176,7 @@ class LegSink(Protocol):
 
 
 def protocol_violation(rule: str, message: str) -> InvalidRequest:
-    """Return the error that ends a stream whose peer violated the rule of that letter."""
+    """Return the error that ends a stream after a violation of the rule of that letter."""
     return InvalidRequest(
         f"Attach rule ({rule}): {message}", reason="ATTACH_BREACH", metadata={"rule": rule}
     )

@@ -121,7 +121,7 @@ class WorkerLink:
 
     @property
     def open_slots(self) -> int:
-        """Number of slots submitted whose end is not framed yet."""
+        """Number of slots submitted without a framed end."""
         return len(self._slots)
 
     @property
@@ -428,7 +428,7 @@ class WorkerLink:
         return None, expired
 
     def close(self) -> list[int]:
-        """Mark the stream as lost; returns the slots whose generators must be closed now (f)."""
+        """Mark the stream as lost; returns the slots to stop now (f)."""
         if self._lost:
             return []
         self._lost = True

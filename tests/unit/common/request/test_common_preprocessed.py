@@ -379,7 +379,7 @@ def test_json_text_is_compact_and_plain_json() -> None:
 
 
 def test_unsupported_features_are_listed_by_name() -> None:
-    asked = request(
+    requested = request(
         prompt_embeds="AA==",
         sampling_options=SamplingOptions(
             temperature=0.5, seed=1, guided_decoding=GuidedDecoding(regex="a+")
@@ -389,7 +389,7 @@ def test_unsupported_features_are_listed_by_name() -> None:
         extra_args={"k": 1},
     )
     honoured = frozenset({"sampling_options.temperature", "stop_conditions.max_tokens"})
-    assert unsupported_fields(asked, honoured) == [
+    assert unsupported_fields(requested, honoured) == [
         "prompt_embeds",
         "stop_conditions.stop",
         "sampling_options.seed",
@@ -401,10 +401,10 @@ def test_unsupported_features_are_listed_by_name() -> None:
 
 def test_a_name_covers_what_is_below_it_and_a_part_covers_only_itself() -> None:
     guided = GuidedDecoding(regex="a+", backend="x")
-    asked = request(sampling_options=SamplingOptions(seed=1, guided_decoding=guided))
-    assert unsupported_fields(asked, frozenset({"sampling_options"})) == []
+    requested = request(sampling_options=SamplingOptions(seed=1, guided_decoding=guided))
+    assert unsupported_fields(requested, frozenset({"sampling_options"})) == []
     some = frozenset({"sampling_options.seed", "sampling_options.guided_decoding.regex"})
-    assert unsupported_fields(asked, some) == ["sampling_options.guided_decoding.backend"]
+    assert unsupported_fields(requested, some) == ["sampling_options.guided_decoding.backend"]
 
 
 def test_values_without_effect_request_no_feature() -> None:
