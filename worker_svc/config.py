@@ -11,7 +11,7 @@ from typing import Literal
 from common.errors import InvalidRequest
 from common.runtime.config import ServiceConfig, at_least, between, setting
 from worker_svc.card import ENDPOINT_KINDS, find_missing_files, served_model_type
-from worker_svc.engines.sglang.sampling import resolve_page_size
+from worker_svc.engines.sglang.server_args import resolve_page_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

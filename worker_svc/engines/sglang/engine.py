@@ -63,6 +63,7 @@ from worker_svc.engines.contract import (
 )
 from worker_svc.engines.handoff import HandoffTimeouts, no_blocks_error
 from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
+from worker_svc.engines.sglang.load import count_waiting_for_pages, to_load
 from worker_svc.engines.sglang.make_model import TINY_MODEL_DIR
 from worker_svc.engines.sglang.sampling import (
     NO_PARTNER_HOST,
@@ -71,13 +72,13 @@ from worker_svc.engines.sglang.sampling import (
     OutputConverter,
     SglangRequest,
     build_sglang_request,
-    count_waiting_for_pages,
+    to_invalid_request,
+)
+from worker_svc.engines.sglang.server_args import (
     find_kv_events_off_reason,
     model_kv_index,
     resolve_page_size,
     server_arguments,
-    to_invalid_request,
-    to_load,
 )
 from worker_svc.engines.sglang.starvation import StarvationDetector
 from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, KvEventSink
