@@ -229,8 +229,13 @@ class WiredMesh:
         feed = self.indexer.ingest.feed
         try:
             async with living(app):
-                await until(lambda: all(one in feed for one in sources), "it has seen hello")
-                await until(lambda: self.indexer.fleet.worker(worker_id), "the indexer knows it")
+                await until(
+                    lambda: all(one in feed for one in sources),
+                    "the indexer has received the hello",
+                )
+                await until(
+                    lambda: self.indexer.fleet.worker(worker_id), "the indexer has the source"
+                )
                 yield app
         finally:
             for wire in wires:

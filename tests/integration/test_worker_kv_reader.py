@@ -248,7 +248,7 @@ async def test_a_split_event_is_equivalent_to_the_whole_event(
     names = HASHER.prefix_hashes(tokens).tolist()
     async with reading(wire, keeps):
         await wire.publish(stored(range(50), None, tokens))
-        await until(lambda: keeps.feed.normalizer.published_blocks == 50, "all of it is held")
+        await until(lambda: keeps.feed.normalizer.published_blocks == 50, "all blocks are held")
         assert keeps.held() == set(names)
         await wire.publish(removed(*range(49, 19, -1)))
         await until(lambda: keeps.feed.normalizer.published_blocks == 20, "the end has gone")
@@ -269,7 +269,7 @@ async def test_a_reader_that_fails_reports_a_loss_and_starts_over(
         await until(lambda: sink.lost, "it fails")
         assert "the sink is broken" in sink.lost[0]
         await wire.publish(removed(2))
-        await until(lambda: sink.hashes == [0, 2], "it reads on behind what it could not take")
+        await until(lambda: sink.hashes == [0, 2], "reading continues after the failed batch")
         assert len(sink.lost) == 1
 
 

@@ -134,7 +134,7 @@ async def test_an_idle_engine_responds_to_a_probe(trio: Trio, role: str) -> None
         counters = (await worker.info()).counters
         if counters["canaries"] > counters["canaries_failed"]:
             break
-        assert loop.time() - began < WAIT_S, "it was never probed, or never answered"
+        assert loop.time() - began < WAIT_S, "no probe succeeded"
         await asyncio.sleep(0.1)
     await worker.settled()
 
@@ -200,7 +200,7 @@ async def test_an_abort_ends_a_leg_that_waits_for_its_partner(trio: Trio, role: 
     await worker.stub.Abort(pb.AbortRequest(request_id=f"waits-{role}"), timeout=WAIT_S)
     answer = await leg
     assert finish_reason_from_proto(answer.last.finish_reason) is FinishReason.CANCELLED
-    assert loop.time() - began < HANDOFF_S / 2, "it did not wait for the time-out"
+    assert loop.time() - began < HANDOFF_S / 2, "it did not wait for the timeout"
     await worker.settled()
 
 
