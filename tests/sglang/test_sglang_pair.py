@@ -214,5 +214,5 @@ async def test_a_start_that_sglang_rejects_reports_the_reason_and_leaves_no_proc
     ) as worker:
         assert await asyncio.wait_for(worker.process.wait(), START_S) == 1
     log = (tmp_path / "aggregated.log").read_text()
-    assert "SGLang refuses its arguments" in log
+    assert "SGLang rejected its arguments" in log
     assert "no_such_argument" in log
