@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from common.errors import InvalidRequest
 from common.runtime.config import Names, Port, ServiceConfig
 from worker_svc.card import ENDPOINT_KINDS, find_missing_files, served_model_type
-from worker_svc.engines.sglang.sampling import resolve_page_size
+from worker_svc.engines.sglang.server_args import resolve_page_size
 
 
 class WorkerConfig(ServiceConfig):

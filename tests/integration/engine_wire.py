@@ -1,8 +1,8 @@
 """An engine's KV events on real ZeroMQ sockets, a worker that reads them, and an indexer.
 
-`EngineWire` publishes as SGLang and vLLM do: PUB with [topic, number, msgpack of a batch], the last
-batches kept for replay by a ROUTER. The test chooses the events; it can withhold a batch from the
-subscribers and replace the engine by a new process on the same ports.
+`EngineWire` publishes like SGLang and vLLM: PUB with [topic, number, msgpack of a batch], and the
+last batches for replay by a ROUTER. A test chooses the events, can withhold a batch from the
+subscribers, and can replace the engine by a new process on the same ports.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, KvEv
 BLOCK = 4
 EVENT_FORMAT = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
 
-# Any: unpacked engine events.
+# Any: an event before it is packed.
 WireEvent = Mapping[str, Any]
 
 
@@ -83,7 +83,7 @@ class EngineWire:
         self.replays = 0
         self._keeps = keeps
         self._as_arrays = as_arrays
-        # Whether it is being replaced, or an response is on its way.
+        # Held during a replacement or a replay.
         self._turn = asyncio.Lock()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keeps)
         self._context = zmq.asyncio.Context()
@@ -94,7 +94,7 @@ class EngineWire:
         )
 
     async def publish(self, *events: WireEvent, reaches: bool = True) -> None:
-        """Publish one batch. reaches: whether subscribers get it."""
+        """Publishes one batch. reaches: whether subscribers receive it."""
         batch = [float(self.sequence), [self._packed(one) for one in events], self.rank]
         payload = msgspec.msgpack.encode(batch)
         number = self.sequence.to_bytes(8, "big")
@@ -104,7 +104,7 @@ class EngineWire:
             await self._live.send_multipart([TOPIC.encode(), number, payload])
 
     async def restart(self) -> None:
-        """A new process on the same ports: empty, and its first batch has the number 0."""
+        """Starts a new process on the same ports: empty, its first batch has number 0."""
         async with self._turn:
             live, router = self._live, self._router
             self.sequence = 0
@@ -114,7 +114,7 @@ class EngineWire:
                 self._router = await self._bound_again(router)
 
     async def serve(self) -> None:
-        """Answers replay requests, until cancelled."""
+        """Serves replay requests until cancelled."""
         while self._router is not None:
             async with self._turn:
                 if await self._router.poll(20):
@@ -149,7 +149,7 @@ class EngineWire:
     async def _bound_again(self, old: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
         kind, port = int(old.get(zmq.TYPE)), _port(old)
         old.close(linger=0)
-        # The closed socket releases its port a moment later.
+        # A closed socket releases its port with a delay.
         deadline = asyncio.get_running_loop().time() + WAIT_S
         while True:
             try:
@@ -166,7 +166,7 @@ def _port(socket: zmq.asyncio.Socket) -> int:
 
 
 class WiredEngine(EchoEngine):
-    """An engine whose KV events arrive by ZeroMQ."""
+    """An engine with KV events over the wire."""
 
     def __init__(
         self, wires: Sequence[EngineWire], event_format: KvEventFormat, model: str
@@ -204,7 +204,7 @@ class WiredEngine(EchoEngine):
 
 
 class WiredMesh:
-    """An indexer, queried over gRPC, and workers with such engines."""
+    """An indexer with a gRPC client, and workers with engines on the wire."""
 
     def __init__(self, store: MemoryStore, indexer: IndexerApp) -> None:
         self.store = store
@@ -220,7 +220,7 @@ class WiredMesh:
         event_format: KvEventFormat = EVENT_FORMAT,
         model: str = "m",
     ) -> AsyncIterator[WorkerApp]:
-        """A worker that is in discovery and publishes to the indexer."""
+        """A worker in discovery that publishes to the indexer."""
         engine = WiredEngine(wires, event_format, model)
         config = WorkerConfig(registry="memory", block_size=event_format.block_size)
         registry = MemoryRegistry(self.store)
@@ -229,8 +229,14 @@ class WiredMesh:
         feed = self.indexer.ingest.feed
         try:
             async with living(app):
-                await until(lambda: all(one in feed for one in sources), "it has seen hello")
-                await until(lambda: self.indexer.fleet.worker(worker_id), "the indexer knows it")
+                await until(
+                    lambda: all(one in feed for one in sources),
+                    "the indexer has received the hello",
+                )
+                await until(
+                    lambda: self.indexer.fleet.worker(worker_id),
+                    "the indexer has received the hello",
+                )
                 yield app
         finally:
             for wire in wires:
@@ -253,7 +259,7 @@ class WiredMesh:
         salt: str = "",
         rank: int = 0,
     ) -> tuple[int, int, int]:
-        """Return the indexed depths of a prompt at a worker: device, host, disk."""
+        """The depth of a prompt in the index for a worker: device, host, disk."""
         partition = partition_of(app)
         names = names_of(partition, tokens, lora=lora, salt=salt)
         for row in await self.rows(partition, names):
@@ -264,7 +270,7 @@ class WiredMesh:
     async def holds(
         self, app: WorkerApp, tokens: Sequence[int], depth: int | tuple[int, int, int], **how: Any
     ) -> None:
-        """Wait for the indexed depths; one number is the depth of all tiers."""
+        """Waits until the index has this depth; a single depth applies to all tiers."""
         expected = depth if isinstance(depth, tuple) else (depth,) * 3
         observed: list[tuple[int, int, int]] = []
         deadline = asyncio.get_running_loop().time() + WAIT_S
@@ -273,18 +279,20 @@ class WiredMesh:
             observed.append(await self.depths(app, tokens, **how))
 
     async def wait_until_synced(self, app: WorkerApp) -> None:
-        """Waits until the index stands where the worker does."""
+        """Waits until the index is up to date with the worker."""
         await until(lambda: self.is_synced(app), "the index has caught up")
 
     def is_synced(self, app: WorkerApp) -> bool:
-        """Whether the index stands where the worker does."""
+        """Whether the index is up to date with the worker."""
         assert app.publisher is not None
         feed = self.indexer.ingest.feed
-        ledgers = [one.event_log for one in app.publisher.feeds.values()]
-        return all(feed.position(one.source) == one.state for one in ledgers)
+        event_logs = [one.event_log for one in app.publisher.feeds.values()]
+        return all(feed.position(one.source) == one.state for one in event_logs)
 
     async def verified(self, app: WorkerApp) -> int:
-        """`Verify` finds no difference; how many blocks are equal, over all ranks and tiers."""
+        """Checks that `Verify` finds no difference; returns the equal blocks of all ranks and
+        tiers.
+        """
         await self.wait_until_synced(app)
         request = pb.VerifyRequest(worker_id=app.instance_id)
         response = await rpc.unary(self.stub.Verify, request, timeout_s=WAIT_S)

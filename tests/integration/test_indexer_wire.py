@@ -16,15 +16,15 @@ import worker_svc.kv_events.publisher
 from common.kv.events import Tier
 from tests.integration.engine_wire import (
     BLOCK,
+    CLEARED,
     EngineWire,
     names_of,
     partition_of,
     reader_of,
     removed,
+    stored,
     wired_mesh,
 )
-from tests.integration.test_indexer_record import stored
-from tests.integration.test_indexer_service import CLEARED
 from tests.living import until
 from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat
 

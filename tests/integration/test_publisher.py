@@ -300,7 +300,7 @@ async def mesh() -> AsyncIterator[Mesh]:
     task = asyncio.create_task(running.publisher.run())
     try:
         yield running
-        assert not task.done(), "it runs for ever"
+        assert not task.done(), "run() returns only when cancelled"
     finally:
         task.cancel()
         await asyncio.wait([task], timeout=WAIT_S)
@@ -386,7 +386,7 @@ async def test_a_resend_is_replayed_from_the_ring(
         await m.wait_until_synced(indexer)
         indexer.stream.batches.clear()
         await indexer.resend(epoch, from_sequence)
-        await until(lambda: m.publisher.counters["replays"] == 1, "the demand arrives")
+        await until(lambda: m.publisher.counters["replays"] == 1, "the resend request arrives")
         m.store_pages()
         await m.wait_until_synced(indexer)
         assert indexer.stream.batches == [*sent, (1, 4)]
@@ -422,7 +422,7 @@ async def test_no_batch_is_sent_before_the_indexer_names_its_position() -> None:
     async with mesh() as m:
         await m.store_batches(3)
         indexer = await m.indexer(is_mute=True, epoch=1, sequence=2)
-        await until(lambda: len(indexer.stream.loads) > 1, "load is sent all the same")
+        await until(lambda: len(indexer.stream.loads) > 1, "load is sent nevertheless")
         assert indexer.stream.batches == []
         await indexer.ack(1, 2)
         await until(lambda: indexer.stream.batches, "the rest")
@@ -537,7 +537,7 @@ async def test_a_reset_during_a_shrink_ends_it(
         assert not m.is_resizing()
         m.store_pages(15)
         await m.wait_until_synced(indexer)
-        assert len(indexer.held) == 15, "there is no bound any more"
+        assert len(indexer.held) == 15, "the bound is removed"
         m.publisher.shrink(5, {0: m.position})
         await until(lambda: not m.is_resizing(), "the next demand counts")
         await m.wait_until_synced(indexer)
@@ -575,8 +575,8 @@ async def test_regrowing_is_tried_at_intervals(monkeypatch: pytest.MonkeyPatch) 
         m.store_pages(10)
         await m.wait_until_synced(indexer)
         await indexer.shrink(4)
-        await until(lambda: m.publisher.counters["regrown_blocks"], "it looks for room")
-        await until(lambda: len(m.published) == 10, "there is room")
+        await until(lambda: m.publisher.counters["regrown_blocks"], "regrowing is tried")
+        await until(lambda: len(m.published) == 10, "capacity is available")
 
 
 async def test_a_shrink_request_sent_before_the_last_shrink_was_acknowledged_is_ignored() -> None:

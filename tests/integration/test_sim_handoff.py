@@ -249,7 +249,7 @@ async def test_an_engine_that_ends_in_any_phase_frees_the_other_side(role: str, 
         decode = them.decode.counters
         match phase:
             case "waiting" | "computing":
-                await until(lambda: them.prefill.loads()[0].rooms_open, "the leg is there")
+                await until(lambda: them.prefill.loads()[0].rooms_open, "the leg has arrived")
                 await until(lambda: them.decode.loads()[0].kv_used_blocks, "decode has blocks")
             case "transfer":
                 await until(
@@ -333,7 +333,7 @@ class Worker:
         """Returns when it holds KV."""
         deadline = asyncio.get_running_loop().time() + WAIT_S
         while not (await self.load()).kv_used_blocks:
-            assert asyncio.get_running_loop().time() < deadline, "it never holds KV"
+            assert asyncio.get_running_loop().time() < deadline, "the worker never holds KV"
 
     async def rest(self, within_s: float = WAIT_S) -> None:
         loop = asyncio.get_running_loop()

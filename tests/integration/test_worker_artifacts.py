@@ -136,7 +136,7 @@ async def test_a_worker_is_not_serving_while_its_idle_engine_fails_probes() -> N
         app.engine.freeze()
         await until(lambda: both_are(not_serving), "its engine is found to be frozen")
         app.engine.unfreeze()
-        await until(lambda: both_are(serving), "it serves again")
+        await until(lambda: both_are(serving), "the worker serves again")
         counts = app.runner.counts()
         assert counts["canaries"] >= counts["canaries_failed"] >= 1
         assert counts.get("accepted", 0) == 0

@@ -17,8 +17,7 @@ import zmq.asyncio
 from common.errors import WorkerLost
 from common.kv.events import Source
 from common.kv.hashing import PrefixHasher
-from tests.integration.engine_wire import BLOCK, EngineWire, removed
-from tests.integration.test_indexer_record import stored
+from tests.integration.engine_wire import BLOCK, EngineWire, removed, stored
 from tests.living import WAIT_S, until
 from worker_svc.engines.sglang import kv_events as sglang_events
 from worker_svc.engines.sglang.engine import SglangConfig, SglangEngine

@@ -121,7 +121,7 @@ async def computed(
             cached = usage.prompt_tokens_details.cached_tokens or 0
     whole = [*request.token_ids, *tokens[:-1]]  # the KV of the last token is never computed
     index.chains.append(chain_of(whole))
-    await until(lambda: index.matched(whole) == len(whole) // BLOCK, "all blocks are announced")
+    await until(lambda: index.matched(whole) == len(whole) // BLOCK, "all blocks are published")
     return tokens, cached
 
 
@@ -161,7 +161,9 @@ async def test_a_late_subscriber_receives_the_blocks_held_already(engine: Sglang
         prompt = random_prompt(11, 64)
         await computed(engine, first, asked(prompt, 4))
         async with following(engine) as second:
-            await until(lambda: second.held == first.held, "the second has replayed all")
+            await until(
+                lambda: second.held == first.held, "the second indexer has replayed all batches"
+            )
         assert first.held
 
 
@@ -201,8 +203,8 @@ async def test_a_flush_empties_the_published_set(engine: SglangEngine) -> None:
         async with asyncio.timeout(WAIT_S):
             while not await engine.flush_cache():
                 await asyncio.sleep(0.02)
-                assert index.held, "a refused flush leaves all as it is"
-        await until(lambda: not index.held, "all is withdrawn")
+                assert index.held, "a rejected flush changes nothing"
+        await until(lambda: not index.held, "all blocks are withdrawn")
         assert PagesCleared in index.kinds
 
 
@@ -318,7 +320,7 @@ async def test_missing_batches_are_replayed_in_order() -> None:
     async with lossy() as (publisher, sink, reader):
         await publisher.publish(0)
         await publisher.publish(1, reaches=False)
-        await until(lambda: sink.removed == [0, 1], "the beginning is replayed")
+        await until(lambda: sink.removed == [0, 1], "the first batches are replayed")
         await publisher.publish(2, reaches=False)
         await publisher.publish(3, reaches=False)
         await publisher.publish(4)

@@ -136,7 +136,7 @@ async def test_a_client_that_leaves_while_decode_waits_for_kv_does_not_affect_ot
                 for one in range(3)
             ]
             await trio.decode.settled(rooms=len(victims))
-            assert not any(one.done() for one in (*streams, *victims)), "all are under way"
+            assert not any(one.done() for one in (*streams, *victims)), "all are running"
             stopped = (await trio.decode.info()).counters["stopped"]
             began = loop.time()
             for victim in victims:

@@ -134,7 +134,7 @@ async def test_an_idle_engine_responds_to_a_probe(trio: Trio, role: str) -> None
         counters = (await worker.info()).counters
         if counters["canaries"] > counters["canaries_failed"]:
             break
-        assert loop.time() - began < WAIT_S, "it was never probed, or never answered"
+        assert loop.time() - began < WAIT_S, "no probe succeeded"
         await asyncio.sleep(0.1)
     await worker.settled()
 
@@ -200,7 +200,7 @@ async def test_an_abort_ends_a_leg_that_waits_for_its_partner(trio: Trio, role: 
     await worker.stub.Abort(pb.AbortRequest(request_id=f"waits-{role}"), timeout=WAIT_S)
     answer = await leg
     assert finish_reason_from_proto(answer.last.finish_reason) is FinishReason.CANCELLED
-    assert loop.time() - began < HANDOFF_S / 2, "it did not wait for the time-out"
+    assert loop.time() - began < HANDOFF_S / 2, "it did not wait for the timeout"
     await worker.settled()
 
 
@@ -214,5 +214,5 @@ async def test_a_start_that_sglang_rejects_reports_the_reason_and_leaves_no_proc
     ) as worker:
         assert await asyncio.wait_for(worker.process.wait(), START_S) == 1
     log = (tmp_path / "aggregated.log").read_text()
-    assert "SGLang refuses its arguments" in log
+    assert "SGLang rejected its arguments" in log
     assert "no_such_argument" in log

@@ -71,7 +71,7 @@ async def test_the_death_of_a_scheduler_loses_no_token_of_a_client_and_ends_its_
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     await until(
-        lambda: all(response.events > 20 for response in responses), "all are answered by decode"
+        lambda: all(response.events > 20 for response in responses), "decode has sent tokens of all"
     )
     pids = trio.decode.scheduler_pids()
     assert pids
@@ -88,7 +88,7 @@ async def test_the_death_of_a_scheduler_loses_no_token_of_a_client_and_ends_its_
     async with asyncio.timeout(WAIT_S):
         assert await trio.decode.process.wait() == 1
     assert trio.decode.instance_id not in await names(trio)
-    await until(lambda: not any(map(is_alive, pids)), "nothing is left of it")
+    await until(lambda: not any(map(is_alive, pids)), "no entry is left")
     # The others continue to serve, and prefill still responds without its partner.
     await mesh.until_known({here, trio.prefill.instance_id})
     response, line = await mesh.ask_with_log(prompts[0], max_tokens=24)

@@ -132,7 +132,7 @@ class EngineProbe:
         self._hung_probes = [task for task in self._hung_probes if not task.done()]
         if len(self._hung_probes) >= HUNG_PROBES_MAX:
             return f"{len(self._hung_probes)} earlier probes have not ended"
-        name = f"canary-{self._runner.counters['canaries']}"
+        name = f"probe-{self._runner.counters['canaries']}"
         started_at = asyncio.get_running_loop().time()
         task = self._spawn(self._send_probe(name), name=name, essential=False)
         try:

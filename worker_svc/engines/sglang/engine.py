@@ -27,16 +27,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import logging
 import multiprocessing
 import signal
 import socket
-import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +60,14 @@ from worker_svc.engines.contract import (
 )
 from worker_svc.engines.handoff import HandoffTimeouts, no_blocks_error
 from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
+from worker_svc.engines.sglang.launch import (
+    kill_children,
+    log_progress,
+    make_tiny_model,
+    model_checksum,
+    preserve_process_state,
+)
+from worker_svc.engines.sglang.load import count_waiting_for_pages, to_load
 from worker_svc.engines.sglang.make_model import TINY_MODEL_DIR
 from worker_svc.engines.sglang.sampling import (
     NO_PARTNER_HOST,
@@ -71,26 +76,23 @@ from worker_svc.engines.sglang.sampling import (
     OutputConverter,
     SglangRequest,
     build_sglang_request,
-    count_waiting_for_pages,
+    to_invalid_request,
+)
+from worker_svc.engines.sglang.server_args import (
     find_kv_events_off_reason,
     model_kv_index,
     resolve_page_size,
     server_arguments,
-    to_invalid_request,
-    to_load,
 )
 from worker_svc.engines.sglang.starvation import StarvationDetector
 from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, KvEventSink
 
 LOAD_INTERVAL_S: Final = 0.1
-PROGRESS_INTERVAL_S: Final = 5.0
 WARM_UP_TIMEOUT_S: Final = 120.0
 # Limit for transfers in flight at shutdown.
 DRAIN_TIMEOUT_S: Final = 4.0
 # Time for an abandoned start to end after its processes were killed.
 ABANDON_LAUNCH_TIMEOUT_S: Final = 8.0
-# Bytes of each weight file, at its start and its end, that enter the model checksum.
-_SAMPLED_BYTES: Final = 1 << 16
 
 log = structlog.get_logger()
 
@@ -176,7 +178,7 @@ class SglangEngine:
         if self.config.model_path is None:
             await make_tiny_model(self.config.model_dir)
         self._launch = loop.run_in_executor(None, self._launch_engine)
-        progress = asyncio.create_task(_log_progress(worker_id), name="sglang start progress")
+        progress = asyncio.create_task(log_progress(worker_id), name="sglang start progress")
         try:
             self._engine = await asyncio.shield(self._launch)
         except MeshError:
@@ -311,7 +313,7 @@ class SglangEngine:
     async def _abandon_launch(self, launch: asyncio.Future[Any]) -> None:
         deadline = time.monotonic() + ABANDON_LAUNCH_TIMEOUT_S
         while True:
-            await asyncio.to_thread(_kill_children)
+            await asyncio.to_thread(kill_children)
             if launch.done() or time.monotonic() > deadline:
                 return
             await asyncio.sleep(LOAD_INTERVAL_S)
@@ -350,7 +352,7 @@ class SglangEngine:
 
     def _launch_engine(self) -> Any:
         """Starts SGLang in a thread: imports take seconds, the start takes up to minutes."""
-        with _preserve_process_state():
+        with preserve_process_state():
             # Imported here: a worker without SGLang must be able to import this module.
             import torch  # type: ignore[import-not-found]
             from sglang.srt.entrypoints.engine import (  # type: ignore[import-not-found] # noqa: TID251
@@ -583,61 +585,3 @@ class SglangEngine:
                 if rid not in self._starved:
                     self._starved.add(rid)
                     self._abort(rid)
-
-
-async def make_tiny_model(folder: Path) -> None:
-    """Builds the tiny model in a child process, which has ended on return."""
-    if await asyncio.to_thread(folder.exists):
-        return
-    log.warning("no_model_path", detail="serving random weights: output is noise; set --model-path")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "worker_svc.engines.sglang.make_model", str(folder)
-    )
-    if await process.wait():
-        raise Unavailable("the tiny model could not be built; the log has the reason")
-
-
-async def _log_progress(worker_id: int) -> None:
-    started = time.monotonic()
-    while True:
-        await asyncio.sleep(PROGRESS_INTERVAL_S)
-        log.info("sglang_starting", worker_id=worker_id, s=round(time.monotonic() - started, 1))
-
-
-@contextlib.contextmanager
-def _preserve_process_state() -> Iterator[None]:
-    """Restores what SGLang replaces: the root logger's handlers and asyncio's policy."""
-    root, policy = logging.getLogger(), asyncio.get_event_loop_policy()
-    handlers, level = root.handlers[:], root.level
-    try:
-        yield
-    finally:
-        asyncio.set_event_loop_policy(policy)
-        for handler in root.handlers[:]:
-            if handler not in handlers:
-                root.removeHandler(handler)
-                handler.close()
-        root.handlers[:] = handlers
-        root.setLevel(level)
-
-
-def _kill_children() -> None:
-    for process in multiprocessing.active_children():
-        process.kill()
-        process.join(1.0)
-
-
-def model_checksum(folder: Path) -> str:
-    """Returns 16 hex digits of a digest over the configuration and samples of the weights."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.name == "config.json":
-            digest.update(path.read_bytes())
-        elif path.suffix in (".safetensors", ".bin", ".gguf"):
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                head = file.read(_SAMPLED_BYTES)
-                file.seek(max(0, size - _SAMPLED_BYTES))
-                tail = file.read()
-            digest.update(json.dumps([path.name, size]).encode() + head + tail)
-    return digest.hexdigest()[:16]

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from common.errors import (
     InternalError,
@@ -31,7 +31,6 @@ from common.errors import (
     Unsupported,
     WorkerLost,
 )
-from common.kv.load import Load
 from common.registry.instances import Role
 from common.request.preprocessed import (
     BootstrapInfo,
@@ -45,7 +44,7 @@ from common.request.preprocessed import (
     unsupported_fields,
     usage,
 )
-from worker_svc.engines.contract import KV_EVENTS_OFF, LLMEngineOutput
+from worker_svc.engines.contract import LLMEngineOutput
 from worker_svc.engines.handoff import PEER_LOST
 from worker_svc.engines.stop_tokens import StopToken, stop_tokens_of
 
@@ -402,173 +401,3 @@ def abort_error(finish_info: Arguments, properties: EngineProperties) -> MeshErr
             return WorkerLost(message, retryable=True, reason=PEER_LOST)
         case status:
             return InternalError(f"the engine failed with status {status}: {message}")
-
-
-class HandoffQueues(Protocol):
-    """Handoff queues of a rank; see SGLang's `DisaggregationMetrics`."""
-
-    prefill_bootstrap_queue_reqs: int
-    prefill_inflight_queue_reqs: int
-    decode_prealloc_queue_reqs: int
-    decode_transfer_queue_reqs: int
-
-
-class QueueMetrics(Protocol):
-    """See SGLang's `QueueMetrics`. prealloc_ready: decode legs that wait only for KV pages."""
-
-    prealloc_ready: int
-
-
-class LoadSnapshot(Protocol):
-    """The used fields of SGLang's `LoadSnapshot`. timestamp: of the snapshot, in Unix seconds."""
-
-    timestamp: float
-    dp_rank: int
-    num_running_reqs: int
-    num_waiting_reqs: int
-    num_waiting_uncached_tokens: int
-    num_used_tokens: int
-    max_total_num_tokens: int
-    total_prefill_uncached_tokens: int
-    disaggregation: HandoffQueues | None
-    queues: QueueMetrics | None
-
-
-def to_load(snapshot: LoadSnapshot, block_size: int, chunks: int) -> Load:
-    """Returns the load of one rank.
-
-    chunks: number of chunks this rank has sent. engine_step is chunks + computed prompt tokens:
-    SGLang does not publish its step count, but each step increases one of the two.
-    """
-    queues = snapshot.disaggregation
-    return Load(
-        engine_step=chunks + snapshot.total_prefill_uncached_tokens,
-        running=snapshot.num_running_reqs,
-        waiting=snapshot.num_waiting_reqs,
-        waiting_tokens=snapshot.num_waiting_uncached_tokens,
-        kv_used_blocks=-(-snapshot.num_used_tokens // block_size),
-        kv_total_blocks=snapshot.max_total_num_tokens // block_size or None,
-        dp_rank=snapshot.dp_rank,
-        rooms_open=0
-        if queues is None
-        else queues.prefill_bootstrap_queue_reqs
-        + queues.prefill_inflight_queue_reqs
-        + queues.decode_prealloc_queue_reqs
-        + queues.decode_transfer_queue_reqs,
-    )
-
-
-def count_waiting_for_pages(snapshot: LoadSnapshot) -> int:
-    """Returns the number of decode legs of one rank that wait for KV pages."""
-    return 0 if snapshot.queues is None else snapshot.queues.prealloc_ready
-
-
-# Arguments that the adapter sets; operators must not set them.
-RESERVED_ARGUMENTS: Final = frozenset(
-    {
-        "model_path",
-        "served_model_name",
-        "tokenizer_path",
-        "skip_tokenizer_init",
-        "incremental_streaming_output",
-        "tokenizer_worker_num",
-        "host",
-        "context_length",
-        "allow_auto_truncate",
-        "kv_events_config",
-        "disaggregation_mode",
-        "disaggregation_bootstrap_port",
-        "enable_priority_scheduling",
-        "schedule_low_priority_values_first",
-        "enable_custom_logit_processor",
-        "custom_sigquit_handler",
-        "enable_pd_role_switch",
-    }
-)
-# Torch's own kernels, and a pool that fits any machine.
-_CPU_ARGUMENTS: Final[Arguments] = MappingProxyType(
-    {
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "disable_cuda_graph": True,
-        "disable_overlap_schedule": True,
-        "dtype": "float32",
-        "max_total_tokens": 32_768,
-        "mem_fraction_static": 0.3,
-        "max_running_requests": 32,
-        "sleep_on_idle": True,
-    }
-)
-
-
-def resolve_page_size(operator_arguments: Arguments, block_size: int) -> int:
-    """Returns the tokens per page after checking the operator's arguments.
-
-    Raises InvalidRequest naming a reserved argument, or a page size that does not divide
-    block_size.
-    """
-    for name in sorted(RESERVED_ARGUMENTS & operator_arguments.keys()):
-        raise InvalidRequest(f"{name} is set by the worker itself", f"engine_args.{name}")
-    page = operator_arguments.get("page_size", block_size)
-    if type(page) is not int or page < 1 or block_size % page:
-        raise InvalidRequest(
-            f"page_size {page} does not divide the block size {block_size}",
-            "engine_args.page_size",
-        )
-    return page
-
-
-def server_arguments(
-    role: Role,
-    operator_arguments: Arguments,
-    *,
-    is_cpu: bool,
-    block_size: int,
-    adapter_arguments: Arguments,
-) -> dict[str, Any]:
-    """Returns all server arguments: defaults, overridden by `operator_arguments`, then by
-    `adapter_arguments`.
-
-    Raises InvalidRequest as `resolve_page_size`.
-    """
-    resolve_page_size(operator_arguments, block_size)
-    arguments: dict[str, Any] = {
-        "log_level": "error",
-        "page_size": block_size,
-        # Higher priorities go first in the queue; they do not preempt running requests.
-        "disable_priority_preemption": True,
-        # In decode steps; with the default, load reports lag by 15 steps.
-        "load_snapshot_publish_interval": 4,
-    }
-    if is_cpu:
-        arguments |= _CPU_ARGUMENTS
-        if role != "aggregated":
-            arguments["disaggregation_transfer_backend"] = "mooncake_tcp"
-        if role == "decode":
-            arguments["disaggregation_decode_retraction_backup"] = "cpu_tensor"
-    arguments |= operator_arguments
-    return {**arguments, **adapter_arguments}
-
-
-def model_kv_index(*, is_hybrid: bool, is_speculative: bool) -> tuple[str, str]:
-    """Returns `EngineConfig.kv_index` and its reason; equal on all workers of a model."""
-    if is_hybrid:
-        return (
-            "none",
-            "the model has a sliding window or recurrent state: a cached prefix may be unusable",
-        )
-    if is_speculative:
-        return "none", "with speculative decoding events may not name single tokens"
-    return "events", ""
-
-
-def find_kv_events_off_reason(role: Role, resolved: Arguments, *, kv_events: bool) -> str:
-    """Returns why a worker reports no events although the model's prefixes could be shared; "" if
-    it does.
-    """
-    if role == "decode" and not resolved.get("disaggregation_decode_enable_radix_cache"):
-        return "a decode worker keeps no prefixes"
-    if resolved.get("disable_radix_cache"):
-        return "prefix caching is off"
-    return "" if kv_events else KV_EVENTS_OFF

@@ -1,10 +1,8 @@
 """The network side of handoffs: rooms, connections and modelled transfers.
 
-The machines of `transfer.py` decide; this module executes their actions. A frame is its length
-(u32, little endian) and a message. A transfer takes its latency, then `bytes / bandwidth` on the
-link of the prefill worker, which its transfers share in turns of `chunk_pages`.
-
-The machines rely on one guarantee: after `Connection.close` nothing is received.
+The machines of `transfer.py` decide; this module executes their actions. A transfer takes its
+latency, then `bytes / bandwidth` on the link of the prefill worker, which its transfers share in
+turns of `chunk_pages`.
 """
 
 from __future__ import annotations

@@ -37,23 +37,24 @@ from common.request.preprocessed import (
 )
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.handoff import PEER_LOST
+from worker_svc.engines.sglang.load import count_waiting_for_pages, to_load
 from worker_svc.engines.sglang.sampling import (
     LOGPROB_MIN,
     NO_PARTNER_HOST,
-    RESERVED_ARGUMENTS,
     EngineProperties,
     MinTokens,
     OutputConverter,
     SglangRequest,
     abort_error,
     build_sglang_request,
-    count_waiting_for_pages,
+    to_invalid_request,
+)
+from worker_svc.engines.sglang.server_args import (
+    RESERVED_ARGUMENTS,
     find_kv_events_off_reason,
     model_kv_index,
     resolve_page_size,
     server_arguments,
-    to_invalid_request,
-    to_load,
 )
 from worker_svc.engines.stop_tokens import StopToken
 

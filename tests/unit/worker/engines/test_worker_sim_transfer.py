@@ -498,7 +498,7 @@ class Pair:
                 assert side not in self.left, "a leg that left gets no end"
                 self.counts[f"{side} end"] += 1
                 if isinstance(action, KvArrived):
-                    assert self.written == self.CHUNKS, "all was written before"
+                    assert self.written == self.CHUNKS, "all pages were written before"
 
     def reuse(self) -> None:
         assert self.block_table is not None

@@ -32,9 +32,12 @@ def test_a_leg_that_has_its_blocks_waits_for_its_partner_and_does_not_starve() -
 
 def test_a_count_below_all_legs_identifies_none_since_a_later_one_may_have_passed() -> None:
     """The engine gives blocks to a later leg that reached its prefill worker first."""
-    made = queue("was not ready", "passed it and has its blocks")
+    made = queue("was not ready", "overtook it and has its blocks")
     assert made.find_starved(0, 1, 0.0, 100.0) == []
-    assert made.find_starved(0, 2, 0.0, 100.0) == ["was not ready", "passed it and has its blocks"]
+    assert made.find_starved(0, 2, 0.0, 100.0) == [
+        "was not ready",
+        "overtook it and has its blocks",
+    ]
 
 
 def test_only_legs_that_waited_long_enough_starve() -> None:

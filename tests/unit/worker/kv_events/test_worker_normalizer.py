@@ -103,7 +103,7 @@ class FakeIndex:
         self.sets[tier].add(name)
 
     def _remove(self, name: int, tier: int) -> None:
-        assert name in self.sets[tier], "only what was announced is withdrawn"
+        assert name in self.sets[tier], "only published blocks are withdrawn"
         assert all(name not in narrower for narrower in self.sets[:tier]), "sets are cumulative"
         self.sets[tier].remove(name)
         assert all(self.parents[one] != name for one in self.sets[tier]), "children go before"
@@ -519,7 +519,7 @@ def test_a_removed_hash_may_name_other_content_while_its_old_children_are_held()
     worker.store([1], other)
     assert worker.published == set(names_of(other))
     worker.store([3], PROMPT[:4])
-    assert worker.published == {*names_of(other), *NAMES[:2]}, "the child is where it was"
+    assert worker.published == {*names_of(other), *NAMES[:2]}, "the child is unchanged"
 
 
 def test_a_hash_stored_again_with_other_content_names_the_new_content() -> None:
@@ -710,7 +710,7 @@ def test_shrink_withdraws_the_deepest_and_withholds_new_blocks() -> None:
     worker.remove(9)
     assert worker.published == {NAMES[0]}
     worker.store([11], [11] * 4)
-    assert worker.published == {NAMES[0], *names_of([11] * 4)}, "room again, for a new block"
+    assert worker.published == {NAMES[0], *names_of([11] * 4)}, "capacity for a new block"
     worker.apply(PagesCleared())
     worker.store([1, 2, 3], PROMPT)
     assert worker.published == set(NAMES), "a clear ends the bound"
@@ -731,7 +731,7 @@ def test_grow_publishes_withheld_blocks_shallow_first_and_removes_the_bound() ->
     assert worker.published == whole
     worker.grow(1)
     worker.store([10, 11, 12], [10] * 12)
-    assert worker.published == {*whole, *names_of([10] * 12)}, "there is no bound any more"
+    assert worker.published == {*whole, *names_of([10] * 12)}, "the bound is removed"
 
 
 def test_a_withdrawn_block_stored_again_is_published_if_there_is_capacity() -> None:
@@ -929,7 +929,7 @@ def test_discarded_pages_are_freed_in_parts_without_garbage_collection() -> None
         while normalizer.free_deferred(10):
             turns += 1
         assert turns >= 10
-        assert pages_alive() - before == 2, "the root and what was stored since"
+        assert pages_alive() - before == 2, "the root and the blocks stored since"
         normalizer.apply(PagesRemoved([7]))
         assert normalizer.entry_count == 0
         assert not normalizer.free_deferred(10)

@@ -164,7 +164,7 @@ async def test_an_engine_that_serves_requests_while_its_probe_hangs_is_alive() -
     engine = Losing()
     runner = Runner(engine)
     async with watched(runner, timeout_s=0.01) as (probe, reports):
-        await until(lambda: len(engine.probes) >= 3, "it is probed again")
+        await until(lambda: len(engine.probes) >= 3, "the engine is probed again")
         assert runner.counters["canaries_failed"] == 0
         assert probe.is_alive
         assert reports == []
@@ -179,7 +179,7 @@ async def test_steps_without_output_postpone_the_probe() -> None:
     engine = Stepping("silent")
     async with watched(Runner(engine)) as (_, reports):
         looks = engine.steps
-        await until(lambda: engine.steps > looks + 5, "it is looked at")
+        await until(lambda: engine.steps > looks + 5, "the loads were read")
     assert engine.probes == []
     assert reports == []
 
@@ -195,7 +195,9 @@ async def test_steps_do_not_undo_a_failed_probe_but_output_does() -> None:
     engine = Stepping("silent")
     runner = Runner(engine)
     async with watched(runner, timeout_s=0.01) as (probe, reports):
-        await until(lambda: runner.counters["canaries_failed"] >= 3, "it is probed all the same")
+        await until(
+            lambda: runner.counters["canaries_failed"] >= 3, "the engine is probed nevertheless"
+        )
         assert reports == [False]
         engine.mode = "ok"
         await until(lambda: probe.is_alive, "a probe is answered")
@@ -225,7 +227,9 @@ async def test_a_cancelled_or_failed_request_does_not_count_as_output(
         with suppress(InternalError):  # the effect of an error chunk
             await runner.run(runner.admit(leg_request), lambda _: None)
         failed = runner.counters["canaries_failed"]
-        await until(lambda: runner.counters["canaries_failed"] > failed + 1, "it is probed again")
+        await until(
+            lambda: runner.counters["canaries_failed"] > failed + 1, "the engine is probed again"
+        )
         assert reports == [False]
 
 
@@ -266,10 +270,10 @@ async def test_a_probe_that_ignores_cancellation_is_a_failure_and_does_not_block
     engine = Clinging(mode, streams=1)
     async with watched(Runner(engine), timeout_s=0.01) as (probe, reports):
         try:
-            await until(lambda: reports, "it is found dead, though the probe hangs")
+            await until(lambda: reports, "the failure is detected although the probe hangs")
             engine.mode = "ok"
             await until(lambda: probe.is_alive, "the next probe is another task")
-            assert engine.clinging == 1, "the first one hangs still"
+            assert engine.clinging == 1, "the first probe still hangs"
             assert reports == [False, True]
         finally:
             engine.may_close.set()
@@ -289,7 +293,7 @@ async def test_the_number_of_hung_probes_is_bounded() -> None:
             engine.mode = "ok"
         finally:
             engine.may_close.set()
-        await until(lambda: probe.is_alive, "once they have ended it is probed again")
+        await until(lambda: probe.is_alive, "after they ended the engine is probed again")
 
 
 async def test_an_engine_that_cancels_its_own_stream_fails_the_probe_but_not_the_loop() -> None:
@@ -324,7 +328,7 @@ async def test_an_engine_without_a_stream_fails_the_probe() -> None:
             raise RuntimeError("no stream")
 
     async with watched(Runner(Streamless()), timeout_s=WAIT_S) as (_, reports):
-        await until(lambda: reports == [False], "it is found dead")
+        await until(lambda: reports == [False], "the failure is detected")
 
 
 async def test_the_end_of_the_probe_loop_ends_the_running_probe() -> None:
@@ -381,6 +385,6 @@ async def test_a_frozen_sim_and_its_recovery_are_detected() -> None:
         watched(Runner(engine), timeout_s=0.5) as (probe, _),
     ):
         engine.freeze()
-        await until(lambda: not probe.is_alive, "it is found to be frozen")
+        await until(lambda: not probe.is_alive, "the frozen engine is detected")
         engine.unfreeze()
         await until(lambda: probe.is_alive, "the engine is alive again")

@@ -314,7 +314,9 @@ async def test_a_decode_leg_that_ends_without_a_token_is_never_aborted() -> None
     await runner.stop(key, "client_gone")
     async with asyncio.timeout(WAIT_S):
         assert (await task).finish_reason is FinishReason.CANCELLED
-    assert asyncio.get_running_loop().time() - began >= STOP_GRACE_S / 2, "it had its grace"
+    assert asyncio.get_running_loop().time() - began >= STOP_GRACE_S / 2, (
+        "the grace period has passed"
+    )
     gate.opened.set()
     engine.contexts["a"].notify_first_token()
     await asyncio.sleep(0.01)
