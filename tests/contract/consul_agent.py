@@ -85,8 +85,10 @@ class ConsulAgent:
         self._end(signal.SIGINT)
 
     def pause(self) -> None:
-        """Suspend the process."""
-        self._signal(signal.SIGSTOP)
+        """Suspend the process; returns once all of its threads have stopped."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def resume(self) -> None:
         """Continue the process."""
