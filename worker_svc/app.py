@@ -21,7 +21,7 @@ from common.service.lifecycle import Lifecycle, ServiceInfo
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from worker_svc.card import build_card, card_differences, read_vocab_size
 from worker_svc.config import WorkerConfig
-from worker_svc.engines.build import build_engine, resolve_model_dir
+from worker_svc.engine_factory import build_engine, resolve_model_dir
 from worker_svc.engines.contract import (
     KV_EVENTS_OFF,
     EngineConfig,

@@ -13,7 +13,7 @@ import signal
 from common.service.base import main
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
-from worker_svc.engines.build import build_engine
+from worker_svc.engine_factory import build_engine
 from worker_svc.engines.sim.engine import SimEngine
 
 FREEZE = signal.SIGUSR1
