@@ -176,7 +176,7 @@ def test_a_request_is_explained_by_the_id_of_its_response(mesh: Mesh) -> None:
     refused = json.dumps({"request_id": "my-req-1"})
     done = run("-d", refused, mesh.router.address, f"{ROUTER}/Explain")
     assert "Code: NotFound" in done.stderr
-    assert "the id of its answer" in done.stderr
+    assert "the id of its response" in done.stderr
 
 
 def test_route_of_an_unknown_model_is_not_found(mesh: Mesh) -> None:
