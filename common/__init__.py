@@ -1,1 +1,1 @@
-"""What two rooms or more need: one noun a file."""
+"""What two services share: registry, KV index types, requests, wire, RPC and service life cycle."""
