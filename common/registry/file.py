@@ -131,12 +131,11 @@ class FileRegistry:
 
     @asynccontextmanager
     async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
-        self._check_open()
-        yield _FileWatch(self, self._view(namespace), self._poll_interval_s)
+        # Polls while `next` is awaited: no task, and errors reach the reader.
+        yield Watch(lambda: self._read(namespace), lambda: asyncio.sleep(self._poll_interval_s))
 
     async def snapshot(self, namespace: str) -> Snapshot:
-        self._check_open()
-        return self._view(namespace).poll()
+        return self._read(namespace)
 
     async def put_card(self, card: ModelCard) -> None:
         self._check_open()
@@ -173,6 +172,10 @@ class FileRegistry:
         for lease in self._leases.values():
             lease.detach()
         self._leases.clear()
+
+    def _read(self, namespace: str) -> Snapshot:
+        self._check_open()
+        return self._view(namespace).poll()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -240,21 +243,17 @@ class _FileLease:
     ) -> None:
         self._registry = registry
         self._path = directory / _entry_name(instance.id)
-        self._instance = instance
+        self.instance = instance
         self._order = order
         self._fd: int | None = None
         self._is_lost = False
 
-    @property
-    def instance(self) -> Instance:
-        return self._instance
-
     async def update(self, instance: Instance) -> None:
-        check_same_incarnation(self._instance, instance)
+        check_same_incarnation(self.instance, instance)
         await self._registry._publish_if_card_agrees(instance, self._publish_update)
 
     async def close(self) -> None:
-        self._registry._leases.pop(self._instance.id, None)
+        self._registry._leases.pop(self.instance.id, None)
         fd, self._fd = self._fd, None
         if fd is None:
             return
@@ -290,14 +289,14 @@ class _FileLease:
             fd = write_atomically(self._path, record, acquire_lock)
         self.detach()
         self._fd = fd
-        self._instance = instance
+        self.instance = instance
 
     def reconcile(self) -> None:
         """Restore the entry if it vanished; log the first failure and the recovery."""
         try:
             if self._is_file_current():
                 return
-            self.publish(self._instance)
+            self.publish(self.instance)
         except (OSError, Unavailable) as error:
             if not self._is_lost:
                 LOG.warning("registration_lost", path=str(self._path), error=str(error))
@@ -309,7 +308,7 @@ class _FileLease:
     def _publish_update(self, instance: Instance) -> None:
         # Checked here, not in update(): the lease may end during the wait for the card check.
         if self._fd is None:
-            raise lease_closed_error(self._instance)
+            raise lease_closed_error(self.instance)
         self.publish(instance)
 
     def _is_file_current(self) -> bool:
@@ -462,31 +461,6 @@ class _NamespaceView:
         if name not in self._warned_names:
             self._warned_names.add(name)
             LOG.warning(event, path=name, error=str(reason))
-
-
-class _FileWatch:
-    """Polls while `next` is awaited: no task, and errors reach the reader."""
-
-    def __init__(
-        self, registry: FileRegistry, view: _NamespaceView, poll_interval_s: float
-    ) -> None:
-        self._registry = registry
-        self._view = view
-        self._poll_interval_s = poll_interval_s
-        self._current = view.poll()
-
-    @property
-    def current(self) -> Snapshot:
-        return self._current
-
-    async def next(self) -> Snapshot:
-        while True:
-            self._registry._check_open()
-            latest = self._view.poll()
-            if latest is not self._current:
-                self._current = latest
-                return latest
-            await asyncio.sleep(self._poll_interval_s)
 
 
 def _entry_name(instance_id: int) -> str:

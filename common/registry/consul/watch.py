@@ -184,28 +184,6 @@ class NamespaceView:
         self.changed = asyncio.Event()
 
 
-class ConsulWatch:
-    """A watch on a view. check_open: raises once the registry is closed."""
-
-    def __init__(self, view: NamespaceView, check_open: Callable[[], None]) -> None:
-        self._view = view
-        self._check_open = check_open
-        self._current = view.snapshot
-
-    @property
-    def current(self) -> Snapshot:
-        return self._current
-
-    async def next(self) -> Snapshot:
-        while True:
-            self._check_open()
-            if self._view.snapshot is not self._current:
-                self._current = self._view.snapshot
-                return self._current
-            self._view.raise_if_failed()
-            await self._view.changed.wait()
-
-
 async def is_alive(entry: Entry, slots: asyncio.Semaphore | None = None) -> bool:
     """Whether an entry counts as a member: by Consul's checks, or by a probe if suspected."""
     if entry.health is not HealthState.SUSPECTED:
