@@ -23,6 +23,7 @@ import heapq
 from array import array
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -58,30 +59,20 @@ class SourceMatch(NamedTuple):
     disk_blocks: int
 
 
+@dataclass(slots=True, eq=False)
 class AdvertisedBlocks:
     """Handle of the blocks of one source in one index; created by `PrefixIndex.add_source`.
 
     retired: the handle is final; it holds nothing and never matches.
     """
 
-    __slots__ = (
-        "_bits",
-        "_held_counts",
-        "_is_compacting",
-        "_logs",
-        "is_visible",
-        "retired",
-        "source",
-    )
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.is_visible = False
-        self.retired = False
-        self._bits = [0, 0, 0]
-        self._held_counts = [0, 0, 0]
-        self._logs = [array("Q"), array("Q"), array("Q")]
-        self._is_compacting = False
+    source: Source
+    is_visible: bool = False
+    retired: bool = False
+    _bits: list[int] = field(default_factory=lambda: [0, 0, 0])
+    _held_counts: list[int] = field(default_factory=lambda: [0, 0, 0])
+    _logs: list[array[int]] = field(default_factory=lambda: [array("Q") for _ in Tier])
+    _is_compacting: bool = False
 
     @property
     def blocks(self) -> int:
@@ -158,11 +149,8 @@ class PrefixIndex:
         if the handle is retired.
         """
         for tier in Tier:
-            log, bit, stop = (
-                advertised._logs[tier],
-                advertised._bits[tier],
-                len(advertised._logs[tier]),
-            )
+            log, bit = advertised._logs[tier], advertised._bits[tier]
+            stop = len(log)
             for start in range(0, stop, size):
                 if advertised.retired:
                     return
@@ -355,10 +343,8 @@ class PrefixIndex:
         heapq.heappush(self._free_bits, bit)
 
     def _schedule_compaction(self, advertised: AdvertisedBlocks, tier: Tier) -> None:
-        needs_compaction = (
-            len(advertised._logs[tier]) > 2 * advertised._held_counts[tier] + LOG_SLACK_ENTRIES
-        )
-        if needs_compaction and not advertised._is_compacting:
+        entries_max = 2 * advertised._held_counts[tier] + LOG_SLACK_ENTRIES
+        if len(advertised._logs[tier]) > entries_max and not advertised._is_compacting:
             advertised._is_compacting = True
             self._deferred_work.append(self._compact(advertised, tier))
 
