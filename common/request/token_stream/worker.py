@@ -94,10 +94,6 @@ class _Slot:
     is_queued: bool = False
 
 
-def _default_loads() -> Sequence[Load]:
-    return (Load(),)
-
-
 class WorkerLink:
     """The worker's end of one Attach stream.
 
@@ -175,7 +171,8 @@ class WorkerLink:
         if error is not None:
             self._rejected.append(Rejected(submit.slot, error))
             return
-        if submit.prompt_bytes and not _is_partial_prompt(submit):
+        is_in_parts = submit.prompt_bytes > len(submit.prompt) and submit.prompt_bytes % 4 == 0
+        if submit.prompt_bytes and not is_in_parts:
             raise protocol_violation(
                 "g", f"slot {submit.slot}: prompt_bytes does not fit its first part"
             )
@@ -200,11 +197,8 @@ class WorkerLink:
         slot = self._slots.get(part.slot)
         if slot is None or slot.state is _SlotState.ENDED:
             return  # aborted or rejected while its prompt arrived
-        if (
-            slot.state is not _SlotState.ARRIVING
-            or part.offset != len(slot.prompt)
-            or not part.data
-        ):
+        is_next = slot.state is _SlotState.ARRIVING and part.offset == len(slot.prompt)
+        if not is_next or not part.data:
             raise protocol_violation(
                 "g", f"slot {part.slot}: prompt part at {part.offset} is out of order"
             )
@@ -311,7 +305,7 @@ class WorkerLink:
             self._send_queue.append(slot)
 
     def next_frame(
-        self, now: float, loads: Callable[[], Sequence[Load]] = _default_loads
+        self, now: float, loads: Callable[[], Sequence[Load]] = lambda: (Load(),)
     ) -> ResponseFrame | None:
         """Return the next frame to write, or None without content or credit.
 
@@ -412,7 +406,6 @@ class WorkerLink:
         if not self._lost and now - self._last_received_at > limit:
             return WorkerLost(f"no message from the frontend for {limit:g} s", retryable=True), []
         expired: list[StopSlot] = []
-        incomplete: list[int] = []
         for slot, state in self._slots.items():
             if state.deadline is None or now < state.deadline or state.is_stopping:
                 continue
@@ -420,11 +413,8 @@ class WorkerLink:
             if state.state in _RUNNING:
                 expired.append(StopSlot(slot, "deadline"))
             elif state.state is _SlotState.ARRIVING:
-                incomplete.append(slot)
-        for slot in incomplete:
-            self.end(
-                slot, None, error=DeadlineExceeded("the prompt did not arrive before the deadline")
-            )
+                error = DeadlineExceeded("the prompt did not arrive before the deadline")
+                self.end(slot, None, error=error)
         return None, expired
 
     def close(self) -> list[int]:
@@ -437,10 +427,6 @@ class WorkerLink:
         self._accepted.clear()
         self._rejected.clear()
         return [slot for slot, state in slots.items() if state.state in _RUNNING]
-
-
-def _is_partial_prompt(submit: Submit) -> bool:
-    return submit.prompt_bytes > len(submit.prompt) and submit.prompt_bytes % 4 == 0
 
 
 def _append_logprobs(state: _Slot, older_count: int, logprobs: Sequence[TokenLogprob]) -> None:
