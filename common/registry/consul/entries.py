@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -43,10 +43,6 @@ class Entry:
     instance: Instance
     order: tuple[int, int]
     health: HealthState
-
-    def suspected(self) -> Entry:
-        """The same entry after it vanished from the list."""
-        return replace(self, health=HealthState.SUSPECTED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,7 @@ class ConsulRegistry:
         await self._retry(partial(self._publish_model_name, instance))
 
     async def _publish_until_listed(self, lease: _ConsulLease) -> Listing:
-        """Publish and wait. A retry repeats both: an agent may lose an entry it accepted."""
+        # A retry repeats both: an agent may lose an entry it accepted.
         await lease.publish(lease.instance)
         return await self._wait_until_listed(lease.instance)
 
