@@ -171,7 +171,7 @@ def hashes_to_bytes(hashes: NDArray[np.uint64]) -> bytes:
 
 
 def hashes_from_bytes(data: bytes) -> NDArray[np.uint64]:
-    """Return a read-only array of `hashes_to_bytes`. Raises ValueError unless 8 divides the size."""
+    """Return a read-only array of `hashes_to_bytes`. Raises ValueError for other sizes."""
     if len(data) % 8:
         raise ValueError(f"data: {len(data)} bytes are not a multiple of 8")
     return np.frombuffer(data, dtype="<u8").astype(np.uint64, copy=False)

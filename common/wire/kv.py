@@ -176,19 +176,6 @@ def matches_to_proto(rows: Iterable[SourceMatch]) -> indexer_pb2.MatchResponse:
     return message
 
 
-def matches_from_proto(message: indexer_pb2.MatchResponse) -> list[SourceMatch]:
-    """Return match rows."""
-    return [
-        SourceMatch(
-            source_from_proto(row.source, "matches.source"),
-            row.device_blocks,
-            row.host_blocks,
-            row.disk_blocks,
-        )
-        for row in message.matches
-    ]
-
-
 def apply_subscription_message(
     feed: IndexFeed, message: indexer_pb2.SubscribeResponse, now: float
 ) -> Iterator[None]:
