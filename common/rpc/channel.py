@@ -12,7 +12,7 @@ server; mutual TLS if certificates are given. `bind` rejects an open port withou
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,14 +115,11 @@ def server(
     *,
     security: Security = PLAINTEXT,
     calls: RunningCalls | None = None,
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     tracer: trace.Tracer | None = None,
 ) -> grpc.aio.Server:
-    """A server with `MeshInterceptor` first, then `interceptors`."""
-    mesh_interceptor = MeshInterceptor(token=security.token, calls=calls, tracer=tracer)
-    return grpc.aio.server(
-        interceptors=[mesh_interceptor, *interceptors], options=_server_options()
-    )
+    """A server with `MeshInterceptor`."""
+    interceptor = MeshInterceptor(token=security.token, calls=calls, tracer=tracer)
+    return grpc.aio.server(interceptors=[interceptor], options=_server_options())
 
 
 def bind(
