@@ -68,25 +68,18 @@ class LogWriter:
         return not self._thread.is_alive()
 
     def _write(self) -> None:
-        while (batch := self._next_batch()) is not None:
-            self._write_all(batch)
-        self._write_all([])
-
-    def _next_batch(self) -> list[bytes] | None:
-        first = self._lines.get()
-        if first is None:
-            return None
-        batch = [first]
-        while len(batch) < BATCH_LINES_MAX and not self._lines.empty():
-            line = self._lines.get()
-            if line is None:
-                self._lines.put(None)  # For the next call; the queue has a free place now.
-                break
-            batch.append(line)
-        return batch
+        is_open = True
+        while is_open:
+            batch = [self._lines.get()]
+            while len(batch) < BATCH_LINES_MAX and not self._lines.empty():
+                batch.append(self._lines.get())
+            is_open = None not in batch
+            self._write_all([line for line in batch if line is not None])
 
     def _write_all(self, batch: list[bytes]) -> None:
-        if dropped := self._take_dropped_count():
+        with self._dropped_lock:
+            dropped, self._dropped = self._dropped, 0
+        if dropped:
             batch.append(orjson.dumps({"event": "log_lines_dropped", "lines": dropped}))
         data = b"".join(line + b"\n" for line in batch)
         try:
@@ -99,11 +92,6 @@ class LogWriter:
     def _count_dropped(self, lines: int) -> None:
         with self._dropped_lock:
             self._dropped += lines
-
-    def _take_dropped_count(self) -> int:
-        with self._dropped_lock:
-            count, self._dropped = self._dropped, 0
-        return count
 
 
 def setup(
@@ -120,9 +108,8 @@ def setup(
     """
     logs = LogWriter(sys.stderr.fileno() if fd is None else fd)
     level_number = logging.getLevelNamesMapping()[level.upper()]
-    identity = {
-        key: value for key, value in (("service", service), ("instance", instance_id)) if value
-    }
+    names = {"service": service, "instance": instance_id}
+    identity = {key: value for key, value in names.items() if value}
 
     def add_identity(_logger: object, _method: str, event: LogEvent) -> LogEvent:
         for key, value in identity.items():
