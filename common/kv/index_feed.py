@@ -272,10 +272,7 @@ class IndexFeed:
             self._reconcile(entry, now)
 
     def mark_all_disconnected(self, now: float, reason: str) -> None:
-        """Process the loss of the followed index; call before the next subscription.
-
-        Pending work is dropped because the `positions` to resume from do not include it.
-        """
+        """Process the loss of the followed index; drops work that `positions` does not include."""
         for source in self._entries:
             self.mark_disconnected(source, now, reason)
 

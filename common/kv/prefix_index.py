@@ -50,8 +50,7 @@ _MASK_BIT_BYTES = 4 / 30
 
 
 class SourceMatch(NamedTuple):
-    """Leading blocks of a chain that a source holds: on the device, on device or host, on any
-    tier; each count is at least the one before."""
+    """Leading blocks of a chain on the device, on device or host, and on any tier of a source."""
 
     source: Source
     device_blocks: int
@@ -61,10 +60,7 @@ class SourceMatch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AdvertisedBlocks:
-    """Handle of the blocks of one source in one index; created by `PrefixIndex.add_source`.
-
-    retired: the handle is final; it holds nothing and never matches.
-    """
+    """Handle of a source's blocks in one index. retired: final; holds nothing, never matches."""
 
     source: Source
     is_visible: bool = False
@@ -118,10 +114,7 @@ class PrefixIndex:
     # Queries.
 
     def match(self, hashes: Hashes) -> list[SourceMatch]:
-        """Return one row per visible source that holds the first block, deepest first.
-
-        hashes: a chain of prefix hashes, contiguous, shape (n,).
-        """
+        """Return a row per visible source of the first block, deepest first. hashes: contiguous."""
         if not len(hashes):
             return []
         # Few elements are read; a memoryview converts only those to Python ints.

@@ -275,10 +275,7 @@ class _FileLease:
             os.close(fd)
 
     def publish(self, instance: Instance) -> None:
-        """Write, lock and rename the entry. If it raises, the previous entry stays.
-
-        Raises Unavailable, and InvalidRequest for an entry above ENTRY_BYTES_MAX.
-        """
+        """Replace the entry, or keep it and raise Unavailable, or InvalidRequest if too large."""
         record = b'{"order":%d,"instance":%s}' % (self._order, instance.to_json())
         if len(record) > ENTRY_BYTES_MAX:
             raise InvalidRequest(

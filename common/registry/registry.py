@@ -167,7 +167,6 @@ class MemoryStore:
         self._members: dict[str, _Members] = {}
 
     def members(self, namespace: str) -> _Members:
-        """The members of `namespace`."""
         check_namespace(namespace)
         return self._members.setdefault(namespace, _Members())
 
@@ -284,22 +283,18 @@ class _MemoryLease:
 
 
 def instance_exists_error(instance: Instance) -> Conflict:
-    """The error for an id that is registered already."""
     return Conflict(
         f"instance {instance.id} is already registered", field="id", reason="INSTANCE_EXISTS"
     )
 
 
 def lease_closed_error(instance: Instance) -> Conflict:
-    """The error for updating a closed lease."""
     return Conflict(f"the lease of instance {instance.id} is closed", reason="LEASE_CLOSED")
 
 
 def registry_closed_error() -> Unavailable:
-    """The error for using a closed registry."""
     return Unavailable("the registry is closed", reason="REGISTRY_CLOSED")
 
 
 def card_not_found_error(checksum: str) -> NotFound:
-    """The error for a card that is not stored, with the store's key."""
     return NotFound(f"there is no model card cards/{checksum}", field="card_checksum")

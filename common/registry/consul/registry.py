@@ -21,7 +21,6 @@ from common.registry.consul.entries import (
     Listing,
     card_key,
     departure_key,
-    encode_manifest,
     pack_card,
     parse_manifest,
     registration,
@@ -272,11 +271,8 @@ class ConsulRegistry:
         except (NotFound, InvalidRequest):
             # Missing or damaged. The key is the content's checksum, so a write repairs it.
             key = card_key(card.checksum)
-            parts = await asyncio.to_thread(pack_card, card)
-            for n, part in enumerate(parts):
-                await self._client.put(f"{key}/{n}", part)
-            # Last: a card with a manifest is complete.
-            await self._client.put(f"{key}/manifest", encode_manifest(len(parts)))
+            for name, value in (await asyncio.to_thread(pack_card, card)).items():
+                await self._client.put(f"{key}/{name}", value)
 
     async def _sweep_departures(self, namespace: str) -> None:
         """Delete old departure notes. A failure is logged; the next registration sweeps."""

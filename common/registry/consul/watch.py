@@ -35,10 +35,7 @@ LOG = structlog.get_logger(__name__)
 
 
 class NamespaceView:
-    """The members of one namespace, and the task that follows their changes.
-
-    Members are listed as passing, or kept: not passing, but alive when probed.
-    """
+    """Members of one namespace (passing, or alive when probed), and the task that follows them."""
 
     def __init__(self, client: ConsulClient, namespace: str, rng: Random) -> None:
         self._client = client

@@ -410,10 +410,7 @@ def to_json(obj: object) -> str:
 
 
 def load_json_text(text: str | bytes, path: str) -> JsonValue:
-    """Return the value of RFC 8259 text, which has no NaN and no Infinity, also not by overflow.
-
-    Raises InvalidRequest with `path`.
-    """
+    """Return the value of JSON text without NaN and Infinity. Raises InvalidRequest with `path`."""
     try:
         return json.loads(text, parse_constant=_parse_finite_float, parse_float=_parse_finite_float)
     except (ValueError, RecursionError) as error:

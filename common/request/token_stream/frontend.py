@@ -55,10 +55,7 @@ class _OpenLeg:
 
 
 class FrontendLink:
-    """The frontend's end of one Attach stream.
-
-    Frames go in by `receive` and come out of `next_frame`. Holds no socket, task or clock.
-    """
+    """The frontend's end of one Attach stream. Holds no socket, task or clock."""
 
     def __init__(self, hello: Hello, now: float) -> None:
         self.hello = hello

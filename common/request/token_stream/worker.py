@@ -67,10 +67,7 @@ class StartSlot:
 
 @dataclass(frozen=True, slots=True)
 class StopSlot:
-    """Command to end a slot; a Terminal is still due.
-
-    No action is needed if the slot was rejected at the StartSlot right before.
-    """
+    """Command to end a slot, of which a Terminal is due unless it was just rejected."""
 
     slot: int
     reason: str
@@ -95,10 +92,7 @@ class _Slot:
 
 
 class WorkerLink:
-    """The worker's end of one Attach stream.
-
-    Frames go in by `receive` and come out of `next_frame`. Holds no socket, task or clock.
-    """
+    """The worker's end of one Attach stream. Holds no socket, task or clock."""
 
     def __init__(self, worker_id: int, now: float, *, heartbeat_s: float = HEARTBEAT_S) -> None:
         self.worker_id = worker_id
@@ -307,10 +301,7 @@ class WorkerLink:
     def next_frame(
         self, now: float, loads: Callable[[], Sequence[Load]] = lambda: (Load(),)
     ) -> ResponseFrame | None:
-        """Return the next frame to write, or None without content or credit.
-
-        loads: returns the load of each rank, at least one; called when a heartbeat is due.
-        """
+        """Return the next frame, None without content or credit. loads: one per rank."""
         if self.hello is None or self._lost:
             return None
         frame = ResponseFrame()
@@ -438,10 +429,7 @@ def _append_logprobs(state: _Slot, older_count: int, logprobs: Sequence[TokenLog
 
 
 def _next_logprob_batch(state: _Slot, available_bytes: int) -> tuple[int, int]:
-    """Return the token count of the next batch, at least 1, and its bytes.
-
-    A batch does not mix tokens with and without logprobs.
-    """
+    """Return count (at least 1) and bytes of the next tokens all with or all without logprobs."""
     first, used = state.logprobs[0], _BATCH_BYTES
     for count, logprob in enumerate(state.logprobs):
         size = _TOKEN_BYTES
