@@ -102,12 +102,13 @@ def setup(
     instance_id: str = "",
     fd: int | None = None,
 ) -> LogWriter:
-    """Configures structlog and standard logging; a later call replaces the configuration.
-
-    fd: file descriptor for the lines; None is stderr.
-    """
+    """Configures structlog and logging, replacing any earlier setup. fd: None is stderr."""
     logs = LogWriter(sys.stderr.fileno() if fd is None else fd)
     level_number = logging.getLevelNamesMapping()[level.upper()]
+    renderers: list[structlog.typing.Processor] = [structlog.processors.format_exc_info, _to_json]
+    if fmt == "console":
+        plain = structlog.dev.plain_traceback
+        renderers = [structlog.dev.ConsoleRenderer(colors=False, exception_formatter=plain)]
     names = {"service": service, "instance": instance_id}
     identity = {key: value for key, value in names.items() if value}
 
@@ -123,7 +124,7 @@ def setup(
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             _add_trace_ids,
-            *_render(fmt),
+            *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level_number),
         logger_factory=lambda *_args: _LineLogger(logs),
@@ -131,16 +132,6 @@ def setup(
     )
     _redirect_stdlib_logging(level_number)
     return logs
-
-
-def _render(fmt: Format) -> list[structlog.typing.Processor]:
-    if fmt == "console":
-        return [
-            structlog.dev.ConsoleRenderer(
-                colors=False, exception_formatter=structlog.dev.plain_traceback
-            )
-        ]
-    return [structlog.processors.format_exc_info, _to_json]
 
 
 def _to_json(_logger: object, _method: str, event: LogEvent) -> bytes:

@@ -82,10 +82,7 @@ class App(Protocol):
 
 
 class Lifecycle:
-    """Tasks, health and drain of one app.
-
-    Not a TaskGroup: that cancels all tasks on the first failure, instead of draining.
-    """
+    """Tasks, health and drain of one app. Unlike a TaskGroup, it drains if a task fails."""
 
     def __init__(self, health: HealthReporter) -> None:
         self.health = health
@@ -162,11 +159,7 @@ async def run(
     on_ready: Callable[[], object] = lambda: None,
     hard_exit: Callable[[int], object] = os._exit,
 ) -> int:
-    """Runs an app from start to end and returns the exit status.
-
-    on_ready: called after registration. hard_exit: ends the process on a second signal or a stuck
-    task.
-    """
+    """Runs an app to its end; the exit status. hard_exit: for a second signal or a stuck task."""
     lifecycle = Lifecycle(HealthReporter(threaded_health_server))
     with _signal_handlers(lifecycle, hard_exit) if signals else contextlib.nullcontext():
         await lifecycle.health.set_enabled(False)
@@ -200,10 +193,7 @@ def run_service(
     instance_id: str = "",
     warnings: Sequence[str] = (),
 ) -> NoReturn:
-    """Sets up logs and telemetry, runs the app and exits.
-
-    build: returns the app, inside the running event loop. warnings: of `read_config`, for the log.
-    """
+    """Runs an app with logs and telemetry, and exits. warnings: of `read_config`, for the log."""
     logs = log.setup(config.log_level, config.log_format, service=name, instance_id=instance_id)
 
     def hard_exit(status: int) -> None:
