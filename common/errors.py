@@ -11,9 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import IntEnum
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypedDict, Unpack
 
 _EMPTY_METADATA: Mapping[str, str] = MappingProxyType({})
+
+
+class _Details(TypedDict, total=False):
+    reason: str | None
+    metadata: Mapping[str, str] | None
+
+
+class _Parts(_Details, total=False):
+    field: str | None
+    retry_after_s: float | None
 
 
 class MeshError(Exception):
@@ -47,25 +57,11 @@ class MeshError(Exception):
 
     @classmethod
     def restore(
-        cls,
-        message: str,
-        *,
-        field: str | None = None,
-        retry_after_s: float | None = None,
-        reason: str | None = None,
-        metadata: Mapping[str, str] | None = None,
-        retryable: bool | None = None,
+        cls, message: str, *, retryable: bool | None = None, **parts: Unpack[_Parts]
     ) -> Self:
         """Return an error with exactly these parts; subclass constructors compose their message."""
         error = cls.__new__(cls)
-        MeshError.__init__(
-            error,
-            message,
-            field=field,
-            retry_after_s=retry_after_s,
-            reason=reason,
-            metadata=metadata,
-        )
+        MeshError.__init__(error, message, **parts)
         if retryable is not None:
             error.retryable = retryable
         return error
@@ -76,15 +72,8 @@ class InvalidRequest(MeshError):
 
     kind = "INVALID_REQUEST"
 
-    def __init__(
-        self,
-        message: str,
-        field: str | None = None,
-        *,
-        reason: str | None = None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message, field=field, reason=reason, metadata=metadata)
+    def __init__(self, message: str, field: str | None = None, **details: Unpack[_Details]) -> None:
+        super().__init__(message, field=field, **details)
 
 
 class Unsupported(InvalidRequest):
@@ -149,11 +138,9 @@ class Overloaded(MeshError):
         self,
         retry_after_s: float | None = None,
         message: str = "at capacity",
-        *,
-        reason: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        **details: Unpack[_Details],
     ) -> None:
-        super().__init__(message, retry_after_s=retry_after_s, reason=reason, metadata=metadata)
+        super().__init__(message, retry_after_s=retry_after_s, **details)
 
 
 class Unavailable(MeshError):
@@ -168,12 +155,9 @@ class Unavailable(MeshError):
         retry_after_s: float | None = None,
         *,
         field: str | None = None,
-        reason: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        **details: Unpack[_Details],
     ) -> None:
-        super().__init__(
-            message, field=field, retry_after_s=retry_after_s, reason=reason, metadata=metadata
-        )
+        super().__init__(message, field=field, retry_after_s=retry_after_s, **details)
 
 
 class WorkerLost(MeshError):
@@ -186,10 +170,9 @@ class WorkerLost(MeshError):
         message: str = "the worker was lost",
         *,
         retryable: bool,
-        reason: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        **details: Unpack[_Details],
     ) -> None:
-        super().__init__(message, reason=reason, metadata=metadata)
+        super().__init__(message, **details)
         self.retryable = retryable
 
 
@@ -210,13 +193,9 @@ class RequestCancelled(MeshError):
     kind = "REQUEST_CANCELLED"
 
     def __init__(
-        self,
-        message: str = "the request was cancelled",
-        *,
-        reason: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        self, message: str = "the request was cancelled", **details: Unpack[_Details]
     ) -> None:
-        super().__init__(message, reason=reason, metadata=metadata)
+        super().__init__(message, **details)
 
 
 class Unimplemented(MeshError):

@@ -11,10 +11,7 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def check_namespace(namespace: str) -> None:
-    """Raises InvalidRequest unless `namespace` has 1 to 63 letters, digits, `.`, `_` or `-`.
-
-    The first character must be a letter or a digit.
-    """
+    """Raises InvalidRequest unless `namespace` fits a directory name and a service name."""
     if not _NAMESPACE.fullmatch(namespace):
         raise InvalidRequest(
             f"namespace {namespace!r} must be 1 to 63 letters, digits, '.', '_' or '-', "

@@ -34,6 +34,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, NewType, TypeAlias
 
 import numpy as np
@@ -96,8 +97,6 @@ class PrefixHasher:
     Raises ValueError when block_size is not in 1..BLOCK_SIZE_MAX.
     """
 
-    __slots__ = ("_block_size", "_multipliers", "_position_keys", "_position_seed")
-
     def __init__(
         self,
         *,
@@ -112,15 +111,10 @@ class PrefixHasher:
         multiplier_seed, position_seed = _derive_seeds(
             mesh_key, block_size, (model, lora_name, cache_salt)
         )
-        self._block_size = block_size
+        self.block_size = block_size
         self._multipliers = _splitmix64_stream(multiplier_seed, 0, block_size) | 1
         self._position_seed = position_seed
         self._position_keys = np.empty(0, dtype=np.uint64)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return self._block_size
 
     def prefix_hashes(self, token_ids: TokenIdsLike) -> NDArray[np.uint64]:
         """Return one hash for each full block of a whole prompt, shape (len // block_size,).
@@ -143,10 +137,10 @@ class PrefixHasher:
 
     def _running_sums(self, state: ChainState, token_ids: TokenIdsLike) -> NDArray[np.uint64]:
         ids = _to_uint32_array(token_ids, "token_ids")
-        count = len(ids) // self._block_size
+        count = len(ids) // self.block_size
         if count == 0:
             return np.empty(0, dtype=np.uint64)
-        blocks = ids[: count * self._block_size].reshape(count, self._block_size)
+        blocks = ids[: count * self.block_size].reshape(count, self.block_size)
         # vecdot widens the ids in cache-sized pieces, without a 64-bit copy of the prompt.
         terms: NDArray[np.uint64] = np.vecdot(blocks, self._multipliers)
         terms += self._position_keys_between(state.position, state.position + count)
@@ -168,10 +162,7 @@ class PrefixHasher:
 
 
 def hashes_to_bytes(hashes: NDArray[np.uint64]) -> bytes:
-    """Return the wire form of hashes: 8 bytes each, little endian.
-
-    Raises ValueError when `hashes` is not a one-dimensional array of uint64.
-    """
+    """Return 8 bytes per hash, little endian. Raises ValueError unless `hashes` is 1-D uint64."""
     if hashes.dtype != np.uint64 or hashes.ndim != 1:
         raise ValueError(
             f"hashes: must be a 1-D array of uint64, not {hashes.ndim}-D of {hashes.dtype}"
@@ -180,10 +171,7 @@ def hashes_to_bytes(hashes: NDArray[np.uint64]) -> bytes:
 
 
 def hashes_from_bytes(data: bytes) -> NDArray[np.uint64]:
-    """Return the hashes in `data` (8 bytes each, little endian) as a read-only array.
-
-    Raises ValueError when the length is not a multiple of 8.
-    """
+    """Return a read-only array of `hashes_to_bytes`. Raises ValueError for other sizes."""
     if len(data) % 8:
         raise ValueError(f"data: {len(data)} bytes are not a multiple of 8")
     return np.frombuffer(data, dtype="<u8").astype(np.uint64, copy=False)
@@ -241,14 +229,18 @@ def compute_block_hash_for_seq(
         raise ValueError(f"block_mm_infos: {len(media_infos)} entries for {started_blocks} blocks")
     window = block_size + 1 if is_eagle else block_size
     data = ids.astype("<u4", copy=False).tobytes()
-    seed = _local_hash_seed(lora_name)
+    seed = _XXH3_SEED
+    if lora_name:
+        # Surrogates pass for the same reason as in `_derive_seeds`.
+        seed += xxhash.xxh3_64_intdigest(lora_name.encode("utf-8", "surrogatepass"))
     hashes = []
     for i, start in enumerate(range(0, len(ids) - window + 1, block_size)):
         content = data[4 * start : 4 * (start + window)]
         info = media_infos[i] if i < len(media_infos) else None
         if info is not None:
-            content += _media_hash_bytes(info)
-        hashes.append(LocalBlockHash(xxhash.xxh3_64_intdigest(content, seed)))
+            media_hashes = sorted(mm.mm_hash for mm in info.mm_objects)
+            content += struct.pack(f"<{len(media_hashes)}Q", *media_hashes)
+        hashes.append(LocalBlockHash(xxhash.xxh3_64_intdigest(content, seed & _U64_MAX)))
     return hashes
 
 
@@ -260,11 +252,11 @@ def compute_seq_hashes(local_hashes: Iterable[int]) -> list[SequenceHash]:
     hashes: list[SequenceHash] = []
     for local_hash in local_hashes:
         _require_uint64("local_hashes", local_hash)
+        chained = local_hash
         if hashes:
             pair = struct.pack("<QQ", hashes[-1], local_hash)
-            hashes.append(SequenceHash(xxhash.xxh3_64_intdigest(pair, _XXH3_SEED)))
-        else:
-            hashes.append(SequenceHash(local_hash))
+            chained = xxhash.xxh3_64_intdigest(pair, _XXH3_SEED)
+        hashes.append(SequenceHash(chained))
     return hashes
 
 
@@ -274,16 +266,6 @@ class TokensWithHashes:
     The ids are copied (read-only uint32), so that the cached hashes stay valid. Arguments and
     errors as in `compute_block_hash_for_seq`; invalid `block_mm_infos` raise at first use.
     """
-
-    __slots__ = (
-        "_block_hashes",
-        "_block_mm_infos",
-        "_block_size",
-        "_is_eagle",
-        "_lora_name",
-        "_seq_hashes",
-        "_tokens",
-    )
 
     def __init__(
         self,
@@ -296,50 +278,29 @@ class TokensWithHashes:
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size: {block_size} is below 1")
-        self._tokens = _to_uint32_array(tokens, "tokens").copy()
-        self._tokens.flags.writeable = False
-        self._block_size = block_size
+        self.tokens = _to_uint32_array(tokens, "tokens").copy()
+        self.tokens.flags.writeable = False
+        self.block_size = block_size
         self._block_mm_infos = tuple(block_mm_infos or ())
         self._lora_name = lora_name
         self._is_eagle = is_eagle
-        self._block_hashes: tuple[LocalBlockHash, ...] | None = None
-        self._seq_hashes: tuple[SequenceHash, ...] | None = None
 
     def __len__(self) -> int:
         """Return the number of tokens, the partial tail included."""
-        return len(self._tokens)
+        return len(self.tokens)
 
-    @property
-    def tokens(self) -> NDArray[np.uint32]:
-        """The token ids, read-only, shape (len(self),)."""
-        return self._tokens
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return self._block_size
-
-    @property
+    @cached_property
     def block_hashes(self) -> tuple[LocalBlockHash, ...]:
         """The local hash of each full block."""
-        if self._block_hashes is None:
-            self._block_hashes = tuple(
-                compute_block_hash_for_seq(
-                    self._tokens,
-                    self._block_size,
-                    self._block_mm_infos,
-                    self._lora_name,
-                    is_eagle=self._is_eagle,
-                )
-            )
-        return self._block_hashes
+        infos, lora, is_eagle = self._block_mm_infos, self._lora_name, self._is_eagle
+        return tuple(
+            compute_block_hash_for_seq(self.tokens, self.block_size, infos, lora, is_eagle=is_eagle)
+        )
 
-    @property
+    @cached_property
     def seq_hashes(self) -> tuple[SequenceHash, ...]:
         """The sequence hash of each full block."""
-        if self._seq_hashes is None:
-            self._seq_hashes = tuple(compute_seq_hashes(self.block_hashes))
-        return self._seq_hashes
+        return tuple(compute_seq_hashes(self.block_hashes))
 
 
 def _derive_seeds(mesh_key: bytes, block_size: int, names: tuple[str, str, str]) -> tuple[int, int]:
@@ -408,19 +369,6 @@ def _validate_array(token_ids: NDArray[Any], name: str) -> NDArray[np.uint32]:
     if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) <= 0xFFFFFFFF:
         raise ValueError(f"{name}: must be integers in 0..2^32-1")
     return token_ids.astype(np.uint32)
-
-
-def _local_hash_seed(lora_name: str | None) -> int:
-    if not lora_name:
-        return _XXH3_SEED
-    # Surrogates pass for the same reason as in `_derive_seeds`.
-    name = lora_name.encode("utf-8", "surrogatepass")
-    return (_XXH3_SEED + xxhash.xxh3_64_intdigest(name)) & _U64_MAX
-
-
-def _media_hash_bytes(info: BlockMediaInfo) -> bytes:
-    hashes = sorted(mm.mm_hash for mm in info.mm_objects)
-    return struct.pack(f"<{len(hashes)}Q", *hashes)
 
 
 def _require_uint64(name: str, value: int) -> None:

@@ -166,7 +166,6 @@ class IndexFeed:
         return self._entries[source].compute_status()
 
     def is_load_only(self, source: Source) -> bool:
-        """Whether `make_load_only` is in force for a known source."""
         return self._entries[source].load_only
 
     def unindexed_blocks_of(self, source: Source) -> int:
@@ -174,7 +173,6 @@ class IndexFeed:
         return self._entries[source].unindexed_blocks
 
     def last_received_at(self, source: Source) -> float:
-        """Return the time of the last message about a known source."""
         return self._entries[source].last_received_at
 
     def is_matchable(self, source: Source) -> bool:
@@ -189,7 +187,6 @@ class IndexFeed:
         return self._entries[source].retained_blocks
 
     def device_blocks_of(self, source: Source) -> int:
-        """Return the blocks of a known source on the device."""
         return self._entries[source].advertised.blocks_on(Tier.DEVICE)
 
     def advertised(self, source: Source) -> tuple[PrefixIndex, AdvertisedBlocks]:
@@ -275,10 +272,7 @@ class IndexFeed:
             self._reconcile(entry, now)
 
     def mark_all_disconnected(self, now: float, reason: str) -> None:
-        """Process the loss of the followed index; call before the next subscription.
-
-        Pending work is dropped because the `positions` to resume from do not include it.
-        """
+        """Process the loss of the followed index; drops work that `positions` does not include."""
         for source in self._entries:
             self.mark_disconnected(source, now, reason)
 
@@ -333,10 +327,9 @@ class IndexFeed:
         entry = self._require_entry(batch.source)
         entry.last_received_at = now
         if entry.load_only:
-            if entry.skip_batch(batch):
-                self.counters.batches += 1
-            else:
-                self.counters.duplicates += 1
+            is_new = entry.skip_batch(batch)
+            self.counters.batches += is_new
+            self.counters.duplicates += not is_new
             return
         if batch.epoch > entry.epoch:
             entry.begin_epoch(batch.epoch)

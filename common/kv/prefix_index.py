@@ -23,6 +23,7 @@ import heapq
 from array import array
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -49,8 +50,7 @@ _MASK_BIT_BYTES = 4 / 30
 
 
 class SourceMatch(NamedTuple):
-    """Leading blocks of a chain that a source holds: on the device, on device or host, on any
-    tier; each count is at least the one before."""
+    """Leading blocks of a chain on the device, on device or host, and on any tier of a source."""
 
     source: Source
     device_blocks: int
@@ -58,30 +58,17 @@ class SourceMatch(NamedTuple):
     disk_blocks: int
 
 
+@dataclass(slots=True, eq=False)
 class AdvertisedBlocks:
-    """Handle of the blocks of one source in one index; created by `PrefixIndex.add_source`.
+    """Handle of a source's blocks in one index. retired: final; holds nothing, never matches."""
 
-    retired: the handle is final; it holds nothing and never matches.
-    """
-
-    __slots__ = (
-        "_bits",
-        "_held_counts",
-        "_is_compacting",
-        "_logs",
-        "is_visible",
-        "retired",
-        "source",
-    )
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.is_visible = False
-        self.retired = False
-        self._bits = [0, 0, 0]
-        self._held_counts = [0, 0, 0]
-        self._logs = [array("Q"), array("Q"), array("Q")]
-        self._is_compacting = False
+    source: Source
+    is_visible: bool = False
+    retired: bool = False
+    _bits: list[int] = field(default_factory=lambda: [0, 0, 0])
+    _held_counts: list[int] = field(default_factory=lambda: [0, 0, 0])
+    _logs: list[array[int]] = field(default_factory=lambda: [array("Q") for _ in Tier])
+    _is_compacting: bool = False
 
     @property
     def blocks(self) -> int:
@@ -127,10 +114,7 @@ class PrefixIndex:
     # Queries.
 
     def match(self, hashes: Hashes) -> list[SourceMatch]:
-        """Return one row per visible source that holds the first block, deepest first.
-
-        hashes: a chain of prefix hashes, contiguous, shape (n,).
-        """
+        """Return a row per visible source of the first block, deepest first. hashes: contiguous."""
         if not len(hashes):
             return []
         # Few elements are read; a memoryview converts only those to Python ints.
@@ -158,11 +142,8 @@ class PrefixIndex:
         if the handle is retired.
         """
         for tier in Tier:
-            log, bit, stop = (
-                advertised._logs[tier],
-                advertised._bits[tier],
-                len(advertised._logs[tier]),
-            )
+            log, bit = advertised._logs[tier], advertised._bits[tier]
+            stop = len(log)
             for start in range(0, stop, size):
                 if advertised.retired:
                     return
@@ -355,10 +336,8 @@ class PrefixIndex:
         heapq.heappush(self._free_bits, bit)
 
     def _schedule_compaction(self, advertised: AdvertisedBlocks, tier: Tier) -> None:
-        needs_compaction = (
-            len(advertised._logs[tier]) > 2 * advertised._held_counts[tier] + LOG_SLACK_ENTRIES
-        )
-        if needs_compaction and not advertised._is_compacting:
+        entries_max = 2 * advertised._held_counts[tier] + LOG_SLACK_ENTRIES
+        if len(advertised._logs[tier]) > entries_max and not advertised._is_compacting:
             advertised._is_compacting = True
             self._deferred_work.append(self._compact(advertised, tier))
 

@@ -186,8 +186,7 @@ class SourceEntry:
                 case EventKind.CLEARED:
                     self.unindexed_blocks = 0
                     self.degraded = False
-        self.epoch, self.sequence = position
-        self.head_sequence = self.sequence
+        self._move_to(*position)
         return True
 
     def skip_chunk(self, chunk: SnapshotChunk) -> bool:
@@ -198,10 +197,11 @@ class SourceEntry:
             self.unindexed_blocks = 0
         self.unindexed_blocks += len(chunk.hashes)
         if chunk.last:
-            position = max((chunk.epoch, chunk.sequence), (self.epoch, self.sequence))
-            self.epoch, self.sequence = position
-            self.head_sequence = self.sequence
+            self._move_to(*max((chunk.epoch, chunk.sequence), (self.epoch, self.sequence)))
         return True
+
+    def _move_to(self, epoch: int, sequence: int) -> None:
+        self.epoch, self.sequence, self.head_sequence = epoch, sequence, sequence
 
 
 def batch_weight(batch: EventBatch) -> int:

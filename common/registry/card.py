@@ -150,10 +150,7 @@ class ModelCard:
         return _dump_canonical_json(_card_to_json(self.without_inline_bytes()))
 
     def without_inline_bytes(self, *, larger_than_bytes: int = -1) -> ModelCard:
-        """The same card (and checksum) without artifact bytes, for stores with small values.
-
-        larger_than_bytes: smaller artifacts keep their bytes.
-        """
+        """The same card (and checksum) without the bytes of artifacts above `larger_than_bytes`."""
         artifacts_without_bytes = {
             name: replace(a, inline=None) if a.size > larger_than_bytes else a
             for name, a in self.artifacts.items()

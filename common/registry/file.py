@@ -70,8 +70,6 @@ ENTRY_BYTES_MAX = 1 << 20
 LOGGED_CHARS_MAX = 500
 # A hidden file this old belongs to an owner that died before it could rename it.
 ABANDONED_AFTER_S = 60.0
-# An entry may be replaced this often during one attempt to open it.
-OPEN_ATTEMPTS_MAX = 16
 
 _ENTRY_NAME = re.compile(r"[0-9a-f]{16}\.json")
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
@@ -118,7 +116,8 @@ class FileRegistry:
     async def register(self, instance: Instance) -> Lease:
         self._check_open()
         view = self._view(instance.namespace)
-        if instance.id in self._leases or view.is_registered(instance.id):
+        view.poll()
+        if instance.id in self._leases or _entry_name(instance.id) in view.entries:
             raise instance_exists_error(instance)
         lease = _FileLease(self, view.directory, instance, time.monotonic_ns())
         await self._publish_if_card_agrees(instance, lease.publish)
@@ -131,12 +130,11 @@ class FileRegistry:
 
     @asynccontextmanager
     async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
-        self._check_open()
-        yield _FileWatch(self, self._view(namespace), self._poll_interval_s)
+        # Polls while `next` is awaited: no task, and errors reach the reader.
+        yield Watch(lambda: self._read(namespace), lambda: asyncio.sleep(self._poll_interval_s))
 
     async def snapshot(self, namespace: str) -> Snapshot:
-        self._check_open()
-        return self._view(namespace).poll()
+        return self._read(namespace)
 
     async def put_card(self, card: ModelCard) -> None:
         self._check_open()
@@ -174,13 +172,17 @@ class FileRegistry:
             lease.detach()
         self._leases.clear()
 
+    def _read(self, namespace: str) -> Snapshot:
+        self._check_open()
+        return self._view(namespace).poll()
+
     def _check_open(self) -> None:
         if self._closed:
             raise registry_closed_error()
 
     def _view(self, namespace: str) -> _NamespaceView:
-        check_namespace(namespace)
         if namespace not in self._views:
+            check_namespace(namespace)
             self._views[namespace] = _NamespaceView(self._path / namespace / "instances", namespace)
         return self._views[namespace]
 
@@ -218,7 +220,8 @@ class FileRegistry:
         try:
             if not try_lock(lock_fd):
                 return False
-            raise_if_card_conflicts(find_card_conflict(view.members(), instance), instance)
+            view.poll()
+            raise_if_card_conflicts(find_card_conflict(view.instances(), instance), instance)
             publish(instance)
             return True
         finally:
@@ -240,21 +243,17 @@ class _FileLease:
     ) -> None:
         self._registry = registry
         self._path = directory / _entry_name(instance.id)
-        self._instance = instance
+        self.instance = instance
         self._order = order
         self._fd: int | None = None
         self._is_lost = False
 
-    @property
-    def instance(self) -> Instance:
-        return self._instance
-
     async def update(self, instance: Instance) -> None:
-        check_same_incarnation(self._instance, instance)
+        check_same_incarnation(self.instance, instance)
         await self._registry._publish_if_card_agrees(instance, self._publish_update)
 
     async def close(self) -> None:
-        self._registry._leases.pop(self._instance.id, None)
+        self._registry._leases.pop(self.instance.id, None)
         fd, self._fd = self._fd, None
         if fd is None:
             return
@@ -276,10 +275,7 @@ class _FileLease:
             os.close(fd)
 
     def publish(self, instance: Instance) -> None:
-        """Write, lock and rename the entry. If it raises, the previous entry stays.
-
-        Raises Unavailable, and InvalidRequest for an entry above ENTRY_BYTES_MAX.
-        """
+        """Replace the entry, or keep it and raise Unavailable, or InvalidRequest if too large."""
         record = b'{"order":%d,"instance":%s}' % (self._order, instance.to_json())
         if len(record) > ENTRY_BYTES_MAX:
             raise InvalidRequest(
@@ -290,14 +286,17 @@ class _FileLease:
             fd = write_atomically(self._path, record, acquire_lock)
         self.detach()
         self._fd = fd
-        self._instance = instance
+        self.instance = instance
 
     def reconcile(self) -> None:
         """Restore the entry if it vanished; log the first failure and the recovery."""
+        if self._fd is None:
+            return
         try:
-            if self._is_file_current():
+            own_stat = os.fstat(self._fd)
+            if own_stat.st_size > 0 and inode_of_path(self._path) == own_stat.st_ino:
                 return
-            self.publish(self._instance)
+            self.publish(self.instance)
         except (OSError, Unavailable) as error:
             if not self._is_lost:
                 LOG.warning("registration_lost", path=str(self._path), error=str(error))
@@ -309,14 +308,8 @@ class _FileLease:
     def _publish_update(self, instance: Instance) -> None:
         # Checked here, not in update(): the lease may end during the wait for the card check.
         if self._fd is None:
-            raise lease_closed_error(self._instance)
+            raise lease_closed_error(self.instance)
         self.publish(instance)
-
-    def _is_file_current(self) -> bool:
-        if self._fd is None:
-            return True
-        own_stat = os.fstat(self._fd)
-        return own_stat.st_size > 0 and inode_of_path(self._path) == own_stat.st_ino
 
 
 @dataclass(slots=True)
@@ -337,39 +330,29 @@ class _NamespaceView:
         self.card_check_lock = directory.parent / ".admission"
         self._namespace = namespace
         self._snapshot = Snapshot()
-        self._entries: dict[str, _Entry] = {}
+        self.entries: dict[str, _Entry] = {}
         self._warned_names: set[str] = set()
 
     def poll(self) -> Snapshot:
         """The current members: lists the directory and queries every lock."""
         is_listed = self._load_listing()
-        for name, entry in tuple(self._entries.items()):
+        for name, entry in tuple(self.entries.items()):
             # An update unlocks the old file after the new one has taken its name.
             if not is_locked(entry.fd) and not self._load_entry(name):
                 self._drop_entry(name)
         if is_listed or self._snapshot.revision:
-            self._snapshot = self._snapshot.next_snapshot(self._instances_in_order())
+            self._snapshot = self._snapshot.next_snapshot(self.instances())
         return self._snapshot
 
-    def members(self) -> list[Instance]:
-        """All live instances now, oldest first, superseded ones included."""
-        self.poll()
-        return list(self._instances_in_order())
-
-    def is_registered(self, instance_id: int) -> bool:
-        """Whether a live owner has registered this id."""
-        self.poll()
-        return _entry_name(instance_id) in self._entries
-
     def close(self) -> None:
-        for entry in self._entries.values():
+        for entry in self.entries.values():
             os.close(entry.fd)
-        self._entries.clear()
+        self.entries.clear()
 
-    def _instances_in_order(self) -> Iterator[Instance]:
-        for entry in sorted(self._entries.values(), key=lambda e: e.order):
-            if entry.instance is not None:
-                yield entry.instance
+    def instances(self) -> list[Instance]:
+        """The instances of the last poll, oldest first, superseded ones included."""
+        entries = sorted(self.entries.values(), key=lambda e: e.order)
+        return [e.instance for e in entries if e.instance is not None]
 
     def _load_listing(self) -> bool:
         """Load new and replaced files; False if the directory cannot be read."""
@@ -384,15 +367,15 @@ class _NamespaceView:
             return False
         self._warned_names.intersection_update(listed)
         for name, inode in listed.items():
-            known_entry = self._entries.get(name)
+            known_entry = self.entries.get(name)
             if known_entry is not None and known_entry.inode == inode:
                 continue
             if _ENTRY_NAME.fullmatch(name):
                 self._load_entry(name)
             elif not name.startswith("."):
                 self._warn_once(name, "registry_file_ignored", "the name is not <id>.json")
-        for name in self._entries.keys() - listed.keys():
-            if os.fstat(self._entries[name].fd).st_size == 0:
+        for name in self.entries.keys() - listed.keys():
+            if os.fstat(self.entries[name].fd).st_size == 0:
                 self._drop_entry(name)
         return True
 
@@ -400,12 +383,12 @@ class _NamespaceView:
         """Load the file under `name` if its owner lives, else remove it; returns which."""
         path = self.directory / name
         try:
-            for _ in range(OPEN_ATTEMPTS_MAX):
+            while True:
                 fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
                 if is_locked(fd):
                     entry = self._read_entry(name, fd)
                     self._drop_entry(name)
-                    self._entries[name] = entry
+                    self.entries[name] = entry
                     return True
                 try:
                     if self._remove_dead_file(path, fd):
@@ -418,7 +401,6 @@ class _NamespaceView:
         except OSError as error:
             self._warn_once(name, "registry_entry_unreadable", error)
             return False
-        return name in self._entries  # The owner updates it all the time: it lives.
 
     def _remove_dead_file(self, path: Path, fd: int) -> bool:
         """Remove an unlocked file. False if another file has replaced it.
@@ -453,7 +435,7 @@ class _NamespaceView:
         return _Entry(fd, inode, record.order, instance)
 
     def _drop_entry(self, name: str) -> None:
-        entry = self._entries.pop(name, None)
+        entry = self.entries.pop(name, None)
         if entry is not None:
             os.close(entry.fd)
 
@@ -462,31 +444,6 @@ class _NamespaceView:
         if name not in self._warned_names:
             self._warned_names.add(name)
             LOG.warning(event, path=name, error=str(reason))
-
-
-class _FileWatch:
-    """Polls while `next` is awaited: no task, and errors reach the reader."""
-
-    def __init__(
-        self, registry: FileRegistry, view: _NamespaceView, poll_interval_s: float
-    ) -> None:
-        self._registry = registry
-        self._view = view
-        self._poll_interval_s = poll_interval_s
-        self._current = view.poll()
-
-    @property
-    def current(self) -> Snapshot:
-        return self._current
-
-    async def next(self) -> Snapshot:
-        while True:
-            self._registry._check_open()
-            latest = self._view.poll()
-            if latest is not self._current:
-                self._current = latest
-                return latest
-            await asyncio.sleep(self._poll_interval_s)
 
 
 def _entry_name(instance_id: int) -> str:

@@ -52,10 +52,7 @@ def inode_of_path(path: Path) -> int | None:
 
 
 def write_atomically(path: Path, data: bytes, before_rename: Callable[[int], None]) -> int:
-    """Create or replace the file at `path` in one step; returns its descriptor.
-
-    before_rename: locks or syncs the complete file before it gets its name.
-    """
+    """Replace the file in one step; returns its descriptor. before_rename: locks or syncs it."""
     fd, temp_path = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(fd, "wb", closefd=False) as file:

@@ -151,10 +151,7 @@ def parse_json(adapter: TypeAdapter[T], raw: bytes | str, subject: str) -> T:
 
 
 def new_instance_id(rng: Random) -> int:
-    """A random id in 2^53 … 2^63-1. `rng` must be seeded by the system, or ids repeat.
-
-    The lower bound makes logs write every id as text: see `common/runtime/log.py`.
-    """
+    """A random id in 2^53 … 2^63-1, which logs write as text. `rng` is seeded by the system."""
     return rng.randrange(2**53, INSTANCE_ID_LIMIT)
 
 
@@ -181,17 +178,11 @@ class Snapshot:
         return tuple(i for i in self.of("worker") if i.model == model)
 
     def card_checksum(self, model: str) -> str | None:
-        """The card checksum of the oldest worker of `model`, None without worker or card.
-
-        `register` keeps the others equal to it.
-        """
+        """The checksum that all workers of `model` have, None without worker or card."""
         return next((i.card_checksum for i in self.serving(model) if i.card_checksum), None)
 
     def next_snapshot(self, members: Iterable[Instance]) -> Snapshot:
-        """The next snapshot with `members` (oldest first), or `self` if nothing changed.
-
-        Revision 0 is always followed by revision 1, also without members.
-        """
+        """The snapshot with `members` (oldest first); `self` if read before and nothing changed."""
         instances = {i.id: i for i in newest_incarnations(members)}
         if self.revision and instances == self.instances:
             return self
@@ -235,10 +226,7 @@ def newest_incarnations(instances: Iterable[Instance]) -> tuple[Instance, ...]:
 
 
 def find_card_conflict(members: Iterable[Instance], candidate: Instance) -> Instance | None:
-    """The live instance that serves the candidate's model under another card, or None.
-
-    members: oldest first. The candidate's own predecessor does not count: it is superseded.
-    """
+    """The live instance, other than its predecessor, with another card of the model, or None."""
     if not candidate.card_checksum:
         return None
     others = (i for i in members if i.id != candidate.id)
@@ -263,10 +251,7 @@ class ModelNetworkName(str):
     def from_parts(
         cls, namespace: str, component: str, endpoint: str, lease_id: int
     ) -> ModelNetworkName:
-        """Slug of the four parts. lease_id: i64 or u64, negative ones in two's complement.
-
-        Raises InvalidRequest if lease_id does not fit 64 bits.
-        """
+        """Slug of the four parts. Raises InvalidRequest unless lease_id is an i64 or u64."""
         if not -(2**63) <= lease_id < 2**64:
             raise InvalidRequest(f"lease_id {lease_id} does not fit 64 bits", "lease_id")
         lease = lease_id & (2**64 - 1)

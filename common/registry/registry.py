@@ -10,8 +10,9 @@ when the entry vanished or the store returns.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import structlog
@@ -46,15 +47,18 @@ class Lease(Protocol):
         """Deregister at once. Idempotent."""
 
 
-class Watch(Protocol):
-    """The changing members of one namespace, for one reader."""
+class Watch:
+    """The changing members of one namespace, for one reader.
 
-    @property
-    def current(self) -> Snapshot:
-        """The last result of `next`; at first the members when the watch was opened.
+    current: the last result of `next`; at first the members when the watch was opened. Revision 0
+    if the store could not be read.
+    """
 
-        Revision 0 if the store could not be read.
-        """
+    def __init__(self, read: Callable[[], Snapshot], wait: Callable[[], Awaitable[object]]) -> None:
+        """read: the members now; raises once the registry is closed. wait: until a change."""
+        self._read = read
+        self._wait = wait
+        self.current = read()
 
     async def next(self) -> Snapshot:
         """Wait until the members differ from `current`; returns the new snapshot.
@@ -62,6 +66,10 @@ class Watch(Protocol):
         Changes coalesce: a slow reader misses steps, never the last state. Raises Unavailable once
         the Registry is closed. A lost store is not a change and raises nothing.
         """
+        while (latest := self._read()) is self.current:
+            await self._wait()
+        self.current = latest
+        return latest
 
 
 class Registry(Protocol):
@@ -159,7 +167,6 @@ class MemoryStore:
         self._members: dict[str, _Members] = {}
 
     def members(self, namespace: str) -> _Members:
-        """The members of `namespace`."""
         check_namespace(namespace)
         return self._members.setdefault(namespace, _Members())
 
@@ -217,12 +224,12 @@ class MemoryRegistry:
 
     @asynccontextmanager
     async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
-        self._check_open()
-        yield _MemoryWatch(self, self._store.members(namespace))
+        yield Watch(
+            lambda: self._read(namespace), lambda: self._store.members(namespace).changed.wait()
+        )
 
     async def snapshot(self, namespace: str) -> Snapshot:
-        self._check_open()
-        return self._store.members(namespace).snapshot
+        return self._read(namespace)
 
     async def put_card(self, card: ModelCard) -> None:
         self._check_open()
@@ -245,74 +252,49 @@ class MemoryRegistry:
             await lease.close()
         self._store.notify_watches()
 
+    def _read(self, namespace: str) -> Snapshot:
+        self._check_open()
+        return self._store.members(namespace).snapshot
+
     def _check_open(self) -> None:
         if self._closed:
             raise registry_closed_error()
 
 
+@dataclass(slots=True)
 class _MemoryLease:
-    def __init__(
-        self, leases: dict[int, _MemoryLease], members: _Members, instance: Instance
-    ) -> None:
-        self._leases = leases
-        self._members = members
-        self._instance = instance
-        self._open = True
+    """Open while `leases` contains it."""
 
-    @property
-    def instance(self) -> Instance:
-        return self._instance
+    leases: dict[int, _MemoryLease]
+    members: _Members
+    instance: Instance
 
     async def update(self, instance: Instance) -> None:
-        if not self._open:
-            raise lease_closed_error(self._instance)
-        check_same_incarnation(self._instance, instance)
-        self._members.put(instance)
-        self._instance = instance
+        if self.leases.get(self.instance.id) is not self:
+            raise lease_closed_error(self.instance)
+        check_same_incarnation(self.instance, instance)
+        self.members.put(instance)
+        self.instance = instance
 
     async def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._leases.pop(self._instance.id, None)
-            self._members.remove(self._instance.id)
-
-
-class _MemoryWatch:
-    def __init__(self, registry: MemoryRegistry, members: _Members) -> None:
-        self._registry = registry
-        self._members = members
-        self._current = members.snapshot
-
-    @property
-    def current(self) -> Snapshot:
-        return self._current
-
-    async def next(self) -> Snapshot:
-        while True:
-            self._registry._check_open()
-            if self._members.snapshot is not self._current:
-                self._current = self._members.snapshot
-                return self._current
-            await self._members.changed.wait()
+        if self.leases.get(self.instance.id) is self:
+            del self.leases[self.instance.id]
+            self.members.remove(self.instance.id)
 
 
 def instance_exists_error(instance: Instance) -> Conflict:
-    """The error for an id that is registered already."""
     return Conflict(
         f"instance {instance.id} is already registered", field="id", reason="INSTANCE_EXISTS"
     )
 
 
 def lease_closed_error(instance: Instance) -> Conflict:
-    """The error for updating a closed lease."""
     return Conflict(f"the lease of instance {instance.id} is closed", reason="LEASE_CLOSED")
 
 
 def registry_closed_error() -> Unavailable:
-    """The error for using a closed registry."""
     return Unavailable("the registry is closed", reason="REGISTRY_CLOSED")
 
 
 def card_not_found_error(checksum: str) -> NotFound:
-    """The error for a card that is not stored, with the store's key."""
     return NotFound(f"there is no model card cards/{checksum}", field="card_checksum")

@@ -12,7 +12,7 @@ server; mutual TLS if certificates are given. `bind` rejects an open port withou
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,10 +75,7 @@ PLAINTEXT = Security()
 
 
 def security_from_config(config: ServiceConfig) -> Security:
-    """The security of a configuration, with its PEM files.
-
-    Raises InvalidRequest with the setting of a file that cannot be read.
-    """
+    """The security of a configuration. Raises InvalidRequest with an unreadable file's setting."""
     return Security(
         token=config.mesh_token,
         cert=_read_pem(config.tls_cert_path, "tls_cert_path"),
@@ -115,14 +112,11 @@ def server(
     *,
     security: Security = PLAINTEXT,
     calls: RunningCalls | None = None,
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     tracer: trace.Tracer | None = None,
 ) -> grpc.aio.Server:
-    """A server with `MeshInterceptor` first, then `interceptors`."""
-    mesh_interceptor = MeshInterceptor(token=security.token, calls=calls, tracer=tracer)
-    return grpc.aio.server(
-        interceptors=[mesh_interceptor, *interceptors], options=_server_options()
-    )
+    """A server with `MeshInterceptor`."""
+    interceptor = MeshInterceptor(token=security.token, calls=calls, tracer=tracer)
+    return grpc.aio.server(interceptors=[interceptor], options=_server_options())
 
 
 def bind(
@@ -161,10 +155,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def check_bindable(host: str, port: int, setting: str) -> None:
-    """Raises Conflict, with the reason and the flags, if an address cannot be bound.
-
-    setting: the field that `port` is from. Call before grpc binds, since grpc hides the reason.
-    """
+    """Raises Conflict with the reason, which grpc hides. setting: the field `port` is from."""
     if (bind_error := _find_bind_error(host, port)) is not None:
         raise Conflict(
             f"cannot bind {join_address(host, port)} (--host, {flag_name(setting)}): "

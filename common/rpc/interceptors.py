@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -115,17 +116,6 @@ HandlerFunction: TypeAlias = Callable[[Any, Context], Any]
 def request_id() -> str | None:
     """The request id of the current task, or None."""
     return _request_id.get()
-
-
-@contextmanager
-def bind_request_id(value: str) -> Iterator[None]:
-    """Sets the request id of outgoing calls and log lines, for requests not received by gRPC."""
-    token = _request_id.set(value)
-    try:
-        with structlog.contextvars.bound_contextvars(request_id=value):
-            yield
-    finally:
-        _request_id.reset(token)
 
 
 def remaining_time_s(timeout_s: float) -> float:
@@ -276,23 +266,16 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
         return known[1]
 
     def _wrap_handler(self, method: str, handler: Handler) -> Handler:
-        response_arity = "stream" if handler.response_streaming else "unary"
-        arity = f"{'stream' if handler.request_streaming else 'unary'}_{response_arity}"
-        handler_function: HandlerFunction = getattr(handler, arity)
+        is_stream = handler.response_streaming
+        request_arity = "stream" if handler.request_streaming else "unary"
+        arity = f"{request_arity}_{'stream' if is_stream else 'unary'}"
+        run: HandlerFunction = getattr(handler, arity)
+        if is_stream:
+            run = partial(_run_stream, run)
         make_handler: Callable[..., Handler] = getattr(grpc, f"{arity}_rpc_method_handler")
-        run = (
-            _stream_runner(handler_function)
-            if handler.response_streaming
-            else _unary_runner(handler_function)
-        )
         is_long_lived = method.rpartition("/")[2] in LONG_LIVED_METHODS
-        timeout_s = (
-            None
-            if is_long_lived
-            else STREAM_TIMEOUT_S
-            if handler.response_streaming
-            else UNARY_TIMEOUT_S
-        )
+        default_timeout_s = STREAM_TIMEOUT_S if is_stream else UNARY_TIMEOUT_S
+        timeout_s = None if is_long_lived else default_timeout_s
 
         async def serve(request: Any, context: Context) -> Any:
             headers = dict(context.invocation_metadata() or ())
@@ -335,8 +318,11 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
             return
         if not telemetry.is_sampled(parent):
             # No span, but outgoing calls still belong to the caller's trace.
-            with _use_trace_context(parent):
+            token = otel_context.attach(parent)
+            try:
                 yield
+            finally:
+                otel_context.detach(token)
             return
         name = method.lstrip("/")
         with self._tracer.start_as_current_span(
@@ -355,27 +341,17 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
                 raise
 
 
-def _unary_runner(handler_function: HandlerFunction) -> Callable[[Any, Context], Awaitable[Any]]:
-    async def run(request: Any, context: Context) -> Any:
-        return await handler_function(request, context)
-
-    return run
-
-
-def _stream_runner(handler_function: HandlerFunction) -> Callable[[Any, Context], Awaitable[None]]:
-    async def run(request: Any, context: Context) -> None:
-        result = handler_function(request, context)
-        if not hasattr(result, "__aiter__"):
-            await result  # It writes to the context itself.
-            return
-        try:
-            async for message in result:
-                await context.write(message)
-        finally:
-            if (close := getattr(result, "aclose", None)) is not None:
-                await close()
-
-    return run
+async def _run_stream(handler_function: HandlerFunction, request: Any, context: Context) -> None:
+    result = handler_function(request, context)
+    if not hasattr(result, "__aiter__"):
+        await result  # It writes to the context itself.
+        return
+    try:
+        async for message in result:
+            await context.write(message)
+    finally:
+        if (close := getattr(result, "aclose", None)) is not None:
+            await close()
 
 
 async def _run_with_timeout(limit_s: float | None, work: Awaitable[Any]) -> Any:
@@ -427,15 +403,6 @@ def _bind_incoming_deadline(remaining_s: float | None, timeout_s: float | None) 
     if left_s is not None:
         _deadline.set(asyncio.get_running_loop().time() + left_s)
     return timeout_s if remaining_s is None else None
-
-
-@contextmanager
-def _use_trace_context(context: otel_context.Context) -> Iterator[None]:
-    token = otel_context.attach(context)
-    try:
-        yield
-    finally:
-        otel_context.detach(token)
 
 
 def _is_local_peer(peer: str) -> bool:

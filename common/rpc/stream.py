@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc.aio
 
@@ -14,16 +14,15 @@ from common.rpc import channel as rpc
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
+StreamingCall: TypeAlias = (
+    "grpc.aio.UnaryStreamCall[RequestT, ResponseT] | grpc.aio.StreamStreamCall[RequestT, ResponseT]"
+)
 
 
 class GrpcStream(Generic[RequestT, ResponseT]):
     """The messages of one streaming call."""
 
-    def __init__(
-        self,
-        call: grpc.aio.UnaryStreamCall[RequestT, ResponseT]
-        | grpc.aio.StreamStreamCall[RequestT, ResponseT],
-    ) -> None:
+    def __init__(self, call: StreamingCall[RequestT, ResponseT]) -> None:
         self._call: Any = call
 
     async def read(self) -> ResponseT | None:
@@ -42,11 +41,7 @@ class GrpcStream(Generic[RequestT, ResponseT]):
 @asynccontextmanager
 async def open_stream(
     address: str,
-    open_call: Callable[
-        [grpc.aio.Channel],
-        grpc.aio.UnaryStreamCall[RequestT, ResponseT]
-        | grpc.aio.StreamStreamCall[RequestT, ResponseT],
-    ],
+    open_call: Callable[[grpc.aio.Channel], StreamingCall[RequestT, ResponseT]],
     security: rpc.Security,
 ) -> AsyncIterator[GrpcStream[RequestT, ResponseT]]:
     """The call that `open_call` makes on a new channel; the context ends call and channel."""

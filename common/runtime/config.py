@@ -39,10 +39,7 @@ from common.namespace import check_namespace
 SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER")
 PREFIX = "KVMESH_"
 # Variables of other standards, with the lowest precedence.
-_ALIASES = {
-    "consul_token": "CONSUL_HTTP_TOKEN",
-    "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT",
-}
+_ALIASES = {"consul_token": "CONSUL_HTTP_TOKEN", "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 
 # For a service `kvmesh-router`, Kubernetes injects KVMESH_ROUTER_PORT=tcp://... and a dozen others.
 _KUBERNETES_NAME = re.compile(
@@ -72,10 +69,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def _is_wildcard(host: str) -> bool:
-    return host in ("", "*", "0.0.0.0", "::", "[::]")
 
 
 def _split(value: object) -> object:
@@ -184,7 +177,7 @@ class ServiceConfig(BaseModel):
                 f"host: {self.host!r} is open to other hosts; set --mesh-token, or the three"
                 " --tls paths, or --insecure"
             )
-        if _is_wildcard(self.host) and not self.advertise_host:
+        if self.host in ("", "*", "0.0.0.0", "::", "[::]") and not self.advertise_host:
             found.append(f"advertise_host: required, because peers cannot connect to {self.host!r}")
         return found
 
@@ -232,8 +225,11 @@ def read_config(
     winners = {one.setting.name: one for one in reversed(given)}
     config = cls.model_validate({name: one.value for name, one in winners.items()})
     if contradictions := config.problems():
+        found = [problem.partition(":") for problem in contradictions]
         sources = {name: one.source for name, one in winners.items()}
-        raise ConfigError([_with_source(problem, sources) for problem in contradictions])
+        raise ConfigError(
+            [f"{sources.get(field, flag_name(field))}:{text}" for field, _, text in found]
+        )
     return config, warnings
 
 
@@ -268,11 +264,6 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def _program(service: str | None) -> str:
     return (service or "tool").lower()
-
-
-def _with_source(problem: str, sources: Mapping[str, str]) -> str:
-    field, colon, message = problem.partition(":")
-    return f"{sources.get(field, flag_name(field))}{colon}{message}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,16 +36,14 @@ def free_ports(count: int, *, start: int | None = None) -> int:
     if limit - PORT_MIN < RANGE_SIZE_MIN:
         limit = PORT_LIMIT
     start_count = limit - PORT_MIN - count
-    first_offset = _process_offset() if start is None else start
+    if start is None:
+        host_offset = zlib.crc32(socket.gethostname().encode()) % PORT_LIMIT
+        start = host_offset + os.getpid() * PROCESS_STRIDE
     for step in range(0, start_count, count):
-        base = PORT_MIN + (first_offset + step) % start_count
+        base = PORT_MIN + (start + step) % start_count
         if _are_ports_free(base, count):
             return base
     raise OSError(f"no {count} consecutive free ports from {PORT_MIN} to {limit}")
-
-
-def _process_offset() -> int:
-    return zlib.crc32(socket.gethostname().encode()) % PORT_LIMIT + os.getpid() * PROCESS_STRIDE
 
 
 def _ephemeral_range_start() -> int:

@@ -68,25 +68,18 @@ class LogWriter:
         return not self._thread.is_alive()
 
     def _write(self) -> None:
-        while (batch := self._next_batch()) is not None:
-            self._write_all(batch)
-        self._write_all([])
-
-    def _next_batch(self) -> list[bytes] | None:
-        first = self._lines.get()
-        if first is None:
-            return None
-        batch = [first]
-        while len(batch) < BATCH_LINES_MAX and not self._lines.empty():
-            line = self._lines.get()
-            if line is None:
-                self._lines.put(None)  # For the next call; the queue has a free place now.
-                break
-            batch.append(line)
-        return batch
+        is_open = True
+        while is_open:
+            batch = [self._lines.get()]
+            while len(batch) < BATCH_LINES_MAX and not self._lines.empty():
+                batch.append(self._lines.get())
+            is_open = None not in batch
+            self._write_all([line for line in batch if line is not None])
 
     def _write_all(self, batch: list[bytes]) -> None:
-        if dropped := self._take_dropped_count():
+        with self._dropped_lock:
+            dropped, self._dropped = self._dropped, 0
+        if dropped:
             batch.append(orjson.dumps({"event": "log_lines_dropped", "lines": dropped}))
         data = b"".join(line + b"\n" for line in batch)
         try:
@@ -100,11 +93,6 @@ class LogWriter:
         with self._dropped_lock:
             self._dropped += lines
 
-    def _take_dropped_count(self) -> int:
-        with self._dropped_lock:
-            count, self._dropped = self._dropped, 0
-        return count
-
 
 def setup(
     level: Level = "info",
@@ -114,15 +102,15 @@ def setup(
     instance_id: str = "",
     fd: int | None = None,
 ) -> LogWriter:
-    """Configures structlog and standard logging; a later call replaces the configuration.
-
-    fd: file descriptor for the lines; None is stderr.
-    """
+    """Configures structlog and logging, replacing any earlier setup. fd: None is stderr."""
     logs = LogWriter(sys.stderr.fileno() if fd is None else fd)
     level_number = logging.getLevelNamesMapping()[level.upper()]
-    identity = {
-        key: value for key, value in (("service", service), ("instance", instance_id)) if value
-    }
+    renderers: list[structlog.typing.Processor] = [structlog.processors.format_exc_info, _to_json]
+    if fmt == "console":
+        plain = structlog.dev.plain_traceback
+        renderers = [structlog.dev.ConsoleRenderer(colors=False, exception_formatter=plain)]
+    names = {"service": service, "instance": instance_id}
+    identity = {key: value for key, value in names.items() if value}
 
     def add_identity(_logger: object, _method: str, event: LogEvent) -> LogEvent:
         for key, value in identity.items():
@@ -136,7 +124,7 @@ def setup(
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             _add_trace_ids,
-            *_render(fmt),
+            *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level_number),
         logger_factory=lambda *_args: _LineLogger(logs),
@@ -144,16 +132,6 @@ def setup(
     )
     _redirect_stdlib_logging(level_number)
     return logs
-
-
-def _render(fmt: Format) -> list[structlog.typing.Processor]:
-    if fmt == "console":
-        return [
-            structlog.dev.ConsoleRenderer(
-                colors=False, exception_formatter=structlog.dev.plain_traceback
-            )
-        ]
-    return [structlog.processors.format_exc_info, _to_json]
 
 
 def _to_json(_logger: object, _method: str, event: LogEvent) -> bytes:

@@ -51,10 +51,7 @@ class Telemetry:
     provider: TracerProvider | None
 
     def shutdown(self, timeout_s: float) -> bool:
-        """Exports queued spans and stops; False if that takes longer than `timeout_s`.
-
-        Runs in a daemon thread, because the SDK's own shutdown has no time limit.
-        """
+        """Exports and stops in a thread (the SDK has no limit); False after `timeout_s`."""
         if self.provider is None:
             return True
         thread = threading.Thread(

@@ -30,10 +30,7 @@ class BuildApp(Protocol[ConfigT_contra]):
 
 
 def main(service: str, config_class: type[ConfigT], build: BuildApp[ConfigT]) -> NoReturn:
-    """Reads the configuration, runs the service until it is stopped, and exits.
-
-    service: router, worker, ... build: called inside the running event loop.
-    """
+    """Runs a service (router, ...) until stopped, and exits. build: called in the event loop."""
     config, warnings = read_config_or_exit(
         config_class, service.upper(), env.environ(), sys.argv[1:]
     )
@@ -76,20 +73,16 @@ class ServiceApp(Generic[ConfigT]):
         self.metrics_address = ""
 
     async def register(self) -> None:
-        """Adds this process to the registry."""
         self._lease = await self._registry.register(self._instance())
 
     async def deregister(self) -> None:
-        """Removes this process from the registry."""
         if self._lease is not None:
             await self._lease.close()
 
     async def drain(self, grace_s: float) -> Sequence[str]:
-        """Stops the gRPC server; see `App.drain`."""
         return await rpc.stop(self._server, grace_s, self._calls)
 
     async def close(self) -> None:
-        """Closes servers and registry."""
         if self._close_metrics is not None:
             await self._close_metrics()
         await self._server.stop(None)
@@ -118,7 +111,6 @@ class ServiceApp(Generic[ConfigT]):
         return ServiceInfo(str(self.instance_id), addresses)
 
     def _instance(self) -> Instance:
-        """The registry entry of this process."""
         return self._build_instance()
 
     def _build_instance(self, **facts: Any) -> Instance:

@@ -21,7 +21,6 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import structlog
@@ -52,13 +51,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 T = TypeVar("T")
 
 
-class Phase(StrEnum):
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-
-
 @dataclass(frozen=True, slots=True)
 class ServiceInfo:
     """Instance id and addresses (`grpc` -> `host:port`, ...) of a started app."""
@@ -72,43 +64,34 @@ class App(Protocol):
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
         """Binds, builds, warms up; spawns essential tasks; sets services in `lifecycle.health`."""
-        ...
 
     async def register(self) -> None:
         """Registers. Not called if `start` failed."""
-        ...
 
     async def deregister(self) -> None:
         """Deregisters. Idempotent; also called if `register` was cancelled."""
-        ...
 
     async def drain(self, grace_s: float) -> Sequence[str]:
         """Refuses new calls, waits `grace_s` for streams, cancels the rest, awaits its cleanup.
 
         Returns the names of cancelled calls; usually `rpc.stop(server, grace_s, calls)`.
         """
-        ...
 
     async def close(self) -> None:
         """Closes clients and files. Also called if `start` failed."""
-        ...
 
 
 class Lifecycle:
-    """Tasks, health and drain of one app.
-
-    Not a TaskGroup: that cancels all tasks on the first failure, instead of draining.
-    """
+    """Tasks, health and drain of one app. Unlike a TaskGroup, it drains if a task fails."""
 
     def __init__(self, health: HealthReporter) -> None:
         self.health = health
-        self.phase = Phase.STARTING
         self.failed = False
         self.has_registered = False  # Set before `register`, which may fail halfway.
         self.reason = ""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._ready_event = asyncio.Event()
-        self._drain_requested = asyncio.Event()
+        self.ready_event = asyncio.Event()
+        self.drain_requested = asyncio.Event()
 
     def spawn(
         self, work: Coroutine[Any, Any, T], *, name: str, essential: bool = True
@@ -126,27 +109,18 @@ class Lifecycle:
     def drain(self, reason: str, *, failed: bool = False) -> None:
         """Requests the drain. The first reason is kept; any failure counts."""
         self.failed = self.failed or failed
-        if not self._drain_requested.is_set():
+        if not self.is_draining:
             self.reason = reason
-            self._drain_requested.set()
-
-    def set_ready(self) -> None:
-        """Sets READY. For `run`."""
-        self.phase = Phase.READY
-        self._ready_event.set()
+            self.drain_requested.set()
 
     async def ready(self) -> None:
         """Returns when READY; never if the start fails."""
-        await self._ready_event.wait()
-
-    async def wait_for_drain_request(self) -> None:
-        """Returns when a drain is requested."""
-        await self._drain_requested.wait()
+        await self.ready_event.wait()
 
     @property
     def is_draining(self) -> bool:
         """Whether a drain is requested."""
-        return self._drain_requested.is_set()
+        return self.drain_requested.is_set()
 
     async def cancel_tasks(self, timeout_s: float) -> list[str]:
         """Cancels and awaits the spawned tasks; the names of those still running after that."""
@@ -185,11 +159,7 @@ async def run(
     on_ready: Callable[[], object] = lambda: None,
     hard_exit: Callable[[int], object] = os._exit,
 ) -> int:
-    """Runs an app from start to end and returns the exit status.
-
-    on_ready: called after registration. hard_exit: ends the process on a second signal or a stuck
-    task.
-    """
+    """Runs an app to its end; the exit status. hard_exit: for a second signal or a stuck task."""
     lifecycle = Lifecycle(HealthReporter(threaded_health_server))
     with _signal_handlers(lifecycle, hard_exit) if signals else contextlib.nullcontext():
         await lifecycle.health.set_enabled(False)
@@ -200,10 +170,9 @@ async def run(
             name="start",
             essential=False,
         )
-        await lifecycle.wait_for_drain_request()
+        await lifecycle.drain_requested.wait()
         await _drain(app, lifecycle, start_task, notice_s=notice_s, drain_s=drain_s)
         await _shut_down(app, lifecycle, tracing, hard_exit)
-    lifecycle.phase = Phase.STOPPED
     status = 1 if lifecycle.failed else 0
     LOG.info("stopped", service=name, status=status, reason=lifecycle.reason)
     return status
@@ -224,10 +193,7 @@ def run_service(
     instance_id: str = "",
     warnings: Sequence[str] = (),
 ) -> NoReturn:
-    """Sets up logs and telemetry, runs the app and exits.
-
-    build: returns the app, inside the running event loop. warnings: of `read_config`, for the log.
-    """
+    """Runs an app with logs and telemetry, and exits. warnings: of `read_config`, for the log."""
     logs = log.setup(config.log_level, config.log_format, service=name, instance_id=instance_id)
 
     def hard_exit(status: int) -> None:
@@ -283,7 +249,7 @@ async def _start_app(
         _log_start_failure(error, name)
         lifecycle.drain("start failed", failed=True)
         return
-    lifecycle.set_ready()
+    lifecycle.ready_event.set()
     addresses = dict(ready.addresses)
     if (threaded_health := lifecycle.health.threaded_health) is not None:
         addresses["health"] = threaded_health.address
@@ -296,10 +262,8 @@ def _log_start_failure(error: Exception, name: str) -> None:
     """Logs one line: a message if the operator can fix the error, else a traceback."""
     if isinstance(error, MeshError | ConfigError) and not isinstance(error, InternalError):
         field = getattr(error, "field", None)
-        field_details = {"field": field} if field else {}
-        LOG.error(
-            "start_failed", service=name, error=str(error).replace("\n", "; "), **field_details
-        )
+        details = {"field": field} if field else {}
+        LOG.error("start_failed", service=name, error=str(error).replace("\n", "; "), **details)
     else:
         LOG.error("start_failed", service=name, exc_info=error)
 
@@ -329,7 +293,6 @@ async def _drain(
     notice_s: float,
     drain_s: float,
 ) -> None:
-    lifecycle.phase = Phase.DRAINING
     LOG.info("draining", reason=lifecycle.reason, notice_s=notice_s, drain_s=drain_s)
     await lifecycle.health.drain()
     if not start_task.done():
@@ -343,11 +306,8 @@ async def _drain(
             lifecycle, "drain", app.drain(drain_s), drain_s + DRAIN_MARGIN_S
         )
         if cancelled_calls:
-            LOG.warning(
-                "calls_cancelled",
-                calls=len(cancelled_calls),
-                names=list(cancelled_calls)[:20],
-            )
+            names = list(cancelled_calls)[:20]
+            LOG.warning("calls_cancelled", calls=len(cancelled_calls), names=names)
 
 
 async def _shut_down(

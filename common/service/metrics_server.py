@@ -13,10 +13,7 @@ from common.errors import Conflict
 def serve_metrics(
     registry: CollectorRegistry, host: str, port: int
 ) -> tuple[str, Callable[[], Awaitable[None]]]:
-    """Serves a registry in a thread; `host:port` and a function that closes it.
-
-    port: 0 for any. Raises Conflict if the address is not available.
-    """
+    """Serves in a thread (port 0: any); returns address and close. Raises Conflict if in use."""
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:

@@ -6,6 +6,8 @@ Reading raises InvalidRequest with the invalid field; hashes are read without a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from typing import TypeVar
 
 from common.errors import InvalidRequest
 from common.kv.events import (
@@ -26,6 +28,8 @@ from common.kv.hashing import hashes_from_bytes, hashes_to_bytes
 from common.kv.index_feed import IndexFeed
 from common.kv.prefix_index import SourceMatch
 from kvmesh.indexer.v1 import indexer_pb2
+
+E = TypeVar("E", bound=IntEnum)
 
 BATCH_BLOCKS_MAX = 2**20
 """Largest number of hashes in one batch, because a batch is applied as a whole."""
@@ -158,7 +162,7 @@ def snapshot_chunk_from_proto(
         epoch=message.epoch,
         sequence=message.sequence,
         hashes=hashes,
-        tier=_tier_from_proto(message.tier, f"{field}.tier"),
+        tier=_enum_from_proto(Tier, message.tier, f"{field}.tier"),
         first=message.first,
         last=message.last,
     )
@@ -174,19 +178,6 @@ def matches_to_proto(rows: Iterable[SourceMatch]) -> indexer_pb2.MatchResponse:
             disk_blocks=disk,
         )
     return message
-
-
-def matches_from_proto(message: indexer_pb2.MatchResponse) -> list[SourceMatch]:
-    """Return match rows."""
-    return [
-        SourceMatch(
-            source_from_proto(row.source, "matches.source"),
-            row.device_blocks,
-            row.host_blocks,
-            row.disk_blocks,
-        )
-        for row in message.matches
-    ]
 
 
 def apply_subscription_message(
@@ -220,18 +211,13 @@ def message_parts(
 
 
 def _event_from_proto(message: indexer_pb2.Event, field: str) -> KvEvent:
-    try:
-        kind = EventKind(message.kind)
-    except ValueError as error:
-        raise InvalidRequest(
-            f"{field}.kind has the unknown value {message.kind}", f"{field}.kind"
-        ) from error
+    kind = _enum_from_proto(EventKind, message.kind, f"{field}.kind")
     hashes = hashes_from_wire(message.prefix_hashes, f"{field}.prefix_hashes")
-    return KvEvent(kind, hashes, _tier_from_proto(message.tier, f"{field}.tier"))
+    return KvEvent(kind, hashes, _enum_from_proto(Tier, message.tier, f"{field}.tier"))
 
 
-def _tier_from_proto(value: int, field: str) -> Tier:
+def _enum_from_proto(cls: type[E], value: int, field: str) -> E:
     try:
-        return Tier(value)
+        return cls(value)
     except ValueError as error:
         raise InvalidRequest(f"{field} has the unknown value {value}", field) from error

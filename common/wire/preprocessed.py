@@ -24,7 +24,6 @@ from common.request.preprocessed import (
     MediaRawUrl,
     MediaUrl,
     MultimodalData,
-    PreprocessedEmbeddingRequest,
     PreprocessedRequest,
     RdmaMediaDataDescriptor,
     TokenIds,
@@ -42,7 +41,6 @@ from common.request.preprocessed.codecs import (
     ObjectCodec,
     SetCodec,
     TokenIdsCodec,
-    TokenMapCodec,
     TokenSpanCodec,
     WireField,
     wire_fields,
@@ -68,19 +66,6 @@ def to_proto(
 def from_proto(message: request_pb2.PreprocessedRequest) -> PreprocessedRequest:
     """Return the request. Raises InvalidRequest with the invalid field."""
     return _read_message(PreprocessedRequest, message, "")
-
-
-def embedding_to_proto(
-    request: PreprocessedEmbeddingRequest,
-) -> request_pb2.PreprocessedEmbeddingRequest:
-    return dataclass_to_proto(request, request_pb2.PreprocessedEmbeddingRequest())
-
-
-def embedding_from_proto(
-    message: request_pb2.PreprocessedEmbeddingRequest,
-) -> PreprocessedEmbeddingRequest:
-    """Return the request. Raises InvalidRequest with the invalid field."""
-    return _read_message(PreprocessedEmbeddingRequest, message, "")
 
 
 def dataclass_to_proto(obj: object, message: M) -> M:
@@ -126,9 +111,8 @@ def _set_field(message: Message, descriptor: FieldDescriptor, kind: FieldCodec, 
         case EnumCodec():
             setattr(message, name, _enum_number(descriptor.enum_type, value.name))
         case TokenIdsCodec():
-            _set_token_ids(
-                message if descriptor.message_type is None else getattr(message, name), value
-            )
+            holder: Any = message if descriptor.message_type is None else getattr(message, name)
+            holder.token_ids_le = value.little_endian
         case ObjectCodec():
             _fill_submessage(getattr(message, name), value)
         case ListCodec(item) | SetCodec(item):
@@ -139,7 +123,7 @@ def _set_field(message: Message, descriptor: FieldDescriptor, kind: FieldCodec, 
         case MapCodec(ListCodec(item)):
             for key, values in value.items():
                 _append_items(_wrapped_list(getattr(message, name)[key]), item, values)
-        case MapCodec() | TokenMapCodec():
+        case MapCodec():
             getattr(message, name).update(value)
         case _:
             setattr(message, name, value)
@@ -157,7 +141,7 @@ def _append_items(items: Any, kind: FieldCodec, values: Iterable[Any]) -> None:
                     _fill_submessage(added.info, value)
         case TokenIdsCodec():
             for value in values:
-                _set_token_ids(items.add(), value)
+                items.add(token_ids_le=value.little_endian)
         case TokenSpanCodec():
             for start, end in values:
                 items.add(start=start, end=end)
@@ -172,10 +156,6 @@ def _fill_submessage(message: Message, obj: object) -> None:
     # An empty message differs from an absent one.
     message.SetInParent()
     _fill_message(message, obj)
-
-
-def _set_token_ids(message: Any, ids: TokenIds) -> None:
-    message.token_ids_le = ids.little_endian
 
 
 def _set_media_item(message: request_pb2.MultimodalData, media_item: MultimodalData) -> None:
@@ -193,7 +173,10 @@ def _read_message(cls: type[P], message: Message, path: str) -> P:
     for one, descriptor in _field_pairs(cls, message):
         field_path = f"{path}.{descriptor.name}" if path else descriptor.name
         if isinstance(one.kind, TokenIdsCodec):
-            fields[one.name] = _read_token_field(message, descriptor, field_path)
+            if descriptor.message_type is None:
+                fields[one.name] = _read_token_ids(message, path)
+            else:
+                fields[one.name] = _read_token_ids(getattr(message, descriptor.name), field_path)
         elif descriptor.has_presence and not message.HasField(descriptor.name):
             if one.required:
                 raise InvalidRequest(f"{field_path} is required", field_path)
@@ -220,7 +203,7 @@ def _read_field(message: Message, descriptor: FieldDescriptor, kind: FieldCodec,
                 key: tuple(_read_items(_wrapped_list(inner), item, f"{path}.{key}"))
                 for key, inner in value.items()
             }
-        case MapCodec(item) | TokenMapCodec(item):
+        case MapCodec(item):
             return {key: item.read(one, f"{path}.{key}") for key, one in value.items()}
         case _:
             return kind.read(value, path)
@@ -246,12 +229,6 @@ def _read_items(items: Any, kind: FieldCodec, path: str) -> Iterator[Any]:
                 yield _read_media_item(item, field_path)
             case _:
                 yield kind.read(item, field_path)
-
-
-def _read_token_field(message: Message, descriptor: FieldDescriptor, path: str) -> TokenIds:
-    if descriptor.message_type is None:
-        return _read_token_ids(message, path.removesuffix(descriptor.name).rstrip("."))
-    return _read_token_ids(getattr(message, descriptor.name), path)
 
 
 def _read_token_ids(message: Any, path: str) -> TokenIds:

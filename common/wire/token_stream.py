@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from common.errors import InvalidRequest
-from common.kv.load import Load
 from common.request.preprocessed import (
     CompletionUsage,
-    FinishReason,
     PrefillResult,
     TokenLogprob,
     TraceLink,
@@ -37,7 +33,6 @@ from common.wire.preprocessed import (
     to_proto,
 )
 from kvmesh.engine.v1 import engine_pb2
-from kvmesh.types.v1 import load_pb2, request_pb2
 
 _PHASE_TO_PROTO = {
     "": engine_pb2.PHASE_UNSPECIFIED,
@@ -67,11 +62,8 @@ def request_frame_to_proto(frame: RequestFrame) -> engine_pb2.AttachRequest:
 def _submit_to_proto(submit: Submit, message: engine_pb2.Submit) -> None:
     leg_request = submit.leg_request
     message.slot = submit.slot
-    message.request_id = leg_request.request_id
-    message.attempt = leg_request.attempt
-    message.traceparent = leg_request.traceparent
-    message.span_id = leg_request.span_id
-    message.tenant = leg_request.tenant
+    for name in ("request_id", "attempt", "traceparent", "span_id", "tenant"):
+        setattr(message, name, getattr(leg_request, name))
     message.phase = _PHASE_TO_PROTO[leg_request.phase]
     message.prompt_bytes = submit.prompt_bytes
     if leg_request.timeout_s is not None:
@@ -152,9 +144,9 @@ def response_frame_to_proto(frame: ResponseFrame) -> engine_pb2.AttachResponse:
     for rejected in frame.rejected:
         message.rejected.add(slot=rejected.slot, error=error_to_proto(rejected.error))
     for slot, logprobs in frame.logprobs:
-        message.logprobs.add(
-            slot=slot, logprobs=[_logprob_to_proto(logprob) for logprob in logprobs]
-        )
+        entry = message.logprobs.add(slot=slot)
+        for logprob in logprobs:
+            dataclass_to_proto(logprob, entry.logprobs.add())
     for chunk in frame.chunks:
         message.chunks.add(slot=chunk.slot, index=chunk.index, json=chunk.json)
     for terminal in frame.terminals:
@@ -200,23 +192,16 @@ def response_frame_from_proto(message: engine_pb2.AttachResponse) -> ResponseFra
     ]
     frame.chunks = [JsonChunk(chunk.slot, chunk.index, chunk.json) for chunk in message.chunks]
     frame.terminals = list(map(_terminal_from_proto, message.terminals))
-    frame.heartbeat = _loads_from_proto(message.heartbeat)
+    frame.heartbeat = tuple(load_from_proto(load) for load in message.heartbeat)
     return frame
-
-
-def _loads_from_proto(messages: Iterable[load_pb2.Load]) -> tuple[Load, ...]:
-    return tuple(load_from_proto(load) for load in messages)
-
-
-def _logprob_to_proto(logprob: TokenLogprob) -> request_pb2.TokenLogprob:
-    return dataclass_to_proto(logprob, request_pb2.TokenLogprob())
 
 
 def _terminal_from_proto(message: engine_pb2.Terminal) -> Terminal:
     has = message.HasField
+    has_failed = has("error") and not message.finish_reason
     return Terminal(
         slot=message.slot,
-        finish_reason=_terminal_finish_reason(message),
+        finish_reason=None if has_failed else finish_reason_from_proto(message.finish_reason),
         error=error_from_proto(message.error) if has("error") else None,
         usage=dataclass_from_proto(CompletionUsage, message.usage) if has("usage") else None,
         prefill_result=(
@@ -232,9 +217,3 @@ def _terminal_from_proto(message: engine_pb2.Terminal) -> Terminal:
         stop_reason_json=message.stop_reason_json,
         total_tokens=message.total_tokens,
     )
-
-
-def _terminal_finish_reason(message: engine_pb2.Terminal) -> FinishReason | None:
-    if message.HasField("error") and not message.finish_reason:
-        return None
-    return finish_reason_from_proto(message.finish_reason)

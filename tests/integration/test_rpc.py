@@ -417,8 +417,7 @@ async def test_a_request_id_is_reused_or_created_and_reaches_logs_and_outgoing_c
         return request
 
     async with serving(handle) as service:
-        with interceptors.bind_request_id("from-http"):
-            await service.call("unary_unary", metadata=rpc.call_metadata())
+        await service.call("unary_unary", metadata=(("x-request-id", "from-http"),))
         await service.call("unary_unary")
         await service.call("unary_unary", metadata=(("x-request-id", "a b"),))
     assert seen[:2] == ["from-http", "from-http"]

@@ -173,7 +173,7 @@ class DelayedRegistry(MemoryRegistry):
         return self._previous_snapshot
 
 
-class _DelayedWatch:
+class _DelayedWatch(Watch):
     def __init__(self, discovery: DelayedRegistry, watch: Watch) -> None:
         self._discovery = discovery
         self._watch = watch

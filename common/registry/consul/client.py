@@ -66,10 +66,7 @@ class ConsulClient:
         return parse_listing(namespace, index, services)
 
     async def wait_for_entries(self, namespace: str, index: int, wait_s: float) -> Listing:
-        """All registered instances once `index` is passed, or after `wait_s`; 0: at once.
-
-        Also without a leader, possibly a little behind.
-        """
+        """Instances once `index` is passed, or after `wait_s` (0: at once); needs no leader."""
         new_index, services = await self._stale_consul.health.service(
             service_name(namespace), index=index, wait=f"{int(wait_s * 1000)}ms"
         )

@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -44,10 +44,6 @@ class Entry:
     order: tuple[int, int]
     health: HealthState
 
-    def suspected(self) -> Entry:
-        """The same entry after it vanished from the list."""
-        return replace(self, health=HealthState.SUSPECTED)
-
 
 @dataclass(frozen=True, slots=True)
 class Listing:
@@ -79,10 +75,7 @@ def departure_key(namespace: str, instance_id: int | None = None) -> str:
 
 
 def registration(instance: Instance, ttl_s: float) -> dict[str, Any]:
-    """Arguments of py-consul's `agent.service.register`.
-
-    Raises InvalidRequest for an invalid health address or an instance above the size limit.
-    """
+    """Arguments of `agent.service.register`. Raises InvalidRequest for an invalid instance."""
     host, _, port = instance.address.rpartition(":")
     return {
         "name": service_name(instance.namespace),
@@ -170,10 +163,12 @@ def card_key(checksum: str) -> str:
     return f"kvmesh/cards/{checksum}"
 
 
-def pack_card(card: ModelCard) -> list[bytes]:
-    """The deflated card, in parts of at most CARD_PART_BYTES."""
+def pack_card(card: ModelCard) -> dict[str, bytes]:
+    """Values by key below `card_key`, the manifest last: a card with a manifest is complete."""
     packed = zlib.compress(encode_card(card))
-    return [packed[n : n + CARD_PART_BYTES] for n in range(0, len(packed), CARD_PART_BYTES)]
+    starts = range(0, len(packed), CARD_PART_BYTES)
+    parts = {str(n): packed[i : i + CARD_PART_BYTES] for n, i in enumerate(starts)}
+    return parts | {"manifest": json.dumps({"parts": len(parts)}).encode()}
 
 
 def unpack_card(parts: Iterable[bytes], checksum: str) -> ModelCard:
@@ -188,11 +183,6 @@ def unpack_card(parts: Iterable[bytes], checksum: str) -> ModelCard:
             f"the stored card is incomplete, or larger than {CARD_BYTES_MAX} bytes", "checksum"
         )
     return decode_card(raw, checksum)
-
-
-def encode_manifest(part_count: int) -> bytes:
-    """The value under a card's manifest key."""
-    return json.dumps({"parts": part_count}).encode()
 
 
 def parse_manifest(manifest: bytes) -> int:

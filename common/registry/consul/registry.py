@@ -21,7 +21,6 @@ from common.registry.consul.entries import (
     Listing,
     card_key,
     departure_key,
-    encode_manifest,
     pack_card,
     parse_manifest,
     registration,
@@ -32,7 +31,6 @@ from common.registry.consul.watch import (
     BACKOFF_S,
     SPACING_MAX_S,
     SPACING_S,
-    ConsulWatch,
     NamespaceView,
     is_alive,
 )
@@ -124,7 +122,7 @@ class ConsulRegistry:
         view = self._view(namespace)
         await view.refresh()
         async with view.followed():
-            yield ConsulWatch(view, self._check_open)
+            yield Watch(lambda: self._read(view), lambda: view.changed.wait())
 
     async def snapshot(self, namespace: str) -> Snapshot:
         self._check_open()
@@ -165,6 +163,11 @@ class ConsulRegistry:
         # Raises if a bug ended the task earlier.
         if self._reconcile_task is not None and not self._reconcile_task.cancelled():
             self._reconcile_task.result()
+
+    def _read(self, view: NamespaceView) -> Snapshot:
+        self._check_open()
+        view.raise_if_failed()
+        return view.snapshot
 
     def _check_open(self) -> None:
         if self._closed:
@@ -208,7 +211,7 @@ class ConsulRegistry:
         await self._retry(partial(self._publish_model_name, instance))
 
     async def _publish_until_listed(self, lease: _ConsulLease) -> Listing:
-        """Publish and wait. A retry repeats both: an agent may lose an entry it accepted."""
+        # A retry repeats both: an agent may lose an entry it accepted.
         await lease.publish(lease.instance)
         return await self._wait_until_listed(lease.instance)
 
@@ -268,11 +271,8 @@ class ConsulRegistry:
         except (NotFound, InvalidRequest):
             # Missing or damaged. The key is the content's checksum, so a write repairs it.
             key = card_key(card.checksum)
-            parts = await asyncio.to_thread(pack_card, card)
-            for n, part in enumerate(parts):
-                await self._client.put(f"{key}/{n}", part)
-            # Last: a card with a manifest is complete.
-            await self._client.put(f"{key}/manifest", encode_manifest(len(parts)))
+            for name, value in (await asyncio.to_thread(pack_card, card)).items():
+                await self._client.put(f"{key}/{name}", value)
 
     async def _sweep_departures(self, namespace: str) -> None:
         """Delete old departure notes. A failure is logged; the next registration sweeps."""
@@ -295,27 +295,23 @@ class _ConsulLease:
     def __init__(self, registry: ConsulRegistry, instance: Instance) -> None:
         self._registry = registry
         self._client = registry._client
-        self._instance = instance
+        self.instance = instance
         self.lock = asyncio.Lock()
         self._is_open = True
         self._is_published = False
         self._is_lost = False
 
-    @property
-    def instance(self) -> Instance:
-        return self._instance
-
     async def update(self, instance: Instance) -> None:
         async with self.lock:
             if not self._is_open:
-                raise lease_closed_error(self._instance)
-            check_same_incarnation(self._instance, instance)
+                raise lease_closed_error(self.instance)
+            check_same_incarnation(self.instance, instance)
             await self._registry._publish_update(self, instance)
 
     async def publish(self, instance: Instance) -> None:
         """Replace the agent's entry. After Unavailable it may be the old or the new one."""
         await self._client.register(instance, self._registry._ttl_s)
-        self._instance = instance
+        self.instance = instance
         self._is_published = True
 
     async def close(self) -> None:
@@ -323,12 +319,12 @@ class _ConsulLease:
             if not self._is_open:
                 return
             self._is_open = False
-            self._registry._leases.pop(self._instance.id, None)
+            self._registry._leases.pop(self.instance.id, None)
             try:
-                await self._client.withdraw(self._instance.namespace, self._instance.id)
+                await self._client.withdraw(self.instance.namespace, self.instance.id)
             except MeshError as error:
                 # Consul removes it: its check fails from now on.
-                LOG.warning("registry_entry_left_behind", id=self._instance.id, error=error.message)
+                LOG.warning("registry_entry_left_behind", id=self.instance.id, error=error.message)
 
     async def reconcile(self) -> None:
         """Register again if the agent lost the entry; renew the TTL. Failures are logged once."""
@@ -339,18 +335,18 @@ class _ConsulLease:
                 await self._restore_or_renew()
             except MeshError as error:
                 if not self._is_lost:
-                    LOG.warning("registration_lost", id=self._instance.id, error=error.message)
+                    LOG.warning("registration_lost", id=self.instance.id, error=error.message)
                 self._is_lost = True
             else:
                 if self._is_lost:
-                    LOG.info("registration_restored", id=self._instance.id)
+                    LOG.info("registration_restored", id=self.instance.id)
                 self._is_lost = False
 
     async def _restore_or_renew(self) -> None:
-        namespace, instance_id = self._instance.namespace, self._instance.id
+        namespace, instance_id = self.instance.namespace, self.instance.id
         if not await self._client.is_registered(namespace, instance_id):
             self._is_lost = True
-            await self.publish(self._instance)
+            await self.publish(self.instance)
             await self._client.delete(departure_key(namespace, instance_id))
-        if HEALTH_META_KEY not in self._instance.meta:
+        if HEALTH_META_KEY not in self.instance.meta:
             await self._client.renew_ttl(namespace, instance_id)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -17,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.errors import MeshError
 from common.registry.consul.client import ConsulClient
 from common.registry.consul.entries import Entry, HealthState, Listing, departure_key
-from common.registry.instances import HEALTH_META_KEY, Instance, Snapshot
+from common.registry.instances import HEALTH_META_KEY, Snapshot
 
 # A blocking query sometimes misses a change of a check: this bounds the delay.
 RECONCILE_S = 8.0
@@ -34,10 +35,7 @@ LOG = structlog.get_logger(__name__)
 
 
 class NamespaceView:
-    """The members of one namespace, and the task that follows their changes.
-
-    Members are listed as passing, or kept: not passing, but alive when probed.
-    """
+    """Members of one namespace (passing, or alive when probed), and the task that follows them."""
 
     def __init__(self, client: ConsulClient, namespace: str, rng: Random) -> None:
         self._client = client
@@ -96,10 +94,10 @@ class NamespaceView:
         index, spacing, backoff = self._index, SPACING_S, BACKOFF_S
         while True:
             started = time.monotonic()
+            jittered_s = RECONCILE_S * (0.9 + 0.2 * self._rng.random())
+            wait_s = REPROBE_S if self._kept else jittered_s
             try:
-                listing = await self._client.wait_for_entries(
-                    self._namespace, index, self._wait_s()
-                )
+                listing = await self._client.wait_for_entries(self._namespace, index, wait_s)
             except MeshError as error:
                 self._log_lost(error)
                 await asyncio.sleep(backoff * (0.5 + self._rng.random()))
@@ -125,13 +123,12 @@ class NamespaceView:
                 await self._apply(listing)
         return self.snapshot is not before
 
-    def _wait_s(self) -> float:
-        if self._kept:
-            return REPROBE_S
-        return RECONCILE_S * (0.9 + 0.2 * self._rng.random())
-
     async def _apply(self, listing: Listing) -> None:
-        self._log_unreadable(listing.unreadable)
+        # Each entry is logged once, until it is gone.
+        for entry_id in listing.unreadable.keys() - self._unreadable:
+            error = listing.unreadable[entry_id]
+            LOG.warning("registry_entry_unreadable", id=entry_id, error=error)
+        self._unreadable = frozenset(listing.unreadable)
         if self._is_lost:
             LOG.info("registry_recovered", namespace=self._namespace)
         self._is_lost = False
@@ -159,7 +156,7 @@ class NamespaceView:
             with contextlib.suppress(MeshError):  # Without the notes, all are probed.
                 departed = (await self._client.departures(self._namespace)).keys()
         candidates = [
-            listed.get(e.instance.id, e.suspected())
+            listed.get(e.instance.id, replace(e, health=HealthState.SUSPECTED))
             for e in absent
             if e.instance.id in listed
             or departure_key(self._namespace, e.instance.id) not in departed
@@ -173,52 +170,20 @@ class NamespaceView:
             LOG.warning("registry_lost", namespace=self._namespace, error=error.message)
         self._is_lost = True
 
-    def _log_unreadable(self, unreadable: Mapping[str, str]) -> None:
-        """Log each entry once, until it is gone."""
-        for entry_id in unreadable.keys() - self._unreadable:
-            LOG.warning("registry_entry_unreadable", id=entry_id, error=unreadable[entry_id])
-        self._unreadable = frozenset(unreadable)
-
     def _notify(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
-
-
-class ConsulWatch:
-    """A watch on a view. check_open: raises once the registry is closed."""
-
-    def __init__(self, view: NamespaceView, check_open: Callable[[], None]) -> None:
-        self._view = view
-        self._check_open = check_open
-        self._current = view.snapshot
-
-    @property
-    def current(self) -> Snapshot:
-        return self._current
-
-    async def next(self) -> Snapshot:
-        while True:
-            self._check_open()
-            if self._view.snapshot is not self._current:
-                self._current = self._view.snapshot
-                return self._current
-            self._view.raise_if_failed()
-            await self._view.changed.wait()
 
 
 async def is_alive(entry: Entry, slots: asyncio.Semaphore | None = None) -> bool:
     """Whether an entry counts as a member: by Consul's checks, or by a probe if suspected."""
     if entry.health is not HealthState.SUSPECTED:
         return entry.health is HealthState.PASSING
+    health_address = entry.instance.meta.get(HEALTH_META_KEY)
     async with slots or contextlib.nullcontext():
-        return await _probe(entry.instance)
-
-
-async def _probe(instance: Instance) -> bool:
-    health_address = instance.meta.get(HEALTH_META_KEY)
-    if health_address is not None:
-        return await _is_serving(health_address)
-    return await _accepts_connections(instance.address)
+        if health_address is not None:
+            return await _is_serving(health_address)
+        return await _accepts_connections(entry.instance.address)
 
 
 async def _is_serving(address: str) -> bool:

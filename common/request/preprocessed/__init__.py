@@ -38,7 +38,6 @@ from common.request.preprocessed.request import (
     PreprocessedEmbeddingRequest as PreprocessedEmbeddingRequest,
     PreprocessedRequest as PreprocessedRequest,
     RequestTracker as RequestTracker,
-    TimingPoint as TimingPoint,
     unsupported_fields as unsupported_fields,
 )
 from common.request.preprocessed.response import (
@@ -61,7 +60,4 @@ from common.request.preprocessed.routing import (
     SessionAction as SessionAction,
     SessionControl as SessionControl,
 )
-from common.request.preprocessed.token_ids import (
-    TOKEN_ID_MAX as TOKEN_ID_MAX,
-    TokenIds as TokenIds,
-)
+from common.request.preprocessed.token_ids import TokenIds as TokenIds

@@ -223,42 +223,27 @@ class SetCodec:
 
 @dataclass(frozen=True, slots=True)
 class MapCodec:
-    """An object in JSON with free keys."""
+    """An object in JSON with free keys. token_keys: decimal token ids, int in Python."""
 
     item: FieldCodec
+    token_keys: bool = False
 
-    def read(self, value: JsonValue, path: str) -> dict[str, Any]:
+    def read(self, value: JsonValue, path: str) -> dict[str | int, Any]:
         if not isinstance(value, dict):
             raise invalid_value(path, "an object", value)
         return {
-            TextCodec().read(key, path): self.item.read(one, f"{path}.{key}")
+            self._read_key(key, path): self.item.read(one, f"{path}.{key}")
             for key, one in value.items()
         }
 
-    def write(self, value: Mapping[str, Any]) -> JsonValue:
-        return {key: self.item.write(one) for key, one in value.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class TokenMapCodec:
-    """An object in JSON with decimal token ids as keys; a dict by id in Python."""
-
-    item: FieldCodec
-
-    def read(self, value: JsonValue, path: str) -> dict[int, Any]:
-        if not isinstance(value, dict):
-            raise invalid_value(path, "an object", value)
-        return {
-            self._parse_token_id(key, path): self.item.read(one, f"{path}.{key}")
-            for key, one in value.items()
-        }
-
-    def _parse_token_id(self, key: str, path: str) -> int:
+    def _read_key(self, key: str, path: str) -> str | int:
+        if not self.token_keys:
+            return TEXT.read(key, path)
         if not re.fullmatch(r"(0|[1-9][0-9]{0,9})", key) or int(key) > TOKEN_ID_MAX:
             raise invalid_value(f"{path}.{key}", "named by a token id", key)
         return int(key)
 
-    def write(self, value: Mapping[int, Any]) -> JsonValue:
+    def write(self, value: Mapping[Any, Any]) -> JsonValue:
         return {str(key): self.item.write(one) for key, one in value.items()}
 
 
@@ -309,10 +294,8 @@ def codec_of(hint: Any) -> FieldCodec:
         return ListCodec(codec_of(arguments[0]))
     if origin is frozenset:
         return SetCodec(codec_of(arguments[0]))
-    if origin is Mapping and arguments[0] is str:
-        return MapCodec(codec_of(arguments[1]))
-    if origin is Mapping and arguments[0] is int:
-        return TokenMapCodec(codec_of(arguments[1]))
+    if origin is Mapping and arguments[0] in (str, int):
+        return MapCodec(codec_of(arguments[1]), token_keys=arguments[0] is int)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return EnumCodec(hint)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -427,12 +410,9 @@ def to_json(obj: object) -> str:
 
 
 def load_json_text(text: str | bytes, path: str) -> JsonValue:
-    """Return the value of RFC 8259 text, which has no NaN and no Infinity, also not by overflow.
-
-    Raises InvalidRequest with `path`.
-    """
+    """Return the value of JSON text without NaN and Infinity. Raises InvalidRequest with `path`."""
     try:
-        return json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite_float)
+        return json.loads(text, parse_constant=_parse_finite_float, parse_float=_parse_finite_float)
     except (ValueError, RecursionError) as error:
         name = path or "the request"
         raise InvalidRequest(f"{name} is not valid JSON: {error}", path or None) from None
@@ -446,12 +426,8 @@ def dump_json_text(value: JsonValue, path: str) -> str:
         raise InvalidRequest(f"{path or 'the value'} is not JSON: {error}", path or None) from None
 
 
-def _reject_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _parse_finite_float(digits: str) -> float:
     number = float(digits)
-    if math.isinf(number):
-        raise ValueError(f"{digits[:40]} is too large")
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:40]} is not a finite number")
     return number

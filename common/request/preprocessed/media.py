@@ -37,10 +37,7 @@ class BlockExtraInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MmRoutingInfo:
-    """Identity of a multimodal prompt for routing; engines do not use it.
-
-    block_mm_infos[i] belongs to block i of routing_token_ids; None without media.
-    """
+    """Identity of a prompt for routing only; block_mm_infos: per block, None without media."""
 
     routing_token_ids: TokenIds = field(default=TokenIds())
     block_mm_infos: tuple[BlockExtraInfo | None, ...] = ()

@@ -11,10 +11,7 @@ from common.request.preprocessed.codecs import I32, I64, SKIP, U32, JsonValue, n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopConditions:
-    """Conditions that end generation; the first to hold ends it.
-
-    The response excludes a hidden stop token and ends with a visible one.
-    """
+    """The first to hold ends generation; the response excludes a hidden stop token only."""
 
     max_tokens: U32 | None = None
     stop: tuple[str, ...] = field(default=(), metadata=SKIP)
@@ -27,10 +24,7 @@ class StopConditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuidedDecoding:
-    """A constraint on the text: exactly one of json, regex, choice, grammar, structural_tag.
-
-    Raises InvalidRequest for any other number of constraints and for an empty choice.
-    """
+    """Exactly one constraint on the text; InvalidRequest for more, none or an empty choice."""
 
     json: JsonValue = field(default=None, metadata={"proto": "json_schema_json"})
     regex: str | None = None

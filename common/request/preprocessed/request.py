@@ -62,10 +62,7 @@ class RequestTracker:
         self.marks.setdefault(point, now)
 
     def timing(self) -> dict[str, float]:
-        """Return the known times under the names of `nvext.timing`, in milliseconds.
-
-        prefill_time_ms ends at the first token if the end of prefill is not marked.
-        """
+        """Return known `nvext.timing` values in ms; prefill may end at the first token."""
         marks = self.marks
         prefill_end = marks.get("prefill_finished", marks.get("first_token"))
         spans = {

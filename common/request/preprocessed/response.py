@@ -63,13 +63,8 @@ class TraceLink:
     span_id: str
 
     def ids(self) -> tuple[int, int] | None:
-        """Return (trace id, span id) as numbers, None if malformed or zero.
-
-        A malformed link must not fail the request; the caller logs it.
-        """
-        if not re.fullmatch(r"[0-9a-fA-F]{32}", self.trace_id):
-            return None
-        if not re.fullmatch(r"[0-9a-fA-F]{16}", self.span_id):
+        """Return (trace id, span id) as numbers; None if malformed or zero, never an error."""
+        if not re.fullmatch(r"[0-9a-fA-F]{32}-[0-9a-fA-F]{16}", f"{self.trace_id}-{self.span_id}"):
             return None
         trace_id, span_id = int(self.trace_id, 16), int(self.span_id, 16)
         return (trace_id, span_id) if trace_id and span_id else None
@@ -105,12 +100,9 @@ class CompletionUsage:
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
-_COUNT_MAX = 2**32 - 1
-
-
 def usage(prompt: int, completion: int) -> CompletionUsage:
     """Return the counts and their sum without details, each limited to 2^32-1."""
-    top = _COUNT_MAX
+    top = 2**32 - 1
     return CompletionUsage(min(prompt, top), min(completion, top), min(prompt + completion, top))
 
 

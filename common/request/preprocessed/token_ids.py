@@ -6,7 +6,7 @@ import reprlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,10 @@ class TokenIds(Sequence[int]):
         if isinstance(ids, TokenIds):
             return ids
         if isinstance(ids, np.ndarray):
-            return cls(_check_u32_range(ids).astype("<u4").tobytes())
+            is_integer = ids.dtype.kind in "iu"
+            if ids.size and not (is_integer and ids.min() >= 0 and ids.max() <= TOKEN_ID_MAX):
+                raise OverflowError(f"token ids are integers from 0 to {TOKEN_ID_MAX}")
+            return cls(ids.astype("<u4").tobytes())
         return cls(np.asarray(array("I", ids)).astype("<u4").tobytes())
 
     @property
@@ -62,9 +65,3 @@ class TokenIds(Sequence[int]):
 
     def __repr__(self) -> str:
         return f"TokenIds({reprlib.repr(self[:7].tolist())}, len={len(self)})"
-
-
-def _check_u32_range(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > TOKEN_ID_MAX):
-        raise OverflowError(f"token ids are integers from 0 to {TOKEN_ID_MAX}")
-    return ids

@@ -27,7 +27,6 @@ from common.request.token_stream.frames import (
     ResponseFrame as ResponseFrame,
     Submit as Submit,
     Terminal as Terminal,
-    protocol_violation as protocol_violation,
 )
 from common.request.token_stream.frontend import FrontendLink as FrontendLink
 from common.request.token_stream.worker import (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from common.errors import MeshError, WorkerLost
 from common.kv.load import Load
@@ -46,25 +45,17 @@ class _NullSink:
 _NULL_SINK = _NullSink()
 
 
-class _LegState(Enum):
-    SUBMITTED = auto()
-    ACCEPTED = auto()
-
-
 @dataclass(slots=True)
 class _OpenLeg:
     sink: LegSink
-    state: _LegState = _LegState.SUBMITTED
+    is_accepted: bool = False
     received: int = 0
     chunks: int = 0
     is_aborting: bool = False
 
 
 class FrontendLink:
-    """The frontend's end of one Attach stream.
-
-    Frames go in by `receive` and come out of `next_frame`. Holds no socket, task or clock.
-    """
+    """The frontend's end of one Attach stream. Holds no socket, task or clock."""
 
     def __init__(self, hello: Hello, now: float) -> None:
         self.hello = hello
@@ -98,15 +89,8 @@ class FrontendLink:
         slot = self._last_slot
         self._open_legs[slot] = _OpenLeg(sink)
         prompt = b"" if leg_request.request is None else leg_request.request.token_ids.little_endian
-        prompt_size = len(prompt)
-        self._submits.append(
-            Submit(
-                slot,
-                leg_request,
-                prompt[:PROMPT_PART_BYTES],
-                prompt_size if prompt_size > PROMPT_PART_BYTES else 0,
-            )
-        )
+        prompt_bytes = len(prompt) if len(prompt) > PROMPT_PART_BYTES else 0
+        self._submits.append(Submit(slot, leg_request, prompt[:PROMPT_PART_BYTES], prompt_bytes))
         return slot
 
     def abort(self, slot: int, reason: str) -> None:
@@ -141,17 +125,17 @@ class FrontendLink:
             self.loads, self.loads_received_at = frame.heartbeat, now
         legs = self._open_legs
         for slot in frame.accepted:
-            leg = self._require_submitted_leg(slot, "accepted")
-            leg.state = _LegState.ACCEPTED
+            leg = self._require_leg(slot, "accepted", is_accepted=False)
+            leg.is_accepted = True
             leg.sink.accepted()
         for rejected in frame.rejected:
-            leg = self._require_submitted_leg(rejected.slot, "rejected")
+            leg = self._require_leg(rejected.slot, "rejected", is_accepted=False)
             del legs[rejected.slot]
             leg.sink.rejected(rejected.error)
         if frame.slot or frame.token_id or frame.logprobs:
             self._receive_tokens(frame)
         for chunk in frame.chunks:
-            leg = self._require_accepted_leg(chunk.slot, "sent a chunk")
+            leg = self._require_leg(chunk.slot, "sent a chunk")
             if chunk.index != leg.chunks:
                 raise protocol_violation(
                     "c", f"slot {chunk.slot}: chunk {chunk.index} came, {leg.chunks} is next"
@@ -159,7 +143,7 @@ class FrontendLink:
             leg.chunks += 1
             leg.sink.chunk(chunk.json)
         for terminal in frame.terminals:
-            leg = self._require_accepted_leg(terminal.slot, "ended")
+            leg = self._require_leg(terminal.slot, "ended")
             if terminal.total_tokens != leg.received:
                 raise protocol_violation(
                     "c",
@@ -184,7 +168,7 @@ class FrontendLink:
         logprobs = dict(frame.logprobs) if frame.logprobs else {}
         position = 0
         for slot, start, count in zip(frame.slot, frame.start, frame.count, strict=True):
-            leg = self._require_accepted_leg(slot, "sent tokens")
+            leg = self._require_leg(slot, "sent tokens")
             if start != leg.received:
                 raise protocol_violation(
                     "c", f"slot {slot}: tokens from {start} came, {leg.received} is next"
@@ -199,27 +183,15 @@ class FrontendLink:
             leg.sink.tokens(token_id[position:end], slot_logprobs)
             position = end
         if logprobs:
-            raise protocol_violation(
-                "h", f"logprobs without tokens for the slots {sorted(logprobs)}"
-            )
+            raise protocol_violation("h", f"logprobs without tokens: slots {sorted(logprobs)}")
 
-    def _require_leg(self, slot: int, action: str) -> _OpenLeg:
+    def _require_leg(self, slot: int, action: str, *, is_accepted: bool = True) -> _OpenLeg:
         leg = self._open_legs.get(slot)
         if leg is None:
             raise protocol_violation("c", f"slot {slot} {action}, but it is not open")
-        return leg
-
-    def _require_submitted_leg(self, slot: int, action: str) -> _OpenLeg:
-        leg = self._require_leg(slot, action)
-        if leg.state is not _LegState.SUBMITTED:
-            raise protocol_violation("c", f"slot {slot} {action} after it was accepted")
-        return leg
-
-    def _require_accepted_leg(self, slot: int, action: str) -> _OpenLeg:
-        leg = self._open_legs.get(slot)
-        if leg is None or leg.state is not _LegState.ACCEPTED:
-            self._require_leg(slot, action)
-            raise protocol_violation("c", f"slot {slot} {action} before it was accepted")
+        if leg.is_accepted is not is_accepted:
+            when = "before" if is_accepted else "after"
+            raise protocol_violation("c", f"slot {slot} {action} {when} it was accepted")
         return leg
 
     def _complete_handshake(self, ack: HelloAck) -> None:
@@ -309,9 +281,5 @@ class FrontendLink:
 
 def _submit_size(submit: Submit) -> int:
     leg_request = submit.leg_request
-    return (
-        _SUBMIT_BYTES
-        + len(submit.prompt)
-        + len(leg_request.chat_json or b"")
-        + len(leg_request.completion_json or b"")
-    )
+    passed_through = leg_request.chat_json or leg_request.completion_json or b""
+    return _SUBMIT_BYTES + len(submit.prompt) + len(passed_through)

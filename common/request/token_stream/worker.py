@@ -67,10 +67,7 @@ class StartSlot:
 
 @dataclass(frozen=True, slots=True)
 class StopSlot:
-    """Command to end a slot; a Terminal is still due.
-
-    No action is needed if the slot was rejected at the StartSlot right before.
-    """
+    """Command to end a slot, of which a Terminal is due unless it was just rejected."""
 
     slot: int
     reason: str
@@ -94,15 +91,8 @@ class _Slot:
     is_queued: bool = False
 
 
-def _default_loads() -> Sequence[Load]:
-    return (Load(),)
-
-
 class WorkerLink:
-    """The worker's end of one Attach stream.
-
-    Frames go in by `receive` and come out of `next_frame`. Holds no socket, task or clock.
-    """
+    """The worker's end of one Attach stream. Holds no socket, task or clock."""
 
     def __init__(self, worker_id: int, now: float, *, heartbeat_s: float = HEARTBEAT_S) -> None:
         self.worker_id = worker_id
@@ -175,7 +165,8 @@ class WorkerLink:
         if error is not None:
             self._rejected.append(Rejected(submit.slot, error))
             return
-        if submit.prompt_bytes and not _is_partial_prompt(submit):
+        is_in_parts = submit.prompt_bytes > len(submit.prompt) and submit.prompt_bytes % 4 == 0
+        if submit.prompt_bytes and not is_in_parts:
             raise protocol_violation(
                 "g", f"slot {submit.slot}: prompt_bytes does not fit its first part"
             )
@@ -200,11 +191,8 @@ class WorkerLink:
         slot = self._slots.get(part.slot)
         if slot is None or slot.state is _SlotState.ENDED:
             return  # aborted or rejected while its prompt arrived
-        if (
-            slot.state is not _SlotState.ARRIVING
-            or part.offset != len(slot.prompt)
-            or not part.data
-        ):
+        is_next = slot.state is _SlotState.ARRIVING and part.offset == len(slot.prompt)
+        if not is_next or not part.data:
             raise protocol_violation(
                 "g", f"slot {part.slot}: prompt part at {part.offset} is out of order"
             )
@@ -311,12 +299,9 @@ class WorkerLink:
             self._send_queue.append(slot)
 
     def next_frame(
-        self, now: float, loads: Callable[[], Sequence[Load]] = _default_loads
+        self, now: float, loads: Callable[[], Sequence[Load]] = lambda: (Load(),)
     ) -> ResponseFrame | None:
-        """Return the next frame to write, or None without content or credit.
-
-        loads: returns the load of each rank, at least one; called when a heartbeat is due.
-        """
+        """Return the next frame, None without content or credit. loads: one per rank."""
         if self.hello is None or self._lost:
             return None
         frame = ResponseFrame()
@@ -412,7 +397,6 @@ class WorkerLink:
         if not self._lost and now - self._last_received_at > limit:
             return WorkerLost(f"no message from the frontend for {limit:g} s", retryable=True), []
         expired: list[StopSlot] = []
-        incomplete: list[int] = []
         for slot, state in self._slots.items():
             if state.deadline is None or now < state.deadline or state.is_stopping:
                 continue
@@ -420,11 +404,8 @@ class WorkerLink:
             if state.state in _RUNNING:
                 expired.append(StopSlot(slot, "deadline"))
             elif state.state is _SlotState.ARRIVING:
-                incomplete.append(slot)
-        for slot in incomplete:
-            self.end(
-                slot, None, error=DeadlineExceeded("the prompt did not arrive before the deadline")
-            )
+                error = DeadlineExceeded("the prompt did not arrive before the deadline")
+                self.end(slot, None, error=error)
         return None, expired
 
     def close(self) -> list[int]:
@@ -439,10 +420,6 @@ class WorkerLink:
         return [slot for slot, state in slots.items() if state.state in _RUNNING]
 
 
-def _is_partial_prompt(submit: Submit) -> bool:
-    return submit.prompt_bytes > len(submit.prompt) and submit.prompt_bytes % 4 == 0
-
-
 def _append_logprobs(state: _Slot, older_count: int, logprobs: Sequence[TokenLogprob]) -> None:
     """Append the logprobs of the tokens after the first `older_count` pending ones."""
     new_count = len(state.pending) - older_count
@@ -452,10 +429,7 @@ def _append_logprobs(state: _Slot, older_count: int, logprobs: Sequence[TokenLog
 
 
 def _next_logprob_batch(state: _Slot, available_bytes: int) -> tuple[int, int]:
-    """Return the token count of the next batch, at least 1, and its bytes.
-
-    A batch does not mix tokens with and without logprobs.
-    """
+    """Return count (at least 1) and bytes of the next tokens all with or all without logprobs."""
     first, used = state.logprobs[0], _BATCH_BYTES
     for count, logprob in enumerate(state.logprobs):
         size = _TOKEN_BYTES

@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 from common.errors import Conflict, InternalError, Unavailable
 from common.runtime.config import ConfigError
 from common.service import lifecycle
-from common.service.lifecycle import Lifecycle, Phase, ServiceInfo, run
+from common.service.lifecycle import Lifecycle, ServiceInfo, run
 
 ROOT = Path(__file__).resolve().parents[4]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -44,12 +44,12 @@ Body = Callable[[Lifecycle], Awaitable[None]]
 
 
 class FakeApp:
-    """Records each step with its health and phase; a step may have a body."""
+    """Records each step with its health; a step may have a body."""
 
     def __init__(
         self, cancelled: Sequence[str] = (), **bodies: Callable[[Lifecycle], Awaitable[None]]
     ) -> None:
-        self.steps: list[tuple[str, str, bool]] = []
+        self.steps: list[tuple[str, bool]] = []
         self.lifecycle: Lifecycle | None = None
         self.started = asyncio.Event()
         self._bodies = bodies
@@ -58,7 +58,7 @@ class FakeApp:
     async def _record(self, step: str) -> None:
         assert self.lifecycle is not None
         serving = await read_health(self.lifecycle, "") == SERVING
-        self.steps.append((step, self.lifecycle.phase.value, serving))
+        self.steps.append((step, serving))
         await self._bodies.get(step, nothing)(self.lifecycle)
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
@@ -82,7 +82,7 @@ class FakeApp:
 
     @property
     def order(self) -> list[str]:
-        return [step for step, _, _ in self.steps]
+        return [step for step, _ in self.steps]
 
 
 async def drain_now(lifecycle: Lifecycle) -> None:
@@ -123,14 +123,12 @@ async def test_the_steps_run_in_order_with_the_matching_health() -> None:
     app = FakeApp(start=spawning(end_when_ready))
     assert await run_app(app) == 1
     assert app.steps == [
-        ("start", "starting", False),
-        ("register", "starting", True),
-        ("deregister", "draining", False),
-        ("drain", "draining", False),
-        ("close", "draining", False),
+        ("start", False),
+        ("register", True),
+        ("deregister", False),
+        ("drain", False),
+        ("close", False),
     ]
-    assert app.lifecycle is not None
-    assert app.lifecycle.phase is Phase.STOPPED
 
 
 async def end_when_ready(lifecycle: Lifecycle) -> None:

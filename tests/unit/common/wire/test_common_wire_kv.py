@@ -60,8 +60,9 @@ def test_snapshot_chunks_and_match_rows_round_trip() -> None:
     read = kv_proto.snapshot_chunk_from_proto(kv_proto.snapshot_chunk_to_proto(sent))
     assert (read.source, read.epoch, read.sequence, read.tier) == (SOURCE, 5, 6, Tier.DISK)
     assert (read.first, read.last, read.hashes.tolist()) == (True, True, [7, 8])
-    rows = [SourceMatch(SOURCE, 1, 2, 3), SourceMatch(Source(4), 1, 1, 1)]
-    assert kv_proto.matches_from_proto(kv_proto.matches_to_proto(rows)) == rows
+    (row,) = kv_proto.matches_to_proto([SourceMatch(SOURCE, 1, 2, 3)]).matches
+    assert kv_proto.source_from_proto(row.source) == SOURCE
+    assert (row.device_blocks, row.host_blocks, row.disk_blocks) == (1, 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,6 @@ from common.request.preprocessed.codecs import (
     SetCodec,
     TextCodec,
     TokenIdsCodec,
-    TokenMapCodec,
     TokenSpanCodec,
     wire_fields,
 )
@@ -57,8 +56,6 @@ from common.request.preprocessed.media import MediaCodec
 from common.wire.preprocessed import (
     dataclass_from_proto,
     dataclass_to_proto,
-    embedding_from_proto,
-    embedding_to_proto,
     finish_reason_from_proto,
     finish_reason_to_proto,
     from_proto,
@@ -415,11 +412,9 @@ def forms(kind: FieldCodec) -> st.SearchStrategy[Any]:
             return st.none() | forms(item)
         case ListCodec(item) | SetCodec(item):
             return st.lists(forms(item), max_size=2)
-        case MapCodec(item):
-            return st.dictionaries(TEXTS, forms(item), max_size=2)
-        case TokenMapCodec(item):
-            ids = st.integers(0, 2**32 - 1).map(str)
-            return st.dictionaries(ids, forms(item), max_size=2)
+        case MapCodec(item, token_keys):
+            keys = st.integers(0, 2**32 - 1).map(str) if token_keys else TEXTS
+            return st.dictionaries(keys, forms(item), max_size=2)
         case ObjectCodec(cls):
             return guided_forms() if cls is GuidedDecoding else object_forms(cls)
         case MediaCodec():
@@ -474,7 +469,8 @@ def test_any_request_survives_json_and_protobuf(form: dict[str, Any]) -> None:
 @given(object_forms(PreprocessedEmbeddingRequest))
 def test_any_embedding_request_survives_json_and_protobuf(form: dict[str, Any]) -> None:
     request = from_json(PreprocessedEmbeddingRequest, json.dumps(form))
-    data = embedding_to_proto(request).SerializeToString()
-    again = embedding_from_proto(request_pb2.PreprocessedEmbeddingRequest.FromString(data))
+    message = dataclass_to_proto(request, request_pb2.PreprocessedEmbeddingRequest())
+    read = request_pb2.PreprocessedEmbeddingRequest.FromString(message.SerializeToString())
+    again = dataclass_from_proto(PreprocessedEmbeddingRequest, read)
     assert again == request
     assert to_json_value(again) == to_json_value(request)
