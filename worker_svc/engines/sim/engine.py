@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,13 +51,7 @@ from worker_svc.engines.contract import (
     PreprocessedRequest,
     chunk,
 )
-from worker_svc.engines.sim.block_manager import (
-    BlockManager,
-    BlocksRemoved,
-    BlocksStored,
-    BlockTable,
-    KvEvent,
-)
+from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
 from worker_svc.engines.sim.config import SimConfig, SimModel, load_sim_model
 from worker_svc.engines.sim.jobs import JobBuilder, kv_location
 from worker_svc.engines.sim.messages import Done, page_stamps
@@ -74,7 +68,6 @@ from worker_svc.engines.sim.transfer_server import (
 )
 from worker_svc.kv_events.normalizer import (
     DuplicatePolicy,
-    ExternalEvent,
     KvEventFormat,
     KvEventSink,
     PagesRemoved,
@@ -135,7 +128,7 @@ class SimEngine:
             config.block_size, config.block_size, DuplicatePolicy.IDEMPOTENT
         )
         self.kv_events_off_reason = "" if config.prefix_caching else "prefix caching is off"
-        self.kv_event_sink: Callable[[Sequence[KvEvent]], None] | None = None
+        self.kv_event_sink: Callable[[Sequence[PagesStored | PagesRemoved]], None] | None = None
         self._model = model
         self._clock = clock
         self._sleep = sleep
@@ -279,9 +272,7 @@ class SimEngine:
         """
         if self.blocks.cached_blocks:
             raise Conflict("the cache is not empty; call publish_to before the first request")
-        self.kv_event_sink = lambda events: sink.take(
-            to_external_events(events, self.config.block_size)
-        )
+        self.kv_event_sink = sink.take
 
     def loads(self) -> Sequence[Load]:
         """Returns the load of the only rank."""
@@ -543,18 +534,6 @@ class SimEngine:
         events = blocks.take_events()
         if events and self.kv_event_sink is not None:
             self.kv_event_sink(events)
-
-
-def to_external_events(events: Sequence[KvEvent], block_size: int) -> Iterator[ExternalEvent]:
-    """Yields the normalizer's events; the external hash of a block is its name."""
-    for event in events:
-        match event:
-            case BlocksStored():
-                yield PagesStored(
-                    event.names, event.parent, event.token_ids, block_size, lora=event.lora_name
-                )
-            case BlocksRemoved():
-                yield PagesRemoved(event.names)
 
 
 def _copy_error(error: MeshError) -> MeshError:

@@ -56,7 +56,7 @@ class Job:
     prompt: token ids, 4 bytes little endian each, at least one. max_tokens: at least 1.
     stops: tokens that end the output after min_tokens. They must include the model's EOS, or be
     empty: then the model never emits EOS. hasher: names the blocks; None bypasses the prefix cache.
-    lora_name: as in `BlocksStored`. priority: larger is sooner.
+    lora_name: of the adapter, "" for the base model. priority: larger is sooner.
     is_remote, is_handed_over: KV comes from, goes to another worker; see the module.
     """
 

@@ -228,7 +228,8 @@ class HandoffManager:
         if handoff is not None and not handoff.machine.can_attach_leg:
             raise Conflict(f"room {room} is in use by another prefill leg", reason=ROOM_TAKEN)
         handoff = handoff or self._open_prefill(room)
-        if handoff.machine.has_peer and handoff.machine.pull.tokens != prompt_tokens:
+        pull = handoff.machine.pull
+        if pull is not None and pull.tokens != prompt_tokens:
             self._execute_all(handoff, handoff.machine.reject(MISMATCH))
             raise handoff_error(MISMATCH)
         handoff.prompt_tokens, handoff.on_end = prompt_tokens, on_end
@@ -498,7 +499,7 @@ class HandoffManager:
         if (reason := self._ended_rooms.get(pull.room)) is not None:
             raise handoff_error(reason)
         handoff = self._prefill_handoffs.get(pull.room)
-        if handoff is not None and handoff.machine.has_peer:
+        if handoff is not None and handoff.machine.pull is not None:
             raise handoff_error(ROOM_TAKEN)
         if not self._is_compatible(pull, handoff):
             if handoff is not None:
@@ -526,7 +527,8 @@ class HandoffManager:
         assert connection is not None, "a transfer has a connection"
         assert transfer is not None, "a transfer has blocks"
         assert handoff.done is not None, "a computed prompt has a first token"
-        pages, size = handoff.machine.pull.pages, self._config.chunk_pages
+        assert machine.pull is not None, "a transfer has a Pull"
+        pages, size = machine.pull.pages, self._config.chunk_pages
         try:
             await self._wait_for_link(machine, self._scaled(self._config.latency_s))
             for start in range(0, len(pages), size):
@@ -547,7 +549,7 @@ class HandoffManager:
         except OSError:
             self._execute_all(handoff, machine.on_connection_lost())
             return
-        self._execute_all(handoff, machine.on_done_sent(self._clock()))
+        machine.on_done_sent(self._clock())
 
     async def _wait_for_link(self, machine: PrefillMachine, wait_s: float) -> None:
         machine.extend_deadline(self._clock(), wait_s)
@@ -597,7 +599,7 @@ class HandoffManager:
         try:
             for page, stamp in zip(message.pages, message.stamps, strict=True):
                 self._blocks.write(page, stamp)
-        except IndexError:
+        except (IndexError, ValueError):
             log.warning("handoff_page_unknown", pages=len(message.pages))
             return False
         self._counters["pages_received"] += len(message.pages)

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from common.kv.hashing import PrefixHasher
 from common.request.preprocessed import FinishReason
-from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored
+from worker_svc.engines.sim.block_manager import BlockManager
 from worker_svc.engines.sim.scheduler import Job, SimScheduler, SimSequence
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.stop_tokens import StopToken
+from worker_svc.kv_events.normalizer import PagesStored
 
 EOS = 2
 SIZE = 4
@@ -238,8 +239,8 @@ def test_jobs_of_different_adapters_share_no_block_and_their_events_name_the_ada
     tokens = list(range(12))
 
     assert pair.cached_of_second(job(tokens), job(tokens, hasher=lora, lora_name="french")) == 0
-    stored = [one for one in pair.scheduler.blocks.events if isinstance(one, BlocksStored)]
-    assert {one.lora_name for one in stored} == {"", "french"}
+    stored = [one for one in pair.scheduler.blocks.events if isinstance(one, PagesStored)]
+    assert {one.lora for one in stored} == {"", "french"}
 
 
 def test_equal_prompts_in_one_step_share_their_blocks_afterwards() -> None:
@@ -260,9 +261,9 @@ def test_the_events_name_blocks_by_the_prefix_hash_of_what_they_hold() -> None:
     tokens = [*range(10), *seq.output][:21]
     names = HASHER.prefix_hashes(tokens).tolist()
 
-    stored = [one for one in scheduler.blocks.events if isinstance(one, BlocksStored)]
+    stored = [one for one in scheduler.blocks.events if isinstance(one, PagesStored)]
 
-    assert [name for one in stored for name in one.names] == names
+    assert [name for one in stored for name in one.hashes] == names
     assert [one.parent for one in stored] == [None, names[1]]
     assert b"".join(one.token_ids for one in stored) == u32(tokens[: 4 * len(names)])
 
