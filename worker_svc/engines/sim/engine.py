@@ -332,7 +332,7 @@ class SimEngine:
     def _open_stream(self, request: PreprocessedRequest, ctx: GenerateContext) -> Stream:
         try:
             core, job = self._check_request(request, ctx)
-            sequence = core.scheduler.submit(job, self._clock())
+            sequence = core.scheduler.submit(job)
             stream = Stream(sequence, request.output_options.logprobs)
             try:
                 stream.handoff = self._open_handoff(core, stream, request)
@@ -387,8 +387,8 @@ class SimEngine:
             lambda error: self._on_handoff_end(stream, error),
         )
 
-    def _plan(self, core: _Core, due_at: float) -> Step | None:
-        step = core.scheduler.plan(due_at)
+    def _plan(self, core: _Core) -> Step | None:
+        step = core.scheduler.plan()
         for sequence in core.scheduler.take_allocated():
             handoff, transfer = self._streams[sequence].handoff, sequence.transfer
             assert self._handoff_manager is not None, "decode engines have handoffs"
@@ -493,7 +493,7 @@ class SimEngine:
         step: Step | None = None
         while True:
             if step is None:
-                step = self._plan(core, due_at)
+                step = self._plan(core)
                 due_at += step.duration_s if step else 0.0
             if step is None or self._is_frozen:
                 self._publish(core.blocks)  # changes that were made without a step
@@ -520,7 +520,7 @@ class SimEngine:
                 + len(now.entries)
                 + now.prefill_tokens // _PREFILL_TOKENS_PER_WORK_UNIT
             )
-            now = self._plan(core, due_at)
+            now = self._plan(core)
             due_at += now.duration_s if now else 0.0
         self._publish(core.blocks)
         for sequence in advanced:
