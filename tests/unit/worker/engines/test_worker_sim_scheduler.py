@@ -366,7 +366,6 @@ def test_with_all_blocks_pinned_the_engine_waits_and_then_continues() -> None:
     assert seq.end is FinishReason.LENGTH
 
 
-
 def test_a_job_that_can_never_fit_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="forever"):
         scheduler_of(blocks=2).submit(job([1] * 6, 3))
