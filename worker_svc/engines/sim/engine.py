@@ -81,7 +81,8 @@ _STEP_WORK_UNITS: Final = 2
 _PREFILL_TOKENS_PER_WORK_UNIT: Final = 16
 # Steps due within this time are completed now: event loops wake up to a millisecond late.
 _EARLY_TOLERANCE_S: Final = 1e-4
-_RETRY_AFTER_S: Final = (0.05, 30.0)
+_RETRY_AFTER_MIN_S: Final = 0.05
+_RETRY_AFTER_MAX_S: Final = 30.0
 
 _COUNTERS: Final = (
     *("accepted", "finished", "cancelled", "closed", "failed", "rejected", "overloaded"),
@@ -110,7 +111,6 @@ class SimEngine:
     `HandoffManager`.
     """
 
-    # State machine of decode's end of a handoff; it protects pages from late writes.
     decode_machine: type[DecodeMachine] = DecodeMachine
 
     def __init__(
@@ -162,7 +162,9 @@ class SimEngine:
             self._handoff_manager = await self._start_handoff_manager(core, worker_id)
         self._unavailable_error = None
         self._loop_task = asyncio.create_task(self._run(core), name="sim-engine-steps")
-        host, port = self._bootstrap_endpoint()
+        is_advertised = (config.role, config.mode) == ("prefill", "bootstrap")
+        manager = self._handoff_manager
+        host, port = manager.endpoint if manager and is_advertised else (None, None)
         group = config.transfer_group or f"sim/{self.config.model}/{self.config.block_size}"
         return EngineConfig(
             model=self.config.model,
@@ -173,7 +175,7 @@ class SimEngine:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             kv_index="events" if self.config.prefix_caching else "none",
-            kv_index_reason="" if self.config.prefix_caching else "prefix caching is off",
+            kv_index_reason=self.kv_events_off_reason,
             bootstrap_host=host,
             bootstrap_port=port,
             transfer_group="" if config.role == "aggregated" else group,
@@ -198,13 +200,6 @@ class SimEngine:
         if self.config.handoff.role == "prefill":
             await handoff_manager.listen()
         return handoff_manager
-
-    def _bootstrap_endpoint(self) -> tuple[str, int] | tuple[None, None]:
-        """Returns the advertised address; None in mode "completed"."""
-        config = self.config.handoff
-        if self._handoff_manager is None or (config.role, config.mode) != ("prefill", "bootstrap"):
-            return None, None
-        return self._handoff_manager.endpoint
 
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
@@ -247,19 +242,17 @@ class SimEngine:
         """Waits until no handoff or lease is open, at most their longest duration."""
         if self._handoff_manager is None:
             return
-        config = self.config.handoff
         try:
-            async with asyncio.timeout(config.timeout_s + config.lease_s):
-                await self._handoff_manager.wait_idle()
+            async with asyncio.timeout(self.config.handoff.timeout_s + self.config.handoff.lease_s):
+                await self._handoff_manager.idle.wait()
         except TimeoutError:
             log.warning("sim_engine_drain_timed_out", rooms_open=self._handoff_manager.open_rooms)
 
     async def cleanup(self) -> None:
         """Stops stepping; open streams raise WorkerLost."""
-        task, self._loop_task = self._loop_task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+            await asyncio.wait([self._loop_task])
         self._fail_all(WorkerLost("the engine was shut down", retryable=True))
         self._unavailable_error = Unavailable("the engine was shut down")
         if self._handoff_manager is not None:
@@ -295,12 +288,14 @@ class SimEngine:
     def counters(self) -> Mapping[str, int]:
         """Returns the counters of the class docstring, `steps` and `preempted`."""
         core = self._core
-        counts = {name: self._counters[name] for name in _COUNTERS}
-        counts["steps"] = self._steps
-        counts["preempted"] = core.scheduler.preemptions if core else 0
-        counts["corrupt_pages"] = core.blocks.corrupt_pages if core else 0
-        counts["corrupt_tokens"] = core.scheduler.corrupt_tokens if core else 0
-        return {**counts, **(self._handoff_manager.counters if self._handoff_manager else {})}
+        return {
+            **{name: self._counters[name] for name in _COUNTERS},
+            "steps": self._steps,
+            "preempted": core.scheduler.preemptions if core else 0,
+            "corrupt_pages": core.blocks.corrupt_pages if core else 0,
+            "corrupt_tokens": core.scheduler.corrupt_tokens if core else 0,
+            **(self._handoff_manager.counters if self._handoff_manager else {}),
+        }
 
     @property
     def blocks(self) -> BlockManager:
@@ -333,7 +328,7 @@ class SimEngine:
         try:
             core, job = self._check_request(request, ctx)
             sequence = core.scheduler.submit(job)
-            stream = Stream(sequence, request.output_options.logprobs)
+            stream = Stream(sequence, request.output_options.logprobs, job.is_handed_over)
             try:
                 stream.handoff = self._open_handoff(core, stream, request)
             except MeshError:
@@ -358,10 +353,9 @@ class SimEngine:
         job = core.jobs.build(request, ctx.priority)
         scheduler = core.scheduler
         if scheduler.waiting >= self.config.max_waiting:
-            low, high = _RETRY_AFTER_S
             wait_s = self.config.timing.prefill_s(scheduler.waiting_tokens)
             raise Overloaded(
-                min(max(wait_s, low), high),
+                min(max(wait_s, _RETRY_AFTER_MIN_S), _RETRY_AFTER_MAX_S),
                 f"queue full: {scheduler.waiting}/{self.config.max_waiting} requests",
             )
         return core, job
@@ -433,8 +427,7 @@ class SimEngine:
 
     def _on_handoff_end(self, stream: Stream, error: MeshError | None) -> None:
         if error is not None:
-            stream.error = stream.error or error
-            self._stop_stream(stream)
+            self._fail(stream, error)
             return
         assert self._handoff_manager is not None, "prefill engines have handoffs"
         assert stream.handoff is not None, "the room was the leg's"
@@ -455,10 +448,11 @@ class SimEngine:
 
     def _abort_handoff(self, stream: Stream) -> None:
         handoff, stream.handoff = stream.handoff, None
-        if handoff is not None and self._handoff_manager is not None:
+        if self._handoff_manager is None:
+            return
+        if handoff is not None:
             self._handoff_manager.abort(handoff)
-        if self._handoff_manager is not None:
-            self._wakeup.set()  # its place may have blocked the queue
+        self._wakeup.set()  # its place may have blocked the queue
 
     def _close_stream(self, stream: Stream, outcome: str) -> None:
         assert self._core is not None, "nothing is opened before the start"
@@ -473,10 +467,13 @@ class SimEngine:
         if not sequence.job.is_remote:
             self._counters["cached_tokens"] += sequence.cached_tokens or 0
 
+    def _fail(self, stream: Stream, error: MeshError) -> None:
+        stream.error = stream.error or error
+        self._stop_stream(stream)
+
     def _fail_all(self, error: MeshError) -> None:
         for stream in self._streams.values():
-            stream.error = stream.error or error
-            self._stop_stream(stream)
+            self._fail(stream, error)
 
     async def _run(self, core: _Core) -> None:
         try:

@@ -12,6 +12,7 @@ import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 import structlog
@@ -70,7 +71,7 @@ _COUNTERS: Final = {
     HandoffOutcome.FORCED: "aborts_forced",
 }
 # Reason sent to a leg that arrives after the end of its room; PEER_ABORTED for other outcomes.
-_REASONS: Final[Mapping[HandoffOutcome | None, str]] = {
+_REASONS: Final = {
     HandoffOutcome.HANDED_OVER: ROOM_TAKEN,
     HandoffOutcome.TIMED_OUT: NO_PARTNER,
     HandoffOutcome.EXPIRED: EXPIRED,
@@ -119,7 +120,7 @@ class HandoffManager:
     """All rooms of one engine.
 
     incarnation: the worker's id. speedup: as in `Timing`. on_released: called when blocks become
-    free. decode_machine: state machine of decode's end.
+    free. decode_machine: state machine of decode's end. idle: set while no room is open.
 
     Counters: each ended room counts once in `rooms_handed_over`, `rooms_aborted` (its own leg
     left), `rooms_failed` (the peer failed), `rooms_timed_out`, `leases_expired` or `aborts_forced`
@@ -150,8 +151,9 @@ class HandoffManager:
         self._on_released = on_released
         self._decode_machine = decode_machine
         self._counters: Counter[str] = Counter()
+        # Open rooms of both ends; dicts keep the order.
+        self._handoffs: dict[Handoff, None] = {}
         self._prefill_handoffs: dict[int, PrefillHandoff] = {}
-        self._decode_handoffs: dict[DecodeHandoff, None] = {}
         # Reasons of the last ended rooms, oldest first.
         self._ended_rooms: OrderedDict[int, str] = OrderedDict()
         self._last_lease_number = 0
@@ -160,8 +162,8 @@ class HandoffManager:
         self._tasks: set[asyncio.Task[None]] = set()
         self._drop_tasks: set[asyncio.Task[None]] = set()
         self._tick_task: asyncio.Task[None] | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
         self._listener: Listener | None = None
         self._is_closed = False
 
@@ -184,26 +186,20 @@ class HandoffManager:
     @property
     def open_rooms(self) -> int:
         """Returns the number of open rooms of both ends."""
-        return len(self._prefill_handoffs) + len(self._decode_handoffs)
+        return len(self._handoffs)
 
     @property
     def counters(self) -> Mapping[str, int]:
         """Returns the counters of the class docstring, and a few more."""
         return {name: self._counters[name] for name in (*_COUNTERS.values(), *_EXTRA_COUNTERS)}
 
-    async def wait_idle(self) -> None:
-        """Returns when no room is open."""
-        await self._idle.wait()
-
     async def close(self) -> None:
         """Ends all rooms and closes their connections; no page is written here after it returns."""
         self._is_closed = True
         if self._listener is not None:
             await self._listener.close()
-        for handoff in tuple(self._prefill_handoffs.values()):
-            self._execute_all(handoff, handoff.machine.abort())
-        for decode in tuple(self._decode_handoffs):
-            self.abort(decode)
+        for handoff in tuple(self._handoffs):
+            self.abort(handoff)
         if self._drop_tasks:
             await asyncio.wait(tuple(self._drop_tasks), timeout=_DROP_TIMEOUT_S)
         tasks = tuple(self._tasks)
@@ -211,9 +207,8 @@ class HandoffManager:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        open_handoffs: list[Handoff] = [*self._prefill_handoffs.values(), *self._decode_handoffs]
-        for one in open_handoffs:
-            self._finish(one, [CloseConnection(), ReleaseBlocks()])
+        for handoff in tuple(self._handoffs):
+            self._finish(handoff, [CloseConnection(), ReleaseBlocks()])
 
     def attach_leg(
         self, room: int, prompt_tokens: int, on_end: Callable[[MeshError | None], None]
@@ -272,8 +267,7 @@ class HandoffManager:
         self._check_capacity()
         machine = self._decode_machine(self._timeouts, self._clock())
         handoff = DecodeHandoff(room, address, machine, on_arrival, on_end)
-        self._decode_handoffs[handoff] = None
-        self._on_opened()
+        self._on_opened(handoff)
         return handoff
 
     def start_pull(self, handoff: DecodeHandoff, transfer: BlockTable, prompt_tokens: int) -> None:
@@ -362,20 +356,16 @@ class HandoffManager:
     def _finish(self, handoff: Handoff, actions: list[Action]) -> None:
         for action in actions:
             self._execute(handoff, action)
+        if handoff not in self._handoffs:
+            return
+        del self._handoffs[handoff]
+        outcome = handoff.machine.outcome or HandoffOutcome.FORCED
         if isinstance(handoff, PrefillHandoff):
-            if self._prefill_handoffs.get(handoff.room) is not handoff:
-                return
             del self._prefill_handoffs[handoff.room]
-            outcome = handoff.machine.outcome
             self._record_ended(handoff.room, _REASONS.get(outcome, PEER_ABORTED))
-        else:
-            if handoff not in self._decode_handoffs:
-                return
-            del self._decode_handoffs[handoff]
-            outcome = handoff.machine.outcome
-        self._counters[_COUNTERS[outcome or HandoffOutcome.FORCED]] += 1
-        if not self.open_rooms:
-            self._idle.set()
+        self._counters[_COUNTERS[outcome]] += 1
+        if not self._handoffs:
+            self.idle.set()
 
     def _record_ended(self, room: int, reason: str) -> None:
         self._ended_rooms[room] = reason
@@ -386,10 +376,9 @@ class HandoffManager:
 
     def _open_prefill(self, room: int) -> PrefillHandoff:
         self._check_capacity()
-        handoff = self._prefill_handoffs[room] = PrefillHandoff(
-            room, PrefillMachine(self._timeouts, self._clock())
-        )
-        self._on_opened()
+        handoff = PrefillHandoff(room, PrefillMachine(self._timeouts, self._clock()))
+        self._prefill_handoffs[room] = handoff
+        self._on_opened(handoff)
         return handoff
 
     def _check_capacity(self) -> None:
@@ -400,9 +389,10 @@ class HandoffManager:
                 reason=FULL,
             )
 
-    def _on_opened(self) -> None:
+    def _on_opened(self, handoff: Handoff) -> None:
+        self._handoffs[handoff] = None
         self._counters["rooms_opened"] += 1
-        self._idle.clear()
+        self.idle.clear()
         if self._tick_task is None:
             self._tick_task = self._spawn(self._tick())
 
@@ -421,10 +411,9 @@ class HandoffManager:
         while True:
             await self._sleep(TICK_S)
             now = self._clock()
-            handoffs: list[Handoff] = [*self._prefill_handoffs.values(), *self._decode_handoffs]
-            for handoff in handoffs:
+            for handoff in tuple(self._handoffs):
                 self._execute_all(handoff, handoff.machine.tick(now))
-            if not self.open_rooms:
+            if not self._handoffs:
                 self._tick_task = None
                 return
 
@@ -440,12 +429,11 @@ class HandoffManager:
         assert task is not None, "this runs in a task"
         self._tasks.add(task)
         try:
-            first = await self._receive_first_message(connection)
-            match first:
+            match await self._receive_first_message(connection):
                 case Drop(room):
                     self._on_drop(room)
-                case Pull():
-                    await self._serve_pull(connection, first)
+                case Pull() as pull:
+                    await self._serve_pull(connection, pull)
                 case _:
                     connection.close()
         finally:
@@ -485,12 +473,8 @@ class HandoffManager:
             while not handoff.machine.is_over:
                 message = await self._receive_message(connection)
                 if message is None:
-                    actions = handoff.machine.on_connection_lost()
-                else:
-                    actions = handoff.machine.receive(self._clock(), message)
-                self._execute_all(handoff, actions)
-                if message is None:
                     return
+                self._execute_all(handoff, handoff.machine.receive(self._clock(), message))
         finally:
             self._execute_all(handoff, handoff.machine.on_connection_lost())
 
@@ -511,10 +495,9 @@ class HandoffManager:
         return handoff
 
     def _is_compatible(self, pull: Pull, handoff: PrefillHandoff | None) -> bool:
-        block_size = self._blocks.block_size
-        if pull.block_size != block_size or len(pull.pages) != -(-pull.tokens // block_size):
-            return False
-        return handoff is None or pull.tokens == handoff.prompt_tokens
+        size = self._blocks.block_size
+        is_valid = pull.block_size == size and len(pull.pages) == -(-pull.tokens // size)
+        return is_valid and (handoff is None or pull.tokens == handoff.prompt_tokens)
 
     def _reject(self, connection: Connection, reason: str) -> None:
         self._counters["pulls_refused"] += 1
@@ -534,13 +517,11 @@ class HandoffManager:
             for start in range(0, len(pages), size):
                 part = pages[start : start + size]
                 await self._wait_for_link(machine, self._reserve_link_s(len(part)))
-                blocks = transfer.blocks[start : start + size]
+                rows = zip(transfer.blocks, handoff.stamps, strict=True)
                 # The stamp that is read is sent: a corrupt block arrives corrupt.
                 stamps = [
                     stamp if self._blocks.read(block) == block.stamp else -1
-                    for block, stamp in zip(
-                        blocks, handoff.stamps[start : start + size], strict=True
-                    )
+                    for block, stamp in islice(rows, start, start + size)
                 ]
                 connection.send(to_bytes(Write(part, stamps)))
                 self._counters["pages_written"] += len(part)
