@@ -106,15 +106,12 @@ class EngineContext:
 
     @property
     def is_killed(self) -> bool:
-        """Whether the request was killed."""
         return self._killed.is_set()
 
     async def stopped(self) -> None:
-        """Returns when the request is stopped."""
         await self._stopped.wait()
 
     async def killed(self) -> None:
-        """Returns when the request is killed."""
         await self._killed.wait()
 
     def stop_generating(self, reason: str = "") -> None:
@@ -197,11 +194,9 @@ class LLMEngineOutput:
     chunk_json: bytes | None = None
 
     def with_tokens(self, token_ids: Sequence[int]) -> Self:
-        """Returns the chunk with these tokens instead."""
         return replace(self, token_ids=tuple(token_ids))
 
     def with_usage(self, completion_usage: CompletionUsage) -> Self:
-        """Returns the chunk with this usage."""
         return replace(self, completion_usage=completion_usage)
 
 
@@ -279,10 +274,8 @@ class CountingEngine(Protocol):
 class PagedEngine(Protocol):
     """An engine that reports the pages of its cache (`kv_index` is "events").
 
-    kv_event_format: how its events are read.
-    kv_events_off_reason: why it reports nothing, "" if it reports. With KV_EVENTS_OFF it reuses
-    prefixes all the same.
-    Both are final when `start` returns.
+    kv_event_format: how its events are read. kv_events_off_reason: why it reports nothing, "" if it
+    reports; with KV_EVENTS_OFF it still reuses prefixes. Both are final when `start` returns.
     """
 
     kv_event_format: KvEventFormat
@@ -316,10 +309,9 @@ class FailureReportingEngine(Protocol):
 async def validate_stream(
     stream: AsyncIterator[LLMEngineOutput], *, request_id: str
 ) -> AsyncGenerator[LLMEngineOutput, None]:
-    """Yields the stream. Raises InternalError for a chunk after the terminal one or a missing
-    terminal chunk.
+    """Yields the stream. Closing this generator closes the engine's.
 
-    Closing this generator closes the engine's.
+    Raises InternalError for a chunk after the terminal one or a missing terminal chunk.
     """
     has_terminal = False
     try:

@@ -44,7 +44,6 @@ class EventLog:
 
     @property
     def state(self) -> SourcePosition:
-        """Returns epoch, sequence and whether the source is degraded."""
         return SourcePosition(self.source, self.epoch, self.sequence, self.is_degraded)
 
     def blocks(self, tier: Tier = Tier.DEVICE) -> int:

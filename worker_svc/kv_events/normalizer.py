@@ -377,8 +377,7 @@ class Normalizer:
         return self._resize_order is not None
 
     def shrink(self, blocks: int) -> None:
-        """Lowers the bound of published blocks by `blocks`; `resize` then withdraws the deepest
-        first.
+        """Lowers the bound of published blocks; `resize` then withdraws the deepest first.
 
         A withdrawn block stays withdrawn until it is stored again. Until `grow` or `clear` the
         bound also limits new blocks.
@@ -389,10 +388,9 @@ class Normalizer:
         self._resize_order = _by_depth(tuple(self._pages.values()), deepest_first=True)
 
     def grow(self, blocks: int) -> None:
-        """Raises the bound of `shrink`; `resize` then publishes withheld blocks, shallow ones
-        first.
+        """Raises the bound of `shrink`, and removes it when no block is withheld any more.
 
-        When no block is withheld any more, the bound is removed.
+        `resize` then publishes withheld blocks, shallow ones first.
         """
         if self._blocks_max is None:
             return
@@ -403,8 +401,7 @@ class Normalizer:
             self._resize_order = _by_depth(tuple(self._pages.values()), deepest_first=False)
 
     def resize(self, pages: int) -> int:
-        """Continues `shrink` or `grow` over `pages` pages. Returns blocks published, negative if
-        withdrawn.
+        """Resizes over `pages` pages. Returns the blocks published, negative if withdrawn.
 
         Events may arrive between calls; they respect the present bound.
         """

@@ -129,7 +129,6 @@ class Link:
     """Publishes to one indexer.
 
     on_shrink: called with the blocks that the indexer requests to withdraw, and `acked`.
-
     acked: (epoch, sequence) by rank, as acknowledged on this stream.
     has_response: whether the indexer has sent a response on this stream.
     """
@@ -150,7 +149,6 @@ class Link:
         self._wakeup = asyncio.Event()
 
     def wake(self) -> None:
-        """Wakes the writer."""
         self._wakeup.set()
 
     def report(self, loads: Sequence[Load]) -> None:

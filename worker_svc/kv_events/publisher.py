@@ -47,8 +47,7 @@ class Publisher:
     """Publishes the feeds of one worker's ranks.
 
     feeds: by rank. loads: returns the load of each rank; called every load_every_s while there are
-    links.
-    open_call: opens a call to an indexer; None uses gRPC.
+    links. open_call: opens a call to an indexer; None uses gRPC.
     counters: streams opened; snapshots and replays (gap repairs) started; batches sealed;
     events_lost; shrunk_blocks, regrown_blocks; unknown_rank (events dropped).
     """
@@ -130,7 +129,6 @@ class Publisher:
         self._schedule_publish()
 
     async def run(self) -> None:
-        """Publishes until cancelled."""
         async with TaskGroup() as tasks:
             tasks.create_task(self._report_loads(), name="kv load reports")
             tasks.create_task(self._regrow(), name="kv regrowth")
@@ -175,10 +173,7 @@ class Publisher:
         return any(feed.normalizer.is_resizing for feed in self.feeds.values())
 
     def _resize(self) -> None:
-        """Performs one part of the resize, then yields to the loop.
-
-        Engine events of the meantime are published in order with it.
-        """
+        """Performs one part of the resize; events until the next part are published in order."""
         for rank, feed in self.feeds.items():
             if feed.normalizer.is_resizing:
                 try:

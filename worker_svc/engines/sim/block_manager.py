@@ -117,7 +117,6 @@ class BlockManager:
 
     @property
     def open_transfers(self) -> int:
-        """Returns the number of pinned tables."""
         return len(self._pinned_tables)
 
     def names(self) -> list[int]:
@@ -134,11 +133,9 @@ class BlockManager:
         return len(self._cached_prefix(names, len(names)))
 
     def admit(self, names: Sequence[int], tokens: int) -> BlockTable | None:
-        """Returns a table for `tokens` tokens that reuses cached blocks of `names`; None without
-        capacity.
+        """Returns a table that reuses cached blocks of `names`; None, unchanged, without capacity.
 
-        At least the last token is left to compute, so at most (tokens - 1) // block_size blocks are
-        reused. With None nothing has changed.
+        At least the last token is left to compute: at most (tokens - 1) // block_size are reused.
         """
         assert tokens >= 1, "a table has at least one token"
         shared = self._cached_prefix(names, (tokens - 1) // self.block_size)
@@ -201,7 +198,6 @@ class BlockManager:
         return transfer
 
     def unpin(self, transfer: BlockTable) -> None:
-        """Releases the table of a transfer."""
         assert transfer in self._pinned_tables, "a pin is undone once"
         self._pinned_tables.remove(transfer)
         self._release_blocks(transfer)
@@ -230,7 +226,6 @@ class BlockManager:
         self._written_pages.add(page)
 
     def read(self, block: Block) -> int:
-        """Returns the content of the block's page."""
         return self._page_contents[block.page]
 
     def is_intact(self, block_table: BlockTable, first: int, stop: int) -> bool:

@@ -100,8 +100,7 @@ class SimEngine:
 
     model: None reads the configured folder at `start`. clock, sleep: in seconds; the defaults are
     the running loop's, so a loop with virtual time runs the engine in virtual time. network:
-    connects to other engines; None uses TCP. decode_machine: state machine of decode's end of a
-    handoff.
+    connects to other engines; None uses TCP. decode_machine: decode's end of a handoff.
 
     Counters at rest: accepted == finished + cancelled + closed + failed; `rejected` requests are
     not accepted, `overloaded` are those rejected by a full queue. `tokens` counts delivered tokens,
@@ -268,7 +267,6 @@ class SimEngine:
         self.kv_event_sink = sink.take
 
     def loads(self) -> Sequence[Load]:
-        """Returns the load of the only rank."""
         if self._core is None:
             return (Load(kv_total_blocks=self.config.total_kv_blocks),)
         scheduler, blocks = self._core.scheduler, self._core.blocks
@@ -393,14 +391,12 @@ class SimEngine:
         return step
 
     def _on_kv_arrived(self, core: _Core, stream: Stream, done: Done) -> None:
-        """Continues a decode leg after its KV arrived."""
         core.scheduler.on_kv_arrived(stream.sequence, done.token, done.cached_tokens)
         self._publish(core.blocks)
         self._wakeup.set()
         stream.wake()
 
     def _start_handoff(self, core: _Core, stream: Stream, transfer: BlockTable) -> None:
-        """Hands over the KV of a computed prompt."""
         handoff_manager, sequence = self._handoff_manager, stream.sequence
         assert handoff_manager is not None, "prefill engines have handoffs"
         sequence.transfer = None

@@ -43,7 +43,6 @@ class JobBuilder:
 
     @staticmethod
     def create(config: SimConfig, model: SimModel) -> JobBuilder:
-        """Returns the builder for a model."""
         hashers = {
             lora: PrefixHasher(
                 mesh_key=config.mesh_key,

@@ -21,10 +21,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Pull(Message):
-    """Decode's pages for a room, in the order of the prompt. tokens: of the prompt.
-
-    incarnation: id of the decode worker.
-    """
+    """Decode's pages, in the order of the prompt. incarnation: worker id. tokens: of the prompt."""
 
     room: U64
     incarnation: U64

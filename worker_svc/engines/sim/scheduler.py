@@ -103,7 +103,6 @@ class SimSequence:
 
     @property
     def prompt_tokens(self) -> int:
-        """Returns the number of prompt tokens."""
         return len(self.job.prompt) // 4
 
     @property
@@ -173,7 +172,6 @@ class SimScheduler:
 
     @property
     def running(self) -> int:
-        """Returns the number of running sequences."""
         return len(self._running)
 
     def submit(self, job: Job) -> SimSequence:
@@ -209,8 +207,7 @@ class SimScheduler:
     def take_allocated(self) -> list[SimSequence]:
         """Returns the sequences that got blocks for remote KV since the last call.
 
-        Their blocks are pinned in `transfer`; the owner unpins them once no transfer writes to
-        them.
+        The owner unpins the blocks in `transfer` once no transfer writes to them.
         """
         allocated, self._allocated = self._allocated, {}
         return list(allocated)

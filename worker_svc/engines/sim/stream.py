@@ -56,7 +56,6 @@ class Stream:
             self._waiter.set_result(None)
 
     def take(self) -> LLMEngineOutput:
-        """Returns a chunk with all new tokens."""
         tokens = tuple(self.sequence.output[self.delivered :])
         self.delivered += len(tokens)
         if self.logprobs is None:

@@ -132,7 +132,6 @@ class _Machine:
 
     @property
     def is_over(self) -> bool:
-        """Whether the room has ended."""
         return self._state is _State.ENDED
 
     @property
@@ -162,18 +161,15 @@ class PrefillMachine(_Machine):
 
     @property
     def can_attach_leg(self) -> bool:
-        """Whether a leg may attach."""
         return self._state is _State.WAITING and not self.has_leg and not self._has_kv
 
     def attach_leg(self, now: float) -> list[Action]:
-        """Attaches the prefill leg."""
         assert self.can_attach_leg, "a room has one prefill leg"
         self.has_leg = self._is_leg_waiting = True
         self._deadline = now + self._timeouts.partner_timeout_s
         return self._advance(now, should_send_joined=True)
 
     def attach_peer(self, now: float, pull: Pull) -> list[Action]:
-        """Attaches decode."""
         assert self.pull is None, "a room has one decode leg"
         if self._state is not _State.WAITING:
             return []
@@ -194,7 +190,6 @@ class PrefillMachine(_Machine):
         self._deadline = now + wait_s + self._timeouts.partner_timeout_s
 
     def on_done_sent(self, now: float) -> None:
-        """Records that Done was sent."""
         if self._state is _State.WRITING:
             self._state = _State.SENT
             self._deadline = now + self._timeouts.partner_timeout_s
@@ -224,7 +219,6 @@ class PrefillMachine(_Machine):
                 return self.on_connection_lost()
 
     def on_connection_lost(self) -> list[Action]:
-        """Handles the loss of the connection to decode."""
         self._is_connected = False
         return [*self._end_or_abort(HandoffOutcome.FAILED, PEER_LOST, None), CloseConnection()]
 
@@ -348,7 +342,6 @@ class DecodeMachine(_Machine):
         return self._end_or_abort(now, HandoffOutcome.ABORTED)
 
     def tick(self, now: float) -> list[Action]:
-        """Ends what has timed out."""
         if now < self._deadline or self._state is _State.ENDED:
             return []
         if self._state is _State.ABORTING:

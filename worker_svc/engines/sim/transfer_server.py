@@ -83,10 +83,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True, eq=False)
 class PrefillHandoff:
-    """A room at prefill. transfer: its pinned blocks.
-
-    on_end: called with the leg's end; None means success.
-    """
+    """A room at prefill. transfer: pinned blocks. on_end: called with an error, None: success."""
 
     room: int
     machine: PrefillMachine
@@ -185,7 +182,6 @@ class HandoffManager:
 
     @property
     def open_rooms(self) -> int:
-        """Returns the number of open rooms of both ends."""
         return len(self._handoffs)
 
     @property
@@ -213,10 +209,7 @@ class HandoffManager:
     def attach_leg(
         self, room: int, prompt_tokens: int, on_end: Callable[[MeshError | None], None]
     ) -> PrefillHandoff:
-        """Attaches the prefill leg of a room. on_end: see `PrefillHandoff`.
-
-        Raises WorkerLost, Conflict or Overloaded.
-        """
+        """Attaches the prefill leg of a room. Raises WorkerLost, Conflict or Overloaded."""
         if (reason := self._ended_rooms.get(room)) is not None:
             raise handoff_error(reason)
         handoff = self._prefill_handoffs.get(room)
@@ -241,10 +234,7 @@ class HandoffManager:
     def lease(
         self, transfer: BlockTable, stamps: list[int], prompt_tokens: int, done: Done
     ) -> PrefillHandoff:
-        """Keeps a computed prompt for the decode leg that pulls it, by the id in `room`.
-
-        Raises Overloaded; the blocks then stay the caller's.
-        """
+        """Keeps a computed prompt until decode pulls it, by its `room`. May raise Overloaded."""
         self._last_lease_number += 1
         room = (self._incarnation + self._last_lease_number * 0x9E3779B97F4A7C15) % 2**63
         handoff = self._open_prefill(room)
@@ -260,10 +250,7 @@ class HandoffManager:
         on_arrival: Callable[[Done], None],
         on_end: Callable[[MeshError], None],
     ) -> DecodeHandoff:
-        """Opens a room for a decode leg that waits for blocks (`start_pull`).
-
-        on_arrival, on_end: see `DecodeHandoff`. Raises Overloaded.
-        """
+        """Opens a room for a decode leg that waits for blocks (`start_pull`). Raises Overloaded."""
         self._check_capacity()
         machine = self._decode_machine(self._timeouts, self._clock())
         handoff = DecodeHandoff(room, address, machine, on_arrival, on_end)
@@ -324,12 +311,8 @@ class HandoffManager:
             case StopWriting():
                 assert handoff.writer is not None, "writing was started"
                 handoff.writer.cancel()
-            case EndLeg(error):
-                on_end, handoff.on_end = handoff.on_end, None
-                if on_end is not None:
-                    on_end(error)
-            case _:
-                raise AssertionError(f"not a prefill action: {action}")
+            case EndLeg(error) if handoff.on_end is not None:
+                handoff.on_end(error)
 
     def _execute_decode(self, handoff: DecodeHandoff, action: Action) -> None:
         match action:
@@ -344,13 +327,11 @@ class HandoffManager:
             case EndLeg(error):
                 assert error is not None, "decode succeeds by an arrival"
                 handoff.on_end(error)
-            case _:
-                raise AssertionError(f"not a decode action: {action}")
 
     def _release_blocks(self, handoff: Handoff) -> None:
-        transfer, handoff.transfer = handoff.transfer, None
-        if transfer is not None:
-            self._blocks.unpin(transfer)
+        if handoff.transfer is not None:
+            self._blocks.unpin(handoff.transfer)
+            handoff.transfer = None
             self._on_released()
 
     def _finish(self, handoff: Handoff, actions: list[Action]) -> None:
@@ -420,7 +401,6 @@ class HandoffManager:
     # Prefill.
 
     async def _serve(self, connection: Connection) -> None:
-        """Serves one connection of a decode worker."""
         if self._is_closed or self._open_connections >= self._config.rooms_max:
             self._reject(connection, FULL)
             return
@@ -429,7 +409,11 @@ class HandoffManager:
         assert task is not None, "this runs in a task"
         self._tasks.add(task)
         try:
-            match await self._receive_first_message(connection):
+            message = None
+            with contextlib.suppress(TimeoutError):  # a silent connection is closed
+                async with asyncio.timeout(self._config.timeout_s):
+                    message = await self._receive_message(connection)
+            match message:
                 case Drop(room):
                     self._on_drop(room)
                 case Pull() as pull:
@@ -439,12 +423,6 @@ class HandoffManager:
         finally:
             self._tasks.discard(task)
             self._open_connections -= 1
-
-    async def _receive_first_message(self, connection: Connection) -> Message | None:
-        with contextlib.suppress(TimeoutError):  # a silent connection is closed
-            async with asyncio.timeout(self._config.timeout_s):
-                return await self._receive_message(connection)
-        return None
 
     async def _receive_message(self, connection: Connection) -> Message | None:
         frame = await connection.receive()
@@ -550,7 +528,6 @@ class HandoffManager:
     # Decode.
 
     async def _run_decode(self, handoff: DecodeHandoff) -> None:
-        """Runs decode's side of one room."""
         machine = handoff.machine
         try:
             try:
