@@ -15,7 +15,6 @@ from worker_svc.engines.sim.timing import Timing
 
 
 def build_engine(config: WorkerConfig) -> LLMEngine:
-    """The engine of `config.engine`."""
     if config.engine == "echo":
         return EchoEngine(EchoConfig(model=config.default_model_name))
     if config.engine == "sglang":
@@ -76,7 +75,6 @@ def _build_sglang_engine(config: WorkerConfig) -> LLMEngine:
 
 
 def resolve_model_dir(config: WorkerConfig) -> Path:
-    """Folder of the model files of the card."""
     if config.model_path is not None:
         return config.model_path
     if config.engine == "sglang":

@@ -31,7 +31,6 @@ from tests.living import WAIT_S, living, until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import PreprocessedRequest
-from worker_svc.engines.sim.block_manager import BlocksRemoved, KvEvent
 from worker_svc.engines.sim.config import SimConfig
 from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
@@ -722,8 +721,8 @@ def count_removals(app: WorkerApp) -> list[int]:
     assert inner is not None
     count = [0]
 
-    def sink(events: Sequence[KvEvent]) -> None:
-        count[0] += sum(len(one.names) for one in events if isinstance(one, BlocksRemoved))
+    def sink(events: Sequence[PagesStored | PagesRemoved]) -> None:
+        count[0] += sum(len(one.hashes) for one in events if isinstance(one, PagesRemoved))
         inner(events)
 
     app.engine.kv_event_sink = sink

@@ -8,74 +8,36 @@ stream; the framework passes every stream through it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 from common.errors import (
     InternalError,
-    InvalidRequest,
-    MeshError,
-    Overloaded,
-    PromptTooLong,
-    Unavailable,
-    Unsupported,
-    WorkerLost,
+    InvalidRequest as InvalidRequest,
+    MeshError as MeshError,
+    Overloaded as Overloaded,
+    PromptTooLong as PromptTooLong,
+    Unavailable as Unavailable,
+    Unsupported as Unsupported,
+    WorkerLost as WorkerLost,
 )
-from common.kv.load import Load
+from common.kv.load import Load as Load
 from common.request.preprocessed import (
-    BootstrapInfo,
-    CompletionUsage,
-    FinishReason,
-    OutputOptions,
-    PrefillResult,
-    PreprocessedRequest,
-    SamplingOptions,
-    StopConditions,
-    TokenLogprob,
-    TraceLink,
-    unsupported_fields,
-    usage,
+    BootstrapInfo as BootstrapInfo,
+    CompletionUsage as CompletionUsage,
+    FinishReason as FinishReason,
+    OutputOptions as OutputOptions,
+    PrefillResult as PrefillResult,
+    PreprocessedRequest as PreprocessedRequest,
+    SamplingOptions as SamplingOptions,
+    StopConditions as StopConditions,
+    TokenLogprob as TokenLogprob,
+    TraceLink as TraceLink,
+    unsupported_fields as unsupported_fields,
+    usage as usage,
 )
 from worker_svc.kv_events.normalizer import KvEventFormat, KvEventSink
-
-__all__ = [
-    "KV_EVENTS_OFF",
-    "BootstrapInfo",
-    "CompletionUsage",
-    "CountingEngine",
-    "EngineConfig",
-    "EngineContext",
-    "FinishReason",
-    "GenerateContext",
-    "InvalidRequest",
-    "KvEventFormat",
-    "KvEventSink",
-    "LLMEngine",
-    "LLMEngineOutput",
-    "Load",
-    "MeshError",
-    "FailureReportingEngine",
-    "OutputOptions",
-    "Overloaded",
-    "PagedEngine",
-    "PassThroughEngine",
-    "PrefillResult",
-    "PreprocessedRequest",
-    "PromptTooLong",
-    "SamplingOptions",
-    "StopConditions",
-    "TokenLogprob",
-    "TraceLink",
-    "Unavailable",
-    "Unsupported",
-    "WorkerLost",
-    "chunk",
-    "unsupported_fields",
-    "usage",
-    "validate_stream",
-]
-
 
 # `kv_events_off_reason` of an engine that reuses prefixes but is configured not to report them.
 KV_EVENTS_OFF = "kv_events is off"
@@ -144,15 +106,12 @@ class EngineContext:
 
     @property
     def is_killed(self) -> bool:
-        """Whether the request was killed."""
         return self._killed.is_set()
 
     async def stopped(self) -> None:
-        """Returns when the request is stopped."""
         await self._stopped.wait()
 
     async def killed(self) -> None:
-        """Returns when the request is killed."""
         await self._killed.wait()
 
     def stop_generating(self, reason: str = "") -> None:
@@ -174,6 +133,11 @@ class GenerateContext:
     traceparent: of the caller; "" if not traced.
     """
 
+    # Attributes of the inner context.
+    id: str
+    is_stopped: bool
+    stopped: Callable[[], Awaitable[None]]
+
     def __init__(
         self,
         inner: EngineContext,
@@ -189,22 +153,8 @@ class GenerateContext:
         self.priority = priority
         self.tenant = tenant
 
-    def __getattr__(self, name: str) -> Any:  # delegates all attributes of the context
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-    @property
-    def id(self) -> str:
-        """Returns the request id."""
-        return self._inner.id
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the request was stopped."""
-        return self._inner.is_stopped
-
-    async def stopped(self) -> None:
-        """Returns when the request is stopped."""
-        await self._inner.stopped()
 
     def inner_arc(self) -> EngineContext:
         """Returns the inner context, for tasks that outlive `generate`."""
@@ -244,11 +194,9 @@ class LLMEngineOutput:
     chunk_json: bytes | None = None
 
     def with_tokens(self, token_ids: Sequence[int]) -> Self:
-        """Returns the chunk with these tokens instead."""
         return replace(self, token_ids=tuple(token_ids))
 
     def with_usage(self, completion_usage: CompletionUsage) -> Self:
-        """Returns the chunk with this usage."""
         return replace(self, completion_usage=completion_usage)
 
 
@@ -326,10 +274,8 @@ class CountingEngine(Protocol):
 class PagedEngine(Protocol):
     """An engine that reports the pages of its cache (`kv_index` is "events").
 
-    kv_event_format: how its events are read.
-    kv_events_off_reason: why it reports nothing, "" if it reports. With KV_EVENTS_OFF it reuses
-    prefixes all the same.
-    Both are final when `start` returns.
+    kv_event_format: how its events are read. kv_events_off_reason: why it reports nothing, "" if it
+    reports; with KV_EVENTS_OFF it still reuses prefixes. Both are final when `start` returns.
     """
 
     kv_event_format: KvEventFormat
@@ -363,25 +309,19 @@ class FailureReportingEngine(Protocol):
 async def validate_stream(
     stream: AsyncIterator[LLMEngineOutput], *, request_id: str
 ) -> AsyncGenerator[LLMEngineOutput, None]:
-    """Yields the stream. Raises InternalError for a chunk after the terminal one or a missing
-    terminal chunk.
+    """Yields the stream. Closing this generator closes the engine's.
 
-    Closing this generator closes the engine's.
+    Raises InternalError for a chunk after the terminal one or a missing terminal chunk.
     """
     has_terminal = False
     try:
         async for output in stream:
             if has_terminal:
-                raise InternalError(
-                    f"request {request_id}: the engine sent a chunk after the terminal chunk"
-                )
+                raise InternalError(f"request {request_id}: chunk after the terminal chunk")
             has_terminal = output.finish_reason is not None
             yield output
         if not has_terminal:
-            raise InternalError(
-                f"request {request_id}: the engine's stream ended without a terminal chunk"
-            )
+            raise InternalError(f"request {request_id}: stream ended without a terminal chunk")
     finally:
-        close = getattr(stream, "aclose", None)
-        if close is not None:
-            await close()
+        if isinstance(stream, AsyncGenerator):
+            await stream.aclose()

@@ -36,14 +36,12 @@ from worker_svc.engines.contract import (
 _SUPPORTED_FIELDS: Final = frozenset(
     {
         "stop_conditions",
-        "output_options.skip_special_tokens",
-        "output_options.formatted_prompt",
+        *(f"output_options.{name}" for name in ("skip_special_tokens", "formatted_prompt")),
         "output_options.include_stop_str_in_output",
-        "sampling_options.temperature",
-        "sampling_options.top_p",
-        "sampling_options.top_k",
-        "sampling_options.min_p",
-        "sampling_options.seed",
+        *(
+            f"sampling_options.{name}"
+            for name in ("temperature", "top_p", "top_k", "min_p", "seed")
+        ),
     }
 )
 _IGNORED_FOR_PROBES: Final = frozenset({"bootstrap_info", "prefill_result"})
@@ -114,8 +112,8 @@ class EchoEngine:
 
         Raises InvalidRequest, Unsupported, PromptTooLong or Unavailable at its first step.
         """
-        response = self._admit(lambda: _echo_of_tokens(request, self.config.context_length))
-        async with aclosing(self._stream_response(response, ctx)) as outputs:
+        outputs = self._run(lambda: _echo_of_tokens(request, self.config.context_length), ctx)
+        async with aclosing(outputs):
             async for output in outputs:
                 yield output
 
@@ -128,8 +126,8 @@ class EchoEngine:
         so equal requests give equal output. With `stream_options.include_usage` the last object has
         the counts, in words. Raises InvalidRequest, Unsupported or Unavailable at its first step.
         """
-        response = self._admit(lambda: _echo_of_body(kind, body, ctx.id))
-        async with aclosing(self._stream_response(response, ctx)) as outputs:
+        outputs = self._run(lambda: _echo_of_body(kind, body, ctx.id), ctx)
+        async with aclosing(outputs):
             async for output in outputs:
                 yield output
 
@@ -147,18 +145,16 @@ class EchoEngine:
         """Returns the load of the only rank; each word counts as a step."""
         return (Load(engine_step=self._words_emitted, running=self._running),)
 
-    def _admit(self, response: Callable[[], _Response]) -> _Response:
+    async def _run(
+        self, plan: Callable[[], _Response], ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
         try:
             if not self._is_started:
                 raise Unavailable("the engine is not started")
-            return response()
+            response = plan()
         except MeshError:
             self.counters["rejected"] += 1
             raise
-
-    async def _stream_response(
-        self, response: _Response, ctx: GenerateContext
-    ) -> AsyncGenerator[LLMEngineOutput, None]:
         self.counters["accepted"] += 1
         self._running += 1
         outcome, emitted = "closed", 0
@@ -213,8 +209,7 @@ def _echo_of_tokens(request: PreprocessedRequest, context_length: int) -> _Respo
 
 def _check_tokens(request: PreprocessedRequest, context_length: int) -> None:
     supported = _SUPPORTED_FIELDS | _IGNORED_FOR_PROBES if request.is_probe else _SUPPORTED_FIELDS
-    unsupported = unsupported_fields(request, supported)
-    if unsupported:
+    if unsupported := unsupported_fields(request, supported):
         raise Unsupported(unsupported[0], "not supported by the echo engine")
     if not request.token_ids:
         raise InvalidRequest("token_ids must not be empty", "token_ids")
@@ -223,7 +218,7 @@ def _check_tokens(request: PreprocessedRequest, context_length: int) -> None:
     if len(request.token_ids) > context_length:
         raise PromptTooLong(
             f"prompt too long: {len(request.token_ids)}/{context_length} tokens",
-            field="token_ids",
+            "token_ids",
         )
 
 
@@ -242,17 +237,16 @@ def _echo_of_body(kind: str, body: bytes, request_id: str) -> _Response:
         if name not in known_fields and value is not None:
             raise Unsupported(name, "not supported by the echo engine")
     input_words = _WORD_PATTERN.findall(text(fields))
-    emitted = input_words[
-        : _max_words(fields, limit_field if fields.get(limit_field) is not None else "max_tokens")
-    ]
+    limit_field = limit_field if fields.get(limit_field) is not None else "max_tokens"
+    emitted = input_words[: _max_words(fields, limit_field)]
     terminal = chunk.stop() if len(emitted) == len(input_words) else chunk.length()
     chunk_builder = _ChunkBuilder(kind, request_id, _text_field(fields.get("model", ""), "model"))
-    closing = [chunk_builder.closing("stop" if len(emitted) == len(input_words) else "length")]
+    closing = [chunk_builder.choice({"delta": {}}, {"text": ""}, terminal.finish_reason)]
     if _is_usage_requested(fields):
         closing.append(chunk_builder.usage(len(input_words), len(emitted)))
     return _Response(
         len(input_words),
-        [chunk_builder.word(word) for word in emitted],
+        [chunk_builder.choice({"delta": {"content": word}}, {"text": word}) for word in emitted],
         terminal,
         chunk_builder.opening(),
         closing,
@@ -326,26 +320,21 @@ class _ChunkBuilder:
     def opening(self) -> Sequence[LLMEngineOutput]:
         if not self._is_chat:
             return ()
-        return (self._choice_chunk({"delta": {"role": "assistant", "content": ""}}, None),)
-
-    def word(self, word: str) -> LLMEngineOutput:
-        return self._choice_chunk(
-            {"delta": {"content": word}} if self._is_chat else {"text": word}, None
-        )
-
-    def closing(self, finish_reason: str) -> LLMEngineOutput:
-        return self._choice_chunk({"delta": {}} if self._is_chat else {"text": ""}, finish_reason)
+        return (self.choice({"delta": {"role": "assistant", "content": ""}}, {}),)
 
     def usage(self, prompt: int, completion: int) -> LLMEngineOutput:
-        counts = usage(prompt, completion)
-        return self._chunk(choices=[], usage=to_json_value(counts))
+        return self._chunk(choices=[], usage=to_json_value(usage(prompt, completion)))
 
-    def _choice_chunk(
-        self, emitted: Mapping[str, JsonValue], finish: str | None
+    def choice(
+        self,
+        chat: Mapping[str, JsonValue],
+        completion: Mapping[str, JsonValue],
+        finish: str | None = None,
     ) -> LLMEngineOutput:
-        return self._chunk(
-            choices=[{"index": 0, **emitted, "logprobs": None, "finish_reason": finish}]
-        )
+        """Returns a chunk with the fields of the request's kind. finish: its finish reason."""
+        content = chat if self._is_chat else completion
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish}
+        return self._chunk(choices=[choice])
 
     def _chunk(self, **extra_fields: JsonValue) -> LLMEngineOutput:
         text = json.dumps({**self._frame, **extra_fields}, separators=(",", ":"))

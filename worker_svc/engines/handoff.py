@@ -44,7 +44,6 @@ class HandoffTimeouts:
 
     @property
     def ping_interval_s(self) -> float:
-        """Returns the interval of prefill's pings."""
         return self.partner_timeout_s / 4
 
     @property
@@ -54,7 +53,6 @@ class HandoffTimeouts:
 
 
 def handoff_error(reason: str) -> WorkerLost:
-    """Returns the error of a leg that ends for this reason."""
     message = _MESSAGES.get(reason, f"the handoff failed: {reason}")
     return WorkerLost(message, retryable=True, reason=reason)
 

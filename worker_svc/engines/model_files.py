@@ -46,7 +46,6 @@ CHAT_TEMPLATE = """\
 
 
 def read_words() -> list[str]:
-    """Returns the words of `words.txt`."""
     return (SOURCE_DIR / "words.txt").read_text("utf-8").split()
 
 
@@ -64,7 +63,6 @@ def write_tokenizer_files(folder: Path, context_length: int) -> Tokenizer:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes a value as indented JSON with sorted keys."""
     write_text(path, json.dumps(value, ensure_ascii=False, sort_keys=True, indent=1))
 
 

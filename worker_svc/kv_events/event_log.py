@@ -27,26 +27,23 @@ RING_BATCHES = 1024
 class EventLog:
     """The published sets of one source, and the numbered batches that produced them.
 
-    Invariants: sequences are contiguous within an epoch, from 1. The ring holds the last `ring`
-    batches of the epoch, each of at most SNAPSHOT_CHUNK_BLOCKS hashes. The sets are the sum of all
+    Invariants: sequences are contiguous within an epoch, from 1. The ring holds the last
+    RING_BATCHES batches, each of at most SNAPSHOT_CHUNK_BLOCKS hashes. The sets are the sum of all
     batches of the epoch. Every epoch but the first begins with an empty batch, so that all
     receivers drop the previous epoch.
     """
 
-    def __init__(self, source: Source, *, tiers: int = 1, ring: int = RING_BATCHES) -> None:
-        if ring < RING_BATCHES:
-            raise ValueError(f"ring: {ring} is below {RING_BATCHES}")
+    def __init__(self, source: Source, *, tiers: int = 1) -> None:
         self.source = source
         self.epoch = 1
         self.sequence = 0
         self.is_degraded = False
-        self._ring: deque[EventBatch] = deque(maxlen=ring)
+        self._ring: deque[EventBatch] = deque(maxlen=RING_BATCHES)
         # Dicts keep the order: parents before children.
         self._sets: list[dict[int, None]] = [{} for _ in range(tiers)]
 
     @property
     def state(self) -> SourcePosition:
-        """Returns epoch, sequence and whether the source is degraded."""
         return SourcePosition(self.source, self.epoch, self.sequence, self.is_degraded)
 
     def blocks(self, tier: Tier = Tier.DEVICE) -> int:
@@ -55,18 +52,15 @@ class EventLog:
 
     def append(self, events: Iterable[KvEvent]) -> list[EventBatch]:
         """Appends the events as one batch, or as several above SNAPSHOT_CHUNK_BLOCKS hashes."""
-        batches: list[EventBatch] = []
-        group: list[KvEvent] = []
+        groups: list[list[KvEvent]] = []
         size = 0
         for event in _split_large_events(events):
-            if group and size + len(event.hashes) > SNAPSHOT_CHUNK_BLOCKS:
-                batches.append(self._append_batch(group))
-                group, size = [], 0
-            group.append(event)
             size += len(event.hashes)
-        if group:
-            batches.append(self._append_batch(group))
-        return batches
+            if not groups or size > SNAPSHOT_CHUNK_BLOCKS:
+                groups.append([])
+                size = len(event.hashes)
+            groups[-1].append(event)
+        return [self._append_batch(group) for group in groups]
 
     def _append_batch(self, events: Sequence[KvEvent]) -> EventBatch:
         for event in events:
@@ -147,13 +141,11 @@ class SourceFeed:
 
     def apply(self, event: ExternalEvent) -> None:
         """Applies one event. A clear after a loss starts a new epoch, which is not degraded."""
-        normalizer = self.normalizer
-        if isinstance(event, PagesCleared) and (
-            self.event_log.is_degraded or normalizer.is_incomplete
-        ):
+        has_lost = self.event_log.is_degraded or self.normalizer.is_incomplete
+        if has_lost and isinstance(event, PagesCleared):
             self.reset()
         else:
-            normalizer.apply(event)
+            self.normalizer.apply(event)
 
     def seal_changes(self) -> list[EventBatch]:
         """Appends the changes since the last call to the log and returns their batches."""

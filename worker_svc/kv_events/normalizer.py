@@ -39,11 +39,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from common.kv.events import (
-    EventKind,
-    KvEvent,
-    Tier,
-)
+from common.kv.events import EventKind, KvEvent, Tier
 from common.kv.hashing import ChainState, PrefixHasher
 
 # Limit of pages with unknown parent.
@@ -96,8 +92,7 @@ class PagesStored:
         if len(self.token_ids) != expected_bytes:
             raise ValueError(
                 f"token_ids: {len(self.token_ids)} bytes, not {expected_bytes} for "
-                f"{len(self.hashes)} "
-                f"pages of {self.page_size} tokens"
+                f"{len(self.hashes)} pages of {self.page_size} tokens"
             )
 
 
@@ -163,6 +158,7 @@ class KvEventFormat:
             raise ValueError(f"tiers: {self.tiers} is not in 1..{len(Tier)}")
 
 
+@dataclass(slots=True, eq=False)
 class _Page:
     """A page, identified by content. names: the blocks that end in it.
 
@@ -172,33 +168,20 @@ class _Page:
     descendants.
     """
 
-    __slots__ = (
-        "block_total",
-        "child",
-        "depth",
-        "is_withheld",
-        "key",
-        "level",
-        "names",
-        "next_sibling",
-        "parent",
-        "previous_sibling",
-        "ref_counts",
-        "tail",
-        "total",
-    )
-
-    def __init__(self, parent: _Page | None, spec: _PageSpec, tiers: int) -> None:
-        self.key, self.total, self.names, self.tail, self.block_total = spec
-        self.parent = parent
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.ref_counts = [0] * tiers
-        self.level = tiers
-        self.is_withheld = False
-        # Children form a linked list: a set per page would double the memory.
-        self.child: _Page | None = None
-        self.next_sibling: _Page | None = None
-        self.previous_sibling: _Page | None = None
+    key: int
+    total: int
+    names: tuple[int, ...]
+    tail: bytes
+    block_total: int
+    parent: _Page | None
+    depth: int
+    ref_counts: list[int]
+    level: int
+    is_withheld: bool = False
+    # Children form a linked list: a set per page would double the memory.
+    child: _Page | None = None
+    next_sibling: _Page | None = None
+    previous_sibling: _Page | None = None
 
     def add_child(self, page: _Page) -> None:
         page.next_sibling = self.child
@@ -242,16 +225,11 @@ class _PageNamer:
         state = ChainState(parent.depth * blocks_per_page, parent.total)
         hashes, sums = self.blocks.extend(state, token_ids)
         rows = hashes.tolist()
-        names: Iterable[tuple[int, ...]]
-        names = (
-            zip(rows)
-            if blocks_per_page == 1
-            else map(tuple, hashes.reshape(-1, blocks_per_page).tolist())
-        )
-        keys, totals = (
-            rows[blocks_per_page - 1 :: blocks_per_page],
-            sums[blocks_per_page - 1 :: blocks_per_page].tolist(),
-        )
+        names: Iterable[tuple[int, ...]] = zip(rows)
+        if blocks_per_page > 1:
+            names = map(tuple, hashes.reshape(-1, blocks_per_page).tolist())
+        last = slice(blocks_per_page - 1, None, blocks_per_page)
+        keys, totals = rows[last], sums[last].tolist()
         return zip(keys, totals, names, repeat(b""), repeat(0), strict=False)
 
     def _small_page_specs(
@@ -275,11 +253,9 @@ class _PageNamer:
                 continue
             block_total = block_totals[finished_blocks]
             yield key, total, (names[finished_blocks],), b"", block_total
-            finished_blocks, page_in_block, start = (
-                finished_blocks + 1,
-                0,
-                start + pages_per_block * page_bytes,
-            )
+            finished_blocks += 1
+            page_in_block = 0
+            start += pages_per_block * page_bytes
 
 
 @dataclass(slots=True)
@@ -305,6 +281,7 @@ class Normalizer:
     unknown_removals; contradictions (a hash stored with other content without a removal: the last
     report wins); withheld; and, not published, so that the sets are incomplete from then on:
     misfits (page size or tier differs from the format), orphans_dropped, over_limit, collisions.
+    published_blocks: number of blocks in the widest set.
     """
 
     def __init__(
@@ -328,8 +305,7 @@ class Normalizer:
         self._reset_state()
 
     def _reset_state(self) -> None:
-        self._root = _Page(None, _ROOT, self.event_format.tiers)
-        self._root.level = 0
+        self._root = _Page(*_ROOT, None, 0, [0] * self.event_format.tiers, 0)
         self._pages: dict[int, _Page] = {}
         self._page_by_hash: dict[tuple[int, str], dict[int, _Page]] = {}
         self._hash_count = 0
@@ -340,17 +316,12 @@ class Normalizer:
         self._orphans_by_parent: dict[tuple[str, int], dict[_ExternalKey, None]] = {}
         # Names, new level, previous level; not yet in `_changes`.
         self._pending_stored: list[tuple[tuple[int, ...], int, int]] = []
-        self._published_count = 0
+        self.published_blocks = 0
         self._blocks_max: int | None = None
         # Number of withheld pages, and the pages that `resize` has still to visit.
         self._withheld_count = 0
         self._is_growing = False
         self._resize_order: Iterator[_Page | None] | None = None
-
-    @property
-    def published_blocks(self) -> int:
-        """Returns the number of blocks in the widest set."""
-        return self._published_count
 
     @property
     def entry_count(self) -> int:
@@ -406,53 +377,48 @@ class Normalizer:
         return self._resize_order is not None
 
     def shrink(self, blocks: int) -> None:
-        """Lowers the bound of published blocks by `blocks`; `resize` then withdraws the deepest
-        first.
+        """Lowers the bound of published blocks; `resize` then withdraws the deepest first.
 
         A withdrawn block stays withdrawn until it is stored again. Until `grow` or `clear` the
         bound also limits new blocks.
         """
-        remaining = self._published_count
-        if self._blocks_max is not None:
-            remaining = min(remaining, self._blocks_max)
-        self._blocks_max = max(0, remaining - blocks)
+        bound = self.published_blocks if self._blocks_max is None else self._blocks_max
+        self._blocks_max = max(0, min(self.published_blocks, bound) - blocks)
         self._is_growing = False
         self._resize_order = _by_depth(tuple(self._pages.values()), deepest_first=True)
 
     def grow(self, blocks: int) -> None:
-        """Raises the bound of `shrink`; `resize` then publishes withheld blocks, shallow ones
-        first.
+        """Raises the bound of `shrink`, and removes it when no block is withheld any more.
 
-        When no block is withheld any more, the bound is removed.
+        `resize` then publishes withheld blocks, shallow ones first.
         """
         if self._blocks_max is None:
             return
         self._blocks_max += blocks
         # otherwise shrinking continues, or there is no capacity
-        if self._published_count < self._blocks_max:
+        if self.published_blocks < self._blocks_max:
             self._is_growing = True
             self._resize_order = _by_depth(tuple(self._pages.values()), deepest_first=False)
 
     def resize(self, pages: int) -> int:
-        """Continues `shrink` or `grow` over `pages` pages. Returns blocks published, negative if
-        withdrawn.
+        """Resizes over `pages` pages. Returns the blocks published, negative if withdrawn.
 
         Events may arrive between calls; they respect the present bound.
         """
         assert self._resize_order is not None, "a resize is in progress"
         assert self._blocks_max is not None, "a resize has a bound"
-        before = self._published_count
+        before = self.published_blocks
         part = tuple(islice(self._resize_order, pages))
         if self._is_growing:
             self._republish_withheld(part)
         else:
             self._withdraw_deepest(part)
-        free_blocks = self._blocks_max - self._published_count
+        free_blocks = self._blocks_max - self.published_blocks
         if len(part) < pages or (free_blocks <= 0 if self._is_growing else free_blocks >= 0):
             self._resize_order = None
             if self._is_growing and not self._withheld_count and free_blocks > 0:
                 self._blocks_max = None
-        return self._published_count - before
+        return self.published_blocks - before
 
     def _withdraw_deepest(self, part: Iterable[_Page | None]) -> None:
         """Withdraws pages until the bound holds. Their descendants are withdrawn already."""
@@ -460,12 +426,12 @@ class Normalizer:
         assert blocks_max is not None, "shrinking has a bound"
         withdrawn = []
         for page in part:
-            if self._published_count <= blocks_max:
+            if self.published_blocks <= blocks_max:
                 break
             if page is None or page.level == tiers:
                 continue
             withdrawn.append((page.names, page.level, tiers))
-            self._published_count -= len(page.names)
+            self.published_blocks -= len(page.names)
             page.level = tiers
             self._withhold(page)
         self._emit_removed(withdrawn)
@@ -475,7 +441,7 @@ class Normalizer:
         blocks_max = self._blocks_max
         assert blocks_max is not None, "growing has a bound"
         for page in part:
-            if self._published_count >= blocks_max:
+            if self.published_blocks >= blocks_max:
                 break
             if page is not None and page.is_withheld:
                 self._clear_withheld(page)
@@ -486,14 +452,12 @@ class Normalizer:
 
     def _store(self, event: PagesStored) -> None:
         hashes = [value & _U64 for value in event.hashes]
-        page_namer = self._find_page_namer(event.lora, event.salt)
+        page_namer, event_format = self._find_page_namer(event.lora, event.salt), self.event_format
         if page_namer is None:
             self.counts["ignored"] += len(hashes)
-        elif (
-            event.page_size != self.event_format.page_size or event.tier >= self.event_format.tiers
-        ):
+        elif event.page_size != event_format.page_size or event.tier >= event_format.tiers:
             self._mark_incomplete("misfits", len(hashes))
-        elif self._is_over_limit(len(hashes)):
+        elif max(len(self._pages), self._hash_count) + len(hashes) > self._pages_max:
             self._mark_incomplete("over_limit", len(hashes))
         else:
             self._store_run(event, hashes, page_namer)
@@ -540,20 +504,20 @@ class Normalizer:
         page_namer: _PageNamer,
         tier: int,
         scope: str,
-        count: int = 1,
     ) -> None:
         pages, tiers = self._pages, self.event_format.tiers
         specs = page_namer.specs(page, token_ids)
         for index, (value, spec) in enumerate(zip(hashes, specs, strict=True)):
             child = pages.get(spec[0])
             if child is None:
-                child = pages[spec[0]] = _Page(page, spec, tiers)
+                child = _Page(*spec, page, page.depth + 1, [0] * tiers, tiers)
+                pages[child.key] = child
                 page.add_child(child)
             elif child.parent is not page:
                 self._mark_incomplete("collisions", len(hashes) - index)
                 return
             page = child
-            self._bind((tier, scope, value), page, count)
+            self._bind((tier, scope, value), page, 1)
             if self._orphans_by_parent:
                 self._adopt_orphans(scope, value, page)
 
@@ -602,9 +566,8 @@ class Normalizer:
             self._drop_orphan(next(iter(self._orphans)))
             self._mark_incomplete("orphans_dropped", 1)
         self._orphans[external_key] = orphan
-        self._orphans_by_parent.setdefault((external_key[1], orphan.parent), {})[external_key] = (
-            None
-        )
+        siblings = self._orphans_by_parent.setdefault((external_key[1], orphan.parent), {})
+        siblings[external_key] = None
 
     def _drop_orphan(self, external_key: _ExternalKey) -> _Orphan:
         orphan = self._orphans.pop(external_key)
@@ -617,7 +580,7 @@ class Normalizer:
 
     def _adopt_orphans(self, scope: str, value: int, page: _Page) -> None:
         """Attaches orphans of this hash, and their orphans in turn."""
-        stack = [(value, page)]
+        stack, tiers = [(value, page)], self.event_format.tiers
         while stack:
             value, page = stack.pop()
             for external_key in tuple(self._orphans_by_parent.get((scope, value), ())):
@@ -631,7 +594,8 @@ class Normalizer:
                     self._mark_incomplete("collisions", 1)
                     continue
                 if known is None:
-                    known = self._pages[spec[0]] = _Page(page, spec, self.event_format.tiers)
+                    known = _Page(*spec, page, page.depth + 1, [0] * tiers, tiers)
+                    self._pages[known.key] = known
                     page.add_child(known)
                 self._bind((tier, scope, child), known, orphan.count)
                 stack.append((child, known))
@@ -647,9 +611,9 @@ class Normalizer:
 
     def _remove_bound(self, external_key: _ExternalKey) -> bool:
         tier, scope, value = external_key
-        bound = self._page_by_hash.get((tier, scope))
-        page = None if bound is None else bound.get(value)
-        if bound is None or page is None:
+        bound = self._page_by_hash.get((tier, scope), {})
+        page = bound.get(value)
+        if page is None:
             return False
         if self._repeats:
             repeats = self._repeats.pop(external_key, 1)
@@ -716,7 +680,9 @@ class Normalizer:
             level = self._level_of(page)
             if level >= page.level:
                 continue
-            if page.level == self.event_format.tiers and self._is_full(page):
+            published, blocks_max = self.published_blocks + len(page.names), self._blocks_max
+            is_full = blocks_max is not None and published > blocks_max
+            if is_full and page.level == self.event_format.tiers:
                 self._withhold(page)
                 continue
             self._publish_page(page, level)
@@ -727,7 +693,7 @@ class Normalizer:
         """Moves one page to a faster level."""
         if page.names:
             if page.level == self.event_format.tiers:
-                self._published_count += len(page.names)
+                self.published_blocks += len(page.names)
             self._pending_stored.append((page.names, level, page.level))
         page.level = level
 
@@ -742,7 +708,7 @@ class Normalizer:
             if level <= page.level:
                 continue
             if level == self.event_format.tiers:
-                self._published_count -= len(page.names)
+                self.published_blocks -= len(page.names)
             withdrawn.append((page.names, page.level, level))
             page.level = level
             if page.child is not None:
@@ -776,20 +742,12 @@ class Normalizer:
             self._emit(EventKind.STORED, tier, hashes)
 
     def _emit(self, kind: EventKind, tier: int, hashes: list[int]) -> None:
-        if not hashes:
-            return
-        if self._changes:
-            last_kind, last_tier, last_hashes = self._changes[-1]
-            if last_kind is kind and last_tier == tier:
-                last_hashes += hashes
-                return
-        self._changes.append((kind, tier, hashes))
+        if hashes and self._changes and self._changes[-1][:2] == (kind, tier):
+            self._changes[-1][2].extend(hashes)
+        elif hashes:
+            self._changes.append((kind, tier, hashes))
 
     # Limits.
-
-    def _is_full(self, page: _Page) -> bool:
-        blocks_max = self._blocks_max
-        return blocks_max is not None and self._published_count + len(page.names) > blocks_max
 
     def _withhold(self, page: _Page) -> None:
         page.is_withheld = True
@@ -800,9 +758,6 @@ class Normalizer:
         page.is_withheld = False
         self._withheld_count -= 1
 
-    def _is_over_limit(self, count: int) -> bool:
-        return max(len(self._pages), self._hash_count) + count > self._pages_max
-
     def _mark_incomplete(self, reason: str, count: int) -> None:
         self.counts[reason] += count
         self.is_incomplete = True
@@ -810,23 +765,21 @@ class Normalizer:
     def _find_page_namer(self, lora: str | None, salt: str | None) -> _PageNamer | None:
         if lora is None or salt is None:
             return None
-        identity = (lora, salt)
-        if identity not in self._page_namers:
-            if len(self._page_namers) >= _PAGE_NAMERS_MAX:
-                del self._page_namers[next(iter(self._page_namers))]
-            self._page_namers[identity] = self._create_page_namer(lora, salt)
-        return self._page_namers[identity]
+        page_namers, identity = self._page_namers, (lora, salt)
+        if identity not in page_namers:
+            if len(page_namers) >= _PAGE_NAMERS_MAX:
+                del page_namers[next(iter(page_namers))]
+            page_namers[identity] = self._create_page_namer(lora, salt)
+        return page_namers[identity]
 
     def _create_page_namer(self, lora: str, salt: str) -> _PageNamer | None:
-        event_format = self.event_format
-        blocks = self._hasher_factory(lora, salt, event_format.block_size)
+        block_size, page_size = self.event_format.block_size, self.event_format.page_size
+        blocks, pages = self._hasher_factory(lora, salt, block_size), None
         if blocks is None:
             return None
-        if event_format.page_size >= event_format.block_size:
-            return _PageNamer(event_format, blocks, None)
-        return _PageNamer(
-            event_format, blocks, self._hasher_factory(lora, salt, event_format.page_size)
-        )
+        if page_size < block_size:
+            pages = self._hasher_factory(lora, salt, page_size)
+        return _PageNamer(self.event_format, blocks, pages)
 
 
 def _by_depth(pages: Sequence[_Page], *, deepest_first: bool) -> Iterator[_Page | None]:

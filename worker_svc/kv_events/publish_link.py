@@ -108,12 +108,14 @@ class Publication:
 class _Cursor:
     """Position of one stream in one rank: the batch after `sequence` or a snapshot chunk is next.
 
-    is_resumed: whether the indexer has named where to continue. resumed_at: the sequence after
-    which it continued; batches up to there need no acknowledgement.
+    is_degraded: as in the stream's hello. is_resumed: whether the indexer has named where to
+    continue. resumed_at: the sequence after which it continued; batches up to there need no
+    acknowledgement.
     """
 
     epoch: int
     sequence: int
+    is_degraded: bool
     is_resumed: bool
     resumed_at: int
     chunks: deque[SnapshotChunk] = field(default_factory=deque)
@@ -127,7 +129,6 @@ class Link:
     """Publishes to one indexer.
 
     on_shrink: called with the blocks that the indexer requests to withdraw, and `acked`.
-
     acked: (epoch, sequence) by rank, as acknowledged on this stream.
     has_response: whether the indexer has sent a response on this stream.
     """
@@ -144,12 +145,10 @@ class Link:
         self._publication = publication
         self._on_shrink = on_shrink
         self._cursors: dict[int, _Cursor] = {}
-        self._sent_degraded: dict[int, bool] = {}
         self._loads: Sequence[Load] = ()
         self._wakeup = asyncio.Event()
 
     def wake(self) -> None:
-        """Wakes the writer."""
         self._wakeup.set()
 
     def report(self, loads: Sequence[Load]) -> None:
@@ -219,11 +218,10 @@ class Link:
         # A rank at sequence 0 has no batch that an indexer could miss.
         self._cursors = {
             state.source.dp_rank: _Cursor(
-                state.epoch, state.sequence, state.sequence == 0, state.sequence
+                state.epoch, state.sequence, state.degraded, state.sequence == 0, state.sequence
             )
             for state in states
         }
-        self._sent_degraded = {state.source.dp_rank: state.degraded for state in states}
         return indexer_pb2.PublishRequest(
             hello=indexer_pb2.PublishHello(
                 worker_id=publication.worker_id,
@@ -253,21 +251,19 @@ class Link:
     def _needs_new_hello(self) -> bool:
         """Whether the degraded flag of a rank changed, which only a hello carries."""
         return any(
-            feed.event_log.is_degraded != self._sent_degraded[rank]
+            feed.event_log.is_degraded != self._cursors[rank].is_degraded
             for rank, feed in self._publication.feeds.items()
         )
 
     def _next_frames(self) -> list[indexer_pb2.PublishRequest]:
         """Returns the next frames: load, and one snapshot chunk or batch of each rank."""
-        frames = []
+        frames: list[indexer_pb2.PublishRequest | None] = []
         if self._loads:
             frames.append(indexer_pb2.PublishRequest(loads=map(load_to_proto, self._loads)))
             self._loads = ()
-        for rank, cursor in self._cursors.items():
-            frame = self._next_frame(self._publication.feeds[rank], cursor)
-            if frame is not None:
-                frames.append(frame)
-        return frames
+        feeds = self._publication.feeds
+        frames += [self._next_frame(feeds[rank], cursor) for rank, cursor in self._cursors.items()]
+        return [frame for frame in frames if frame is not None]
 
     def _next_frame(self, feed: SourceFeed, cursor: _Cursor) -> indexer_pb2.PublishRequest | None:
         event_log = feed.event_log
@@ -291,10 +287,8 @@ class Link:
 
     def _is_window_full(self, rank: int, cursor: _Cursor) -> bool:
         epoch, acked = self.acked.get(rank, (0, 0))
-        acked_sequence = (
-            max(cursor.resumed_at, acked) if epoch == cursor.epoch else cursor.resumed_at
-        )
-        return cursor.sequence - acked_sequence >= UNACKED_BATCHES_MAX
+        confirmed = max(cursor.resumed_at, acked if epoch == cursor.epoch else 0)
+        return cursor.sequence - confirmed >= UNACKED_BATCHES_MAX
 
     def _begin_snapshot(self, feed: SourceFeed, cursor: _Cursor) -> None:
         self._publication.counters["snapshots"] += 1

@@ -47,8 +47,7 @@ class Publisher:
     """Publishes the feeds of one worker's ranks.
 
     feeds: by rank. loads: returns the load of each rank; called every load_every_s while there are
-    links.
-    open_call: opens a call to an indexer; None uses gRPC.
+    links. open_call: opens a call to an indexer; None uses gRPC.
     counters: streams opened; snapshots and replays (gap repairs) started; batches sealed;
     events_lost; shrunk_blocks, regrown_blocks; unknown_rank (events dropped).
     """
@@ -130,7 +129,6 @@ class Publisher:
         self._schedule_publish()
 
     async def run(self) -> None:
-        """Publishes until cancelled."""
         async with TaskGroup() as tasks:
             tasks.create_task(self._report_loads(), name="kv load reports")
             tasks.create_task(self._regrow(), name="kv regrowth")
@@ -175,14 +173,14 @@ class Publisher:
         return any(feed.normalizer.is_resizing for feed in self.feeds.values())
 
     def _resize(self) -> None:
-        """Performs one part of the resize, then yields to the loop.
-
-        Engine events of the meantime are published in order with it.
-        """
+        """Performs one part of the resize; events until the next part are published in order."""
         for rank, feed in self.feeds.items():
             if feed.normalizer.is_resizing:
                 try:
-                    self._count_resized(feed.normalizer.resize(RESIZE_PAGES_PER_TURN))
+                    blocks = feed.normalizer.resize(RESIZE_PAGES_PER_TURN)
+                    self.counters["shrunk_blocks" if blocks < 0 else "regrown_blocks"] += abs(
+                        blocks
+                    )
                 except Exception:
                     self._on_apply_error(rank)
                 break
@@ -192,10 +190,6 @@ class Publisher:
         elif self._is_shrinking:
             self._is_shrinking = False
             self._shrink_positions = {rank: log_position(feed) for rank, feed in self.feeds.items()}
-
-    def _count_resized(self, blocks: int) -> None:
-        if blocks:
-            self.counters["regrown_blocks" if blocks > 0 else "shrunk_blocks"] += abs(blocks)
 
     def _schedule_publish(self) -> None:
         if not self._is_publish_scheduled:
@@ -211,16 +205,13 @@ class Publisher:
                 self._on_apply_error(rank)
             if feed.normalizer.free_deferred(RESIZE_PAGES_PER_TURN):
                 self._schedule_publish()
-        self._wake_links()
+        for link in self.links:
+            link.wake()
 
     def _on_apply_error(self, rank: int) -> None:
         # A defect of this process; the engine and its requests are not affected.
         log.exception("kv_events_failed", dp_rank=rank)
         self.record_loss(rank, "events could not be applied")
-
-    def _wake_links(self) -> None:
-        for link in self.links:
-            link.wake()
 
     async def _report_loads(self) -> None:
         is_failing = False

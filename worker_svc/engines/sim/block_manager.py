@@ -32,31 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-
-@dataclass(frozen=True, slots=True)
-class BlocksStored:
-    """Contiguous blocks were computed and named, parents before children.
-
-    parent: name of the block before the first, None at the start of a prompt. token_ids: 4 bytes
-    little endian each, block_size per name. lora_name: adapter of the cache, "" for the base model.
-    """
-
-    names: tuple[int, ...]
-    parent: int | None
-    token_ids: bytes
-    lora_name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksRemoved:
-    """Blocks were evicted, children before parents."""
-
-    names: tuple[int, ...]
-
-
-KvEvent: TypeAlias = BlocksStored | BlocksRemoved
+from worker_svc.kv_events.normalizer import PagesRemoved, PagesStored
 
 
 @dataclass(slots=True, eq=False)
@@ -100,19 +77,6 @@ class BlockManager:
     Raises ValueError if a size is below 1.
     """
 
-    __slots__ = (
-        *(
-            "_block_by_name",
-            "_page_contents",
-            "_free_pages",
-            "_idle_blocks",
-            "_last_stamp",
-            "_page_owners",
-            "_written_pages",
-        ),
-        *("_pinned_tables", "block_size", "corrupt_pages", "events", "total_blocks"),
-    )
-
     def __init__(self, total_blocks: int, block_size: int) -> None:
         if total_blocks < 1 or block_size < 1:
             raise ValueError(
@@ -120,7 +84,7 @@ class BlockManager:
             )
         self.total_blocks = total_blocks
         self.block_size = block_size
-        self.events: list[KvEvent] = []
+        self.events: list[PagesStored | PagesRemoved] = []
         self.corrupt_pages = 0
         # Free pages. The last one released is reused first, so that late writes are detected.
         self._free_pages = list(range(total_blocks))
@@ -153,14 +117,13 @@ class BlockManager:
 
     @property
     def open_transfers(self) -> int:
-        """Returns the number of pinned tables."""
         return len(self._pinned_tables)
 
     def names(self) -> list[int]:
         """Returns all names, parents before children."""
         return list(self._block_by_name)
 
-    def take_events(self) -> list[KvEvent]:
+    def take_events(self) -> list[PagesStored | PagesRemoved]:
         """Returns the events since the last call, in order."""
         events, self.events = self.events, []
         return events
@@ -170,17 +133,15 @@ class BlockManager:
         return len(self._cached_prefix(names, len(names)))
 
     def admit(self, names: Sequence[int], tokens: int) -> BlockTable | None:
-        """Returns a table for `tokens` tokens that reuses cached blocks of `names`; None without
-        capacity.
+        """Returns a table that reuses cached blocks of `names`; None, unchanged, without capacity.
 
-        At least the last token is left to compute, so at most (tokens - 1) // block_size blocks are
-        reused. With None nothing has changed.
+        At least the last token is left to compute: at most (tokens - 1) // block_size are reused.
         """
         assert tokens >= 1, "a table has at least one token"
-        shared = self._cached_prefix(names, min(len(names), (tokens - 1) // self.block_size))
+        shared = self._cached_prefix(names, (tokens - 1) // self.block_size)
         idle = sum(not block.ref_count for block in shared)
         missing = self._blocks_for(tokens) - len(shared)
-        if missing > len(self._free_pages) + len(self._idle_blocks) - idle:
+        if missing > self.available_blocks - idle:
             return None
         for block in shared:
             self._add_ref(block)
@@ -191,7 +152,7 @@ class BlockManager:
     def grow(self, block_table: BlockTable, tokens: int) -> bool:
         """Extends the table to `tokens` tokens. Returns False, unchanged, without capacity."""
         missing = self._blocks_for(tokens) - len(block_table.blocks)
-        if missing > len(self._free_pages) + len(self._idle_blocks):
+        if missing > self.available_blocks:
             return False
         self._add_blocks(block_table, missing)
         return True
@@ -201,13 +162,11 @@ class BlockManager:
     ) -> None:
         """Names the next len(names) blocks of the table, which are now full.
 
-        token_ids: their content, as in `BlocksStored`. If a name exists already, the table's block
+        token_ids: their content, as in `PagesStored`. If a name exists already, the table's block
         is replaced by the existing one; if a transfer references the table's block, it and those
         after it stay private.
         """
-        assert block_table.named + len(names) <= len(block_table.blocks), (
-            "only blocks of the table are named"
-        )
+        assert block_table.named + len(names) <= len(block_table.blocks), "names have blocks"
         assert len(token_ids) == 4 * self.block_size * len(names), "named blocks are full"
         run: list[int] = []
         run_start = 0
@@ -239,7 +198,6 @@ class BlockManager:
         return transfer
 
     def unpin(self, transfer: BlockTable) -> None:
-        """Releases the table of a transfer."""
         assert transfer in self._pinned_tables, "a pin is undone once"
         self._pinned_tables.remove(transfer)
         self._release_blocks(transfer)
@@ -268,12 +226,11 @@ class BlockManager:
         self._written_pages.add(page)
 
     def read(self, block: Block) -> int:
-        """Returns the content of the block's page."""
         return self._page_contents[block.page]
 
     def is_intact(self, block_table: BlockTable, first: int, stop: int) -> bool:
         """Whether the pages of blocks first..stop-1 have the expected content; counts others."""
-        return sum(map(self._is_corrupt, block_table.blocks[first:stop])) == 0
+        return not sum(map(self._is_corrupt, block_table.blocks[first:stop]))
 
     def verify_received(self, block_table: BlockTable, count: int) -> bool:
         """Marks the first `count` blocks as received. Returns whether they are intact."""
@@ -327,13 +284,11 @@ class BlockManager:
 
     def _cached_prefix(self, names: Sequence[int], limit: int) -> list[Block]:
         matched: list[Block] = []
-        parent: Block | None = None
-        for index in range(limit):
-            block = self._block_by_name.get(names[index])
-            if block is None or block.parent is not parent:
+        for name in names[:limit]:
+            block = self._block_by_name.get(name)
+            if block is None or block.parent is not (matched[-1] if matched else None):
                 break
             matched.append(block)
-            parent = block
         return matched
 
     def _add_ref(self, block: Block) -> None:
@@ -376,7 +331,7 @@ class BlockManager:
             removed.append(block.name)
             self._return_page(block)
         if removed:
-            self.events.append(BlocksRemoved(tuple(removed)))
+            self.events.append(PagesRemoved(tuple(removed)))
 
     def _name_next(self, block_table: BlockTable, name: int) -> bool:
         """Names the table's next block. Returns whether the name is new in the cache."""
@@ -409,7 +364,9 @@ class BlockManager:
         parent = None if first.parent is None else first.parent.name
         block_bytes = 4 * self.block_size
         content = token_ids[start * block_bytes : (start + len(run)) * block_bytes]
-        self.events.append(BlocksStored(tuple(run), parent, content, lora_name))
+        self.events.append(
+            PagesStored(tuple(run), parent, content, self.block_size, lora=lora_name)
+        )
 
     def _release_blocks(self, block_table: BlockTable) -> None:
         while block_table.blocks:

@@ -71,9 +71,7 @@ class SimHandoffConfig:
     gb_per_s: 10^9 bytes per second on the link of a prefill worker. bytes_per_token: size of the
     KV. latency_s: of each transfer. chunk_pages: pages per write.
 
-    timeout_s: how long a leg waits for its partner, and how long a partner may be silent. abort_s:
-    how long the pages of an aborted leg wait for the peer's confirmation. lease_s: how long a
-    completed prefill keeps its KV. rooms_max: limit of open rooms and of connections.
+    timeout_s, abort_s, lease_s: see `HandoffTimeouts`. rooms_max: limit of rooms and connections.
     Raises ValueError for a value out of range.
     """
 
@@ -107,7 +105,6 @@ class SimHandoffConfig:
 
     @property
     def timeouts(self) -> HandoffTimeouts:
-        """Returns the time limits of a room."""
         return HandoffTimeouts(self.timeout_s, self.abort_s, self.lease_s)
 
 

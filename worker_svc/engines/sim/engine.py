@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,13 +51,7 @@ from worker_svc.engines.contract import (
     PreprocessedRequest,
     chunk,
 )
-from worker_svc.engines.sim.block_manager import (
-    BlockManager,
-    BlocksRemoved,
-    BlocksStored,
-    BlockTable,
-    KvEvent,
-)
+from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
 from worker_svc.engines.sim.config import SimConfig, SimModel, load_sim_model
 from worker_svc.engines.sim.jobs import JobBuilder, kv_location
 from worker_svc.engines.sim.messages import Done, page_stamps
@@ -74,7 +68,6 @@ from worker_svc.engines.sim.transfer_server import (
 )
 from worker_svc.kv_events.normalizer import (
     DuplicatePolicy,
-    ExternalEvent,
     KvEventFormat,
     KvEventSink,
     PagesRemoved,
@@ -88,7 +81,8 @@ _STEP_WORK_UNITS: Final = 2
 _PREFILL_TOKENS_PER_WORK_UNIT: Final = 16
 # Steps due within this time are completed now: event loops wake up to a millisecond late.
 _EARLY_TOLERANCE_S: Final = 1e-4
-_RETRY_AFTER_S: Final = (0.05, 30.0)
+_RETRY_AFTER_MIN_S: Final = 0.05
+_RETRY_AFTER_MAX_S: Final = 30.0
 
 _COUNTERS: Final = (
     *("accepted", "finished", "cancelled", "closed", "failed", "rejected", "overloaded"),
@@ -106,8 +100,7 @@ class SimEngine:
 
     model: None reads the configured folder at `start`. clock, sleep: in seconds; the defaults are
     the running loop's, so a loop with virtual time runs the engine in virtual time. network:
-    connects to other engines; None uses TCP. decode_machine: state machine of decode's end of a
-    handoff.
+    connects to other engines; None uses TCP. decode_machine: decode's end of a handoff.
 
     Counters at rest: accepted == finished + cancelled + closed + failed; `rejected` requests are
     not accepted, `overloaded` are those rejected by a full queue. `tokens` counts delivered tokens,
@@ -117,7 +110,6 @@ class SimEngine:
     `HandoffManager`.
     """
 
-    # State machine of decode's end of a handoff; it protects pages from late writes.
     decode_machine: type[DecodeMachine] = DecodeMachine
 
     def __init__(
@@ -135,7 +127,7 @@ class SimEngine:
             config.block_size, config.block_size, DuplicatePolicy.IDEMPOTENT
         )
         self.kv_events_off_reason = "" if config.prefix_caching else "prefix caching is off"
-        self.kv_event_sink: Callable[[Sequence[KvEvent]], None] | None = None
+        self.kv_event_sink: Callable[[Sequence[PagesStored | PagesRemoved]], None] | None = None
         self._model = model
         self._clock = clock
         self._sleep = sleep
@@ -169,7 +161,9 @@ class SimEngine:
             self._handoff_manager = await self._start_handoff_manager(core, worker_id)
         self._unavailable_error = None
         self._loop_task = asyncio.create_task(self._run(core), name="sim-engine-steps")
-        host, port = self._bootstrap_endpoint()
+        is_advertised = (config.role, config.mode) == ("prefill", "bootstrap")
+        manager = self._handoff_manager
+        host, port = manager.endpoint if manager and is_advertised else (None, None)
         group = config.transfer_group or f"sim/{self.config.model}/{self.config.block_size}"
         return EngineConfig(
             model=self.config.model,
@@ -180,7 +174,7 @@ class SimEngine:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             kv_index="events" if self.config.prefix_caching else "none",
-            kv_index_reason="" if self.config.prefix_caching else "prefix caching is off",
+            kv_index_reason=self.kv_events_off_reason,
             bootstrap_host=host,
             bootstrap_port=port,
             transfer_group="" if config.role == "aggregated" else group,
@@ -205,13 +199,6 @@ class SimEngine:
         if self.config.handoff.role == "prefill":
             await handoff_manager.listen()
         return handoff_manager
-
-    def _bootstrap_endpoint(self) -> tuple[str, int] | tuple[None, None]:
-        """Returns the advertised address; None in mode "completed"."""
-        config = self.config.handoff
-        if self._handoff_manager is None or (config.role, config.mode) != ("prefill", "bootstrap"):
-            return None, None
-        return self._handoff_manager.endpoint
 
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
@@ -254,19 +241,17 @@ class SimEngine:
         """Waits until no handoff or lease is open, at most their longest duration."""
         if self._handoff_manager is None:
             return
-        config = self.config.handoff
         try:
-            async with asyncio.timeout(config.timeout_s + config.lease_s):
-                await self._handoff_manager.wait_idle()
+            async with asyncio.timeout(self.config.handoff.timeout_s + self.config.handoff.lease_s):
+                await self._handoff_manager.idle.wait()
         except TimeoutError:
             log.warning("sim_engine_drain_timed_out", rooms_open=self._handoff_manager.open_rooms)
 
     async def cleanup(self) -> None:
         """Stops stepping; open streams raise WorkerLost."""
-        task, self._loop_task = self._loop_task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+            await asyncio.wait([self._loop_task])
         self._fail_all(WorkerLost("the engine was shut down", retryable=True))
         self._unavailable_error = Unavailable("the engine was shut down")
         if self._handoff_manager is not None:
@@ -279,12 +264,9 @@ class SimEngine:
         """
         if self.blocks.cached_blocks:
             raise Conflict("the cache is not empty; call publish_to before the first request")
-        self.kv_event_sink = lambda events: sink.take(
-            to_external_events(events, self.config.block_size)
-        )
+        self.kv_event_sink = sink.take
 
     def loads(self) -> Sequence[Load]:
-        """Returns the load of the only rank."""
         if self._core is None:
             return (Load(kv_total_blocks=self.config.total_kv_blocks),)
         scheduler, blocks = self._core.scheduler, self._core.blocks
@@ -304,12 +286,14 @@ class SimEngine:
     def counters(self) -> Mapping[str, int]:
         """Returns the counters of the class docstring, `steps` and `preempted`."""
         core = self._core
-        counts = {name: self._counters[name] for name in _COUNTERS}
-        counts["steps"] = self._steps
-        counts["preempted"] = core.scheduler.preemptions if core else 0
-        counts["corrupt_pages"] = core.blocks.corrupt_pages if core else 0
-        counts["corrupt_tokens"] = core.scheduler.corrupt_tokens if core else 0
-        return {**counts, **(self._handoff_manager.counters if self._handoff_manager else {})}
+        return {
+            **{name: self._counters[name] for name in _COUNTERS},
+            "steps": self._steps,
+            "preempted": core.scheduler.preemptions if core else 0,
+            "corrupt_pages": core.blocks.corrupt_pages if core else 0,
+            "corrupt_tokens": core.scheduler.corrupt_tokens if core else 0,
+            **(self._handoff_manager.counters if self._handoff_manager else {}),
+        }
 
     @property
     def blocks(self) -> BlockManager:
@@ -341,8 +325,8 @@ class SimEngine:
     def _open_stream(self, request: PreprocessedRequest, ctx: GenerateContext) -> Stream:
         try:
             core, job = self._check_request(request, ctx)
-            sequence = core.scheduler.submit(job, self._clock())
-            stream = Stream(sequence, request.output_options.logprobs)
+            sequence = core.scheduler.submit(job)
+            stream = Stream(sequence, request.output_options.logprobs, job.is_handed_over)
             try:
                 stream.handoff = self._open_handoff(core, stream, request)
             except MeshError:
@@ -367,10 +351,9 @@ class SimEngine:
         job = core.jobs.build(request, ctx.priority)
         scheduler = core.scheduler
         if scheduler.waiting >= self.config.max_waiting:
-            low, high = _RETRY_AFTER_S
             wait_s = self.config.timing.prefill_s(scheduler.waiting_tokens)
             raise Overloaded(
-                min(max(wait_s, low), high),
+                min(max(wait_s, _RETRY_AFTER_MIN_S), _RETRY_AFTER_MAX_S),
                 f"queue full: {scheduler.waiting}/{self.config.max_waiting} requests",
             )
         return core, job
@@ -396,8 +379,8 @@ class SimEngine:
             lambda error: self._on_handoff_end(stream, error),
         )
 
-    def _plan(self, core: _Core, due_at: float) -> Step | None:
-        step = core.scheduler.plan(due_at)
+    def _plan(self, core: _Core) -> Step | None:
+        step = core.scheduler.plan()
         for sequence in core.scheduler.take_allocated():
             handoff, transfer = self._streams[sequence].handoff, sequence.transfer
             assert self._handoff_manager is not None, "decode engines have handoffs"
@@ -408,14 +391,12 @@ class SimEngine:
         return step
 
     def _on_kv_arrived(self, core: _Core, stream: Stream, done: Done) -> None:
-        """Continues a decode leg after its KV arrived."""
         core.scheduler.on_kv_arrived(stream.sequence, done.token, done.cached_tokens)
         self._publish(core.blocks)
         self._wakeup.set()
         stream.wake()
 
     def _start_handoff(self, core: _Core, stream: Stream, transfer: BlockTable) -> None:
-        """Hands over the KV of a computed prompt."""
         handoff_manager, sequence = self._handoff_manager, stream.sequence
         assert handoff_manager is not None, "prefill engines have handoffs"
         sequence.transfer = None
@@ -442,8 +423,7 @@ class SimEngine:
 
     def _on_handoff_end(self, stream: Stream, error: MeshError | None) -> None:
         if error is not None:
-            stream.error = stream.error or error
-            self._stop_stream(stream)
+            self._fail(stream, error)
             return
         assert self._handoff_manager is not None, "prefill engines have handoffs"
         assert stream.handoff is not None, "the room was the leg's"
@@ -464,10 +444,11 @@ class SimEngine:
 
     def _abort_handoff(self, stream: Stream) -> None:
         handoff, stream.handoff = stream.handoff, None
-        if handoff is not None and self._handoff_manager is not None:
+        if self._handoff_manager is None:
+            return
+        if handoff is not None:
             self._handoff_manager.abort(handoff)
-        if self._handoff_manager is not None:
-            self._wakeup.set()  # its place may have blocked the queue
+        self._wakeup.set()  # its place may have blocked the queue
 
     def _close_stream(self, stream: Stream, outcome: str) -> None:
         assert self._core is not None, "nothing is opened before the start"
@@ -482,10 +463,13 @@ class SimEngine:
         if not sequence.job.is_remote:
             self._counters["cached_tokens"] += sequence.cached_tokens or 0
 
+    def _fail(self, stream: Stream, error: MeshError) -> None:
+        stream.error = stream.error or error
+        self._stop_stream(stream)
+
     def _fail_all(self, error: MeshError) -> None:
         for stream in self._streams.values():
-            stream.error = stream.error or error
-            self._stop_stream(stream)
+            self._fail(stream, error)
 
     async def _run(self, core: _Core) -> None:
         try:
@@ -502,7 +486,7 @@ class SimEngine:
         step: Step | None = None
         while True:
             if step is None:
-                step = self._plan(core, due_at)
+                step = self._plan(core)
                 due_at += step.duration_s if step else 0.0
             if step is None or self._is_frozen:
                 self._publish(core.blocks)  # changes that were made without a step
@@ -529,7 +513,7 @@ class SimEngine:
                 + len(now.entries)
                 + now.prefill_tokens // _PREFILL_TOKENS_PER_WORK_UNIT
             )
-            now = self._plan(core, due_at)
+            now = self._plan(core)
             due_at += now.duration_s if now else 0.0
         self._publish(core.blocks)
         for sequence in advanced:
@@ -543,18 +527,6 @@ class SimEngine:
         events = blocks.take_events()
         if events and self.kv_event_sink is not None:
             self.kv_event_sink(events)
-
-
-def to_external_events(events: Sequence[KvEvent], block_size: int) -> Iterator[ExternalEvent]:
-    """Yields the normalizer's events; the external hash of a block is its name."""
-    for event in events:
-        match event:
-            case BlocksStored():
-                yield PagesStored(
-                    event.names, event.parent, event.token_ids, block_size, lora=event.lora_name
-                )
-            case BlocksRemoved():
-                yield PagesRemoved(event.names)
 
 
 def _copy_error(error: MeshError) -> MeshError:

@@ -19,21 +19,13 @@ _PROBE_PRIORITY: Final = 2**31
 _SUPPORTED_FIELDS: Final = frozenset(
     {
         "stop_conditions",
-        "output_options.logprobs",
-        "output_options.skip_special_tokens",
-        "output_options.formatted_prompt",
-        "output_options.include_stop_str_in_output",
-        "output_options.return_tokens_as_token_ids",
-        "sampling_options.presence_penalty",
-        "sampling_options.frequency_penalty",
-        "sampling_options.repetition_penalty",
-        "sampling_options.temperature",
-        "sampling_options.top_p",
-        "sampling_options.top_k",
-        "sampling_options.min_p",
-        "sampling_options.seed",
-        "sampling_options.logit_bias",
         "routing.lora_name",
+        *(f"output_options.{name}" for name in ("logprobs", "skip_special_tokens")),
+        *(f"output_options.{name}" for name in ("formatted_prompt", "return_tokens_as_token_ids")),
+        "output_options.include_stop_str_in_output",
+        *(f"sampling_options.{name}_penalty" for name in ("presence", "frequency", "repetition")),
+        *(f"sampling_options.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
+        *(f"sampling_options.{name}" for name in ("seed", "logit_bias")),
     }
 )
 # Fields that a probe may carry without effect; a decode leg has one of them.
@@ -51,7 +43,6 @@ class JobBuilder:
 
     @staticmethod
     def create(config: SimConfig, model: SimModel) -> JobBuilder:
-        """Returns the builder for a model."""
         hashers = {
             lora: PrefixHasher(
                 mesh_key=config.mesh_key,
@@ -69,10 +60,6 @@ class JobBuilder:
 
         priority: used if the request has none. Raises MeshError if the request is rejected.
         """
-        job = self._build(request, priority)
-        return job if request.is_probe else self._job_for_role(request, job)
-
-    def _build(self, request: PreprocessedRequest, priority: int | None) -> Job:
         lora = self._check_fields(request)
         limit = self._max_output_tokens(request)
         stop = request.stop_conditions
@@ -82,7 +69,7 @@ class JobBuilder:
             priority = request.routing.priority
         if request.is_probe:
             return Job(request.token_ids.little_endian, 1, priority=_PROBE_PRIORITY)
-        return Job(
+        job = Job(
             request.token_ids.little_endian,
             limit if stop.max_tokens is None else min(stop.max_tokens, limit),
             stops=stop_tokens_of(request, self.eos_ids),
@@ -91,6 +78,7 @@ class JobBuilder:
             lora_name=lora,
             priority=priority or 0,
         )
+        return self._job_for_role(request, job)
 
     def _check_fields(self, request: PreprocessedRequest) -> str:
         """Returns the adapter's name. Raises Unsupported or InvalidRequest."""
@@ -99,8 +87,7 @@ class JobBuilder:
             supported |= _HANDOFF_FIELDS
         elif self.config.handoff.role == "prefill" and self.config.handoff.mode == "bootstrap":
             supported |= {"bootstrap_info"}
-        unsupported = unsupported_fields(request, supported)
-        if unsupported:
+        if unsupported := unsupported_fields(request, supported):
             others = f" (nor are {', '.join(unsupported[1:])})" if unsupported[1:] else ""
             raise Unsupported(unsupported[0], f"not supported by the simulated engine{others}")
         routing = request.routing

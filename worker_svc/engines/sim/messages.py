@@ -2,156 +2,109 @@
 
 from __future__ import annotations
 
-import struct
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
-import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 
 from common.errors import InvalidRequest
 
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """Decode's pages for a room, in the order of the prompt. tokens: of the prompt.
-
-    incarnation: id of the decode worker.
-    """
-
-    room: int
-    incarnation: int
-    tokens: int
-    block_size: int
-    pages: Sequence[int]
+U32: TypeAlias = Annotated[int, Field(ge=0, lt=2**32)]
+U64: TypeAlias = Annotated[int, Field(ge=0, lt=2**64)]
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Message:
+    """A message between the two ends of a room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pull(Message):
+    """Decode's pages, in the order of the prompt. incarnation: worker id. tokens: of the prompt."""
+
+    room: U64
+    incarnation: U64
+    tokens: U32
+    block_size: U32
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(Message):
     """No decode leg will pull this room."""
 
-    room: int
+    room: U64
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(Message):
     """The prefill leg is present."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(Message):
     """The prefill leg is still alive."""
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class Write(Message):
     """Pages and the stamps written to them (`page_stamps`)."""
 
-    pages: Sequence[int]
-    stamps: Sequence[int]
+    pages: list[int]
+    stamps: list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Done(Message):
     """All pages are written. token: the first of the output, even if it ends the output.
 
     cached_tokens: prompt tokens found in prefill's cache.
     """
 
-    token: int
-    cached_tokens: int
+    token: U32
+    cached_tokens: U32
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
-    """Prefill failed and writes nothing more. reason: as above."""
+class Fail(Message):
+    """Prefill failed and writes nothing more."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Message):
     """Decode requests the end of all writes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Aborted:
+class Aborted(Message):
     """Prefill writes nothing more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(Message):
     """Decode has received all pages."""
 
 
-Message: TypeAlias = Pull | Drop | Joined | Ping | Write | Done | Fail | Abort | Aborted | Received
-
-_PULL: Final = struct.Struct("<QQII")
-_ROOM: Final = struct.Struct("<Q")
-_DONE: Final = struct.Struct("<II")
-_MESSAGE_TYPES: Final = (Pull, Drop, Joined, Ping, Write, Done, Fail, Abort, Aborted, Received)
-_EMPTY_MESSAGES: Final = (Joined, Ping, Abort, Aborted, Received)
-_WRITE_BYTES: Final = 12
-_PAGE_BYTES: Final = 4
+_ADAPTERS: Final[dict[bytes, TypeAdapter[Any]]] = {
+    kind.__name__.encode(): TypeAdapter(kind)
+    for kind in (Pull, Drop, Joined, Ping, Write, Done, Fail, Abort, Aborted, Received)
+}
 
 
 def to_bytes(message: Message) -> bytes:
-    """Encodes a message: a byte for the kind, then the fields, little endian; arrays last."""
-    kind = bytes([_MESSAGE_TYPES.index(type(message))])
-    match message:
-        case Pull():
-            header = _PULL.pack(
-                message.room, message.incarnation, message.tokens, message.block_size
-            )
-            return kind + header + np.asarray(message.pages, dtype="<u4").tobytes()
-        case Drop():
-            return kind + _ROOM.pack(message.room)
-        case Write():
-            pages = np.asarray(message.pages, dtype="<u4").tobytes()
-            return kind + pages + np.asarray(message.stamps, dtype="<i8").tobytes()
-        case Done():
-            return kind + _DONE.pack(message.token, message.cached_tokens)
-        case Fail():
-            return kind + message.reason.encode()
-        case _:
-            return kind
+    """Encodes a message: the name of its type, a space, and its fields as JSON."""
+    name = type(message).__name__.encode()
+    return name + b" " + _ADAPTERS[name].dump_json(message)
 
 
 def from_bytes(frame: bytes) -> Message:
     """Decodes a frame. Raises InvalidRequest if it is malformed."""
-    if not frame or frame[0] >= len(_MESSAGE_TYPES):
-        raise InvalidRequest(f"unknown message kind {frame[:1].hex() or 'none'}", "kind")
-    kind, body = _MESSAGE_TYPES[frame[0]], frame[1:]
+    name, _, fields = frame.partition(b" ")
+    if name not in _ADAPTERS:
+        raise InvalidRequest(f"unknown message {name!r:.20}", "kind")
     try:
-        return _parse_message(kind, body)
-    except (struct.error, ValueError) as error:
-        raise InvalidRequest(f"{kind.__name__}: {error}", "body") from None
-
-
-def _parse_message(kind: type[Message], body: bytes) -> Message:
-    if kind is Pull:
-        pages = np.frombuffer(body, dtype="<u4", offset=_PULL.size)
-        room, incarnation, tokens, block_size = _PULL.unpack_from(body)
-        return Pull(room, incarnation, tokens, block_size, pages.tolist())
-    if kind is Drop:
-        return Drop(*_ROOM.unpack(body))
-    if kind is Write:
-        count, remainder = divmod(len(body), _WRITE_BYTES)
-        if remainder:
-            raise ValueError(f"{len(body)} bytes are not a whole number of pages and stamps")
-        stamps = np.frombuffer(body, dtype="<i8", offset=_PAGE_BYTES * count)
-        return Write(np.frombuffer(body, dtype="<u4", count=count).tolist(), stamps.tolist())
-    if kind is Done:
-        return Done(*_DONE.unpack(body))
-    if kind is Fail:
-        return Fail(body.decode())
-    for message_type in _EMPTY_MESSAGES:
-        if kind is message_type:
-            if body:
-                raise ValueError(f"{len(body)} bytes too many")
-            return message_type()
-    raise AssertionError(f"{kind.__name__} has no reader")
+        message: Message = _ADAPTERS[name].validate_json(fields, strict=True)
+    except ValidationError as error:
+        raise InvalidRequest(f"{name.decode()}: {error.errors()[0]['msg']}", "body") from None
+    return message
 
 
 def page_stamps(prompt: bytes, block_size: int, lora_name: str = "") -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import structlog
@@ -59,14 +60,12 @@ class Network(Protocol):
         """Connects to a listener. Raises OSError."""
 
 
+@dataclass(slots=True, eq=False)
 class _TcpConnection:
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, linger_s: float
-    ) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._linger_s = linger_s
-        self._is_closed = False
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+    _linger_s: float
+    _is_closed: bool = False
 
     def send(self, frame: bytes) -> None:
         if not self._writer.is_closing():
@@ -95,16 +94,13 @@ class _TcpConnection:
         asyncio.get_running_loop().call_later(self._linger_s, self._writer.transport.abort)
 
 
+@dataclass(frozen=True, slots=True)
 class _TcpListener:
-    def __init__(self, server: asyncio.Server) -> None:
-        self._server = server
-
-    @property
-    def port(self) -> int:
-        return int(self._server.sockets[0].getsockname()[1])
+    server: asyncio.Server
+    port: int
 
     async def close(self) -> None:
-        self._server.close()
+        self.server.close()
 
 
 class TcpNetwork:
@@ -115,16 +111,16 @@ class TcpNetwork:
         self._serving: dict[asyncio.Future[None], Connection] = {}
 
     async def listen(self, host: str, port: int, handler: ConnectionHandler) -> Listener:
-        """See `Network.listen`."""
 
-        # asyncio's server logs an error if its own handler task is cancelled.
+        # Not a coroutine: asyncio logs an error if its own handler task is cancelled.
         def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             connection = _TcpConnection(reader, writer, self._linger_s)
             task = asyncio.ensure_future(handler(connection))
             self._serving[task] = connection
             task.add_done_callback(self._on_served)
 
-        return _TcpListener(await asyncio.start_server(on_connection, host, port, backlog=1024))
+        server = await asyncio.start_server(on_connection, host, port, backlog=1024)
+        return _TcpListener(server, server.sockets[0].getsockname()[1])
 
     def _on_served(self, task: asyncio.Future[None]) -> None:
         self._serving.pop(task).close()
@@ -132,6 +128,5 @@ class TcpNetwork:
             log.error("sim_handoff_failed", exc_info=error)
 
     async def dial(self, host: str, port: int) -> Connection:
-        """See `Network.dial`."""
         reader, writer = await asyncio.open_connection(host, port)
         return _TcpConnection(reader, writer, self._linger_s)

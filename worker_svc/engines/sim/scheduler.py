@@ -56,7 +56,7 @@ class Job:
     prompt: token ids, 4 bytes little endian each, at least one. max_tokens: at least 1.
     stops: tokens that end the output after min_tokens. They must include the model's EOS, or be
     empty: then the model never emits EOS. hasher: names the blocks; None bypasses the prefix cache.
-    lora_name: as in `BlocksStored`. priority: larger is sooner.
+    lora_name: of the adapter, "" for the base model. priority: larger is sooner.
     is_remote, is_handed_over: KV comes from, goes to another worker; see the module.
     """
 
@@ -80,19 +80,17 @@ class SimSequence:
     before; for a remote one, in the other worker's cache. computed_tokens: tokens with KV
     present. total_tokens: tokens of prompt and output.
     is_kv_pending: its KV has not arrived. is_corrupt: it read a page with wrong content.
-    transfer: pinned blocks; see the module. Times are engine time.
+    transfer: pinned blocks; see the module.
     """
 
     job: Job
     arrival_number: int
-    submitted_at: float
     state: int
     total_tokens: int
     output: list[int] = field(default_factory=list)
     end: FinishReason | None = None
     stop_token: int | None = None
     is_ended: bool = False
-    started_at: float | None = None
     cached_tokens: int | None = None
     computed_tokens: int = 0
     capacity_tokens: int = 0
@@ -105,13 +103,7 @@ class SimSequence:
 
     @property
     def prompt_tokens(self) -> int:
-        """Returns the number of prompt tokens."""
         return len(self.job.prompt) // 4
-
-    @property
-    def sort_key(self) -> tuple[int, int]:
-        """Returns the scheduling key; the smaller goes first."""
-        return -self.job.priority, self.arrival_number
 
     @property
     def first_token(self) -> int:
@@ -140,18 +132,10 @@ class Step:
     duration_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """A completed step: its duration, and the sequences that advanced or ended."""
-
-    duration_s: float
-    advanced: Sequence[SimSequence]
-
-
 class SimScheduler:
     """Schedules sequences over one `BlockManager`.
 
-    Raises ValueError unless 1 <= max_num_seqs <= max_num_batched_tokens.
+    Requires 1 <= max_num_seqs <= max_num_batched_tokens.
     """
 
     def __init__(
@@ -163,11 +147,6 @@ class SimScheduler:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
     ) -> None:
-        if not 1 <= max_num_seqs <= max_num_batched_tokens:
-            raise ValueError(
-                f"max_num_seqs: {max_num_seqs} is not in 1..max_num_batched_tokens"
-                f" ({max_num_batched_tokens})"
-            )
         self.blocks = blocks
         self.preemptions = 0
         # First tokens that came with KV but do not follow the prompt.
@@ -178,7 +157,7 @@ class SimScheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._submitted_count = 0
-        # Both ordered by `sort_key`.
+        # Both ordered by `_sort_key`.
         self._waiting: list[SimSequence] = []
         self._running: list[SimSequence] = []
         # In the order of allocation; dicts keep the order.
@@ -193,22 +172,18 @@ class SimScheduler:
 
     @property
     def running(self) -> int:
-        """Returns the number of running sequences."""
         return len(self._running)
 
-    def submit(self, job: Job, now: float) -> SimSequence:
+    def submit(self, job: Job) -> SimSequence:
         """Adds a job, which waits for the next `plan`."""
         tokens = len(job.prompt) // 4
-        assert tokens >= 1, "a prompt has at least one token"
-        assert job.max_tokens >= 1, "an output has at least one token"
+        assert tokens >= 1 <= job.max_tokens, "prompt and output have at least one token"
         assert tokens + job.max_tokens <= self.blocks.total_blocks * self.blocks.block_size, (
             "a job that does not fit the whole cache would wait forever"
         )
         state = self._token_oracle.state_of(np.frombuffer(job.prompt, dtype="<u4"), job.lora_name)
         self._submitted_count += 1
-        seq = SimSequence(
-            job, self._submitted_count, now, state, tokens, is_kv_pending=job.is_remote
-        )
+        seq = SimSequence(job, self._submitted_count, state, tokens, is_kv_pending=job.is_remote)
         self._extend_names(seq, tokens)
         self._enqueue(seq)
         return seq
@@ -217,15 +192,14 @@ class SimScheduler:
         """Ends a sequence in any state; no effect on an ended one."""
         if seq.is_ended:
             return
-        if seq in self._awaiting_kv:
-            assert seq.block_table is not None, "sequences awaiting KV hold blocks"
+        if seq.block_table is None:
+            self._waiting.remove(seq)
+            self.waiting_tokens -= _pending_tokens(seq)
+        elif seq in self._awaiting_kv:
             del self._awaiting_kv[seq]
             self._allocated.pop(seq, None)
             self.blocks.release(seq.block_table)
             seq.block_table = None
-        elif seq.block_table is None:
-            self._waiting.remove(seq)
-            self.waiting_tokens -= _pending_tokens(seq)
         else:
             self._stop_running(seq)
         seq.is_ended = True
@@ -233,8 +207,7 @@ class SimScheduler:
     def take_allocated(self) -> list[SimSequence]:
         """Returns the sequences that got blocks for remote KV since the last call.
 
-        Their blocks are pinned in `transfer`; the owner unpins them once no transfer writes to
-        them.
+        The owner unpins the blocks in `transfer` once no transfer writes to them.
         """
         allocated, self._allocated = self._allocated, {}
         return list(allocated)
@@ -259,7 +232,7 @@ class SimScheduler:
         if not is_intact:
             self._mark_corrupt(seq)
 
-    def plan(self, now: float) -> Step | None:
+    def plan(self) -> Step | None:
         """Returns the next step; None if there is nothing to compute."""
         entries: list[tuple[SimSequence, int]] = []
         # Each running sequence gets one token; prompts share the rest.
@@ -279,7 +252,7 @@ class SimScheduler:
                 decode_count -= count == 1
                 break
             entries.append((seq, count))
-        self._admit(entries, token_budget, now)
+        self._admit(entries, token_budget)
         if not entries:
             return None
         prefill = sum(count for _, count in entries) - decode_count
@@ -298,8 +271,7 @@ class SimScheduler:
                 self._fill(seq, count)
             seq.computed_tokens += count
             computed_tokens += count
-            output = seq.output
-            if count > 1 or not output:
+            if count > 1 or not seq.output:
                 self._name_blocks(seq)
             if seq.computed_tokens < seq.total_tokens:
                 continue
@@ -309,11 +281,6 @@ class SimScheduler:
         # Removed sequences subtracted their tokens, including this step's, already.
         self._kv_tokens += computed_tokens
         return advanced
-
-    def step(self, now: float) -> StepResult | None:
-        """Runs `plan` and `complete`, for callers without a clock."""
-        step = self.plan(now)
-        return None if step is None else StepResult(step.duration_s, self.complete(step))
 
     def _append(self, seq: SimSequence, token: int, can_end: bool) -> None:
         """Appends a token to the output, or ends the output."""
@@ -329,18 +296,14 @@ class SimScheduler:
     def _fill(self, seq: SimSequence, count: int) -> None:
         """Writes the pages that start within the next `count` tokens."""
         assert seq.block_table is not None, "running sequences hold blocks"
-        size = self.blocks.block_size
-        stop = -(-(seq.computed_tokens + count) // size)
-        self.blocks.fill(seq.block_table, -(-seq.computed_tokens // size), stop)
+        size, first = self.blocks.block_size, seq.computed_tokens
+        self.blocks.fill(seq.block_table, -(-first // size), -(-(first + count) // size))
 
     def _find_corrupt_sequences(self) -> None:
         """Marks sequences that run on a page which a transfer has overwritten."""
         corrupt_blocks = self.blocks.take_corrupt_blocks()
-        if not corrupt_blocks:
-            return
-        for seq in self._running:
-            assert seq.block_table is not None, "running sequences hold blocks"
-            if not corrupt_blocks.isdisjoint(seq.block_table.blocks):
+        for seq in self._running if corrupt_blocks else ():
+            if seq.block_table and not corrupt_blocks.isdisjoint(seq.block_table.blocks):
                 self._mark_corrupt(seq)
 
     def _mark_corrupt(self, seq: SimSequence) -> None:
@@ -348,11 +311,11 @@ class SimScheduler:
             seq.is_corrupt = True
             seq.state ^= _CORRUPTION_MASK
 
-    def _admit(self, entries: list[tuple[SimSequence, int]], token_budget: int, now: float) -> None:
+    def _admit(self, entries: list[tuple[SimSequence, int]], token_budget: int) -> None:
         while self._waiting and token_budget > 0 and self._free_slots > 0:
             seq = self._waiting[0]
             if seq.is_kv_pending:
-                if not self._allocate_for_remote_kv(seq, now):
+                if not self._allocate_for_remote_kv(seq):
                     return
                 continue
             # Blocks for the whole prompt: half a prompt is not worth preempting others.
@@ -368,8 +331,8 @@ class SimScheduler:
             seq.capacity_tokens = len(seq.block_table.blocks) * block_size
             seq.computed_tokens = seq.block_table.reused_count * block_size
             self._kv_tokens += seq.computed_tokens
-            if seq.started_at is None:
-                seq.started_at, seq.cached_tokens = now, seq.computed_tokens
+            if seq.cached_tokens is None:
+                seq.cached_tokens = seq.computed_tokens
             count = min(seq.total_tokens - seq.computed_tokens, token_budget)
             token_budget -= count
             entries.append((seq, count))
@@ -378,7 +341,7 @@ class SimScheduler:
     def _free_slots(self) -> int:
         return self._max_num_seqs - len(self._running) - len(self._awaiting_kv)
 
-    def _allocate_for_remote_kv(self, seq: SimSequence, now: float) -> bool:
+    def _allocate_for_remote_kv(self, seq: SimSequence) -> bool:
         """Allocates blocks for the remote KV of the queue's head. Returns False without any."""
         # No cached block is reused: the transfer writes all of them.
         seq.block_table = self.blocks.admit((), seq.total_tokens)
@@ -388,7 +351,6 @@ class SimScheduler:
         stamps = page_stamps(seq.job.prompt, self.blocks.block_size, seq.job.lora_name)
         self.blocks.expect_stamps(seq.block_table, stamps)
         seq.transfer = self.blocks.pin(seq.block_table)
-        seq.started_at = now
         self._awaiting_kv[seq] = None
         self._allocated[seq] = None
         return True
@@ -440,13 +402,14 @@ class SimScheduler:
         assert seq.block_table is not None, "running sequences hold blocks"
         start = seq.block_table.named
         stop = min(seq.computed_tokens // self.blocks.block_size, len(seq.names))
-        if stop > start:
-            size = self.blocks.block_size
-            # Sequences that share the blocks later check them again.
-            if not self.blocks.is_intact(seq.block_table, start, stop):
-                self._mark_corrupt(seq)
-            content = seq.content(start * size, stop * size)
-            self.blocks.name(seq.block_table, seq.names[start:stop], content, seq.job.lora_name)
+        if stop <= start:
+            return
+        # Sequences that share the blocks later check them again.
+        if not self.blocks.is_intact(seq.block_table, start, stop):
+            self._mark_corrupt(seq)
+        size = self.blocks.block_size
+        content = seq.content(start * size, stop * size)
+        self.blocks.name(seq.block_table, seq.names[start:stop], content, seq.job.lora_name)
 
     def _extend_names(self, seq: SimSequence, tokens: int) -> None:
         """Computes the names of all full blocks of the first `tokens` tokens."""
@@ -469,4 +432,4 @@ def _can_end(seq: SimSequence) -> bool:
 
 
 def _sort_key(seq: SimSequence) -> tuple[int, int]:
-    return seq.sort_key
+    return -seq.job.priority, seq.arrival_number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from common.errors import MeshError
 from common.request.preprocessed import JsonValue, PromptTokensDetails, TopLogprob
@@ -18,6 +18,7 @@ from worker_svc.engines.sim.scheduler import SimSequence
 from worker_svc.engines.sim.transfer_server import Handoff
 
 
+@dataclass(slots=True, eq=False)
 class Stream:
     """One request between the scheduler and its generator.
 
@@ -25,30 +26,14 @@ class Stream:
     KV. params: what the leg then hands to decode.
     """
 
-    __slots__ = (
-        "_logprobs",
-        "_waiter",
-        "delivered",
-        "error",
-        "handoff",
-        "is_awaiting_handoff",
-        "params",
-        "sequence",
-    )
-
-    def __init__(
-        self,
-        sequence: SimSequence,
-        logprobs: int | None,
-    ) -> None:
-        self.sequence = sequence
-        self.handoff: Handoff | None = None
-        self.is_awaiting_handoff = sequence.job.is_handed_over
-        self.params: dict[str, JsonValue] | None = None
-        self.delivered = 0
-        self.error: MeshError | None = None
-        self._logprobs = logprobs
-        self._waiter: asyncio.Future[None] | None = None
+    sequence: SimSequence
+    logprobs: int | None
+    is_awaiting_handoff: bool
+    handoff: Handoff | None = None
+    params: dict[str, JsonValue] | None = None
+    delivered: int = 0
+    error: MeshError | None = None
+    _waiter: asyncio.Future[None] | None = None
 
     @property
     def has_new_output(self) -> bool:
@@ -71,10 +56,9 @@ class Stream:
             self._waiter.set_result(None)
 
     def take(self) -> LLMEngineOutput:
-        """Returns a chunk with all new tokens."""
         tokens = tuple(self.sequence.output[self.delivered :])
         self.delivered += len(tokens)
-        if self._logprobs is None:
+        if self.logprobs is None:
             return LLMEngineOutput(token_ids=tokens)
         return LLMEngineOutput(token_ids=tokens, logprobs=[self._logprob(one) for one in tokens])
 
@@ -92,8 +76,9 @@ class Stream:
 
     def usage(self) -> CompletionUsage:
         details = PromptTokensDetails(cached_tokens=self.sequence.cached_tokens or 0)
-        counts = usage(self.sequence.prompt_tokens, self.delivered)
-        return replace(counts, prompt_tokens_details=details)
+        return replace(
+            usage(self.sequence.prompt_tokens, self.delivered), prompt_tokens_details=details
+        )
 
     def _logprob(self, token: int) -> TokenLogprob:
-        return TokenLogprob(token, 0.0, (TopLogprob(token, 0.0),) if self._logprobs else ())
+        return TokenLogprob(token, 0.0, (TopLogprob(token, 0.0),) if self.logprobs else ())

@@ -84,7 +84,6 @@ class TokenOracle:
         return state
 
     def advance(self, state: int, token: int) -> int:
-        """Returns the state after one more token."""
         return (state * _BASE + token + 1) & _U64
 
     def next_token(self, state: int, *, can_end: bool = True) -> int:

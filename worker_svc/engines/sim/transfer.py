@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TypeAlias
 
 from common.errors import MeshError
 from worker_svc.engines.handoff import (
@@ -53,67 +52,53 @@ from worker_svc.engines.sim.messages import (
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class Action:
+    """What the caller of a machine does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Action):
     """Send a message to the peer."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Dial:
+class Dial(Action):
     """Connect to the prefill worker, then call `on_connected` or `on_connection_lost`."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendDrop:
+class SendDrop(Action):
     """Send Drop to the prefill worker over a separate connection, best effort."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartWriting:
+class StartWriting(Action):
     """Write the pages with `extend_deadline` for each part, send Done, call `on_done_sent`."""
 
 
-@dataclass(frozen=True, slots=True)
-class StopWriting:
+class StopWriting(Action):
     """Stop writing; call `on_writing_stopped` when no page is read any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseBlocks:
+class ReleaseBlocks(Action):
     """Release the room's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
-class KvArrived:
+class KvArrived(Action):
     """The KV has arrived: the decode leg can continue."""
 
     done: Done
 
 
 @dataclass(frozen=True, slots=True)
-class EndLeg:
+class EndLeg(Action):
     """End the leg; error None is the success of a prefill leg."""
 
     error: MeshError | None
 
 
-@dataclass(frozen=True, slots=True)
-class CloseConnection:
+class CloseConnection(Action):
     """Close the connection after sending what is queued; ignore what it still delivers."""
-
-
-Action: TypeAlias = (
-    Send
-    | Dial
-    | SendDrop
-    | StartWriting
-    | StopWriting
-    | ReleaseBlocks
-    | KvArrived
-    | EndLeg
-    | CloseConnection
-)
 
 
 class HandoffOutcome(Enum):
@@ -138,29 +123,15 @@ class _State(Enum):
     ENDED = auto()
 
 
-class PrefillMachine:
-    """Prefill's end of a room. It starts with the leg (`attach_leg`), a Pull (`attach_peer`), or a
-    computed prompt.
-
-    A room that has KV but no leg is a lease: it waits `lease_s` for its Pull.
-    """
-
-    def __init__(self, timeouts: HandoffTimeouts, now: float) -> None:
+class _Machine:
+    def __init__(self, timeouts: HandoffTimeouts, deadline: float) -> None:
         self.outcome: HandoffOutcome | None = None
         self._timeouts = timeouts
         self._state = _State.WAITING
-        self._has_leg = False
-        # Whether the leg is present and has not been ended.
-        self._is_leg_waiting = False
-        self._has_kv = False
-        self._pull: Pull | None = None
-        self._has_peer = False
-        self._deadline = now + timeouts.partner_timeout_s
-        self._next_ping = now + timeouts.ping_interval_s
+        self._deadline = deadline
 
     @property
     def is_over(self) -> bool:
-        """Whether the room has ended."""
         return self._state is _State.ENDED
 
     @property
@@ -168,48 +139,49 @@ class PrefillMachine:
         """Whether the room only waits for the end of a transfer."""
         return self._state is _State.ABORTING
 
-    @property
-    def has_leg(self) -> bool:
-        """Whether a leg was ever attached."""
-        return self._has_leg
+
+class PrefillMachine(_Machine):
+    """Prefill's end of a room. It starts with the leg (`attach_leg`), a Pull (`attach_peer`), or a
+    computed prompt.
+
+    A room that has KV but no leg is a lease: it waits `lease_s` for its Pull.
+
+    has_leg: whether a leg was ever attached. pull: of decode; None before it is attached.
+    """
+
+    def __init__(self, timeouts: HandoffTimeouts, now: float) -> None:
+        super().__init__(timeouts, now + timeouts.partner_timeout_s)
+        self.has_leg = False
+        self.pull: Pull | None = None
+        # Whether the leg is present and has not been ended.
+        self._is_leg_waiting = False
+        self._has_kv = False
+        self._is_connected = False
+        self._next_ping = now + timeouts.ping_interval_s
 
     @property
     def can_attach_leg(self) -> bool:
-        """Whether a leg may attach."""
-        return self._state is _State.WAITING and not self._has_leg and not self._has_kv
-
-    @property
-    def has_peer(self) -> bool:
-        """Whether decode was ever attached."""
-        return self._pull is not None
-
-    @property
-    def pull(self) -> Pull:
-        """Returns decode's Pull. Requires `has_peer`."""
-        assert self._pull is not None, "decode is attached"
-        return self._pull
+        return self._state is _State.WAITING and not self.has_leg and not self._has_kv
 
     def attach_leg(self, now: float) -> list[Action]:
-        """Attaches the prefill leg."""
         assert self.can_attach_leg, "a room has one prefill leg"
-        self._has_leg = self._is_leg_waiting = True
+        self.has_leg = self._is_leg_waiting = True
         self._deadline = now + self._timeouts.partner_timeout_s
         return self._advance(now, should_send_joined=True)
 
     def attach_peer(self, now: float, pull: Pull) -> list[Action]:
-        """Attaches decode. Requires that `has_peer` is false."""
-        assert self._pull is None, "a room has one decode leg"
+        assert self.pull is None, "a room has one decode leg"
         if self._state is not _State.WAITING:
             return []
-        self._pull, self._has_peer = pull, True
-        return self._advance(now, should_send_joined=self._has_leg or self._has_kv)
+        self.pull, self._is_connected = pull, True
+        return self._advance(now, should_send_joined=self.has_leg or self._has_kv)
 
     def on_prompt_computed(self, now: float) -> list[Action]:
         """Adds the KV: the prompt is computed; the room owns its blocks until `ReleaseBlocks`."""
         assert not self._has_kv, "a prompt is computed once"
         assert self._state is _State.WAITING, "the room has not ended"
         self._has_kv = True
-        if not self._has_leg:
+        if not self.has_leg:
             self._deadline = now + self._timeouts.lease_s
         return self._advance(now, should_send_joined=False)
 
@@ -217,12 +189,10 @@ class PrefillMachine:
         """Extends the deadline: the next part is written in `wait_s`."""
         self._deadline = now + wait_s + self._timeouts.partner_timeout_s
 
-    def on_done_sent(self, now: float) -> list[Action]:
-        """Records that Done was sent."""
+    def on_done_sent(self, now: float) -> None:
         if self._state is _State.WRITING:
             self._state = _State.SENT
             self._deadline = now + self._timeouts.partner_timeout_s
-        return []
 
     def on_writing_stopped(self) -> list[Action]:
         """Handles the end of writing, regular or after `StopWriting`."""
@@ -234,7 +204,7 @@ class PrefillMachine:
         if self._state is not _State.ABORTING:
             return []
         self._state = _State.ENDED
-        replies: list[Action] = [Send(Aborted()), CloseConnection()] if self._has_peer else []
+        replies: list[Action] = [Send(Aborted()), CloseConnection()] if self._is_connected else []
         return [ReleaseBlocks(), *replies]
 
     def receive(self, now: float, message: Message) -> list[Action]:
@@ -249,8 +219,7 @@ class PrefillMachine:
                 return self.on_connection_lost()
 
     def on_connection_lost(self) -> list[Action]:
-        """Handles the loss of the connection to decode."""
-        self._has_peer = False
+        self._is_connected = False
         return [*self._end_or_abort(HandoffOutcome.FAILED, PEER_LOST, None), CloseConnection()]
 
     def reject(self, reason: str) -> list[Action]:
@@ -259,7 +228,7 @@ class PrefillMachine:
 
     def on_peer_dropped(self) -> list[Action]:
         """Handles a Drop: decode will not come."""
-        return [] if self._pull else self._end_or_abort(HandoffOutcome.FAILED, PEER_ABORTED, None)
+        return [] if self.pull else self._end_or_abort(HandoffOutcome.FAILED, PEER_ABORTED, None)
 
     def abort(self) -> list[Action]:
         """Ends the room because the leg left or the worker shuts down; the leg gets no end."""
@@ -270,17 +239,14 @@ class PrefillMachine:
         """Sends pings and ends what has timed out."""
         if self._state in (_State.ENDED, _State.ABORTING):
             return []
-        if self._pull is None:
-            return self._tick_without_peer(now)
-        if not self._has_leg and not self._has_kv:
-            is_late = now >= self._deadline
-            return (
-                self._end_or_abort(HandoffOutcome.TIMED_OUT, NO_PARTNER, Fail(NO_PARTNER))
-                if is_late
-                else []
-            )
-        if self._state is not _State.WAITING and now >= self._deadline:
-            self._has_peer = False
+        is_late = now >= self._deadline
+        has_partner = self.has_leg or self._has_kv
+        if self.pull is None or not has_partner:
+            is_lease = self.pull is None and not self.has_leg
+            outcome = HandoffOutcome.EXPIRED if is_lease else HandoffOutcome.TIMED_OUT
+            return self._end_or_abort(outcome, NO_PARTNER, Fail(NO_PARTNER)) if is_late else []
+        if self._state is not _State.WAITING and is_late:
+            self._is_connected = False
             return [
                 *self._end_or_abort(HandoffOutcome.TIMED_OUT, PEER_LOST, None),
                 CloseConnection(),
@@ -290,14 +256,8 @@ class PrefillMachine:
         self._next_ping = now + self._timeouts.ping_interval_s
         return [Send(Ping())]
 
-    def _tick_without_peer(self, now: float) -> list[Action]:
-        if now < self._deadline:
-            return []
-        outcome = HandoffOutcome.TIMED_OUT if self._has_leg else HandoffOutcome.EXPIRED
-        return self._end_or_abort(outcome, NO_PARTNER, None)
-
     def _advance(self, now: float, *, should_send_joined: bool) -> list[Action]:
-        if self._pull is None:
+        if self.pull is None:
             return []
         actions: list[Action] = []
         if should_send_joined:
@@ -316,15 +276,16 @@ class PrefillMachine:
         if self._state in (_State.ENDED, _State.ABORTING):
             return []
         self.outcome = outcome
-        end_actions = self._end_leg(reason)
+        actions = self._end_leg(reason)
         if self._state is _State.WRITING:
             self._state = _State.ABORTING
-            return [*end_actions, StopWriting()]
+            return [*actions, StopWriting()]
         self._state = _State.ENDED
-        replies: list[Action] = (
-            [Send(final_message), CloseConnection()] if final_message and self._has_peer else []
-        )
-        return [*([ReleaseBlocks()] if self._has_kv else []), *end_actions, *replies]
+        if self._has_kv:
+            actions.insert(0, ReleaseBlocks())
+        if final_message and self._is_connected:
+            actions += [Send(final_message), CloseConnection()]
+        return actions
 
     def _end_leg(self, reason: str | None) -> list[Action]:
         if not self._is_leg_waiting:
@@ -333,26 +294,12 @@ class PrefillMachine:
         return [EndLeg(None if reason is None else handoff_error(reason))]
 
 
-class DecodeMachine:
+class DecodeMachine(_Machine):
     """Decode's end of a room. It starts with the leg, which waits for blocks."""
 
     def __init__(self, timeouts: HandoffTimeouts, now: float) -> None:
-        self.outcome: HandoffOutcome | None = None
-        self._timeouts = timeouts
-        self._state = _State.WAITING
+        super().__init__(timeouts, now + timeouts.blocks_timeout_s)
         self._started_at = now
-        self._deadline = now + timeouts.blocks_timeout_s
-        self._has_joined = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the room has ended."""
-        return self._state is _State.ENDED
-
-    @property
-    def is_aborting(self) -> bool:
-        """Whether the room only waits until no transfer writes to its pages."""
-        return self._state is _State.ABORTING
 
     def start_pull(self) -> list[Action]:
         """Starts the pull. The room owns the leg's blocks until `ReleaseBlocks`."""
@@ -395,22 +342,18 @@ class DecodeMachine:
         return self._end_or_abort(now, HandoffOutcome.ABORTED)
 
     def tick(self, now: float) -> list[Action]:
-        """Ends what has timed out."""
         if now < self._deadline or self._state is _State.ENDED:
             return []
         if self._state is _State.ABORTING:
             self.outcome, self._state = HandoffOutcome.FORCED, _State.ENDED
             return [CloseConnection(), ReleaseBlocks()]
-        return [EndLeg(self._timeout_error()), *self._end_or_abort(now, HandoffOutcome.TIMED_OUT)]
-
-    def _timeout_error(self) -> MeshError:
-        if self._state is not _State.WAITING:
-            return handoff_error(NO_PARTNER)
-        return no_blocks_error(self._timeouts)
+        is_waiting = self._state is _State.WAITING
+        error = no_blocks_error(self._timeouts) if is_waiting else handoff_error(NO_PARTNER)
+        return [EndLeg(error), *self._end_or_abort(now, HandoffOutcome.TIMED_OUT)]
 
     def _on_done(self, done: Done) -> list[Action]:
-        previous_state, self._state = self._state, _State.ENDED
-        if previous_state is _State.ABORTING:
+        is_aborting, self._state = self.is_aborting, _State.ENDED
+        if is_aborting:
             return [ReleaseBlocks(), CloseConnection()]
         self.outcome = HandoffOutcome.HANDED_OVER
         return [Send(Received()), ReleaseBlocks(), KvArrived(done), CloseConnection()]

@@ -12,6 +12,7 @@ import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 import structlog
@@ -70,7 +71,7 @@ _COUNTERS: Final = {
     HandoffOutcome.FORCED: "aborts_forced",
 }
 # Reason sent to a leg that arrives after the end of its room; PEER_ABORTED for other outcomes.
-_REASONS: Final[Mapping[HandoffOutcome | None, str]] = {
+_REASONS: Final = {
     HandoffOutcome.HANDED_OVER: ROOM_TAKEN,
     HandoffOutcome.TIMED_OUT: NO_PARTNER,
     HandoffOutcome.EXPIRED: EXPIRED,
@@ -82,10 +83,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True, eq=False)
 class PrefillHandoff:
-    """A room at prefill. transfer: its pinned blocks.
-
-    on_end: called with the leg's end; None means success.
-    """
+    """A room at prefill. transfer: pinned blocks. on_end: called with an error, None: success."""
 
     room: int
     machine: PrefillMachine
@@ -119,7 +117,7 @@ class HandoffManager:
     """All rooms of one engine.
 
     incarnation: the worker's id. speedup: as in `Timing`. on_released: called when blocks become
-    free. decode_machine: state machine of decode's end.
+    free. decode_machine: state machine of decode's end. idle: set while no room is open.
 
     Counters: each ended room counts once in `rooms_handed_over`, `rooms_aborted` (its own leg
     left), `rooms_failed` (the peer failed), `rooms_timed_out`, `leases_expired` or `aborts_forced`
@@ -150,8 +148,9 @@ class HandoffManager:
         self._on_released = on_released
         self._decode_machine = decode_machine
         self._counters: Counter[str] = Counter()
+        # Open rooms of both ends; dicts keep the order.
+        self._handoffs: dict[Handoff, None] = {}
         self._prefill_handoffs: dict[int, PrefillHandoff] = {}
-        self._decode_handoffs: dict[DecodeHandoff, None] = {}
         # Reasons of the last ended rooms, oldest first.
         self._ended_rooms: OrderedDict[int, str] = OrderedDict()
         self._last_lease_number = 0
@@ -160,8 +159,8 @@ class HandoffManager:
         self._tasks: set[asyncio.Task[None]] = set()
         self._drop_tasks: set[asyncio.Task[None]] = set()
         self._tick_task: asyncio.Task[None] | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
         self._listener: Listener | None = None
         self._is_closed = False
 
@@ -183,27 +182,20 @@ class HandoffManager:
 
     @property
     def open_rooms(self) -> int:
-        """Returns the number of open rooms of both ends."""
-        return len(self._prefill_handoffs) + len(self._decode_handoffs)
+        return len(self._handoffs)
 
     @property
     def counters(self) -> Mapping[str, int]:
         """Returns the counters of the class docstring, and a few more."""
         return {name: self._counters[name] for name in (*_COUNTERS.values(), *_EXTRA_COUNTERS)}
 
-    async def wait_idle(self) -> None:
-        """Returns when no room is open."""
-        await self._idle.wait()
-
     async def close(self) -> None:
         """Ends all rooms and closes their connections; no page is written here after it returns."""
         self._is_closed = True
         if self._listener is not None:
             await self._listener.close()
-        for handoff in tuple(self._prefill_handoffs.values()):
-            self._execute_all(handoff, handoff.machine.abort())
-        for decode in tuple(self._decode_handoffs):
-            self.abort(decode)
+        for handoff in tuple(self._handoffs):
+            self.abort(handoff)
         if self._drop_tasks:
             await asyncio.wait(tuple(self._drop_tasks), timeout=_DROP_TIMEOUT_S)
         tasks = tuple(self._tasks)
@@ -211,24 +203,21 @@ class HandoffManager:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        open_handoffs: list[Handoff] = [*self._prefill_handoffs.values(), *self._decode_handoffs]
-        for one in open_handoffs:
-            self._finish(one, [CloseConnection(), ReleaseBlocks()])
+        for handoff in tuple(self._handoffs):
+            self._finish(handoff, [CloseConnection(), ReleaseBlocks()])
 
     def attach_leg(
         self, room: int, prompt_tokens: int, on_end: Callable[[MeshError | None], None]
     ) -> PrefillHandoff:
-        """Attaches the prefill leg of a room. on_end: see `PrefillHandoff`.
-
-        Raises WorkerLost, Conflict or Overloaded.
-        """
+        """Attaches the prefill leg of a room. Raises WorkerLost, Conflict or Overloaded."""
         if (reason := self._ended_rooms.get(room)) is not None:
             raise handoff_error(reason)
         handoff = self._prefill_handoffs.get(room)
         if handoff is not None and not handoff.machine.can_attach_leg:
             raise Conflict(f"room {room} is in use by another prefill leg", reason=ROOM_TAKEN)
         handoff = handoff or self._open_prefill(room)
-        if handoff.machine.has_peer and handoff.machine.pull.tokens != prompt_tokens:
+        pull = handoff.machine.pull
+        if pull is not None and pull.tokens != prompt_tokens:
             self._execute_all(handoff, handoff.machine.reject(MISMATCH))
             raise handoff_error(MISMATCH)
         handoff.prompt_tokens, handoff.on_end = prompt_tokens, on_end
@@ -245,10 +234,7 @@ class HandoffManager:
     def lease(
         self, transfer: BlockTable, stamps: list[int], prompt_tokens: int, done: Done
     ) -> PrefillHandoff:
-        """Keeps a computed prompt for the decode leg that pulls it, by the id in `room`.
-
-        Raises Overloaded; the blocks then stay the caller's.
-        """
+        """Keeps a computed prompt until decode pulls it, by its `room`. May raise Overloaded."""
         self._last_lease_number += 1
         room = (self._incarnation + self._last_lease_number * 0x9E3779B97F4A7C15) % 2**63
         handoff = self._open_prefill(room)
@@ -264,15 +250,11 @@ class HandoffManager:
         on_arrival: Callable[[Done], None],
         on_end: Callable[[MeshError], None],
     ) -> DecodeHandoff:
-        """Opens a room for a decode leg that waits for blocks (`start_pull`).
-
-        on_arrival, on_end: see `DecodeHandoff`. Raises Overloaded.
-        """
+        """Opens a room for a decode leg that waits for blocks (`start_pull`). Raises Overloaded."""
         self._check_capacity()
         machine = self._decode_machine(self._timeouts, self._clock())
         handoff = DecodeHandoff(room, address, machine, on_arrival, on_end)
-        self._decode_handoffs[handoff] = None
-        self._on_opened()
+        self._on_opened(handoff)
         return handoff
 
     def start_pull(self, handoff: DecodeHandoff, transfer: BlockTable, prompt_tokens: int) -> None:
@@ -329,12 +311,8 @@ class HandoffManager:
             case StopWriting():
                 assert handoff.writer is not None, "writing was started"
                 handoff.writer.cancel()
-            case EndLeg(error):
-                on_end, handoff.on_end = handoff.on_end, None
-                if on_end is not None:
-                    on_end(error)
-            case _:
-                raise AssertionError(f"not a prefill action: {action}")
+            case EndLeg(error) if handoff.on_end is not None:
+                handoff.on_end(error)
 
     def _execute_decode(self, handoff: DecodeHandoff, action: Action) -> None:
         match action:
@@ -349,32 +327,26 @@ class HandoffManager:
             case EndLeg(error):
                 assert error is not None, "decode succeeds by an arrival"
                 handoff.on_end(error)
-            case _:
-                raise AssertionError(f"not a decode action: {action}")
 
     def _release_blocks(self, handoff: Handoff) -> None:
-        transfer, handoff.transfer = handoff.transfer, None
-        if transfer is not None:
-            self._blocks.unpin(transfer)
+        if handoff.transfer is not None:
+            self._blocks.unpin(handoff.transfer)
+            handoff.transfer = None
             self._on_released()
 
     def _finish(self, handoff: Handoff, actions: list[Action]) -> None:
         for action in actions:
             self._execute(handoff, action)
+        if handoff not in self._handoffs:
+            return
+        del self._handoffs[handoff]
+        outcome = handoff.machine.outcome or HandoffOutcome.FORCED
         if isinstance(handoff, PrefillHandoff):
-            if self._prefill_handoffs.get(handoff.room) is not handoff:
-                return
             del self._prefill_handoffs[handoff.room]
-            outcome = handoff.machine.outcome
             self._record_ended(handoff.room, _REASONS.get(outcome, PEER_ABORTED))
-        else:
-            if handoff not in self._decode_handoffs:
-                return
-            del self._decode_handoffs[handoff]
-            outcome = handoff.machine.outcome
-        self._counters[_COUNTERS[outcome or HandoffOutcome.FORCED]] += 1
-        if not self.open_rooms:
-            self._idle.set()
+        self._counters[_COUNTERS[outcome]] += 1
+        if not self._handoffs:
+            self.idle.set()
 
     def _record_ended(self, room: int, reason: str) -> None:
         self._ended_rooms[room] = reason
@@ -385,10 +357,9 @@ class HandoffManager:
 
     def _open_prefill(self, room: int) -> PrefillHandoff:
         self._check_capacity()
-        handoff = self._prefill_handoffs[room] = PrefillHandoff(
-            room, PrefillMachine(self._timeouts, self._clock())
-        )
-        self._on_opened()
+        handoff = PrefillHandoff(room, PrefillMachine(self._timeouts, self._clock()))
+        self._prefill_handoffs[room] = handoff
+        self._on_opened(handoff)
         return handoff
 
     def _check_capacity(self) -> None:
@@ -399,9 +370,10 @@ class HandoffManager:
                 reason=FULL,
             )
 
-    def _on_opened(self) -> None:
+    def _on_opened(self, handoff: Handoff) -> None:
+        self._handoffs[handoff] = None
         self._counters["rooms_opened"] += 1
-        self._idle.clear()
+        self.idle.clear()
         if self._tick_task is None:
             self._tick_task = self._spawn(self._tick())
 
@@ -420,17 +392,15 @@ class HandoffManager:
         while True:
             await self._sleep(TICK_S)
             now = self._clock()
-            handoffs: list[Handoff] = [*self._prefill_handoffs.values(), *self._decode_handoffs]
-            for handoff in handoffs:
+            for handoff in tuple(self._handoffs):
                 self._execute_all(handoff, handoff.machine.tick(now))
-            if not self.open_rooms:
+            if not self._handoffs:
                 self._tick_task = None
                 return
 
     # Prefill.
 
     async def _serve(self, connection: Connection) -> None:
-        """Serves one connection of a decode worker."""
         if self._is_closed or self._open_connections >= self._config.rooms_max:
             self._reject(connection, FULL)
             return
@@ -439,23 +409,20 @@ class HandoffManager:
         assert task is not None, "this runs in a task"
         self._tasks.add(task)
         try:
-            first = await self._receive_first_message(connection)
-            match first:
+            message = None
+            with contextlib.suppress(TimeoutError):  # a silent connection is closed
+                async with asyncio.timeout(self._config.timeout_s):
+                    message = await self._receive_message(connection)
+            match message:
                 case Drop(room):
                     self._on_drop(room)
-                case Pull():
-                    await self._serve_pull(connection, first)
+                case Pull() as pull:
+                    await self._serve_pull(connection, pull)
                 case _:
                     connection.close()
         finally:
             self._tasks.discard(task)
             self._open_connections -= 1
-
-    async def _receive_first_message(self, connection: Connection) -> Message | None:
-        with contextlib.suppress(TimeoutError):  # a silent connection is closed
-            async with asyncio.timeout(self._config.timeout_s):
-                return await self._receive_message(connection)
-        return None
 
     async def _receive_message(self, connection: Connection) -> Message | None:
         frame = await connection.receive()
@@ -484,12 +451,8 @@ class HandoffManager:
             while not handoff.machine.is_over:
                 message = await self._receive_message(connection)
                 if message is None:
-                    actions = handoff.machine.on_connection_lost()
-                else:
-                    actions = handoff.machine.receive(self._clock(), message)
-                self._execute_all(handoff, actions)
-                if message is None:
                     return
+                self._execute_all(handoff, handoff.machine.receive(self._clock(), message))
         finally:
             self._execute_all(handoff, handoff.machine.on_connection_lost())
 
@@ -498,7 +461,7 @@ class HandoffManager:
         if (reason := self._ended_rooms.get(pull.room)) is not None:
             raise handoff_error(reason)
         handoff = self._prefill_handoffs.get(pull.room)
-        if handoff is not None and handoff.machine.has_peer:
+        if handoff is not None and handoff.machine.pull is not None:
             raise handoff_error(ROOM_TAKEN)
         if not self._is_compatible(pull, handoff):
             if handoff is not None:
@@ -510,10 +473,9 @@ class HandoffManager:
         return handoff
 
     def _is_compatible(self, pull: Pull, handoff: PrefillHandoff | None) -> bool:
-        block_size = self._blocks.block_size
-        if pull.block_size != block_size or len(pull.pages) != -(-pull.tokens // block_size):
-            return False
-        return handoff is None or pull.tokens == handoff.prompt_tokens
+        size = self._blocks.block_size
+        is_valid = pull.block_size == size and len(pull.pages) == -(-pull.tokens // size)
+        return is_valid and (handoff is None or pull.tokens == handoff.prompt_tokens)
 
     def _reject(self, connection: Connection, reason: str) -> None:
         self._counters["pulls_refused"] += 1
@@ -526,19 +488,18 @@ class HandoffManager:
         assert connection is not None, "a transfer has a connection"
         assert transfer is not None, "a transfer has blocks"
         assert handoff.done is not None, "a computed prompt has a first token"
-        pages, size = handoff.machine.pull.pages, self._config.chunk_pages
+        assert machine.pull is not None, "a transfer has a Pull"
+        pages, size = machine.pull.pages, self._config.chunk_pages
         try:
             await self._wait_for_link(machine, self._scaled(self._config.latency_s))
             for start in range(0, len(pages), size):
                 part = pages[start : start + size]
                 await self._wait_for_link(machine, self._reserve_link_s(len(part)))
-                blocks = transfer.blocks[start : start + size]
+                rows = zip(transfer.blocks, handoff.stamps, strict=True)
                 # The stamp that is read is sent: a corrupt block arrives corrupt.
                 stamps = [
                     stamp if self._blocks.read(block) == block.stamp else -1
-                    for block, stamp in zip(
-                        blocks, handoff.stamps[start : start + size], strict=True
-                    )
+                    for block, stamp in islice(rows, start, start + size)
                 ]
                 connection.send(to_bytes(Write(part, stamps)))
                 self._counters["pages_written"] += len(part)
@@ -547,7 +508,7 @@ class HandoffManager:
         except OSError:
             self._execute_all(handoff, machine.on_connection_lost())
             return
-        self._execute_all(handoff, machine.on_done_sent(self._clock()))
+        machine.on_done_sent(self._clock())
 
     async def _wait_for_link(self, machine: PrefillMachine, wait_s: float) -> None:
         machine.extend_deadline(self._clock(), wait_s)
@@ -567,7 +528,6 @@ class HandoffManager:
     # Decode.
 
     async def _run_decode(self, handoff: DecodeHandoff) -> None:
-        """Runs decode's side of one room."""
         machine = handoff.machine
         try:
             try:
@@ -597,7 +557,7 @@ class HandoffManager:
         try:
             for page, stamp in zip(message.pages, message.stamps, strict=True):
                 self._blocks.write(page, stamp)
-        except IndexError:
+        except (IndexError, ValueError):
             log.warning("handoff_page_unknown", pages=len(message.pages))
             return False
         self._counters["pages_received"] += len(message.pages)

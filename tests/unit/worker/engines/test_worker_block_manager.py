@@ -19,10 +19,9 @@ from hypothesis.stateful import (
 
 from worker_svc.engines.sim.block_manager import (
     BlockManager,
-    BlocksRemoved,
-    BlocksStored,
     BlockTable,
 )
+from worker_svc.kv_events.normalizer import PagesRemoved, PagesStored
 
 TOTAL = 9
 SIZE = 4
@@ -224,8 +223,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             del self.model.idle_since[path]
 
     def expect_removed(self, names: list[int]) -> None:
-        events = [one for one in self.manager.events if isinstance(one, BlocksRemoved)]
-        assert [name for event in events for name in event.names] == names
+        events = [one for one in self.manager.events if isinstance(one, PagesRemoved)]
+        assert [name for event in events for name in event.hashes] == names
 
     @invariant()
     def the_manager_and_the_model_agree(self) -> None:
@@ -237,13 +236,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def the_events_tell_the_cache_and_never_an_orphan(self) -> None:
         for event in self.manager.take_events():
-            if isinstance(event, BlocksRemoved):
-                for name in event.names:
+            if isinstance(event, PagesRemoved):
+                for name in event.hashes:
                     del self.published[name]
                     assert name not in self.published.values()
                 continue
-            assert len(event.token_ids) == 4 * SIZE * len(event.names)
-            for parent, name in zip((event.parent, *event.names), event.names, strict=False):
+            assert len(event.token_ids) == 4 * SIZE * len(event.hashes)
+            for parent, name in zip((event.parent, *event.hashes), event.hashes, strict=False):
                 assert name not in self.published
                 assert parent is None or parent in self.published
                 self.published[name] = parent
@@ -288,7 +287,7 @@ def test_the_least_recently_used_leaf_is_evicted_first_and_a_parent_after_its_ch
     manager.take_events()
 
     assert manager.admit([], 4 * SIZE) is not None
-    removed = [BlocksRemoved((name_of((0, 0)), name_of((0, 1)), name_of((0,))))]
+    removed = [PagesRemoved((name_of((0, 0)), name_of((0, 1)), name_of((0,))))]
     assert manager.take_events() == removed
 
 
@@ -333,8 +332,8 @@ def test_events_carry_parents_and_tokens_in_order() -> None:
     named(manager, (0, 1, 1))
 
     assert manager.take_events() == [
-        BlocksStored((name_of((0,)),), None, tokens_of((0,))),
-        BlocksStored(tuple(names_of((0, 1, 1))[1:]), name_of((0,)), tokens_of((1, 1))),
+        PagesStored((name_of((0,)),), None, tokens_of((0,)), SIZE),
+        PagesStored(tuple(names_of((0, 1, 1))[1:]), name_of((0,)), tokens_of((1, 1)), SIZE),
     ]
 
 

@@ -46,7 +46,6 @@ from worker_svc.engines.contract import (
     PagedEngine,
     validate_stream,
 )
-from worker_svc.engines.sim.block_manager import BlocksStored, KvEvent
 from worker_svc.engines.sim.config import SIM_MODEL_DIR, SimConfig, SimModel, load_sim_model
 from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
@@ -683,7 +682,7 @@ async def test_a_full_queue_rejects_with_a_retry_time() -> None:
 
 @pytest.mark.row("S2-78")
 async def test_a_probe_gets_one_local_token_and_does_not_touch_the_cache() -> None:
-    events: list[KvEvent] = []
+    events: list[PagesStored | PagesRemoved] = []
     async with running() as engine:
         engine.kv_event_sink = events.extend
         probe = request(
@@ -739,13 +738,13 @@ async def test_a_sink_is_rejected_if_the_cache_is_not_empty() -> None:
 
 
 async def test_cache_changes_are_reported_in_order_and_a_flush_removes_all() -> None:
-    events: list[KvEvent] = []
+    events: list[PagesStored | PagesRemoved] = []
     async with running() as engine:
         engine.kv_event_sink = events.extend
         await outputs_of(engine, request(range(40)))
 
-        stored = [one for one in events if isinstance(one, BlocksStored)]
-        assert [name for one in stored for name in one.names] == engine.blocks.names()
+        stored = [one for one in events if isinstance(one, PagesStored)]
+        assert [name for one in stored for name in one.hashes] == engine.blocks.names()
         assert len(engine.blocks.names()) == 2
         assert engine.flush_cache() == 2
         assert engine.blocks.names() == []
@@ -834,7 +833,7 @@ async def test_after_a_failure_each_request_raises_its_own_copy_of_the_error() -
 
 
 async def test_when_stepping_itself_fails_no_stream_hangs() -> None:
-    def broken_sink(_: Sequence[KvEvent]) -> None:
+    def broken_sink(_: Sequence[PagesStored | PagesRemoved]) -> None:
         raise RuntimeError("sink")
 
     async with running() as engine:

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from common.kv.hashing import PrefixHasher
 from common.request.preprocessed import FinishReason
-from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored
+from worker_svc.engines.sim.block_manager import BlockManager
 from worker_svc.engines.sim.scheduler import Job, SimScheduler, SimSequence
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.stop_tokens import StopToken
+from worker_svc.kv_events.normalizer import PagesStored
 
 EOS = 2
 SIZE = 4
@@ -45,9 +46,15 @@ def job(tokens: list[int], max_tokens: int = 8, **more: object) -> Job:
     return Job(u32(tokens), max_tokens, **options)  # type: ignore[arg-type]
 
 
+def step_of(scheduler: SimScheduler) -> list[SimSequence] | None:
+    """Runs one step; None if there is nothing to compute."""
+    step = scheduler.plan()
+    return None if step is None else scheduler.complete(step)
+
+
 def run_to_end(scheduler: SimScheduler, steps_max: int = 10_000) -> int:
     for steps in range(steps_max):
-        if scheduler.step(0.0) is None:
+        if step_of(scheduler) is None:
             return steps
     raise AssertionError(f"still busy after {steps_max} steps")
 
@@ -61,7 +68,7 @@ def at_rest(scheduler: SimScheduler) -> bool:
 
 def test_output_equals_the_token_oracle() -> None:
     scheduler = scheduler_of()
-    seq = scheduler.submit(job([1, 2, 3], 200, stops=EOS_ENDS), 0.0)
+    seq = scheduler.submit(job([1, 2, 3], 200, stops=EOS_ENDS))
 
     run_to_end(scheduler)
 
@@ -93,8 +100,8 @@ def test_under_any_load_output_is_correct_and_all_counts_return_to_zero(
     seqs: list[SimSequence] = []
     for tokens, most, priority, cached in jobs:
         hasher = HASHER if cached else None
-        seqs.append(scheduler.submit(job(tokens, most, priority=priority, hasher=hasher), 0.0))
-        step = scheduler.plan(0.0)
+        seqs.append(scheduler.submit(job(tokens, most, priority=priority, hasher=hasher)))
+        step = scheduler.plan()
         assert step is not None
         assert sum(count for _, count in step.entries) <= batched
         assert len(step.entries) <= 4
@@ -115,12 +122,12 @@ def test_under_any_load_output_is_correct_and_all_counts_return_to_zero(
 
 def test_a_long_prompt_is_computed_in_chunks_alongside_running_sequences() -> None:
     scheduler = scheduler_of(batched=16)
-    short = scheduler.submit(job([1], 20), 0.0)
-    scheduler.step(0.0)
-    scheduler.submit(job(list(range(50)), 1), 0.0)
+    short = scheduler.submit(job([1], 20))
+    step_of(scheduler)
+    scheduler.submit(job(list(range(50)), 1))
 
     chunks = []
-    while (step := scheduler.plan(0.0)) is not None:
+    while (step := scheduler.plan()) is not None:
         chunks.append([count for _, count in step.entries])
         scheduler.complete(step)
 
@@ -131,45 +138,45 @@ def test_a_long_prompt_is_computed_in_chunks_alongside_running_sequences() -> No
 def test_no_more_sequences_run_than_allowed() -> None:
     scheduler = scheduler_of(seqs=2)
     for number in range(5):
-        scheduler.submit(job([number], 3), 0.0)
+        scheduler.submit(job([number], 3))
 
-    scheduler.step(0.0)
+    step_of(scheduler)
 
     assert (scheduler.running, scheduler.waiting, scheduler.waiting_tokens) == (2, 3, 3)
 
 
 def test_the_larger_priority_starts_first_and_equals_in_their_order() -> None:
     scheduler = scheduler_of(seqs=1)
-    seqs = [scheduler.submit(job([n], 1, priority=p), 0.0) for n, p in enumerate([0, 5, 0, 5])]
+    seqs = [scheduler.submit(job([n], 1, priority=p)) for n, p in enumerate([0, 5, 0, 5])]
 
     finished: list[SimSequence] = []
-    while (result := scheduler.step(0.0)) is not None:
-        finished.extend(result.advanced)
+    while (result := step_of(scheduler)) is not None:
+        finished.extend(result)
 
     assert finished == [seqs[1], seqs[3], seqs[0], seqs[2]]
 
 
 def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_blocks() -> None:
     scheduler = scheduler_of(blocks=10)
-    scheduler.submit(job(list(range(24)), 16), 0.0)
-    scheduler.step(0.0)
-    large = scheduler.submit(job([7] * 30, 1), 0.0)
-    small = scheduler.submit(job([8], 1), 0.0)
+    scheduler.submit(job(list(range(24)), 16))
+    step_of(scheduler)
+    large = scheduler.submit(job([7] * 30, 1))
+    small = scheduler.submit(job([8], 1))
 
-    scheduler.step(0.0)
-    assert (large.started_at, small.started_at) == (None, None)
+    step_of(scheduler)
+    assert (large.cached_tokens, small.cached_tokens) == (None, None)
     run_to_end(scheduler)
     assert (large.end, small.end) == (FinishReason.LENGTH, FinishReason.LENGTH)
 
 
 def test_without_blocks_the_last_sequence_is_preempted_and_keeps_its_output() -> None:
     scheduler = scheduler_of(blocks=8)
-    first = scheduler.submit(job([1] * 8, 24), 0.0)
-    second = scheduler.submit(job([2] * 8, 24), 0.0)
+    first = scheduler.submit(job([1] * 8, 24))
+    second = scheduler.submit(job([2] * 8, 24))
 
     finished: list[SimSequence] = []
-    while (result := scheduler.step(0.0)) is not None:
-        finished.extend(seq for seq in result.advanced if seq.end)
+    while (result := step_of(scheduler)) is not None:
+        finished.extend(seq for seq in result if seq.end)
 
     assert scheduler.preemptions >= 1
     assert finished == [first, second]
@@ -179,15 +186,15 @@ def test_without_blocks_the_last_sequence_is_preempted_and_keeps_its_output() ->
 
 def test_a_lower_priority_sequence_is_preempted_even_if_it_came_first() -> None:
     scheduler = scheduler_of(blocks=8)
-    scheduler.submit(job([1] * 8, 24, priority=-1), 0.0)
-    scheduler.step(0.0)
-    important = scheduler.submit(job([2] * 8, 24), 0.0)
+    scheduler.submit(job([1] * 8, 24, priority=-1))
+    step_of(scheduler)
+    important = scheduler.submit(job([2] * 8, 24))
 
     finished: list[SimSequence] = []
     while not finished:
-        result = scheduler.step(0.0)
+        result = step_of(scheduler)
         assert result is not None
-        finished.extend(seq for seq in result.advanced if seq.end)
+        finished.extend(seq for seq in result if seq.end)
 
     assert finished == [important]
 
@@ -199,9 +206,9 @@ class Pair:
     scheduler: SimScheduler = field(default_factory=scheduler_of)
 
     def cached_of_second(self, first: Job, second: Job) -> int | None:
-        self.scheduler.submit(first, 0.0)
+        self.scheduler.submit(first)
         run_to_end(self.scheduler)
-        seq = self.scheduler.submit(second, 0.0)
+        seq = self.scheduler.submit(second)
         run_to_end(self.scheduler)
         return seq.cached_tokens
 
@@ -238,16 +245,16 @@ def test_jobs_of_different_adapters_share_no_block_and_their_events_name_the_ada
     tokens = list(range(12))
 
     assert pair.cached_of_second(job(tokens), job(tokens, hasher=lora, lora_name="french")) == 0
-    stored = [one for one in pair.scheduler.blocks.events if isinstance(one, BlocksStored)]
-    assert {one.lora_name for one in stored} == {"", "french"}
+    stored = [one for one in pair.scheduler.blocks.events if isinstance(one, PagesStored)]
+    assert {one.lora for one in stored} == {"", "french"}
 
 
 def test_equal_prompts_in_one_step_share_their_blocks_afterwards() -> None:
     scheduler = scheduler_of()
     for _ in range(3):
-        scheduler.submit(job(list(range(16)), 5), 0.0)
+        scheduler.submit(job(list(range(16)), 5))
 
-    scheduler.step(0.0)
+    step_of(scheduler)
 
     assert scheduler.running == 3
     assert scheduler.blocks.used_blocks == 4
@@ -255,22 +262,22 @@ def test_equal_prompts_in_one_step_share_their_blocks_afterwards() -> None:
 
 def test_the_events_name_blocks_by_the_prefix_hash_of_what_they_hold() -> None:
     scheduler = scheduler_of(batched=8)
-    seq = scheduler.submit(job(list(range(10)), 12), 0.0)
+    seq = scheduler.submit(job(list(range(10)), 12))
     run_to_end(scheduler)
     tokens = [*range(10), *seq.output][:21]
     names = HASHER.prefix_hashes(tokens).tolist()
 
-    stored = [one for one in scheduler.blocks.events if isinstance(one, BlocksStored)]
+    stored = [one for one in scheduler.blocks.events if isinstance(one, PagesStored)]
 
-    assert [name for one in stored for name in one.names] == names
+    assert [name for one in stored for name in one.hashes] == names
     assert [one.parent for one in stored] == [None, names[1]]
     assert b"".join(one.token_ids for one in stored) == u32(tokens[: 4 * len(names)])
 
 
 def test_removal_frees_all_resources_at_once_in_every_state() -> None:
     scheduler = scheduler_of(seqs=1)
-    running, waiting = (scheduler.submit(job([n] * 9, 50), 0.0) for n in (1, 2))
-    step = scheduler.plan(0.0)
+    running, waiting = (scheduler.submit(job([n] * 9, 50)) for n in (1, 2))
+    step = scheduler.plan()
     assert step is not None
 
     scheduler.remove(waiting)
@@ -281,7 +288,7 @@ def test_removal_frees_all_resources_at_once_in_every_state() -> None:
     assert at_rest(scheduler)
     assert scheduler.complete(step) == []
     assert running.output == []
-    assert scheduler.plan(0.0) is None
+    assert scheduler.plan() is None
 
 
 @pytest.mark.parametrize(
@@ -293,7 +300,7 @@ def test_a_stop_token_ends_the_output_and_only_a_visible_one_is_part_of_it(
     oracle = TOKEN_ORACLE.continue_tokens([1, 2, 3], 20, ignore_eos=True)
     scheduler = scheduler_of()
     stops = {oracle[5]: StopToken(FinishReason.STOP, is_visible), **EOS_ENDS}
-    seq = scheduler.submit(job([1, 2, 3], 20, stops=stops), 0.0)
+    seq = scheduler.submit(job([1, 2, 3], 20, stops=stops))
 
     run_to_end(scheduler)
 
@@ -305,7 +312,7 @@ def test_no_stop_token_counts_before_min_tokens() -> None:
     oracle = TOKEN_ORACLE.continue_tokens([1, 2, 3], 20, ignore_eos=True)
     scheduler = scheduler_of()
     stops = {oracle[2]: StopToken(FinishReason.STOP), oracle[9]: StopToken(FinishReason.STOP)}
-    seq = scheduler.submit(job([1, 2, 3], 20, stops=stops, min_tokens=5), 0.0)
+    seq = scheduler.submit(job([1, 2, 3], 20, stops=stops, min_tokens=5))
 
     run_to_end(scheduler)
 
@@ -315,11 +322,12 @@ def test_no_stop_token_counts_before_min_tokens() -> None:
 def test_the_duration_of_a_step_depends_on_its_work() -> None:
     timing = Timing(base_s=1.0, prefill_token_s=0.1, decode_seq_s=0.01, kv_token_s=0.001)
     scheduler = scheduler_of(timing=timing)
-    scheduler.submit(job([1] * 10, 3), 0.0)
+    scheduler.submit(job([1] * 10, 3))
 
     durations = []
-    while (result := scheduler.step(0.0)) is not None:
-        durations.append(result.duration_s)
+    while (step := scheduler.plan()) is not None:
+        durations.append(step.duration_s)
+        scheduler.complete(step)
 
     assert durations == pytest.approx([2.0, 1.01 + 0.010, 1.01 + 0.011])
 
@@ -327,16 +335,17 @@ def test_the_duration_of_a_step_depends_on_its_work() -> None:
 def test_the_duration_of_a_step_counts_reused_tokens_but_not_removed_ones() -> None:
     timing = Timing(base_s=0.0, prefill_token_s=0, decode_seq_s=0, kv_token_s=1.0)
     scheduler = scheduler_of(timing=timing)
-    scheduler.submit(job([1] * 10, 1), 0.0)
+    scheduler.submit(job([1] * 10, 1))
     run_to_end(scheduler)
-    leaver = scheduler.submit(job([2] * 7, 50), 0.0)
-    scheduler.submit(job([1] * 10, 3), 0.0)
+    leaver = scheduler.submit(job([2] * 7, 50))
+    scheduler.submit(job([1] * 10, 3))
 
     durations = []
     for _ in range(3):
-        result = scheduler.step(0.0)
-        assert result is not None
-        durations.append(result.duration_s)
+        step = scheduler.plan()
+        assert step is not None
+        durations.append(step.duration_s)
+        scheduler.complete(step)
         scheduler.remove(leaver)
 
     assert durations == [8.0, 10.0, 11.0]
@@ -348,20 +357,15 @@ def test_with_all_blocks_pinned_the_engine_waits_and_then_continues() -> None:
     assert block_table is not None
     transfer = scheduler.blocks.pin(block_table)
     scheduler.blocks.release(block_table)
-    seq = scheduler.submit(job([1] * 4, 2), 0.0)
+    seq = scheduler.submit(job([1] * 4, 2))
 
-    assert scheduler.plan(0.0) is None
+    assert scheduler.plan() is None
     scheduler.blocks.unpin(transfer)
     run_to_end(scheduler)
 
     assert seq.end is FinishReason.LENGTH
 
 
-def test_contradictory_limits_are_rejected_by_name() -> None:
-    with pytest.raises(ValueError, match="max_num_seqs"):
-        scheduler_of(seqs=10, batched=5)
-
-
 def test_a_job_that_can_never_fit_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="forever"):
-        scheduler_of(blocks=2).submit(job([1] * 6, 3), 0.0)
+        scheduler_of(blocks=2).submit(job([1] * 6, 3))

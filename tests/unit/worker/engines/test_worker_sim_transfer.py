@@ -167,7 +167,7 @@ def test_prefill_writes_when_leg_pull_and_kv_are_present_in_any_order(order: str
     assert kinds(steps[-1])[-1] is StartWriting
     counts = [action for step in steps for action in step if isinstance(action, Send)]
     assert counts == [Send(Joined())]
-    assert room.on_done_sent(4.0) == []
+    room.on_done_sent(4.0)
     assert room.receive(5.0, Received()) == [ReleaseBlocks(), EndLeg(None), CloseConnection()]
     assert (room.is_over, room.outcome) == (True, HandoffOutcome.HANDED_OVER)
 
@@ -585,7 +585,7 @@ class Pair:
         elif self.written == self.CHUNKS:
             self.counts["sent"] = 1
             self.to_decode.append(DONE)
-            self.do("prefill", self.prefill.on_done_sent(self.now))
+            self.prefill.on_done_sent(self.now)
         else:
             self.to_decode.append(Write([self.pages[self.written]], [self.written]))
             self.written += 1

@@ -47,7 +47,7 @@ from worker_svc.engines.handoff import (
     PEER_LOST,
     ROOM_TAKEN,
 )
-from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored, KvEvent
+from worker_svc.engines.sim.block_manager import BlockManager
 from worker_svc.engines.sim.config import SimConfig, SimHandoffConfig, SimModel
 from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.messages import Drop, Fail, Pull, Write, from_bytes, to_bytes
@@ -55,6 +55,7 @@ from worker_svc.engines.sim.network import Connection, ConnectionHandler, Listen
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.sim.transfer import Action, DecodeMachine, ReleaseBlocks
+from worker_svc.kv_events.normalizer import PagesRemoved, PagesStored
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
 TOKEN_ORACLE = TokenOracle(MODEL.word_ids, 2)
@@ -601,10 +602,10 @@ def test_the_kv_of_an_adapter_is_not_that_of_the_base_model() -> None:
 def test_a_decode_engine_publishes_received_blocks() -> None:
     async def work() -> None:
         async with legs() as both:
-            stored: list[KvEvent] = []
+            stored: list[PagesStored | PagesRemoved] = []
             both.decode.kv_event_sink = stored.extend
             await both.pair(PROMPT, 4)
-            names = [name for one in stored if isinstance(one, BlocksStored) for name in one.names]
+            names = [name for one in stored if isinstance(one, PagesStored) for name in one.hashes]
             assert names == both.decode.blocks.names() == both.prefill.blocks.names()
 
     virtually(work)
@@ -1015,15 +1016,15 @@ class Published:
     def is_complete(self) -> bool:
         return self.names == set(self._engine.blocks.names())
 
-    def take(self, events: Sequence[KvEvent]) -> None:
+    def take(self, events: Sequence[PagesStored | PagesRemoved]) -> None:
         for event in events:
-            if isinstance(event, BlocksStored):
+            if isinstance(event, PagesStored):
                 assert event.parent is None or event.parent in self.names
-                assert self.names.isdisjoint(event.names)
-                self.names |= set(event.names)
+                assert self.names.isdisjoint(event.hashes)
+                self.names |= set(event.hashes)
             else:
-                assert self.names >= set(event.names)
-                self.names -= set(event.names)
+                assert self.names >= set(event.hashes)
+                self.names -= set(event.hashes)
 
 
 async def chaos(seed: int, engine: type[SimEngine]) -> Counter[str]:

@@ -797,8 +797,6 @@ def test_the_ring_keeps_the_last_1024_batches_and_returns_none_for_older_ones() 
         assert batch.sequence == sequence
     assert event_log.has_batches_from(RING_BATCHES + 2), "the next one to come"
     assert not event_log.has_batches_from(RING_BATCHES + 3), "this sequence does not exist"
-    with pytest.raises(ValueError, match="ring: 10 is below 1024"):
-        EventLog(SOURCE, ring=10)
 
 
 def test_a_snapshot_is_a_copy_in_chunks_parents_first() -> None:
