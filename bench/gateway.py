@@ -116,10 +116,10 @@ def _start(
     )
     os.close(write_fd)
     with os.fdopen(read_fd) as pipe:
-        line = pipe.readline()
-    if not line:
+        line = json.loads(pipe.readline() or "{}")
+    if "addresses" not in line:
         raise RuntimeError(f"{name} did not start: {(folder / f'{name}.log').read_text()[-2000:]}")
-    return process, json.loads(line)
+    return process, line
 
 
 def _await_model(port: int) -> None:

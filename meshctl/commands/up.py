@@ -285,7 +285,7 @@ class _UpCommand:
         problem = ", ".join(f"{child.spec.name} is {child.state}" for child in not_ready) or missing
         self._screen.print_error(f"not ready within {self._options.ready_s:g} s: {problem}")
         for child in not_ready:
-            self._screen.print_failure_reason(child.spec.name)
+            self._screen.print_start_error(child.spec.name, child.start_error)
 
     async def _sample(self, http: httpx.AsyncClient, url: str) -> int:
         body = gateway.chat_body(self._model, SAMPLE_PROMPT, SAMPLE_TOKENS)

@@ -21,7 +21,7 @@ from common.errors import InvalidRequest, MeshError
 from common.runtime.tasks import TaskGroup
 from common.service.lifecycle import EXIT_CONFIG
 from meshctl.process.backoff import Backoff, BackoffPolicy
-from meshctl.process.child import ReadyLine
+from meshctl.process.child import ReadyLine, StartFailed
 from meshctl.services import ServiceSpec
 
 DEREGISTER_TIMEOUT_S = 3.0
@@ -35,8 +35,8 @@ class Process(Protocol):
     @property
     def pid(self) -> int: ...
 
-    async def ready(self) -> ReadyLine | None:
-        """The ready line; None if the process exited without one. Raises InvalidRequest."""
+    async def ready(self) -> ReadyLine | StartFailed | None:
+        """The line of the service; None if it exited without one. Raises InvalidRequest."""
         ...
 
     async def wait(self) -> int:
@@ -89,7 +89,7 @@ class Died:
     """The service exited without a request to stop.
 
     status: exit status; -n: killed by signal n; None: it could not be started. reason: details
-    beyond the status, or "". restart_in_s: None without a restart.
+    beyond the status, or "". restart_in_s: None without a restart. start_error: see `Child`.
     """
 
     service: str
@@ -97,18 +97,20 @@ class Died:
     reason: str
     uptime_s: float
     restart_in_s: float | None
+    start_error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartsExhausted:
     """The service exited `attempts` times and was never ready.
 
-    is_retryable: False if the configuration is invalid.
+    is_retryable: False if the configuration is invalid. start_error: see `Child`.
     """
 
     service: str
     attempts: int
     is_retryable: bool = True
+    start_error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,10 @@ Event = BecameReady | Died | RestartsExhausted | Stopped | NotDeregistered | Kil
 
 
 class Child:
-    """The state of one service; read-only outside the supervisor."""
+    """The state of one service; read-only outside the supervisor.
+
+    start_error: why its last start failed, as the service reported it; "" if it did not.
+    """
 
     def __init__(self, spec: ServiceSpec, backoff: Backoff) -> None:
         self.spec = spec
@@ -149,6 +154,7 @@ class Child:
         self.state = State.STARTING
         self.process: Process | None = None
         self.line: ReadyLine | None = None
+        self.start_error = ""
         self.started_at = 0.0
         self.stop_requested_at: float | None = None
         self.killed = False
@@ -238,7 +244,7 @@ class Supervisor:
     async def _run_once(self, child: Child) -> float | None:
         """Run one process to its exit; the pause before the next one, None without a next one."""
         self._set_state(child, State.STARTING)
-        child.started_at = self._clock()
+        child.started_at, child.start_error = self._clock(), ""
         try:
             process = self._launcher.start(child.spec)
         except OSError as error:
@@ -265,7 +271,8 @@ class Supervisor:
         try:
             async with asyncio.timeout(self._ready_timeout_s):
                 line = await process.ready()
-                if line is None:
+                if not isinstance(line, ReadyLine):
+                    child.start_error = line.error if line is not None else ""
                     await process.wait()
                     return ""
         except TimeoutError:
@@ -290,11 +297,14 @@ class Supervisor:
             # An exit during the stop, before its own SIGTERM.
             self.is_clean = False
         self._set_state(child, State.STOPPED if pause_s is None else State.WAITING)
-        self._on_event(Died(child.spec.name, status, reason, now - child.started_at, pause_s))
+        uptime_s, error = now - child.started_at, child.start_error
+        self._on_event(Died(child.spec.name, status, reason, uptime_s, pause_s, error))
         if is_given_up and not self._stop.is_set():
             self.is_clean = False
             self._set_state(child, State.FAILED)
-            self._on_event(RestartsExhausted(child.spec.name, child.backoff.failures, is_retryable))
+            self._on_event(
+                RestartsExhausted(child.spec.name, child.backoff.failures, is_retryable, error)
+            )
             self.stop()
         return pause_s
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TextIO
 
 from meshctl.process.child import ReadyLine
-from meshctl.process.failure_reason import reason
 from meshctl.process.supervise import (
     BecameReady,
     Child,
@@ -49,7 +48,7 @@ class Screen:
         self._started_at = clock()
         self._tail = tail
         self._log = log
-        self._printed_reasons: set[tuple[str, ...]] = set()
+        self._printed_errors = {""}
 
     def print_line(self, text: str = "") -> None:
         """Print a line without a time."""
@@ -73,13 +72,11 @@ class Screen:
         elapsed_s = self._clock() - self._started_at
         self.print_line(f"{elapsed_s:7.1f} s  {name:<12}  {label}  {detail}".rstrip())
 
-    def print_failure_reason(self, name: str) -> None:
-        """Print the reason of a failed start, or the end of its log if there is none."""
-        if lines := reason(self._tail(name)):
-            self._print_quoted(lines)
-            return
-        self._write(self._err, f"the end of {self._log(name)}:\n")
-        self._print_quoted(self._tail(name) or ["(it is empty)"])
+    def print_start_error(self, name: str, error: str) -> None:
+        """Print why the start of a service failed; if `error` is empty, the end of its log."""
+        if not error:
+            self._write(self._err, f"the end of {self._log(name)}:\n")
+        self._print_quoted(error.splitlines() or self._tail(name) or ["(it is empty)"])
 
     def event(self, event: Event) -> None:
         """Print an event of the supervisor."""
@@ -89,12 +86,14 @@ class Screen:
                 self.print_progress(name, "ready", detail, colour=_GREEN)
             case Died():
                 self.print_progress(event.service, "died", self._describe_exit(event), colour=_RED)
-                self._print_reason_once(event)
+                if event.start_error not in self._printed_errors:
+                    self._printed_errors.add(event.start_error)
+                    self._print_quoted(event.start_error.splitlines())
             case RestartsExhausted(name, is_retryable=False):
                 self.print_error(f"{name} has an invalid configuration")
-            case RestartsExhausted(name, attempts):
+            case RestartsExhausted(name, attempts, start_error=error):
                 self.print_error(f"{name} was started {attempts} times and was never ready")
-                self.print_failure_reason(name)
+                self.print_start_error(name, error)
             case Stopped(name, status, after_s, killed=True):
                 self.print_progress(name, "killed", f"{after_s:.1f} s after SIGTERM", colour=_RED)
             case Stopped(name, status, after_s):
@@ -107,14 +106,6 @@ class Screen:
                 self.print_progress(name, "note", detail, colour=YELLOW)
             case KillFailed(name, pid):
                 self.print_error(f"{name} (pid {pid}) did not exit after SIGKILL")
-
-    def _print_reason_once(self, event: Died) -> None:
-        """Print the reason unless it was printed before, for this or another service."""
-        lines = tuple(reason(self._tail(event.service)))
-        # A killed process leaves no reason in its log.
-        if (event.status or -1) > 0 and lines and lines not in self._printed_reasons:
-            self._printed_reasons.add(lines)
-            self._print_quoted(lines)
 
     def _print_quoted(self, lines: Sequence[str]) -> None:
         self._write(self._err, "".join(f"  | {line}\n" for line in lines))
