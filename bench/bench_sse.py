@@ -29,12 +29,7 @@ def best_ns(call: Callable[[], object], calls: int = CALLS) -> float:
 
 def whole_dump(response_id: str) -> bytes:
     """The cost of a chunk that is serialized each time."""
-    choice = {
-        "index": 0,
-        "delta": {"content": TOKEN},
-        "logprobs": None,
-        "finish_reason": None,
-    }
+    choice = {"index": 0, "delta": {"content": TOKEN}, "logprobs": None, "finish_reason": None}
     chunk = {
         "id": response_id,
         "object": "chat.completion.chunk",

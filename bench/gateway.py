@@ -197,9 +197,7 @@ def _figures(run: dict[str, Any]) -> dict[str, float]:
     return {name: flat[key] for name, (key, _) in RATIOS.items() if flat.get(key)}
 
 
-def compare(
-    runs: Sequence[tuple[dict[str, Any], dict[str, Any]]],
-) -> dict[str, dict[str, float]]:
+def compare(runs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, dict[str, float]]:
     """Median, lowest and highest ratio of each figure over pairs of runs (this tree, other)."""
     ratios: dict[str, list[float]] = {}
     for ours, theirs in runs:

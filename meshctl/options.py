@@ -174,12 +174,7 @@ def _parse_up(argv: list[str], environ: Mapping[str, str]) -> UpOptions:
         _REGISTRY_FLAGS, ["drain_s"]
     )
     options, _ = read_config_or_exit(
-        UpOptions,
-        None,
-        environ,
-        flags,
-        name="meshctl up",
-        flags=with_flag - {"then", "http_host"},
+        UpOptions, None, environ, flags, name="meshctl up", flags=with_flag - {"then", "http_host"}
     )
     http_host = environ.get(f"{PREFIX}FRONTEND_HTTP_HOST", "127.0.0.1")
     sample = options.sample or (options.once and not then)
