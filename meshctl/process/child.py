@@ -67,6 +67,7 @@ class ChildProcess:
     """
 
     def __init__(self, popen: subprocess.Popen[bytes], ready_fd: int) -> None:
+        self.pid = popen.pid
         self._popen = popen
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
@@ -78,10 +79,6 @@ class ChildProcess:
         # A pidfd needs no waiting thread and no SIGCHLD handler, and the pid is reaped only here.
         self._pidfd = os.pidfd_open(popen.pid)
         self._loop.add_reader(self._pidfd, self._reap)
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
 
     async def ready(self) -> ReadyLine | StartFailed | None:
         """The line of the service; None if it exited without one. Raises InvalidRequest."""

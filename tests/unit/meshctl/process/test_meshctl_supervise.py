@@ -143,8 +143,8 @@ async def running(
 ) -> AsyncIterator[Supervisor]:
     supervisor = Supervisor(
         specs,
-        world,
-        world,
+        world.start,
+        world.deregister,
         namespace="ns",
         on_event=world.events.put_nowait,
         clock=asyncio.get_running_loop().time,
@@ -339,8 +339,8 @@ async def test_no_process_outlives_a_cancelled_supervisor() -> None:
     world = World(born=well, obedient=False)
     supervisor = Supervisor(
         [spec("a")],
-        world,
-        world,
+        world.start,
+        world.deregister,
         namespace="ns",
         on_event=world.events.put_nowait,
         clock=asyncio.get_running_loop().time,
