@@ -9,15 +9,13 @@ fill 20 ms. The prefix hash is timed by form of input (array, wire bytes, list o
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import timeit
 from collections.abc import Callable
 
 import numpy as np
 
-from bench.measure import print_report
+from bench.measure import parse_settings, print_report
 from common.kv.hashing import (
     DEFAULT_BLOCK_SIZE,
     HASH_SCHEME_ID,
@@ -34,28 +32,18 @@ SAMPLE_S = 0.02
 
 def main() -> None:
     """Parse the settings, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--block-size", type=int, default=DEFAULT_BLOCK_SIZE)
-    parser.add_argument("--repeats", type=int, default=15)
-    settings = parser.parse_args()
-    load_before = os.getloadavg()[0]
-    prompts = {
-        str(tokens): prompt_figures(tokens, settings.block_size, settings.repeats)
-        for tokens in PROMPT_TOKENS
-    }
-    parameters = {
-        "scheme": HASH_SCHEME_ID,
-        "block_size": settings.block_size,
-        "repeats": settings.repeats,
-        "sample_s": SAMPLE_S,
-    }
+    settings = parse_settings(__doc__, block_size=DEFAULT_BLOCK_SIZE, repeats=15)
     result = {
         "numpy": np.__version__,
         "unit": "us per call, median",
-        "prompt_tokens": prompts,
+        "prompt_tokens": {
+            str(tokens): prompt_figures(tokens, settings.block_size, settings.repeats)
+            for tokens in PROMPT_TOKENS
+        },
         "single": single_figures(settings.block_size, settings.repeats),
     }
-    print_report("blocks", parameters, result, load_1m_before=load_before)
+    parameters = {"scheme": HASH_SCHEME_ID, **vars(settings), "sample_s": SAMPLE_S}
+    print_report("blocks", parameters, result)
 
 
 def prompt_figures(tokens: int, block_size: int, repeats: int) -> dict[str, float]:
@@ -90,12 +78,10 @@ def single_figures(block_size: int, repeats: int) -> dict[str, float]:
 
 
 def new_hasher(block_size: int) -> PrefixHasher:
-    """Return the hasher that all figures use."""
     return PrefixHasher(mesh_key=b"bench", model="bench-model", block_size=block_size)
 
 
 def median_us(call: Callable[[], object], repeats: int) -> float:
-    """Return the median microseconds of one call."""
     timer = timeit.Timer(call)
     calls = max(1, int(SAMPLE_S / max(timer.timeit(3) / 3, 1e-7)))
     return round(statistics.median(timer.repeat(repeats, calls)) / calls * 1e6, 2)

@@ -10,7 +10,6 @@ blocks and by configuration.
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from random import Random
@@ -135,7 +134,6 @@ def measure_hit_rate(queries: list[Query], blocks: int, cost_settings: Mapping[s
 
 
 def main() -> None:
-    load_before = os.getloadavg()[0]
     queries = draw_queries(Random(4))
     rates = {
         str(blocks): {
@@ -144,8 +142,7 @@ def main() -> None:
         }
         for blocks in (600, 2_500, 20_000)
     }
-    parameters = {"workers": WORKERS, "requests": REQUESTS}
-    print_report("guesses", parameters, {"hit_rate": rates}, load_1m_before=load_before)
+    print_report("guesses", {"workers": WORKERS, "requests": REQUESTS}, {"hit_rate": rates})
 
 
 if __name__ == "__main__":

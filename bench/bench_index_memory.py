@@ -10,19 +10,19 @@ does not hold is a false entry. Prints one JSON line.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
 import sys
-import tempfile
 import time
-from pathlib import Path
 
-from bench.bench_index import CHAIN_BLOCKS
-from bench.index_mesh import IndexerProcess, LoopLagMonitor, Workers, dump, silence_logs
-from bench.measure import print_report, rss_mb
-from common.registry.file import FileRegistry
-from common.runtime.tasks import TaskGroup
+from bench.index_mesh import (
+    CHAIN_BLOCKS,
+    IndexerProcess,
+    LoopLagMonitor,
+    Workers,
+    dump,
+    running_mesh,
+)
+from bench.measure import parse_settings, print_report, rss_mb
 from kvmesh.indexer.v1 import indexer_pb2
 
 # Bytes per block in the indexer's estimate.
@@ -54,36 +54,21 @@ async def push_blocks(budget_mb: int, times: int, count: int) -> dict[str, objec
     budget_blocks = budget_mb * 1_000_000 // BLOCK_BYTES
     chains = times * budget_blocks // CHAIN_BLOCKS
     capacity = HELD_PER_BUDGET * budget_blocks // CHAIN_BLOCKS // count
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "registry"
-        registry = FileRegistry(path)
-        indexer = IndexerProcess(path, "--budget-mb", str(budget_mb))
-        workers, pause = Workers(count, registry), LoopLagMonitor()
-        checks: list[dict[str, int]] = []
-        try:
-            async with TaskGroup() as tasks:
-                await workers.register()
-                running = [tasks.create_task(one.run()) for one in workers.publishers]
-                try:
-                    await indexer.start()
-                    watch = MemoryWatch(indexer.pid)
-                    running += [tasks.create_task(watch.run()), tasks.create_task(pause.watch())]
-                    started_at = time.perf_counter()
-                    for n in range(1, chains + 1):
-                        workers.store(n % count)
-                        if len(workers.cached[n % count]) > capacity:
-                            workers.evict(n % count)
-                        await asyncio.sleep(0)
-                        if n % (chains // CHECKS) == 0:
-                            checks.append(await _compare_dump(workers, indexer, watch, count))
-                    seconds = time.perf_counter() - started_at
-                    end_mb = rss_mb(indexer.pid)
-                finally:
-                    for one in running:
-                        one.cancel()
-        finally:
-            await indexer.kill()
-            await registry.close()
+    checks: list[dict[str, int]] = []
+    async with running_mesh(count, "--budget-mb", str(budget_mb)) as (workers, indexer, spawn):
+        watch, pause = MemoryWatch(indexer.pid), LoopLagMonitor()
+        spawn(watch.run())
+        spawn(pause.watch())
+        started_at = time.perf_counter()
+        for n in range(1, chains + 1):
+            workers.store(n % count)
+            if len(workers.cached[n % count]) > capacity:
+                workers.evict(n % count)
+            await asyncio.sleep(0)
+            if n % (chains // CHECKS) == 0:
+                checks.append(await _compare_dump(workers, indexer, watch, count))
+        seconds = time.perf_counter() - started_at
+        end_mb = rss_mb(indexer.pid)
     growth_mb = watch.peak_mb - watch.before_mb
     false_entries = sum(check["false"] for check in checks)
     return {
@@ -127,16 +112,9 @@ async def _compare_dump(
 
 def main() -> None:
     """Print the result; exit status 1 if memory exceeds its limit or an entry is false."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--budget-mb", type=int, default=16)
-    parser.add_argument("--times", type=int, default=10)
-    parser.add_argument("--workers", type=int, default=4)
-    settings = parser.parse_args()
-    silence_logs()
-    load_before = os.getloadavg()[0]
+    settings = parse_settings(__doc__, budget_mb=16, times=10, workers=4)
     result = asyncio.run(push_blocks(settings.budget_mb, settings.times, settings.workers))
-    parameters = vars(settings) | {"chain": CHAIN_BLOCKS}
-    print_report("index_memory", parameters, result, load_1m_before=load_before)
+    print_report("index_memory", vars(settings) | {"chain": CHAIN_BLOCKS}, result)
     sys.exit(not result["is_met"])
 
 

@@ -10,46 +10,26 @@ publisher, and these with the blocks of its engine. Prints one JSON line.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import os
 import sys
-import tempfile
 import time
-from pathlib import Path
 
-from bench.bench_index import CHAIN_BLOCKS
-from bench.index_mesh import IndexerProcess, Workers, dump, silence_logs
-from bench.measure import print_report, rss_mb
-from common.registry.file import FileRegistry
-from common.runtime.tasks import TaskGroup
+from bench.index_mesh import CHAIN_BLOCKS, IndexerProcess, Workers, dump, running_mesh
+from bench.measure import parse_settings, print_report, rss_mb
 
 TARGET_S = 5.0
 
 
 async def measure_restart(blocks: int, count: int, rounds: int) -> dict[str, object]:
     """Fill, kill, restart, compare; returns the result."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "registry"
-        registry, indexer = FileRegistry(path), IndexerProcess(path)
-        workers = Workers(count, registry)
-        try:
-            async with TaskGroup() as tasks:
-                await workers.register()
-                running = [tasks.create_task(one.run()) for one in workers.publishers]
-                try:
-                    await indexer.start()
-                    await _fill(workers, blocks, count)
-                    async with indexer.stub() as stub:
-                        await workers.wait_until_exact(stub)
-                    rows = [await _restart_once(workers, indexer, count) for _ in range(rounds)]
-                finally:
-                    for one in running:
-                        one.cancel()
-        finally:
-            await indexer.kill()
-            await registry.close()
+    async with running_mesh(count) as (workers, indexer, _):
+        for n in range(blocks // CHAIN_BLOCKS):
+            workers.store(n % count)
+            await asyncio.sleep(0)
+        async with indexer.stub() as stub:
+            await workers.wait_until_exact(stub)
+        rows = [await _restart_once(workers, indexer, count) for _ in range(rounds)]
     return {
         "rows": rows,
         "is_met": all(
@@ -58,12 +38,6 @@ async def measure_restart(blocks: int, count: int, rounds: int) -> dict[str, obj
         "target_s": TARGET_S,
         "snapshots": workers.counters("snapshots"),
     }
-
-
-async def _fill(workers: Workers, blocks: int, count: int) -> None:
-    for n in range(blocks // CHAIN_BLOCKS):
-        workers.store(n % count)
-        await asyncio.sleep(0)
 
 
 async def _restart_once(workers: Workers, indexer: IndexerProcess, count: int) -> dict[str, float]:
@@ -107,16 +81,9 @@ async def _churn(workers: Workers, number: int) -> None:
 
 def main() -> None:
     """Print the result; exit status 1 if the target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--blocks", type=int, default=1_000_000)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=2)
-    settings = parser.parse_args()
-    silence_logs()
-    load_before = os.getloadavg()[0]
+    settings = parse_settings(__doc__, blocks=1_000_000, workers=4, rounds=2)
     result = asyncio.run(measure_restart(settings.blocks, settings.workers, settings.rounds))
-    parameters = vars(settings) | {"chain": CHAIN_BLOCKS}
-    print_report("index_restart", parameters, result, load_1m_before=load_before)
+    print_report("index_restart", vars(settings) | {"chain": CHAIN_BLOCKS}, result)
     sys.exit(not result["is_met"])
 
 

@@ -1,19 +1,16 @@
-"""Nanoseconds a content chunk, each the best of several rounds, as one JSON object.
+"""Measure the frontend's content chunks: nanoseconds each, best of several rounds; one JSON line.
 
-Run: PYTHONPATH=protos:. python bench/bench_sse.py
+PYTHONPATH=protos:. python bench/bench_sse.py
 """
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import subprocess
 import timeit
 from collections.abc import Callable
 
 import orjson
 
+from bench.measure import print_report
 from frontend_svc.core.openai.parsing import parse_chat
 from frontend_svc.core.openai.sse import ChunkKind, ChunkWriter
 from frontend_svc.metrics.families import DeploymentState, Endpoint
@@ -29,12 +26,7 @@ def best_ns(call: Callable[[], object], calls: int = CALLS) -> float:
 
 def whole_dump(response_id: str) -> bytes:
     """The cost of a chunk that is serialized each time."""
-    choice = {
-        "index": 0,
-        "delta": {"content": TOKEN},
-        "logprobs": None,
-        "finish_reason": None,
-    }
+    choice = {"index": 0, "delta": {"content": TOKEN}, "logprobs": None, "finish_reason": None}
     chunk = {
         "id": response_id,
         "object": "chat.completion.chunk",
@@ -53,13 +45,7 @@ def main() -> None:
     meter = DeploymentState(lambda: {"m"}).begin("m", Endpoint.CHAT_COMPLETIONS, True)
     messages = [{"role": "user", "content": "some words " * 20}] * 10
     body = orjson.dumps({"model": "m", "messages": messages, "stream": True, "max_tokens": 100})
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
     result = {
-        "commit": commit.stdout.strip() or None,
-        "python": platform.python_version(),
-        "load_1m": round(os.getloadavg()[0], 2),
         "content_ns": best_ns(lambda: content(TOKEN)),
         "whole_dump_ns": best_ns(lambda: whole_dump(response_id)),
         "empty_call_ns": best_ns(lambda: None),
@@ -67,7 +53,7 @@ def main() -> None:
         "writer_ns": best_ns(lambda: ChunkWriter(ChunkKind.CHAT, response_id, "m", 1), CALLS // 10),
         "parse_chat_10_messages_ns": best_ns(lambda: parse_chat(body), CALLS // 50),
     }
-    print(json.dumps(result))
+    print_report("sse", {"calls": CALLS, "rounds": ROUNDS}, result)
 
 
 if __name__ == "__main__":

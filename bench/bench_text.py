@@ -8,12 +8,7 @@ for detokenising (by tokens per call) and for stop strings, microseconds for ren
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -23,6 +18,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from bench.measure import parse_settings, print_report
 from frontend_svc.core.text.detokenizer import Detokenizer, StreamDetokenizer, Vocabulary
 from frontend_svc.core.text.prompt import ChatTemplate
 from frontend_svc.core.text.stop_strings import StopStringMatcher
@@ -39,23 +35,12 @@ TURNS = 16
 
 def main() -> None:
     """Parse the settings, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--repeats", type=int, default=9)
-    repeats: int = parser.parse_args().repeats
-    load_before = os.getloadavg()[0]
+    repeats: int = parse_settings(__doc__, repeats=9).repeats
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     lines = (MODEL_DIR / "corpus.txt").read_text("utf-8").splitlines(keepends=True)
     ascii_ids = tokenizer.encode("".join(line for line in lines if line.isascii())).ids
     other_ids = tokenizer.encode("".join(line for line in lines if not line.isascii())).ids
-    report = {
-        "bench": "text",
-        "commit": commit(),
-        "machine": {
-            "cpus": os.cpu_count(),
-            "python": platform.python_version(),
-            "load_1m_before": load_before,
-        },
-        "settings": {"repeats": repeats, "vocabulary": tokenizer.get_vocab_size()},
+    result = {
         "detokenize_ns_per_token": {
             "ascii": detokenize_figures(ascii_ids, repeats),
             "other_scripts": detokenize_figures(other_ids, repeats),
@@ -69,7 +54,8 @@ def main() -> None:
         "stop_ns_per_token": stop_figures(ascii_ids, repeats),
         "render_us": {str(turns): render_us(turns, repeats) for turns in (1, TURNS)},
     }
-    sys.stdout.write(json.dumps(report) + "\n")
+    settings = {"repeats": repeats, "vocabulary": tokenizer.get_vocab_size()}
+    print_report("text", settings, result)
 
 
 def best(work: Callable[[], object], count: int, repeats: int) -> float:
@@ -124,19 +110,6 @@ def render_us(turns: int, repeats: int) -> float:
     messages = [{"role": "user", "content": "What is the time? " * 20} for _ in range(turns)]
     now = datetime(2025, 1, 1, tzinfo=UTC)
     return round(best(lambda: template.render(messages, now=now), 1, repeats * 10) / 1000, 1)
-
-
-def commit() -> str:
-    """The commit that is measured, "-dirty" when any file, new ones too, differs from it."""
-    changed = "-dirty" if git("status", "--porcelain") else ""
-    return git("rev-parse", "--short=12", "HEAD") + changed
-
-
-def git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=MODEL_DIR, check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

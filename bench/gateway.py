@@ -30,12 +30,13 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.bodies import write_bodies
-from bench.measure import ROOT, build_loadgen, commit, machine, machine_lock, run_load
+from bench.measure import ROOT, build_loadgen, machine_lock, print_report, run_load
 
 MODEL = "bench"
 ISL, OSL, BODIES = 512, 128, 4096
@@ -76,13 +77,7 @@ def mesh(
                 for i, role in enumerate(ROLES[shape])
             },
             "frontend": [
-                "frontend_svc",
-                *common,
-                "--http-port",
-                "0",
-                "--notice-s",
-                "0",
-                *frontend_flags,
+                *("frontend_svc", *common, "--http-port", "0", "--notice-s", "0", *frontend_flags)
             ],
         }
         running: dict[str, subprocess.Popen[bytes]] = {}
@@ -116,10 +111,10 @@ def _start(
     )
     os.close(write_fd)
     with os.fdopen(read_fd) as pipe:
-        line = pipe.readline()
-    if not line:
+        line = json.loads(pipe.readline() or "{}")
+    if "addresses" not in line:
         raise RuntimeError(f"{name} did not start: {(folder / f'{name}.log').read_text()[-2000:]}")
-    return process, json.loads(line)
+    return process, line
 
 
 def _await_model(port: int) -> None:
@@ -144,10 +139,10 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
 
 
 def _median_row(runs: list[dict[str, Any]]) -> dict[str, float]:
-    columns: dict[str, list[float]] = {}
+    columns: defaultdict[str, list[float]] = defaultdict(list)
     for run in runs:
         for key, value in _flatten(run):
-            columns.setdefault(key, []).append(value)
+            columns[key].append(value)
     return {key: round(statistics.median(values), 4) for key, values in columns.items()}
 
 
@@ -192,20 +187,17 @@ RATIOS = {
 def _figures(run: dict[str, Any]) -> dict[str, float]:
     """The values of RATIOS in one run; mesh_cpu: CPU seconds of all services a million tokens."""
     flat = dict(_flatten(run))
-    cpu = [value for key, value in flat.items() if key.endswith(".s_per_mtok")]
-    flat["mesh_cpu"] = sum(cpu)
+    flat["mesh_cpu"] = sum(v for key, v in flat.items() if key.endswith(".s_per_mtok"))
     return {name: flat[key] for name, (key, _) in RATIOS.items() if flat.get(key)}
 
 
-def compare(
-    runs: Sequence[tuple[dict[str, Any], dict[str, Any]]],
-) -> dict[str, dict[str, float]]:
+def compare(runs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, dict[str, float]]:
     """Median, lowest and highest ratio of each figure over pairs of runs (this tree, other)."""
-    ratios: dict[str, list[float]] = {}
+    ratios: defaultdict[str, list[float]] = defaultdict(list)
     for ours, theirs in runs:
         ours_figures, their_figures = _figures(ours), _figures(theirs)
         for name in ours_figures.keys() & their_figures.keys():
-            ratios.setdefault(name, []).append(ours_figures[name] / their_figures[name])
+            ratios[name].append(ours_figures[name] / their_figures[name])
     return {
         name: {
             "median": round(statistics.median(values), 3),
@@ -255,18 +247,8 @@ def main() -> None:
         roots = [ROOT, stack.enter_context(worktree(args.against))] if args.against else [ROOT]
         for mode, connections in _loads(args):
             rows.extend(_run_mode(args, loadgen, folder, roots, mode, connections))
-    result = {
-        "bench": "gateway",
-        "commit": commit(),
-        "machine": machine(),
-        "settings": {k: str(v) for k, v in vars(args).items() if k != "out"},
-        "rows": rows,
-    }
-    line = json.dumps(result)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(line + "\n")
-    print(line)
+    settings = {k: str(v) for k, v in vars(args).items() if k != "out"}
+    print_report("gateway", settings, {"rows": rows}, args.out)
 
 
 def _run_mode(
@@ -300,17 +282,9 @@ def _run_mode(
         ]
 
         def load(which: int, concurrency: int, repeat: int) -> dict[str, Any]:
+            settings = {"offset": 997 * repeat, "tokens_per_request": args.osl}
             port, pids = meshes[which]
-            return run_load(
-                loadgen,
-                port,
-                bodies,
-                concurrency,
-                args.seconds,
-                pids,
-                offset=997 * repeat,
-                tokens_per_request=args.osl,
-            )
+            return run_load(loadgen, port, bodies, concurrency, args.seconds, pids, **settings)
 
         for concurrency in connections:
             if len(meshes) > 1:

@@ -11,8 +11,9 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -28,6 +29,7 @@ from common.kv.load import Load
 from common.registry.file import FileRegistry
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
+from common.runtime.tasks import TaskGroup
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.normalizer import (
@@ -46,11 +48,6 @@ WAIT_S = 60.0
 PARTITION = Partition("bench", BLOCK_SIZE, 1)
 
 
-def silence_logs() -> None:
-    """Suppress logs of publishers, because standard output is for the result."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-
-
 class IndexerProcess:
     """A process `python -m indexer_svc` that can be killed and restarted."""
 
@@ -64,7 +61,6 @@ class IndexerProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the running process."""
         assert self._process is not None, "started"
         return self._process.pid
 
@@ -92,13 +88,12 @@ class IndexerProcess:
 
     @asynccontextmanager
     async def stub(self) -> AsyncIterator[Any]:
-        """Return a stub. Any: stubs of grpc.aio are untyped."""
+        """Yield a stub. Any: stubs of grpc.aio are untyped."""
         async with rpc.channel(self.address) as channel:
             yield indexer_pb2_grpc.IndexerServiceStub(channel)
 
 
 def hasher_factory(lora: str, salt: str, block_size: int) -> PrefixHasher:
-    """Return the hasher of the benchmark's partition."""
     return PrefixHasher(mesh_key=b"", model=PARTITION.model, block_size=block_size)
 
 
@@ -126,7 +121,7 @@ class Workers:
             await self._registry.register(worker)
 
     def store(self, number: int) -> None:
-        """Store one more chain in an engine."""
+        """Store a new chain in an engine."""
         chain = self._chains = self._chains + 1
         tokens = chain.to_bytes(4, "little") + self._suffix
         self.cached[number][chain] = None
@@ -150,12 +145,10 @@ class Workers:
         return names
 
     def published_hashes(self, number: int) -> set[int]:
-        """Return the prefix hashes that a publisher has published."""
         event_log = self.publishers[number].feeds[0].event_log
         return {key for chunk in event_log.snapshot() for key in chunk.hashes.tolist()}
 
     def counters(self, name: str) -> int:
-        """Return the sum of a counter over all publishers."""
         return sum(publisher.counters[name] for publisher in self.publishers)
 
     async def wait_until_exact(self, stub: Any) -> int:
@@ -190,7 +183,7 @@ class Workers:
 
 
 async def dump(stub: Any) -> Mapping[int, set[int]]:
-    """Return the indexed blocks by worker."""
+    """The indexed blocks by worker."""
     parts: dict[tuple[int, int], set[int]] = {}
     async for message in stub.Dump(indexer_pb2.DumpRequest(), timeout=WAIT_S):
         chunk = message.chunk
@@ -202,6 +195,34 @@ async def dump(stub: Any) -> Mapping[int, set[int]]:
     for (worker_id, _), part in parts.items():
         advertised.setdefault(worker_id, set()).update(part)
     return advertised
+
+
+@asynccontextmanager
+async def running_mesh(
+    count: int, *flags: str
+) -> AsyncIterator[tuple[Workers, IndexerProcess, Callable[[Coroutine[Any, Any, None]], None]]]:
+    """Yield `count` publishers, a started indexer, and a function that runs work in a task.
+
+    Logs of publishers are suppressed, because standard output is for the result.
+    """
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "registry"
+        registry, indexer = FileRegistry(path), IndexerProcess(path, *flags)
+        workers = Workers(count, registry)
+        try:
+            async with TaskGroup() as tasks:
+                await workers.register()
+                running = [tasks.create_task(one.run()) for one in workers.publishers]
+                try:
+                    await indexer.start()
+                    yield workers, indexer, lambda work: running.append(tasks.create_task(work))
+                finally:
+                    for one in running:
+                        one.cancel()
+        finally:
+            await indexer.kill()
+            await registry.close()
 
 
 class LoopLagMonitor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import hashlib
@@ -19,6 +20,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 TICK = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
+_LOAD_1M_BEFORE = os.getloadavg()[0]
+
+
+def parse_settings(description: str | None, **defaults: int) -> argparse.Namespace:
+    """The settings of a benchmark from the command line: an integer flag for each default."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    return parser.parse_args()
 
 
 @contextlib.contextmanager
@@ -50,7 +60,7 @@ def rss_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE / 1e6
 
 
-def core_sha256_mb_s() -> int:
+def _core_sha256_mb_s() -> int:
     """SHA-256 on one core, best of five: shows a machine that changes its speed between runs."""
     data, best = b"x" * (1 << 22), 0.0
     for _ in range(5):
@@ -70,39 +80,39 @@ def print_report(
     bench: str,
     settings: Mapping[str, object],
     result: Mapping[str, object],
-    *,
-    load_1m_before: float,
+    out: Path | None = None,
 ) -> None:
-    """One line of JSON on stdout: what was measured, of which commit, where, how busy it was.
+    """One line of JSON on stdout and in `out`: figures, commit, settings, machine and its load.
 
-    load_1m_before: the machine's load (1 minute) before the benchmark added its own.
+    load_1m_before: the machine's load (1 minute) when this module was imported.
     """
     report = {
         "bench": bench,
-        "commit": commit(),
-        "machine": machine() | {"load_1m_before": load_1m_before, "load_1m": os.getloadavg()[0]},
+        "commit": _commit(),
+        "machine": {
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "cpu": _cpu_model(),
+            "arch": platform.machine(),
+            "core_sha256_mb_s": _core_sha256_mb_s(),
+            "load_1m_before": _LOAD_1M_BEFORE,
+            "load_1m": os.getloadavg()[0],
+        },
         "settings": dict(settings),
         **result,
     }
-    sys.stdout.write(json.dumps(report) + "\n")
+    line = json.dumps(report) + "\n"
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(line)
+    sys.stdout.write(line)
 
 
-def commit() -> str:
+def _commit() -> str:
     """The checked out commit, with -dirty when files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
-
-
-def machine() -> dict[str, object]:
-    """What the figures were taken on."""
-    return {
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "cpu": _cpu_model(),
-        "arch": platform.machine(),
-        "core_sha256_mb_s": core_sha256_mb_s(),
-    }
 
 
 def _cpu_model() -> str:
@@ -121,17 +131,15 @@ def run_load(
     seconds: float,
     pids: Mapping[str, int],
     *,
-    path: str = "/v1/chat/completions",
-    quickack: bool = False,
-    offset: int = 0,
+    offset: int,
     tokens_per_request: int,
 ) -> dict[str, Any]:
     """One closed-loop run; client figures, CPU by process, what others used of the machine."""
     command = [str(loadgen), "127.0.0.1", str(port), str(bodies), str(concurrency), str(seconds)]
-    env = {**os.environ, "QUICKACK": "1" if quickack else "0", "BODY_OFFSET": str(offset)}
+    env = {**os.environ, "BODY_OFFSET": str(offset)}
     load_1m_at_start = os.getloadavg()[0]
     before, busy_before = {name: cpu_s(pid) for name, pid in pids.items()}, machine_busy()
-    done = subprocess.run([*command, path], check=True, capture_output=True, env=env)
+    done = subprocess.run(command, check=True, capture_output=True, env=env)
     result: dict[str, Any] = json.loads(done.stdout)
     busy_after = machine_busy()
     cpu_used_s = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}

@@ -10,16 +10,14 @@ import argparse
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from common.runtime.config import PREFIX, Port, ServiceConfig, read_config_or_exit, suggest
-from meshctl.services import MeshOptions
 
-_DEFAULT = MeshOptions()
 _REGISTRY_FLAGS = ("namespace", "registry", "registry_path", "consul_url")
 _COMMANDS = {
     "up": "start a mesh on this host and keep it running",
@@ -49,13 +47,13 @@ class UpOptions(ServiceConfig):
 
     registry: Literal["file", "consul"] = "file"
     """Service discovery."""
-    drain_s: NonNegativeFloat = _DEFAULT.drain_s
+    drain_s: NonNegativeFloat = 10.0
     """Seconds in which streams may end when the mesh stops."""
-    routers: PositiveInt = _DEFAULT.routers
+    routers: PositiveInt = 1
     """Number of routers."""
-    frontends: PositiveInt = _DEFAULT.frontends
+    frontends: PositiveInt = 1
     """Number of frontends."""
-    indexers: NonNegativeInt = _DEFAULT.indexers
+    indexers: NonNegativeInt = 1
     """Number of indexers. 0: routers only use their own decisions."""
     workers: NonNegativeInt | None = None
     """Number of aggregated workers. Unset: 2, or 0 with --prefill or --decode."""
@@ -68,11 +66,11 @@ class UpOptions(ServiceConfig):
     model_path: Path | None = None
     """Folder of the model: for sglang a Hugging Face model (unset: a tiny model with random
     output), for sim a folder with sim.json."""
-    model_name: Annotated[str, Field(pattern=r"\S")] = _DEFAULT.model_name
+    model_name: Annotated[str, Field(pattern=r"\S")] = "sim"
     """The `model` of client requests."""
     speedup: NonNegativeFloat | None = None
     """Speed of the sim engine as a multiple of real time. 0: no delays."""
-    http_port: Port = _DEFAULT.http_port
+    http_port: Port = 8000
     """HTTP port of the first frontend; further frontends use the next ports. 0: any."""
     log_dir: Path = Path(".run/logs")
     """Folder of the logs: NAME.log, and NAME.log.1 of the previous run."""
@@ -91,27 +89,21 @@ class UpOptions(ServiceConfig):
         found = super().problems()
         if self.http_port and self.http_port + self.frontends - 1 > 65535:
             found.append("http_port: the ports of all --frontends must be below 65536")
-        if not (self.mesh.workers or (self.prefill and self.decode)):
+        if not (self.worker_count or (self.prefill and self.decode)):
             found.append("workers: a mesh needs a worker, or --prefill and --decode")
         return found
 
     @property
-    def config(self) -> ServiceConfig:
-        """The settings that all services share."""
-        return self
+    def worker_count(self) -> int:
+        """Number of aggregated workers."""
+        if self.workers is None:
+            return 0 if self.prefill or self.decode else 2
+        return self.workers
 
     @property
-    def mesh(self) -> MeshOptions:
-        """The services to start."""
-        names = {spec.name for spec in fields(MeshOptions)} - {"workers", "name_prefix"}
-        workers = self.workers
-        if workers is None:
-            workers = 0 if self.prefill or self.decode else _DEFAULT.workers
-        # In a shared registry, `worker-0` of another host is another worker.
-        prefix = f"{socket.gethostname()}-" if self.registry == "consul" else ""
-        return MeshOptions(
-            **{name: getattr(self, name) for name in names}, workers=workers, name_prefix=prefix
-        )
+    def name_prefix(self) -> str:
+        """Prefix of stable names: in a shared registry, `worker-0` of another host is another."""
+        return f"{socket.gethostname()}-" if self.registry == "consul" else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +166,7 @@ def _parse_up(argv: list[str], environ: Mapping[str, str]) -> UpOptions:
         _REGISTRY_FLAGS, ["drain_s"]
     )
     options, _ = read_config_or_exit(
-        UpOptions,
-        None,
-        environ,
-        flags,
-        name="meshctl up",
-        flags=with_flag - {"then", "http_host"},
+        UpOptions, None, environ, flags, name="meshctl up", flags=with_flag - {"then", "http_host"}
     )
     http_host = environ.get(f"{PREFIX}FRONTEND_HTTP_HOST", "127.0.0.1")
     sample = options.sample or (options.once and not then)

@@ -11,9 +11,12 @@ An unknown name, a bad value or a missing value stops the start; `ConfigError` l
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import inspect
 import ipaddress
+import json
+import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +41,8 @@ from common.namespace import check_namespace
 
 SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER")
 PREFIX = "KVMESH_"
+# Of an error in a ready line.
+ERROR_CHARS_MAX = 4096
 # Variables of other standards, with the lowest precedence.
 _ALIASES = {"consul_token": "CONSUL_HTTP_TOKEN", "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 
@@ -158,7 +163,8 @@ class ServiceConfig(BaseModel):
     drain_s: NonNegativeFloat = 30.0
     """Seconds after the notice in which streams may end. About the longest response."""
     ready_fd: NonNegativeInt | None = None
-    """File descriptor that receives one JSON line when ready. Set by launchers."""
+    """File descriptor that receives one JSON line when ready or when the start has failed. Set by
+    launchers."""
 
     def problems(self) -> list[str]:
         """Contradictions between fields, each as `field: message`.
@@ -242,14 +248,26 @@ def read_config_or_exit(
     name: str = "",
     flags: Collection[str] | None = None,
 ) -> tuple[ConfigT, list[str]]:
-    """`read_config`, but prints all problems and exits with 2."""
+    """`read_config`, but prints all problems, also to `--ready-fd`, and exits with 2."""
     try:
         return read_config(cls, service, environ, argv, name=name, flags=flags)
     except ConfigError as error:
         lines = "".join(f"  {problem}\n" for problem in error.problems)
         program = name or _program(service)
-        sys.stderr.write(f"{program}: the configuration cannot be used:\n{lines}")
+        message = f"{program}: the configuration cannot be used:\n{lines}"
+        sys.stderr.write(message)
+        # The flag itself may be valid although others are not.
+        if fd := re.search(r"--ready-fd[= ](\d+)\b", " ".join(argv)):
+            with contextlib.suppress(OSError):
+                write_ready_line(int(fd[1]), {"error": message[:ERROR_CHARS_MAX]})
         raise SystemExit(2) from None
+
+
+def write_ready_line(fd: int, content: Mapping[str, object]) -> None:
+    """Writes one JSON line to the descriptor `ready_fd` and closes it. Raises OSError."""
+    # One write that fits into the pipe; closed, so that the reader sees the end.
+    os.write(fd, json.dumps(content).encode() + b"\n")
+    os.close(fd)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

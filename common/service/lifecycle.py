@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -28,7 +28,12 @@ import uvloop
 
 from common.errors import InternalError, MeshError
 from common.runtime import log, telemetry
-from common.runtime.config import ConfigError, ServiceConfig
+from common.runtime.config import (
+    ERROR_CHARS_MAX,
+    ConfigError,
+    ServiceConfig,
+    write_ready_line,
+)
 from common.service.health import HealthReporter, ThreadedHealthServer
 
 LOG = structlog.get_logger(__name__)
@@ -207,7 +212,7 @@ def run_service(
                 threaded_health = ThreadedHealthServer(config.host, config.health_port)
             app = build()
         except Exception as error:
-            _log_start_failure(error, name)
+            _report_start_failure(error, name, config.ready_fd)
             return EXIT_CONFIG if isinstance(error, ConfigError) else 1
         return await run(
             app,
@@ -246,7 +251,7 @@ async def _start_app(
         await app.register()
         on_ready()
     except Exception as error:
-        _log_start_failure(error, name)
+        _report_start_failure(error, name, ready_fd)
         lifecycle.drain("start failed", failed=True)
         return
     lifecycle.ready_event.set()
@@ -254,18 +259,25 @@ async def _start_app(
     if (threaded_health := lifecycle.health.threaded_health) is not None:
         addresses["health"] = threaded_health.address
     LOG.info("ready", service=name, instance=ready.instance_id, addresses=addresses)
-    if ready_fd is not None:
-        _write_ready_line(ready_fd, name, ready.instance_id, addresses)
+    line = {"name": name, "pid": os.getpid()}
+    _write_ready_line(ready_fd, line | {"instance_id": ready.instance_id, "addresses": addresses})
 
 
-def _log_start_failure(error: Exception, name: str) -> None:
-    """Logs one line: a message if the operator can fix the error, else a traceback."""
+def _report_start_failure(error: Exception, name: str, ready_fd: int | None) -> None:
+    """Writes the ready line {"error": ...}, and one log line.
+
+    Both contain the message if the operator can fix the error. Otherwise the log has the traceback,
+    the ready line its last line.
+    """
     if isinstance(error, MeshError | ConfigError) and not isinstance(error, InternalError):
+        message = str(error).replace("\n", "; ")
         field = getattr(error, "field", None)
-        details = {"field": field} if field else {}
-        LOG.error("start_failed", service=name, error=str(error).replace("\n", "; "), **details)
+        field_details = {"field": field} if field else {}
+        LOG.error("start_failed", service=name, error=message, **field_details)
     else:
+        message = traceback.format_exception_only(error)[-1].strip()
         LOG.error("start_failed", service=name, exc_info=error)
+    _write_ready_line(ready_fd, {"error": message[:ERROR_CHARS_MAX]})
 
 
 def freeze_startup_objects() -> None:
@@ -275,12 +287,11 @@ def freeze_startup_objects() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-def _write_ready_line(fd: int, name: str, instance_id: str, addresses: Mapping[str, str]) -> None:
-    line = {"name": name, "pid": os.getpid(), "instance_id": instance_id, "addresses": addresses}
+def _write_ready_line(fd: int | None, content: Mapping[str, object]) -> None:
+    if fd is None:
+        return
     try:
-        # One write, below the atomic size of pipes; closed, so that the reader sees the end.
-        os.write(fd, json.dumps(line).encode() + b"\n")
-        os.close(fd)
+        write_ready_line(fd, content)
     except OSError as error:
         LOG.warning("ready_line_not_written", fd=fd, error=str(error))
 

@@ -153,11 +153,7 @@ def _wait_for_leader(url: str, agent: subprocess.Popen[bytes]) -> bool:
 
 
 class _Interrupted(Exception):
-    """A signal arrived."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    """A signal arrived; the argument is its number."""
 
 
 @contextmanager
@@ -191,8 +187,9 @@ def demo(registry: str, environ: Mapping[str, str]) -> int:
         try:
             return _demo(registry, environ, Path(name))
         except _Interrupted as error:
-            print(f"demo: ended by {signal.Signals(error.number).name}", file=sys.stderr)
-            return 128 + error.number
+            number: int = error.args[0]
+            print(f"demo: ended by {signal.Signals(number).name}", file=sys.stderr)
+            return 128 + number
 
 
 def _demo(registry: str, environ: Mapping[str, str], folder: Path) -> int:
@@ -217,15 +214,8 @@ def _demo(registry: str, environ: Mapping[str, str], folder: Path) -> int:
         command = [
             *(sys.executable, "-m", "meshctl", "up", "--prefill", "1", "--decode", "2"),
             *("--indexers", "1", "--http-port", "0", "--log-dir", str(folder / "logs")),
-            *("--ready-s", str(READY_TIMEOUT_S)),
-            *(
-                "--once",
-                "--then",
-                sys.executable,
-                "-m",
-                "meshctl.commands.demo_client",
-                str(turns_path),
-            ),
+            *("--ready-s", str(READY_TIMEOUT_S), "--once"),
+            *("--then", sys.executable, "-m", "meshctl.commands.demo_client", str(turns_path)),
         ]
         status = _run(command, env)
         turns = json.loads(turns_path.read_text()) if turns_path.exists() else []

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from random import SystemRandom
 
@@ -66,7 +65,7 @@ def up(options: UpOptions, environ: Mapping[str, str]) -> int:
     )
     try:
         with _exclusive_lock(options.log_dir):
-            check_ports(options.http_host, http_ports(options.mesh))
+            check_ports(options.http_host, http_ports(options))
             return asyncio.run(_UpCommand(options, environ, launcher, screen).run())
     except CannotStart as error:
         screen.print_error(f"{error}; nothing was started")
@@ -84,13 +83,10 @@ def check_ports(host: str, ports: list[int]) -> None:
                 probe.bind((host, port))
                 probe.listen(1)
             except OSError as error:
-                raise CannotStart(_port_problem(host, port, error)) from error
-
-
-def _port_problem(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} of {host} is in use; free it, or choose another with --http-port"
-    return f"port {port} of {host} cannot be bound: {error.strerror}"
+                problem = f"cannot be bound: {error.strerror}"
+                if error.errno == errno.EADDRINUSE:
+                    problem = "is in use; free it, or choose another with --http-port"
+                raise CannotStart(f"port {port} of {host} {problem}") from error
 
 
 @contextmanager
@@ -141,21 +137,6 @@ async def describe_existing_services(registry: Registry, config: ServiceConfig) 
     )
 
 
-def _open_registry(config: ServiceConfig) -> Registry:
-    try:
-        return open_registry(config)
-    except MeshError as error:
-        raise CannotStart(f"--registry {config.registry}: {error.message}") from error
-
-
-@dataclass(slots=True)
-class _ExitState:
-    """Inputs of the exit status. kill_signal: the second signal."""
-
-    session: int = 0
-    kill_signal: int | None = None
-
-
 class _UpCommand:
     def __init__(
         self,
@@ -168,27 +149,31 @@ class _UpCommand:
         self._environ = environ
         self._launcher = launcher
         self._screen = screen
-        self._exit_state = _ExitState()
+        self._session_status = 0
+        self._kill_signal: int | None = None
 
     async def run(self) -> int:
-        registry = _open_registry(self._options.config)
+        mesh = self._options
+        try:
+            registry = open_registry(mesh)
+        except MeshError as error:
+            raise CannotStart(f"--registry {mesh.registry}: {error.message}") from error
         supervisor = Supervisor(
-            build_service_specs(self._options.mesh),
-            self._launcher,
-            registry,
-            namespace=self._options.mesh.namespace,
+            build_service_specs(mesh),
+            self._launcher.start,
+            registry.deregister,
+            namespace=mesh.namespace,
             on_event=self._screen.event,
             clock=time.monotonic,
             rng=SystemRandom(),
-            start_s=self._options.ready_s,
+            start_s=mesh.ready_s,
         )
         self._install_signal_handlers(supervisor)
-        mesh = self._options.mesh
         kinds = {
             "frontend": mesh.frontends,
             "router": mesh.routers,
             "indexer": mesh.indexers,
-            "worker": mesh.workers,
+            "worker": mesh.worker_count,
             "prefill worker": mesh.prefill,
             "decode worker": mesh.decode,
         }
@@ -196,10 +181,10 @@ class _UpCommand:
             _pluralize(count, noun) for noun, count in kinds.items() if count
         )
         self._screen.print_line(
-            f"starting {service_counts} ({mesh.engine}); logs in {self._options.log_dir}"
+            f"starting {service_counts} ({mesh.engine}); logs in {mesh.log_dir}"
         )
         try:
-            if notice := await describe_existing_services(registry, self._options.config):
+            if notice := await describe_existing_services(registry, mesh):
                 self._screen.print_progress("mesh", "note", notice, colour=YELLOW)
             async with TaskGroup() as group:
                 group.create_task(supervisor.run())
@@ -208,12 +193,9 @@ class _UpCommand:
                 session.cancel()
         finally:
             await registry.close()
-        return self._status(supervisor)
-
-    def _status(self, supervisor: Supervisor) -> int:
-        if self._exit_state.kill_signal is not None:
-            return 128 + self._exit_state.kill_signal
-        return self._exit_state.session or (0 if supervisor.is_clean else 1)
+        if self._kill_signal is not None:
+            return 128 + self._kill_signal
+        return self._session_status or (0 if supervisor.is_clean else 1)
 
     def _install_signal_handlers(self, supervisor: Supervisor) -> None:
         requests = StopRequests()
@@ -226,7 +208,7 @@ class _UpCommand:
                     )
                     supervisor.stop()
                 case StopAction.KILL:
-                    self._exit_state.kill_signal = number
+                    self._kill_signal = number
                     self._screen.print_progress("mesh", "killed", f"{number.name} received")
                     supervisor.kill()
 
@@ -241,10 +223,10 @@ class _UpCommand:
         async with gateway.new_http_client() as http:
             url = await self._await_ready(supervisor, http)
             if url is None:
-                self._exit_state.session = 1
+                self._session_status = 1
                 supervisor.stop()
                 return
-            hint_lines = [] if self._options.once else [*hints(url, self._model), ""]
+            hint_lines = [] if self._options.once else [*hints(url, self._options.model_name), ""]
             for line in ["", *table(supervisor.children), "", *hint_lines]:
                 self._screen.print_line(line)
             status = 0
@@ -253,12 +235,8 @@ class _UpCommand:
             if self._options.then:
                 status = await self._run(url) or status
             if self._options.once:
-                self._exit_state.session = status
+                self._session_status = status
                 supervisor.stop()
-
-    @property
-    def _model(self) -> str:
-        return self._options.mesh.model_name
 
     async def _await_ready(self, supervisor: Supervisor, http: httpx.AsyncClient) -> str | None:
         """The URL of the first frontend when all frontends serve the model; None on timeout."""
@@ -269,11 +247,14 @@ class _UpCommand:
                     await supervisor.wait_all_ready()
                     urls = [url for child in supervisor.children if (url := http_url(child.line))]
                     found = [
-                        await gateway.find_serving_problem(http, url, self._model) for url in urls
+                        await gateway.find_serving_problem(http, url, self._options.model_name)
+                        for url in urls
                     ]
                     missing = next(filter(None, found), "" if urls else "no frontend has a URL")
                     if not missing:
-                        self._screen.print_progress("mesh", "ready", f"{self._model} is served")
+                        self._screen.print_progress(
+                            "mesh", "ready", f"{self._options.model_name} is served"
+                        )
                         return urls[0]
                     await asyncio.sleep(gateway.POLL_S)
         except TimeoutError:
@@ -285,10 +266,10 @@ class _UpCommand:
         problem = ", ".join(f"{child.spec.name} is {child.state}" for child in not_ready) or missing
         self._screen.print_error(f"not ready within {self._options.ready_s:g} s: {problem}")
         for child in not_ready:
-            self._screen.print_failure_reason(child.spec.name)
+            self._screen.print_start_error(child.spec.name, child.start_error)
 
     async def _sample(self, http: httpx.AsyncClient, url: str) -> int:
-        body = gateway.chat_body(self._model, SAMPLE_PROMPT, SAMPLE_TOKENS)
+        body = gateway.chat_body(self._options.model_name, SAMPLE_PROMPT, SAMPLE_TOKENS)
         self._screen.print_line(f"> {SAMPLE_PROMPT}")
         try:
             async with aclosing(gateway.chat(http, url, body)) as pieces:

@@ -32,8 +32,8 @@ class BackoffPolicy:
 class Backoff:
     """The failures of one service. All times are seconds of one monotonic clock.
 
-    Restarts end only for a service that was never ready. A service that was ready once is restarted
-    without limit, since the rest of the mesh may still serve.
+    Restarts end only for a service that was never ready: the rest of the mesh may still serve.
+    failures: consecutive exits without `reset_after_s` of readiness between them.
 
     Invariant: a pause is in ((1 - JITTER) * initial_pause_s, max_pause_s].
     """
@@ -41,14 +41,9 @@ class Backoff:
     def __init__(self, policy: BackoffPolicy, rng: Random) -> None:
         self._policy = policy
         self._rng = rng
-        self._failures = 0
+        self.failures = 0
         self._ready_at: float | None = None
         self._was_ready = False
-
-    @property
-    def failures(self) -> int:
-        """Consecutive exits without `reset_after_s` of readiness between them."""
-        return self._failures
 
     def ready(self, now: float) -> None:
         """The service became ready."""
@@ -63,11 +58,11 @@ class Backoff:
         policy = self._policy
         ready_at, self._ready_at = self._ready_at, None
         if ready_at is not None and now - ready_at >= policy.reset_after_s:
-            self._failures = 0
-        doublings = min(self._failures, _DOUBLINGS_MAX)
-        self._failures += 1
+            self.failures = 0
+        doublings = min(self.failures, _DOUBLINGS_MAX)
+        self.failures += 1
         attempts_max = policy.attempts_max if is_retryable else 1
-        if not self._was_ready and self._failures >= attempts_max:
+        if not self._was_ready and self.failures >= attempts_max:
             return None
         pause_s = min(policy.max_pause_s, policy.initial_pause_s * 2.0**doublings)
         return pause_s * (1 - JITTER * self._rng.random())

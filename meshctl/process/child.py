@@ -23,12 +23,19 @@ from meshctl.process import parent_guard
 from meshctl.services import ServiceSpec
 
 LOG_BYTES_MAX = 16 << 20
-# A failed start may end with a long traceback in one line.
+# A crash may end with a long traceback in one line.
 TAIL_BYTES = 1 << 16
 TAIL_LINES = 20
 READY_BYTES_MAX = 1 << 16
 
 _PARENT_GUARD = str(Path(parent_guard.__file__).resolve())
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """The line that a service writes when its start has failed, before it exits."""
+
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +52,7 @@ class ReadyLine:
 
 
 _READY_LINE: TypeAdapter[ReadyLine] = TypeAdapter(ReadyLine)
-
-
-def parse_ready_line(raw: bytes) -> ReadyLine:
-    """Parse a ready line. Raises InvalidRequest that names the missing or invalid field."""
-    return parse_json(_READY_LINE, raw, "ready line")
+_START_FAILED: TypeAdapter[StartFailed] = TypeAdapter(StartFailed)
 
 
 def with_parent_guard(command: Sequence[str]) -> list[str]:
@@ -64,6 +67,7 @@ class ChildProcess:
     """
 
     def __init__(self, popen: subprocess.Popen[bytes], ready_fd: int) -> None:
+        self.pid = popen.pid
         self._popen = popen
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
@@ -76,14 +80,15 @@ class ChildProcess:
         self._pidfd = os.pidfd_open(popen.pid)
         self._loop.add_reader(self._pidfd, self._reap)
 
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    async def ready(self) -> ReadyLine | None:
-        """The ready line; None if the child exited without one. Raises InvalidRequest."""
+    async def ready(self) -> ReadyLine | StartFailed | None:
+        """The line of the service; None if it exited without one. Raises InvalidRequest."""
         await self._ready_line_done.wait()
-        return parse_ready_line(bytes(self._ready_line)) if self._ready_line else None
+        raw = bytes(self._ready_line)
+        if not raw:
+            return None
+        if raw.startswith(b'{"error"'):
+            return parse_json(_START_FAILED, raw, "ready line")
+        return parse_json(_READY_LINE, raw, "ready line")
 
     async def wait(self) -> int:
         """The exit status after the child exits; -n: killed by signal n."""

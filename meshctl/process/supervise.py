@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
+from operator import attrgetter
 from random import Random
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from common.errors import InvalidRequest, MeshError
 from common.runtime.tasks import TaskGroup
 from common.service.lifecycle import EXIT_CONFIG
 from meshctl.process.backoff import Backoff, BackoffPolicy
-from meshctl.process.child import ReadyLine
+from meshctl.process.child import ReadyLine, StartFailed
 from meshctl.services import ServiceSpec
 
 DEREGISTER_TIMEOUT_S = 3.0
@@ -32,11 +33,10 @@ KILL_TIMEOUT_S = 5.0
 class Process(Protocol):
     """A started service (`meshctl.process.child.ChildProcess`, or a fake)."""
 
-    @property
-    def pid(self) -> int: ...
+    pid: int
 
-    async def ready(self) -> ReadyLine | None:
-        """The ready line; None if the process exited without one. Raises InvalidRequest."""
+    async def ready(self) -> ReadyLine | StartFailed | None:
+        """The line of the service; None if it exited without one. Raises InvalidRequest."""
         ...
 
     async def wait(self) -> int:
@@ -50,20 +50,6 @@ class Process(Protocol):
     def kill(self) -> None:
         """Kill the process and all that it started."""
         ...
-
-
-class Launcher(Protocol):
-    """Starts processes."""
-
-    def start(self, spec: ServiceSpec) -> Process:
-        """Start a service. Raises OSError."""
-        ...
-
-
-class Registrar(Protocol):
-    """The part of `common.registry.registry.Registry` that a supervisor needs."""
-
-    async def deregister(self, namespace: str, instance_id: int) -> None: ...
 
 
 class State(StrEnum):
@@ -89,7 +75,7 @@ class Died:
     """The service exited without a request to stop.
 
     status: exit status; -n: killed by signal n; None: it could not be started. reason: details
-    beyond the status, or "". restart_in_s: None without a restart.
+    beyond the status, or "". restart_in_s: None without a restart. start_error: see `Child`.
     """
 
     service: str
@@ -97,18 +83,20 @@ class Died:
     reason: str
     uptime_s: float
     restart_in_s: float | None
+    start_error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartsExhausted:
     """The service exited `attempts` times and was never ready.
 
-    is_retryable: False if the configuration is invalid.
+    is_retryable: False if the configuration is invalid. start_error: see `Child`.
     """
 
     service: str
     attempts: int
     is_retryable: bool = True
+    start_error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,45 +128,48 @@ class KillFailed:
 Event = BecameReady | Died | RestartsExhausted | Stopped | NotDeregistered | KillFailed
 
 
+@dataclass(slots=True, eq=False)
 class Child:
-    """The state of one service; read-only outside the supervisor."""
+    """The state of one service; read-only outside the supervisor.
 
-    def __init__(self, spec: ServiceSpec, backoff: Backoff) -> None:
-        self.spec = spec
-        self.backoff = backoff
-        self.state = State.STARTING
-        self.process: Process | None = None
-        self.line: ReadyLine | None = None
-        self.started_at = 0.0
-        self.stop_requested_at: float | None = None
-        self.killed = False
+    start_error: why its last start failed, as the service reported it; "" if it did not.
+    """
+
+    spec: ServiceSpec
+    backoff: Backoff
+    state: State = State.STARTING
+    process: Process | None = None
+    line: ReadyLine | None = None
+    start_error: str = ""
+    started_at: float = 0.0
+    stop_requested_at: float | None = None
+    killed: bool = False
 
 
 class Supervisor:
     """Keeps `specs` running until `stop`; reports events by `on_event`.
 
-    registrar: None leaves dead instances to the registry's checks. start_s: a service that is not
-    ready after this time is killed, which counts as an exit. clock: monotonic seconds.
+    start: starts a service; raises OSError. deregister: see `Registry`. start_s: a service that is
+    not ready after this time is killed, which counts as an exit. clock: monotonic seconds.
     """
 
     def __init__(
         self,
         specs: Iterable[ServiceSpec],
-        launcher: Launcher,
-        registrar: Registrar | None,
+        start: Callable[[ServiceSpec], Process],
+        deregister: Callable[[str, int], Awaitable[None]],
         *,
         namespace: str,
         on_event: Callable[[Event], None],
         clock: Callable[[], float],
         rng: Random,
-        policy: BackoffPolicy | None = None,
+        policy: BackoffPolicy = BackoffPolicy(),  # noqa: B008  # frozen
         start_s: float = 60.0,
     ) -> None:
-        policy = BackoffPolicy() if policy is None else policy
         self.children: Sequence[Child] = [Child(spec, Backoff(policy, rng)) for spec in specs]
         self.is_clean = True
-        self._launcher = launcher
-        self._registrar = registrar
+        self._start = start
+        self._deregister = deregister
         self._namespace = namespace
         self._on_event = on_event
         self._clock = clock
@@ -197,11 +188,11 @@ class Supervisor:
                 for child in self.children
             }
             await self._stop.wait()
-            for _, same_rank in groupby(sorted(self.children, key=_drain_rank), key=_drain_rank):
-                stops = [
-                    self._stop_child(child, keep_tasks[child.spec.name]) for child in same_rank
-                ]
-                await asyncio.gather(*stops)
+            rank = attrgetter("spec.drain_rank")
+            for _, same_rank in groupby(sorted(self.children, key=rank), key=rank):
+                await asyncio.gather(
+                    *(self._stop_child(child, keep_tasks[child.spec.name]) for child in same_rank)
+                )
 
     def stop(self) -> None:
         """Stop all services in order and start none. Idempotent."""
@@ -238,9 +229,9 @@ class Supervisor:
     async def _run_once(self, child: Child) -> float | None:
         """Run one process to its exit; the pause before the next one, None without a next one."""
         self._set_state(child, State.STARTING)
-        child.started_at = self._clock()
+        child.started_at, child.start_error = self._clock(), ""
         try:
-            process = self._launcher.start(child.spec)
+            process = self._start(child.spec)
         except OSError as error:
             return self._record_death(child, None, str(error))
         child.process = process
@@ -254,7 +245,7 @@ class Supervisor:
         child.process = None
         line, child.line = child.line, None
         if line is not None:
-            await self._deregister(child, line)
+            await self._deregister_instance(child, line)
         if child.stop_requested_at is not None or child.killed:
             self._record_stop(child, status)
             return None
@@ -265,7 +256,8 @@ class Supervisor:
         try:
             async with asyncio.timeout(self._ready_timeout_s):
                 line = await process.ready()
-                if line is None:
+                if not isinstance(line, ReadyLine):
+                    child.start_error = line.error if line is not None else ""
                     await process.wait()
                     return ""
         except TimeoutError:
@@ -290,11 +282,14 @@ class Supervisor:
             # An exit during the stop, before its own SIGTERM.
             self.is_clean = False
         self._set_state(child, State.STOPPED if pause_s is None else State.WAITING)
-        self._on_event(Died(child.spec.name, status, reason, now - child.started_at, pause_s))
+        uptime_s, error = now - child.started_at, child.start_error
+        self._on_event(Died(child.spec.name, status, reason, uptime_s, pause_s, error))
         if is_given_up and not self._stop.is_set():
             self.is_clean = False
             self._set_state(child, State.FAILED)
-            self._on_event(RestartsExhausted(child.spec.name, child.backoff.failures, is_retryable))
+            self._on_event(
+                RestartsExhausted(child.spec.name, child.backoff.failures, is_retryable, error)
+            )
             self.stop()
         return pause_s
 
@@ -306,12 +301,10 @@ class Supervisor:
         after_s = now - (now if child.stop_requested_at is None else child.stop_requested_at)
         self._on_event(Stopped(child.spec.name, status, after_s, child.killed))
 
-    async def _deregister(self, child: Child, line: ReadyLine) -> None:
-        if self._registrar is None:
-            return
+    async def _deregister_instance(self, child: Child, line: ReadyLine) -> None:
         try:
             async with asyncio.timeout(DEREGISTER_TIMEOUT_S):
-                await self._registrar.deregister(self._namespace, int(line.instance_id))
+                await self._deregister(self._namespace, int(line.instance_id))
         except (MeshError, ValueError, TimeoutError) as error:
             self._on_event(NotDeregistered(child.spec.name, str(error) or type(error).__name__))
 
@@ -335,7 +328,3 @@ class Supervisor:
     def _set_state(self, child: Child, state: State) -> None:
         child.state = state
         self._changed.set()
-
-
-def _drain_rank(child: Child) -> int:
-    return child.spec.drain_rank

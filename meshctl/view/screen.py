@@ -7,10 +7,10 @@ import os
 import shlex
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TextIO
 
 from meshctl.process.child import ReadyLine
-from meshctl.process.failure_reason import reason
 from meshctl.process.supervise import (
     BecameReady,
     Child,
@@ -26,75 +26,70 @@ from meshctl.view.frontend import chat_body
 _RED, _GREEN, YELLOW, _PLAIN = "31", "32", "33", ""
 
 
+@dataclass
 class Screen:
     """Prints events to `out` with the seconds since the start, fatal errors to `err`.
 
     tail, log: return the last lines of a service's log, and its path.
     """
 
-    def __init__(
-        self,
-        out: TextIO,
-        err: TextIO,
-        *,
-        colour: bool,
-        clock: Callable[[], float],
-        tail: Callable[[str], Sequence[str]],
-        log: Callable[[str], object],
-    ) -> None:
-        self._out = out
-        self._err = err
-        self._colour = colour
-        self._clock = clock
-        self._started_at = clock()
-        self._tail = tail
-        self._log = log
-        self._printed_reasons: set[tuple[str, ...]] = set()
+    out: TextIO
+    err: TextIO
+    _: KW_ONLY
+    colour: bool
+    clock: Callable[[], float]
+    tail: Callable[[str], Sequence[str]]
+    log: Callable[[str], object]
+
+    def __post_init__(self) -> None:
+        self._started_at = self.clock()
+        self._printed_errors = {""}
 
     def print_line(self, text: str = "") -> None:
         """Print a line without a time."""
-        self._write(self._out, f"{text}\n")
+        self._write(self.out, f"{text}\n")
 
     def piece(self, text: str) -> None:
         """Print a part of a line and flush."""
-        self._write(self._out, text)
+        self._write(self.out, text)
 
     def print_error(self, text: str) -> None:
         """Print the reason why the mesh stops or did not start."""
-        self._write(self._err, f"meshctl: {text}\n")
+        self._write(self.err, f"meshctl: {text}\n")
 
     def print_progress(
         self, name: str, state: str, detail: str = "", *, colour: str = _PLAIN
     ) -> None:
         """Print a line of progress."""
         label = f"{state:<8}"
-        if colour and self._colour:
+        if colour and self.colour:
             label = f"\x1b[{colour}m{label}\x1b[0m"
-        elapsed_s = self._clock() - self._started_at
+        elapsed_s = self.clock() - self._started_at
         self.print_line(f"{elapsed_s:7.1f} s  {name:<12}  {label}  {detail}".rstrip())
 
-    def print_failure_reason(self, name: str) -> None:
-        """Print the reason of a failed start, or the end of its log if there is none."""
-        if lines := reason(self._tail(name)):
-            self._print_quoted(lines)
-            return
-        self._write(self._err, f"the end of {self._log(name)}:\n")
-        self._print_quoted(self._tail(name) or ["(it is empty)"])
+    def print_start_error(self, name: str, error: str) -> None:
+        """Print why the start of a service failed; if `error` is empty, the end of its log."""
+        if not error:
+            self._write(self.err, f"the end of {self.log(name)}:\n")
+        self._print_quoted(error.splitlines() or self.tail(name) or ["(it is empty)"])
 
     def event(self, event: Event) -> None:
         """Print an event of the supervisor."""
         match event:
             case BecameReady(name, line, after_s):
-                detail = f"after {after_s:.1f} s, pid {line.pid}, {_format_addresses(line)}"
+                addresses = ", ".join(f"{kind} {at}" for kind, at in sorted(line.addresses.items()))
+                detail = f"after {after_s:.1f} s, pid {line.pid}, {addresses}"
                 self.print_progress(name, "ready", detail, colour=_GREEN)
             case Died():
                 self.print_progress(event.service, "died", self._describe_exit(event), colour=_RED)
-                self._print_reason_once(event)
+                if event.start_error not in self._printed_errors:
+                    self._printed_errors.add(event.start_error)
+                    self._print_quoted(event.start_error.splitlines())
             case RestartsExhausted(name, is_retryable=False):
                 self.print_error(f"{name} has an invalid configuration")
-            case RestartsExhausted(name, attempts):
+            case RestartsExhausted(name, attempts, start_error=error):
                 self.print_error(f"{name} was started {attempts} times and was never ready")
-                self.print_failure_reason(name)
+                self.print_start_error(name, error)
             case Stopped(name, status, after_s, killed=True):
                 self.print_progress(name, "killed", f"{after_s:.1f} s after SIGTERM", colour=_RED)
             case Stopped(name, status, after_s):
@@ -108,27 +103,15 @@ class Screen:
             case KillFailed(name, pid):
                 self.print_error(f"{name} (pid {pid}) did not exit after SIGKILL")
 
-    def _print_reason_once(self, event: Died) -> None:
-        """Print the reason unless it was printed before, for this or another service."""
-        lines = tuple(reason(self._tail(event.service)))
-        # A killed process leaves no reason in its log.
-        if (event.status or -1) > 0 and lines and lines not in self._printed_reasons:
-            self._printed_reasons.add(lines)
-            self._print_quoted(lines)
-
     def _print_quoted(self, lines: Sequence[str]) -> None:
-        self._write(self._err, "".join(f"  | {line}\n" for line in lines))
+        self._write(self.err, "".join(f"  | {line}\n" for line in lines))
 
     def _describe_exit(self, event: Died) -> str:
-        reason = describe_status(event.status)
-        if event.reason:
-            reason = f"{reason} ({event.reason})"
-        restart_text = (
-            "" if event.restart_in_s is None else f"; again in {event.restart_in_s:.1f} s"
-        )
-        return (
-            f"{reason} after {event.uptime_s:.1f} s, see {self._log(event.service)}{restart_text}"
-        )
+        details = f" ({event.reason})" if event.reason else ""
+        text = f"{describe_status(event.status)}{details} after {event.uptime_s:.1f} s"
+        restart_in_s = event.restart_in_s
+        restart_text = "" if restart_in_s is None else f"; again in {restart_in_s:.1f} s"
+        return f"{text}, see {self.log(event.service)}{restart_text}"
 
     def _write(self, stream: TextIO, text: str) -> None:
         try:
@@ -185,7 +168,3 @@ def http_url(line: ReadyLine | None) -> str:
 def should_colour(out: TextIO, environ: Mapping[str, str]) -> bool:
     """True on a terminal, unless NO_COLOR is set."""
     return out.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
-
-
-def _format_addresses(line: ReadyLine) -> str:
-    return ", ".join(f"{kind} {address}" for kind, address in sorted(line.addresses.items()))

@@ -538,11 +538,7 @@ def test_the_command_prints_one_line_per_check_and_exits_1_if_one_failed(
         ("worker_svc.engines.sim.config:SIM_MODEL_DIR", [], "cannot be called"),
         (SIM_ENGINE, ["--arg=block_size=big"], "block_size"),
         (SIM_ENGINE, ["--arg=no_such=1"], "has no no_such"),
-        (
-            SIM_ENGINE,
-            ['--arg=timing={"fast": 1}'],
-            "has no timing.fast",
-        ),
+        (SIM_ENGINE, ['--arg=timing={"fast": 1}'], "has no timing.fast"),
     ],
 )
 def test_an_engine_that_cannot_be_constructed_is_reported_with_its_reason(
@@ -554,8 +550,7 @@ def test_an_engine_that_cannot_be_constructed_is_reported_with_its_reason(
 
 def test_arguments_become_the_fields_of_a_configuration() -> None:
     make = load_engine_factory(
-        SIM_ENGINE,
-        {"block_size": 8, "timing": {"speedup": 0.0}, "handoff": {"role": "decode"}},
+        SIM_ENGINE, {"block_size": 8, "timing": {"speedup": 0.0}, "handoff": {"role": "decode"}}
     )
     engine = make()
     assert isinstance(engine, SimEngine)

@@ -154,6 +154,8 @@ class Service:
                 raise AssertionError(f"{self.name} ended before it was ready\n{self.tail()}")
             line += part
         ready_message = json.loads(line)
+        if "error" in ready_message:
+            raise AssertionError(f"{self.name} ended before it was ready\n{self.tail()}")
         self.instance_id, self.addresses = (
             int(ready_message["instance_id"]),
             ready_message["addresses"],

@@ -53,11 +53,16 @@ def main(kind):
     name = flags.get("--stable-name", kind)
     mode = Path(name + ".mode").read_text() if Path(name + ".mode").exists() else ""
     note("pids", f"{name} {os.getpid()}")
+    ready_fd = int(flags["--ready-fd"])
+    def fail(status, error):
+        os.write(ready_fd, json.dumps({"error": error}).encode() + b"\\n")
+        sys.exit(status)
     if mode == "refuse":
-        print("worker: the configuration cannot be used:\\n  --x: must be y", flush=True)
-        sys.exit(2)
+        fail(2, "worker: the configuration cannot be used:\\n  --x: must be y\\n")
+    if mode == "fail":
+        fail(3, "no such model")
     if mode == "crash":
-        print("boom: no such model", flush=True)
+        print("ImportError: no grpc", flush=True)
         sys.exit(3)
     ended = threading.Event()
     def on_term(*_):
@@ -79,7 +84,7 @@ def main(kind):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{instance:016x}.json").write_text(name)
     line = {"name": name, "pid": os.getpid(), "instance_id": str(instance), "addresses": addresses}
-    os.write(int(flags["--ready-fd"]), json.dumps(line).encode() + b"\\n")
+    os.write(ready_fd, json.dumps(line).encode() + b"\\n")
     # Bounded, lest a supervisor that fails its test leaves us behind for ever.
     for _ in range(3000):
         if ended.wait(0.02):
@@ -250,14 +255,24 @@ async def test_processes_started_by_a_dead_service_are_killed(folder: Path) -> N
             assert all_gone(fds)
 
 
-async def test_a_crash_loop_at_start_ends_with_the_tail_of_the_log(folder: Path) -> None:
+async def test_a_service_that_fails_before_its_report_ends_with_the_tail_of_its_log(
+    folder: Path,
+) -> None:
     (folder / "worker-1.mode").write_text("crash")
+    async with meshctl(folder) as mesh:
+        assert await mesh.end() == 1
+        errors = await mesh.errors()
+    assert "the end of .run/logs/worker-1.log:\n  | ImportError: no grpc\n" in errors
+
+
+async def test_a_start_that_fails_repeatedly_ends_with_its_reason(folder: Path) -> None:
+    (folder / "worker-1.mode").write_text("fail")
     async with meshctl(folder) as mesh:
         assert await mesh.end() == 1
         errors = await mesh.errors()
     assert "worker-1 was started 5 times and was never ready" in errors
     # At the first death and at the end.
-    assert errors.count("  | boom: no such model\n") == 2
+    assert errors.count("  | no such model\n") == 2
     assert len(mesh.pids("worker-1")) == 5
     assert "worker-0" in mesh.notes("ended")
     assert mesh.registered() == []

@@ -780,7 +780,7 @@ async def test_shutdown_leaves_discovery_then_drains_then_cleans_up_once() -> No
     async with lived(engine) as (app, task):
         assert await ended(app, task) == 0
     assert engine.steps == [
-        *("start", "register", "deregister", "drain", "cleanup", "registry closed"),
+        *("start", "register", "deregister", "drain", "cleanup", "registry closed")
     ]
 
 

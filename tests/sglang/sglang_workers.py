@@ -121,13 +121,14 @@ class WorkerProcess:
 
     async def ready(self) -> None:
         """Returns when it serves."""
-        line = ""
+        line = "{}"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_S):
                 with os.fdopen(self._ready_fd) as pipe:
                     line = await asyncio.to_thread(pipe.readline)
-        assert line, f"the {self.role} worker did not start: {self._log.read_text()[-4000:]}"
-        ready = json.loads(line)
+        ready = json.loads(line or "{}")
+        log = self._log.read_text()[-4000:]
+        assert "addresses" in ready, f"the {self.role} worker did not start: {log}"
         self.instance_id = int(ready["instance_id"])
         self._channel = rpc.channel(ready["addresses"]["grpc"])
 

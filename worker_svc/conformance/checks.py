@@ -111,10 +111,7 @@ async def loads(harness: EngineHarness) -> None:
             total is None or row.kv_used_blocks <= total,
             f"kv_used_blocks exceeds kv_total_blocks: {row}",
         )
-    require(
-        min(elapsed_s) < 0.005,
-        f"it takes {min(elapsed_s) * 1000:.1f} ms; the limit is 5 ms",
-    )
+    require(min(elapsed_s) < 0.005, f"it takes {min(elapsed_s) * 1000:.1f} ms; the limit is 5 ms")
 
 
 async def generate(harness: EngineHarness) -> str:

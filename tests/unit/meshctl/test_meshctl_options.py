@@ -24,10 +24,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str, **environ: str) -> s
 
 def test_the_default_is_a_small_sim_mesh_on_port_8000() -> None:
     options = up()
-    mesh = options.mesh
-    assert (mesh.frontends, mesh.routers, mesh.workers) == (1, 1, 2)
-    assert (mesh.engine, mesh.model_name, mesh.http_port) == ("sim", "sim", 8000)
-    assert (mesh.registry, mesh.registry_path) == ("file", Path(".run/registry"))
+    assert (options.frontends, options.routers, options.worker_count) == (1, 1, 2)
+    assert (options.engine, options.model_name, options.http_port) == ("sim", "sim", 8000)
+    assert (options.registry, options.registry_path) == ("file", Path(".run/registry"))
     assert options.log_dir == Path(".run/logs")
     assert (options.sample, options.once, options.then) == (False, False, ())
 
@@ -44,20 +43,20 @@ def test_then_takes_the_rest_of_the_line_and_replaces_the_sample_request() -> No
 
 def test_mesh_wide_variables_configure_meshctl_too() -> None:
     options = up(KVMESH_NAMESPACE="n1", KVMESH_REGISTRY_PATH="/r", KVMESH_FRONTEND_HTTP_HOST="::1")
-    assert (options.mesh.namespace, options.mesh.registry_path) == ("n1", Path("/r"))
+    assert (options.namespace, options.registry_path) == ("n1", Path("/r"))
     assert options.http_host == "::1"
-    assert up("--namespace", "n2", KVMESH_NAMESPACE="n1").mesh.namespace == "n2"
-    assert up(KVMESH_DRAIN_S="3").mesh.drain_s == 3
+    assert up("--namespace", "n2", KVMESH_NAMESPACE="n1").namespace == "n2"
+    assert up(KVMESH_DRAIN_S="3").drain_s == 3
 
 
 def test_without_a_count_there_are_no_aggregated_workers_beside_a_pair() -> None:
-    assert up("--prefill=1", "--decode=2").mesh.workers == 0
-    assert up("--prefill=1", "--decode=2", "--workers=1").mesh.workers == 1
+    assert up("--prefill=1", "--decode=2").worker_count == 0
+    assert up("--prefill=1", "--decode=2", "--workers=1").worker_count == 1
 
 
 def test_stable_names_contain_the_host_if_hosts_share_a_registry() -> None:
-    assert up().mesh.name_prefix == ""
-    assert up("--registry", "consul").mesh.name_prefix.endswith("-")
+    assert up().name_prefix == ""
+    assert up("--registry", "consul").name_prefix.endswith("-")
 
 
 @pytest.mark.parametrize(

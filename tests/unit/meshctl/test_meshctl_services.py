@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+import socket
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,11 +12,12 @@ import pytest
 from common.runtime.config import ServiceConfig, read_config
 from frontend_svc.config import FrontendConfig
 from indexer_svc.config import IndexerConfig
-from meshctl.services import NOTICE_S, STOP_MARGIN_S, MeshOptions, ServiceSpec, build_service_specs
+from meshctl.options import UpOptions
+from meshctl.services import NOTICE_S, STOP_MARGIN_S, ServiceSpec, build_service_specs
 from router_svc.config import RouterConfig
 from worker_svc.config import WorkerConfig
 
-OPTIONS = MeshOptions(frontends=2, routers=2, workers=3, speedup=0.0, http_port=8100)
+OPTIONS = UpOptions(frontends=2, routers=2, workers=3, speedup=0.0, http_port=8100)
 
 
 def flag(spec: ServiceSpec, name: str) -> str:
@@ -24,12 +25,12 @@ def flag(spec: ServiceSpec, name: str) -> str:
 
 
 def test_the_default_mesh_is_one_frontend_router_and_indexer_and_two_workers() -> None:
-    names = [spec.name for spec in build_service_specs(MeshOptions())]
+    names = [spec.name for spec in build_service_specs(UpOptions())]
     assert names == ["frontend-0", "router-0", "indexer-0", "worker-0", "worker-1"]
 
 
 def test_prefill_and_decode_workers_get_their_role_flag() -> None:
-    specs = build_service_specs(MeshOptions(workers=0, prefill=1, decode=2))
+    specs = build_service_specs(UpOptions(workers=0, prefill=1, decode=2))
     roles = {s.name: flag(s, "--role") for s in specs if s.module == "worker_svc"}
     assert roles == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
@@ -51,7 +52,7 @@ def test_services_accept_the_flags_that_meshctl_passes() -> None:
 def test_frontends_take_consecutive_ports_and_any_port_each_if_none_is_given() -> None:
     specs = build_service_specs(OPTIONS)
     assert [flag(spec, "--http-port") for spec in specs[:2]] == ["8100", "8101"]
-    specs = build_service_specs(replace(OPTIONS, http_port=0))
+    specs = build_service_specs(OPTIONS.model_copy(update={"http_port": 0}))
     assert [flag(spec, "--http-port") for spec in specs[:2]] == ["0", "0"]
 
 
@@ -66,8 +67,8 @@ def test_no_two_services_share_a_name_or_a_stable_name() -> None:
 
 
 def test_a_name_prefix_separates_the_workers_of_two_hosts() -> None:
-    worker = build_service_specs(replace(OPTIONS, name_prefix="host-"))[-1]
-    assert flag(worker, "--stable-name") == "host-worker-2"
+    worker = build_service_specs(OPTIONS.model_copy(update={"registry": "consul"}))[-1]
+    assert flag(worker, "--stable-name") == f"{socket.gethostname()}-worker-2"
 
 
 def test_services_that_send_work_stop_before_services_that_receive_it() -> None:
@@ -76,16 +77,18 @@ def test_services_that_send_work_stop_before_services_that_receive_it() -> None:
 
 
 def test_the_stop_limit_is_notice_plus_drain_plus_a_margin() -> None:
-    spec = build_service_specs(replace(OPTIONS, drain_s=7.0))[0]
+    spec = build_service_specs(OPTIONS.model_copy(update={"drain_s": 7.0}))[0]
     assert flag(spec, "--drain-s") == "7"
     assert spec.drain_s == pytest.approx(float(flag(spec, "--notice-s")) + 7.0 + STOP_MARGIN_S)
     assert float(flag(spec, "--notice-s")) == NOTICE_S
 
 
 def test_each_registry_gets_its_own_flags_only() -> None:
-    file = build_service_specs(replace(OPTIONS, registry_path=Path("/r")))[0]
+    file = build_service_specs(OPTIONS.model_copy(update={"registry_path": Path("/r")}))[0]
     assert flag(file, "--registry-path") == "/r"
     assert "--consul-url" not in file.args
-    consul = build_service_specs(replace(OPTIONS, registry="consul", consul_url="http://c:1"))[0]
+    consul = build_service_specs(
+        OPTIONS.model_copy(update={"registry": "consul", "consul_url": "http://c:1"})
+    )[0]
     assert flag(consul, "--consul-url") == "http://c:1"
     assert "--registry-path" not in consul.args

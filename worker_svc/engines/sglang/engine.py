@@ -41,13 +41,7 @@ from typing import Any, Final
 
 import structlog
 
-from common.errors import (
-    Conflict,
-    InvalidRequest,
-    MeshError,
-    Unavailable,
-    WorkerLost,
-)
+from common.errors import Conflict, InvalidRequest, MeshError, Unavailable, WorkerLost
 from common.kv.load import Load
 from common.registry.instances import Role
 from common.runtime.free_ports import free_ports
@@ -355,12 +349,8 @@ class SglangEngine:
         with preserve_process_state():
             # Imported here: a worker without SGLang must be able to import this module.
             import torch  # type: ignore[import-not-found]
-            from sglang.srt.entrypoints.engine import (  # type: ignore[import-not-found] # noqa: TID251
-                Engine,
-            )
-            from sglang.srt.sampling.custom_logit_processor import (  # type: ignore[import-not-found] # noqa: TID251
-                CustomLogitProcessor,
-            )
+            from sglang.srt.entrypoints.engine import Engine  # type: ignore[import-not-found] # noqa: TID251
+            from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor  # type: ignore[import-not-found] # noqa: TID251
 
             level = str(self.config.engine_args.get("log_level", "error")).upper()
             logging.getLogger("sglang").setLevel(level)
@@ -400,10 +390,7 @@ class SglangEngine:
 
     def _set_environment(self) -> None:
         """Sets environment variables that SGLang reads, through SGLang's own API."""
-        from sglang.srt.environ import (  # type: ignore[import-not-found] # noqa: TID251
-            EnvStr,
-            envs,
-        )
+        from sglang.srt.environ import EnvStr, envs  # type: ignore[import-not-found] # noqa: TID251
 
         if self.config.role == "aggregated":
             return
@@ -477,9 +464,7 @@ class SglangEngine:
         self._check_alive()
 
     async def _build_engine_config(self, resolved: Mapping[str, Any]) -> EngineConfig:
-        from sglang.srt.configs.hybrid_arch import (  # type: ignore[import-not-found] # noqa: TID251
-            mambaish_config,
-        )
+        from sglang.srt.configs.hybrid_arch import mambaish_config  # type: ignore[import-not-found] # noqa: TID251
 
         config, model = self.config, self._engine.tokenizer_manager.model_config
         await self._read_loads()
@@ -516,9 +501,7 @@ class SglangEngine:
 
     async def _transfer_group(self, resolved: Mapping[str, Any]) -> str:
         """Returns a name that is equal for engines with interchangeable KV pages."""
-        from sglang.version import (  # type: ignore[import-not-found] # noqa: TID251
-            __version__,
-        )
+        from sglang.version import __version__  # type: ignore[import-not-found] # noqa: TID251
 
         checksum = await asyncio.to_thread(model_checksum, self.config.model_dir)
         dtype = str(self._engine.tokenizer_manager.model_config.dtype).removeprefix("torch.")
@@ -549,9 +532,7 @@ class SglangEngine:
 
     def _abort_requests(self) -> None:
         """Ends all requests by SGLang's handler of an abort from the scheduler."""
-        from sglang.srt.managers.io_struct import (  # type: ignore[import-not-found] # noqa: TID251
-            AbortReq,
-        )
+        from sglang.srt.managers.io_struct import AbortReq  # type: ignore[import-not-found] # noqa: TID251
 
         manager = self._engine.tokenizer_manager
         for rid in tuple(manager.rid_to_state):

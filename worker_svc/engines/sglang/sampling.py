@@ -208,8 +208,7 @@ def _check_prompt(request: PreprocessedRequest, properties: EngineProperties) ->
         raise InvalidRequest("token_ids must not be empty", "token_ids")
     if tokens >= properties.max_input_tokens:
         raise PromptTooLong(
-            f"prompt too long: {tokens}/{properties.max_input_tokens - 1} tokens",
-            field="token_ids",
+            f"prompt too long: {tokens}/{properties.max_input_tokens - 1} tokens", field="token_ids"
         )
     # SGLang does not check ids; an id out of range crashes its process.
     largest = int(request.token_ids.array.max())

@@ -60,8 +60,7 @@ def resolve_page_size(operator_arguments: Arguments, block_size: int) -> int:
     page = operator_arguments.get("page_size", block_size)
     if type(page) is not int or page < 1 or block_size % page:
         raise InvalidRequest(
-            f"page_size {page} does not divide the block size {block_size}",
-            "engine_args.page_size",
+            f"page_size {page} does not divide the block size {block_size}", "engine_args.page_size"
         )
     return page
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -328,6 +330,16 @@ def test_a_main_prints_help_or_all_problems_and_exits(capsys: pytest.CaptureFixt
     errors = capsys.readouterr().err
     assert "KVMESH_X" in errors
     assert "--slots: '0': input should be greater than 0" in errors
+
+
+def test_a_rejected_configuration_is_written_to_the_ready_pipe(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    read_end, write_end = os.pipe()
+    with pytest.raises(SystemExit):
+        read_config_or_exit(RouterConfig, "ROUTER", {}, ["--slots=0", "--ready-fd", f"{write_end}"])
+    with os.fdopen(read_end) as reader:
+        assert json.loads(reader.read()) == {"error": capsys.readouterr().err}
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.3", "::", "mesh-1.local"])

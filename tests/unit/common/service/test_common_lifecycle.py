@@ -381,6 +381,24 @@ async def test_the_ready_line_is_one_json_line_before_the_end_of_file() -> None:
     assert await running == 0
 
 
+@pytest.mark.parametrize(
+    ("failure", "line"),
+    [
+        (Unavailable("cannot reach Consul"), "cannot reach Consul"),
+        (ConfigError(["--a: bad", "--b: bad"]), "--a: bad; --b: bad"),
+        (KeyError("block"), "KeyError: 'block'"),
+    ],
+)
+async def test_the_ready_line_of_a_failed_start_is_its_error(failure: Exception, line: str) -> None:
+    async def fail(_: Lifecycle) -> None:
+        raise failure
+
+    read_end, write_end = os.pipe()
+    assert await run_app(FakeApp(start=fail), ready_fd=write_end) == 1
+    with os.fdopen(read_end) as reader:
+        assert json.loads(reader.read()) == {"error": line}
+
+
 async def test_a_closed_ready_pipe_is_only_logged() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -14,7 +14,8 @@ from common.registry.instances import Instance, Role, Service
 from common.runtime.config import ServiceConfig
 from kvmesh.types.v1 import load_pb2
 from meshctl.commands.status import EXIT_UNREACHABLE, Row, describe_token_problem, gather, status
-from meshctl.services import MeshOptions, build_service_specs
+from meshctl.options import UpOptions
+from meshctl.services import build_service_specs
 
 # Port 1 is nobody's.
 ADDRESS = "127.0.0.1:1"
@@ -68,7 +69,7 @@ def test_table_ids_are_decimal_and_absent_values_are_dashes() -> None:
 
 async def test_rows_have_the_order_of_the_table_of_up(tmp_path: Path) -> None:
     specs = build_service_specs(
-        MeshOptions(frontends=2, workers=11, prefill=2, decode=2, http_port=0)
+        UpOptions(frontends=2, workers=11, prefill=2, decode=2, http_port=0)
     )
     shown = [spec.name for spec in specs]
     services: dict[str, Service] = {"frontend": "frontend", "router": "router"}

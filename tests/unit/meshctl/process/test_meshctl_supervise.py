@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import InvalidRequest, Unavailable
 from meshctl.process.backoff import BackoffPolicy
-from meshctl.process.child import ReadyLine
+from meshctl.process.child import ReadyLine, StartFailed
 from meshctl.process.supervise import (
     BecameReady,
     Died,
@@ -56,10 +56,10 @@ class FakeProcess:
         self.pid = pid
         self.log = log
         self.obedient = obedient
-        self.line: asyncio.Future[ReadyLine | None] = asyncio.Future()
+        self.line: asyncio.Future[ReadyLine | StartFailed | None] = asyncio.Future()
         self.ended: asyncio.Future[int] = asyncio.Future()
 
-    async def ready(self) -> ReadyLine | None:
+    async def ready(self) -> ReadyLine | StartFailed | None:
         return await asyncio.shield(self.line)
 
     async def wait(self) -> int:
@@ -143,8 +143,8 @@ async def running(
 ) -> AsyncIterator[Supervisor]:
     supervisor = Supervisor(
         specs,
-        world,
-        world,
+        world.start,
+        world.deregister,
         namespace="ns",
         on_event=world.events.put_nowait,
         clock=asyncio.get_running_loop().time,
@@ -206,11 +206,17 @@ async def test_a_service_that_is_never_ready_stops_the_mesh() -> None:
 
 
 async def test_an_invalid_configuration_stops_the_mesh_without_a_restart() -> None:
-    world = World(born=lambda process: process.end(2))
+    def refuse(process: FakeProcess) -> None:
+        process.line.set_result(StartFailed("--x: must be y"))
+        process.end(2)
+
+    world = World(born=refuse)
     async with running(world, spec("a")) as supervisor:
         died = await world.told(Died)
         assert (died.status, died.restart_in_s) == (2, None)
-        assert await world.told(RestartsExhausted) == RestartsExhausted("a", 1, is_retryable=False)
+        assert died.start_error == "--x: must be y"
+        exhausted = RestartsExhausted("a", 1, is_retryable=False, start_error=died.start_error)
+        assert await world.told(RestartsExhausted) == exhausted
         await supervisor.wait_for_stop()
     assert world.log.entries == ["START a"]
     assert not supervisor.is_clean
@@ -333,8 +339,8 @@ async def test_no_process_outlives_a_cancelled_supervisor() -> None:
     world = World(born=well, obedient=False)
     supervisor = Supervisor(
         [spec("a")],
-        world,
-        world,
+        world.start,
+        world.deregister,
         namespace="ns",
         on_event=world.events.put_nowait,
         clock=asyncio.get_running_loop().time,

@@ -117,9 +117,7 @@ async def test_a_responsive_idle_engine_is_probed_repeatedly_without_a_report() 
 
 
 @pytest.mark.parametrize("mode", ["error", "lost", "silent", "broken"])
-async def test_a_failed_probe_is_reported_once_and_the_recovery_once(
-    mode: str,
-) -> None:
+async def test_a_failed_probe_is_reported_once_and_the_recovery_once(mode: str) -> None:
     engine = FakeEngine(mode)
     runner = Runner(engine)
     async with watched(runner) as (probe, reports):
@@ -207,9 +205,7 @@ async def test_steps_do_not_undo_a_failed_probe_but_output_does() -> None:
 @pytest.mark.parametrize(
     "end", [chunk.cancelled(), chunk.error("gone")], ids=["cancelled", "error"]
 )
-async def test_a_cancelled_or_failed_request_does_not_count_as_output(
-    end: LLMEngineOutput,
-) -> None:
+async def test_a_cancelled_or_failed_request_does_not_count_as_output(end: LLMEngineOutput) -> None:
     class Ending(FakeEngine):
         async def generate(
             self, request: PreprocessedRequest, ctx: GenerateContext
@@ -380,10 +376,7 @@ async def test_the_sim_responds_to_probes_in_every_role_without_caching(role: Ro
 
 @pytest.mark.slow
 async def test_a_frozen_sim_and_its_recovery_are_detected() -> None:
-    async with (
-        sim("aggregated") as engine,
-        watched(Runner(engine), timeout_s=0.5) as (probe, _),
-    ):
+    async with sim("aggregated") as engine, watched(Runner(engine), timeout_s=0.5) as (probe, _):
         engine.freeze()
         await until(lambda: not probe.is_alive, "the frozen engine is detected")
         engine.unfreeze()
