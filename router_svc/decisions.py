@@ -95,7 +95,7 @@ class Decisions:
         stopwatch = Stopwatch()
         decided: Decision | QueuedRequest
         try:
-            if session is not None and self._router.book.is_superseded(session):
+            if session is not None and self._router.load_tracker.is_superseded(session):
                 raise Conflict("a later session of this frontend has begun", reason="SUPERSEDED")
             query = query_from_proto(message)
             if message.token_ids:

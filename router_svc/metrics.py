@@ -159,7 +159,7 @@ class Metrics:
         )
 
     def _add_gauges(self, router: Router, clock: Callable[[], float]) -> None:
-        book, affinity = router.book, router.affinity
+        load_tracker, affinity = router.load_tracker, router.affinity
         gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
             ("queue_requests", "Requests in the admission queue.", lambda: len(router.queue)),
             (
@@ -167,21 +167,21 @@ class Metrics:
                 "Prompt tokens in the admission queue.",
                 lambda: router.queue.tokens,
             ),
-            ("bookings", "Bookings, including those of peers.", lambda: len(book)),
+            ("bookings", "Bookings, including those of peers.", lambda: len(load_tracker)),
             (
                 "expired_bookings",
                 "Bookings that expired without renewal, since the start.",
-                lambda: book.expired,
+                lambda: load_tracker.expired,
             ),
             (
                 "orphaned_bookings",
                 "Bookings without an owner after their session ended.",
-                lambda: book.orphan_count,
+                lambda: load_tracker.orphan_count,
             ),
             (
                 "stale_reports",
                 "Ranks with a load report that is too old to count.",
-                lambda: book.ranks.stale_report_count(clock()),
+                lambda: load_tracker.ranks.stale_report_count(clock()),
             ),
             ("workers", "Workers that serve a model.", lambda: router.fleet.worker_count),
             ("affinity_bindings", "Client sessions placed on a worker.", lambda: len(affinity)),

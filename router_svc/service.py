@@ -156,7 +156,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             late_decision = await asyncio.shield(late_result)
         except asyncio.CancelledError:
             if not self.decisions.withdraw(reply) and isinstance(late_result.result(), Decision):
-                self._router.book.free(reply.key)
+                self._router.load_tracker.free(reply.key)
             raise
         if isinstance(late_decision, MeshError):
             raise late_decision
@@ -209,7 +209,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.DumpResponse:
         model = request.model
         workers = candidates_to_proto(self._router.loads(model, self._clock()))
-        bookings = [b for b in self._router.book if model in ("", b.model)]
+        bookings = [b for b in self._router.load_tracker if model in ("", b.model)]
         return router_pb2.DumpResponse(
             router_id=self._router_id, bookings=map(booking_to_proto, bookings), workers=workers
         )
@@ -227,13 +227,15 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, frames: AsyncIterator[router_pb2.SessionRequest], outbox: _SessionOutbox
     ) -> None:
         """Read until the stream ends or violates the protocol; then its bookings are orphans."""
-        book = self._router.book
+        load_tracker = self._router.load_tracker
         session: int | None = None
         try:
             async for frame in frames:
                 if session is None:
                     frontend_id = _frontend_id_from_hello(frame)
-                    session = book.open_session(frontend_id, frame.hello.generation, self._clock())
+                    session = load_tracker.open_session(
+                        frontend_id, frame.hello.generation, self._clock()
+                    )
                     self._metrics.sessions.inc()
                     outbox.put_hello_ack()
                 elif frame.HasField("hello"):
@@ -246,7 +248,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         finally:
             if session is not None:
                 self.decisions.withdraw_session(session)
-                orphaned = book.end_session(session, self._clock())
+                orphaned = load_tracker.end_session(session, self._clock())
                 self._metrics.sessions.dec()
                 LOG.info("session_ended", frontend_id=frontend_id, orphaned=orphaned)
             outbox.close()
@@ -259,7 +261,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         outbox: _SessionOutbox,
     ) -> None:
         """Apply the parts of a frame in the order of the contract."""
-        book = self._router.book
+        load_tracker = self._router.load_tracker
         for wire_booking in frame.announced:
             booking = booking_from_proto(wire_booking, frontend_id, "announced")
             try:
@@ -275,18 +277,20 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         for results in self._replies(frame, frontend_id, session, outbox):
             await outbox.put(results)
         for message in frame.prefills_done:
-            if not book.mark_prefill_done(key_from_proto(message, frontend_id, "prefills_done")):
+            if not load_tracker.mark_prefill_done(
+                key_from_proto(message, frontend_id, "prefills_done")
+            ):
                 self._metrics.unclaimed("prefill_done")
         for output in frame.outputs:
             decay = output.decay_fraction if output.HasField("decay_fraction") else None
             key = key_from_proto(output.key, frontend_id, "outputs.key")
-            if not book.add_output_blocks(key, output.blocks, decay):
+            if not load_tracker.add_output_blocks(key, output.blocks, decay):
                 self._metrics.unclaimed("output")
         for message in frame.frees:
             key = key_from_proto(message, frontend_id, "frees")
             # A queued request has no booking, but peers may hold an orphan of the same key.
             was_queued = self.decisions.cancel_request(key)
-            if not book.free(key) and not was_queued:
+            if not load_tracker.free(key) and not was_queued:
                 self._metrics.unclaimed("free")
 
     def _replies(
@@ -341,7 +345,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         except Exception:
             LOG.exception("result_not_encodable", outcome=type(outcome).__name__)
             if key is not None:
-                self._router.book.free(key)
+                self._router.load_tracker.free(key)
             error = InternalError("the router's result cannot be encoded")
             return router_pb2.NewResult(id=number, error=error_to_proto(error))
 

@@ -119,9 +119,9 @@ def candidate_row(
     reason: str = "",
 ) -> CandidateRow:
     """The row of one candidate, from the view."""
-    at, now, book = candidate.placement, view.now, view.book
+    at, now, load_tracker = candidate.placement, view.now, view.load_tracker
     if load is None:
-        load = book.load(at, now)
-    age_s, index_status = book.ranks.report_age_s(at, now), index.index_status(at, now)
+        load = load_tracker.load(at, now)
+    age_s, index_status = load_tracker.ranks.report_age_s(at, now), index.index_status(at, now)
     fields = (at, load, cost, view.overlap(at), age_s, reason, view.leg, terms, index_status)
     return tuple.__new__(CandidateRow, fields)  # Half the time of the call that does the same.

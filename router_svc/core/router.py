@@ -58,7 +58,7 @@ AdmissionResult = tuple[QueuedRequest, Decision | MeshError | None]
 class Router:
     """The decisions of one router process. Times are seconds of one clock.
 
-    index: blocks that ranks hold, from KV events; choice: what else is used for that.
+    index: blocks that ranks hold, from KV events; index_settings: what else is used for that.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class Router:
         selector: WorkerSelector,
         *,
         index: Index | None = None,
-        choice: IndexSettings = EVENT_INDEX_SETTINGS,
+        index_settings: IndexSettings = EVENT_INDEX_SETTINGS,
         cost_settings: CostSettings = DEFAULT_COST_SETTINGS,
         policy: Policy = DEFAULT_POLICY,
-        book: LoadTracker | None = None,
+        load_tracker: LoadTracker | None = None,
         recent_max: int = RECENT_MAX,
         epoch_s: float | None = None,
     ) -> None:
         self.fleet = Fleet()
-        self.book = LoadTracker() if book is None else book
-        self.events = self.book.events
-        self.overlaps = Overlaps(NoIndex() if index is None else index, choice)
+        self.load_tracker = LoadTracker() if load_tracker is None else load_tracker
+        self.events = self.load_tracker.events
+        self.overlaps = Overlaps(NoIndex() if index is None else index, index_settings)
         self.selector = selector
         self.recent_prefill = RecentPrefill(cost_settings.recent_miss_half_life_s)
         self.affinity = SessionAffinity(
@@ -85,7 +85,9 @@ class Router:
         self.queue = AdmissionQueue(policy.queue)
         self._cost_settings = cost_settings
         self._policy = policy
-        self._planner = Planner(self.fleet, self.book, selector, policy, self.recent_prefill)
+        self._planner = Planner(
+            self.fleet, self.load_tracker, selector, policy, self.recent_prefill
+        )
         # Booked decisions by request id, oldest first, with the key of their attempt.
         self._recent: OrderedDict[str, tuple[BookingKey, Decision]] = OrderedDict()
         self._recent_max = recent_max
@@ -99,14 +101,14 @@ class Router:
         changes = self.fleet.update(snapshot, now)
         for instance in changes.left:
             if instance.service == "worker":
-                self.book.ranks.worker_left(instance.id)
+                self.load_tracker.ranks.worker_left(instance.id)
                 self.recent_prefill.forget(instance.id)
                 self.overlaps.forget(instance.id)
             elif instance.service == "frontend":
-                self.book.frontend_left(instance.id)
+                self.load_tracker.frontend_left(instance.id)
         for instance in changes.joined:
             if instance.service == "frontend":
-                self.book.frontend_joined(instance.id)
+                self.load_tracker.frontend_joined(instance.id)
         self.overlaps.update_workers(snapshot.of("worker"))
         self._planner.update_workers(snapshot.of("worker"), now)
         changed = (*changes.joined, *changes.left, *changes.changed)
@@ -117,7 +119,7 @@ class Router:
 
     def expire(self, now: float) -> None:
         """Free orphans past their deadline and drop idle sessions."""
-        self.book.expire(now)
+        self.load_tracker.expire(now)
         self.affinity.expire(now)
 
     def match(self, query: Query) -> Matches:
@@ -187,8 +189,8 @@ class Router:
 
         A booking that is new here also restores the record of its client session.
         """
-        was_booked = self.book.get(booking.key) is not None
-        is_new = self.book.reregister(booking, session, now)
+        was_booked = self.load_tracker.get(booking.key) is not None
+        is_new = self.load_tracker.reregister(booking, session, now)
         if not was_booked:
             self.affinity.booking_reregistered(booking, now)
         return is_new
@@ -230,7 +232,7 @@ class Router:
         self.expire(now)
         if not self.fleet.roles(query.model):
             raise self._planner.no_worker_error(query.model, now)
-        view = View(self.book, now, matches=self.overlaps.matches(query))
+        view = View(self.load_tracker, now, matches=self.overlaps.matches(query))
         cost_settings = self._settings_for(query)
         return {
             candidate.placement: self._potential_load(query, candidate, view, cost_settings)
@@ -240,7 +242,7 @@ class Router:
     def loads(self, model: str, now: float) -> Iterator[CandidateRow]:
         """Every rank with its estimated load, of one model or (\"\") of all."""
         self.expire(now)
-        view = View(self.book, now)
+        view = View(self.load_tracker, now)
         for candidate in self.fleet.all_candidates(model):
             yield candidate_row(candidate, view, self.overlaps)
 
@@ -340,7 +342,7 @@ class Router:
         revision = record.revision if record is not None and record.placement is not None else 0
         decision = make_decision(attempt, plan, self.overlaps, CONSIDERED_MAX, queued_s, revision)
         if key is not None:
-            self.book.book(booking_of(key, query, decision), session, now)
+            self.load_tracker.book(booking_of(key, query, decision), session, now)
             self._record_prefill_work(query, decision, plan, now)
             self.overlaps.record_placement(query, plan.prompt_leg.chosen.placement, now)
             if record is not None:
@@ -358,12 +360,12 @@ class Router:
         gets one with its workers and, if it is a pair, a fresh bootstrap room, since the frontend
         has received none for it.
         """
-        booking = self.book.get(key)
+        booking = self.load_tracker.get(key)
         if booking is None:
             return None
         legs = (booking.worker,) if booking.prefill is None else (booking.worker, booking.prefill)
         if not all(self.fleet.has(leg) for leg in legs):
-            self.book.free(key)
+            self.load_tracker.free(key)
             return None
         existing = self._recent.get(key.request_id)
         if existing is not None and existing[0] == key:
@@ -382,7 +384,7 @@ class Router:
                 session_revision=booking.session_revision,
             )
             self._store_recent(key, decision)
-        self.book.book(booking, session, now)
+        self.load_tracker.book(booking, session, now)
         return decision
 
     def _potential_load(

@@ -43,7 +43,7 @@ class View:
     cost_settings: those of this request and leg. recent_prefill: None: not counted.
     """
 
-    book: LoadTracker
+    load_tracker: LoadTracker
     now: float
     last: Placement | None = None
     matches: Matches = field(default_factory=lambda: NO_MATCHES)
@@ -53,7 +53,7 @@ class View:
 
     def load(self, placement: Placement) -> LoadTotals:
         """The estimated load of one rank."""
-        return self.book.ranks.load(placement, self.now)
+        return self.load_tracker.ranks.load(placement, self.now)
 
     def overlap(self, placement: Placement) -> int:
         """Leading blocks of the prompt that the rank holds on any tier."""
@@ -271,7 +271,7 @@ def score_candidates(query: Query, candidates: Sequence[Candidate], view: View) 
     Optimized for speed: it is most of a decision.
     """
     cost_settings, now, matches = view.cost_settings, view.now, view.matches
-    load_of = view.book.ranks.load
+    load_of = view.load_tracker.ranks.load
     placements = [c.placement for c in candidates]
     loads = [load_of(placement, now) for placement in placements]
     is_decode = view.leg == "decode"
