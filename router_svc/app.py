@@ -99,10 +99,9 @@ class RouterApp(ServiceApp[RouterConfig]):
             self.router.load_tracker.report(worker_id, dp_rank, load, now)
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
-        """Serves gRPC once the fleet and the bookings of all peers are known.
-
-        After STARTUP_TIMEOUT_S it serves anyway. A router without peers does not wait: frontends
-        register their bookings again.
+        """Serves gRPC once the fleet and the bookings of all peers are known, or after
+        STARTUP_TIMEOUT_S. A router without peers does not wait: frontends register their bookings
+        again.
         """
         config = self._config
         self._bind(lifecycle, [SERVICE_NAME])

@@ -14,12 +14,7 @@ from random import Random
 
 from common.errors import InternalError, MeshError, Overloaded
 from common.registry.instances import Snapshot, SnapshotDiff
-from router_svc.core.admission import (
-    AdmissionQueue,
-    ConstraintClass,
-    QueuedRequest,
-    constraint_class_of,
-)
+from router_svc.core.admission import AdmissionQueue, QueuedRequest, constraint_class_of
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, RecentPrefill
 from router_svc.core.decision import CONSIDERED_MAX, Decision, booking_of, make_decision
 from router_svc.core.explain import CandidateRow, LegPlan, candidate_row
@@ -56,9 +51,8 @@ AdmissionResult = tuple[QueuedRequest, Decision | MeshError | None]
 
 
 class Router:
-    """The decisions of one router process. Times are seconds of one clock.
-
-    index: blocks that ranks hold, from KV events; index_settings: what else is used for that.
+    """The decisions of one router process. Times are seconds of one clock. index: blocks that ranks
+    hold, from KV events; index_settings: what else is used.
     """
 
     def __init__(
@@ -136,12 +130,10 @@ class Router:
         session: int | None = None,
         matches: Matches | None = None,
     ) -> Decision:
-        """Place the query, and book it under `key` unless that is None.
-
-        The same key gets the same decision, unless one of its workers left. session: see
-        `LoadTracker.book`. matches: the result of `match`; None: matched here.
-
-        Raises InvalidRequest, UnknownModel, Unavailable or Overloaded; then nothing is booked.
+        """Place the query, and book it under `key` unless that is None; again the same for the same
+        key, unless one of its workers left. session: see `LoadTracker.book`. matches: of `match`;
+        None: made here. Raises InvalidRequest, UnknownModel, Unavailable or Overloaded; then
+        nothing is booked.
         """
         self.expire(now)
         if key is not None and (decision := self._renew_booking(key, session, now, rng)):
@@ -158,19 +150,16 @@ class Router:
         session: int | None = None,
         matches: Matches | None = None,
     ) -> Decision | QueuedRequest:
-        """Like `decide`, but queues the request, without a booking, if it has to wait.
-
-        `key` must not be queued. Raises what `decide` does, and Overloaded (QUEUE_FULL).
+        """Like `decide`, but queues the request, without a booking, if it has to wait. `key` must
+        not be queued. Raises what `decide` does, and Overloaded (QUEUE_FULL).
         """
         self.expire(now)
         if decision := self._renew_booking(key, session, now, rng):
             return decision
         attempt = self._attempt(query, now, rng, matches)
         plan = attempt.plan()
-        if not self.queue and not plan.is_blocked:
-            return self._place(attempt, plan, key, session)
         constraint_class = constraint_class_of(query, attempt.required_placements)
-        if not plan.is_blocked and not self.queue.must_wait(constraint_class):
+        if not (plan.is_blocked or (self.queue and self.queue.must_wait(constraint_class))):
             return self._place(attempt, plan, key, session)
         queued = self.queue.enqueue(
             query,
@@ -185,10 +174,7 @@ class Router:
         return queued
 
     def reregister(self, booking: Booking, session: int | None, now: float) -> bool:
-        """Register a booking that a frontend holds: see `LoadTracker.reregister`.
-
-        A booking that is new here also restores the record of its client session.
-        """
+        """See `LoadTracker.reregister`. A new booking also restores its session record."""
         was_booked = self.load_tracker.get(booking.key) is not None
         is_new = self.load_tracker.reregister(booking, session, now)
         if not was_booked:
@@ -196,11 +182,9 @@ class Router:
         return is_new
 
     def rescan(self, now: float, rng: Random) -> Iterator[AdmissionResult]:
-        """Try the heads of the dirty constraint classes until none is dirty.
-
-        A request with a decision or an error has left the queue. The caller may stop at any
-        result: the next rescan continues the round. Caches are matched again, since they may have
-        changed since the request was queued.
+        """Try the heads of the dirty constraint classes until none is dirty. A request with a
+        decision or an error has left the queue. The caller may stop at any result: the next rescan
+        continues the round. Caches are matched again, since they may have changed.
         """
         self.expire(now)
         while self._moved_sessions:
@@ -224,7 +208,6 @@ class Router:
 
     def potential_loads(self, query: Query, now: float) -> dict[Placement, LoadTotals]:
         """The load of each rank of the model as if the request ran there; filters do not apply.
-
         Prefill workers get the tokens, decode workers the blocks; also the tokens if there is no
         prefill worker. Raises InvalidRequest, UnknownModel, Unavailable.
         """
@@ -257,13 +240,11 @@ class Router:
             self._moved_sessions.add(session)
             self.queue.mark_model_dirty(session.model)
 
-    def _constraint_class(self, query: Query) -> ConstraintClass:
-        constraint = self.affinity.session_constraint(query, self.fleet.has)
-        return constraint_class_of(query, constraint.required_placements if constraint else ())
-
     def _reclassify(self, queued: QueuedRequest) -> bool:
         """Move the request to its present constraint class; whether that is another one."""
-        constraint_class = self._constraint_class(queued.query)
+        constraint = self.affinity.session_constraint(queued.query, self.fleet.has)
+        placements = constraint.required_placements if constraint else ()
+        constraint_class = constraint_class_of(queued.query, placements)
         if constraint_class == queued.constraint_class:
             return False
         self.queue.reclassify(queued, constraint_class)
@@ -354,11 +335,10 @@ class Router:
     def _renew_booking(
         self, key: BookingKey, session: int | None, now: float, rng: Random
     ) -> Decision | None:
-        """The decision of a booking under `key`, renewed for the session; None without one.
-
-        A booking on workers that left is freed. A re-registered booking has no decision here: it
-        gets one with its workers and, if it is a pair, a fresh bootstrap room, since the frontend
-        has received none for it.
+        """The decision of a booking under `key`, renewed for the session; None without one. A
+        booking on workers that left is freed. A re-registered booking gets a decision with its
+        workers and, for a pair, a fresh bootstrap room, since the frontend has received none for
+        it.
         """
         booking = self.load_tracker.get(key)
         if booking is None:
@@ -392,19 +372,13 @@ class Router:
     ) -> LoadTotals:
         load, role = view.load(at.placement), at.instance.role
         block_size = block_size_of(query, at.instance.block_size)
-        predicted_cached = predicted_cached_tokens(query, view.overlap(at.placement), block_size)
-        has_prefill_workers = bool(self.fleet.candidates(query.model, "prefill"))
-        tokens = (
-            0
-            if role == "decode" and has_prefill_workers
-            else bookable_prefill_tokens(query, predicted_cached, cost_settings)
-        )
-        blocks = (
-            0 if role == "prefill" else bookable_decode_blocks(query, block_size, cost_settings)
-        )
-        return LoadTotals(
-            load.prefill_tokens + tokens, load.decode_blocks + blocks, load.requests + 1
-        )
+        tokens, blocks, requests = load
+        if role != "decode" or not self.fleet.candidates(query.model, "prefill"):
+            cached = predicted_cached_tokens(query, view.overlap(at.placement), block_size)
+            tokens += bookable_prefill_tokens(query, cached, cost_settings)
+        if role != "prefill":
+            blocks += bookable_decode_blocks(query, block_size, cost_settings)
+        return LoadTotals(tokens, blocks, requests + 1)
 
     def _record_prefill_work(
         self, query: Query, decision: Decision, plan: ServingPlan, now: float
