@@ -107,7 +107,7 @@ def measure_hit_rate(queries: list[Query], blocks: int, cost_settings: Mapping[s
     router = Router(
         SELECTORS[config.selector](),
         index=caches,
-        choice=config.index_settings,
+        index_settings=config.index_settings,
         cost_settings=config.cost_settings,
     )
     workers = [
@@ -129,7 +129,7 @@ def measure_hit_rate(queries: list[Query], blocks: int, cost_settings: Mapping[s
         if len(in_flight) > CONCURRENCY:
             ended, at, computed = in_flight.popleft()
             caches.store(at, computed)
-            router.book.free(ended)
+            router.load_tracker.free(ended)
     return round(hits / sent, 3)
 
 

@@ -50,11 +50,7 @@ class IndexerApp(ServiceApp[IndexerConfig]):
         )
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
-        """Serves gRPC and follows the fleet.
-
-        The app registers at once, because publishers must find it. Health is SERVING after the
-        first publisher, or after FIRST_PUBLISHER_S.
-        """
+        """Registers and serves at once; SERVING after the first publisher, or FIRST_PUBLISHER_S."""
         self._bind(lifecycle, [SERVICE_NAME])
         indexer_pb2_grpc.add_IndexerServiceServicer_to_server(self._service, self._server)
         self._serve_metrics(self.metrics.registry, self._config.metrics_port)

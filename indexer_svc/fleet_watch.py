@@ -28,10 +28,7 @@ class FleetWatch:
         return self.snapshot.revision > 0 and self.worker(worker_id) is None
 
     def absent_since(self, worker_id: int) -> float | None:
-        """Return the time of the first query that found a worker absent; None if it is present.
-
-        Queried workers are kept until `forget`.
-        """
+        """Time of the first query since `forget` that found it absent; None if present."""
         if not self.is_absent(worker_id):
             self._absent_since.pop(worker_id, None)
             return None

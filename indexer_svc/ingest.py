@@ -48,10 +48,7 @@ class ReportedLoad(NamedTuple):
 
 
 class Ingest:
-    """Feed, histories, subscribers and publishers of one indexer.
-
-    stopwatch: clock that measures slices, in seconds.
-    """
+    """The feed and the streams of one indexer. stopwatch: measures slices, in seconds."""
 
     def __init__(
         self,

@@ -53,29 +53,29 @@ class RouterApp(ServiceApp[RouterConfig]):
         super().__init__("router", config, instance_id=instance_id, registry=registry)
         self._clock = clock
         rng = rng or Random()
-        book = LoadTracker(expiry_s=config.active_request_expiry_s)
-        choice = config.index_settings
+        load_tracker = LoadTracker(expiry_s=config.active_request_expiry_s)
+        index_settings = config.index_settings
         self.index = IndexReplica(
             lambda: self.router.fleet.indexers,
             self._report_load,
             subscribe=grpc_subscriptions(self._security),
-            loads_only=not choice.follows_events,
+            loads_only=not index_settings.follows_events,
             rng=rng,
             clock=clock,
         )
         self.router = Router(
             load_selector(config.selector),
             index=self.index,
-            choice=choice,
+            index_settings=index_settings,
             cost_settings=config.cost_settings,
             policy=config.policy,
-            book=book,
+            load_tracker=load_tracker,
             epoch_s=time.time() - clock(),
         )
         self.peers = PeerSync(
             self.instance_id,
             lambda: self.router.fleet.routers,
-            book,
+            load_tracker,
             self.router.affinity,
             open_sync=grpc_syncs(self._security),
             rng=rng,
@@ -96,13 +96,12 @@ class RouterApp(ServiceApp[RouterConfig]):
     def _report_load(self, worker_id: int, dp_rank: int, load: Load, now: float) -> None:
         """Stores a load that an indexer reports, unless the worker has left."""
         if self.router.fleet.has(Placement(worker_id, dp_rank)):
-            self.router.book.report(worker_id, dp_rank, load, now)
+            self.router.load_tracker.report(worker_id, dp_rank, load, now)
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
-        """Serves gRPC once the fleet and the bookings of all peers are known.
-
-        After STARTUP_TIMEOUT_S it serves anyway. A router without peers does not wait: frontends
-        register their bookings again.
+        """Serves gRPC once the fleet and the bookings of all peers are known, or after
+        STARTUP_TIMEOUT_S. A router without peers does not wait: frontends register their bookings
+        again.
         """
         config = self._config
         self._bind(lifecycle, [SERVICE_NAME])

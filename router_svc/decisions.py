@@ -86,16 +86,14 @@ class Decisions:
         traceparent: str,
         on_decision: OnDecision,
     ) -> Decision | QueuedRequest:
-        """The decision, booked under `key` unless that is None; or a queued request, for which
-        `on_decision` is called later. Without a key the request is neither booked nor queued.
-
-        A queued request with the same key gets Conflict (ASKED_AGAIN). Raises what `Router.admit`
-        does, and Conflict (SUPERSEDED).
+        """The decision, booked under `key` unless that is None (then neither booked nor queued); or
+        a queued request, for which `on_decision` is called later. A queued request with the same
+        key gets Conflict (ASKED_AGAIN). Raises what `Router.admit` does, and Conflict (SUPERSEDED).
         """
         stopwatch = Stopwatch()
         decided: Decision | QueuedRequest
         try:
-            if session is not None and self._router.book.is_superseded(session):
+            if session is not None and self._router.load_tracker.is_superseded(session):
                 raise Conflict("a later session of this frontend has begun", reason="SUPERSEDED")
             query = query_from_proto(message)
             if message.token_ids:
@@ -164,10 +162,9 @@ class Decisions:
         return pending is not None
 
     def serve_queue(self) -> None:
-        """Rescan the whole queue and reject overdue requests.
-
-        To be called periodically, for what happens by time alone: a load report expires, or a
-        request is overdue. Events schedule rescans by themselves.
+        """Rescan the whole queue and reject overdue requests; call it periodically, for what
+        happens by time alone: a load report expires, or a request is overdue. Events schedule
+        rescans themselves.
         """
         self._router.expire(self._clock())
         self._router.queue.mark_all_dirty()

@@ -21,10 +21,7 @@ class HasherCache:
     def prefix_hashes(
         self, token_ids: Sequence[int], *, model: str, block_size: int, lora_name: str = ""
     ) -> bytes:
-        """The prompt's prefix hashes, 8 B little endian per block.
-
-        Raises InvalidRequest if the block size is out of range.
-        """
+        """Prefix hashes, 8 B little endian each. Raises InvalidRequest for a bad block size."""
         if not 1 <= block_size <= BLOCK_SIZE_MAX:
             raise InvalidRequest(
                 f"query.block_size {block_size} is not in 1..{BLOCK_SIZE_MAX}", "query.block_size"

@@ -75,10 +75,9 @@ Subscribe = Callable[
 
 
 class IndexReplica:
-    """The replica, and the task that maintains it (`run`).
-
-    indexers: those in discovery now. report: receives loads. loads_only: subscribe to no KV events.
-    clock: seconds, the clock of decisions; stopwatch: seconds, measures slices.
+    """The replica, and the task that maintains it (`run`). indexers: those in discovery now.
+    report: receives loads. loads_only: no KV events. clock: seconds, the clock of decisions;
+    stopwatch: seconds, measures slices.
     """
 
     def __init__(
@@ -144,26 +143,19 @@ class IndexReplica:
             tasks.create_task(self._run_maintenance())
             last: int | None = None
             while True:
-                if (indexer := self._choose_indexer(last)) is not None:
+                if indexers := self._indexers():
+                    # Not the one that was just lost, if there is another.
+                    indexer = self._rng.choice([i for i in indexers if i.id != last] or indexers)
                     last = indexer.id
                     await self._follow_indexer(indexer)
                 await asyncio.sleep(REDIAL_S * (0.5 + self._rng.random()))
-
-    def _choose_indexer(self, last: int | None) -> Instance | None:
-        """A random indexer; not the one that was just lost, if there is another."""
-        indexers = self._indexers()
-        alternatives = [i for i in indexers if i.id != last]
-        return self._rng.choice(alternatives or indexers) if indexers else None
 
     async def _follow_indexer(self, indexer: Instance) -> None:
         resume = [source_state_to_proto(state) for state in self.feed.positions()]
         request = indexer_pb2.SubscribeRequest(resume=resume, loads_only=self._loads_only)
         reason = "indexer lost"
         try:
-            async with (
-                self._subscribe(indexer, request) as subscription,
-                TaskGroup() as tasks,
-            ):
+            async with self._subscribe(indexer, request) as subscription, TaskGroup() as tasks:
                 self._last_message_at = self._clock()
                 tasks.create_task(self._end_when_silent())
                 await self._read(subscription, indexer)
@@ -260,16 +252,12 @@ class IndexReplica:
     async def _end_when_silent(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            if (
-                self._clock() - self._last_message_at > SILENCE_TIMEOUT_S
-                and self._expects_messages()
-            ):
+            silent_s = self._clock() - self._last_message_at
+            if silent_s > SILENCE_TIMEOUT_S and self._expects_messages():
                 raise Unavailable(f"no message for {SILENCE_TIMEOUT_S:g} s")
 
     def _expects_messages(self) -> bool:
-        """Whether messages are due: the rest of the initial state, or load reports of workers that
-        the indexer reports as alive.
-        """
+        """Whether the rest of the initial state, or load reports of live workers are due."""
         if not self.is_caught_up:
             return True
         states = (self.feed.status(source).state for source in self.feed.sources())
@@ -308,9 +296,7 @@ class IndexReplica:
         for source in self.feed.sources():
             partition = self.feed.partition(source)
             partitions_by_key.setdefault(_partition_key(partition), {})[partition] = None
-        self._partitions = {
-            key: tuple(partition_set) for key, partition_set in partitions_by_key.items()
-        }
+        self._partitions = {key: tuple(found) for key, found in partitions_by_key.items()}
 
 
 def grpc_subscriptions(security: rpc.Security = rpc.PLAINTEXT) -> Subscribe:

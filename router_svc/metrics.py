@@ -33,12 +33,12 @@ QUEUE_LIMITS = ("requests", "tokens", OTHER)
 WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 DECISION_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.25)
 
+# Name, help text, function that returns the value.
+_Gauge = tuple[str, str, Callable[[], float]]
+
 
 class Metrics:
-    """The metrics of one router process, in a Prometheus registry of their own.
-
-    The gauges read the router at each scrape.
-    """
+    """The metrics of one router process, in their own registry. A scrape reads the gauges."""
 
     def __init__(
         self,
@@ -50,19 +50,19 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self._add_request_metrics(router.selector.name)
-        self._add_gauges(router, clock)
+        self._add_gauges(_router_gauges(router, clock))
+        indexes = {"guesses": router.overlaps.approximate, "predictions": router.overlaps.predicted}
+        self._add_labelled_gauge(
+            "guessed_blocks",
+            "Blocks derived from earlier decisions: guesses for workers without KV events, "
+            "predictions for workers with them.",
+            "kind",
+            {kind: partial(_block_count, entries) for kind, entries in indexes.items()},
+        )
         if index is not None:
             self._add_index_gauges(index)
         if replica is not None:
-            self._gauge(
-                "peers", "Peer routers that send their bookings.", lambda: len(replica.peers)
-            )
-            self._gauge("sync_resends", "Full syncs requested from peers.", lambda: replica.resends)
-            self._gauge(
-                "sync_refused",
-                "Entries of peers that were refused: invalid, or too many bookings.",
-                lambda: replica.refused,
-            )
+            self._add_gauges(_replica_gauges(replica))
 
     def record_queue_wait(self, seconds: float) -> None:
         """Record a request that left the queue, all outcomes."""
@@ -109,100 +109,27 @@ class Metrics:
             "Seconds to decide and book, without network and admission queue.",
             DECISION_BUCKETS_S,
         )
-        overhead = self._histogram(
-            "overhead_seconds",
-            "Decision seconds of placed requests by stage; total includes all stages.",
-            DECISION_BUCKETS_S,
-            "stage",
-        )
+        text = "Decision seconds of placed requests by stage; total includes all stages."
+        overhead = self._histogram("overhead_seconds", text, DECISION_BUCKETS_S, "stage")
         self._overhead = {stage: overhead.labels(stage) for stage in STAGES}
         self._wait_seconds = self._histogram(
             "queue_wait_seconds", "Seconds in the admission queue, all outcomes.", WAIT_BUCKETS_S
         )
         self._prompt_blocks = self._counter("prompt_blocks", "KV blocks of placed prompts.")
-        self._overlap_blocks = self._counter(
-            "overlap_blocks",
-            "KV blocks of placed prompts that the chosen worker held according to the index.",
-        )
-        self._fallbacks = self._counters(
-            "aggregated_fallbacks",
-            "Requests served aggregated despite prefill or decode workers, by reason.",
-            "reason",
-            FALLBACK_REASONS,
-        )
-        self._bypasses = self._counters(
-            "prefill_bypasses",
-            "Requests served aggregated although a pair was available, by reason.",
-            "reason",
-            BYPASS_REASONS,
-        )
-        self._affinity = self._counters(
-            "affinity",
-            "Placed requests with a session, by outcome for its placement.",
-            "outcome",
-            AFFINITY_OUTCOMES,
-        )
-        self._queue_full = self._counters(
-            "queue_full",
-            "Requests rejected because the admission queue was full, by limit reached.",
-            "limit",
-            QUEUE_LIMITS,
-        )
-        self._unclaimed = self._counters(
-            "unclaimed",
-            "Reports about bookings that the router does not own or could not add, by kind.",
-            "kind",
-            UNCLAIMED_KINDS,
-        )
+        text = "KV blocks of placed prompts that the chosen worker held according to the index."
+        self._overlap_blocks = self._counter("overlap_blocks", text)
+        text = "Requests served aggregated despite prefill or decode workers, by reason."
+        self._fallbacks = self._counters("aggregated_fallbacks", text, "reason", FALLBACK_REASONS)
+        text = "Requests served aggregated although a pair was available, by reason."
+        self._bypasses = self._counters("prefill_bypasses", text, "reason", BYPASS_REASONS)
+        text = "Placed requests with a session, by outcome for its placement."
+        self._affinity = self._counters("affinity", text, "outcome", AFFINITY_OUTCOMES)
+        text = "Requests rejected because the admission queue was full, by limit reached."
+        self._queue_full = self._counters("queue_full", text, "limit", QUEUE_LIMITS)
+        text = "Reports about bookings that the router does not own or could not add, by kind."
+        self._unclaimed = self._counters("unclaimed", text, "kind", UNCLAIMED_KINDS)
         self.sessions = Gauge(
             f"{PREFIX}_sessions", "Open sessions of frontends.", registry=self.registry
-        )
-
-    def _add_gauges(self, router: Router, clock: Callable[[], float]) -> None:
-        book, affinity = router.book, router.affinity
-        gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
-            ("queue_requests", "Requests in the admission queue.", lambda: len(router.queue)),
-            (
-                "queue_tokens",
-                "Prompt tokens in the admission queue.",
-                lambda: router.queue.tokens,
-            ),
-            ("bookings", "Bookings, including those of peers.", lambda: len(book)),
-            (
-                "expired_bookings",
-                "Bookings that expired without renewal, since the start.",
-                lambda: book.expired,
-            ),
-            (
-                "orphaned_bookings",
-                "Bookings without an owner after their session ended.",
-                lambda: book.orphan_count,
-            ),
-            (
-                "stale_reports",
-                "Ranks with a load report that is too old to count.",
-                lambda: book.ranks.stale_report_count(clock()),
-            ),
-            ("workers", "Workers that serve a model.", lambda: router.fleet.worker_count),
-            ("affinity_bindings", "Client sessions placed on a worker.", lambda: len(affinity)),
-            (
-                "affinity_evicted",
-                "Session records evicted for lack of capacity, since the start.",
-                lambda: affinity.evicted,
-            ),
-        )
-        for name, text, read in gauges:
-            self._gauge(name, text, read)
-        overlaps = router.overlaps
-        self._gauges(
-            "guessed_blocks",
-            "Blocks derived from earlier decisions: guesses for workers without KV events, "
-            "predictions for workers with them.",
-            "kind",
-            {
-                "guesses": partial(_block_count, overlaps.approximate),
-                "predictions": partial(_block_count, overlaps.predicted),
-            },
         )
 
     def _add_index_gauges(self, index: IndexReplica) -> None:
@@ -211,27 +138,26 @@ class Metrics:
         def count(state: str) -> int:
             return sum(feed.status(source).state == state for source in feed.sources())
 
-        self._gauge(
-            "index_connected",
-            "1 if an indexer is followed, else 0.",
-            lambda: index.indexer_id is not None,
+        blocks_text = "Blocks in the index; a block on n ranks counts n times."
+        connected_text = "1 if an indexer is followed, else 0."
+        self._add_gauges(
+            (
+                ("index_connected", connected_text, lambda: index.indexer_id is not None),
+                ("index_blocks", blocks_text, lambda: feed.blocks),
+            )
         )
-        self._gauge(
-            "index_blocks",
-            "Blocks in the index; a block on n ranks counts n times.",
-            lambda: feed.blocks,
-        )
-        self._gauges(
+        self._add_labelled_gauge(
             "index_sources",
             "Ranks in the index by state; blocks of gapped ranks are ignored.",
             "state",
             {state: partial(count, state) for state in SOURCE_STATES},
         )
 
-    def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        Gauge(f"{PREFIX}_{name}", text, registry=self.registry).set_function(read)
+    def _add_gauges(self, gauges: Iterable[_Gauge]) -> None:
+        for name, text, read in gauges:
+            Gauge(f"{PREFIX}_{name}", text, registry=self.registry).set_function(read)
 
-    def _gauges(
+    def _add_labelled_gauge(
         self, name: str, text: str, label: str, reads: Mapping[str, Callable[[], float]]
     ) -> None:
         gauge = Gauge(f"{PREFIX}_{name}", text, (label,), registry=self.registry)
@@ -253,3 +179,43 @@ class Metrics:
 
 def _block_count(index: ApproxIndex | None) -> int:
     return 0 if index is None else index.blocks
+
+
+def _router_gauges(router: Router, clock: Callable[[], float]) -> Iterable[_Gauge]:
+    queue, tracker, affinity = router.queue, router.load_tracker, router.affinity
+    return (
+        ("queue_requests", "Requests in the admission queue.", lambda: len(queue)),
+        ("queue_tokens", "Prompt tokens in the admission queue.", lambda: queue.tokens),
+        ("bookings", "Bookings, including those of peers.", lambda: len(tracker)),
+        (
+            "expired_bookings",
+            "Bookings that expired without renewal, since the start.",
+            lambda: tracker.expired,
+        ),
+        (
+            "orphaned_bookings",
+            "Bookings without an owner after their session ended.",
+            lambda: tracker.orphan_count,
+        ),
+        (
+            "stale_reports",
+            "Ranks with a load report that is too old to count.",
+            lambda: tracker.ranks.stale_report_count(clock()),
+        ),
+        ("workers", "Workers that serve a model.", lambda: router.fleet.worker_count),
+        ("affinity_bindings", "Client sessions placed on a worker.", lambda: len(affinity)),
+        (
+            "affinity_evicted",
+            "Session records evicted for lack of capacity, since the start.",
+            lambda: affinity.evicted,
+        ),
+    )
+
+
+def _replica_gauges(replica: Replica) -> Iterable[_Gauge]:
+    refused_text = "Entries of peers that were refused: invalid, or too many bookings."
+    return (
+        ("peers", "Peer routers that send their bookings.", lambda: len(replica.peers)),
+        ("sync_resends", "Full syncs requested from peers.", lambda: replica.resends),
+        ("sync_refused", refused_text, lambda: replica.refused),
+    )

@@ -38,18 +38,15 @@ T = TypeVar("T")
 
 def query_from_proto(message: router_pb2.Query) -> Query:
     """The query; token ids are counted, not hashed. Raises InvalidRequest with the field."""
-    total_tokens = message.total_tokens
-    token_count = len(message.token_ids)
-    if token_count:
-        if total_tokens not in (0, token_count):
-            raise InvalidRequest(
-                f"query.total_tokens is {total_tokens}, but query.token_ids has {token_count}",
-                "query.total_tokens",
-            )
-        total_tokens = token_count
+    total_tokens, token_count = message.total_tokens, len(message.token_ids)
+    if token_count and total_tokens not in (0, token_count):
+        raise InvalidRequest(
+            f"query.total_tokens is {total_tokens}, but query.token_ids has {token_count}",
+            "query.total_tokens",
+        )
     return Query(
         message.model,
-        total_tokens,
+        token_count or total_tokens,
         message.prefix_hashes,
         message.hash_scheme,
         message.block_size,
@@ -69,12 +66,7 @@ def query_from_proto(message: router_pb2.Query) -> Query:
 def key_from_proto(message: router_pb2.BookingKey, frontend_id: int, field: str) -> BookingKey:
     """The key of a booking of `frontend_id`. Raises InvalidRequest without a request id."""
     request_id = message.request_id
-    if not 0 < len(request_id) <= REQUEST_ID_CHARS_MAX:
-        raise InvalidRequest(
-            f"{field}.request_id must have 1 to {REQUEST_ID_CHARS_MAX} characters, "
-            f"not {len(request_id)}",
-            f"{field}.request_id",
-        )
+    _check_length(request_id, REQUEST_ID_CHARS_MAX, f"{field}.request_id")
     return BookingKey(frontend_id, request_id, message.attempt)
 
 
@@ -93,7 +85,7 @@ def booking_from_proto(message: router_pb2.Booking, frontend_id: int, field: str
     _check_number(message.prefill_tokens, 0, f"{field}.prefill_tokens")
     _check_number(message.decode_blocks, 0, f"{field}.decode_blocks")
     if message.session_id:
-        _check_session_id(message.session_id, field)
+        _check_length(message.session_id, SESSION_ID_CHARS_MAX, f"{field}.session_id")
         _check_number(message.session_revision, 1, f"{field}.session_revision")
     return Booking(
         key_from_proto(message.key, frontend_id, f"{field}.key"),
@@ -119,14 +111,11 @@ def peer_booking_from_proto(message: router_pb2.Booking, field: str) -> Booking:
 
 
 def frame_from_proto(message: router_pb2.SyncRequest) -> Frame:
-    """A frame of a peer. Malformed entries are left out and listed as errors.
-
-    Raises InvalidRequest if the frame itself is malformed.
-    """
+    """A frame of a peer, with its malformed entries in `refused`. Raises InvalidRequest."""
     if not message.sequence:
         raise InvalidRequest("sequence must be at least 1", "sequence")
     refused: list[InvalidRequest] = []
-    refused_session_records: list[InvalidRequest] = []
+    refused_records: list[InvalidRequest] = []
     return Frame(
         message.sequence,
         tuple(_parse_valid(peer_booking_from_proto, message.upserts, "upserts", refused)),
@@ -136,13 +125,11 @@ def frame_from_proto(message: router_pb2.SyncRequest) -> Frame:
         message.ends_all,
         tuple(SessionHello(hello.frontend_id, hello.generation) for hello in message.sessions),
         tuple(
-            _parse_valid(
-                session_record_from_proto, message.bindings, "bindings", refused_session_records
-            )
+            _parse_valid(session_record_from_proto, message.bindings, "bindings", refused_records)
         ),
         tuple(_parse_valid(_key_of, message.released, "released", refused)),
         tuple(refused),
-        tuple(refused_session_records),
+        tuple(refused_records),
     )
 
 
@@ -162,7 +149,7 @@ def session_record_from_proto(message: router_pb2.SessionBinding, field: str) ->
     """The record of a client session. Raises InvalidRequest, which names the field."""
     if not message.model:
         raise InvalidRequest(f"{field}.model is required", f"{field}.model")
-    _check_session_id(message.session_id, field)
+    _check_length(message.session_id, SESSION_ID_CHARS_MAX, f"{field}.session_id")
     _check_number(message.revision, 1, f"{field}.revision")
     session_placement = None
     if message.HasField("worker"):
@@ -180,9 +167,7 @@ def session_record_to_proto(update: SessionUpdate) -> router_pb2.SessionBinding:
     message = router_pb2.SessionBinding(
         **record.session._asdict(),
         revision=record.revision,
-        bound_by=router_pb2.BookingKey(
-            request_id=record.key.request_id, attempt=record.key.attempt
-        ),
+        bound_by=_key_to_proto(record.key),
         frontend_id=record.key.frontend_id,
         idle_ms=max(0, int(idle_s * 1000)),
     )
@@ -198,8 +183,8 @@ def frame_to_proto(frame: Frame, router_id: int) -> router_pb2.SyncRequest:
         router_id=router_id,
         sequence=frame.sequence,
         upserts=map(booking_to_proto, frame.upserts),
-        removals=map(_key_to_proto, frame.removals),
-        released=map(_key_to_proto, frame.released),
+        removals=map(_ended_to_proto, frame.removals),
+        released=map(_ended_to_proto, frame.released),
         digest=frame.digest,
         begins_all=frame.begins_all,
         ends_all=frame.ends_all,
@@ -209,10 +194,9 @@ def frame_to_proto(frame: Frame, router_id: int) -> router_pb2.SyncRequest:
 
 
 def booking_to_proto(booking: Booking) -> router_pb2.Booking:
-    key = booking.key
     return router_pb2.Booking(
-        key=router_pb2.BookingKey(request_id=key.request_id, attempt=key.attempt),
-        frontend_id=key.frontend_id,
+        key=_key_to_proto(booking.key),
+        frontend_id=booking.key.frontend_id,
         model=booking.model,
         worker=placement_to_proto(booking.worker),
         prefill=None if booking.prefill is None else placement_to_proto(booking.prefill),
@@ -275,13 +259,10 @@ def _parse_valid(
             refused.append(error)
 
 
-def _check_session_id(session_id: str, field: str) -> None:
-    if not 0 < len(session_id) <= SESSION_ID_CHARS_MAX:
-        raise InvalidRequest(
-            f"{field}.session_id must have 1 to {SESSION_ID_CHARS_MAX} characters, "
-            f"not {len(session_id)}",
-            f"{field}.session_id",
-        )
+def _check_length(text: str, chars_max: int, field: str) -> None:
+    if not 0 < len(text) <= chars_max:
+        error = f"{field} must have 1 to {chars_max} characters, not {len(text)}"
+        raise InvalidRequest(error, field)
 
 
 def _check_number(number: int, least: int, field: str) -> None:
@@ -293,11 +274,12 @@ def _key_of(message: router_pb2.Booking, field: str) -> BookingKey:
     return key_from_proto(message.key, message.frontend_id, f"{field}.key")
 
 
-def _key_to_proto(key: BookingKey) -> router_pb2.Booking:
-    return router_pb2.Booking(
-        key=router_pb2.BookingKey(request_id=key.request_id, attempt=key.attempt),
-        frontend_id=key.frontend_id,
-    )
+def _key_to_proto(key: BookingKey) -> router_pb2.BookingKey:
+    return router_pb2.BookingKey(request_id=key.request_id, attempt=key.attempt)
+
+
+def _ended_to_proto(key: BookingKey) -> router_pb2.Booking:
+    return router_pb2.Booking(key=_key_to_proto(key), frontend_id=key.frontend_id)
 
 
 def _placement(message: router_pb2.Placement) -> Placement:

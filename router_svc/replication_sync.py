@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 from random import Random
 from typing import Protocol
 
@@ -64,10 +65,9 @@ OpenSync = Callable[[Instance], AbstractAsyncContextManager[Stream]]
 
 
 class PeerSync:
-    """One router's streams with its peers.
-
-    routers: those in discovery, perhaps with this one. open_sync: how to reach one; by default over
-    gRPC. caught_up: set once every peer that was present when `run` began has sent its snapshot.
+    """One router's streams with its peers. routers: those in discovery, perhaps with this one.
+    open_sync: by default over gRPC. caught_up: set once every peer present when `run` began has
+    sent its snapshot.
     """
 
     def __init__(
@@ -192,17 +192,13 @@ class PeerSync:
         self, frames: AsyncIterator[router_pb2.SyncRequest], send_response: SendResponse
     ) -> None:
         """Serve a stream that a peer opened, until it ends. Raises MeshError, also on silence."""
+        response = partial(router_pb2.SyncResponse, router_id=self._router_id)
         for part in self.replica.snapshot():
-            bookings = map(booking_to_proto, part)
-            await send_response(
-                router_pb2.SyncResponse(router_id=self._router_id, snapshot=bookings)
-            )
+            await send_response(response(snapshot=map(booking_to_proto, part)))
         for session_records in self.replica.snapshot_session_records(self._clock()):
             records = map(session_record_to_proto, session_records)
-            await send_response(
-                router_pb2.SyncResponse(router_id=self._router_id, snapshot_bindings=records)
-            )
-        await send_response(router_pb2.SyncResponse(router_id=self._router_id, ends_snapshot=True))
+            await send_response(response(snapshot_bindings=records))
+        await send_response(response(ends_snapshot=True))
         inbound = _InboundStream(self.replica, self._router_id, send_response, self._clock)
         try:
             async with TaskGroup() as tasks:
@@ -260,9 +256,8 @@ class _InboundStream:
 
     def _identify_peer(self, peer_id: int) -> None:
         if peer_id in (0, self._router_id):
-            raise InvalidRequest(
-                f"router_id must be the id of the sender, not {peer_id}", "router_id"
-            )
+            error = f"router_id must be the id of the sender, not {peer_id}"
+            raise InvalidRequest(error, "router_id")
         self._peer_id, self._stream = peer_id, self._replica.stream_opened(peer_id)
         LOG.info("peer_joined", router_id=peer_id)
 
@@ -270,9 +265,8 @@ class _InboundStream:
         while True:
             await asyncio.sleep(TICK_S)
             if self._clock() - self._last_received_at > SILENCE_TIMEOUT_S:
-                raise Unavailable(
-                    f"no frame from the peer for {SILENCE_TIMEOUT_S:g} s", reason="SILENT"
-                )
+                error = f"no frame from the peer for {SILENCE_TIMEOUT_S:g} s"
+                raise Unavailable(error, reason="SILENT")
 
     def close_stream(self) -> None:
         if self._stream:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from itertools import islice, starmap
 from random import Random
 from typing import Any
@@ -64,10 +64,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RouterService(router_pb2_grpc.RouterServiceServicer):
-    """One router process. clock: the one that the core uses, in seconds.
-
-    track_output_blocks: whether frontends send output blocks.
-    """
+    """One router process. clock: the core's, seconds. track_output_blocks: frontends send them."""
 
     def __init__(
         self,
@@ -100,10 +97,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._outboxes: set[_SessionOutbox] = set()
 
     def end_sessions(self) -> None:
-        """Send pending results and close every session, so that frontends use another router.
-
-        The streams of peer routers end too. A session with queued requests ends with
-        ROUTER_DRAINING, so that its frontend routes them elsewhere.
+        """Send pending results and close every session and stream of a peer. A session with queued
+        requests ends with ROUTER_DRAINING, so that its frontend routes them elsewhere.
         """
         self.decisions.close()
         for outbox in self._outboxes:
@@ -115,13 +110,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[router_pb2.SessionRequest], context: Context
     ) -> None:
-        queue = self._router.queue.policy
-        hello_ack = router_pb2.SessionHelloAck(
-            router_id=self._router_id,
-            track_output_blocks=self._track_output_blocks,
-            queue_wait_ms=0 if queue.threshold is None else round(queue.wait_max_s * 1000),
-        )
-        outbox = _SessionOutbox(hello_ack)
+        outbox = _SessionOutbox()
         self._outboxes.add(outbox)
         try:
             async with TaskGroup() as tasks:
@@ -156,7 +145,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             late_decision = await asyncio.shield(late_result)
         except asyncio.CancelledError:
             if not self.decisions.withdraw(reply) and isinstance(late_result.result(), Decision):
-                self._router.book.free(reply.key)
+                self._router.load_tracker.free(reply.key)
             raise
         if isinstance(late_decision, MeshError):
             raise late_decision
@@ -209,7 +198,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.DumpResponse:
         model = request.model
         workers = candidates_to_proto(self._router.loads(model, self._clock()))
-        bookings = [b for b in self._router.book if model in ("", b.model)]
+        bookings = [b for b in self._router.load_tracker if model in ("", b.model)]
         return router_pb2.DumpResponse(
             router_id=self._router_id, bookings=map(booking_to_proto, bookings), workers=workers
         )
@@ -227,15 +216,17 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, frames: AsyncIterator[router_pb2.SessionRequest], outbox: _SessionOutbox
     ) -> None:
         """Read until the stream ends or violates the protocol; then its bookings are orphans."""
-        book = self._router.book
+        load_tracker = self._router.load_tracker
         session: int | None = None
         try:
             async for frame in frames:
                 if session is None:
                     frontend_id = _frontend_id_from_hello(frame)
-                    session = book.open_session(frontend_id, frame.hello.generation, self._clock())
+                    session = load_tracker.open_session(
+                        frontend_id, frame.hello.generation, self._clock()
+                    )
                     self._metrics.sessions.inc()
-                    outbox.put_hello_ack()
+                    outbox.put_hello_ack(self._hello_ack())
                 elif frame.HasField("hello"):
                     raise InvalidRequest("hello is for the first frame only", "hello")
                 elif not frame.ListFields():
@@ -246,10 +237,18 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         finally:
             if session is not None:
                 self.decisions.withdraw_session(session)
-                orphaned = book.end_session(session, self._clock())
+                orphaned = load_tracker.end_session(session, self._clock())
                 self._metrics.sessions.dec()
                 LOG.info("session_ended", frontend_id=frontend_id, orphaned=orphaned)
             outbox.close()
+
+    def _hello_ack(self) -> router_pb2.SessionHelloAck:
+        queue = self._router.queue.policy
+        return router_pb2.SessionHelloAck(
+            router_id=self._router_id,
+            track_output_blocks=self._track_output_blocks,
+            queue_wait_ms=0 if queue.threshold is None else round(queue.wait_max_s * 1000),
+        )
 
     async def _apply(
         self,
@@ -259,7 +258,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         outbox: _SessionOutbox,
     ) -> None:
         """Apply the parts of a frame in the order of the contract."""
-        book = self._router.book
+        load_tracker = self._router.load_tracker
         for wire_booking in frame.announced:
             booking = booking_from_proto(wire_booking, frontend_id, "announced")
             try:
@@ -272,35 +271,26 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     request_id=booking.key.request_id,
                     error=error.message,
                 )
-        for results in self._replies(frame, frontend_id, session, outbox):
-            await outbox.put(results)
+        news = iter(frame.news)
+        while part := list(islice(news, QUERIES_PER_SLICE)):
+            replies = (self._reply(new, frontend_id, session, outbox) for new in part)
+            await outbox.put([reply for reply in replies if reply is not None])
         for message in frame.prefills_done:
-            if not book.mark_prefill_done(key_from_proto(message, frontend_id, "prefills_done")):
+            if not load_tracker.mark_prefill_done(
+                key_from_proto(message, frontend_id, "prefills_done")
+            ):
                 self._metrics.unclaimed("prefill_done")
         for output in frame.outputs:
             decay = output.decay_fraction if output.HasField("decay_fraction") else None
             key = key_from_proto(output.key, frontend_id, "outputs.key")
-            if not book.add_output_blocks(key, output.blocks, decay):
+            if not load_tracker.add_output_blocks(key, output.blocks, decay):
                 self._metrics.unclaimed("output")
         for message in frame.frees:
             key = key_from_proto(message, frontend_id, "frees")
             # A queued request has no booking, but peers may hold an orphan of the same key.
             was_queued = self.decisions.cancel_request(key)
-            if not book.free(key) and not was_queued:
+            if not load_tracker.free(key) and not was_queued:
                 self._metrics.unclaimed("free")
-
-    def _replies(
-        self,
-        frame: router_pb2.SessionRequest,
-        frontend_id: int,
-        session: int,
-        outbox: _SessionOutbox,
-    ) -> Iterator[list[router_pb2.NewResult]]:
-        """The results of the News of a frame, in slices; those of queued requests follow later."""
-        news = iter(frame.news)
-        while part := list(islice(news, QUERIES_PER_SLICE)):
-            replies = (self._reply(new, frontend_id, session, outbox) for new in part)
-            yield [reply for reply in replies if reply is not None]
 
     def _reply(
         self, new: router_pb2.New, frontend_id: int, session: int, outbox: _SessionOutbox
@@ -330,9 +320,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     def _result(
         self, number: int, key: BookingKey | None, outcome: Decision | MeshError
     ) -> router_pb2.NewResult:
-        """The message. A result that cannot be encoded (a selector may be foreign code) becomes an
-        InternalError, without a booking.
-        """
+        """The message; an InternalError without a booking if foreign code made it not encodable."""
         try:
             if isinstance(outcome, MeshError):
                 return router_pb2.NewResult(id=number, error=error_to_proto(outcome))
@@ -341,7 +329,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         except Exception:
             LOG.exception("result_not_encodable", outcome=type(outcome).__name__)
             if key is not None:
-                self._router.book.free(key)
+                self._router.load_tracker.free(key)
             error = InternalError("the router's result cannot be encoded")
             return router_pb2.NewResult(id=number, error=error_to_proto(error))
 
@@ -349,8 +337,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
 class _SessionOutbox:
     """The send queue of one session. failure: the error that ends the session, if any."""
 
-    def __init__(self, hello_ack: router_pb2.SessionHelloAck) -> None:
-        self._hello_ack_message = hello_ack
+    def __init__(self) -> None:
         self._hello_ack: router_pb2.SessionHelloAck | None = None
         self._results: list[router_pb2.NewResult] = []
         self._heartbeat_due = False
@@ -359,8 +346,8 @@ class _SessionOutbox:
         self._frame_taken = asyncio.Event()
         self.failure: MeshError | None = None
 
-    def put_hello_ack(self) -> None:
-        self._hello_ack = self._hello_ack_message
+    def put_hello_ack(self, hello_ack: router_pb2.SessionHelloAck) -> None:
+        self._hello_ack = hello_ack
         self._has_items.set()
 
     def put_heartbeat(self) -> None:

@@ -74,8 +74,8 @@ class DecisionSpans:
             "isl_tokens": query.total_tokens,
             "selector": decision.selector,
             "reasons": decision.reasons,
+            "total_us": stopwatch.total_s() * 1e6,
         }
-        attributes["total_us"] = stopwatch.total_s() * 1e6
         for name, lap_s in zip(DURATION_ATTRIBUTES, stopwatch.laps_s(), strict=False):
             attributes[name] = lap_s * 1e6
         if decision.prefill is not None:

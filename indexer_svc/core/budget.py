@@ -47,11 +47,7 @@ class Budget:
         blocks: Mapping[Source, int],
         unindexed: Mapping[Source, int],
     ) -> BudgetActions:
-        """Return the next actions; call it on every tick.
-
-        blocks: retained blocks of each known source. unindexed: estimated blocks of each load-only
-        source.
-        """
+        """The next actions, each tick. blocks, unindexed: of known, of load-only sources."""
         self._load_only = {
             source: cost for source, cost in self._load_only.items() if source in unindexed
         }

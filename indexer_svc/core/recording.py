@@ -150,9 +150,8 @@ def _hash_text(hashes: Hashes) -> str:
 
 
 class RecordingReader:
-    """Decodes raw lines, each with its newline; iterate once. Raises BrokenRecording.
-
-    is_cut: the last line is incomplete. has_ended: the recording has its `end`.
+    """Decodes raw lines, each with its newline; iterate once. Raises BrokenRecording. is_cut: the
+    last line is incomplete. has_ended: the recording has its `end`.
     """
 
     def __init__(self, lines: Iterable[bytes]) -> None:
@@ -356,9 +355,8 @@ def play(feed: IndexFeed, entry: RecordingEntry, now: float) -> Iterator[None]:
 
 
 class SourcePositions:
-    """Positions of a replica of the recording: a recorder resumes from them.
-
-    A snapshot counts from its last chunk, with the batches received since its first.
+    """Positions of a replica of the recording, to resume from. A snapshot counts from its last
+    chunk, with the batches received since its first.
     """
 
     def __init__(self) -> None:

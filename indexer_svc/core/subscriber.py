@@ -52,9 +52,8 @@ ABSENT = SourceStatus("gone", "its worker is not registered")
 
 @dataclass(frozen=True, slots=True)
 class StatusUpdate:
-    """Status of a source; the first update about it.
-
-    at: (epoch, sequence) of the subscriber's copy at that point; zeros: not given.
+    """The first update of a source. at: (epoch, sequence) of the subscriber's copy; zeros: not
+    given.
     """
 
     source: Source
@@ -88,10 +87,9 @@ class _SnapshotRead:
 
 
 class Subscriber:
-    """One subscription. is_overflowed: more than `cap_bytes` were queued; it must resume.
-
-    resume: positions of the subscriber's copies. partition: None for all. is_absent: returns
-    whether a worker is not registered. loads_only: neither batches nor snapshots are sent.
+    """One subscription. is_overflowed: over `cap_bytes` were queued; it must resume. resume:
+    positions of the subscriber's copies. partition: None for all. is_absent: whether a worker is
+    not registered. loads_only: neither batches nor snapshots are sent.
     """
 
     def __init__(
@@ -196,10 +194,7 @@ class Subscriber:
             self._put(StatusUpdate(source, partition, SNAPSHOT_PENDING))
 
     def take(self, size: int = FRAME_BYTES) -> list[Outbound]:
-        """Return the next updates: about `size` bytes of the queue, then one snapshot chunk.
-
-        Must not run while a batch is being applied.
-        """
+        """About `size` bytes, then a snapshot chunk. Not while a batch is being applied."""
         outbound: list[Outbound] = []
         while (self._waiting or self._unreported) and size > 0:
             if not self._waiting:

@@ -71,10 +71,9 @@ class PlaybackConfig(ServiceConfig):
 
 @dataclass(slots=True)
 class PlaybackStats:
-    """Totals of a playback. is_cut: the last line is incomplete, as after a crash.
-
-    has_ended: the recording ended in order. blocks: in the index at the end; -1: unknown.
-    shrinks: requests of the indexer to withdraw blocks, which a playback ignores.
+    """Totals of a playback. is_cut: the last line is incomplete, as after a crash. has_ended: the
+    recording ended in order. blocks: in the index at the end; -1: unknown. shrinks: requests of the
+    indexer to withdraw blocks, which a playback ignores.
     """
 
     lines: int = 0

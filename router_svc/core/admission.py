@@ -34,8 +34,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from common.errors import Overloaded
@@ -51,10 +51,9 @@ RETRY_AFTER_S = 1.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
     """threshold: batches of prompt tokens above which a rank is prefill-busy; None: no queue.
-
-    tokens_max: prompt tokens of the queued requests; the one that crosses it is accepted.
-    wait_max_s: longest wait at this router, from the enqueue time. Time since arrival does not
-    count: it contains the run time of earlier attempts.
+    tokens_max: prompt tokens queued; the request that crosses it is accepted. wait_max_s: longest
+    wait at this router, from the enqueue time: time since arrival contains the run time of earlier
+    attempts.
     """
 
     threshold: float | None = None
@@ -68,10 +67,7 @@ NO_QUEUE = QueueSettings()
 
 
 class ConstraintClass(NamedTuple):
-    """All that decides which ranks are eligible for a query; equal classes have equal ranks.
-
-    placements: those that a hard session requires, else empty.
-    """
+    """What decides the ranks eligible for a query. placements: of a hard session."""
 
     model: str
     worker_id: int | None
@@ -134,13 +130,9 @@ class AdmissionQueue:
         session: int | None = None,
         cached_tokens: int = 0,
     ) -> QueuedRequest:
-        """Add a request at its position.
-
-        constraint_class: None for a query without a session. cached_tokens: the most prompt tokens
-        that an eligible rank has cached.
-
-        Raises Overloaded (QUEUE_FULL). Its metadata name the limit that is reached: limit_kind
-        (requests or tokens), current, limit.
+        """Add a request. constraint_class: None for a query without a session. cached_tokens: the
+        most prompt tokens that an eligible rank has cached. Raises Overloaded (QUEUE_FULL), with
+        the limit reached in its metadata: limit_kind (requests or tokens), current, limit.
         """
         assert key not in self._queued, "a queued key must be withdrawn first"
         self._check_limits(query.model)
@@ -181,12 +173,9 @@ class AdmissionQueue:
 
     def pop_overdue(self, now: float) -> list[QueuedRequest]:
         """Remove all requests that have waited for `wait_max_s`."""
-        overdue_requests = []
-        for queued in self._queued.values():
-            if now - queued.queued_at < self.policy.wait_max_s:
-                break
-            overdue_requests.append(queued)
-        return self._withdraw_all(overdue_requests)
+        wait_max_s = self.policy.wait_max_s
+        overdue = takewhile(lambda q: now - q.queued_at >= wait_max_s, self._queued.values())
+        return self._withdraw_all(list(overdue))
 
     def clear(self) -> list[QueuedRequest]:
         """Remove all requests."""
@@ -195,10 +184,8 @@ class AdmissionQueue:
     # Constraint classes.
 
     def must_wait(self, constraint_class: ConstraintClass) -> bool:
-        """Whether a new request has to queue although a rank has capacity.
-
-        It has if its class has a backlog, or if capacity was freed for queued requests of its
-        model that no rescan has offered them yet.
+        """Whether a new request has to queue although a rank has capacity: its class has a backlog,
+        or no rescan has offered freed capacity to the queued requests of its model yet.
         """
         model = constraint_class.model
         return (
@@ -267,10 +254,10 @@ class AdmissionQueue:
             del self._classes[queued.constraint_class]
             self._dirty_classes.discard(queued.constraint_class)
 
-    def _withdraw_all(self, queued: Sequence[QueuedRequest]) -> list[QueuedRequest]:
+    def _withdraw_all(self, queued: list[QueuedRequest]) -> list[QueuedRequest]:
         for one in queued:
             self.withdraw(one.key)
-        return list(queued)
+        return queued
 
     def _check_limits(self, model: str) -> None:
         limits = (
@@ -283,12 +270,8 @@ class AdmissionQueue:
                     RETRY_AFTER_S,
                     f"router queue full: {current}/{limit} {unit}; retry after {RETRY_AFTER_S:g} s",
                     reason="QUEUE_FULL",
-                    metadata={
-                        "model": model,
-                        "limit_kind": kind,
-                        "current": str(current),
-                        "limit": str(limit),
-                    },
+                    metadata={"model": model, "limit_kind": kind}
+                    | {"current": str(current), "limit": str(limit)},
                 )
 
 

@@ -33,9 +33,8 @@ _NEVER_TOUCHED = float("-inf")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApproxLimits:
     """ttl_s: seconds for which an entry counts. blocks_max: entries, a block on n ranks counting n
-    times. prune_target_ratio: the part of blocks_max that remains after pruning.
-
-    Defaults: NVIDIA Dynamo's. At most about 230 bytes per block (1M blocks: 225 MiB).
+    times. prune_target_ratio: the part of blocks_max that remains after pruning. Defaults: NVIDIA
+    Dynamo's. At most about 230 bytes per block (1M blocks: 225 MiB).
     """
 
     ttl_s: float = 120.0
@@ -76,10 +75,7 @@ class ApproxIndex:
         return len(self._touched_at)
 
     def match(self, query: Query) -> list[SourceMatch]:
-        """One row for each rank that holds the prompt's first block.
-
-        Entries expire by the latest time passed to `touch` or `expire`.
-        """
+        """One row per rank that has the first block, by the latest time of `touch` or `expire`."""
         entries_by_rank = self._by_partition.get(_partition_of(query))
         if not (entries_by_rank and query.prefix_hashes):
             return []
@@ -101,11 +97,8 @@ class ApproxIndex:
         self._now = now = max(self._now, now)
         hashes = hashes_from_bytes(query.prefix_hashes)[: self.limits.blocks_max]
         rank_entries = self._rank_entries(_partition_of(query), placement)
-        touched_at, base, count_before = (
-            self._touched_at,
-            rank_entries.number << 64,
-            len(self._touched_at),
-        )
+        touched_at, base = self._touched_at, rank_entries.number << 64
+        count_before = len(touched_at)
         for key in hashes[::-1].tolist():
             touched_at[base | key] = now
             touched_at.move_to_end(base | key)
@@ -127,10 +120,9 @@ class ApproxIndex:
 
     def forget(self, worker_id: int) -> None:
         """Drop a worker that left. The cost grows with the number of ranks, not blocks."""
-        for rank_entries in [
-            t for t in self._entries_by_number.values() if t.placement.worker_id == worker_id
-        ]:
-            self._drop_rank(rank_entries)
+        for rank_entries in list(self._entries_by_number.values()):
+            if rank_entries.placement.worker_id == worker_id:
+                self._drop_rank(rank_entries)
 
     def _depth(self, base: int, keys: memoryview, horizon: float, expected_depth: int) -> int:
         """The number of leading blocks held, by bisection that starts at the expected depth."""

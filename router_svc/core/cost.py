@@ -42,13 +42,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from common.errors import InvalidRequest, Unsupported
 from common.request.preprocessed import RouterConfigOverride
 from router_svc.core.types import Placement
 
-T = TypeVar("T")
 # Move the reference time before the powers of two reach the limits of a float.
 _REBASE_HALF_LIVES = 500.0
 
@@ -56,16 +55,14 @@ _REBASE_HALF_LIVES = 500.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSettings:
     """The settings of the cost; names and defaults as in NVIDIA Dynamo 1.6 where it has them.
-
-    overlap_score_credit: blocks of work that a block held on the device saves.
-    overlap_score_credit_decay: how fast that credit falls with queued prefill; 1 halves it for one
-    request's worth of it. prefill_load_scale: weight of the prefill term.
-    decode_active_request_weight: extra blocks per request; above 0, requests of unknown length
-    count. host_cache_hit_weight, disk_cache_hit_weight: credit of a block held there only, 0..1.
-    router_temperature: 0 takes the cheapest; above 0, a draw from the softmax of the costs.
-    assume_kv_reuse, recent_miss_weight, recent_miss_half_life_s: see the module.
-    track_prefill_tokens: bookings include the prompt tokens to be computed. track_active_blocks:
-    bookings include the blocks held.
+    overlap_score_credit: blocks of work that a block held on the device saves;
+    overlap_score_credit_decay: how fast it falls with queued prefill, 1 halves it for one request's
+    worth. prefill_load_scale: weight of the prefill term. decode_active_request_weight: extra
+    blocks per request; above 0, requests of unknown length count. host_cache_hit_weight,
+    disk_cache_hit_weight: credit of a block held there only, 0..1. router_temperature: 0 takes the
+    cheapest; above 0, a draw from the softmax of the costs. track_prefill_tokens,
+    track_active_blocks: bookings include prompt tokens to be computed, and blocks held. Others: see
+    the module.
     """
 
     overlap_score_credit: float = 1.0
@@ -82,10 +79,8 @@ class CostSettings:
     track_active_blocks: bool = True
 
     def with_override(self, override: RouterConfigOverride | None) -> CostSettings:
-        """The settings for one request.
-
-        Raises InvalidRequest for a field out of range, Unsupported for a shared_cache_multiplier
-        above 0: there is no shared cache.
+        """The settings for one request. Raises InvalidRequest for a field out of range, Unsupported
+        for a shared_cache_multiplier above 0: there is no shared cache.
         """
         if override is None:
             return self
@@ -104,16 +99,14 @@ class CostSettings:
                 )
             scale = legacy_scale
             credit = 0.0 if legacy_scale == 0 else credit
-        return replace(
-            self,
-            overlap_score_credit=_or_default(credit, self.overlap_score_credit),
-            prefill_load_scale=_or_default(scale, self.prefill_load_scale),
-            router_temperature=_or_default(override.router_temperature, self.router_temperature),
-            assume_kv_reuse=_or_default(override.assume_kv_reuse, self.assume_kv_reuse),
-            track_prefill_tokens=_or_default(
-                override.track_prefill_tokens, self.track_prefill_tokens
-            ),
-        )
+        overridden: dict[str, Any] = {
+            "overlap_score_credit": credit,
+            "prefill_load_scale": scale,
+            "router_temperature": override.router_temperature,
+            "assume_kv_reuse": override.assume_kv_reuse,
+            "track_prefill_tokens": override.track_prefill_tokens,
+        }
+        return replace(self, **{n: value for n, value in overridden.items() if value is not None})
 
     def reject_cost_overrides(self, override: RouterConfigOverride | None, selector: str) -> None:
         """Raise Unsupported for a field that only a selector with a cost can apply."""
@@ -126,9 +119,8 @@ class CostSettings:
         """Raise Unsupported for a field that uses overlap, if the router has no index."""
         for name in ("overlap_score_credit", "assume_kv_reuse"):
             if override is not None and getattr(override, name):
-                raise Unsupported(
-                    f"{_OVERRIDE_PATH}.{name}", f"this router has no cache index: {reason}"
-                )
+                reason = f"this router has no cache index: {reason}"
+                raise Unsupported(f"{_OVERRIDE_PATH}.{name}", reason)
 
     def for_decode_leg(self) -> CostSettings:
         """The settings for the decode leg of a pair: its cache comes from prefill."""
@@ -141,9 +133,8 @@ DEFAULT_COST_SETTINGS = CostSettings()
 
 
 class Terms(NamedTuple):
-    """The parts of a cost, in blocks; `total` is their sum times `taint_factor`.
-
-    overlap_credit is already part of `prefill` (on a decode leg: of `decode`) and not added.
+    """The parts of a cost, in blocks; `total` is their sum times `taint_factor`, without
+    overlap_credit, which `prefill` (on a decode leg: `decode`) contains.
     """
 
     prefill: float
@@ -159,14 +150,10 @@ class Terms(NamedTuple):
 
 
 class RecentPrefill:
-    """The recent prefill work of each rank: a decaying sum of blocks.
-
-    Every prompt placed on a rank adds the blocks that the rank did not hold. All sums halve in each
-    half-life, idle or not. They are stored undecayed and scaled when read: an addition at time t is
-    stored times 2^(t / half_life), and all are divided by 2^(now / half_life).
-
-    Times are seconds of one clock. Invariant: one entry per rank that was added to and not
-    forgotten.
+    """The recent prefill work of each rank: a sum of the blocks that prompts placed on it lacked,
+    which halves in each half-life, idle or not. Sums are stored undecayed: an addition at time t
+    times 2^(t / half_life), and divided by 2^(now / half_life) when read. Times are seconds of one
+    clock. Invariant: one entry per rank that was added to and not forgotten.
     """
 
     def __init__(self, half_life_s: float) -> None:
@@ -177,14 +164,11 @@ class RecentPrefill:
 
     def add(self, placement: Placement, blocks: float, now: float) -> None:
         """Count a placed prompt of which `blocks` must be computed."""
-        if (
-            self._reference_s is None
-            or now - self._reference_s > _REBASE_HALF_LIVES * self._half_life_s
-        ):
+        rebase_s = _REBASE_HALF_LIVES * self._half_life_s
+        if self._reference_s is None or now - self._reference_s > rebase_s:
             self._rebase(now)
-        self._scaled_blocks[placement] = self._scaled_blocks.get(
-            placement, 0.0
-        ) + blocks / self._decay_factor(now)
+        scaled = blocks / self._decay_factor(now)
+        self._scaled_blocks[placement] = self._scaled_blocks.get(placement, 0.0) + scaled
 
     def blocks_of(self, placements: Iterable[Placement], now: float) -> list[float]:
         """The decayed blocks of each rank, in the given order."""
@@ -216,9 +200,7 @@ class RecentPrefill:
 
 def draw_index(costs: Sequence[float], temperature: float, u: float) -> int:
     """A random index with probability proportional to exp(-x / temperature), x: the costs scaled to
-    0..1.
-
-    u: uniform in [0, 1). Equal costs: equal probability. temperature must be above 0.
+    0..1; equal for equal costs. u: uniform in [0, 1). temperature must be above 0.
     """
     cheapest_cost = min(costs)
     span = max(costs) - cheapest_cost
@@ -243,14 +225,9 @@ _COST_OVERRIDE_FIELDS = (
     "router_temperature",
     "assume_kv_reuse",
 )
-_NON_NEGATIVE_FIELDS = (
-    "overlap_score_credit",
-    "prefill_load_scale",
-    "overlap_score_weight",
-    "router_temperature",
-)
+# The numbers among them, and their limits.
 _OVERRIDE_LIMITS = MappingProxyType(
-    {**dict.fromkeys(_NON_NEGATIVE_FIELDS, math.inf), "shared_cache_multiplier": 1.0}
+    {**dict.fromkeys(_COST_OVERRIDE_FIELDS[:-1], math.inf), "shared_cache_multiplier": 1.0}
 )
 
 
@@ -258,11 +235,6 @@ def _check_override(override: RouterConfigOverride) -> None:
     for name, maximum in _OVERRIDE_LIMITS.items():
         value: float | None = getattr(override, name)
         if value is not None and not (math.isfinite(value) and 0 <= value <= maximum):
-            limit = (
-                "a finite number of 0 or more" if maximum == math.inf else f"within 0..{maximum:g}"
-            )
+            is_bounded = maximum != math.inf
+            limit = f"within 0..{maximum:g}" if is_bounded else "a finite number of 0 or more"
             raise InvalidRequest(f"{name} must be {limit}, not {value}", f"{_OVERRIDE_PATH}.{name}")
-
-
-def _or_default(value: T | None, default: T) -> T:
-    return default if value is None else value

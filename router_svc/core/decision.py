@@ -23,14 +23,12 @@ CONSIDERED_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A placement with its booked load. prefill: None if the request is not split.
-
-    bootstrap: None also if prefill completes before decode starts. overlap_blocks: blocks of the
-    prompt that the prefilling rank holds. prefill_tokens, decode_blocks: the booked load.
-    queued_s: seconds in the admission queue. made_at: `now` of the decision. fallback, bypass,
-    affinity: one of `placement.FALLBACK_REASONS`, `pairing.BYPASS_REASONS`,
-    `sessions.AFFINITY_OUTCOMES`, or empty. session_revision: of the session record, 0 without one.
-    considered: candidates per leg, cheapest first.
+    """A placement with its booked load. prefill: None if the request is not split. bootstrap: None
+    also if prefill completes before decode starts. overlap_blocks: blocks of the prompt that the
+    prefilling rank holds. prefill_tokens, decode_blocks: the booked load. made_at: `now` of the
+    decision. fallback, bypass, affinity: one of `placement.FALLBACK_REASONS`,
+    `pairing.BYPASS_REASONS`, `sessions.AFFINITY_OUTCOMES`, or empty. session_revision: of the
+    session record, 0 without one. considered: candidates per leg, cheapest first.
     """
 
     worker: Placement
@@ -59,9 +57,7 @@ def make_decision(
     queued_s: float | None = None,
     session_revision: int = 0,
 ) -> Decision:
-    """The decision of a plan. considered_max: rows per leg, None for all. queued_s: None if the
-    request was never queued.
-    """
+    """The decision of a plan. considered_max: rows per leg, None: all. queued_s: None: not so."""
     query, prefill, worker = attempt.query, plan.prefill, plan.worker.chosen
     at, selector = plan.prompt_leg.chosen, attempt.planner.selector.name
     overlap = plan.prompt_leg.view.overlap(at.placement)

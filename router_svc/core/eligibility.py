@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 from common.errors import InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
 from common.registry.instances import Instance
 from common.request.preprocessed import RoutingHints
-from router_svc.core.fleet import GONE_MODEL_TTL_S
+from router_svc.core.fleet import GONE_MODEL_TTL_S, drop_gone
 from router_svc.core.query import Query
 from router_svc.core.types import AffinityConstraint, Candidate, Leg, LoadTotals, Placement
 
@@ -48,12 +49,9 @@ class _CandidateFilter:
 
 
 def pinned_worker_id(routing: RoutingHints | None, leg: Leg = "whole") -> int | None:
-    """The worker that a request pins for a leg; None if it pins none.
-
-    For the whole request and the decode leg backend_instance_id or decode_worker_id counts; both
-    must agree. For the prefill leg prefill_worker_id counts.
-
-    Raises InvalidRequest if the two pins differ.
+    """The worker that a request pins for a leg; None if it pins none. On the prefill leg
+    prefill_worker_id counts, else backend_instance_id or decode_worker_id; InvalidRequest if these
+    differ.
     """
     if routing is None:
         return None
@@ -78,11 +76,8 @@ def eligible(
     has_capacity: Callable[[Candidate], bool] | None = None,
 ) -> tuple[Sequence[Candidate], list[Excluded]]:
     """The candidates that may serve the query's leg, and the excluded ones with reasons.
-
-    has_capacity: if given, the only preference; others are ignored.
-
-    Raises Unavailable or InvalidRequest, with the reason of the filter that no candidate passes
-    and the field of the request that sets it.
+    has_capacity: if given, the only preference. Raises Unavailable or InvalidRequest of the filter
+    that no candidate passes, with the field of the request that sets it.
     """
     if query.routing is None and not query.excluded_worker_ids:
         return candidates, []
@@ -96,11 +91,8 @@ def eligible(
                 continue
             raise candidate_filter.error_if_empty()
         if len(kept) < len(candidates):
-            excluded += [
-                Excluded(c, candidate_filter.reason)
-                for c in candidates
-                if not candidate_filter.accepts(c)
-            ]
+            rejected = (c for c in candidates if not candidate_filter.accepts(c))
+            excluded += [Excluded(c, candidate_filter.reason) for c in rejected]
         candidates = kept
     return candidates, excluded
 
@@ -131,9 +123,7 @@ def _candidate_filters(
         requirements += _hint_requirements(query.model, routing, leg)
         if routing.lora_name:
             adapter_filter = _adapter_filter(query.model, routing.lora_name, leg, residency)
-            (preferences if adapter_filter.error_if_empty is None else requirements).append(
-                adapter_filter
-            )
+            (requirements if residency == "required" else preferences).append(adapter_filter)
     if failed_worker_ids := query.excluded_worker_ids:
         requirements.append(
             _CandidateFilter(
@@ -155,35 +145,31 @@ def _candidate_filters(
 def _adapter_filter(
     model: str, lora_name: str, leg: Leg, residency: LoraResidency
 ) -> _CandidateFilter:
-    def error_if_empty() -> MeshError:
-        requirement = f"worker has the adapter {lora_name!r}"
-        return _no_worker_error(model, leg, "NO_ADAPTER_WORKER", requirement, "lora_name")
-
+    requirement = f"worker has the adapter {lora_name!r}"
+    error = partial(_no_worker_error, model, leg, "NO_ADAPTER_WORKER", requirement, "lora_name")
     return _CandidateFilter(
         lambda c: lora_name in c.instance.loras,
         "does not have the adapter",
-        error_if_empty if residency == "required" else None,
+        error if residency == "required" else None,
     )
 
 
 def _session_filter(model: str, constraint: AffinityConstraint, leg: Leg) -> _CandidateFilter:
     worker_id, rank = constraint.placement
-
-    def error_if_empty() -> MeshError:
-        requirement = f"other worker than {worker_id}, rank {rank}, may serve its session"
-        return _no_worker_error(
-            model, leg, "SESSION_WORKER_NOT_ELIGIBLE", requirement, "session_control.session_id"
-        )
-
+    requirement = f"other worker than {worker_id}, rank {rank}, may serve its session"
+    reason, field = "SESSION_WORKER_NOT_ELIGIBLE", "session_control.session_id"
     return _CandidateFilter(
         lambda c: c.placement == constraint.placement,
         "the session has another placement",
-        error_if_empty if constraint.is_hard else None,
+        partial(_no_worker_error, model, leg, reason, requirement, field)
+        if constraint.is_hard
+        else None,
     )
 
 
 def _hint_requirements(model: str, routing: RoutingHints, leg: Leg) -> list[_CandidateFilter]:
     requirements = []
+    no_worker = partial(_no_worker_error, model, leg)
     if (pin := pinned_worker_id(routing, leg)) is not None:
         field = _pin_field(routing, leg)
         requirement = f"worker is {pin}, as {field} requires"
@@ -191,7 +177,7 @@ def _hint_requirements(model: str, routing: RoutingHints, leg: Leg) -> list[_Can
             _CandidateFilter(
                 lambda c: c.placement.worker_id == pin,
                 "the request pins another worker",
-                lambda: _no_worker_error(model, leg, "PINNED_WORKER_GONE", requirement, field),
+                partial(no_worker, "PINNED_WORKER_GONE", requirement, field),
             )
         )
     rank_field = "prefill_dp_rank" if leg == "prefill" else "dp_rank"
@@ -209,30 +195,24 @@ def _hint_requirements(model: str, routing: RoutingHints, leg: Leg) -> list[_Can
             )
         )
     if (allowed := routing.allowed_worker_ids) is not None:
-        field_name = "allowed_worker_ids"
+        field = "allowed_worker_ids"
         requirements.append(
             _CandidateFilter(
                 lambda c: c.placement.worker_id in allowed,
                 "not in allowed_worker_ids",
-                lambda: _no_worker_error(
-                    model, leg, "NO_ALLOWED_WORKER", f"worker is in {field_name}", field_name
-                ),
+                partial(no_worker, "NO_ALLOWED_WORKER", f"worker is in {field}", field),
             )
         )
     constraints = routing.routing_constraints
     if constraints is not None and constraints.required_taints:
         taints = frozenset(constraints.required_taints)
+        requirement = f"worker has all of required_taints {sorted(taints)}"
+        field = "routing_constraints.required_taints"
         requirements.append(
             _CandidateFilter(
                 lambda c: taints <= c.instance.taints,
                 "lacks a required taint",
-                lambda: _no_worker_error(
-                    model,
-                    leg,
-                    "NO_TAINTED_WORKER",
-                    f"worker has all of required_taints {sorted(taints)}",
-                    "routing_constraints.required_taints",
-                ),
+                partial(no_worker, "NO_TAINTED_WORKER", requirement, field),
             )
         )
     return requirements
@@ -260,12 +240,9 @@ def _no_worker_error(
 
 
 class AdapterResidency:
-    """The adapters that the models' workers have, or had until recently.
-
-    An adapter that left with its last worker is unavailable (503) for GONE_MODEL_TTL_S, like a
-    model, then unknown (404): requests that it served look for another worker just then.
-
-    Invariant: an adapter is either resident or recently removed, never both.
+    """The adapters that the models' workers have, or had until recently, never both. An adapter
+    that left with its last worker is unavailable (503) for GONE_MODEL_TTL_S, like a model, then
+    unknown (404): requests that it served look for another worker just then.
     """
 
     def __init__(self) -> None:
@@ -282,18 +259,12 @@ class AdapterResidency:
             self._recently_removed[adapter_key] = now
         for adapter_key in resident & self._recently_removed.keys():
             del self._recently_removed[adapter_key]
-        for adapter_key in [
-            p for p, at in self._recently_removed.items() if now - at >= GONE_MODEL_TTL_S
-        ]:
-            del self._recently_removed[adapter_key]
-        while len(self._recently_removed) > RECENTLY_REMOVED_MAX:
-            del self._recently_removed[next(iter(self._recently_removed))]
+        drop_gone(self._recently_removed, now, RECENTLY_REMOVED_MAX)
         self._resident = resident
 
     def check(self, query: Query, now: float) -> None:
-        """Check that a worker of the model has the adapter that the query names, if any.
-
-        Raises Unavailable if one had it recently, else NotFound; both name the adapter.
+        """Raise Unavailable if a worker had the query's adapter recently and none has, else
+        NotFound.
         """
         adapter_name = query.routing.lora_name if query.routing is not None else None
         if not adapter_name or (query.model, adapter_name) in self._resident:
@@ -318,11 +289,10 @@ class AdapterResidency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusyLimits:
-    """Load above which a rank counts as busy; None: no limit.
-
-    active_decode_blocks: share of its KV blocks in use, 0..1, if it reports their number; not for
-    the prefill leg. active_prefill_tokens: prompt tokens to compute; active_prefill_tokens_frac:
-    the same in batches, if it reports its batch size; neither for the decode leg.
+    """Load above which a rank counts as busy; None: no limit. active_decode_blocks: share of its KV
+    blocks in use, 0..1, if it reports their number; not for the prefill leg. active_prefill_tokens:
+    prompt tokens to compute; active_prefill_tokens_frac: in batches, if it reports its batch size;
+    neither for the decode leg.
     """
 
     active_decode_blocks: float | None = None

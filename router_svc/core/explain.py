@@ -15,11 +15,10 @@ from router_svc.core.types import Candidate, Leg, LoadTotals, Placement
 
 
 class CandidateRow(NamedTuple):
-    """One row of an explanation. A tuple, because every decision makes some.
-
-    cost: in the selector's unit; None if the candidate was not scored or is excluded. terms: parts
-    of the cost, None if the selector reports none. report_age_s: seconds; None without a report.
-    excluded_reason: empty if the candidate was eligible.
+    """One row of an explanation. A tuple, because every decision makes some. cost: in the
+    selector's unit; None if not scored or excluded. terms: None if the selector reports none.
+    report_age_s: seconds; None without a report. excluded_reason: empty if the candidate was
+    eligible.
     """
 
     placement: Placement
@@ -55,18 +54,13 @@ class LegPlan:
 def explain(
     leg_plan: LegPlan, index: IndexStatusProvider, rows_max: int | None
 ) -> list[CandidateRow]:
-    """Rows of the scored candidates, cheapest first, then of the others, then of the excluded ones.
-
-    The chosen candidate comes first among those without a cost. rows_max: None for all; the chosen
-    candidate is always included.
+    """Rows of the scored candidates, cheapest first, then of the others, the chosen one first, then
+    of the excluded ones. rows_max: None for all; the chosen candidate is always included.
     """
     choice, view = leg_plan.choice, leg_plan.view
     candidate_costs = CandidateCosts.of(choice.scored)
-    candidates, costs, loads = (
-        candidate_costs.candidates,
-        candidate_costs.costs,
-        candidate_costs.loads,
-    )
+    candidates, costs = candidate_costs.candidates, candidate_costs.costs
+    loads = candidate_costs.loads
     shown_indexes: Sequence[int] = sorted(range(len(costs)), key=costs.__getitem__)
     if rows_max is not None and len(shown_indexes) >= rows_max:
         shown_indexes = _with_chosen(shown_indexes, candidates, leg_plan.chosen, rows_max)
@@ -119,9 +113,9 @@ def candidate_row(
     reason: str = "",
 ) -> CandidateRow:
     """The row of one candidate, from the view."""
-    at, now, book = candidate.placement, view.now, view.book
+    at, now, load_tracker = candidate.placement, view.now, view.load_tracker
     if load is None:
-        load = book.load(at, now)
-    age_s, index_status = book.ranks.report_age_s(at, now), index.index_status(at, now)
+        load = load_tracker.load(at, now)
+    age_s, index_status = load_tracker.ranks.report_age_s(at, now), index.index_status(at, now)
     fields = (at, load, cost, view.overlap(at), age_s, reason, view.leg, terms, index_status)
     return tuple.__new__(CandidateRow, fields)  # Half the time of the call that does the same.

@@ -8,6 +8,7 @@ a model (its metadata is not known yet) is no candidate.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 from common.registry.instances import Instance, Role, Snapshot, SnapshotDiff, diff_snapshots
 from router_svc.core.types import Candidate, Placement
@@ -17,6 +18,8 @@ from router_svc.core.types import Candidate, Placement
 GONE_MODEL_TTL_S = 60.0
 _GONE_MODELS_MAX = 1024
 
+KeyT = TypeVar("KeyT")
+
 
 class Fleet:
     """The instances of the newest snapshot; indexes those of workers by model and role."""
@@ -25,8 +28,7 @@ class Fleet:
         self.has_snapshot = False
         self._snapshot = Snapshot()
         self._candidates: dict[tuple[str, Role], tuple[Candidate, ...]] = {}
-        self._ranks_of: dict[int, tuple[Candidate, ...]] = {}
-        self._models: frozenset[str] = frozenset()
+        self.models: frozenset[str] = frozenset()  # Served now, in any role.
         # When models lost their last worker; oldest first.
         self._gone_models: dict[str, float] = {}
 
@@ -36,12 +38,10 @@ class Fleet:
         self._snapshot = snapshot
         self.has_snapshot = True
         candidates_by_role: dict[tuple[str, Role], list[Candidate]] = {}
-        self._ranks_of = {}
         for worker in snapshot.of("worker"):
             if worker.model:
-                worker_candidates = self._ranks_of[worker.id] = _candidates_of(worker)
                 candidates_by_role.setdefault((worker.model, worker.role), []).extend(
-                    worker_candidates
+                    Candidate(Placement(worker.id, rank), worker) for rank in _ranks(worker)
                 )
         self._candidates = {
             key: tuple(sorted(worker_candidates, key=lambda c: c.placement))
@@ -53,10 +53,6 @@ class Fleet:
     def candidates(self, model: str, role: Role) -> tuple[Candidate, ...]:
         """Every (worker, rank) of `role` that serves `model`, sorted by placement."""
         return self._candidates.get((model, role), ())
-
-    def ranks_of(self, worker_id: int) -> tuple[Candidate, ...]:
-        """Every rank of a worker that serves a model, in order; empty if there is none."""
-        return self._ranks_of.get(worker_id, ())
 
     def all_candidates(self, model: str = "") -> Iterator[Candidate]:
         """The candidates of every role, of one model or, for "", of all."""
@@ -75,7 +71,7 @@ class Fleet:
 
     def is_known_model(self, model: str, now: float) -> bool:
         """Whether `model` is served, or was until less than GONE_MODEL_TTL_S ago."""
-        if model in self._models:
+        if model in self.models:
             return True
         gone_at = self._gone_models.get(model)
         return gone_at is not None and now - gone_at < GONE_MODEL_TTL_S
@@ -101,11 +97,6 @@ class Fleet:
         return instance_id in self._snapshot.instances
 
     @property
-    def models(self) -> frozenset[str]:
-        """The models served now, in any role."""
-        return self._models
-
-    @property
     def indexers(self) -> tuple[Instance, ...]:
         """The indexers in discovery."""
         return self._snapshot.of("indexer")
@@ -126,22 +117,22 @@ class Fleet:
         return sum(1 for worker in self._snapshot.of("worker") if worker.model)
 
     def _track_gone_models(self, models: frozenset[str], now: float) -> None:
-        for model in self._models - models:
+        for model in self.models - models:
             self._gone_models[model] = now
         for model in models:
             self._gone_models.pop(model, None)
-        for model in [
-            m for m, gone_at in self._gone_models.items() if now - gone_at >= GONE_MODEL_TTL_S
-        ]:
-            del self._gone_models[model]
-        while len(self._gone_models) > _GONE_MODELS_MAX:
-            del self._gone_models[next(iter(self._gone_models))]
-        self._models = models
+        drop_gone(self._gone_models, now, _GONE_MODELS_MAX)
+        self.models = models
+
+
+def drop_gone(gone_at: dict[KeyT, float], now: float, count_max: int) -> None:
+    """Drop entries, oldest first, that left GONE_MODEL_TTL_S ago or exceed `count_max`."""
+    while gone_at:
+        oldest, at = next(iter(gone_at.items()))
+        if now - at < GONE_MODEL_TTL_S and len(gone_at) <= count_max:
+            return
+        del gone_at[oldest]
 
 
 def _ranks(worker: Instance) -> range:
     return range(worker.dp_rank_start, worker.dp_rank_start + worker.dp_size)
-
-
-def _candidates_of(worker: Instance) -> tuple[Candidate, ...]:
-    return tuple(Candidate(Placement(worker.id, rank), worker) for rank in _ranks(worker))

@@ -47,9 +47,8 @@ EXPIRY_SCAN_INTERVAL_S = 30.0
 
 @dataclass(slots=True)
 class _BookingEntry:
-    """A booking, owned by a session, orphaned, or (both None) held by a peer.
-
-    is_own: a session of this router owned it last, so that this router sends it to the peers.
+    """A booking, owned by a session, orphaned, or (both None) held by a peer. is_own: this router
+    sends it to the peers, because a session here owned it last.
     """
 
     booking: Booking
@@ -82,7 +81,7 @@ class LoadTracker:
         self._sessions = FrontendSessions()
         self._absent_frontends: set[int] = set()  # Gone from discovery, with a session still open.
         self._orphans: deque[tuple[float, BookingKey]] = deque()  # In order of deadline.
-        self._orphan_count = 0
+        self.orphan_count = 0  # Bookings without an owner.
         self._peer_bookings: dict[int, Container[BookingKey]] = {}
         self.events = RouterEvents() if events is None else events
 
@@ -98,11 +97,8 @@ class LoadTracker:
 
     def book(self, booking: Booking, session: int | None, now: float) -> bool:
         """Add a booking; False if its key exists, which assigns it to `session` and changes no
-        load.
-
-        session: the requesting one. None (a caller without a session) stands for the newest open
-        session of its frontend; if there is none, the booking starts as an orphan.
-        Raises Overloaded if the tracker is full.
+        load. session: the requesting one; None: the newest open session of its frontend, else the
+        booking starts as an orphan. Raises Overloaded if the tracker is full.
         """
         entry = self._entries.get(booking.key)
         if entry is not None:
@@ -112,9 +108,8 @@ class LoadTracker:
         return True
 
     def reregister(self, booking: Booking, session: int | None, now: float) -> bool:
-        """Take over a booking made at another router or by an earlier session.
-
-        The newest version wins; False if the existing one was as new. Raises Overloaded if full.
+        """Take over a booking of another router or an earlier session. The newest version wins;
+        False if the existing one was as new. Raises Overloaded if full.
         """
         entry = self._entries.get(booking.key)
         booking = self._with_session_generation(booking, session)
@@ -132,25 +127,22 @@ class LoadTracker:
         if entry is None or not entry.is_own:
             return False
         if not entry.prefill_done:
+            booking = entry.booking
             self._apply_load(entry, -1)
             entry.prefill_done = True
-            entry.booking = replace(
-                entry.booking, prefill_tokens=0, revision=entry.booking.revision + 1
-            )
+            entry.booking = replace(booking, prefill_tokens=0, revision=booking.revision + 1)
             self._apply_load(entry, +1)
-            self.ranks.discard_if_empty(entry.booking.prefill)
+            self.ranks.discard_if_empty(booking.prefill)
             self._notify_peers(entry)
-            self.events.capacity_freed(entry.booking.prefill or entry.booking.worker)
+            self.events.capacity_freed(booking.prefill or booking.worker)
         return True
 
     def add_output_blocks(
         self, key: BookingKey, blocks: int, decay_fraction: float | None = None
     ) -> bool:
-        """Add `blocks` of output; False if the key is not owned here.
-
-        decay_fraction: share of the expected output still to come, 0..1: the new weight of each
-        block of the booking. The weights of a rank are summed, then rounded. None keeps the weight.
-        Raises InvalidRequest for blocks < 1 or a fraction outside 0..1.
+        """Add `blocks` of output; False if the key is not owned here. decay_fraction: share of the
+        expected output still to come, 0..1: the new weight of each block of the booking; None keeps
+        it. Raises InvalidRequest for blocks < 1 or a fraction outside 0..1.
         """
         if blocks < 1:
             raise InvalidRequest(f"blocks must be at least 1, not {blocks}", "blocks")
@@ -198,11 +190,6 @@ class LoadTracker:
     def __len__(self) -> int:
         return len(self._entries)
 
-    @property
-    def orphan_count(self) -> int:
-        """Bookings without an owner."""
-        return self._orphan_count
-
     # Peers.
 
     def get_own(self, key: BookingKey) -> Booking | None:
@@ -212,10 +199,8 @@ class LoadTracker:
 
     def receive(self, booking: Booking, now: float) -> None:
         """Apply a booking that a peer owns: the newest version wins, and an orphan becomes the
-        peer's.
-
-        A booking that an open session here owns stays with it, unless the peer has a later session.
-        Raises Overloaded if the tracker is full.
+        peer's. An open session here keeps its booking, unless the peer has a later one. Raises
+        Overloaded if full.
         """
         entry = self._entries.get(booking.key)
         if entry is None:
@@ -228,10 +213,7 @@ class LoadTracker:
             self._hand_over_to_peer(entry)
 
     def add_expected(self, booking: Booking, now: float) -> None:
-        """Add a booking of a peer's snapshot: an orphan, until the peer sends it as its own.
-
-        Raises Overloaded if the tracker is full.
-        """
+        """Add one of a peer's snapshot: an orphan until the peer sends it. Raises Overloaded."""
         if booking.key not in self._entries:
             entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
             self._orphan_or_hand_over(entry, now)
@@ -258,20 +240,16 @@ class LoadTracker:
     # Owners.
 
     def open_session(self, frontend_id: int, generation: int = 0, now: float = 0.0) -> int:
-        """Register a connected frontend; returns the number of its session, never used again.
-
-        generation: the frontend's count of its sessions at all routers; earlier ones are
-        superseded. 0: not sent, and `now` has no effect.
+        """Register a connected frontend; the number of its session, never used again. generation:
+        the frontend's count of its sessions at all routers; earlier ones are superseded. 0: not
+        sent.
         """
         hello = SessionHello(frontend_id, generation)
         self.supersede_sessions(hello, now)
         return self._sessions.open(hello)
 
     def end_session(self, session: int, now: float) -> int:
-        """End a session and orphan its bookings; returns how many there were.
-
-        If discovery has lost the frontend already, they are freed instead.
-        """
+        """End a session; how many bookings it orphans, or frees if discovery lost the frontend."""
         frontend_id = self._sessions.close(session)
         count = self._release_session(session, frontend_id, now)
         if frontend_id in self._absent_frontends and not self._sessions.has_frontend(frontend_id):
@@ -285,7 +263,6 @@ class LoadTracker:
 
     def supersede_sessions(self, hello: SessionHello, now: float) -> None:
         """A frontend opened that session, here or at a peer: orphan what its earlier ones here own.
-
         This router may notice their end much later: a cut link sends no goodbye.
         """
         for session in self._sessions.supersede(hello):
@@ -297,19 +274,15 @@ class LoadTracker:
         return self._sessions.is_superseded(session)
 
     def frontend_left(self, frontend_id: int) -> int:
-        """Discovery lost a frontend: free its orphans; returns how many there were.
-
-        What an open session of it owns stays until that ends: the stream is more reliable evidence.
+        """Discovery lost a frontend: free its orphans; returns how many there were. Bookings of its
+        open sessions stay until those end: a stream is more reliable evidence.
         """
         if self._sessions.has_frontend(frontend_id):
             self._absent_frontends.add(frontend_id)
-        orphans = [
-            key
-            for key in self._keys_by_frontend.get(frontend_id, ())
-            if self._entries[key].orphan_deadline is not None
-        ]
-        for key in orphans:
-            self._drop_and_notify(self._entries[key])
+        entries = self._entries_of(frontend_id)
+        orphans = [entry for entry in entries if entry.orphan_deadline is not None]
+        for entry in orphans:
+            self._drop_and_notify(entry)
         return len(orphans)
 
     def frontend_joined(self, frontend_id: int) -> None:
@@ -317,15 +290,10 @@ class LoadTracker:
         self._absent_frontends.discard(frontend_id)
 
     def expire(self, now: float) -> int:
-        """Free overdue orphans and bookings that were not renewed; returns how many.
-
-        Call it before reading any load.
-        """
-        freed = (
-            self._expire_unrenewed(now)
-            if now >= self._last_expiry_scan_at + EXPIRY_SCAN_INTERVAL_S
-            else 0
-        )
+        """Free overdue orphans and unrenewed bookings; how many. Call it before reading loads."""
+        freed = 0
+        if now >= self._last_expiry_scan_at + EXPIRY_SCAN_INTERVAL_S:
+            freed = self._expire_unrenewed(now)
         while self._orphans and self._orphans[0][0] <= now:
             deadline, key = self._orphans.popleft()
             entry = self._entries.get(key)
@@ -376,7 +344,7 @@ class LoadTracker:
         self._record_report_counts(entry)
         self._entries[booking.key] = entry
         self._keys_by_frontend.setdefault(booking.key.frontend_id, set()).add(booking.key)
-        self._orphan_count += 1
+        self.orphan_count += 1
         self._apply_load(entry, +1)
         self.ranks.discard_if_empty(booking.prefill)
         if booking.session_id:
@@ -385,13 +353,12 @@ class LoadTracker:
 
     def _update_booking(self, entry: _BookingEntry, booking: Booking) -> None:
         """Replace a booking by a newer version, whichever router owns it."""
-        if replace(entry.booking, revision=booking.revision, generation=booking.generation) == (
-            booking
-        ):
+        old, revision, generation = entry.booking, booking.revision, booking.generation
+        if replace(old, revision=revision, generation=generation) == booking:
             entry.booking = booking
             return
         self._apply_load(entry, -1)
-        old, entry.booking = entry.booking, booking
+        entry.booking = booking
         entry.prefill_done = booking.prefill_tokens == 0
         self._record_report_counts(entry)
         self._apply_load(entry, +1)
@@ -410,7 +377,7 @@ class LoadTracker:
         del self._entries[key]
         self._apply_load(entry, -1)
         if entry.orphan_deadline is not None:
-            self._orphan_count -= 1
+            self.orphan_count -= 1
         frontend_keys = self._keys_by_frontend[key.frontend_id]
         frontend_keys.remove(key)
         if not frontend_keys:
@@ -440,9 +407,7 @@ class LoadTracker:
         return len(unrenewed)
 
     def _drop_and_notify(self, entry: _BookingEntry) -> None:
-        """For an end by time or discovery, which peers detect themselves for bookings not owned
-        here.
-        """
+        """For an end that peers notice themselves, except for bookings owned here."""
         self._drop(entry)
         self._notify_peers(entry)
 
@@ -452,9 +417,7 @@ class LoadTracker:
 
     def _assign_owner(self, entry: _BookingEntry, session: int | None, now: float) -> None:
         """Make `session`, or the frontend's newest one, the owner; without any, release the
-        booking.
-
-        A booking of a later session, here or at a peer, keeps its owner.
+        booking. One of a later session, here or at a peer, keeps its owner.
         """
         owner = self._sessions.newest(entry.booking.key.frontend_id) if session is None else session
         if owner is not None:
@@ -483,18 +446,17 @@ class LoadTracker:
     ) -> None:
         """An open session, or an orphan deadline, or (both None) a peer."""
         was_orphan, is_orphan = entry.orphan_deadline is not None, orphan_deadline is not None
-        self._orphan_count += is_orphan - was_orphan
+        self.orphan_count += is_orphan - was_orphan
         entry.session, entry.orphan_deadline = session, orphan_deadline
 
     def _release_session(self, session: int, frontend_id: int, now: float) -> int:
-        session_entries = [
-            entry
-            for key in self._keys_by_frontend.get(frontend_id, ())
-            if (entry := self._entries[key]).session == session
-        ]
-        for entry in session_entries:
+        entries = [entry for entry in self._entries_of(frontend_id) if entry.session == session]
+        for entry in entries:
             self._orphan_or_hand_over(entry, now)
-        return len(session_entries)
+        return len(entries)
+
+    def _entries_of(self, frontend_id: int) -> Iterator[_BookingEntry]:
+        return (self._entries[key] for key in self._keys_by_frontend.get(frontend_id, ()))
 
     def _hand_over_to_peer(self, entry: _BookingEntry) -> None:
         """To the peer that holds it: not owned here any more, no orphan."""
@@ -508,6 +470,4 @@ class LoadTracker:
 
     def _with_session_generation(self, booking: Booking, session: int | None) -> Booking:
         generation = 0 if session is None else self._sessions.generation(session)
-        return (
-            booking if booking.generation == generation else replace(booking, generation=generation)
-        )
+        return replace(booking, generation=generation)

@@ -19,7 +19,7 @@ that for content that token ids alone do not identify, if the engine's events ca
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
 from common.kv.prefix_index import SourceMatch
@@ -32,11 +32,9 @@ IndexKind = Literal["none", "approx", "events"]
 
 
 class IndexStatus(NamedTuple):
-    """How reliable an index is for one rank.
-
-    state: exact, gapped, stale, degraded (`common/kv/index_feed.py`), approx (from decisions), or
-    none: nothing is known of the rank. age_s: seconds since the last message about it; None: none
-    arrived.
+    """How reliable an index is for one rank. state: exact, gapped, stale, degraded
+    (`common/kv/index_feed.py`), approx (from decisions), or none: nothing is known. age_s: seconds
+    since the last message about it; None: none arrived.
     """
 
     state: str = "none"
@@ -77,10 +75,8 @@ class NoIndex:
 
 @dataclass(frozen=True, slots=True)
 class IndexSettings:
-    """The overlap sources of a router; made by `derive_index_settings`.
-
-    approximate: limits of the approximate entries, None for none; predicted: of predicted
-    ones. reason: text that explains the choice to operators.
+    """The overlap sources of a router, by `derive_index_settings`. approximate, predicted: limits
+    of such entries; None: none. reason: text for operators.
     """
 
     kind: IndexKind
@@ -116,11 +112,7 @@ def derive_index_settings(
         return IndexSettings("approx", limits, None, "kv_events is off")
     predicted = None
     if predicted_ttl_s > 0:
-        predicted = ApproxLimits(
-            ttl_s=predicted_ttl_s,
-            blocks_max=limits.blocks_max,
-            prune_target_ratio=limits.prune_target_ratio,
-        )
+        predicted = replace(limits, ttl_s=predicted_ttl_s)
     return IndexSettings("events", limits, predicted, "kv_events is on")
 
 
@@ -134,16 +126,13 @@ class Overlaps:
 
     def __init__(self, index: Index, settings: IndexSettings = EVENT_INDEX_SETTINGS) -> None:
         self.settings = settings
-        self.approximate = (
-            None if settings.approximate is None else ApproxIndex(settings.approximate)
-        )
-        self.predicted = None if settings.predicted is None else ApproxIndex(settings.predicted)
+        approximate, predicted = settings.approximate, settings.predicted
+        self.approximate = None if approximate is None else ApproxIndex(approximate)
+        self.predicted = None if predicted is None else ApproxIndex(predicted)
         self._index = index
         # The status of all other ranks if the index is not used.
-        follows_events = settings.kind == "events"
-        self._unused_status = (
-            None if follows_events else IndexStatus("none", f"no index: {settings.reason}")
-        )
+        unused_status = IndexStatus("none", f"no index: {settings.reason}")
+        self._unused_status = None if settings.follows_events else unused_status
         self._event_workers: frozenset[int] = frozenset()
         self._approximate_workers: frozenset[int] = frozenset()
 

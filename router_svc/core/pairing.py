@@ -33,8 +33,8 @@ BYPASS_REASONS = ("short_prompt", "prefill_busy")
 
 @dataclass(frozen=True, slots=True)
 class TransferDomain:
-    """The domain inside which KV travels. name: "" = anywhere. weight: None = it must stay inside;
-    else the weight, 0..1, by which workers inside are preferred, as of a preferred taint.
+    """Where KV travels. name: "": anywhere. weight: None: it must stay inside the domain; else the
+    weight, 0..1, of the preference for workers inside, as of a taint.
     """
 
     name: str = ""
@@ -52,9 +52,8 @@ class TransferDomain:
 
     def prefer_domain_of(self, prefill: Candidate, query: Query) -> Query:
         """The query of the decode leg: it prefers the domain of the selected prefill worker."""
-        if not (self.name and self.weight) or not (
-            domain_taints := self.taints_of(prefill.instance)
-        ):
+        domain_taints = self.taints_of(prefill.instance)
+        if not (self.name and self.weight and domain_taints):
             return query
         routing = RoutingHints() if query.routing is None else query.routing
         base_constraints = routing.routing_constraints or RoutingConstraints()
@@ -70,13 +69,12 @@ ANY_DOMAIN = TransferDomain()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bypass:
-    """When a request that could be split is served by one worker.
-
-    isl_bounding: if prefill there is short, in tokens (eff_isl_threshold) and as a share of the
-    prompt (eff_isl_ratio_threshold). prefill_load: if more tokens wait at the prefill worker of the
-    pair than prefill_busy_threshold times its batch, or if no prefill worker accepts the request
-    now, by the queue's threshold or a busy limit. isl_or_load: either. decode_busy_threshold: only
-    if the worker, with the request, holds at most this share of its KV blocks; None: no limit.
+    """When a request that could be split is served by one worker. isl_bounding: if prefill there is
+    short, in tokens (eff_isl_threshold) and as a share of the prompt (eff_isl_ratio_threshold).
+    prefill_load: if more tokens wait at the prefill worker of the pair than prefill_busy_threshold
+    times its batch, or if no prefill worker accepts the request now, by the queue's threshold or a
+    busy limit. isl_or_load: either. decode_busy_threshold: only if the worker, with the request,
+    holds at most this share of its KV blocks; None: no limit.
     """
 
     policy: BypassPolicy = "off"
@@ -86,9 +84,7 @@ class Bypass:
     decode_busy_threshold: float | None = None
 
     def cause(self, total_tokens: int, cached_tokens: int, prefill_is_busy: bool) -> str:
-        """One of BYPASS_REASONS, or empty. cached_tokens: on the worker that would serve it alone.
-        prefill_is_busy: see `is_busy`; also if no prefill worker accepts the request now.
-        """
+        """One of BYPASS_REASONS, or empty. cached_tokens: on the worker for it alone."""
         if self.policy in ISL_POLICIES and self.is_short(total_tokens, cached_tokens):
             return "short_prompt"
         return "prefill_busy" if self.policy in LOAD_POLICIES and prefill_is_busy else ""
@@ -122,9 +118,8 @@ NO_BYPASS = Bypass()
 
 
 def make_bootstrap_info(prefill: Candidate, rng: Random) -> BootstrapInfo | None:
-    """A fresh bootstrap room on the prefill worker; None if it advertises no bootstrap address.
-
-    Without one, prefill completes first, and its result travels to decode with the request.
+    """A fresh bootstrap room on the prefill worker; None if it advertises no bootstrap address:
+    prefill then completes first, and its result travels to decode with the request.
     """
     worker = prefill.instance
     if worker.bootstrap_host is None or worker.bootstrap_port is None:
@@ -135,40 +130,32 @@ def make_bootstrap_info(prefill: Candidate, rng: Random) -> BootstrapInfo | None
 
 
 def bootstrap_room(rng: Random, dp_size: int, dp_rank: int) -> int:
-    """A random bootstrap room in 0..2^63-1 with room mod dp_size == dp_rank.
-
-    dp_rank: from the worker's first rank. SGLang derives the rank from the room by this formula.
+    """A random room in 0..2^63-1 with room mod dp_size == dp_rank, counted from the worker's first
+    rank: SGLang derives the rank from the room so.
     """
     assert 0 <= dp_rank < dp_size, "a rank is one of the worker's"
-    quotient = rng.randrange(BOOTSTRAP_ROOM_MAX + 1) % (
-        (BOOTSTRAP_ROOM_MAX - dp_rank) // dp_size + 1
-    )
-    return quotient * dp_size + dp_rank
+    quotients = (BOOTSTRAP_ROOM_MAX - dp_rank) // dp_size + 1
+    return rng.randrange(BOOTSTRAP_ROOM_MAX + 1) % quotients * dp_size + dp_rank
 
 
 def pairable(
     prefill: Sequence[Candidate], decode: Sequence[Candidate], domain: TransferDomain = ANY_DOMAIN
 ) -> tuple[Sequence[Candidate], Sequence[Candidate]]:
-    """The candidates of each side that have a partner on the other; both may be empty.
-
-    KV pages travel only inside a transfer group (equal page size, dtype, layout and model) and, if
-    the domain is required, inside one value of it.
+    """The candidates of each side that have a partner on the other; both may be empty. KV pages
+    travel only inside a transfer group (equal page size, dtype, layout and model) and, if the
+    domain is required, inside one value of it.
     """
     if not domain.is_required:
-        shared_groups = {c.instance.transfer_group for c in prefill} & {
-            c.instance.transfer_group for c in decode
-        }
+        decode_groups = {c.instance.transfer_group for c in decode}
+        shared_groups = decode_groups & {c.instance.transfer_group for c in prefill}
         return (
             [c for c in prefill if c.instance.transfer_group in shared_groups],
             [c for c in decode if c.instance.transfer_group in shared_groups],
         )
-    prefill_points, decode_points = (
-        [(c, _transfer_points(c, domain)) for c in prefill],
-        [(c, _transfer_points(c, domain)) for c in decode],
-    )
-    shared_points = {p for _, at in prefill_points for p in at} & {
-        p for _, at in decode_points for p in at
-    }
+    prefill_points = [(c, _transfer_points(c, domain)) for c in prefill]
+    decode_points = [(c, _transfer_points(c, domain)) for c in decode]
+    shared_points = {p for _, at in decode_points for p in at}
+    shared_points &= {p for _, at in prefill_points for p in at}
     return (
         [c for c, at in prefill_points if not shared_points.isdisjoint(at)],
         [c for c, at in decode_points if not shared_points.isdisjoint(at)],

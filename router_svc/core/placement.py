@@ -80,16 +80,18 @@ SELECTOR_FAILED = "SELECTOR_FAILED"
 _BUSY_REASON = "busy: above a configured threshold"
 _GATED_REASON = "busy: too few free KV blocks for the bypass"
 
+# Errors of a serving mode that is closed.
+_NOT_PLANNED = (Unavailable, InvalidRequest, Overloaded)
+
 # Of one leg: the eligible candidates, and the excluded ones with reasons.
 _Eligibility = tuple[Sequence[Candidate], list[Excluded]]
 
 
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
-    """The selected ranks. prefill: None if the request is not split.
-
-    fallback: one of FALLBACK_REASONS; bypass: one of `pairing.BYPASS_REASONS`; or empty.
-    is_blocked: every rank that may compute the prompt is prefill-busy.
+    """The selected ranks. prefill: None if not split. fallback: one of FALLBACK_REASONS; bypass:
+    one of `pairing.BYPASS_REASONS`; or empty. is_blocked: every rank that may compute the prompt is
+    prefill-busy.
     """
 
     worker: LegPlan
@@ -137,15 +139,6 @@ class Planner:
             if leg_plan is not None:
                 self.last_placements[model, leg_plan.view.leg] = leg_plan.chosen.placement
 
-    def are_prefill_busy(self, candidates: Sequence[Candidate], now: float) -> bool:
-        """Whether each candidate is prefill-busy. False without an admission queue."""
-        threshold, tracker = self.policy.queue.threshold, self.tracker
-        if threshold is None:
-            return False
-        return all(
-            is_prefill_busy(c, tracker.load(c.placement, now), threshold) for c in candidates
-        )
-
     def no_worker_error(
         self, model: str, now: float, missing: str = "worker"
     ) -> UnknownModel | Unavailable:
@@ -163,11 +156,13 @@ class Planner:
         return _unavailable(model, reason, cause)
 
 
+_MakePlan = Callable[["PlacementAttempt"], ServingPlan]
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementAttempt:
     """Plans one query at one moment. session_constraint: None if the query names no session.
-
-    prefers_capacity: on legs that compute prompts, ranks with capacity are the only preference.
+    prefers_capacity: capacity is the only preference on legs that compute prompts.
     """
 
     planner: Planner
@@ -181,32 +176,26 @@ class PlacementAttempt:
 
     def plan(self) -> ServingPlan:
         """The plan of the first serving mode that is open and not full, else of the first open one.
-
         Raises, if no mode is open, the first Overloaded, else the first error.
         """
-        first_error: MeshError | None = None
+        errors: list[MeshError] = []
         full_plan: ServingPlan | None = None
         for plan in self._plans_by_mode():
             if isinstance(plan, MeshError):
-                takes_precedence = isinstance(plan, Overloaded) and not isinstance(
-                    first_error, Overloaded
-                )
-                first_error = plan if first_error is None or takes_precedence else first_error
+                errors.append(plan)
             elif not self._are_prefill_busy(plan.prompt_leg.kept):
                 return plan
             elif full_plan is None:
                 full_plan = plan
         if full_plan is not None:
             return replace(full_plan, is_blocked=True)
-        assert first_error is not None, "a mode is open or has an error"
-        raise first_error
+        raise next((error for error in errors if isinstance(error, Overloaded)), errors[0])
 
     @property
     def required_placements(self) -> tuple[Placement, ...]:
         """All placements that a hard session requires; empty: any."""
-        return (
-            () if self.session_constraint is None else self.session_constraint.required_placements
-        )
+        constraint = self.session_constraint
+        return () if constraint is None else constraint.required_placements
 
     def _affinity_constraint(self, leg: Leg) -> AffinityConstraint | None:
         """The session's constraint of the leg; None for a soft one that does not count here."""
@@ -221,7 +210,11 @@ class PlacementAttempt:
         return not self.prefers_capacity or leg == "decode"
 
     def _are_prefill_busy(self, candidates: Sequence[Candidate]) -> bool:
-        return self.planner.are_prefill_busy(candidates, self.now)
+        """Whether each candidate is prefill-busy. False without an admission queue."""
+        threshold, tracker = self.planner.policy.queue.threshold, self.planner.tracker
+        return threshold is not None and all(
+            is_prefill_busy(c, tracker.load(c.placement, self.now), threshold) for c in candidates
+        )
 
     def _has_capacity(self, candidate: Candidate) -> bool:
         return not self._are_prefill_busy((candidate,))
@@ -281,9 +274,7 @@ class PlacementAttempt:
 
         return self._plan_with_capacity(plan)
 
-    def _plan_with_capacity(
-        self, make_plan: Callable[[PlacementAttempt], ServingPlan]
-    ) -> ServingPlan | MeshError:
+    def _plan_with_capacity(self, make_plan: _MakePlan) -> ServingPlan | MeshError:
         """The plan with all preferences; if that is full, the one that prefers capacity."""
         plan = _try_plan(make_plan, self)
         if isinstance(plan, MeshError) or not self._has_preferences():
@@ -311,15 +302,11 @@ class PlacementAttempt:
         session_candidates = [c for c in aggregated if c.placement == constraint.placement]
         if not session_candidates or constraint.is_hard:
             return bool(session_candidates)
-        return self._can_serve(session_candidates) and not self._are_prefill_busy(
-            session_candidates
-        )
-
-    def _can_serve(self, candidates: Sequence[Candidate]) -> bool:
         try:
-            return bool(self._eligible_and_free(candidates, "whole")[0])
-        except (Unavailable, InvalidRequest, Overloaded):
+            self._eligible_and_free(session_candidates, "whole")
+        except _NOT_PLANNED:
             return False
+        return not self._are_prefill_busy(session_candidates)
 
     def _plan_pair(self, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> ServingPlan:
         """Prefill first; then decode in its transfer group and domain."""
@@ -335,10 +322,7 @@ class PlacementAttempt:
     def _pairable(
         self, prefill: Sequence[Candidate], decode: Sequence[Candidate]
     ) -> tuple[_Eligibility, _Eligibility]:
-        """Of each side the candidates that are free and have a free partner.
-
-        Raises Overloaded if partners exist, but none of them is free.
-        """
+        """The free candidates of each side with a free partner; Overloaded if all are busy."""
         free_prefill = self._without_busy(prefill, "prefill")
         free_decode = self._without_busy(decode, "decode")
         try:
@@ -379,10 +363,8 @@ class PlacementAttempt:
     def _plan_bypass(
         self, pair: ServingPlan | MeshError, unsplit_candidates: Sequence[Candidate]
     ) -> ServingPlan | None:
-        """A plan without the pair, if `Bypass` has a reason; else None.
-
-        Prefill workers that accept no more requests, or would queue them, count as busy at any
-        threshold of the bypass.
+        """A plan without the pair, if `Bypass` has a reason; else None. Prefill workers that accept
+        no more requests, or would queue them, count as busy at any threshold of the bypass.
         """
         query, bypass = self.query, self.planner.policy.bypass
         if bypass.policy == "off" or not unsplit_candidates or not query.total_tokens:
@@ -408,23 +390,17 @@ class PlacementAttempt:
         bypass = self.planner.policy.bypass
         if bypass.decode_busy_threshold is None:
             return candidates
-        return [
-            c
-            for c in candidates
-            if bypass.has_capacity(
-                self.planner.tracker.load(c.placement, self.now).decode_blocks,
-                bookable_decode_blocks(
-                    self.query, block_size_of(self.query, c.instance.block_size)
-                ),
-                c.instance.total_kv_blocks,
-            )
-        ]
+
+        def passes(at: Candidate) -> bool:
+            booked = self.planner.tracker.load(at.placement, self.now).decode_blocks
+            block_size = block_size_of(self.query, at.instance.block_size)
+            blocks = bookable_decode_blocks(self.query, block_size)
+            return bypass.has_capacity(booked, blocks, at.instance.total_kv_blocks)
+
+        return [c for c in candidates if passes(c)]
 
     def _eligible_and_free(self, candidates: Sequence[Candidate], leg: Leg) -> _Eligibility:
-        """The eligible candidates that are not busy, and the others with reasons.
-
-        Raises Overloaded if every eligible candidate is busy.
-        """
+        """The eligible, free candidates; the others with reasons. Overloaded if all are busy."""
         eligibility = self._filter(candidates, leg)
         free = self._without_busy(candidates, leg)
         if free is candidates:
@@ -485,9 +461,8 @@ class PlacementAttempt:
         """The error of a request that pins its prefill leg, for a model without pairs."""
         if not fallback:
             return Unsupported(f"query.routing.{pin_field}", "requests are not split here")
-        return self.planner.no_worker_error(
-            self.query.model, self.now, fallback.removeprefix("no_")
-        )
+        missing = fallback.removeprefix("no_")
+        return self.planner.no_worker_error(self.query.model, self.now, missing)
 
 
 def cached_tokens(query: Query, leg_plan: LegPlan) -> int:
@@ -497,12 +472,10 @@ def cached_tokens(query: Query, leg_plan: LegPlan) -> int:
     return predicted_cached_tokens(query, leg_plan.view.overlap(at.placement), block_size)
 
 
-def _try_plan(
-    make_plan: Callable[[PlacementAttempt], ServingPlan], attempt: PlacementAttempt
-) -> ServingPlan | MeshError:
+def _try_plan(make_plan: _MakePlan, attempt: PlacementAttempt) -> ServingPlan | MeshError:
     try:
         return make_plan(attempt)
-    except (Unavailable, InvalidRequest, Overloaded) as error:
+    except _NOT_PLANNED as error:
         return error
 
 
@@ -530,9 +503,8 @@ def _prefill_pin_field(query: Query) -> str:
 
 
 def _selector_error(selector: str, model: str, cause: str) -> InternalError:
-    """The error of a failed selector, which may be foreign code. Nothing is booked.
-
-    It is retryable: another router, or this one in another state, may succeed.
+    """The error of a failed selector, which may be foreign code. Nothing is booked. It is
+    retryable: another router, or this one in another state, may succeed.
     """
     metadata = {"selector": selector, "model": model}
     error = InternalError(

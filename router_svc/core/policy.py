@@ -14,10 +14,7 @@ SESSION_TTL_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """session_ttl_s: how long an idle session keeps its placement; 0: no sessions are kept.
-
-    domain: where KV may travel. bypass: when a request is not split although it could be.
-    """
+    """session_ttl_s: how long an idle session keeps its placement; 0: no sessions are kept."""
 
     session_ttl_s: float = SESSION_TTL_S
     session_mode: AffinityMode = "hard"

@@ -20,12 +20,10 @@ HASH_BYTES = 8
 @dataclass(frozen=True, slots=True)
 class Query:
     """One request to place; fields and defaults as in `kvmesh/router/v1/router.proto`.
-
-    total_tokens: of the whole prompt, 0 if it is not tokenized (pass-through kinds).
-    prefix_hashes: 8 bytes, little endian, per block of block_size tokens, by hash_scheme.
-    excluded_worker_ids: workers that failed this request before.
-    waited_s: since the request arrived at the frontend. strict_priority: level in the queue, 0 or
-    more; higher first.
+    total_tokens: of the whole prompt, 0 if it is not tokenized (pass-through kinds). prefix_hashes:
+    8 bytes, little endian, per block of block_size tokens, by hash_scheme. excluded_worker_ids:
+    workers that failed this request before. waited_s: since the request arrived at the frontend.
+    strict_priority: level in the queue, 0 or more; higher first.
     """
 
     model: str

@@ -16,7 +16,6 @@ REPORT_MAX_AGE_S = 0.5
 # Block weights are integers in units of 1 / 2^16 blocks, so that sums stay exact.
 _WEIGHT_BITS = 16
 _HALF_WEIGHT = 1 << (_WEIGHT_BITS - 1)
-_ZERO_LOAD = LoadTotals()
 
 
 def block_weight(blocks: int, decay: float) -> int:
@@ -47,10 +46,9 @@ class _LoadSums:
 
 @dataclass(slots=True)
 class _RankState:
-    """since_report: the sums of the bookings made since the last report, that is at the current
-    `report_count` (a counter, because a booking and a report may have the same `now`).
-    estimate: the cached result of `RankLoads.load`, valid until `estimated_until` or the next
-    change.
+    """since_report: sums of the bookings made at the current `report_count` (a counter: a booking
+    and a report may have the same `now`). estimate: the cached result of `RankLoads.load`, valid
+    until `estimated_until` or the next change.
     """
 
     booked: _LoadSums = field(default_factory=_LoadSums)
@@ -89,9 +87,8 @@ class RankLoads:
     def add(
         self, placement: Placement, report_count: int, tokens: int, weight: int, requests: int
     ) -> None:
-        """Add the load of a booking to a known rank, or subtract it if the values are negative.
-
-        report_count: that of the rank at the booking; weight: see `block_weight`.
+        """Add the load of a booking to a known rank; negative values subtract it. report_count:
+        that of the rank at the booking; weight: see `block_weight`.
         """
         rank = self._ranks[placement]
         rank.estimate = None
@@ -120,14 +117,13 @@ class RankLoads:
             self.discard_if_empty(placement)
 
     def load(self, placement: Placement, now: float) -> LoadTotals:
-        """The estimate, per field: max(last report + bookings newer than it, bookings).
-
-        A report contains waiting tokens, KV blocks in use, and requests running or waiting; one
-        older than REPORT_MAX_AGE_S counts as 0.
+        """The estimate, per field: max(last report + bookings newer than it, bookings). A report
+        has waiting tokens, KV blocks in use, requests running or waiting; one older than
+        REPORT_MAX_AGE_S counts as 0.
         """
         rank = self._ranks.get(placement)
         if rank is None:
-            return _ZERO_LOAD
+            return LoadTotals()
         estimate = rank.estimate
         if estimate is None or now > rank.estimated_until:
             estimate = rank.estimate = rank.compute_estimate(now)

@@ -48,15 +48,12 @@ BACKLOG_MAX = 65_536
 
 _EMPTY_DIGEST = 0x6B766D6573680001
 _FOUR_UINT64 = Struct("<QQQQ")
-_UINT64 = Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message to a peer; see `router.v1.SyncRequest`. digest: 0 for none.
-
-    refused: why entries were left out. refused_session_records: the same for `session_records`,
-    which no digest covers.
+    """One message to a peer; see `router.v1.SyncRequest`. digest: 0 for none. refused,
+    refused_session_records: why entries were left out; no digest covers the latter.
     """
 
     sequence: int
@@ -73,15 +70,13 @@ class Frame:
 
 
 def fingerprint(booking: Booking) -> int:
-    """64 bits of a booking's key, generation and revision, the same in every process.
-
-    Only one router changes a booking of one generation, so that these identify its state.
+    """64 bits of a booking's key, generation and revision, the same in every process. They identify
+    its state, since only one router changes a booking of one generation.
     """
     frontend_id, request_id, attempt = booking.key
     packed = _FOUR_UINT64.pack(frontend_id, attempt, booking.generation, booking.revision)
-    fingerprint: int
-    (fingerprint,) = _UINT64.unpack(blake2b(packed + request_id.encode(), digest_size=8).digest())
-    return fingerprint
+    digest = blake2b(packed + request_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 class Digest:
@@ -112,11 +107,9 @@ class Digest:
 
 @dataclass(slots=True)
 class _PeerState:
-    """The state that one peer reported on its stream.
-
-    round: number of full syncs that the peer began. has_full_sync: the peer completed one, on any
-    stream. is_partial: entries of this round were refused, so that digests differ and another full
-    sync does not help.
+    """The state that one peer reported on its stream. round: number of full syncs that the peer
+    began. has_full_sync: the peer completed one, on any stream. is_partial: entries of this round
+    were refused: digests differ, and another full sync does not help.
     """
 
     stream: int
@@ -202,8 +195,7 @@ class OutboundSync:
         released: list[BookingKey] = []
         for key in keys:
             was_ended = self._changed_bookings.pop(key)
-            booking = self._load_tracker.get_own(key)
-            if booking is not None:
+            if (booking := self._load_tracker.get_own(key)) is not None:
                 upserts.append(booking)
             elif was_ended or self._load_tracker.get(key) is None:
                 removals.append(key)
@@ -216,6 +208,9 @@ class OutboundSync:
             self._is_full_sync = False
         self._sequence += 1
         digest = self._take_digest(now)
+        changed_sessions = tuple(islice(self._changed_sessions, FRAME_ENTRIES_MAX))
+        for session in changed_sessions:
+            del self._changed_sessions[session]
         return Frame(
             self._sequence,
             tuple(upserts),
@@ -224,15 +219,9 @@ class OutboundSync:
             begins_all,
             ends_all,
             tuple(self._load_tracker.sessions()) if digest else (),
-            self._take_session_records(now),
+            self._affinity.updates(changed_sessions, now),
             tuple(released),
         )
-
-    def _take_session_records(self, now: float) -> tuple[SessionUpdate, ...]:
-        sessions = tuple(islice(self._changed_sessions, FRAME_ENTRIES_MAX))
-        for session in sessions:
-            del self._changed_sessions[session]
-        return self._affinity.updates(sessions, now)
 
     def _take_digest(self, now: float) -> int:
         if self._changed_bookings or self._is_full_sync or now < self._last_digest_at + DIGEST_S:
@@ -241,22 +230,17 @@ class OutboundSync:
         return self._own_digest.value
 
 
-def _ignore() -> None:
-    """Default of `on_change`."""
-
-
 class Replica:
-    """This router's side of the replication: outbound updates, and the peers' reported bookings.
-
-    Times are seconds. on_change: called when there is something new to send. refused: entries of
-    peers that were left out because they are invalid or the tracker was full. resends: full syncs
-    requested from peers. affinity: the client sessions to replicate; None: none.
+    """This router's side of the replication. Times are seconds. on_change: called when there is
+    something new to send. refused: entries of peers left out: invalid, or the tracker was full.
+    resends: full syncs requested from peers. affinity: the client sessions to replicate; None:
+    none.
     """
 
     def __init__(
         self,
         load_tracker: LoadTracker,
-        on_change: Callable[[], None] = _ignore,
+        on_change: Callable[[], object] = lambda: None,
         affinity: SessionAffinity | None = None,
     ) -> None:
         self._load_tracker = load_tracker
@@ -275,8 +259,7 @@ class Replica:
         load_tracker.events.session_changed.subscribe(self._session_changed)
 
     def _booking_changed(self, key: BookingKey) -> None:
-        booking = self._load_tracker.get_own(key)
-        if booking is not None:
+        if (booking := self._load_tracker.get_own(key)) is not None:
             self._own_digest.put(booking)
         else:
             self._own_digest.discard(key)
@@ -408,7 +391,12 @@ class Replica:
 
     def _apply_bookings(self, peer_state: _PeerState, frame: Frame, now: float) -> None:
         for booking in frame.upserts:
-            self._apply_upsert(peer_state, booking, now)
+            peer_state.bookings[booking.key] = (booking, peer_state.round)
+            peer_state.digest.put(booking)
+            try:
+                self._load_tracker.receive(booking, now)
+            except Overloaded:
+                self.refused += 1
         for key in frame.removals:
             self._apply_removal(peer_state, key)
         for key in frame.released:
@@ -424,14 +412,6 @@ class Replica:
                 self._apply_removal(peer_state, key)
         peer_state.has_full_sync = True
         self._snapshot_bookings.pop(router_id, None)
-
-    def _apply_upsert(self, peer_state: _PeerState, booking: Booking, now: float) -> None:
-        peer_state.bookings[booking.key] = (booking, peer_state.round)
-        peer_state.digest.put(booking)
-        try:
-            self._load_tracker.receive(booking, now)
-        except Overloaded:
-            self.refused += 1
 
     def _apply_removal(self, peer_state: _PeerState, key: BookingKey) -> None:
         peer_state.discard(key)

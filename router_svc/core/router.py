@@ -14,12 +14,7 @@ from random import Random
 
 from common.errors import InternalError, MeshError, Overloaded
 from common.registry.instances import Snapshot, SnapshotDiff
-from router_svc.core.admission import (
-    AdmissionQueue,
-    ConstraintClass,
-    QueuedRequest,
-    constraint_class_of,
-)
+from router_svc.core.admission import AdmissionQueue, QueuedRequest, constraint_class_of
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, RecentPrefill
 from router_svc.core.decision import CONSIDERED_MAX, Decision, booking_of, make_decision
 from router_svc.core.explain import CandidateRow, LegPlan, candidate_row
@@ -56,9 +51,8 @@ AdmissionResult = tuple[QueuedRequest, Decision | MeshError | None]
 
 
 class Router:
-    """The decisions of one router process. Times are seconds of one clock.
-
-    index: blocks that ranks hold, from KV events; choice: what else is used for that.
+    """The decisions of one router process. Times are seconds of one clock. index: blocks that ranks
+    hold, from KV events; index_settings: what else is used.
     """
 
     def __init__(
@@ -66,17 +60,17 @@ class Router:
         selector: WorkerSelector,
         *,
         index: Index | None = None,
-        choice: IndexSettings = EVENT_INDEX_SETTINGS,
+        index_settings: IndexSettings = EVENT_INDEX_SETTINGS,
         cost_settings: CostSettings = DEFAULT_COST_SETTINGS,
         policy: Policy = DEFAULT_POLICY,
-        book: LoadTracker | None = None,
+        load_tracker: LoadTracker | None = None,
         recent_max: int = RECENT_MAX,
         epoch_s: float | None = None,
     ) -> None:
         self.fleet = Fleet()
-        self.book = LoadTracker() if book is None else book
-        self.events = self.book.events
-        self.overlaps = Overlaps(NoIndex() if index is None else index, choice)
+        self.load_tracker = LoadTracker() if load_tracker is None else load_tracker
+        self.events = self.load_tracker.events
+        self.overlaps = Overlaps(NoIndex() if index is None else index, index_settings)
         self.selector = selector
         self.recent_prefill = RecentPrefill(cost_settings.recent_miss_half_life_s)
         self.affinity = SessionAffinity(
@@ -85,7 +79,9 @@ class Router:
         self.queue = AdmissionQueue(policy.queue)
         self._cost_settings = cost_settings
         self._policy = policy
-        self._planner = Planner(self.fleet, self.book, selector, policy, self.recent_prefill)
+        self._planner = Planner(
+            self.fleet, self.load_tracker, selector, policy, self.recent_prefill
+        )
         # Booked decisions by request id, oldest first, with the key of their attempt.
         self._recent: OrderedDict[str, tuple[BookingKey, Decision]] = OrderedDict()
         self._recent_max = recent_max
@@ -99,14 +95,14 @@ class Router:
         changes = self.fleet.update(snapshot, now)
         for instance in changes.left:
             if instance.service == "worker":
-                self.book.ranks.worker_left(instance.id)
+                self.load_tracker.ranks.worker_left(instance.id)
                 self.recent_prefill.forget(instance.id)
                 self.overlaps.forget(instance.id)
             elif instance.service == "frontend":
-                self.book.frontend_left(instance.id)
+                self.load_tracker.frontend_left(instance.id)
         for instance in changes.joined:
             if instance.service == "frontend":
-                self.book.frontend_joined(instance.id)
+                self.load_tracker.frontend_joined(instance.id)
         self.overlaps.update_workers(snapshot.of("worker"))
         self._planner.update_workers(snapshot.of("worker"), now)
         changed = (*changes.joined, *changes.left, *changes.changed)
@@ -117,7 +113,7 @@ class Router:
 
     def expire(self, now: float) -> None:
         """Free orphans past their deadline and drop idle sessions."""
-        self.book.expire(now)
+        self.load_tracker.expire(now)
         self.affinity.expire(now)
 
     def match(self, query: Query) -> Matches:
@@ -134,12 +130,10 @@ class Router:
         session: int | None = None,
         matches: Matches | None = None,
     ) -> Decision:
-        """Place the query, and book it under `key` unless that is None.
-
-        The same key gets the same decision, unless one of its workers left. session: see
-        `LoadTracker.book`. matches: the result of `match`; None: matched here.
-
-        Raises InvalidRequest, UnknownModel, Unavailable or Overloaded; then nothing is booked.
+        """Place the query, and book it under `key` unless that is None; again the same for the same
+        key, unless one of its workers left. session: see `LoadTracker.book`. matches: of `match`;
+        None: made here. Raises InvalidRequest, UnknownModel, Unavailable or Overloaded; then
+        nothing is booked.
         """
         self.expire(now)
         if key is not None and (decision := self._renew_booking(key, session, now, rng)):
@@ -156,19 +150,16 @@ class Router:
         session: int | None = None,
         matches: Matches | None = None,
     ) -> Decision | QueuedRequest:
-        """Like `decide`, but queues the request, without a booking, if it has to wait.
-
-        `key` must not be queued. Raises what `decide` does, and Overloaded (QUEUE_FULL).
+        """Like `decide`, but queues the request, without a booking, if it has to wait. `key` must
+        not be queued. Raises what `decide` does, and Overloaded (QUEUE_FULL).
         """
         self.expire(now)
         if decision := self._renew_booking(key, session, now, rng):
             return decision
         attempt = self._attempt(query, now, rng, matches)
         plan = attempt.plan()
-        if not self.queue and not plan.is_blocked:
-            return self._place(attempt, plan, key, session)
         constraint_class = constraint_class_of(query, attempt.required_placements)
-        if not plan.is_blocked and not self.queue.must_wait(constraint_class):
+        if not (plan.is_blocked or (self.queue and self.queue.must_wait(constraint_class))):
             return self._place(attempt, plan, key, session)
         queued = self.queue.enqueue(
             query,
@@ -183,22 +174,17 @@ class Router:
         return queued
 
     def reregister(self, booking: Booking, session: int | None, now: float) -> bool:
-        """Register a booking that a frontend holds: see `LoadTracker.reregister`.
-
-        A booking that is new here also restores the record of its client session.
-        """
-        was_booked = self.book.get(booking.key) is not None
-        is_new = self.book.reregister(booking, session, now)
+        """See `LoadTracker.reregister`. A new booking also restores its session record."""
+        was_booked = self.load_tracker.get(booking.key) is not None
+        is_new = self.load_tracker.reregister(booking, session, now)
         if not was_booked:
             self.affinity.booking_reregistered(booking, now)
         return is_new
 
     def rescan(self, now: float, rng: Random) -> Iterator[AdmissionResult]:
-        """Try the heads of the dirty constraint classes until none is dirty.
-
-        A request with a decision or an error has left the queue. The caller may stop at any
-        result: the next rescan continues the round. Caches are matched again, since they may have
-        changed since the request was queued.
+        """Try the heads of the dirty constraint classes until none is dirty. A request with a
+        decision or an error has left the queue. The caller may stop at any result: the next rescan
+        continues the round. Caches are matched again, since they may have changed.
         """
         self.expire(now)
         while self._moved_sessions:
@@ -222,7 +208,6 @@ class Router:
 
     def potential_loads(self, query: Query, now: float) -> dict[Placement, LoadTotals]:
         """The load of each rank of the model as if the request ran there; filters do not apply.
-
         Prefill workers get the tokens, decode workers the blocks; also the tokens if there is no
         prefill worker. Raises InvalidRequest, UnknownModel, Unavailable.
         """
@@ -230,7 +215,7 @@ class Router:
         self.expire(now)
         if not self.fleet.roles(query.model):
             raise self._planner.no_worker_error(query.model, now)
-        view = View(self.book, now, matches=self.overlaps.matches(query))
+        view = View(self.load_tracker, now, matches=self.overlaps.matches(query))
         cost_settings = self._settings_for(query)
         return {
             candidate.placement: self._potential_load(query, candidate, view, cost_settings)
@@ -240,7 +225,7 @@ class Router:
     def loads(self, model: str, now: float) -> Iterator[CandidateRow]:
         """Every rank with its estimated load, of one model or (\"\") of all."""
         self.expire(now)
-        view = View(self.book, now)
+        view = View(self.load_tracker, now)
         for candidate in self.fleet.all_candidates(model):
             yield candidate_row(candidate, view, self.overlaps)
 
@@ -255,13 +240,11 @@ class Router:
             self._moved_sessions.add(session)
             self.queue.mark_model_dirty(session.model)
 
-    def _constraint_class(self, query: Query) -> ConstraintClass:
-        constraint = self.affinity.session_constraint(query, self.fleet.has)
-        return constraint_class_of(query, constraint.required_placements if constraint else ())
-
     def _reclassify(self, queued: QueuedRequest) -> bool:
         """Move the request to its present constraint class; whether that is another one."""
-        constraint_class = self._constraint_class(queued.query)
+        constraint = self.affinity.session_constraint(queued.query, self.fleet.has)
+        placements = constraint.required_placements if constraint else ()
+        constraint_class = constraint_class_of(queued.query, placements)
         if constraint_class == queued.constraint_class:
             return False
         self.queue.reclassify(queued, constraint_class)
@@ -340,7 +323,7 @@ class Router:
         revision = record.revision if record is not None and record.placement is not None else 0
         decision = make_decision(attempt, plan, self.overlaps, CONSIDERED_MAX, queued_s, revision)
         if key is not None:
-            self.book.book(booking_of(key, query, decision), session, now)
+            self.load_tracker.book(booking_of(key, query, decision), session, now)
             self._record_prefill_work(query, decision, plan, now)
             self.overlaps.record_placement(query, plan.prompt_leg.chosen.placement, now)
             if record is not None:
@@ -352,18 +335,17 @@ class Router:
     def _renew_booking(
         self, key: BookingKey, session: int | None, now: float, rng: Random
     ) -> Decision | None:
-        """The decision of a booking under `key`, renewed for the session; None without one.
-
-        A booking on workers that left is freed. A re-registered booking has no decision here: it
-        gets one with its workers and, if it is a pair, a fresh bootstrap room, since the frontend
-        has received none for it.
+        """The decision of a booking under `key`, renewed for the session; None without one. A
+        booking on workers that left is freed. A re-registered booking gets a decision with its
+        workers and, for a pair, a fresh bootstrap room, since the frontend has received none for
+        it.
         """
-        booking = self.book.get(key)
+        booking = self.load_tracker.get(key)
         if booking is None:
             return None
         legs = (booking.worker,) if booking.prefill is None else (booking.worker, booking.prefill)
         if not all(self.fleet.has(leg) for leg in legs):
-            self.book.free(key)
+            self.load_tracker.free(key)
             return None
         existing = self._recent.get(key.request_id)
         if existing is not None and existing[0] == key:
@@ -382,7 +364,7 @@ class Router:
                 session_revision=booking.session_revision,
             )
             self._store_recent(key, decision)
-        self.book.book(booking, session, now)
+        self.load_tracker.book(booking, session, now)
         return decision
 
     def _potential_load(
@@ -390,19 +372,13 @@ class Router:
     ) -> LoadTotals:
         load, role = view.load(at.placement), at.instance.role
         block_size = block_size_of(query, at.instance.block_size)
-        predicted_cached = predicted_cached_tokens(query, view.overlap(at.placement), block_size)
-        has_prefill_workers = bool(self.fleet.candidates(query.model, "prefill"))
-        tokens = (
-            0
-            if role == "decode" and has_prefill_workers
-            else bookable_prefill_tokens(query, predicted_cached, cost_settings)
-        )
-        blocks = (
-            0 if role == "prefill" else bookable_decode_blocks(query, block_size, cost_settings)
-        )
-        return LoadTotals(
-            load.prefill_tokens + tokens, load.decode_blocks + blocks, load.requests + 1
-        )
+        tokens, blocks, requests = load
+        if role != "decode" or not self.fleet.candidates(query.model, "prefill"):
+            cached = predicted_cached_tokens(query, view.overlap(at.placement), block_size)
+            tokens += bookable_prefill_tokens(query, cached, cost_settings)
+        if role != "prefill":
+            blocks += bookable_decode_blocks(query, block_size, cost_settings)
+        return LoadTotals(tokens, blocks, requests + 1)
 
     def _record_prefill_work(
         self, query: Query, decision: Decision, plan: ServingPlan, now: float

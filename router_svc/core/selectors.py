@@ -31,19 +31,15 @@ from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query, block_size_of, bookable_decode_blocks
 from router_svc.core.types import NO_MATCHES, Candidate, Leg, LoadTotals, Matches, Placement
 
-_placement_of = attrgetter("placement")
-
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The inputs of a selector.
-
-    last: the placement chosen before for the same model and leg, None at first.
-    matches: what placements hold of the prompt; absent ones hold nothing.
-    cost_settings: those of this request and leg. recent_prefill: None: not counted.
+    """The inputs of a selector. last: the placement chosen before for the same model and leg, None
+    at first. matches: what placements hold of the prompt; absent ones hold nothing. cost_settings:
+    of this request and leg. recent_prefill: None: not counted.
     """
 
-    book: LoadTracker
+    load_tracker: LoadTracker
     now: float
     last: Placement | None = None
     matches: Matches = field(default_factory=lambda: NO_MATCHES)
@@ -53,7 +49,7 @@ class View:
 
     def load(self, placement: Placement) -> LoadTotals:
         """The estimated load of one rank."""
-        return self.book.ranks.load(placement, self.now)
+        return self.load_tracker.ranks.load(placement, self.now)
 
     def overlap(self, placement: Placement) -> int:
         """Leading blocks of the prompt that the rank holds on any tier."""
@@ -62,10 +58,7 @@ class View:
 
 
 class ScoredCandidate(NamedTuple):
-    """A candidate with its cost in the selector's unit; lower is better.
-
-    terms: the parts of the cost, None if the selector reports none.
-    """
+    """A candidate with its cost in the selector's unit; lower is better. terms: None: none."""
 
     candidate: Candidate
     cost: float
@@ -77,25 +70,14 @@ class ScoredCandidate(NamedTuple):
 _TermValues = tuple[float, float, float, float, float, float]
 
 
+@dataclass(slots=True, eq=False)
 class CandidateCosts(Sequence[ScoredCandidate]):
-    """Candidates with their costs, in columns, because few of many priced ones are read singly.
+    """Candidates with costs in columns: few of many are read singly. parts: None: not reported."""
 
-    parts: of each cost, or None if the selector reports none.
-    """
-
-    __slots__ = ("candidates", "costs", "loads", "parts")
-
-    def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        costs: Sequence[float],
-        loads: Sequence[LoadTotals],
-        parts: Sequence[_TermValues | None] | None = None,
-    ) -> None:
-        self.candidates = candidates
-        self.costs = costs
-        self.loads = loads
-        self.parts = parts
+    candidates: Sequence[Candidate]
+    costs: Sequence[float]
+    loads: Sequence[LoadTotals]
+    parts: Sequence[_TermValues | None] | None = None
 
     @classmethod
     def of(cls, scored: Sequence[ScoredCandidate]) -> CandidateCosts:
@@ -143,18 +125,13 @@ class WorkerSelector(Protocol):
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Selection:
-        """One of `candidates`, which are never empty and sorted by placement.
-
-        May raise a MeshError for queries that it cannot serve; any other exception fails the query
-        with a Bug (SELECTOR_FAILED) that names the selector.
+        """One of `candidates`, which are never empty and sorted by placement. May raise a MeshError
+        for queries that it cannot serve; any other exception fails the query (SELECTOR_FAILED).
         """
 
 
 class KvSelector:
-    """The candidate with the least cost, including the work that its cache saves; see `cost`.
-
-    If no worker publishes KV events, no overlap counts and load alone decides.
-    """
+    """The least cost, with cache savings; see `cost`. Without KV events, load alone decides."""
 
     name = "kv"
 
@@ -162,10 +139,9 @@ class KvSelector:
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Selection:
         scored = score_candidates(query, candidates, view)
-        is_load_only = not view.matches and not _any_publishes_kv_events(candidates)
-        reason = (
-            "least cost by load: no worker publishes KV events" if is_load_only else "least cost"
-        )
+        reason = "least cost"
+        if not view.matches and not _any_publishes_kv_events(candidates):
+            reason = "least cost by load: no worker publishes KV events"
         if view.cost_settings.router_temperature == 0 or len(scored) == 1:
             return select_cheapest(scored, rng, reason)
         temperature = view.cost_settings.router_temperature
@@ -181,10 +157,9 @@ class RoundRobinSelector:
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Selection:
-        last = view.last
-        if last is None:
+        if view.last is None:
             return Selection(candidates[0], "first of the round")
-        after = bisect_right(candidates, last, key=_placement_of)
+        after = bisect_right(candidates, view.last, key=attrgetter("placement"))
         return Selection(candidates[after % len(candidates)], "next in the round")
 
 
@@ -231,29 +206,22 @@ class DirectSelector:
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Selection:
         if pinned_worker_id(query.routing, view.leg) is None:
-            name = "prefill_worker_id" if view.leg == "prefill" else "backend_instance_id"
-            field_names = (
-                "prefill_worker_id" if view.leg == "prefill" else f"{name} or decode_worker_id"
-            )
-            raise InvalidRequest(
-                f"the selector direct requires a pinned worker: set {field_names}",
-                f"query.routing.{name}",
-                reason="PIN_REQUIRED",
-            )
+            is_prefill = view.leg == "prefill"
+            name = "prefill_worker_id" if is_prefill else "backend_instance_id"
+            names = name if is_prefill else f"{name} or decode_worker_id"
+            text = f"the selector direct requires a pinned worker: set {names}"
+            raise InvalidRequest(text, f"query.routing.{name}", reason="PIN_REQUIRED")
         return select_cheapest(_load_costs(query, candidates, view), rng, "pinned by the request")
 
 
 SELECTORS: Mapping[str, Callable[[], WorkerSelector]] = MappingProxyType(
     {
-        selector.name: selector
-        for selector in (
-            KvSelector,
-            RoundRobinSelector,
-            RandomSelector,
-            LeastLoadedSelector,
-            PowerOfTwoSelector,
-            DirectSelector,
-        )
+        "kv": KvSelector,
+        "round_robin": RoundRobinSelector,
+        "random": RandomSelector,
+        "least_loaded": LeastLoadedSelector,
+        "power_of_two": PowerOfTwoSelector,
+        "direct": DirectSelector,
     }
 )
 
@@ -266,12 +234,9 @@ def _any_publishes_kv_events(candidates: Sequence[Candidate]) -> bool:
 
 
 def score_candidates(query: Query, candidates: Sequence[Candidate], view: View) -> CandidateCosts:
-    """Every candidate with its cost; `cost` documents the formula.
-
-    Optimized for speed: it is most of a decision.
-    """
+    """Every candidate with its cost, by the formula of `cost`. Optimized: most of a decision."""
     cost_settings, now, matches = view.cost_settings, view.now, view.matches
-    load_of = view.book.ranks.load
+    load_of = view.load_tracker.ranks.load
     placements = [c.placement for c in candidates]
     loads = [load_of(placement, now) for placement in placements]
     is_decode = view.leg == "decode"
@@ -280,10 +245,8 @@ def score_candidates(query: Query, candidates: Sequence[Candidate], view: View) 
     )
     least_queued = min([load[0] for load in loads]) if has_credit_decay else 0
     full_credit, assumes_reuse = cost_settings.overlap_score_credit, cost_settings.assume_kv_reuse
-    scale, request_weight = (
-        cost_settings.prefill_load_scale,
-        cost_settings.decode_active_request_weight,
-    )
+    scale = cost_settings.prefill_load_scale
+    request_weight = cost_settings.decode_active_request_weight
     total_tokens, block_size = query.total_tokens, query.block_size
     blocks = -(-total_tokens // block_size) if block_size else 0
     costs: list[float] = []
@@ -324,11 +287,8 @@ def score_candidates(query: Query, candidates: Sequence[Candidate], view: View) 
 
 def _lower_tier_credit(row: SourceMatch, cost_settings: CostSettings) -> float:
     """The credit of the blocks held on host or disk only."""
-    on_host, on_disk = row.host_blocks - row.device_blocks, row.disk_blocks - row.host_blocks
-    return (
-        cost_settings.host_cache_hit_weight * on_host
-        + cost_settings.disk_cache_hit_weight * on_disk
-    )
+    host_credit = cost_settings.host_cache_hit_weight * (row.host_blocks - row.device_blocks)
+    return host_credit + cost_settings.disk_cache_hit_weight * (row.disk_blocks - row.host_blocks)
 
 
 def _recent_miss_terms(
@@ -346,19 +306,15 @@ def _recent_miss_terms(
 
 def load_cost(load: LoadTotals, block_size: int, taint_factor: float) -> float:
     """(1 + prefill_tokens / block_size + decode_blocks + requests) * taint_factor, in blocks.
-
-    Each request counts one extra block, so that requests of unknown length count too; the 1 makes a
-    preferred taint decide among idle workers.
+    Requests of unknown length count by their number; the 1 makes a preferred taint decide among
+    idle workers.
     """
     work = load.prefill_tokens / block_size + load.decode_blocks + load.requests
     return (1.0 + work) * taint_factor
 
 
 def preferred_taint_factor(worker: Instance, constraints: RoutingConstraints | None) -> float:
-    """exp(-tanh(sum of weights of the preferred taints that the worker has)), in [1/e, e].
-
-    Formula: as NVIDIA Dynamo 1.6 documents it.
-    """
+    """exp(-tanh(sum of weights of matching preferred taints)), in [1/e, e]; as in Dynamo 1.6."""
     if constraints is None or not constraints.preferred_taints:
         return 1.0
     weights = constraints.preferred_taints.items()
@@ -370,25 +326,18 @@ def select_cheapest(scored: Sequence[ScoredCandidate], rng: Random, reason: str)
     candidate_costs = CandidateCosts.of(scored)
     costs = candidate_costs.costs
     least = min(costs)
-    cheapest_positions = [at for at, cost in enumerate(costs) if cost == least]
-    chosen = (
-        cheapest_positions[0]
-        if len(cheapest_positions) == 1
-        else cheapest_positions[rng.randrange(len(cheapest_positions))]
-    )
-    if len(cheapest_positions) > 1:
-        reason = f"{reason}, drawn among {len(cheapest_positions)} equals"
+    cheapest = [at for at, cost in enumerate(costs) if cost == least]
+    chosen = cheapest[0]
+    if len(cheapest) > 1:
+        chosen = cheapest[rng.randrange(len(cheapest))]
+        reason = f"{reason}, drawn among {len(cheapest)} equals"
     return Selection(candidate_costs.candidates[chosen], reason, candidate_costs)
 
 
 def _load_costs(query: Query, candidates: Sequence[Candidate], view: View) -> CandidateCosts:
     loads = [view.load(c.placement) for c in candidates]
-    costs = [
-        load_cost(load, block_size_of(query, c.instance.block_size), factor)
-        for c, load, factor in zip(
-            candidates, loads, _taint_factors(query, candidates), strict=True
-        )
-    ]
+    block_sizes = [block_size_of(query, c.instance.block_size) for c in candidates]
+    costs = list(map(load_cost, loads, block_sizes, _taint_factors(query, candidates)))
     return CandidateCosts(candidates, costs, loads)
 
 

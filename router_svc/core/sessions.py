@@ -31,7 +31,7 @@ from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple
 
 from common.errors import InvalidRequest, Unsupported
-from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
+from common.request.preprocessed import SessionAction, SessionControl
 from router_svc.core.events import RouterEvents
 from router_svc.core.query import Query
 from router_svc.core.types import (
@@ -58,6 +58,7 @@ RECORD_OVERHEAD_BYTES = 768
 EXPIRE_BATCH_MAX = 1024
 SESSION_ID_CHARS_MAX = 256
 _SESSION_FIELD = "query.routing.session_control"
+# A request that pins a worker or rank for any of its legs.
 _PIN_FIELDS = (
     "backend_instance_id",
     "prefill_worker_id",
@@ -86,10 +87,8 @@ class SessionPlacement:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """The last state of a session, and the unit of replication.
-
-    placement: None: closed. revision: number of its records, from 1. key: of the request
-    that made this record.
+    """The last state of a session, and the unit of replication. placement: None: closed. revision:
+    number of its records, from 1. key: of the request that made this record.
     """
 
     session: SessionName
@@ -104,11 +103,8 @@ class SessionRecord:
     @property
     def _precedence(self) -> tuple[int, BookingKey, tuple[Placement, ...]]:
         """Least wins. Two routers may place one request: then the placements decide."""
-        return (
-            -self.revision,
-            self.key,
-            () if self.placement is None else self.placement.placements,
-        )
+        placements = () if self.placement is None else self.placement.placements
+        return (-self.revision, self.key, placements)
 
     @property
     def size(self) -> int:
@@ -126,10 +122,7 @@ class SessionUpdate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SessionConstraint:
-    """How its session constrains the placement of one request.
-
-    previous: the last known state. placement: where the request should run; None: free.
-    """
+    """previous: the last known state. placement: where the request should run; None: free."""
 
     session: SessionName
     action: SessionAction | None
@@ -160,7 +153,6 @@ class SessionConstraint:
         self, worker: Placement, prefill: Placement | None, key: BookingKey, revision_min: int = 1
     ) -> SessionRecord | None:
         """The session's record once its request `key` is placed there; None: there is none.
-
         revision_min: of a new record, see `SessionAffinity.revision_min`.
         """
         placement: SessionPlacement | None = None
@@ -171,9 +163,8 @@ class SessionConstraint:
             placement = SessionPlacement(worker, prefill)
         previous = self.previous
         if previous is None:
-            if placement is None:
-                return None
-            return SessionRecord(self.session, placement, revision_min, key)
+            is_closed = placement is None
+            return None if is_closed else SessionRecord(self.session, placement, revision_min, key)
         if previous.placement == placement and self.action is not SessionAction.OPEN:
             return previous
         revision = max(previous.revision + 1, revision_min)
@@ -182,9 +173,7 @@ class SessionConstraint:
 
 class SessionAffinity:
     """The session records of one router. Times are seconds of one clock; ttl_s 0: no sessions.
-
     epoch_s: the time of day at `now` 0, in seconds since 1970; None: revisions are plain counts.
-
     evicted: records dropped for lack of capacity.
     """
 
@@ -223,7 +212,6 @@ class SessionAffinity:
         self, query: Query, is_alive: Callable[[Placement], bool]
     ) -> SessionConstraint | None:
         """The constraint of the query's session; None if it names none. Call `expire` first.
-
         is_alive: whether a placement's worker is present. Raises InvalidRequest for an invalid
         session id, Unsupported if this router keeps no sessions.
         """
@@ -235,7 +223,7 @@ class SessionAffinity:
         placement = None if previous is None else previous.placement
         if placement is not None and (
             control.action is SessionAction.OPEN
-            or _pins_any_worker(routing)
+            or any(getattr(routing, name) is not None for name in _PIN_FIELDS)
             or any(at.worker_id in query.excluded_worker_ids for at in placement.placements)
             or not all(map(is_alive, placement.placements))
         ):
@@ -266,10 +254,7 @@ class SessionAffinity:
             self._idle_since.pop(session, None)
 
     def booking_ended(self, booking: Booking, is_own: bool) -> None:
-        """See `RouterEvents.booking_removed`.
-
-        Peers get an update, since they may never have received so short a booking.
-        """
+        """See `RouterEvents.booking_removed`. Peers may have missed so short a booking."""
         session = SessionName(*booking.session)
         self._live_bookings[session] -= 1
         if self._live_bookings[session]:
@@ -288,10 +273,8 @@ class SessionAffinity:
         existing = self._records.get(session)
         if existing is None or existing.revision < booking.session_revision:
             placement = SessionPlacement(booking.worker, booking.prefill)
-            self.record_booking(
-                SessionRecord(session, placement, booking.session_revision, booking.key),
-                now,
-            )
+            record = SessionRecord(session, placement, booking.session_revision, booking.key)
+            self.record_booking(record, now)
 
     # Peers.
 
@@ -399,11 +382,8 @@ class SessionAffinity:
 
     def _evict_one(self, protected: SessionName) -> None:
         """Evict one record; `protected`, the new one, only if there is no other."""
-        eviction_order = (
-            next(iter(self._closed_sessions), None),
-            self._longest_idle(),
-            next(iter(self._records)),
-        )
+        closed, oldest = next(iter(self._closed_sessions), None), next(iter(self._records))
+        eviction_order = (closed, self._longest_idle(), oldest)
         victim = next((one for one in eviction_order if one not in (None, protected)), protected)
         assert victim is not None, "no record to evict"
         self._remove(victim)
@@ -415,8 +395,3 @@ class SessionAffinity:
         self._idle_since.pop(session, None)
         self._newly_idle.pop(session, None)
         self._events.session_moved(session)
-
-
-def _pins_any_worker(routing: RoutingHints) -> bool:
-    """Whether the request pins a worker or rank for any of its legs."""
-    return any(getattr(routing, name) is not None for name in _PIN_FIELDS)

@@ -49,10 +49,8 @@ class BookingKey(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Booking:
     """The load of one attempt of one request. prefill: None if prefill runs on `worker`.
-
     prefill_tokens count on `prefill` (or `worker`), and are 0 once prefill is done. decode_blocks
     count on `worker`, each with the weight `decay`, 0..1: a nearly finished request counts less.
-
     session_id: of the client session, empty without one; session_revision: of its session record,
     from 1; lora_name: the session's adapter.
     """
@@ -108,10 +106,7 @@ class SessionHello(NamedTuple):
 
 
 class LoadTotals(NamedTuple):
-    """Prompt tokens to compute, KV blocks held, requests running or waiting.
-
-    A tuple, because every decision reads one per rank.
-    """
+    """Prompt tokens to compute, KV blocks held, requests. A tuple: decisions read one per rank."""
 
     prefill_tokens: int = 0
     decode_blocks: int = 0

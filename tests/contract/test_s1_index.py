@@ -371,5 +371,5 @@ def test_an_error_of_the_index_reaches_the_caller_and_leaves_no_booking() -> Non
         with pytest.raises(MeshError) as failed:
             ask()
         assert failed.value.reason == "INDEX_GONE"
-    assert len(router.book) == 0
+    assert len(router.load_tracker) == 0
     assert [row.load.requests for row in router.loads("m", 0.0)] == [0]

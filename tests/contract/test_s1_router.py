@@ -363,7 +363,7 @@ async def test_a_router_that_needs_no_events_follows_loads_only_and_logs_the_rea
         running = await bed.router(**settings)
         await bed.add(running, worker(1), worker(2))
         await bed.publish(indexer, 1, blocks)
-        book, feed = running.app.router.book, running.app.index.feed
+        book, feed = running.app.router.load_tracker, running.app.index.feed
         await until(
             lambda: book.ranks.report_age_s(Placement(1, 0), 0.0) is not None, "a load is in"
         )
@@ -523,7 +523,7 @@ async def test_one_id_identifies_a_request_from_new_over_prefill_done_to_free(be
     running = await bed.router()
     await bed.add(running, worker(1))
     key = pb.BookingKey(request_id="r1")
-    book = running.app.router.book
+    book = running.app.router.load_tracker
     call: Any = running.stub.Session()
     async with rpc.cancelling(call), asyncio.timeout(WAIT_S):
         await call.write(

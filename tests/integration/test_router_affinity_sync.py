@@ -131,13 +131,13 @@ async def test_a_request_that_runs_through_another_router_keeps_the_session(mesh
     one, two = await mesh.router(), await mesh.router()
     async with one.session() as session:
         bound = (await session.place(1, routing=routing())).decision.worker.worker_id
-        await until(lambda: len(two.router.book) == 1, "the other counts it")
+        await until(lambda: len(two.router.load_tracker) == 1, "the other counts it")
         for router in (one, two):
             router.clock.now += 2.0  # Less than the silence timeout of peers.
         two.router.affinity.expire(two.clock.now + 100 * TTL_S)
         assert bound_at(two) == bound
         await session.send(frees=[key(1)])
-        await until(lambda: len(two.router.book) == 0, "the other receives its end")
+        await until(lambda: len(two.router.load_tracker) == 0, "the other receives its end")
         two.router.affinity.expire(two.clock.now)
         two.router.affinity.expire(two.clock.now + TTL_S)
         assert bound_at(two) is None

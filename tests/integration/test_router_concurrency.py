@@ -78,9 +78,9 @@ async def test_a_thousand_concurrent_decisions_are_neither_lost_nor_doubled() ->
         )
         at = Counter(worker_id for workers in placed for worker_id in workers)
         assert sum(at.values()) == 1000
-        assert len(bed.router.book) == 1000
+        assert len(bed.router.load_tracker) == 1000
         for worker_id, requests in at.items():
-            load = bed.router.book.load(Placement(worker_id, 0), bed.clock.now)
+            load = bed.router.load_tracker.load(Placement(worker_id, 0), bed.clock.now)
             assert load == LoadTotals(requests * tokens, requests * 7, requests)
         assert max(at.values()) - min(at.values()) <= 1, (
             "each decision includes all bookings before it"
@@ -88,12 +88,14 @@ async def test_a_thousand_concurrent_decisions_are_neither_lost_nor_doubled() ->
         # All again, by the other call: the same results, and no load twice.
         again = await asyncio.gather(*(by_route(number) for number in range(0, 1000, 5)))
         assert len(again) == 200
-        assert len(bed.router.book) == 1000
+        assert len(bed.router.load_tracker) == 1000
         await one.send(frees=[key(number) for number in range(500)])
         await other.send(frees=[key(number) for number in range(500, 1000)])
-        await until(lambda: len(bed.router.book) == 0, "all are freed")
+        await until(lambda: len(bed.router.load_tracker) == 0, "all are freed")
         for worker_id in at:
-            assert bed.router.book.load(Placement(worker_id, 0), bed.clock.now) == LoadTotals()
+            assert (
+                bed.router.load_tracker.load(Placement(worker_id, 0), bed.clock.now) == LoadTotals()
+            )
 
 
 @pytest.mark.slow
@@ -112,11 +114,13 @@ async def test_a_thousand_queued_requests_are_placed_once_each_and_never_on_a_bu
                 assert answer.HasField("decision"), answer
                 open_ones.add(number)
                 seen.add(number)
-            loads = [bed.router.book.load(Placement(at, 0), bed.clock.now) for at in (1, 2, 3, 4)]
+            loads = [
+                bed.router.load_tracker.load(Placement(at, 0), bed.clock.now) for at in (1, 2, 3, 4)
+            ]
             assert all(load.requests <= 1 for load in loads), "one prompt makes a worker busy"
             await session.send(frees=[key(number) for number in open_ones])
             open_ones.clear()
-        await until(lambda: len(bed.router.book) == 0, "all are freed")
+        await until(lambda: len(bed.router.load_tracker) == 0, "all are freed")
     assert len(bed.router.queue) == 0
 
 
@@ -125,8 +129,10 @@ async def test_a_booking_counts_before_its_caller_has_the_response() -> None:
     async with busy() as bed, bed.session() as session:
         await bed.add_workers(1, 2, 3, 4)
         await session.send_queries(*range(8))
-        await until(lambda: len(bed.router.book) == 8, "all are booked; no answer was read yet")
-        at = Counter(booking.worker.worker_id for booking in bed.router.book)
+        await until(
+            lambda: len(bed.router.load_tracker) == 8, "all are booked; no answer was read yet"
+        )
+        at = Counter(booking.worker.worker_id for booking in bed.router.load_tracker)
         assert at == {1: 2, 2: 2, 3: 2, 4: 2}, "no herd on one worker"
         assert len(await session.answers(8)) == 8
 
@@ -164,7 +170,7 @@ async def test_a_route_call_is_queued_like_a_session_query_and_both_by_priority(
         await session.send(frees=[key(2)])
         assert (await low).worker.worker_id == 1
         await session.send(frees=[key(1)])
-        await until(lambda: len(bed.router.book) == 0, "all are freed")
+        await until(lambda: len(bed.router.load_tracker) == 0, "all are freed")
 
 
 async def test_potential_loads_and_metrics_report_the_queue(bed: RouterBed) -> None:
@@ -196,7 +202,7 @@ async def test_a_request_freed_while_queued_is_withdrawn_without_a_booking(bed: 
         assert isinstance(error_of(answer), RequestCancelled)
         await session.send(frees=[key(1)])
         assert set(await session.answers(1)) == {3}
-        assert [booking.key.request_id for booking in bed.router.book] == ["r3"]
+        assert [booking.key.request_id for booking in bed.router.load_tracker] == ["r3"]
     assert bed.metric("unclaimed_total", kind="free") == 0
 
 
@@ -205,7 +211,7 @@ async def test_a_request_sent_and_freed_in_one_frame_leaves_no_booking(bed: Rout
         await bed.route(0)
         await session.send(news=[new(1)], frees=[key(1)])
         assert isinstance(error_of((await session.answers(1))[1]), RequestCancelled)
-        assert (len(bed.router.queue), len(bed.router.book)) == (0, 1)
+        assert (len(bed.router.queue), len(bed.router.load_tracker)) == (0, 1)
 
 
 async def test_a_session_that_ends_withdraws_its_queued_requests(bed: RouterBed) -> None:
@@ -214,7 +220,7 @@ async def test_a_session_that_ends_withdraws_its_queued_requests(bed: RouterBed)
         await session.send_queries(1, 2)
         await bed.waiting(2)
     await bed.waiting(0)
-    assert len(bed.router.book) == 1
+    assert len(bed.router.load_tracker) == 1
 
 
 async def test_a_cancelled_route_call_leaves_the_queue(bed: RouterBed) -> None:
@@ -224,7 +230,7 @@ async def test_a_cancelled_route_call_leaves_the_queue(bed: RouterBed) -> None:
     call.cancel()
     await asyncio.wait([call])
     await bed.waiting(0)
-    assert len(bed.router.book) == 1
+    assert len(bed.router.load_tracker) == 1
 
 
 async def test_a_repeated_key_replaces_the_queued_request(bed: RouterBed) -> None:
@@ -240,7 +246,7 @@ async def test_a_repeated_key_replaces_the_queued_request(bed: RouterBed) -> Non
         await bed.waiting(1)
         await old.send(frees=[key(1)])
         assert set(await young.answers(1)) == {2}
-        assert len(bed.router.book) == 1
+        assert len(bed.router.load_tracker) == 1
 
 
 async def test_a_full_queue_rejects_with_the_limit_and_a_retry_hint() -> None:

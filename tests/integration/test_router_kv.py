@@ -209,9 +209,10 @@ async def test_an_explanation_has_terms_states_and_ages(bed: RouterBed) -> None:
                 source=source_to_proto(Source(1)), load=load_pb2.Load(running=1, kv_used_blocks=2)
             ),
         )
-        book = bed.router.book
+        load_tracker = bed.router.load_tracker
         await until(
-            lambda: book.ranks.report_age_s(Placement(1, 0), 0.0) is not None, "a report is in"
+            lambda: load_tracker.ranks.report_age_s(Placement(1, 0), 0.0) is not None,
+            "a report is in",
         )
         bed.clock.now += 0.25
         answer = await explain(bed, query(prompt))
@@ -395,7 +396,7 @@ async def test_overrides_of_one_request_change_its_decision(bed: RouterBed) -> N
         assert (await explain(bed, asked)).decision.worker.worker_id == 1
         asked.config_override.overlap_score_credit = 0.0
         await until(
-            lambda: bed.router.book.load(Placement(1, 0), bed.clock.now).decode_blocks == 2,
+            lambda: bed.router.load_tracker.load(Placement(1, 0), bed.clock.now).decode_blocks == 2,
             "the load is known",
         )
         assert (await explain(bed, asked)).decision.worker.worker_id == 2
@@ -444,9 +445,9 @@ async def test_kv_events_published_to_an_indexer_attract_matching_prompts(bed: R
         load = load_pb2.Load(running=1, kv_used_blocks=3)
         await call.write(indexer_pb2.PublishRequest(batch=batches[1], loads=[load]))
         await until(lambda: depth(bed, 2, hashes) == 7, "so has the second")
-        book = bed.router.book
+        load_tracker = bed.router.load_tracker
         at = Placement(2, 0)
-        await until(lambda: book.load(at, bed.clock.now).requests == 1, "and the load")
+        await until(lambda: load_tracker.load(at, bed.clock.now).requests == 1, "and the load")
         answer = await explain(bed, query(prompt))
         assert answer.decision.worker.worker_id == 2
         assert (answer.candidates[0].overlap_blocks, answer.candidates[0].source_state) == (

@@ -199,14 +199,14 @@ async def test_bookings_of_a_dead_stream_are_orphaned_and_then_freed(mesh: Route
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.place(0)
-    book = mesh.app.router.book
-    await until(lambda: book.orphan_count == 1, "the booking is orphaned")
+    load_tracker = mesh.app.router.load_tracker
+    await until(lambda: load_tracker.orphan_count == 1, "the booking is orphaned")
     await until(lambda: mesh.app._calls.names() == [], "the handler has returned")
     mesh.clock.now += 2.9
     assert (await dump(mesh))[1].active_requests == 1
     mesh.clock.now += 0.2
     assert (await dump(mesh))[1].active_requests == 0
-    assert len(book) == 0
+    assert len(load_tracker) == 0
 
 
 async def test_reregistered_bookings_are_adopted_from_a_dead_stream(mesh: RouterBed) -> None:
@@ -214,12 +214,12 @@ async def test_reregistered_bookings_are_adopted_from_a_dead_stream(mesh: Router
     async with mesh.session() as session:
         await session.place(0)
         await session.place(1)
-    book = mesh.app.router.book
-    await until(lambda: book.orphan_count == 2, "the bookings are orphaned")
+    load_tracker = mesh.app.router.load_tracker
+    await until(lambda: load_tracker.orphan_count == 2, "the bookings are orphaned")
     async with mesh.session() as session:
         await session.send(announced=[reregistered(0, 1)], news=[new(2)])
         await session.results(1)
-        assert book.orphan_count == 1
+        assert load_tracker.orphan_count == 1
         mesh.clock.now += 3.1
         loads = await dump(mesh)
         assert loads[1].active_requests == 2, "the adopted one and the new one"
@@ -268,7 +268,7 @@ async def test_results_before_a_protocol_violation_still_arrive(mesh: RouterBed)
         assert len(await session.results(1)) == 1
         with pytest.raises(InvalidRequest):
             await session.read()
-    await until(lambda: mesh.app.router.book.orphan_count == 1, "its booking is orphaned")
+    await until(lambda: mesh.app.router.load_tracker.orphan_count == 1, "its booking is orphaned")
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ async def test_draining_closes_sessions_after_all_results(mesh: RouterBed) -> No
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0)])
-        await until(lambda: len(mesh.app.router.book) == 1, "the request is decided")
+        await until(lambda: len(mesh.app.router.load_tracker) == 1, "the request is decided")
         assert await mesh.app.drain(5.0) == []
         assert len(await session.results(1)) == 1
         with pytest.raises(EOFError):
@@ -326,7 +326,7 @@ async def test_route_books_only_on_request(mesh: RouterBed) -> None:
     async with mesh.session() as session:
         await session.send(frees=[key(0)], news=[new(1)])
         await session.results(1)
-        await until(lambda: len(mesh.app.router.book) == 1, "the booking of Route is freed")
+        await until(lambda: len(mesh.app.router.load_tracker) == 1, "the booking of Route is freed")
 
 
 @pytest.mark.row("S1-66")
@@ -347,7 +347,7 @@ async def test_a_malformed_route_call_is_rejected_before_any_work(
     with pytest.raises(InvalidRequest) as refused:
         await mesh.unary("Route", request_)
     assert refused.value.field == field
-    assert len(mesh.app.router.book) == 0
+    assert len(mesh.app.router.load_tracker) == 0
 
 
 async def test_hints_reach_the_decision(mesh: RouterBed) -> None:
@@ -569,7 +569,7 @@ async def test_an_error_of_a_selector_affects_its_query_only(tokens: int) -> Non
             assert refused.error.kind
             assert not refused.HasField("decision")
             assert (await session.place(3)).HasField("decision"), "the session continues"
-            assert len(mesh.app.router.book) == 3, "what is refused is not booked"
+            assert len(mesh.app.router.load_tracker) == 3, "what is refused is not booked"
         route = pb.RouteRequest(query=query_of(total_tokens=tokens))
         with pytest.raises(MeshError):
             await mesh.unary("Route", route)

@@ -67,13 +67,13 @@ def peers(node: RouterBed) -> int:
 
 
 def orphans(node: RouterBed) -> int:
-    return node.router.book.orphan_count
+    return node.router.load_tracker.orphan_count
 
 
 def owned(node: RouterBed) -> list[BookingKey]:
     """Keys of the bookings that it sends to peers."""
-    book = node.router.book
-    return [booking.key for booking in book if book.get_own(booking.key)]
+    load_tracker = node.router.load_tracker
+    return [booking.key for booking in load_tracker if load_tracker.get_own(booking.key)]
 
 
 async def dump(node: RouterBed) -> dict[str, pb.Booking]:
@@ -249,8 +249,10 @@ async def test_output_blocks_and_decay_give_the_same_load_at_all_routers(bed: Be
             while (held := (await dump(node)).get("r0", pb.Booking())).decode_blocks != blocks:
                 assert asyncio.get_running_loop().time() < deadline, f"never {blocks} blocks"
                 await asyncio.sleep(0.005)
-            books = await node.unary("Dump", pb.DumpRequest())
-            weights = {w.worker.worker_id: w.load.potential_decode_blocks for w in books.workers}
+            load_trackers = await node.unary("Dump", pb.DumpRequest())
+            weights = {
+                w.worker.worker_id: w.load.potential_decode_blocks for w in load_trackers.workers
+            }
             assert weights[held.worker.worker_id] == load
         return held
 

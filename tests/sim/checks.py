@@ -515,10 +515,10 @@ class Checks:
         """While a request has a well mesh for itself, all routers soon have the same books."""
         now = self._loop.time()
         routers = [peer for peer in peers if isinstance(peer, SimRouter)]
-        if len({frozenset(one.router.book) for one in routers}) < 2:
+        if len({frozenset(one.router.load_tracker) for one in routers}) < 2:
             self._bookings_agreed_at = now
         elif now > max(self._bookings_agreed_at, client.placed_at or now) + BOOKINGS_SYNC_MAX_S:
-            held = {one.process.name: len(one.router.book) for one in routers}
+            held = {one.process.name: len(one.router.load_tracker) for one in routers}
             self.violation("books", f"{client.spec.request_id}: routers hold {held}")
 
     def report_unfinished(self, clients: Sequence[Client]) -> None:
@@ -704,7 +704,7 @@ def _worker_rest(worker: SimWorker) -> dict[str, bool]:
 
 
 def _router_rest(router: SimRouter) -> dict[str, bool]:
-    book, replica = router.router.book, router.peers.replica
+    book, replica = router.router.load_tracker, router.peers.replica
     return {
         "it tells others of bookings": not len(replica._own_digest),
         "requests are parked": not (len(router.router.queue) or router.router.queue.tokens),

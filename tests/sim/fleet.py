@@ -775,8 +775,8 @@ class SimRouter:
         self.router = parts.router(
             SELECTORS[selector](),
             index=self.index,
-            choice=choice,
-            book=book,
+            index_settings=choice,
+            load_tracker=book,
             policy=policy,
             epoch_s=EPOCH_S,
         )
@@ -837,7 +837,7 @@ class SimRouter:
     def _report(self, worker_id: int, dp_rank: int, load: Load, now: float) -> None:
         """As `RouterApp` does."""
         if self.router.fleet.has(Placement(worker_id, dp_rank)):
-            self.router.book.report(worker_id, dp_rank, load, now)
+            self.router.load_tracker.report(worker_id, dp_rank, load, now)
 
     @asynccontextmanager
     async def _follow(

@@ -219,7 +219,7 @@ class DecisionChecker:
 
     def look(self, router: Router, now: float) -> None:
         """No request is queued for too long."""
-        if len(router.book):
+        if len(router.load_tracker):
             self._sessions.used_at = now
         wait_limit_s = self._policy.queue.wait_max_s + TICK_S + 0.1
         for name, queued_request in list(self._still_waiting(router, None)):
@@ -431,7 +431,7 @@ def _load_before(router: Router, place: Placement, decision: Decision, now: floa
     """The load of a rank before a decision was booked on it."""
     at = router.fleet.candidate(place)
     assert at is not None, "the worker of a decision is present"
-    load = router.book.load(place, now)
+    load = router.load_tracker.load(place, now)
     prefills = place == (decision.prefill or decision.worker)
     return _Load(
         at.instance,

@@ -291,7 +291,7 @@ class Raises(SimEngine):
 class LosesFrees(ObservedRouter):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        self.book.free = self.keep  # type: ignore[method-assign]
+        self.load_tracker.free = self.keep  # type: ignore[method-assign]
 
     def keep(self, key: BookingKey) -> bool:
         return True

@@ -174,7 +174,7 @@ class NeverFreesPrefillLoad(ObservedRouter):
     def _place(self, *args: Any) -> Decision:
         decision = super()._place(*args)
         if decision.prefill is not None:
-            self.book.ranks._rank(decision.prefill).booked.add(1, 0, 0)
+            self.load_tracker.ranks._rank(decision.prefill).booked.add(1, 0, 0)
         return decision
 
 

@@ -54,36 +54,38 @@ def booking(number: int = 0, **fields: Any) -> Booking:
 
 
 def owned() -> tuple[LoadTracker, int]:
-    book = LoadTracker()
-    return book, book.open_session(FRONTEND)
+    load_tracker = LoadTracker()
+    return load_tracker, load_tracker.open_session(FRONTEND)
 
 
 @pytest.mark.row("S1-24", "S1-83")
 def test_fractions_of_blocks_are_summed_and_then_rounded() -> None:
-    book, session = owned()
+    load_tracker, session = owned()
     for number in range(3):
-        book.book(booking(number, decode_blocks=1), session, 0.0)
-        book.add_output_blocks(key(number), 1, 0.2)
-    assert book.load(W1, 0.0).decode_blocks == 1, "3 * 2 * 0.2 = 1.2; rounding each would give 0"
-    book.add_output_blocks(key(0), 1, 0.25)
-    assert book.load(W1, 0.0).decode_blocks == 2, "0.75 + 2 * 0.4 = 1.55"
+        load_tracker.book(booking(number, decode_blocks=1), session, 0.0)
+        load_tracker.add_output_blocks(key(number), 1, 0.2)
+    assert load_tracker.load(W1, 0.0).decode_blocks == 1, (
+        "3 * 2 * 0.2 = 1.2; rounding each would give 0"
+    )
+    load_tracker.add_output_blocks(key(0), 1, 0.25)
+    assert load_tracker.load(W1, 0.0).decode_blocks == 2, "0.75 + 2 * 0.4 = 1.55"
 
 
 def test_a_request_longer_than_expected_has_weight_zero_but_counts_as_a_request() -> None:
-    book, session = owned()
-    book.book(booking(), session, 0.0)
-    book.add_output_blocks(key(), 3, 0.0)
-    assert book.load(W1, 0.0) == LoadTotals(0, 0, 1)
-    book.add_output_blocks(key(), 1)
-    assert book.load(W1, 0.0) == LoadTotals(0, 0, 1), "the weight stays as reported last"
+    load_tracker, session = owned()
+    load_tracker.book(booking(), session, 0.0)
+    load_tracker.add_output_blocks(key(), 3, 0.0)
+    assert load_tracker.load(W1, 0.0) == LoadTotals(0, 0, 1)
+    load_tracker.add_output_blocks(key(), 1)
+    assert load_tracker.load(W1, 0.0) == LoadTotals(0, 0, 1), "the weight stays as reported last"
 
 
 def test_weighted_blocks_newer_than_a_report_are_added_to_it() -> None:
-    book, session = owned()
-    book.report(1, 0, Load(kv_used_blocks=10), 0.0)
-    book.book(booking(decode_blocks=4), session, 0.0)
-    book.add_output_blocks(key(), 1, 0.5)
-    assert book.load(W1, 0.0).decode_blocks == 13, "10 + round(5 * 0.5)"
+    load_tracker, session = owned()
+    load_tracker.report(1, 0, Load(kv_used_blocks=10), 0.0)
+    load_tracker.book(booking(decode_blocks=4), session, 0.0)
+    load_tracker.add_output_blocks(key(), 1, 0.5)
+    assert load_tracker.load(W1, 0.0).decode_blocks == 13, "10 + round(5 * 0.5)"
 
 
 @settings(max_examples=80, deadline=None)
@@ -95,30 +97,30 @@ def test_weighted_blocks_newer_than_a_report_are_added_to_it() -> None:
 def test_weights_are_summed_exactly_and_return_to_zero(
     steps: list[tuple[int, int, float | None]],
 ) -> None:
-    book, session = owned()
+    load_tracker, session = owned()
     blocks: dict[int, int] = {}
     weight: dict[int, float] = {}
     for number, grown, decay in steps:
         if number not in blocks:
-            book.book(booking(number), session, 0.0)
+            load_tracker.book(booking(number), session, 0.0)
             blocks[number], weight[number] = 4, 1.0
-        book.add_output_blocks(key(number), grown, decay)
+        load_tracker.add_output_blocks(key(number), grown, decay)
         blocks[number] += grown
         weight[number] = weight[number] if decay is None else decay
         total = sum(blocks[n] * weight[n] for n in blocks)
-        assert math.floor(total + 0.49) <= book.load(W1, 0.0).decode_blocks
-        assert book.load(W1, 0.0).decode_blocks <= math.floor(total + 0.51)
+        assert math.floor(total + 0.49) <= load_tracker.load(W1, 0.0).decode_blocks
+        assert load_tracker.load(W1, 0.0).decode_blocks <= math.floor(total + 0.51)
     for number in blocks:
-        book.free(key(number))
-    assert book.load(W1, 0.0) == LoadTotals()
-    assert len(book) == 0
+        load_tracker.free(key(number))
+    assert load_tracker.load(W1, 0.0) == LoadTotals()
+    assert len(load_tracker) == 0
 
 
 def test_a_reregistered_booking_keeps_its_weight() -> None:
-    book, session = owned()
-    book.book(booking(decode_blocks=7), session, 0.0)
-    book.add_output_blocks(key(), 1, 0.25)
-    held = book.get(key())
+    load_tracker, session = owned()
+    load_tracker.book(booking(decode_blocks=7), session, 0.0)
+    load_tracker.add_output_blocks(key(), 1, 0.25)
+    held = load_tracker.get(key())
     assert held is not None
     received = booking_from_proto(booking_to_proto(held), FRONTEND, "announced")
     assert received == held
@@ -146,33 +148,33 @@ def test_a_reregistered_weight_out_of_range_is_rejected_with_its_field(decay: fl
 
 
 def test_a_booking_that_is_not_renewed_ends_after_five_minutes() -> None:
-    book, session = owned()
-    book.book(booking(), session, 0.0)
-    book.expire(BOOKING_EXPIRY_S - 1.0)
-    assert len(book) == 1
-    book.expire(BOOKING_EXPIRY_S + EXPIRY_SCAN_INTERVAL_S)
-    assert (len(book), book.expired) == (0, 1)
-    assert book.load(W1, BOOKING_EXPIRY_S) == LoadTotals()
+    load_tracker, session = owned()
+    load_tracker.book(booking(), session, 0.0)
+    load_tracker.expire(BOOKING_EXPIRY_S - 1.0)
+    assert len(load_tracker) == 1
+    load_tracker.expire(BOOKING_EXPIRY_S + EXPIRY_SCAN_INTERVAL_S)
+    assert (len(load_tracker), load_tracker.expired) == (0, 1)
+    assert load_tracker.load(W1, BOOKING_EXPIRY_S) == LoadTotals()
 
 
 def test_a_booking_that_is_renewed_does_not_expire() -> None:
-    book, session = owned()
-    book.book(booking(), session, 0.0)
+    load_tracker, session = owned()
+    load_tracker.book(booking(), session, 0.0)
     now = 0.0
     for _ in range(10):
         now += 100.0
-        assert not book.reregister(booking(), session, now), "it is not new"
-        book.expire(now)
-    assert (len(book), book.expired) == (1, 0)
-    assert book.load(W1, now) == LoadTotals(0, 4, 1)
+        assert not load_tracker.reregister(booking(), session, now), "it is not new"
+        load_tracker.expire(now)
+    assert (len(load_tracker), load_tracker.expired) == (1, 0)
+    assert load_tracker.load(W1, now) == LoadTotals(0, 4, 1)
 
 
 def test_a_booking_held_by_a_peer_does_not_expire_here() -> None:
-    book = LoadTracker()
-    book.add_peer(9, {booking().key})
-    book.receive(booking(), 0.0)
-    book.expire(10 * BOOKING_EXPIRY_S)
-    assert (len(book), book.expired) == (1, 0)
+    load_tracker = LoadTracker()
+    load_tracker.add_peer(9, {booking().key})
+    load_tracker.receive(booking(), 0.0)
+    load_tracker.expire(10 * BOOKING_EXPIRY_S)
+    assert (len(load_tracker), load_tracker.expired) == (1, 0)
 
 
 # The booked load of a request.
@@ -205,7 +207,7 @@ def test_blocks_are_booked_only_if_they_are_tracked() -> None:
     for tracks, blocks in ((True, 7), (False, 0)):
         router = router_of(1, cost_settings=CostSettings(track_active_blocks=tracks))
         router.decide(query, key(), 0.0, Random(0))
-        assert router.book.load(W1, 0.0) == LoadTotals(100, blocks, 1)
+        assert router.load_tracker.load(W1, 0.0) == LoadTotals(100, blocks, 1)
     assert bookable_decode_blocks(query, 16, CostSettings(track_active_blocks=False)) == 0
 
 
@@ -214,9 +216,9 @@ def test_one_request_can_override_tracking_for_itself_only() -> None:
     router = router_of(1)
     untracked = Query("m", 100, override=RouterConfigOverride(track_prefill_tokens=False))
     router.decide(untracked, key(0), 0.0, Random(0))
-    assert router.book.load(W1, 0.0) == LoadTotals(0, 7, 1)
+    assert router.load_tracker.load(W1, 0.0) == LoadTotals(0, 7, 1)
     router.decide(Query("m", 100), key(1), 0.0, Random(0))
-    assert router.book.load(W1, 0.0) == LoadTotals(100, 14, 2)
+    assert router.load_tracker.load(W1, 0.0) == LoadTotals(100, 14, 2)
     reuse = RouterConfigOverride(assume_kv_reuse=True)
     assert CostSettings().with_override(reuse).assume_kv_reuse
     assert (
@@ -232,11 +234,11 @@ def test_a_booking_has_request_worker_and_load_and_potential_loads_predict_it() 
     query = Query("m", 100, routing=RoutingHints(expected_output_tokens=50))
     predicted = router.potential_loads(query, 0.0)
     decision = router.decide(query, key(), 0.0, Random(0))
-    booked = router.book.get(key())
+    booked = router.load_tracker.get(key())
     assert booked == Booking(key(), "m", decision.worker, None, 100, 7)
     message = decision_to_proto(decision, router.fleet)
     assert (message.charged_prefill_tokens, message.charged_decode_blocks) == (100, 7)
-    assert router.book.load(decision.worker, 0.0) == predicted[decision.worker]
+    assert router.load_tracker.load(decision.worker, 0.0) == predicted[decision.worker]
     assert bookable_prefill_tokens(query, 0) == 100
 
 
@@ -271,7 +273,7 @@ def test_each_query_parameter_has_its_effect() -> None:
     with pytest.raises(InvalidRequest, match="router_temperature"):
         router.admit(wild, key(6), 0.0, Random(0))
     assert isinstance(router.admit(free, key(7), 0.0, Random(0)), QueuedRequest)
-    assert len(router.book) == 3
+    assert len(router.load_tracker) == 3
 
 
 class Caches:

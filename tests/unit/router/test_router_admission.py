@@ -91,7 +91,7 @@ class Bed:
         self.now = 100.0
         self.outcomes: dict[str, Decision | MeshError] = {}
         self.see(*(workers or (worker(1),)))
-        self.session = self.router.book.open_session(FRONTEND)
+        self.session = self.router.load_tracker.open_session(FRONTEND)
 
     def see(self, *workers: Instance) -> None:
         self.router.update(seen(*workers), self.now)
@@ -108,7 +108,7 @@ class Bed:
         return self.router.admit(query, key(name), self.now, Random(0), self.session)
 
     def free(self, name: str) -> None:
-        assert self.router.book.free(key(name))
+        assert self.router.load_tracker.free(key(name))
 
     def serve(self) -> list[str]:
         """Rescan the queue; the names of the requests that left it, in order."""
@@ -126,7 +126,7 @@ class Bed:
         return self.serve()
 
     def load(self, worker_id: int = 1) -> LoadTotals:
-        return self.router.book.load(Placement(worker_id, 0), self.now)
+        return self.router.load_tracker.load(Placement(worker_id, 0), self.now)
 
     @property
     def waiting(self) -> int:
@@ -161,7 +161,7 @@ def test_a_request_waits_while_all_its_workers_are_busy_and_books_nothing_meanwh
     before = (bed.load(1), bed.load(2))
     queued(bed.admit("c", 300))
     assert (bed.load(1), bed.load(2)) == before
-    assert (bed.waiting, bed.router.queue.tokens, len(bed.router.book)) == (1, 300, 2)
+    assert (bed.waiting, bed.router.queue.tokens, len(bed.router.load_tracker)) == (1, 300, 2)
     assert bed.serve() == [], "nothing has changed"
     bed.free("b")
     bed.now += 1.5
@@ -202,7 +202,7 @@ def test_the_end_of_prefill_frees_capacity_before_the_response_ends() -> None:
     bed = Bed()
     placed(bed.admit("a"))
     queued(bed.admit("b"))
-    bed.router.book.mark_prefill_done(key("a"))
+    bed.router.load_tracker.mark_prefill_done(key("a"))
     assert bed.serve() == ["b"]
     assert bed.load().requests == 2
 
@@ -218,16 +218,16 @@ def test_a_new_worker_adds_capacity() -> None:
 
 def test_a_load_report_blocks_requests_and_a_later_one_admits_them() -> None:
     bed = Bed()
-    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
+    bed.router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
     queued(bed.admit("a", 10))
     assert bed.serve() == []
-    bed.router.book.report(1, 0, Load(), bed.now)
+    bed.router.load_tracker.report(1, 0, Load(), bed.now)
     assert bed.serve() == ["a"]
 
 
 def test_an_expired_load_report_blocks_no_request() -> None:
     bed = Bed()
-    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
+    bed.router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
     queued(bed.admit("a", 10))
     bed.now += 0.6
     assert bed.tick() == ["a"]
@@ -239,18 +239,18 @@ def test_a_pair_waits_only_for_the_worker_that_computes_the_prompt() -> None:
     first = placed(bed.admit("a"))
     assert (first.prefill, first.worker) == (Placement(1, 0), Placement(2, 0))
     queued(bed.admit("b"))
-    bed.router.book.mark_prefill_done(key("a"))
+    bed.router.load_tracker.mark_prefill_done(key("a"))
     assert bed.serve() == ["b"], "decode load does not matter"
 
 
 def test_a_worker_below_its_busy_threshold_again_admits_requests_that_wait_for_others() -> None:
     workers = [worker(1, total_kv_blocks=100), worker(2, total_kv_blocks=100)]
     bed = Bed(*workers, busy=BusyLimits(active_decode_blocks=0.5))
-    bed.router.book.report(1, 0, Load(kv_used_blocks=90), bed.now)
-    bed.router.book.report(2, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
+    bed.router.load_tracker.report(1, 0, Load(kv_used_blocks=90), bed.now)
+    bed.router.load_tracker.report(2, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
     queued(bed.admit("a", 10))
     assert bed.serve() == []
-    bed.router.book.report(1, 0, Load(), bed.now)
+    bed.router.load_tracker.report(1, 0, Load(), bed.now)
     assert bed.serve() == ["a"]
     assert placed(bed.outcomes["a"]).worker == Placement(1, 0)
 
@@ -260,11 +260,11 @@ def test_a_decode_worker_with_capacity_admits_requests_that_wait_for_prefill() -
     workers = [worker(1, role="prefill", **group), worker(2, role="decode", **group)]
     bypass = Bypass(policy="isl_bounding", eff_isl_ratio_threshold=1.1, decode_busy_threshold=0.5)
     bed = Bed(*workers, bypass=bypass)
-    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
-    bed.router.book.report(2, 0, Load(kv_used_blocks=90), bed.now)
+    bed.router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
+    bed.router.load_tracker.report(2, 0, Load(kv_used_blocks=90), bed.now)
     queued(bed.admit("a", 10))
     assert bed.serve() == []
-    bed.router.book.report(2, 0, Load(), bed.now)
+    bed.router.load_tracker.report(2, 0, Load(), bed.now)
     assert bed.serve() == ["a"]
     assert placed(bed.outcomes["a"]).bypass == "short_prompt"
 
@@ -288,12 +288,12 @@ def test_a_request_blocked_by_a_busy_limit_is_admitted_when_the_limit_no_longer_
     workers = [worker(at, total_kv_blocks=100) for at in (1, 2, 3)]
     bed = Bed(*workers, busy=BusyLimits(active_decode_blocks=0.5))
     for at in (1, 2):
-        bed.router.book.report(at, 0, Load(kv_used_blocks=90), bed.now)
-    bed.router.book.report(3, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
+        bed.router.load_tracker.report(at, 0, Load(kv_used_blocks=90), bed.now)
+    bed.router.load_tracker.report(3, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
     queued(bed.admit("a", 10))
     queued(bed.admit("b", 10, backend_instance_id=3))
     assert bed.serve() == []
-    bed.router.book.report(2, 0, Load(kv_used_blocks=40), bed.now)
+    bed.router.load_tracker.report(2, 0, Load(kv_used_blocks=40), bed.now)
     assert bed.serve() == ["a"]
     assert placed(bed.outcomes["a"]).worker == Placement(2, 0)
 
@@ -301,10 +301,10 @@ def test_a_request_blocked_by_a_busy_limit_is_admitted_when_the_limit_no_longer_
 def test_capacity_freed_on_one_rank_admits_requests_to_its_worker() -> None:
     bed = Bed(worker(1, dp_size=2), busy=BusyLimits(active_prefill_tokens_frac=2.0))
     busy = Load(waiting=1, waiting_tokens=5000)
-    bed.router.book.report(1, 1, Load(waiting=1, waiting_tokens=1500), bed.now)
-    bed.router.book.report(1, 0, busy, bed.now)
+    bed.router.load_tracker.report(1, 1, Load(waiting=1, waiting_tokens=1500), bed.now)
+    bed.router.load_tracker.report(1, 0, busy, bed.now)
     queued(bed.admit("a", 10))
-    bed.router.book.report(1, 1, Load(), bed.now)
+    bed.router.load_tracker.report(1, 1, Load(), bed.now)
     assert bed.serve() == ["a"]
     assert placed(bed.outcomes["a"]).worker == Placement(1, 1)
 
@@ -313,15 +313,15 @@ def test_a_queued_request_stays_queued_while_all_workers_are_above_a_busy_limit(
     workers = [worker(at, total_kv_blocks=100) for at in (1, 2)]
     bed = Bed(*workers, busy=BusyLimits(active_decode_blocks=0.5))
     for at in (1, 2):
-        bed.router.book.report(at, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
+        bed.router.load_tracker.report(at, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
     queued(bed.admit("a", 10))
     for at in (1, 2):
-        bed.router.book.report(at, 0, Load(kv_used_blocks=90), bed.now)
+        bed.router.load_tracker.report(at, 0, Load(kv_used_blocks=90), bed.now)
     bed.see(*workers, worker(9, model="n"))
     assert (bed.serve(), bed.waiting) == ([], 1)
     with pytest.raises(Overloaded):
         bed.admit("b", 10)
-    bed.router.book.report(2, 0, Load(), bed.now)
+    bed.router.load_tracker.report(2, 0, Load(), bed.now)
     assert bed.serve() == ["a"]
 
 
@@ -505,7 +505,7 @@ def test_requests_of_a_moved_session_are_found_behind_those_of_another_session()
     assert len(classes) == 1
     placed(bed.admit("c", 10, backend_instance_id=2, session_control=other))
     assert bed.serve() == ["y1", "y2"]
-    assert bed.router.book.load(Placement(2, 0), bed.now).requests == 3
+    assert bed.router.load_tracker.load(Placement(2, 0), bed.now).requests == 3
     assert bed.waiting == 1
 
 
@@ -533,7 +533,7 @@ def test_a_higher_level_goes_first_at_any_arrival_time() -> None:
         bed.now += 1.0
     order: list[str] = []
     for _ in range(3):
-        bed.router.book.free(key((["a", *order])[-1]))
+        bed.router.load_tracker.free(key((["a", *order])[-1]))
         order += bed.serve()
     assert order == ["high", "mid", "low"]
 
@@ -704,7 +704,7 @@ def test_a_full_queue_reports_the_limit_and_a_retry_hint(
         "current": current,
         "limit": limit,
     }
-    assert (bed.waiting, len(bed.router.book)) == (3, 1)
+    assert (bed.waiting, len(bed.router.load_tracker)) == (3, 1)
     assert bed.router.queue.withdraw(key("r1")) is not None
     queued(bed.admit("now there is capacity", 200))
 
@@ -733,14 +733,14 @@ def test_a_withdrawn_request_is_gone_and_books_nothing() -> None:
     assert bed.router.queue.withdraw(key("b")) is None
     bed.free("a")
     assert bed.serve() == ["c"]
-    assert bed.router.book.get(key("b")) is None
+    assert bed.router.load_tracker.get(key("b")) is None
 
 
 def test_the_end_of_a_frontend_session_withdraws_its_requests_only() -> None:
     bed = Bed()
     placed(bed.admit("a"))
     queued(bed.admit("mine"))
-    other = bed.router.book.open_session(8)
+    other = bed.router.load_tracker.open_session(8)
     bed.router.admit(Query("m", 10), BookingKey(8, "theirs", 0), bed.now, Random(0), other)
     gone = bed.router.queue.withdraw_session(bed.session)
     assert [one.key for one in gone] == [key("mine")]
@@ -763,7 +763,7 @@ def test_when_the_last_worker_leaves_all_queued_requests_fail_at_once_without_a_
         error = bed.outcomes[name]
         assert isinstance(error, Unavailable)
         assert error.reason == "NO_WORKER"
-    assert (bed.waiting, len(bed.router.book)) == (0, 1)
+    assert (bed.waiting, len(bed.router.load_tracker)) == (0, 1)
 
 
 def test_requests_pinned_to_a_worker_that_left_fail_and_others_stay_queued() -> None:
@@ -822,7 +822,7 @@ def test_a_selector_that_fails_on_a_queued_request_fails_that_request_only() -> 
     error = bed.outcomes["b"]
     assert isinstance(error, InternalError)
     assert isinstance(error.__cause__, ZeroDivisionError)
-    assert (bed.waiting, len(bed.router.book)) == (0, 0)
+    assert (bed.waiting, len(bed.router.load_tracker)) == (0, 0)
 
 
 @pytest.mark.parametrize("jump", [float("inf"), float("nan")])
@@ -837,7 +837,7 @@ def test_a_booked_key_gets_its_decision_though_others_are_queued() -> None:
     first = placed(bed.admit("a"))
     queued(bed.admit("b"))
     assert placed(bed.admit("a")) == first
-    assert (bed.waiting, len(bed.router.book)) == (1, 1)
+    assert (bed.waiting, len(bed.router.load_tracker)) == (1, 1)
 
 
 def test_an_override_without_prefill_tracking_makes_no_worker_busy() -> None:
@@ -930,7 +930,7 @@ def test_after_any_events_each_request_gets_one_result_and_loads_return_to_zero(
                 running.discard(one)
                 gone.add(one)
             else:
-                bed.router.book.mark_prefill_done(key(one))
+                bed.router.load_tracker.mark_prefill_done(key(one))
         elif step == "withdraw" and submitted.keys() - running - gone:
             one = rng.choice(sorted(submitted.keys() - running - gone))
             assert bed.router.queue.withdraw(key(one)) is not None
@@ -949,7 +949,7 @@ def test_after_any_events_each_request_gets_one_result_and_loads_return_to_zero(
         gone |= running
         running.clear()
         serve()
-    assert (bed.waiting, bed.router.queue.tokens, len(bed.router.book)) == (0, 0, 0)
+    assert (bed.waiting, bed.router.queue.tokens, len(bed.router.load_tracker)) == (0, 0, 0)
     assert all(bed.load(at) == LoadTotals() for at in (1, 2, 3))
 
 
@@ -969,10 +969,10 @@ def test_a_new_request_does_not_take_capacity_that_was_freed_for_a_queued_one(
     bed = Bed()
     placed(bed.admit("first"))
     queued(bed.admit("waits"))
-    bed.router.book.mark_prefill_done(key("first"))  # No rescan follows yet.
+    bed.router.load_tracker.mark_prefill_done(key("first"))  # No rescan follows yet.
     queued(bed.submit("new", Query("m", 2 * BATCH, routing=hints)))
     assert bed.serve() == ["waits"]
-    bed.router.book.mark_prefill_done(key("waits"))
+    bed.router.load_tracker.mark_prefill_done(key("waits"))
     assert bed.serve() == ["new"]
 
 
@@ -1010,7 +1010,7 @@ def test_a_rescan_that_is_stopped_early_continues_with_the_other_classes() -> No
     bed.router.queue.mark_all_dirty()
     tried: list[str] = []
     for _ in range(3):
-        bed.router.book.report(1, 0, Load(), bed.now)  # Marks all classes dirty again.
+        bed.router.load_tracker.report(1, 0, Load(), bed.now)  # Marks all classes dirty again.
         part = list(islice(bed.router.rescan(bed.now, Random(0)), 10))
         assert all(outcome is None for _, outcome in part)
         tried += [one.key.request_id for one, _ in part]

@@ -272,7 +272,7 @@ LIMITS = ApproxLimits(ttl_s=7.0, blocks_max=99, prune_target_ratio=0.3)
 def test_the_first_rule_that_applies_decides(
     credit: float, uses_overlap_elsewhere: bool, kv_events: bool, predicted_ttl_s: float
 ) -> None:
-    choice = derive_index_settings(
+    index_settings = derive_index_settings(
         overlap_score_credit=credit,
         uses_overlap_elsewhere=uses_overlap_elsewhere,
         kv_events=kv_events,
@@ -280,14 +280,16 @@ def test_the_first_rule_that_applies_decides(
         predicted_ttl_s=predicted_ttl_s,
     )
     if credit == 0 and not uses_overlap_elsewhere:
-        assert choice == IndexSettings("none", None, None, "overlap_score_credit is 0")
+        assert index_settings == IndexSettings("none", None, None, "overlap_score_credit is 0")
     elif not kv_events:
-        assert choice == IndexSettings("approx", LIMITS, None, "kv_events is off")
+        assert index_settings == IndexSettings("approx", LIMITS, None, "kv_events is off")
     elif predicted_ttl_s:
-        assert choice == IndexSettings("events", LIMITS, replace(LIMITS, ttl_s=5.0), choice.reason)
+        assert index_settings == IndexSettings(
+            "events", LIMITS, replace(LIMITS, ttl_s=5.0), index_settings.reason
+        )
     else:
-        assert choice == IndexSettings("events", LIMITS, None, choice.reason)
-    assert choice.follows_events == ((credit > 0 or uses_overlap_elsewhere) and kv_events)
+        assert index_settings == IndexSettings("events", LIMITS, None, index_settings.reason)
+    assert index_settings.follows_events == ((credit > 0 or uses_overlap_elsewhere) and kv_events)
 
 
 @pytest.mark.row("S1-43", "S1-98", "S1-99", "S1-100")
@@ -341,7 +343,7 @@ class Bed:
         self.router = Router(
             SELECTORS["kv"](),
             index=self.index,
-            choice=config.index_settings,
+            index_settings=config.index_settings,
             cost_settings=config.cost_settings,
         )
         self.workers = [
@@ -360,7 +362,7 @@ class Bed:
         self.count += 1
         key = BookingKey(7, f"r{self.count}", 0)
         decision = self.router.decide(query, key, self.now, Random(self.count))
-        self.router.book.free(key)
+        self.router.load_tracker.free(key)
         return decision
 
     def overlap(self, query: Query) -> dict[int, int]:

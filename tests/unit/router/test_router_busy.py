@@ -45,7 +45,7 @@ def decide(router: Router, **hints: Any) -> Decision:
 
 
 def report(router: Router, worker_id: int, rank: int = 0, **load: int) -> None:
-    router.book.report(worker_id, rank, Load(**load), 0.0)
+    router.load_tracker.report(worker_id, rank, Load(**load), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_if_all_workers_are_busy_requests_get_a_retry_hint_and_no_booking() -> N
     with pytest.raises(Overloaded) as caught:
         router.decide(Query("m", 10), BookingKey(FRONTEND, "r", 0), 0.0, Random(0))
     assert (caught.value.reason, caught.value.retry_after_s) == ("ALL_WORKERS_BUSY", 1.0)
-    assert len(router.book) == 0
+    assert len(router.load_tracker) == 0
 
 
 def test_no_workers_and_all_workers_busy_are_different_errors() -> None:

@@ -180,7 +180,7 @@ def test_a_nearly_cached_prompt_is_computed_where_it_is_decoded() -> None:
     assert "remote prefill bypassed: short prompt, 160 of 1600 tokens to compute" in (
         decision.reasons
     )
-    (booking,) = bed.router.book
+    (booking,) = bed.router.load_tracker
     assert (booking.prefill, booking.prefill_tokens) == (None, 160)
 
 
@@ -208,31 +208,31 @@ def test_only_workers_that_can_prefill_serve_bypassing_requests() -> None:
 
 def test_busy_prefill_is_bypassed_while_it_is_busy() -> None:
     bed = Bed(P1, D11, policy="prefill_load", prefill_busy_threshold=1.0)
-    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=2049), 0.0)
+    bed.router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=2049), 0.0)
     decision = bed.place()
     assert (decision.worker, decision.prefill, decision.bypass) == (
         Placement(11, 0),
         None,
         "prefill_busy",
     )
-    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=2048), 0.0)
+    bed.router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=2048), 0.0)
     assert bed.place().prefill == Placement(1, 0)
 
 
 def test_only_the_prefill_worker_of_the_pair_has_to_be_busy() -> None:
     bed = Bed(P1, P2, D11, policy="prefill_load", prefill_busy_threshold=1.0)
-    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=9999), 0.0)
+    bed.router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=9999), 0.0)
     assert bed.place().prefill == Placement(2, 0)
-    bed.router.book.report(2, 0, Load(waiting=1, waiting_tokens=9999), 0.0)
+    bed.router.load_tracker.report(2, 0, Load(waiting=1, waiting_tokens=9999), 0.0)
     assert bed.place().bypass == "prefill_busy"
 
 
 def test_a_decode_worker_without_capacity_keeps_the_pair() -> None:
     bed = Bed(P1, D11, cached={11: 90}, decode_busy_threshold=0.5)
-    bed.router.book.report(11, 0, Load(running=1, kv_used_blocks=401), 0.0)
+    bed.router.load_tracker.report(11, 0, Load(running=1, kv_used_blocks=401), 0.0)
     assert bed.place().prefill == Placement(1, 0)
     bed = Bed(P1, D11, cached={11: 90}, decode_busy_threshold=0.5)
-    bed.router.book.report(11, 0, Load(running=1, kv_used_blocks=400), 0.0)
+    bed.router.load_tracker.report(11, 0, Load(running=1, kv_used_blocks=400), 0.0)
     assert bed.place().bypass == "short_prompt"
     unknown = replace(D11, total_kv_blocks=None)
     assert Bed(P1, unknown, cached={11: 90}, decode_busy_threshold=0.5).place().bypass == ""
@@ -302,5 +302,5 @@ def test_every_selector_bypasses(selector: str) -> None:
     policy = Policy(bypass=Bypass(policy="prefill_load", prefill_busy_threshold=0.0))
     router = Router(SELECTORS[selector](), policy=policy)
     router.update(Snapshot(1, {i.id: i for i in (P1, D11)}), 0.0)
-    router.book.report(1, 0, Load(waiting=1, waiting_tokens=1), 0.0)
+    router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=1), 0.0)
     assert router.decide(QUERY, None, 0.0, Random(0)).bypass == "prefill_busy"

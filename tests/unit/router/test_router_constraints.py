@@ -65,7 +65,7 @@ def refused(router: Router, kind: type[MeshError], **hints: Any) -> MeshError:
     with pytest.raises(kind) as error:
         router.decide(query, BookingKey(7, "r", 0), 0.0, Random(0))
     assert type(error.value) is kind
-    assert len(router.book) == 0
+    assert len(router.load_tracker) == 0
     assert all(row.load.requests == 0 for row in router.loads("", 0.0))
     return error.value
 

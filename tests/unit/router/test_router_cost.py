@@ -36,11 +36,11 @@ def candidate(worker_id: int, **facts: Any) -> Candidate:
 
 def loaded(*loads: tuple[int, int, int]) -> LoadTracker:
     """A tracker with reports of workers 1, 2, …: (queued tokens, blocks, requests)."""
-    book = LoadTracker()
+    load_tracker = LoadTracker()
     for worker_id, (tokens, blocks, requests) in enumerate(loads, 1):
         load = Load(waiting_tokens=tokens, kv_used_blocks=blocks, running=requests)
-        book.report(worker_id, 0, load, 0.0)
-    return book
+        load_tracker.report(worker_id, 0, load, 0.0)
+    return load_tracker
 
 
 def holding(**depths: int) -> Matches:
@@ -53,7 +53,7 @@ def holding(**depths: int) -> Matches:
 
 def prices(
     blocks: int,
-    book: LoadTracker,
+    load_tracker: LoadTracker,
     *,
     workers: int,
     matches: Matches | None = None,
@@ -63,7 +63,7 @@ def prices(
     routing: RoutingHints | None = None,
 ) -> Sequence[ScoredCandidate]:
     query = Query("m", blocks * B, bytes(8 * blocks), 1, B, routing=routing)
-    view = View(book, 0.0, None, matches or {}, leg, cost_settings, recent_prefill)
+    view = View(load_tracker, 0.0, None, matches or {}, leg, cost_settings, recent_prefill)
     return score_candidates(query, [candidate(n) for n in range(1, workers + 1)], view)
 
 
@@ -72,8 +72,8 @@ def costs(*args: Any, **facts: Any) -> list[float]:
 
 
 def test_the_documented_example_of_three_workers_is_reproduced() -> None:
-    book = loaded((8 * B, 8, 0), (3 * B, 3, 0), (0, 7, 0))
-    assert costs(2, book, workers=3, matches=holding(w1=2)) == [18.0, 10.0, 11.0]
+    load_tracker = loaded((8 * B, 8, 0), (3 * B, 3, 0), (0, 7, 0))
+    assert costs(2, load_tracker, workers=3, matches=holding(w1=2)) == [18.0, 10.0, 11.0]
 
 
 def test_ten_cached_blocks_are_worth_ten_blocks_of_decode() -> None:
@@ -99,12 +99,12 @@ def test_a_decay_of_one_halves_the_credit_at_one_request_of_excess() -> None:
     cost_settings = CostSettings(
         overlap_score_credit_decay=1.0, decode_active_request_weight=0.0, recent_miss_weight=0.0
     )
-    book = loaded((8 * B, 0, 0), (0, 0, 0))
-    busy, _ = prices(8, book, workers=2, matches=holding(w1=8), cost_settings=cost_settings)
+    load_tracker = loaded((8 * B, 0, 0), (0, 0, 0))
+    busy, _ = prices(8, load_tracker, workers=2, matches=holding(w1=8), cost_settings=cost_settings)
     assert busy.terms is not None
     assert busy.terms.overlap_credit == 4.0
     untracked = CostSettings(overlap_score_credit_decay=1.0, track_prefill_tokens=False)
-    busy, _ = prices(8, book, workers=2, matches=holding(w1=8), cost_settings=untracked)
+    busy, _ = prices(8, load_tracker, workers=2, matches=holding(w1=8), cost_settings=untracked)
     assert busy.terms is not None
     assert busy.terms.overlap_credit == 8.0
 
@@ -130,12 +130,12 @@ def test_requests_count_by_the_configured_weight_and_taints_multiply() -> None:
 
 def test_the_cost_of_a_decode_leg_is_load_only() -> None:
     cost_settings = DEFAULT_COST_SETTINGS.for_decode_leg()
-    book = loaded((500 * B, 0, 0), (0, 5, 1))
+    load_tracker = loaded((500 * B, 0, 0), (0, 5, 1))
     missed = RecentPrefill(60.0)
     missed.add(Placement(1, 0), 100, 0.0)
     first, second = costs(
         8,
-        book,
+        load_tracker,
         workers=2,
         matches=holding(w2=8),
         cost_settings=cost_settings,
@@ -149,9 +149,9 @@ def test_kv_reuse_subtracts_cached_blocks_up_to_the_blocks_in_use() -> None:
     cost_settings = CostSettings(
         assume_kv_reuse=True, decode_active_request_weight=0.0, recent_miss_weight=0.0
     )
-    book = loaded((0, 3, 0), (0, 100, 0))
+    load_tracker = loaded((0, 3, 0), (0, 100, 0))
     idle, busy = prices(
-        8, book, workers=2, matches=holding(w1=8, w2=8), cost_settings=cost_settings
+        8, load_tracker, workers=2, matches=holding(w1=8, w2=8), cost_settings=cost_settings
     )
     assert idle.terms is not None
     assert busy.terms is not None

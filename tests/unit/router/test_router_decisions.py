@@ -96,7 +96,7 @@ class Bed:
             policy=Policy(queue=QueueSettings(threshold=1.0), **policy),
         )
         self.see(BATCH)
-        self.session = self.router.book.open_session(7)
+        self.session = self.router.load_tracker.open_session(7)
         self.metrics = Metrics(self.router, clock=lambda: self.now)
         self.decisions = Decisions(
             self.router,
@@ -157,11 +157,11 @@ def test_an_orphan_that_is_freed_admits_the_next_request_and_no_rescan_stays_due
     loop: HandLoop, is_expired_first: bool
 ) -> None:
     bed = Bed()
-    lost = bed.router.book.open_session(8)
+    lost = bed.router.load_tracker.open_session(8)
     bed.submit("lost", lost)
     for name in ("first", "second"):
         assert isinstance(bed.submit(name), QueuedRequest)
-    bed.router.book.end_session(lost, bed.now)
+    bed.router.load_tracker.end_session(lost, bed.now)
     bed.now += ORPHAN_S
     if is_expired_first:
         bed.router.expire(bed.now)
@@ -183,7 +183,7 @@ def test_a_queued_request_that_fails_gets_an_error_and_the_router_continues(
     bed = Bed(selector)
     bed.submit("first")
     assert isinstance(bed.submit("a"), QueuedRequest)
-    bed.router.book.free(BookingKey(7, "first", 0))
+    bed.router.load_tracker.free(BookingKey(7, "first", 0))
     selector.error = error
     bed.decisions.serve_queue()
     selector.error = None
@@ -200,7 +200,7 @@ def test_an_exception_of_a_selector_is_logged_once_with_its_traceback(
     bed = Bed(selector)
     bed.submit("first")
     assert not is_queued or isinstance(bed.submit("a"), QueuedRequest)
-    bed.router.book.free(BookingKey(7, "first", 0))
+    bed.router.load_tracker.free(BookingKey(7, "first", 0))
     selector.error = error
     with capture_logs() as lines:
         if is_queued:
@@ -259,7 +259,7 @@ def test_a_queued_request_gets_its_result_even_if_measuring_fails(
     bed.submit("first")
     assert isinstance(bed.submit("a"), QueuedRequest)
     monkeypatch.setattr(Metrics, "decided", fail)
-    bed.router.book.free(BookingKey(7, "first", 0))
+    bed.router.load_tracker.free(BookingKey(7, "first", 0))
     selector.error = error
     bed.decisions.serve_queue()
     assert isinstance(bed.outcomes["a"], Decision if error is None else NoGpu)
@@ -269,9 +269,9 @@ def test_capacity_freed_at_an_unknown_worker_triggers_no_rescan(loop: HandLoop) 
     bed = Bed()
     bed.submit("a")
     bed.submit("b")
-    bed.router.book.report(2, 0, Load(), bed.now)
+    bed.router.load_tracker.report(2, 0, Load(), bed.now)
     assert loop.due == [], "no request waits for that worker"
-    bed.router.book.report(1, 0, Load(), bed.now)
+    bed.router.load_tracker.report(1, 0, Load(), bed.now)
     assert len(loop.due) == 1
     loop.run()
     assert (bed.outcomes, loop.due) == ({}, [])
@@ -279,7 +279,7 @@ def test_capacity_freed_at_an_unknown_worker_triggers_no_rescan(loop: HandLoop) 
 
 def test_the_periodic_rescan_admits_requests_after_a_load_report_expired(loop: HandLoop) -> None:
     bed = Bed()
-    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=TOO_MUCH), bed.now)
+    bed.router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=TOO_MUCH), bed.now)
     assert isinstance(bed.submit("a"), QueuedRequest)
     bed.now += REPORT_MAX_AGE_S + 0.001
     bed.decisions.serve_queue()
@@ -315,10 +315,10 @@ def test_capacity_freed_during_a_rescan_is_used_after_it(loop: HandLoop) -> None
         assert isinstance(bed.submit(f"r{number}", constraint_class=number + 1), QueuedRequest)
     bed.see(BATCH + 1)
     loop.run()
-    bed.router.book.free(BookingKey(7, "a", 0))
+    bed.router.load_tracker.free(BookingKey(7, "a", 0))
     loop.run()
     (name,) = bed.outcomes
-    bed.router.book.free(BookingKey(7, name, 0))
+    bed.router.load_tracker.free(BookingKey(7, name, 0))
     while loop.due:
         loop.run()
     assert len(bed.outcomes) == 2
@@ -334,10 +334,10 @@ def test_reports_all_the_time_do_not_keep_the_rescan_from_the_last_class(loop: H
             bed.submit(f"r{number}", constraint_class=number + 1, pin=1), QueuedRequest
         )
     assert isinstance(bed.submit("last", pin=2), QueuedRequest)
-    bed.router.book.free(BookingKey(7, "fills 2", 0))
+    bed.router.load_tracker.free(BookingKey(7, "fills 2", 0))
     for _ in range(4):
         loop.run()
-        bed.router.book.report(1, 0, Load(), bed.now)
+        bed.router.load_tracker.report(1, 0, Load(), bed.now)
     assert list(bed.outcomes) == ["last"]
 
 
@@ -385,7 +385,7 @@ def test_sessions_that_move_all_the_time_do_not_delay_other_requests(
         assert isinstance(bed.submit(f"b{number}", session_id="s", tokens=1), QueuedRequest)
     assert isinstance(bed.submit("first", pin=1), Decision)
     assert isinstance(bed.submit("pinned", pin=1), QueuedRequest)
-    bed.router.book.free(BookingKey(7, "first", 0))
+    bed.router.load_tracker.free(BookingKey(7, "first", 0))
     for number in range(2):
         record = SessionRecord(
             S, SessionPlacement(Placement(3 - number, 0)), LATER + number, BookingKey(9, "c", 0)
@@ -403,7 +403,7 @@ def test_an_expired_session_no_longer_constrains_its_queued_request(
     assert isinstance(bed.submit("a", session_id="s", pin=1, tokens=1), Decision)
     assert isinstance(bed.submit("fills", pin=1), Decision)
     assert isinstance(bed.submit("b", session_id="s"), QueuedRequest)
-    bed.router.book.free(BookingKey(7, "a", 0))
+    bed.router.load_tracker.free(BookingKey(7, "a", 0))
     bed.router.expire(bed.now)
     loop.run()
     assert (bed.outcomes, loop.due) == ({}, [])
@@ -420,13 +420,13 @@ def test_requests_of_a_superseded_frontend_session_are_withdrawn_and_new_ones_re
 ) -> None:
     bed = Bed()
     bed.submit("a")
-    book = bed.router.book
-    bed.session = book.open_session(8, generation=1)
+    load_tracker = bed.router.load_tracker
+    bed.session = load_tracker.open_session(8, generation=1)
     assert isinstance(bed.submit("old", bed.session), QueuedRequest)
-    book.supersede_sessions(SessionHello(8, 2), bed.now)
+    load_tracker.supersede_sessions(SessionHello(8, 2), bed.now)
     assert len(bed.router.queue) == 0
     with pytest.raises(Conflict) as refused:
         bed.submit("late", bed.session)
     assert refused.value.reason == "SUPERSEDED"
     assert bed.outcomes == {}, "that session receives no results"
-    book.end_session(bed.session, bed.now)
+    load_tracker.end_session(bed.session, bed.now)

@@ -79,17 +79,6 @@ def test_models_that_left_are_not_remembered_without_bound() -> None:
     assert fleet.is_known_model("m1498", 0.0)
 
 
-def test_the_ranks_of_a_worker_are_those_of_the_newest_snapshot() -> None:
-    fleet = Fleet()
-    fleet.update(seen(worker(1, dp_size=2), worker(2), worker(3, model="")), 0.0)
-    assert fleet.ranks_of(1) == fleet.candidates("m", "aggregated")[:2]
-    assert [c.placement for c in fleet.ranks_of(2)] == [Placement(2, 0)]
-    assert fleet.ranks_of(3) == (), "it serves nothing yet"
-    fleet.update(seen(worker(1, dp_rank_start=4)), 1.0)
-    assert [c.placement for c in fleet.ranks_of(1)] == [Placement(1, 4)]
-    assert fleet.ranks_of(2) == ()
-
-
 def test_a_rank_that_the_worker_does_not_have_is_absent() -> None:
     fleet = Fleet()
     fleet.update(seen(worker(1, dp_size=2)), 0.0)

@@ -38,16 +38,16 @@ def priced(
     """One worker for each (load, held): load is queued tokens, blocks, requests; held are leading
     blocks on the device, on the host and on disk, cumulative.
     """
-    book, matches, members = LoadTracker(), {}, []
+    load_tracker, matches, members = LoadTracker(), {}, []
     for number, ((tokens, used, requests), held) in enumerate(ranks, 1):
         report = Load(waiting_tokens=tokens, kv_used_blocks=used, running=requests)
-        book.report(number, 0, report, 0.0)
+        load_tracker.report(number, 0, report, 0.0)
         matches[number, 0] = SourceMatch(Source(number), *held)
         instance = Instance(
             number, "mesh", "worker", "", "127.0.0.1:1", model="m", block_size=B, kv_index="events"
         )
         members.append(Candidate(Placement(number, 0), instance))
-    view = View(book, 0.0, None, matches, leg, replace(PLAIN, **cost_settings))
+    view = View(load_tracker, 0.0, None, matches, leg, replace(PLAIN, **cost_settings))
     return score_candidates(Query("m", blocks * B, bytes(8 * blocks), 1, B), members, view)
 
 
@@ -203,12 +203,12 @@ def test_equal_costs_are_drawn_equally(u: float, index: int) -> None:
 
 
 def chosen(seed: int, temperature: float, *used: int) -> int:
-    book, members = LoadTracker(), []
+    load_tracker, members = LoadTracker(), []
     for number, blocks in enumerate(used, 1):
-        book.report(number, 0, Load(kv_used_blocks=blocks), 0.0)
+        load_tracker.report(number, 0, Load(kv_used_blocks=blocks), 0.0)
         instance = Instance(number, "mesh", "worker", "", "127.0.0.1:1", model="m", block_size=B)
         members.append(Candidate(Placement(number, 0), instance))
-    view = View(book, 0.0, cost_settings=replace(PLAIN, router_temperature=temperature))
+    view = View(load_tracker, 0.0, cost_settings=replace(PLAIN, router_temperature=temperature))
     choice = KvSelector().select(Query("m", B), members, view, Random(seed))
     return choice.candidate.placement.worker_id
 

@@ -35,10 +35,12 @@ class World:
 
     def __init__(self, routers: int, seed: int, *, synced: bool) -> None:
         self.rng = Random(seed)
-        books = [LoadTracker() for _ in range(routers)]
-        replicas = [Replica(book) for book in books]
-        self.routers = [Router(SELECTORS["kv"](), book=book) for book in books]
-        self.sessions = [book.open_session(FRONTEND) for book in books]
+        load_trackers = [LoadTracker() for _ in range(routers)]
+        replicas = [Replica(load_tracker) for load_tracker in load_trackers]
+        self.routers = [
+            Router(SELECTORS["kv"](), load_tracker=load_tracker) for load_tracker in load_trackers
+        ]
+        self.sessions = [load_tracker.open_session(FRONTEND) for load_tracker in load_trackers]
         self.tellings: list[tuple[OutboundSync, Replica, int, int]] = []
         fields = {"model": "m", "block_size": 16}
         instances = {
@@ -65,7 +67,7 @@ class World:
             now += self.rng.expovariate(1 / ARRIVE_S)
             while self.ends and self.ends[0][0] <= now:
                 _, router, key = heapq.heappop(self.ends)
-                self.routers[router].book.free(key)
+                self.routers[router].load_tracker.free(key)
             if now - synced_at >= SYNC_S:
                 synced_at = now
                 for outbound, hearer, sender, stream in self.tellings:

@@ -76,14 +76,14 @@ class Fleet:
         worker = self.router.decide(query, key, self.now, self.rng).worker.worker_id
         if computed:
             self.caches.keep(worker, query)
-            self.router.book.mark_prefill_done(key)
+            self.router.load_tracker.mark_prefill_done(key)
         return worker, key
 
     def serve(self, query: Query, seconds: float = 1.0) -> int:
         """Run a request to its end: the fleet is idle again."""
         worker, key = self.send(query)
         self.now += seconds
-        assert self.router.book.free(key)
+        assert self.router.load_tracker.free(key)
         return worker
 
 
@@ -146,24 +146,24 @@ def test_a_stuck_worker_does_not_drain_the_caches_of_the_others() -> None:
     histories = {n: [(n, 24)] for n in range(1, 25)}
     homes = {n: fleet.send(prompt(*turns)) for n, turns in histories.items()}
     for _, key in homes.values():
-        fleet.router.book.free(key)
+        fleet.router.load_tracker.free(key)
     assert len({worker for worker, _ in homes.values()}) == 4
     stuck = 1
-    fleet.router.book.report(
+    fleet.router.load_tracker.report(
         stuck, 0, Load(running=8, waiting=500, waiting_tokens=10**6, kv_used_blocks=10**5), 0.0
     )
     for _ in range(60):
         fleet.send(prompt((999, 8)), computed=False)
     for n, turns in histories.items():
         home = homes[n][0]
-        fleet.router.book.report(
+        fleet.router.load_tracker.report(
             stuck, 0, Load(waiting=500, waiting_tokens=10**6, kv_used_blocks=10**5), fleet.now
         )
         if home != stuck:
             turns.append((n + 1000, 1))
             worker, key = fleet.send(prompt(*turns))
             assert worker == home
-            fleet.router.book.free(key)
+            fleet.router.load_tracker.free(key)
 
 
 def test_a_new_worker_gets_new_sessions_and_old_ones_stay() -> None:

@@ -86,14 +86,14 @@ def loads(router: Router, now: float = 0.0) -> dict[Placement, LoadTotals]:
 def refusal(router: Router, **changes: Any) -> MeshError:
     with pytest.raises((Unavailable, InvalidRequest)) as refused:
         place(router, **changes)
-    assert len(router.book) == 0
+    assert len(router.load_tracker) == 0
     return refused.value
 
 
 @pytest.mark.row("S1-18")
 def test_prefill_follows_the_cache_and_decode_the_least_load() -> None:
     router = router_of(depths={2: 8, 11: 10})
-    router.book.report(11, 0, Load(running=1, kv_used_blocks=5), 0.0)
+    router.load_tracker.report(11, 0, Load(running=1, kv_used_blocks=5), 0.0)
     decision = place(router)
     assert (decision.prefill, decision.worker) == (P2, D2)
     assert (decision.overlap_blocks, decision.predicted_cached_tokens) == (8, 128)
@@ -113,10 +113,10 @@ def test_each_leg_is_booked_on_its_worker_and_prefill_ends_before_decode() -> No
         P1: LoadTotals(160 - 64, 0, 1),
         decision.worker: LoadTotals(0, 10, 1),
     }
-    assert router.book.mark_prefill_done(key())
-    assert router.book.mark_prefill_done(key())
+    assert router.load_tracker.mark_prefill_done(key())
+    assert router.load_tracker.mark_prefill_done(key())
     assert loads(router) == {decision.worker: LoadTotals(0, 10, 1)}
-    assert router.book.free(key())
+    assert router.load_tracker.free(key())
     assert loads(router) == {}
 
 
@@ -168,7 +168,7 @@ def test_an_attempt_keeps_its_bootstrap_room_and_the_next_gets_another() -> None
     router = router_of()
     first = place(router)
     assert place(router) == first
-    router.book.free(key())
+    router.load_tracker.free(key())
     again = router.decide(QUERY, key(attempt=1), 0.0, Random(9))
     assert again.bootstrap != first.bootstrap
 
@@ -190,7 +190,7 @@ def test_a_pair_never_crosses_transfer_groups() -> None:
         worker(12, "decode", transfer_group="b"),
     )
     router = router_of(*members, depths={2: 10})
-    router.book.report(12, 0, Load(running=9, kv_used_blocks=900), 0.0)
+    router.load_tracker.report(12, 0, Load(running=9, kv_used_blocks=900), 0.0)
     for number in range(10):
         decision = place(router, number)
         assert (decision.prefill, decision.worker) in {(P1, D1), (P2, D2)}
@@ -366,37 +366,39 @@ def reregistered(revision: int = 1, prefill_tokens: int = 160, blocks: int = 10)
 
 def test_a_reregistered_pair_is_booked_on_both_workers_until_prefill_is_done() -> None:
     router = router_of()
-    book = router.book
-    session = book.open_session(FRONTEND)
-    assert book.reregister(reregistered(), session, 0.0)
+    load_tracker = router.load_tracker
+    session = load_tracker.open_session(FRONTEND)
+    assert load_tracker.reregister(reregistered(), session, 0.0)
     assert loads(router) == {P1: LoadTotals(160, 0, 1), D1: LoadTotals(0, 10, 1)}
-    assert not book.reregister(reregistered(), session, 0.0), "no newer"
-    assert book.reregister(reregistered(revision=3, prefill_tokens=0, blocks=12), session, 0.0)
+    assert not load_tracker.reregister(reregistered(), session, 0.0), "no newer"
+    assert load_tracker.reregister(
+        reregistered(revision=3, prefill_tokens=0, blocks=12), session, 0.0
+    )
     assert loads(router) == {D1: LoadTotals(0, 12, 1)}
-    assert not book.reregister(reregistered(revision=2), session, 0.0), "older"
+    assert not load_tracker.reregister(reregistered(revision=2), session, 0.0), "older"
     assert loads(router) == {D1: LoadTotals(0, 12, 1)}
-    book.free(key())
+    load_tracker.free(key())
     assert loads(router) == {}
 
 
 def test_an_orphaned_pair_counts_on_both_workers_for_three_seconds() -> None:
     router = router_of()
-    session = router.book.open_session(FRONTEND)
+    session = router.load_tracker.open_session(FRONTEND)
     decision = router.decide(QUERY, key(), 0.0, Random(0), session)
-    router.book.end_session(session, 1.0)
+    router.load_tracker.end_session(session, 1.0)
     assert set(loads(router, 3.9)) == {decision.prefill, decision.worker}
-    successor = router.book.open_session(FRONTEND)
-    held = router.book.get(key())
+    successor = router.load_tracker.open_session(FRONTEND)
+    held = router.load_tracker.get(key())
     assert held is not None
-    router.book.reregister(held, successor, 3.95)
+    router.load_tracker.reregister(held, successor, 3.95)
     assert set(loads(router, 9.0)) == {decision.prefill, decision.worker}, "adopted"
-    router.book.end_session(successor, 10.0)
+    router.load_tracker.end_session(successor, 10.0)
     assert loads(router, 10.0 + ORPHAN_S) == {}
 
 
 def test_a_repeated_request_for_a_reregistered_pair_gets_its_workers_and_one_fresh_room() -> None:
     router = router_of()
-    router.book.reregister(reregistered(), None, 0.0)
+    router.load_tracker.reregister(reregistered(), None, 0.0)
     first = router.decide(QUERY, key(), 0.0, Random(1))
     assert (first.prefill, first.worker) == (P1, D1)
     assert first.bootstrap is not None
@@ -444,17 +446,17 @@ def test_potential_loads_add_to_each_worker_its_leg() -> None:
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 25))
 def test_after_all_frees_both_sides_are_at_zero(seed: int, count: int) -> None:
     rng = Random(seed)
-    router = router_of(book=LoadTracker(100), depths={1: 3, 2: 7})
+    router = router_of(load_tracker=LoadTracker(100), depths={1: 3, 2: 7})
     for number in range(count):
         router.decide(QUERY, key(number), 0.0, rng)
         if rng.random() < 0.5:
-            router.book.mark_prefill_done(key(number))
+            router.load_tracker.mark_prefill_done(key(number))
         if rng.random() < 0.5:
-            router.book.add_output_blocks(key(number), 2, rng.random())
+            router.load_tracker.add_output_blocks(key(number), 2, rng.random())
         if rng.random() < 0.2:
-            held = router.book.get(key(number))
+            held = router.load_tracker.get(key(number))
             assert held is not None
-            router.book.reregister(replace(held, revision=held.revision + 1), None, 0.0)
+            router.load_tracker.reregister(replace(held, revision=held.revision + 1), None, 0.0)
     for number in range(count):
-        assert router.book.free(key(number))
+        assert router.load_tracker.free(key(number))
     assert loads(router) == {}

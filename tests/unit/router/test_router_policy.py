@@ -193,7 +193,7 @@ async def test_a_built_router_applies_its_policy() -> None:
     router = built("--session-affinity-ttl-s=2").router
     first = router.decide(query, BookingKey(7, "a", 0), 0.0, Random(0))
     assert router.decide(query, None, 0.0, Random(1)).worker == first.worker
-    router.book.free(BookingKey(7, "a", 0))
+    router.load_tracker.free(BookingKey(7, "a", 0))
     for now in (1.5, 2.0, 3.5):
         router.expire(now)
     assert len(router.affinity) == 0
@@ -227,7 +227,7 @@ def test_bypasses_and_sessions_are_counted() -> None:
         worker(11, role="decode"),
     )
     router.update(Snapshot(1, {i.id: i for i in members}), 0.0)
-    router.book.report(1, 0, Load(waiting=1, waiting_tokens=1), 0.0)
+    router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=1), 0.0)
     metrics = Metrics(router)
     query = Query("m", 100, routing=RoutingHints(session_control=SessionControl("s")))
     for number in range(3):

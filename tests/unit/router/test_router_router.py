@@ -151,7 +151,7 @@ def test_a_selector_failure_is_reported_with_its_cause_and_books_nothing(
     assert error.message == f"the selector 'always' failed: {why}"
     assert error.retryable, "nothing ran, and another router may succeed"
     assert error.__cause__ is (answer if isinstance(answer, Exception) else error.__cause__)
-    assert len(router.book) == 0
+    assert len(router.load_tracker) == 0
 
 
 def test_a_mesh_error_of_a_selector_is_returned_unchanged() -> None:
@@ -177,16 +177,16 @@ def test_a_thousand_interleaved_decisions_double_and_lose_nothing() -> None:
         live[number] = book(router, number)
         if rng.random() < 0.5:
             gone = rng.choice(sorted(live))
-            assert router.book.free(key(gone))
+            assert router.load_tracker.free(key(gone))
             del live[gone]
         counts = Counter(live.values())
         assert {r.placement.worker_id: r.load.requests for r in router.loads("", 0.0)} == {
             w: counts[w] for w in (1, 2, 3, 4)
         }
     for number in live:
-        assert router.book.free(key(number))
+        assert router.load_tracker.free(key(number))
     assert total(router) == LoadTotals()
-    assert len(router.book) == 0
+    assert len(router.load_tracker) == 0
 
 
 @pytest.mark.parametrize(
@@ -221,10 +221,10 @@ def test_the_same_key_gets_another_worker_if_its_own_left() -> None:
 def test_a_reregistered_booking_keeps_its_worker() -> None:
     router = router_of()
     booked = router.decide(QUERY, key(), 0.0, Random(0))
-    held = router.book.get(key())
+    held = router.load_tracker.get(key())
     assert held is not None
     successor = router_of()
-    successor.book.reregister(held, None, 0.0)
+    successor.load_tracker.reregister(held, None, 0.0)
     answer = successor.decide(QUERY, key(), 0.0, Random(1))
     assert (answer.worker, answer.reasons) == (booked.worker, ("booked before",))
 
@@ -253,7 +253,7 @@ def test_a_model_that_was_never_served_is_unknown() -> None:
         router.decide(Query("nope"), key(), 0.0, Random(0))
     with pytest.raises(UnknownModel):
         router.potential_loads(Query("nope"), 0.0)
-    assert len(router.book) == 0
+    assert len(router.load_tracker) == 0
 
 
 def test_a_model_whose_last_worker_left_is_unavailable_and_retryable() -> None:
@@ -329,8 +329,10 @@ def test_prefill_is_not_booked_if_the_request_overrides_it() -> None:
 @pytest.mark.row("S1-86")
 def test_potential_loads_have_one_row_per_rank_with_the_request_on_it() -> None:
     router = router_of(worker(1, dp_size=2), worker(2))
-    router.book.book(
-        replace(_any_booking(), worker=Placement(1, 1)), router.book.open_session(FRONTEND), 0.0
+    router.load_tracker.book(
+        replace(_any_booking(), worker=Placement(1, 1)),
+        router.load_tracker.open_session(FRONTEND),
+        0.0,
     )
     rows = router.potential_loads(QUERY, 0.0)
     assert rows == {
@@ -343,7 +345,7 @@ def test_potential_loads_have_one_row_per_rank_with_the_request_on_it() -> None:
 def _any_booking() -> Any:
     router = router_of(worker(1))
     router.decide(QUERY, key(), 0.0, Random(0))
-    return router.book.get(key())
+    return router.load_tracker.get(key())
 
 
 @pytest.mark.row("S1-107")
@@ -358,23 +360,23 @@ def test_bookings_of_a_worker_that_left_affect_no_other_worker() -> None:
     book(router, 0)
     router.update(seen(worker(2)), 1.0)
     assert total(router) == LoadTotals()
-    assert router.book.free(key(0)), "its frontend still ends it"
+    assert router.load_tracker.free(key(0)), "its frontend still ends it"
 
 
 def test_orphans_count_for_three_seconds() -> None:
     router = router_of()
-    session = router.book.open_session(FRONTEND)
+    session = router.load_tracker.open_session(FRONTEND)
     router.decide(QUERY, key(), 0.0, Random(0), session)
-    router.book.end_session(session, 1.0)
+    router.load_tracker.end_session(session, 1.0)
     assert total(router, 1.0 + ORPHAN_S - 0.1).requests == 1
     assert total(router, 1.0 + ORPHAN_S) == LoadTotals()
 
 
 def test_a_decision_ignores_expired_orphans() -> None:
     router = router_of(worker(1), worker(2))
-    session = router.book.open_session(FRONTEND)
+    session = router.load_tracker.open_session(FRONTEND)
     busy = router.decide(QUERY, key(), 0.0, Random(0), session).worker
-    router.book.end_session(session, 1.0)
+    router.load_tracker.end_session(session, 1.0)
     chosen = {router.decide(QUERY, None, 3.9, Random(seed)).worker for seed in range(20)}
     assert busy not in chosen
     chosen = {router.decide(QUERY, None, 4.0, Random(seed)).worker for seed in range(20)}
@@ -384,9 +386,9 @@ def test_a_decision_ignores_expired_orphans() -> None:
 def test_a_frontend_that_left_discovery_frees_its_orphans() -> None:
     frontend = Instance(FRONTEND, "mesh", "frontend", "", "127.0.0.1:1")
     router = router_of(worker(1), frontend)
-    session = router.book.open_session(FRONTEND)
+    session = router.load_tracker.open_session(FRONTEND)
     router.decide(QUERY, key(), 0.0, Random(0), session)
-    router.book.end_session(session, 1.0)
+    router.load_tracker.end_session(session, 1.0)
     router.update(seen(worker(1)), 1.1)
     assert total(router, 1.1) == LoadTotals()
 
@@ -513,7 +515,7 @@ def test_overrides_without_effect_here_are_rejected_by_name(
         with pytest.raises(Unsupported) as caught:
             ask()
         assert caught.value.field == f"query.config_override.{name}"
-    assert len(router.book) == 0
+    assert len(router.load_tracker) == 0
 
 
 def test_a_shared_cache_multiplier_of_zero_is_accepted() -> None:
@@ -528,18 +530,20 @@ def test_a_shared_cache_multiplier_of_zero_is_accepted() -> None:
     seed=st.integers(0, 2**32),
 )
 def test_after_all_frees_every_load_is_zero(tokens: list[int], selector: str, seed: int) -> None:
-    router = router_of(worker(1, dp_size=2), worker(2), selector=selector, book=LoadTracker(100))
+    router = router_of(
+        worker(1, dp_size=2), worker(2), selector=selector, load_tracker=LoadTracker(100)
+    )
     rng = Random(seed)
     for number, count in enumerate(tokens):
         query = Query("m", count)
         first = router.decide(query, key(number), 0.0, rng)
         assert router.decide(query, key(number), 0.0, rng) == first
         if rng.random() < 0.5:
-            router.book.mark_prefill_done(key(number))
+            router.load_tracker.mark_prefill_done(key(number))
         if rng.random() < 0.5:
-            router.book.add_output_blocks(key(number), 3, rng.random())
+            router.load_tracker.add_output_blocks(key(number), 3, rng.random())
     assert total(router).requests == len(tokens)
     for number in range(len(tokens)):
-        assert router.book.free(key(number))
-        assert not router.book.free(key(number))
+        assert router.load_tracker.free(key(number))
+        assert not router.load_tracker.free(key(number))
     assert total(router) == LoadTotals()

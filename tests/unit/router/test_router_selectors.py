@@ -39,24 +39,24 @@ FOUR = [candidate(n) for n in (1, 2, 3, 4)]
 
 def busy(*workers: int, tokens: int = 160) -> LoadTracker:
     """A tracker with one booking for each mention of a worker."""
-    book = LoadTracker()
-    session = book.open_session(7)
+    load_tracker = LoadTracker()
+    session = load_tracker.open_session(7)
     for number, worker in enumerate(workers):
         key = BookingKey(7, f"r{number}", 0)
-        book.book(Booking(key, "m", Placement(worker, 0), None, tokens), session, 0.0)
-    return book
+        load_tracker.book(Booking(key, "m", Placement(worker, 0), None, tokens), session, 0.0)
+    return load_tracker
 
 
 def chosen(
     name: str,
-    book: LoadTracker,
+    load_tracker: LoadTracker,
     *,
     candidates: list[Candidate] = FOUR,
     query: Query | None = None,
     last: Placement | None = None,
     seed: int = 0,
 ) -> int:
-    view = View(book, 0.0, last)
+    view = View(load_tracker, 0.0, last)
     choice = SELECTORS[name]().select(query or Query("m"), candidates, view, Random(seed))
     return choice.candidate.placement.worker_id
 
@@ -74,12 +74,12 @@ def workers(placements: list[Placement]) -> list[int]:
 
 
 def test_round_robin_takes_each_in_turn_also_when_workers_leave() -> None:
-    book = LoadTracker()
-    assert chosen("round_robin", book) == 1
-    assert chosen("round_robin", book, last=Placement(1, 0)) == 2
-    assert chosen("round_robin", book, last=Placement(4, 0)) == 1
+    load_tracker = LoadTracker()
+    assert chosen("round_robin", load_tracker) == 1
+    assert chosen("round_robin", load_tracker, last=Placement(1, 0)) == 2
+    assert chosen("round_robin", load_tracker, last=Placement(4, 0)) == 1
     without_2 = [FOUR[0], FOUR[2], FOUR[3]]
-    assert chosen("round_robin", book, last=Placement(2, 0), candidates=without_2) == 3
+    assert chosen("round_robin", load_tracker, last=Placement(2, 0), candidates=without_2) == 3
 
 
 def test_random_draws_all_candidates_equally_often() -> None:
@@ -103,8 +103,8 @@ def test_ties_are_broken_uniformly_at_random() -> None:
 
 
 def test_power_of_two_never_takes_the_most_loaded_of_all() -> None:
-    book = busy(1, 1, 1, 2, 2, 3)
-    drawn = Counter(chosen("power_of_two", book, seed=seed) for seed in range(300))
+    load_tracker = busy(1, 1, 1, 2, 2, 3)
+    drawn = Counter(chosen("power_of_two", load_tracker, seed=seed) for seed in range(300))
     assert drawn[1] == 0
     assert drawn[4] > drawn[3] > drawn[2] > 0
 

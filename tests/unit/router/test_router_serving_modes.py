@@ -67,7 +67,7 @@ class Bed:
         self.count = 0
 
     def report(self, worker_id: int, **load: int) -> None:
-        self.router.book.report(worker_id, 0, Load(**load), 0.0)
+        self.router.load_tracker.report(worker_id, 0, Load(**load), 0.0)
 
     def crowd(self, *workers: int) -> None:
         """Report far more prompt tokens than any threshold here."""
@@ -152,7 +152,7 @@ def test_a_request_is_rejected_as_busy_only_if_every_eligible_worker_is_busy(
     with pytest.raises(Overloaded) as caught:
         bed.admit()
     assert (caught.value.reason, caught.value.metadata["leg"]) == ("ALL_WORKERS_BUSY", leg)
-    assert len(bed.router.book) == 0
+    assert len(bed.router.load_tracker) == 0
 
 
 def test_a_busy_worker_is_reported_as_busy_though_others_are_ineligible() -> None:

@@ -94,7 +94,7 @@ class Bed:
         return decision
 
     def end(self) -> None:
-        assert self.router.book.free(self.key)
+        assert self.router.load_tracker.free(self.key)
 
     def wait(self, seconds: float) -> None:
         """Advance time in ticks, as the app does."""
@@ -208,7 +208,7 @@ def test_an_expired_session_starts_again_like_a_new_one() -> None:
     bed = Bed()
     bound = bed.one().worker
     bed.wait(0.95 * TTL_S)
-    bed.router.book.open_session(FRONTEND)
+    bed.router.load_tracker.open_session(FRONTEND)
     assert bed.place().worker == bound
     bed.wait(0.2 * TTL_S)
     assert len(bed.router.affinity) == 1, "earlier idle time does not count"
@@ -218,13 +218,13 @@ def test_an_expired_session_starts_again_like_a_new_one() -> None:
 def test_a_running_request_keeps_its_session_for_any_time() -> None:
     bed = Bed()
     first = bed.place()
-    bed.router.book.open_session(FRONTEND)
+    bed.router.load_tracker.open_session(FRONTEND)
     bed.place()  # Owned by a session, so that it is no orphan.
-    booking = bed.router.book.get(bed.key)
+    booking = bed.router.load_tracker.get(bed.key)
     assert booking is not None
     for _ in range(10):
         bed.wait(TTL_S)
-        bed.router.book.reregister(booking, None, bed.now)  # As a live frontend renews it.
+        bed.router.load_tracker.reregister(booking, None, bed.now)  # As a live frontend renews it.
     assert (len(bed.router.affinity), bed.router.affinity.active_count) == (1, 1)
     assert bed.place().worker == first.worker
 
@@ -233,7 +233,7 @@ def test_a_session_of_a_dead_frontend_becomes_idle_when_its_orphans_expire() -> 
     bed = Bed()
     bed.place()  # Without a session of its frontend, it is an orphan for three seconds.
     bed.wait(10.0)
-    assert len(bed.router.book) == 0
+    assert len(bed.router.load_tracker) == 0
     assert (len(bed.router.affinity), bed.router.affinity.active_count) == (1, 0)
     bed.wait(TTL_S)
     assert len(bed.router.affinity) == 0
@@ -241,11 +241,11 @@ def test_a_session_of_a_dead_frontend_becomes_idle_when_its_orphans_expire() -> 
 
 def test_a_session_is_idle_when_the_last_of_its_bookings_ended() -> None:
     bed = Bed()
-    bed.router.book.open_session(FRONTEND)
+    bed.router.load_tracker.open_session(FRONTEND)
     bed.place()
     first = bed.key
     bed.place()
-    bed.router.book.free(first)
+    bed.router.load_tracker.free(first)
     bed.wait(TICK_S)
     assert bed.router.affinity.active_count == 1
     bed.end()
@@ -349,7 +349,7 @@ def test_a_hard_session_is_served_by_its_worker_or_not_at_all() -> None:
         assert refused.value.reason == "SESSION_WORKER_NOT_ELIGIBLE"
         assert refused.value.field == "query.routing.session_control.session_id"
         assert str(bound.worker_id) in refused.value.message
-    assert len(bed.router.book) == 0
+    assert len(bed.router.load_tracker) == 0
     assert bed.one().worker == bound
 
 
@@ -414,7 +414,7 @@ def test_a_router_without_session_affinity_refuses_sessions() -> None:
     with pytest.raises(Unsupported) as refused:
         bed.place()
     assert refused.value.field == "query.routing.session_control.session_id"
-    assert len(bed.router.book) == 0
+    assert len(bed.router.load_tracker) == 0
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257])
@@ -624,15 +624,15 @@ def test_open_makes_a_new_record_even_on_the_same_worker() -> None:
 
 def test_reregistered_bookings_restore_session_records() -> None:
     bed = Bed()
-    session = bed.router.book.open_session(FRONTEND)
+    session = bed.router.load_tracker.open_session(FRONTEND)
     held = Booking(bed.key, "m", Placement(3, 0), session_id="s", session_revision=2)
     older = replace(held, key=BookingKey(FRONTEND, "x", 0), worker=Placement(1, 0))
     bed.router.reregister(held, session, 0.0)
     bed.router.reregister(replace(older, session_revision=1), session, 0.0)
     assert bed.one().worker == Placement(3, 0), "the later record counts"
     assert bed.router.affinity.active_count == 1
-    bed.router.book.free(held.key)
-    bed.router.book.free(older.key)
+    bed.router.load_tracker.free(held.key)
+    bed.router.load_tracker.free(older.key)
     bed.wait(TTL_S - 1.0)
     assert len(bed.router.affinity) == 1
     bed.wait(2.0)
@@ -649,9 +649,9 @@ def test_a_reregistered_booking_of_an_adapter_restores_its_session() -> None:
 
 def test_a_request_that_outlives_its_closed_session_does_not_restore_it() -> None:
     bed = Bed()
-    session = bed.router.book.open_session(FRONTEND)
+    session = bed.router.load_tracker.open_session(FRONTEND)
     bed.place()
-    held = bed.router.book.get(bed.key)
+    held = bed.router.load_tracker.get(bed.key)
     assert held is not None
     bed.one(action=SessionAction.CLOSE)
     bed.wait(2 * TTL_S)
@@ -668,13 +668,13 @@ def test_a_reregistered_booking_without_session_restores_nothing() -> None:
 def test_a_booking_carries_the_revision_of_its_session_record() -> None:
     bed = Bed()
     assert bed.place().session_revision == 1
-    record_booking = bed.router.book.get(bed.key)
+    record_booking = bed.router.load_tracker.get(bed.key)
     assert record_booking is not None
     assert (record_booking.session_id, record_booking.session_revision) == ("s", 1)
     assert bed.place().session_revision == 1
     assert bed.place(action=SessionAction.OPEN).session_revision in (1, 2)
     assert bed.place(action=SessionAction.CLOSE).session_revision == 0
-    record_booking = bed.router.book.get(bed.key)
+    record_booking = bed.router.load_tracker.get(bed.key)
     assert record_booking is not None
     assert record_booking.session_id == "", "it does not keep a closed session"
 
@@ -772,7 +772,7 @@ def test_a_session_leaves_its_worker_only_if_that_is_gone_or_failed(events: list
                 present = present - {worker_id} if kind == "leave" else present | {worker_id}
                 bed.see(*(w for w in FOUR if w.id in present))
             case "end", which if live:
-                bed.router.book.free(live.pop(which % len(live)))
+                bed.router.load_tracker.free(live.pop(which % len(live)))
             case "wait", seconds:
                 bed.wait(seconds)
     assert len(bed.router.affinity) <= len(at)

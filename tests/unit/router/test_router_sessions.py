@@ -54,10 +54,10 @@ class Peer:
         self.id = router_id
         policy = Policy(session_ttl_s=TTL_S, session_mode=mode)
         self.router = Router(SELECTORS["random"](), policy=policy)
-        self.replica = Replica(self.router.book, affinity=self.router.affinity)
+        self.replica = Replica(self.router.load_tracker, affinity=self.router.affinity)
         self.see(*WORKERS)
         self.frontend = FRONTEND + router_id
-        self.session = self.router.book.open_session(self.frontend)
+        self.session = self.router.load_tracker.open_session(self.frontend)
         self.out: dict[int, Link] = {}
 
     def see(self, *workers: Instance) -> None:
@@ -80,7 +80,7 @@ class Peer:
         return BookingKey(self.frontend, f"r{number}", 0)
 
     def end(self, number: int) -> None:
-        self.router.book.free(self.key(number))
+        self.router.load_tracker.free(self.key(number))
 
     def at(self, session: str = "s") -> SessionPlacement | None:
         updates = self.router.affinity.updates([SessionName("m", session)], 0.0)
@@ -376,7 +376,7 @@ def test_an_invalid_session_record_is_refused_and_its_field_named(
 def test_a_bookings_session_survives_the_wire() -> None:
     peer = Peer(1)
     peer.place(1, 0.0, lora_name="french")
-    booking = peer.router.book.get(peer.key(1))
+    booking = peer.router.load_tracker.get(peer.key(1))
     assert booking is not None
     assert booking.session == ("m", "s", "french")
     message = booking_to_proto(booking)
@@ -462,13 +462,13 @@ def test_invalid_entries_of_a_peer_are_refused_and_the_rest_is_applied() -> None
         "bindings.revision",
     ]
     assert not peer.replica.apply_frame(1, stream, first, 0.0)
-    assert {booking.key.request_id for booking in peer.router.book} == {"r", "other"}
+    assert {booking.key.request_id for booking in peer.router.load_tracker} == {"r", "other"}
     assert peer.at() == SessionPlacement(Placement(1, 0))
     assert peer.replica.refused == 6
     # The peer's digest includes the refused entry; a full sync each second would not help.
     later = pb.SyncRequest(sequence=2, removals=[good], digest=1)
     assert not peer.replica.apply_frame(1, stream, frame_from_proto(later), 1.0)
-    assert {booking.key.request_id for booking in peer.router.book} == {"other"}
+    assert {booking.key.request_id for booking in peer.router.load_tracker} == {"other"}
     full_sync = pb.SyncRequest(
         sequence=3, begins_all=True, ends_all=True, upserts=[other], digest=1
     )

@@ -189,7 +189,7 @@ def built(held: FixedIndex, *workers: Instance, **cost_settings: Any) -> Router:
     router = Router(
         SELECTORS["kv"](),
         index=held,
-        choice=config.index_settings,
+        index_settings=config.index_settings,
         cost_settings=config.cost_settings,
         policy=config.policy,
     )
@@ -209,8 +209,8 @@ def chosen(router: Router, query: Query) -> set[int]:
 def test_a_credit_of_zero_keeps_the_index_if_another_setting_needs_it(
     cost_settings: dict[str, Any],
 ) -> None:
-    choice = RouterConfig(overlap_score_credit=0.0, **cost_settings).index_settings
-    assert (choice.kind, choice.follows_events) == ("events", True)
+    index_settings = RouterConfig(overlap_score_credit=0.0, **cost_settings).index_settings
+    assert (index_settings.kind, index_settings.follows_events) == ("events", True)
     approximate = RouterConfig(
         overlap_score_credit=0.0, kv_events=False, **cost_settings
     ).index_settings
@@ -260,7 +260,7 @@ def test_wspt_subtracts_cached_tokens_with_a_credit_of_zero() -> None:
     router.admit(Query("m", 2000), BookingKey(7, "fills", 0), 0.0, rng)
     for name, query in (("short", Query("m", 50 * B)), ("cached", hashed(100))):
         assert isinstance(router.admit(query, BookingKey(7, name, 0), 0.0, rng), QueuedRequest)
-    router.book.free(BookingKey(7, "fills", 0))
+    router.load_tracker.free(BookingKey(7, "fills", 0))
     first, _ = next(router.rescan(0.0, rng))
     assert first.key.request_id == "cached"
 
