@@ -343,7 +343,7 @@ class DecisionChecker:
             routed_blocks.update(dict.fromkeys(names, now))
             self._last_approx_at = now
         assumed_blocks = decision.overlap_blocks
-        self._counts[f"blocks believed: {index_kind}"] += assumed_blocks > indexed_blocks
+        self._counts[f"blocks assumed: {index_kind}"] += assumed_blocks > indexed_blocks
         if not lower_bound <= assumed_blocks <= upper_bound:
             message = (
                 f"{lower_bound} to {upper_bound} blocks of "

@@ -1,4 +1,4 @@
-"""What `make sim` prints: the last line counts, and a breach says how to see it again."""
+"""Output of `make sim`: the last line counts, and a violation names the command that repeats it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_last_line_counts_the_seeds(capsys: pytest.CaptureFixture[str]) -> N
 
 
 class _Twice:
-    """A Listener that hears of the end twice."""
+    """A ResponseSink that receives the outcome twice."""
 
     def __init__(self, sink: ResponseSink) -> None:
         self.tokens = sink.tokens
