@@ -125,7 +125,7 @@ def _missed(case: Case, observations: Observations, line: dict[str, Any]) -> Ite
     if line["migrations"] and not case.migrates:
         yield "migrations"
     if observations.left:
-        yield f"left behind: {observations.left}"
+        yield f"not freed: {observations.left}"
 
 
 def _took_s(reply: Reply) -> float:

@@ -25,7 +25,7 @@ TOKENS = 150
 PROBE_INTERVAL_S = 0.02
 # Discovery reports a dead process within 50 ms; the rest is for a busy machine.
 OUTAGE_MAX_S = 1.0
-# A frontend waits 3 s for a router, then places itself: not twice that.
+# A frontend waits 3 s for a router, then selects workers itself: not twice that.
 UNROUTED_MAX_S = 6.0
 # Three heartbeats of a second each, and the migration. Stalls of the frontend delay it on a busy
 # machine (see `core/peers/stall_clock.py`).

@@ -52,7 +52,7 @@ def story() -> list[pb.EventBatch]:
 
 
 def depths_in_order() -> list[int]:
-    """Every depth of the story, in slices of STEP_BLOCKS_MAX."""
+    """Every depth of the sequence, in slices of STEP_BLOCKS_MAX."""
     depths = [0]
     for _ in range(ROUNDS):
         depths += range(STRIDE, LENGTH + 1, STRIDE)
@@ -74,7 +74,7 @@ def is_led_through(seen: Sequence[int], depths: Sequence[int]) -> bool:
 
 
 async def publish(stub: Any, worker_id: int, depths: Sequence[dict[int, list[int]]]) -> None:
-    """Send the story and wait for its last acknowledgement.
+    """Send the sequence and wait for its last acknowledgement.
 
     Once, with the whole chain stored, it waits until all readers have observed it.
     """
@@ -89,9 +89,12 @@ async def publish(stub: Any, worker_id: int, depths: Sequence[dict[int, list[int
         for batch in batches:
             await call.write(pb.PublishRequest(batch=batch))
             if batch.sequence == LENGTH // STRIDE:
-                await until(lambda: all(LENGTH in seen[worker_id] for seen in depths), "it is seen")
+                await until(
+                    lambda: all(LENGTH in seen[worker_id] for seen in depths),
+                    "all readers observed the chain",
+                )
         async for answer in call:
-            assert not answer.resends, "nothing is out of order"
+            assert not answer.resends, "all depths are in order"
             if any(state.sequence == len(batches) for state in answer.acked):
                 return
 

@@ -472,7 +472,7 @@ async def test_an_indexer_over_budget_makes_the_publisher_withdraw() -> None:
         assert len(indexer.held) == 6
         m.store_pages(5)
         await m.end_tick()
-        assert len(m.published) == 6, "no more than that is announced"
+        assert len(m.published) == 6, "no further blocks are advertised"
 
 
 async def test_the_maps_of_a_lost_cache_are_freed_completely_over_several_loop_turns(
@@ -505,7 +505,7 @@ async def test_a_large_shrink_yields_to_the_loop_and_keeps_events_in_order(
         m.publisher.shrink(80, {0: m.position})
         turns = 0
         while m.is_resizing():
-            # A request sent meanwhile concerns blocks that are already being withdrawn.
+            # A request sent meanwhile is for blocks that are already being withdrawn.
             m.publisher.shrink(20, {0: m.position})
             await asyncio.sleep(0)
             m.remove_pages(first[turns : turns + 1])
@@ -590,7 +590,7 @@ async def test_a_shrink_request_sent_before_the_last_shrink_was_acknowledged_is_
         assert len(m.published) == 6
         await indexer.ack(1, 2)
         await indexer.shrink(1)
-        await until(lambda: indexer.sequence == 3, "a demand made in full knowledge")
+        await until(lambda: indexer.sequence == 3, "a demand after the withdrawal")
         assert len(m.published) == 5
 
 

@@ -85,7 +85,7 @@ async def test_a_thousand_concurrent_decisions_are_neither_lost_nor_doubled() ->
         assert max(at.values()) - min(at.values()) <= 1, (
             "each decision includes all bookings before it"
         )
-        # All again, by the other call: the same results, and no load twice.
+        # All again, by the other call: the same results, and each load counts once.
         again = await asyncio.gather(*(by_route(number) for number in range(0, 1000, 5)))
         assert len(again) == 200
         assert len(bed.router.book) == 1000
@@ -125,7 +125,7 @@ async def test_a_booking_counts_before_its_caller_has_the_response() -> None:
     async with busy() as bed, bed.session() as session:
         await bed.add_workers(1, 2, 3, 4)
         await session.send_queries(*range(8))
-        await until(lambda: len(bed.router.book) == 8, "all are booked; no answer was read yet")
+        await until(lambda: len(bed.router.book) == 8, "all are booked before any response is read")
         at = Counter(booking.worker.worker_id for booking in bed.router.book)
         assert at == {1: 2, 2: 2, 3: 2, 4: 2}, "no herd on one worker"
         assert len(await session.answers(8)) == 8

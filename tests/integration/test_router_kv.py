@@ -211,7 +211,8 @@ async def test_an_explanation_has_terms_states_and_ages(bed: RouterBed) -> None:
         )
         book = bed.router.book
         await until(
-            lambda: book.ranks.report_age_s(Placement(1, 0), 0.0) is not None, "a report is in"
+            lambda: book.ranks.report_age_s(Placement(1, 0), 0.0) is not None,
+            "the router has a load report",
         )
         bed.clock.now += 0.25
         answer = await explain(bed, query(prompt))
@@ -261,7 +262,7 @@ async def test_if_the_indexer_dies_the_replica_continues_and_finds_another(
         (resume,) = second.requests[0].resume
         assert (resume.source.worker_id, resume.sequence) == (2, 1)
         second.publish(trusted(2))
-        await until(lambda: bed.app.index.indexer_id == 901, "it follows the other")
+        await until(lambda: bed.app.index.indexer_id == 901, "the replica follows the other")
         assert (await explain(bed, query(prompt))).candidates[0].source_state == "exact"
 
 
@@ -292,7 +293,7 @@ async def test_pairs_are_sent_with_their_bootstrap_room(bed: RouterBed) -> None:
     answer = await explain(bed, asked)
     assert [row.leg for row in answer.candidates] == ["prefill", "prefill", "decode"]
     await bed.registry.deregister(NS, 1)
-    await until(lambda: not bed.router.fleet.is_present(1), "prefill is gone")
+    await until(lambda: not bed.router.fleet.is_present(1), "the prefill worker is removed")
     error = error_from_proto((await place(bed, 2, asked)).error)
     assert isinstance(error, Unavailable)
     assert error.reason == "NO_PREFILL_WORKER"
@@ -440,13 +441,15 @@ async def test_kv_events_published_to_an_indexer_attract_matching_prompts(bed: R
         ]
         await call.write(indexer_pb2.PublishRequest(hello=hello))
         await call.write(indexer_pb2.PublishRequest(batch=batches[0]))
-        await until(lambda: depth(bed, 2, hashes) == 3, "the first batch has come through")
+        await until(lambda: depth(bed, 2, hashes) == 3, "the first batch is applied")
         load = load_pb2.Load(running=1, kv_used_blocks=3)
         await call.write(indexer_pb2.PublishRequest(batch=batches[1], loads=[load]))
-        await until(lambda: depth(bed, 2, hashes) == 7, "so has the second")
+        await until(lambda: depth(bed, 2, hashes) == 7, "the second batch is applied")
         book = bed.router.book
         at = Placement(2, 0)
-        await until(lambda: book.load(at, bed.clock.now).requests == 1, "and the load")
+        await until(
+            lambda: book.load(at, bed.clock.now).requests == 1, "the load report is applied"
+        )
         answer = await explain(bed, query(prompt))
         assert answer.decision.worker.worker_id == 2
         assert (answer.candidates[0].overlap_blocks, answer.candidates[0].source_state) == (

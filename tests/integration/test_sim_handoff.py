@@ -68,7 +68,7 @@ def request(prompt: Sequence[int], n: int = TOKENS, **more: Any) -> Preprocessed
 
 
 def prompt_of(number: int) -> list[int]:
-    """Some share a prefix, none is a prefix of another."""
+    """Some share a prefix; none is a prefix of another."""
     return [*([number % 5] * 64), *range(200, 200 + number % 40), number + 1000]
 
 
@@ -249,12 +249,14 @@ async def test_an_engine_that_ends_in_any_phase_frees_the_other_side(role: str, 
         decode = them.decode.counters
         match phase:
             case "waiting" | "computing":
-                await until(lambda: them.prefill.loads()[0].rooms_open, "the leg has arrived")
+                await until(
+                    lambda: them.prefill.loads()[0].rooms_open, "the leg has arrived at the worker"
+                )
                 await until(lambda: them.decode.loads()[0].kv_used_blocks, "decode has blocks")
             case "transfer":
                 await until(
                     lambda: them.decode.counters["pages_received"] > decode["pages_received"],
-                    "a page arrives",
+                    "a page has arrived",
                 )
             case _:
                 await until(lambda: them.decode.loads()[0].running, "decode runs")

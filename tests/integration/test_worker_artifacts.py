@@ -1,4 +1,4 @@
-"""Other duties of workers: serving artifacts of the card, and probing an idle engine."""
+"""Further duties of workers: serving artifacts of the card, and probing an idle engine."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_a_worker_is_not_serving_while_its_idle_engine_fails_probes() -> N
 
         await until(lambda: both_are(serving), "it serves")
         app.engine.freeze()
-        await until(lambda: both_are(not_serving), "its engine is found to be frozen")
+        await until(lambda: both_are(not_serving), "its engine is reported as frozen")
         app.engine.unfreeze()
         await until(lambda: both_are(serving), "the worker serves again")
         counts = app.runner.counts()

@@ -62,7 +62,7 @@ from worker_svc.serving.service import EngineServicer
 
 NS = "default"
 FREED_S = 0.25  # Limit for freeing slot and compute.
-# STOP_GRACE_S leaves 0.1 s of it; a busy machine may exceed that, but rarely each time.
+# STOP_GRACE_S leaves 0.1 s of it; a busy machine may exceed that in single runs.
 TRIES = 5
 FRONTEND = 99
 
@@ -187,7 +187,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         began = loop.time()
         while await self.open_slots():
-            assert loop.time() - began < WAIT_S, "a slot is never freed"
+            assert loop.time() - began < WAIT_S, "a slot is not freed"
             await asyncio.sleep(0.002)
         return loop.time() - began
 
@@ -335,7 +335,7 @@ async def test_cancelling_generate_frees_the_slot_in_time_and_aborts_nothing() -
 async def test_cancelling_generate_in_a_silent_prefill_frees_the_sims_slot_in_time() -> None:
     async with working(speedup=0.001) as worker:
         call = worker.generate("r")
-        await until(lambda: worker.app.runner.open_requests == 1, "the request is inside")
+        await until(lambda: worker.app.runner.open_requests == 1, "the worker has the request")
         call.cancel()
         assert await worker.freed_in_s() < FREED_S
         load = worker.app.engine.loads()[0]
@@ -835,7 +835,7 @@ async def test_a_drain_waits_for_transfers_while_health_and_registry_work() -> N
 @pytest.mark.row("S4-44", "S4-47")
 async def test_cleanup_follows_a_start_that_failed() -> None:
     async def fail() -> None:
-        raise Conflict("the device is taken")
+        raise Conflict("the device is in use")
 
     engine = FakeEngine(start=fail)
     async with lived(engine) as (_, task):

@@ -36,7 +36,7 @@ class Response:
 
     @property
     def answer(self) -> tuple[str, str | None, int, int]:
-        """The parts that are equal for equal responses: text, end, and both counts."""
+        """The parts that are equal for equal responses: text, finish reason, and both counts."""
         assert self.error is None, self.error
         usage = self.usage
         return self.text, self.finish_reason, usage["prompt_tokens"], usage["completion_tokens"]
@@ -93,7 +93,7 @@ class HttpMesh:
             known = {int(one["id"]) for one in shown}
             if ready["ready"] and known == workers:
                 return
-            assert loop.time() - began < WAIT_S, f"{ready}; {known} are known, not {workers}"
+            assert loop.time() - began < WAIT_S, f"{ready}; {known} are discovered, not {workers}"
             await asyncio.sleep(0.02)
 
     async def ask(
@@ -182,5 +182,5 @@ class HttpMesh:
             await channel.close()
 
     def logs(self) -> str:
-        """The ends of all logs, for a reader."""
+        """The ends of all logs."""
         return "\n".join(service.tail(12) for service in self._services.values())

@@ -208,7 +208,7 @@ async def test_values_out_of_range_are_rejected_with_their_field(engine: SglangE
             {"sampling_options": SamplingOptions(guided_decoding=GuidedDecoding(regex="a+"))},
             "sampling_options.guided_decoding",
         ),
-        ({"routing": RoutingHints(lora_name="nobody")}, "routing.lora_name"),
+        ({"routing": RoutingHints(lora_name="unknown")}, "routing.lora_name"),
         ({"extra_args": {"a": 1}}, "extra_args"),
     ],
 )
@@ -271,7 +271,7 @@ async def test_a_stop_frees_slot_and_compute_within_a_quarter_of_a_second(
     while len(tries) < TRIES and (FREED_S, 0) not in tries:
         runner = Runner(engine)
         took_s = await cancelled(runner, asked(PROMPT, 3000), after)
-        took_s += await until(lambda: running(engine) == 0, "SGLang lets go of it")
+        took_s += await until(lambda: running(engine) == 0, "SGLang has ended the request")
         tries.append((max(took_s, FREED_S), runner.counters["stops_forced"]))
     assert (FREED_S, 0) in tries, tries
 
@@ -287,7 +287,7 @@ async def test_closing_the_generator_frees_all_resources_without_an_abort(
         await anext(stream)
         closed = engine.counters["closed"]
         await stream.aclose()
-        took_s.append(await until(lambda: running(engine) == 0, "SGLang lets go of it"))
+        took_s.append(await until(lambda: running(engine) == 0, "SGLang has ended the request"))
         assert engine.counters["closed"] == closed + 1
     assert min(took_s) < FREED_S
     await until(lambda: engine.loads()[0].kv_used_blocks == 0, "its blocks are free")
@@ -315,7 +315,7 @@ async def test_load_changes_under_work_and_is_zero_at_rest(engine: SglangEngine)
     assert during.engine_step > before.engine_step
     assert during.kv_used_blocks >= 4 * 4
     assert during.kv_total_blocks == 512
-    await until(lambda: engine.loads()[0].engine_step > during.engine_step, "the step moves")
+    await until(lambda: engine.loads()[0].engine_step > during.engine_step, "the step count rises")
     await asyncio.gather(*work)
     await until(
         lambda: (engine.loads()[0].running, engine.loads()[0].kv_used_blocks) == (0, 0), "at rest"
@@ -329,7 +329,7 @@ async def test_signal_handlers_of_the_process_are_kept(engine: SglangEngine) -> 
     try:
         await tokens_of(engine, asked(PROMPT, 2))
         os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: got, "our handler is called")
+        await until(lambda: got, "the previous handler is called")
         assert engine._engine.tokenizer_manager.gracefully_exit is False
     finally:
         loop.remove_signal_handler(signal.SIGTERM)

@@ -173,7 +173,7 @@ async def test_the_set_stays_closed_when_blocks_are_evicted(engine: SglangEngine
         for seed in range(14):
             prompt = [*shared, *random_prompt(100 + seed, 680)]
             await computed(engine, index, asked(prompt, 2))
-        await until(lambda: PagesRemoved in index.kinds, "something is evicted")
+        await until(lambda: PagesRemoved in index.kinds, "blocks are evicted")
         assert index.matched(shared) == 20  # shared by all, so evicted last
         expected = predicted(index, prompt)
         _, cached = await computed(engine, index, asked(prompt, 2))
@@ -230,7 +230,7 @@ async def test_events_carry_salt_and_adapter_of_a_block(engine: SglangEngine) ->
         )
     salted = chain_of(prompt)
     with_salt = hasher_factory("", "tenant-a", BLOCK).prefix_hashes(prompt).tolist()
-    await until(lambda: {*salted, *with_salt} <= sink.held, "both are held, under their names")
+    await until(lambda: {*salted, *with_salt} <= sink.held, "both are held, each with its own hash")
     of_prompt = [one for one in stored if one.token_ids == asked(prompt).token_ids.little_endian]
     assert [one.salt for one in of_prompt[-2:]] == ["", "tenant-a"]
     assert set(of_prompt[-2].hashes).isdisjoint(of_prompt[-1].hashes)

@@ -143,7 +143,7 @@ async def test_a_client_that_leaves_while_decode_waits_for_kv_does_not_affect_ot
                 victim.cancel()
             await asyncio.wait(victims)
             while (await trio.decode.info()).counters["stopped"] < stopped + len(victims):
-                assert loop.time() - began < WAIT_S, "decode never let go of them"
+                assert loop.time() - began < WAIT_S, "decode has not ended the requests"
                 await asyncio.sleep(0.02)
         finally:
             for pid in pids:

@@ -156,7 +156,7 @@ async def test_a_leg_without_its_partner_ends_in_time_and_leaves_no_open_room(
 
 
 async def test_a_decode_worker_without_free_kv_pages_reports_it_and_continues(trio: Trio) -> None:
-    """It appeared to have no partner when prefill timed out."""
+    """Regression: prefill reported that its partner never connected."""
     rng = Random(5)
     long = [asked([rng.randrange(3, 4000) for _ in range(2048)], 2000) for _ in range(2)]
     late = asked([rng.randrange(3, 4000) for _ in range(2700)], 4)

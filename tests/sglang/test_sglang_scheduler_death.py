@@ -75,14 +75,14 @@ async def test_the_death_of_a_scheduler_loses_no_token_of_a_client_and_ends_its_
     )
     pids = trio.decode.scheduler_pids()
     assert pids
-    assert not any(stream.done() for stream in streams), "they are under way"
+    assert not any(stream.done() for stream in streams), "all requests are running"
     began = asyncio.get_running_loop().time()
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     error, failed_at = await failure(direct)
     assert isinstance(error, WorkerLost)
     assert error.retryable
-    assert failed_at - began < 5.0, "a dead engine is known at once, not by a time-out"
+    assert failed_at - began < 5.0, "a dead engine is detected at once, not by a timeout"
     # The aggregated worker continues decode's stream without a difference.
     assert [(await stream).answer for stream in streams] == expected
     async with asyncio.timeout(WAIT_S):
