@@ -600,8 +600,8 @@ async def test_a_new_subscriber_receives_the_latest_loads() -> None:
             for running_now in range(1, 20):
                 publisher.send(loads=[load_pb2.Load(running=running_now)])
             await until(lambda: replica.loads == {7: 19}, "the last load arrives")
-        async with following(Replica(), mesh) as newcomer:
-            await until(lambda: newcomer.loads == {7: 19}, "a new subscriber has it")
+        async with following(Replica(), mesh) as late_replica:
+            await until(lambda: late_replica.loads == {7: 19}, "a new subscriber has the load")
 
 
 async def test_a_subscriber_of_one_partition_receives_no_other() -> None:

@@ -160,7 +160,7 @@ class DecisionChecker:
             query, now, _eligibility_group(query), self._priority_key(query, now)
         )
         self._waiting[key] = queued_request
-        self._counts["requests parked"] += 1
+        self._counts["requests queued"] += 1
 
     def placed(
         self, router: Router, query: Query, key: BookingKey, decision: Decision, now: float

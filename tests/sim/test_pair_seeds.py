@@ -29,7 +29,7 @@ MINIMUM_COUNTS = {
     "router failovers": 40,
     "indexer failovers": 100,
     "stale lists shown": 20,
-    "requests parked": 100,
+    "requests queued": 100,
     # Features; see `features.py`.
     str(FaultKind.SUBSCRIBER_SLOW): 30,
     str(FaultKind.WORKERS_GONE): 8,

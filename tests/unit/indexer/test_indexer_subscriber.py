@@ -359,7 +359,7 @@ def test_a_copy_without_a_source_is_sent_its_gap() -> None:
     index.feed.mark_disconnected(A, 0.0, "its publisher's stream ended")
     index.dispatch()
     give(copy, everything(subscriber))
-    copy.forget(A, "no indexer knows it")
+    copy.forget(A, "no indexer has it")
     copy.take_events()
     index.feed.register_source(PARTITION, index.feed.position(A), 0.0)
     index.dispatch()

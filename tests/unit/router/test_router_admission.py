@@ -1,4 +1,4 @@
-"""The admission queue: which requests wait, in which order, and what ends a wait."""
+"""The admission queue: which requests are queued, in which order, and how a wait ends."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def placed(outcome: Decision | QueuedRequest | MeshError) -> Decision:
 
 
 def queued(outcome: Decision | QueuedRequest) -> QueuedRequest:
-    assert isinstance(outcome, QueuedRequest), "it was placed at once"
+    assert isinstance(outcome, QueuedRequest), "the request was placed at once"
     return outcome
 
 
@@ -162,7 +162,7 @@ def test_a_request_waits_while_all_its_workers_are_busy_and_books_nothing_meanwh
     queued(bed.admit("c", 300))
     assert (bed.load(1), bed.load(2)) == before
     assert (bed.waiting, bed.router.queue.tokens, len(bed.router.book)) == (1, 300, 2)
-    assert bed.serve() == [], "nothing has changed"
+    assert bed.serve() == [], "the fleet is unchanged"
     bed.free("b")
     bed.now += 1.5
     assert bed.serve() == ["c"]
@@ -184,7 +184,7 @@ def test_a_worker_without_a_reported_batch_size_is_busy_at_absurd_loads_only() -
     bed = Bed(worker(1, max_num_batched_tokens=None))
     for number in range(5):
         placed(bed.admit(f"r{number}", 2_000_000))
-    placed(bed.admit("the one that crosses", 1))
+    placed(bed.admit("the request that crosses the threshold", 1))
     queued(bed.admit("the next", 1))
 
 
@@ -706,7 +706,7 @@ def test_a_full_queue_reports_the_limit_and_a_retry_hint(
     }
     assert (bed.waiting, len(bed.router.book)) == (3, 1)
     assert bed.router.queue.withdraw(key("r1")) is not None
-    queued(bed.admit("now there is capacity", 200))
+    queued(bed.admit("a worker has capacity", 200))
 
 
 def test_only_overdue_requests_are_rejected() -> None:
@@ -807,7 +807,7 @@ class Broken:
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Selection:
         if self.fails:
-            raise ZeroDivisionError("not our fault")
+            raise ZeroDivisionError("the worker is not at fault")
         return Selection(candidates[0], "first")
 
 

@@ -84,7 +84,7 @@ def test_the_ranks_of_a_worker_are_those_of_the_newest_snapshot() -> None:
     fleet.update(seen(worker(1, dp_size=2), worker(2), worker(3, model="")), 0.0)
     assert fleet.ranks_of(1) == fleet.candidates("m", "aggregated")[:2]
     assert [c.placement for c in fleet.ranks_of(2)] == [Placement(2, 0)]
-    assert fleet.ranks_of(3) == (), "it serves nothing yet"
+    assert fleet.ranks_of(3) == (), "the worker serves no model yet"
     fleet.update(seen(worker(1, dp_rank_start=4)), 1.0)
     assert [c.placement for c in fleet.ranks_of(1)] == [Placement(1, 4)]
     assert fleet.ranks_of(2) == ()

@@ -112,7 +112,7 @@ def test_capacity_freed_is_published_once_per_decrease_and_never_else() -> None:
     assert freed == [W2], "the prefill worker"
     book.add_output_blocks(key(), 1, 0.5)
     book.add_output_blocks(key(), 1, 0.5)
-    assert freed == [W2, W1], "the weight falls once, then stays"
+    assert freed == [W2, W1], "the weight falls once, then remains constant"
     book.reregister(replace(split, revision=9), session, 0.0)
     book.free(key())
     assert set(freed[2:]) == {W1, W2}

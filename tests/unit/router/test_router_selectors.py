@@ -38,7 +38,7 @@ FOUR = [candidate(n) for n in (1, 2, 3, 4)]
 
 
 def busy(*workers: int, tokens: int = 160) -> LoadTracker:
-    """A tracker with one booking for each mention of a worker."""
+    """A tracker with one booking for each occurrence of a worker."""
     book = LoadTracker()
     session = book.open_session(7)
     for number, worker in enumerate(workers):

@@ -1,4 +1,4 @@
-"""What `meshctl status` says of a mesh."""
+"""Output of `meshctl status` for a mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvmesh.types.v1 import load_pb2
 from meshctl.commands.status import EXIT_UNREACHABLE, Row, describe_token_problem, gather, status
 from meshctl.services import MeshOptions, build_service_specs
 
-# Port 1 is nobody's.
+# No process listens on port 1.
 ADDRESS = "127.0.0.1:1"
 BIG_ID = 2**62 + 1
 
@@ -95,8 +95,8 @@ def test_an_empty_mesh_is_reported_with_its_registry(
     for path, note in ((tmp_path / "there", ""), (tmp_path / "no", " (folder does not exist)")):
         config = ServiceConfig(registry_path=path, namespace="n1")
         assert status(config, as_json=False) == 1
-        said = f"no instance in namespace 'n1' of the registry {path}{note}\n"
-        assert capsys.readouterr().out == said
+        expected = f"no instance in namespace 'n1' of the registry {path}{note}\n"
+        assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize("as_json", [True, False])

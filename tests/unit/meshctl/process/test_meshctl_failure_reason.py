@@ -1,4 +1,4 @@
-"""Why a service did not start, out of its log."""
+"""The reason why a service did not start, from its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What meshctl prints."""
+"""Output of meshctl."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINE = ReadyLine("worker", 7, "1", {"grpc": "127.0.0.1:1"})
 
 
 class Shown:
-    """A screen; tails: what the log of a service ends with, at its first death and after that."""
+    """A screen. tails: end of a service's log at its first death, and at later ones."""
 
     def __init__(self, *tails: list[str], colour: bool = False) -> None:
         ends = iter(tails)
@@ -58,9 +58,9 @@ def test_a_death_is_one_line_with_service_status_log_and_restart() -> None:
 
 def test_the_reason_of_a_death_is_printed_once_until_it_changes() -> None:
     shown = Shown(["no such model"], ["no such model"], ["no memory"])
-    for name, told in (("worker-0", 1), ("worker-1", 1), ("worker-0", 2)):
+    for name, count in (("worker-0", 1), ("worker-1", 1), ("worker-0", 2)):
         shown.line(Died(name, 1, "", 3.0, 0.2))
-        assert shown.err.getvalue().count("  | ") == told
+        assert shown.err.getvalue().count("  | ") == count
     assert shown.err.getvalue() == "  | no such model\n  | no memory\n"
 
 
