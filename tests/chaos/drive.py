@@ -202,7 +202,7 @@ class _CaseRun:
                 assert status == 0, victim.tail()
 
     def _safe_urls(self, frontends: list[Service]) -> list[str]:
-        """Returns the frontends whose clients must not fail; a draining one is among them."""
+        """Returns the frontends that must fail no request; a draining one is among them."""
         lost = set() if self._case.action == "term" else {f.addresses["http"] for f in frontends}
         return [url for url in self._urls if url not in lost]
 

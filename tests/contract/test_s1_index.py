@@ -350,7 +350,7 @@ def test_a_loads_only_subscription_still_receives_that_a_source_is_gone() -> Non
 
 
 class Failing:
-    """An index whose queries fail."""
+    """An index that fails every query."""
 
     def match(self, query: Query) -> list[SourceMatch]:
         raise Unavailable("the index is gone", reason="INDEX_GONE")
@@ -363,13 +363,13 @@ class Failing:
 def test_an_error_of_the_index_reaches_the_caller_and_leaves_no_booking() -> None:
     router = Router(SELECTORS["kv"](), index=Failing())
     router.update(Snapshot(1, {1: worker(1)}), 0.0)
-    for ask in (
+    for query_index in (
         lambda: router.match(query()),
         lambda: router.decide(query(), BookingKey(7, "r", 0), 0.0, Random(0)),
         lambda: router.potential_loads(query(), 0.0),
     ):
         with pytest.raises(MeshError) as failed:
-            ask()
+            query_index()
         assert failed.value.reason == "INDEX_GONE"
     assert len(router.book) == 0
     assert [row.load.requests for row in router.loads("m", 0.0)] == [0]

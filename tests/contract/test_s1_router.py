@@ -205,9 +205,9 @@ async def test_a_router_is_built_from_its_configuration_and_reports_it(bed: Bed)
     await bed.add(running, worker(1, role="prefill"), worker(2, role="decode", block_size=B))
     assert app.router.fleet.block_size("m") == B
     query = pb.Query(model="m", total_tokens=100)
-    answer = await running.unary("Explain", pb.ExplainRequest(query=query))
-    assert answer.selector == "kv"
-    assert [(row.worker.worker_id, row.leg) for row in answer.candidates] == [
+    explained = await running.unary("Explain", pb.ExplainRequest(query=query))
+    assert explained.selector == "kv"
+    assert [(row.worker.worker_id, row.leg) for row in explained.candidates] == [
         (1, "prefill"),
         (2, "decode"),
     ]
@@ -398,12 +398,12 @@ async def test_a_router_without_events_uses_approximate_entries_over_the_wire(be
     await bed.add(running, worker(1), worker(2), worker(3))
     prompt = tokens(10 * B)
     (first,) = await running.session(pb.SessionRequest(news=[new(1, **named(prompt))]))
-    answer = await running.unary(
+    explained = await running.unary(
         "Explain", pb.ExplainRequest(query=pb.Query(model="m", **named(prompt)))
     )
-    held = {row.worker.worker_id: row.overlap_blocks for row in answer.candidates}
+    held = {row.worker.worker_id: row.overlap_blocks for row in explained.candidates}
     assert held == {n: 10 * (n == first.decision.worker.worker_id) for n in (1, 2, 3)}
-    assert {row.source_state for row in answer.candidates} == {"approx"}
+    assert {row.source_state for row in explained.candidates} == {"approx"}
     gauge = running.app.metrics.registry.get_sample_value
     assert gauge("kvmesh_router_guessed_blocks", {"kind": "guesses"}) == 10
     assert gauge("kvmesh_router_guessed_blocks", {"kind": "predictions"}) == 0
@@ -684,9 +684,9 @@ async def test_a_decision_leaves_its_stages_as_spans_in_order_with_their_figures
     running = await bed.router()
     running.app._service.decisions.spans = DecisionSpans(provider.get_tracer("test"))
     await bed.add(running, worker(1))
-    asked = new(1, **named(tokens(5 * B)))
-    asked.traceparent = f"00-{TRACE_ID}-{SPAN_ID}-01"
-    await running.session(pb.SessionRequest(news=[asked]))
+    traced = new(1, **named(tokens(5 * B)))
+    traced.traceparent = f"00-{TRACE_ID}-{SPAN_ID}-01"
+    await running.session(pb.SessionRequest(news=[traced]))
     spans = exporter.get_finished_spans()
     assert tuple(span.name for span in spans) == SPANS
     assert SPANS == (

@@ -200,7 +200,7 @@ async def test_without_a_worker_requests_get_503_with_a_reason_until_one_is_back
                     assert stream.error["type"] == "server_error"
                     assert stream.finish_reason is None
             await until(lambda: probe.failures, "a request fails")
-            await until(lambda: len(probe.failures) >= 20, "requests go on failing")
+            await until(lambda: len(probe.failures) >= 20, "requests still fail")
             print({code for _, _, code in probe.failures}, f"{probe.failures[0][0] - killed_at:.3f}"
                   " s to the first refusal")  # fmt: skip
             assert probe.failures[0][0] - killed_at < OUTAGE_MAX_S

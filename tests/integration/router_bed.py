@@ -149,11 +149,11 @@ class Session:
         assert len({result.id for result in results}) == len(results) == count
         return results
 
-    async def answers(self, count: int) -> dict[int, pb.NewResult]:
+    async def results_by_id(self, count: int) -> dict[int, pb.NewResult]:
         """The next `count` results by id."""
         return {result.id: result for result in await self.results(count)}
 
-    async def answers_now(self) -> dict[int, pb.NewResult]:
+    async def next_results_by_id(self) -> dict[int, pb.NewResult]:
         """The results of the next frame, by id."""
         return {result.id: result for result in (await self.read()).results}
 

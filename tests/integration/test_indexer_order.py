@@ -93,13 +93,13 @@ async def publish(stub: Any, worker_id: int, depths: Sequence[dict[int, list[int
                     lambda: all(LENGTH in seen[worker_id] for seen in depths),
                     "all readers observed the chain",
                 )
-        async for answer in call:
-            assert not answer.resends, "all depths are in order"
-            if any(state.sequence == len(batches) for state in answer.acked):
+        async for response in call:
+            assert not response.resends, "all depths are in order"
+            if any(state.sequence == len(batches) for state in response.acked):
                 return
 
 
-async def ask(stub: Any, seen: dict[int, list[int]], is_over: Callable[[], bool]) -> None:
+async def query_depths(stub: Any, seen: dict[int, list[int]], is_over: Callable[[], bool]) -> None:
     """Query the chain repeatedly; records each worker's depth in the order of responses."""
     call = stub.MatchStream()
     async with rpc.cancelling(call):
@@ -110,8 +110,8 @@ async def ask(stub: Any, seen: dict[int, list[int]], is_over: Callable[[], bool]
             question.request.partition.CopyFrom(partition_to_proto(PARTITION))
             question.request.prefix_hashes = CHAIN.tobytes()
             await call.write(pb.MatchStreamRequest(questions=[question]))
-            (answer,) = (await call.read()).answers
-            depths = {row.source.worker_id: row.device_blocks for row in answer.response.matches}
+            (response,) = (await call.read()).answers
+            depths = {row.source.worker_id: row.device_blocks for row in response.response.matches}
             for worker_id in WORKERS:
                 seen[worker_id].append(depths.get(worker_id, 0))
 
@@ -150,7 +150,7 @@ async def test_events_of_a_worker_are_applied_in_order_while_matches_run() -> No
         is_over = False
         async with TaskGroup() as tasks:
             asking = [
-                tasks.create_task(ask(stub, seen, lambda: is_over))
+                tasks.create_task(query_depths(stub, seen, lambda: is_over))
                 for stub, seen in zip(stubs, depths, strict=False)
             ]
             caught_up = asyncio.Event()

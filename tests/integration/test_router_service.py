@@ -313,10 +313,10 @@ async def test_draining_closes_sessions_after_all_results(mesh: RouterBed) -> No
 @pytest.mark.row("S1-74")
 async def test_route_books_only_on_request(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
-    answer = await mesh.unary(
+    reply = await mesh.unary(
         "Route", pb.RouteRequest(query=query_of(token_ids=[1, 2], total_tokens=0))
     )
-    assert answer.decision.worker.worker_id == 1
+    assert reply.decision.worker.worker_id == 1
     assert (await dump(mesh))[1].active_requests == 0
     await mesh.unary(
         "Route",
@@ -354,8 +354,8 @@ async def test_hints_reach_the_decision(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2, 3)
     query = query_of(excluded_worker_ids=[1])
     query.routing.allowed_worker_ids.worker_ids.extend([1, 3])
-    answer = await mesh.unary("Route", pb.RouteRequest(query=query))
-    assert answer.decision.worker.worker_id == 3
+    reply = await mesh.unary("Route", pb.RouteRequest(query=query))
+    assert reply.decision.worker.worker_id == 3
     query.routing.backend_instance_id = 2
     with pytest.raises(Unavailable) as refused:
         await mesh.unary("Route", pb.RouteRequest(query=query))
@@ -408,8 +408,8 @@ async def test_health_and_reflection_respond(mesh: RouterBed) -> None:
     channel: Any = mesh.channel  # The stubs' types know synchronous channels only.
     health: Any = health_pb2_grpc.HealthStub(channel)
     for service in ("", SERVICE_NAME):
-        answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        reply = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
     reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     call = reflection.ServerReflectionInfo(iter([request]), timeout=WAIT_S)

@@ -304,8 +304,8 @@ async def test_garbage_in_the_status_details_falls_back_to_the_code() -> None:
 async def test_messages_above_grpcs_default_limit_pass_in_both_directions() -> None:
     async with serving(echo) as service:
         for shape in ("unary_unary", "stream_stream"):
-            answers = await service.call(shape, bytes(6 << 20))
-            assert len(answers[-1]) == 6 << 20
+            replies = await service.call(shape, bytes(6 << 20))
+            assert len(replies[-1]) == 6 << 20
 
 
 @pytest.mark.slow
@@ -444,17 +444,17 @@ async def test_a_wrong_or_missing_token_is_rejected_and_the_right_one_passes() -
                 with pytest.raises(errors.Unauthenticated), interceptors.map_rpc_errors():
                     await service.call(shape, metadata=metadata)
         assert await service.call("unary_unary", metadata=rpc.call_metadata(security)) == [b"hi"]
-        answer = await rpc.unary(
+        reply = await rpc.unary(
             service.method("unary_unary"), b"hi", timeout_s=5, security=security
         )
-        assert answer == b"hi"
+        assert reply == b"hi"
 
 
 async def test_health_and_reflection_stay_open_on_loopback() -> None:
     async with serving(echo, security=rpc.Security(token="s3cret")) as service:
         check = health_stub(service.channel)
-        answer = await check.Check(health_pb2.HealthCheckRequest(), timeout=5)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        reply = await check.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast("grpc.Channel", service.channel))
         query = reflection_pb2.ServerReflectionRequest(list_services="*")
         async with rpc.cancelling(stub.ServerReflectionInfo(iter([query]))) as call:
@@ -696,12 +696,12 @@ async def test_the_health_server_responds_while_the_event_loop_is_blocked() -> N
     threaded_health = ThreadedHealthServer("127.0.0.1", 0)
     threaded_health.start()
     threaded_health.set("", True)
-    answers: list[int] = []
+    replies: list[int] = []
 
     def query() -> None:
         with grpc.insecure_channel(threaded_health.address) as channel:
             stub = health_stub(channel)
-            answers.append(stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status)
+            replies.append(stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status)
 
     def ask_in_thread() -> None:
         querying = threading.Thread(target=query)
@@ -714,7 +714,7 @@ async def test_the_health_server_responds_while_the_event_loop_is_blocked() -> N
     ask_in_thread()
     threaded_health.stop(1.0)
     status = health_pb2.HealthCheckResponse
-    assert answers == [status.SERVING, status.NOT_SERVING]
+    assert replies == [status.SERVING, status.NOT_SERVING]
 
 
 # Tracing

@@ -111,11 +111,11 @@ async def mesh_error_to_status(app: WorkerApp, service: str) -> Any:
     channel: Any  # The stubs' types cover synchronous channels only.
     async with rpc.channel(app.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        asked = health_pb2.HealthCheckRequest(service=service)
-        answer: health_pb2.HealthCheckResponse = await rpc.unary(
-            stub.Check, asked, timeout_s=WAIT_S
+        health_request = health_pb2.HealthCheckRequest(service=service)
+        reply: health_pb2.HealthCheckResponse = await rpc.unary(
+            stub.Check, health_request, timeout_s=WAIT_S
         )
-        return answer.status
+        return reply.status
 
 
 @pytest.mark.slow

@@ -168,10 +168,14 @@ class Worker:
         return await rpc.unary(getattr(self.stub, method), message, timeout_s=WAIT_S)
 
     def generate(
-        self, request_id: str, asked: PreprocessedRequest | None = None, timeout_s: float = WAIT_S
+        self,
+        request_id: str,
+        preprocessed: PreprocessedRequest | None = None,
+        timeout_s: float = WAIT_S,
     ) -> Any:
         message = pb.GenerateRequest(
-            request=to_proto(request() if asked is None else asked), request_id=request_id
+            request=to_proto(request() if preprocessed is None else preprocessed),
+            request_id=request_id,
         )
         return self.stub.Generate(message, timeout=timeout_s)
 
@@ -283,8 +287,8 @@ async def test_generate_returns_the_engines_output() -> None:
     model = load_sim_model(SIM_MODEL_DIR)
     truth = TokenOracle(model.word_ids, model.eos_ids[0])
     async with working(speedup=0.0) as worker:
-        asked = request(stop_conditions=StopConditions(max_tokens=40, ignore_eos=True))
-        messages = await read_all(worker.generate("r", asked))
+        preprocessed = request(stop_conditions=StopConditions(max_tokens=40, ignore_eos=True))
+        messages = await read_all(worker.generate("r", preprocessed))
         found = [token for message in messages for token in message.token_ids]
         assert found == truth.continue_tokens([1, 2, 3], 40, ignore_eos=True)
         assert [m.finish_reason for m in messages[:-1]] == [0] * (len(messages) - 1)
@@ -373,10 +377,10 @@ async def test_abort_ends_a_request_by_its_id() -> None:
     async with working(engine) as worker:
         call = worker.generate("wait")
         await call.read()
-        answer: pb.AbortResponse = await worker.unary(
+        reply: pb.AbortResponse = await worker.unary(
             "Abort", pb.AbortRequest(request_id="wait", reason="test")
         )
-        assert answer.aborted == 1
+        assert reply.aborted == 1
         assert [m.finish_reason for m in await read_all(call)] == [
             request_pb2.FINISH_REASON_CANCELLED
         ]
@@ -452,11 +456,11 @@ async def test_health_reports_the_engine_service() -> None:
     async with working(FakeEngine()) as worker:
         stub: Any = health_pb2_grpc.HealthStub(worker.channel)
         for service in ("", SERVICE_NAME):
-            asked = health_pb2.HealthCheckRequest(service=service)
-            answer: health_pb2.HealthCheckResponse = await rpc.unary(
-                stub.Check, asked, timeout_s=WAIT_S
+            preprocessed = health_pb2.HealthCheckRequest(service=service)
+            reply: health_pb2.HealthCheckResponse = await rpc.unary(
+                stub.Check, preprocessed, timeout_s=WAIT_S
             )
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
 # -- Attach -----------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The rules of a simulated run. A violation is recorded and does not end the run.
 
-Rules about requests, by name: `once`, `truth`, `usage`, `finish` (each request ends once, with the
+Rules about requests, by name: `once`, `tokens`, `usage`, `finish` (each request ends once, with the
 output of the model); `errors`, `retries` (a fault explains each of them); `placed` (soon, whatever
 routers do); `submit`, `admit`, `role` (a worker that left gets no requests; each worker gets only
 requests of its role); `pair` (a pair is one transaction: if a leg fails before decode has delivered
@@ -12,8 +12,8 @@ with the same adapter); `bounded` (all requests end soon after the last fault).
 
 Rules about the mesh at rest: `index`, `rest` (soon after the last request the index matches the
 engines, and nothing is left open, then and at the end); `known` (by then each process has the
-newest list of the mesh and excludes no worker); `books` (all routers have the same bookings);
-`predicted`, `healed` (a new request is served at once, with the cached tokens that the index
+newest list of the mesh and excludes no worker); `bookings` (all routers have the same bookings);
+`predicted`, `recovered` (a new request is served at once, with the cached tokens that the index
 predicts); `departed` (a model that left for good is unavailable, with a retry time); `log` (no
 service logged an internal error). The rules about single decisions of routers are in `ledger.py`.
 """
@@ -142,7 +142,7 @@ class Checks:
         # Times of the faults of a process, by its id (workers and frontends).
         self.retries = 0
         self._fault_windows: dict[int, list[tuple[float, float]]] = {}
-        # The workers of an attempt; the attempts whose decode leg has delivered tokens.
+        # The workers of an attempt; the attempts with tokens from the decode leg.
         self._placed_workers: dict[PlacementKey, list[int]] = {}
         self._delivered: set[PlacementKey] = set()
         self._corrupt_pages: Counter[int] = Counter()
@@ -314,7 +314,7 @@ class Checks:
         start = len(client.delivered)
         client.delivered += token_ids
         if client.expected[start : start + len(token_ids)] != list(token_ids):
-            self.violation("truth", f"{name}: tokens from {start} on are not the model's")
+            self.violation("tokens", f"{name}: tokens from {start} on are not the model's")
 
     def finished(
         self, client: Client, outcome: RequestOutcome, serving: Sequence[SimWorker]
@@ -350,7 +350,7 @@ class Checks:
         name = client.spec.request_id
         if client.delivered != client.expected:
             self.violation(
-                "truth", f"{name} ended after {len(client.delivered)} of {len(client.expected)}"
+                "tokens", f"{name} ended after {len(client.delivered)} of {len(client.expected)}"
             )
         elif outcome.finish_reason is not client.expected_finish:
             # If all tokens were delivered and only the end was lost, the frontend knows only the
@@ -418,12 +418,12 @@ class Checks:
         if self._had_fault(client.frontend.id, client.began_at):
             return
         for attempt in range(outcome.attempts if is_cut else outcome.attempts - 1):
-            asked = self._placed_workers.get((client.spec.request_id, attempt), ())
-            if asked and not any(self._is_explained(client, worker_id) for worker_id in asked):
-                self.violation(
-                    "retries",
-                    f"{client.spec.request_id} left {[f'{id:x}' for id in asked]} without a fault",
-                )
+            worker_ids = self._placed_workers.get((client.spec.request_id, attempt), ())
+            if worker_ids and not any(
+                self._is_explained(client, worker_id) for worker_id in worker_ids
+            ):
+                left = [f"{id:x}" for id in worker_ids]
+                self.violation("retries", f"{client.spec.request_id} left {left} without a fault")
 
     def _is_explained(self, client: Client, worker_id: int) -> bool:
         """Whether a worker had a fault since a client began."""
@@ -493,11 +493,11 @@ class Checks:
         """
         name = client.spec.request_id
         if not client.outcomes:
-            self.violation("healed", f"{name} has not ended, in a healthy mesh")
+            self.violation("recovered", f"{name} has not ended, in a healthy mesh")
             return 0
         outcome = client.outcomes[0]
         if outcome.error is not None or outcome.attempts != 1 or outcome.placed is None:
-            self.violation("healed", f"{name}: {outcome.error}, {outcome.attempts} attempts")
+            self.violation("recovered", f"{name}: {outcome.error}, {outcome.attempts} attempts")
             return 0
         placed = outcome.placed
         id = placed.worker_id if placed.prefill is None else placed.prefill.worker_id
@@ -531,7 +531,7 @@ class Checks:
             self._bookings_agreed_at = now
         elif now > max(self._bookings_agreed_at, client.placed_at or now) + BOOKINGS_SYNC_MAX_S:
             held = {one.process.name: len(one.router.book) for one in routers}
-            self.violation("books", f"{client.spec.request_id}: routers hold {held}")
+            self.violation("bookings", f"{client.spec.request_id}: routers hold {held}")
 
     def report_unfinished(self, clients: Sequence[Client]) -> None:
         """These clients have no outcome, long after the last fault."""

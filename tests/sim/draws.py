@@ -1,8 +1,8 @@
 """Scenarios drawn from a seed (pure).
 
-Each seed first gives a plain mesh with clients and faults, by a chance of its own; then some of the
-features in `features.py` are turned on, by another chance, so that a new feature leaves the plain
-meshes as they are.
+Each seed first gives a plain mesh with clients and faults, from its own generator. Then some of the
+features in `features.py` are turned on, from another generator, so that a new feature does not
+change the plain meshes.
 """
 
 from __future__ import annotations

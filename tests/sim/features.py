@@ -27,7 +27,7 @@ SLOW_TOKEN_S = 1e-3
 STEP_TOKENS = 600
 # Prompts that take many such steps are truncated.
 PROMPT_MAX = 1500
-# By then a router has forgotten a model whose last worker left in a healthy mesh, and unused
+# By then a router has forgotten a model without workers in a healthy mesh, and unused
 # streams are closed.
 MODEL_EXPIRY_S = 75.0
 ADAPTERS = ("french", "german")

@@ -1,7 +1,7 @@
 """Independent checks of router decisions.
 
 Checks by name: `session` (requests of a live session go to its placement); `queue` (queued requests
-are served in order, and in time); `busy` (a busy worker gets no further requests); `guess` (the
+are served in order, and in time); `busy` (a busy worker gets no further requests); `overlap` (the
 overlap of a decision is within what the index reports and what was routed there recently);
 `departed` (a model is unavailable for a while after its last worker left, then unknown).
 
@@ -217,7 +217,7 @@ class DecisionChecker:
 
     # -- periodic checks ------------------------------------------------------------------------
 
-    def look(self, router: Router, now: float) -> None:
+    def check(self, router: Router, now: float) -> None:
         """No request is queued for too long."""
         if len(router.book):
             self._sessions.used_at = now
@@ -350,7 +350,7 @@ class DecisionChecker:
                 f"{at.instance.stable_name}'s ({index_kind})"
             )
             self._report_violation(
-                "guess", f"the router assumed {assumed_blocks} blocks; expected {message}"
+                "overlap", f"the router assumed {assumed_blocks} blocks; expected {message}"
             )
 
     def _index_kind(self, worker: Instance) -> str:

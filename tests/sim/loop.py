@@ -29,7 +29,7 @@ class Overrun(RuntimeError):
 
 
 class VirtualTask(asyncio.Task[T]):
-    """A task whose place in a set does not depend on its address."""
+    """A task with a hash that does not depend on its address."""
 
     number = 0
 
@@ -53,7 +53,7 @@ class _Handle(asyncio.Handle):
 
 
 class _Timer(asyncio.TimerHandle):
-    """Likewise."""
+    """Also without the fields of debug mode."""
 
     __slots__ = ()
 

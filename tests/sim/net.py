@@ -25,8 +25,8 @@ class Process:
     """The tasks and streams of one process. A stopped process neither sends nor receives, but keeps
     its state.
 
-    Its tasks go on during a stop, since one loop runs them all; their effects are deferred. lag_s:
-    additional delay of its messages in both directions, in seconds.
+    Its tasks continue during a stop, since one loop runs them all; their effects are deferred.
+    lag_s: additional delay of its messages in both directions, in seconds.
     """
 
     def __init__(self, name: str) -> None:
@@ -173,7 +173,7 @@ class StreamEnd:
             self._send(lambda peer: peer._receive(message))
 
     def half_close(self) -> None:
-        """The other side reads what is left, then None; it may go on writing."""
+        """The other side reads what is left, then None; it may continue to write."""
         if self.is_open:
             self._send(lambda peer: peer._half_closed())
 

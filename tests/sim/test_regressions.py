@@ -52,7 +52,7 @@ def test_a_session_that_breaks_silently_delays_no_placement(far_s: float) -> Non
 
 
 def test_streams_are_woken_in_the_same_order_in_every_run() -> None:
-    """Formerly the sim engine iterated over a set, whose order depended on addresses."""
+    """Formerly the sim engine iterated over a set in an order that depended on addresses."""
     keep = [object() for _ in range(999)]
     first = run_seed(8)
     del keep

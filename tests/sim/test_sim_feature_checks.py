@@ -59,7 +59,7 @@ LONG = StopConditions(max_tokens=100, ignore_eos=True)
 def client_specs(
     count: int, every_s: float, tokens: int, stop: StopConditions = SHORT
 ) -> list[ClientSpec]:
-    """Clients whose prompts have a common prefix."""
+    """Clients with a common prefix in their prompts."""
     rng = Random(5)
     begin = tuple(rng.choices(TOKEN_IDS, k=tokens // 2))
     return [
@@ -78,7 +78,7 @@ SESSIONS = replace(
     ),
 )
 SOFT = replace(SESSIONS, policy=Policy(session_mode="soft"))
-# One session, whose requests come through different frontends, and so through different routers.
+# One session with requests through different frontends, and so through different routers.
 ACROSS = replace(
     SESSIONS,
     workers=8,
@@ -176,10 +176,10 @@ SCENARIOS = {
     "soft sessions": SOFT,
     "sessions at several routers": ACROSS,
     "a queue": QUEUE,
-    "a queue whose router dies": DEATH,
+    "a queue of a router that dies": DEATH,
     "busy workers": BUSY,
     "adapters": ADAPTERS,
-    "adapters whose worker dies": MOVES,
+    "adapters of a worker that dies": MOVES,
     "guesses": APPROXIMATE,
     "predictions": PREDICTIONS,
     "slow clients": SLOW_READERS,
@@ -327,7 +327,7 @@ class NeverExpiresApproximateEntries(ObservedRouter):
 
 
 class ApproximatesAllWorkers(ObservedRouter):
-    """Includes workers whose caches cannot be tracked."""
+    """Includes workers with caches that cannot be tracked."""
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
@@ -394,12 +394,12 @@ class IgnoresOwnStalls(ObservedEngineClient):
         ("adapter", ADAPTERS, Parts(router=IgnoresAdapters)),
         ("cache", ADAPTERS, Parts(engine=IgnoresAdaptersInCacheKeys)),
         ("adapter", MOVES, Parts(engines=ForgetsTheAdapterInMigration)),
-        ("truth", MOVES, Parts(engines=ForgetsTheAdapterInMigration)),
-        ("guess", APPROXIMATE, Parts(router=NeverExpiresApproximateEntries)),
-        ("guess", APPROXIMATE, Parts(router=ApproximatesAllWorkers)),
-        ("guess", APPROXIMATE, Parts(router=NeverRecordsRouting)),
+        ("tokens", MOVES, Parts(engines=ForgetsTheAdapterInMigration)),
+        ("overlap", APPROXIMATE, Parts(router=NeverExpiresApproximateEntries)),
+        ("overlap", APPROXIMATE, Parts(router=ApproximatesAllWorkers)),
+        ("overlap", APPROXIMATE, Parts(router=NeverRecordsRouting)),
         ("rest", replace(APPROXIMATE, linger_s=10.0), Parts(router=NeverExpiresApproximateEntries)),
-        ("guess", PREDICTIONS, Parts(router=NeverExpiresPredictions)),
+        ("overlap", PREDICTIONS, Parts(router=NeverExpiresPredictions)),
         ("slow", SLOW_READERS, Parts(gateway=NeverCutsSlowReaders)),
         ("departed", MODEL_LEAVES, Parts(router=ForgetsModelsImmediately)),
         ("departed", MODEL_LEAVES, Parts(router=NeverForgetsModels)),

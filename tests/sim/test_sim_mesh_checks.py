@@ -118,7 +118,7 @@ class IgnoresDigests(PeerSync):
         ("known", FREEZE, Parts(engines=NeverProbes)),
         ("known", KILL, Parts(router_port=NeverReconnectsToRouters)),
         ("known", NO_FAULTS, Parts(peers=NeverSendsUpdates)),
-        ("books", NO_FAULTS, Parts(peers=SendsNoBookings)),
+        ("bookings", NO_FAULTS, Parts(peers=SendsNoBookings)),
         ("rest", LOSS, Parts(peers=IgnoresDigests)),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

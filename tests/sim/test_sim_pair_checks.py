@@ -67,7 +67,7 @@ DEATHS = replace(
 GARBLED = replace(
     NO_FAULTS, blocks=64, faults=(fault(FaultKind.EVENTS_GARBLED, 0.2, duration_s=5.0),)
 )
-# One remote decode worker, whose clients leave during transfers of single pages.
+# One remote decode worker, with clients that leave during transfers of single pages.
 LEAVING = replace(
     NO_FAULTS,
     prefills=("bootstrap",),
@@ -199,7 +199,7 @@ class RejectsWithoutFaults(ObservedEngineClient):
         ("index", GARBLED, Parts(feed=IgnoresGaps)),
         ("predicted", NO_FAULTS, Parts(router=OverestimatesMatches)),
         ("rest", NO_FAULTS, Parts(router=NeverFreesPrefillLoad)),
-        ("healed", NO_FAULTS, Parts(engines=RejectsWithoutFaults)),
+        ("recovered", NO_FAULTS, Parts(engines=RejectsWithoutFaults)),
     ],
     ids=lambda value: _mistake(value) if isinstance(value, Parts) else None,
 )

@@ -84,7 +84,7 @@ class _HandoffListener:
 class HandoffNetwork:
     """The Network of one engine: its streams live and die with its process.
 
-    refused: addresses whose dials fail for now.
+    refused: addresses that refuse connections for now.
     """
 
     def __init__(self, net: SimNetwork, process: Process, refused: set[str], rng: Random) -> None:

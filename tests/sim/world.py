@@ -92,13 +92,16 @@ class Report:
     counters: Mapping[str, int]
 
     def __str__(self) -> str:
-        lines = [f"seed {self.scenario.seed}: {len(self.violations)} breaches"]
+        lines = [f"seed {self.scenario.seed}: {len(self.violations)} violations"]
         lines += [f"  {violation}" for violation in self.violations[:10]]
         if self.violations:
-            lines += ["  before the first:", *(f"  {line}" for line in self.before_breach())]
+            lines += [
+                "  before the first:",
+                *(f"  {line}" for line in self.lines_before_violation()),
+            ]
         return "\n".join([*lines, f"  replay: {self.scenario.command}"])
 
-    def before_breach(self) -> list[str]:
+    def lines_before_violation(self) -> list[str]:
         """The last events before the first violation, and all events of the requests it names."""
         first = self.violations[0]
         request_ids = set(re.findall(r"\br\d+\b", first.what))
@@ -289,7 +292,7 @@ class World:
             for fault in self.scenario.faults:
                 tasks.create_task(injector.inject(fault))
             await self._start_clients()
-        self.trace.note("healed")
+        self.trace.note("faults_ended")
         await self._wait_until_ended()
         await self._wait_until_recovered()
         await asyncio.sleep(self.scenario.linger_s)
@@ -415,7 +418,7 @@ class World:
                 self.checks.backlog(indexer)
             for router in self.routers:
                 if router.process.is_alive and router.router.decision_checker is not None:
-                    router.router.decision_checker.look(router.router, self._loop.time())
+                    router.router.decision_checker.check(router.router, self._loop.time())
 
     async def _start_clients(self) -> None:
         began = self._loop.time()
@@ -435,7 +438,7 @@ class World:
         self.checks.began(client)
         self.clients.append(client)
         self._clients_by_request[spec.request_id] = client
-        self.trace.note("asks", spec.request_id, frontend.stable_name)
+        self.trace.note("requests", spec.request_id, frontend.stable_name)
         frontend.process.spawn(client.run(frontend, self._hasher(spec.model, spec.lora)))
         return client
 
@@ -465,7 +468,7 @@ class World:
         self.trace.note("recovered", f"{self.recovered_s:.1f}")
 
     def _open_clients(self) -> list[Client]:
-        """Clients without an outcome whose frontend is alive."""
+        """Clients without an outcome at live frontends."""
         return [
             client
             for client in self.clients

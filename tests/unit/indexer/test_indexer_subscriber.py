@@ -42,7 +42,7 @@ def array(keys: Iterable[int]) -> Hashes:
 
 
 class Index:
-    """An indexer without RPC: a feed whose events go to subscribers."""
+    """An indexer without RPC: a feed with events for subscribers."""
 
     def __init__(self) -> None:
         self.feed = IndexFeed()
@@ -51,7 +51,7 @@ class Index:
         self.absent: set[int] = set()
 
     def add(self, source: Source, *keys: int) -> None:
-        """Add a source whose first batch stores these blocks."""
+        """Add a source with a first batch that stores these blocks."""
         self.feed.register_source(PARTITION, SourcePosition(source, 1, 0), 0.0)
         self.dispatch()
         if keys:

@@ -68,7 +68,7 @@ def key(name: str) -> BookingKey:
 
 
 class Bed:
-    """A router whose workers are prefill-busy above one batch; `now` is set by hand.
+    """A router with workers that are prefill-busy above one batch; `now` is set by hand.
 
     outcomes: of the queued requests, in order.
     """

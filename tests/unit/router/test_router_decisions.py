@@ -44,7 +44,7 @@ class ScheduledCall:
 
 
 class HandLoop:
-    """A loop whose time advances by one second per reading; it runs calls in `run` only."""
+    """A loop with a clock that advances by one second per reading; it runs calls in `run` only."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -178,8 +178,8 @@ async def test_steps_without_output_postpone_the_probe() -> None:
 
     engine = Stepping("silent")
     async with watched(Runner(engine)) as (_, reports):
-        looks = engine.steps
-        await until(lambda: engine.steps > looks + 5, "the loads were read")
+        steps = engine.steps
+        await until(lambda: engine.steps > steps + 5, "the loads were read")
     assert engine.probes == []
     assert reports == []
 
