@@ -42,7 +42,7 @@ PREFIX_GROUPS = 60
 SHARED_TOKENS = 384
 UNIQUE_TOKENS = 16
 OUTPUT_TOKENS = 4
-# Ids of plain words of the sim model.
+# Ids of plain words in the sim model's vocabulary.
 PROMPT_TOKEN_IDS = range(300, 1000)
 HIT_TOLERANCE = 0.9
 WAIT_S = 180.0

@@ -125,7 +125,7 @@ def _missed(case: Case, observations: Observations, line: dict[str, Any]) -> Ite
     if line["migrations"] and not case.migrates:
         yield "migrations"
     if observations.left:
-        yield f"left behind: {observations.left}"
+        yield f"not freed: {observations.left}"
 
 
 def _took_s(reply: Reply) -> float:
@@ -202,7 +202,7 @@ class _CaseRun:
                 assert status == 0, victim.tail()
 
     def _safe_urls(self, frontends: list[Service]) -> list[str]:
-        """Returns the frontends whose clients must not fail; a draining one is among them."""
+        """Returns the frontends that must fail no request; a draining one is among them."""
         lost = set() if self._case.action == "term" else {f.addresses["http"] for f in frontends}
         return [url for url in self._urls if url not in lost]
 

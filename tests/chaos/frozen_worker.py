@@ -1,4 +1,5 @@
-"""A worker whose engine hangs after SIGUSR1, while its service runs, and steps again after SIGUSR2.
+"""A worker with an engine that hangs after SIGUSR1, while its service runs, and steps after
+SIGUSR2.
 
     python -m tests.chaos.frozen_worker FLAGS...
 
@@ -21,7 +22,7 @@ THAW = signal.SIGUSR2
 
 
 def build(config: WorkerConfig, *, instance_id: int) -> WorkerApp:
-    """A worker whose engine the signals stop and resume."""
+    """A worker with an engine that the signals stop and resume."""
     engine = build_engine(config)
     assert isinstance(engine, SimEngine), "only the sim can be frozen"
     loop = asyncio.get_running_loop()

@@ -5,9 +5,9 @@ client disconnects at a random moment: during a stream, before a unary response,
 token of a long prompt, or during a gRPC Generate call at a worker. Control requests run meanwhile;
 their responses must be byte-identical to those before the storm.
 
-Prints one JSON line a mesh, and one for both. Afterwards it counts slots, KV blocks, rooms,
-bookings, requests in flight, open files and memory; then it drains all services, which must have no
-call left to cut. The exit status is 1 if something is not back at its old value.
+Prints one JSON line for each mesh, and one for both. Afterwards it counts slots, KV blocks, rooms,
+bookings, requests in flight, open files and memory. Then it drains all services, which must have no
+call left to cut. The exit status is 1 if a count has not returned to its old value.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OPEN_FILES_GROWTH_MAX = 8
 _VARIABLE_FIELDS = re.compile(r'"id":"[^"]*"|"created":\d+')
 _INFLIGHT = re.compile(r"^\w*inflight_requests\{[^}]*\} (\d+)", re.MULTILINE)
 _MESHES = {"agg": AGGREGATED, "pd": DISAGGREGATED}
-# No service waits for a later one.
+# No service waits for a later value.
 _STOP_ORDER = ("frontend", "router", "worker", "indexer")
 
 

@@ -16,10 +16,10 @@ from tests.e2e.mesh import Mesh, wait_for
 CLIENTS = 32
 TURNS = 6
 SYSTEMS = 8
-# So long after the first client of a system prompt, its blocks are cached: see
+# This long after the first client of a system prompt, its blocks are cached: see
 # `core/peers/hit_drift.py`.
 CLIENT_INTERVAL_S = 0.4
-# Least time in which people read a response and write.
+# Shortest time in which a person reads a response and writes.
 TURN_PAUSE_S = 0.1
 DRIFT_MAX = 0.02
 WORDS = ["able", "about", "above", "accept", "across", "act", "action", "active"]
@@ -115,7 +115,7 @@ def test_an_empty_index_is_reported_in_log_readiness_and_metrics(tmp_path: Path)
         assert "worker" in warning_text
         assert "100.0%" in warning_text
         assert mesh.http.get(f"{mesh.url}/health").json()["degraded"] == [warning_text]
-        assert mesh.http.get(f"{mesh.url}/ready").json()["ready"], "it serves, impaired"
+        assert mesh.http.get(f"{mesh.url}/ready").json()["ready"], "the router serves, degraded"
         (warning,) = mesh.frontend.events("kv_drift")
         assert warning["level"] == "warning"
         assert warning["worker_id"] == str(mesh.workers[0].instance_id)

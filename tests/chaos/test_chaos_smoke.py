@@ -56,9 +56,7 @@ def test_each_fault_misses_its_limit(oracle: Oracle) -> None:
     assert missed_limits(oracle, repeated) == ["inexact"]
     assert missed_limits(oracle, replace(good, pause_s=DEATH_PAUSE_S + 0.1)) == ["longest_pause_ms"]
     assert missed_limits(oracle, good, fault_at=9.0) == ["recovery_s"]
-    assert missed_limits(oracle, good, left="worker-1: 1 slots") == [
-        "left behind: worker-1: 1 slots"
-    ]
+    assert missed_limits(oracle, good, left="worker-1: 1 slots") == ["not freed: worker-1: 1 slots"]
     overload = replace(CASE, migrates=False)
     assert missed_limits(oracle, good, overload, migrations=1) == ["migrations"]
 

@@ -1,4 +1,4 @@
-"""The stall monitor over real gRPC: by replies of the own server, or by the loop alone."""
+"""The stall monitor over real gRPC: by replies of its own server, or by the loop alone."""
 
 from __future__ import annotations
 

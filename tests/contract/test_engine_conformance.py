@@ -1,6 +1,4 @@
-"""The conformance kit: engines that keep the contract pass, and each check has an engine that fails
-it.
-"""
+"""The conformance kit: correct engines pass, and for each check an engine exists that fails it."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def loaded(name: str, code: str) -> ModuleType:
     return module
 
 
-# The documented engine. Any: it is not typed, since authors need not use types.
+# The documented engine. Any: it has no types, since authors need none.
 Counter: Any = loaded("counter", blocks()[0]).Counter
 
 

@@ -597,7 +597,7 @@ async def test_another_card_for_a_served_model_is_a_conflict_with_details(mesh: 
     assert rejected.value.metadata == {"model": "m", "served_checksum": "c1"}
     assert "c2" in rejected.value.message
     assert (await settled(registry, first)).card_checksum("m") == "c1"
-    # Another model, another namespace, or the same card are all welcome.
+    # Another model, another namespace and the same card are accepted.
     await registry.register(replace(candidate, model="n"))
     await registry.register(replace(candidate, id=candidate.id ^ 1, namespace="mesh-2"))
     await registry.register(worker("w2", model="m", card_checksum="c1"))

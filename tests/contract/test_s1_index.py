@@ -124,7 +124,7 @@ KINDS: dict[str, Callable[[], Overlaps]] = {
 def test_scores_are_per_worker_rank_and_omit_ranks_without_blocks(kind: str) -> None:
     matches = KINDS[kind]().matches(query())
     assert {tuple(at): row.device_blocks for at, row in matches.items()} == {(1, 0): 5, (2, 3): 2}
-    assert matches[Placement(2, 3)].device_blocks == 2, "the row belongs to the placement"
+    assert matches[Placement(2, 3)].device_blocks == 2, "the row is that of the placement"
     at = Placement(worker_id=2, dp_rank=3)
     assert (at.worker_id, at.dp_rank) == (2, 3)
 
@@ -140,8 +140,8 @@ def test_no_index_gives_empty_scores_and_never_an_error() -> None:
 @pytest.mark.row("S1-37")
 def test_a_selection_has_the_candidate_its_rank_and_the_reason() -> None:
     chosen = Candidate(Placement(2, 3), worker(2, ranks=4))
-    choice = Selection(chosen, "it is mine")
-    assert (choice.candidate.placement, choice.reason) == (Placement(2, 3), "it is mine")
+    choice = Selection(chosen, "chosen by the test")
+    assert (choice.candidate.placement, choice.reason) == (Placement(2, 3), "chosen by the test")
     router = Router(SELECTORS["kv"](), index=replica())
     router.update(Snapshot(1, {w.id: w for w in (worker(1), worker(2, ranks=4))}), 0.0)
     decision = router.decide(query(), None, 0.0, Random(0))
@@ -180,7 +180,7 @@ def test_a_worker_without_events_uses_one_of_three_index_kinds() -> None:
 @pytest.mark.row("S1-44", "S1-101")
 @pytest.mark.parametrize("name", ["--router-event-threads", "KVMESH_ROUTER_ROUTER_EVENT_THREADS"])
 def test_the_event_threads_setting_is_rejected_by_name(name: str) -> None:
-    """Events are applied in slices on the event loop; the next tests check what threads are for."""
+    """Events are applied in slices on the event loop; the next tests check uses of threads."""
     flags, variables = ([], {name: "4"}) if name.startswith("KV") else ([name, "4"], {})
     with pytest.raises(ConfigError) as refused:
         read_config(RouterConfig, "ROUTER", variables, flags)
@@ -281,7 +281,7 @@ def test_an_invalid_event_is_a_typed_error_and_affects_no_other_source() -> None
     )
 
 
-# A loads-only subscription gets no events (S1-54, the trap); none are kept for it.
+# A loads-only subscription gets no events (S1-54, the trap), and none are queued.
 
 
 class Indexer:
@@ -350,7 +350,7 @@ def test_a_loads_only_subscription_still_receives_that_a_source_is_gone() -> Non
 
 
 class Failing:
-    """An index whose queries fail."""
+    """An index that fails every query."""
 
     def match(self, query: Query) -> list[SourceMatch]:
         raise Unavailable("the index is gone", reason="INDEX_GONE")
@@ -363,13 +363,13 @@ class Failing:
 def test_an_error_of_the_index_reaches_the_caller_and_leaves_no_booking() -> None:
     router = Router(SELECTORS["kv"](), index=Failing())
     router.update(Snapshot(1, {1: worker(1)}), 0.0)
-    for ask in (
+    for query_index in (
         lambda: router.match(query()),
         lambda: router.decide(query(), BookingKey(7, "r", 0), 0.0, Random(0)),
         lambda: router.potential_loads(query(), 0.0),
     ):
         with pytest.raises(MeshError) as failed:
-            ask()
+            query_index()
         assert failed.value.reason == "INDEX_GONE"
     assert len(router.load_tracker) == 0
     assert [row.load.requests for row in router.loads("m", 0.0)] == [0]

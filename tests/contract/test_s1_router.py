@@ -177,7 +177,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def named(token_ids: Sequence[int]) -> dict[str, Any]:
-    """The fields by which a query names a prompt's blocks."""
+    """The fields of a query that identify the blocks of a prompt."""
     return {
         "total_tokens": len(token_ids),
         "prefix_hashes": hashes_to_bytes(HASHER.prefix_hashes(list(token_ids))),
@@ -205,9 +205,9 @@ async def test_a_router_is_built_from_its_configuration_and_reports_it(bed: Bed)
     await bed.add(running, worker(1, role="prefill"), worker(2, role="decode", block_size=B))
     assert app.router.fleet.block_size("m") == B
     query = pb.Query(model="m", total_tokens=100)
-    answer = await running.unary("Explain", pb.ExplainRequest(query=query))
-    assert answer.selector == "kv"
-    assert [(row.worker.worker_id, row.leg) for row in answer.candidates] == [
+    explained = await running.unary("Explain", pb.ExplainRequest(query=query))
+    assert explained.selector == "kv"
+    assert [(row.worker.worker_id, row.leg) for row in explained.candidates] == [
         (1, "prefill"),
         (2, "decode"),
     ]
@@ -242,7 +242,7 @@ async def test_a_router_decides_once_a_worker_is_known(bed: Bed) -> None:
     await bed.add(running, worker(1))
     assert (await running.route()).worker.worker_id == 1
     await bed.registry.deregister(NS, 1)
-    await until(lambda: not running.app.router.fleet.is_present(1), "it is gone")
+    await until(lambda: not running.app.router.fleet.is_present(1), "the registration is removed")
     with pytest.raises(Unavailable) as refused:
         await running.route()
     assert refused.value.reason == "NO_WORKER", "a worker without a model is no candidate"
@@ -365,7 +365,8 @@ async def test_a_router_that_needs_no_events_follows_loads_only_and_logs_the_rea
         await bed.publish(indexer, 1, blocks)
         book, feed = running.app.router.load_tracker, running.app.index.feed
         await until(
-            lambda: book.ranks.report_age_s(Placement(1, 0), 0.0) is not None, "a load is in"
+            lambda: book.ranks.report_age_s(Placement(1, 0), 0.0) is not None,
+            "the router has a load report",
         )
         await until(lambda: indexer.ingest.feed.blocks == 8, "the indexer has the blocks")
         lines = [line for line in logs if line["event"] == NOT_FOLLOWED]
@@ -376,7 +377,7 @@ async def test_a_router_that_needs_no_events_follows_loads_only_and_logs_the_rea
     assert (decision.worker.worker_id, decision.overlap_blocks) == (2, 0)
     assert feed.blocks == 0
     (subscriber,) = indexer.ingest.subscribers
-    await until(lambda: not subscriber.has_more, "nothing waits for it")
+    await until(lambda: not subscriber.has_more, "no message waits for it")
 
 
 @pytest.mark.row("S1-62", "S1-103")
@@ -397,12 +398,12 @@ async def test_a_router_without_events_uses_approximate_entries_over_the_wire(be
     await bed.add(running, worker(1), worker(2), worker(3))
     prompt = tokens(10 * B)
     (first,) = await running.session(pb.SessionRequest(news=[new(1, **named(prompt))]))
-    answer = await running.unary(
+    explained = await running.unary(
         "Explain", pb.ExplainRequest(query=pb.Query(model="m", **named(prompt)))
     )
-    held = {row.worker.worker_id: row.overlap_blocks for row in answer.candidates}
+    held = {row.worker.worker_id: row.overlap_blocks for row in explained.candidates}
     assert held == {n: 10 * (n == first.decision.worker.worker_id) for n in (1, 2, 3)}
-    assert {row.source_state for row in answer.candidates} == {"approx"}
+    assert {row.source_state for row in explained.candidates} == {"approx"}
     gauge = running.app.metrics.registry.get_sample_value
     assert gauge("kvmesh_router_guessed_blocks", {"kind": "guesses"}) == 10
     assert gauge("kvmesh_router_guessed_blocks", {"kind": "predictions"}) == 0
@@ -418,7 +419,7 @@ async def test_a_dump_can_be_replayed_into_an_index_that_answers_the_same(bed: B
     for worker_id, depth in ((1, 200), (2, 90)):
         await bed.registry.register(worker(worker_id))
         await bed.publish(indexer, worker_id, chain[:depth])
-    await until(lambda: indexer.ingest.feed.blocks == 290, "both are published")
+    await until(lambda: indexer.ingest.feed.blocks == 290, "both sources are published")
     copy = IndexFeed()
     async with rpc.channel(indexer.address) as channel:
         stub = indexer_pb2_grpc.IndexerServiceStub(channel)
@@ -495,14 +496,16 @@ async def test_closing_one_router_leaves_a_second_one_working(bed: Bed) -> None:
     assert result.HasField("decision")
     await bed.add(second, worker(3))
     await bed.publish(indexer, 3, HASHER.prefix_hashes(tokens(4 * B, 9)))
-    await until(lambda: second.app.index.feed.blocks == 12, "it still follows fleet and index")
+    await until(
+        lambda: second.app.index.feed.blocks == 12, "the router still follows fleet and index"
+    )
 
 
 @pytest.mark.row("S1-47", "S1-64")
 async def test_a_router_that_stops_ends_all_its_tasks_and_calls_only(bed: Bed) -> None:
     indexer = await bed.indexer()
     running = await bed.router()
-    await until(lambda: len(indexer.ingest.subscribers) == 1, "it follows the indexer")
+    await until(lambda: len(indexer.ingest.subscribers) == 1, "the router follows the indexer")
     mine = asyncio.create_task(asyncio.Event().wait())
     try:
         await end(running.app, running.lifecycle)
@@ -538,7 +541,7 @@ async def test_one_id_identifies_a_request_from_new_over_prefill_done_to_free(be
         await call.write(pb.SessionRequest(prefills_done=[key]))
         await until(lambda: next(iter(book)).prefill_tokens == 0, "prefill is marked")
         await call.write(pb.SessionRequest(frees=[key]))
-        await until(lambda: len(book) == 0, "it is freed")
+        await until(lambda: len(book) == 0, "the booking is freed")
 
 
 @pytest.mark.row("S1-89")
@@ -578,7 +581,7 @@ async def test_a_query_carries_constraints_pins_overrides_and_adapters(bed: Bed)
     assert {n: at.worker_id for n, at in chosen.items()} == {0: 2, 1: 4, 2: 1, 3: 3}
     assert chosen[3].dp_rank == 1
     refused = error_from_proto(results[4].error)
-    assert refused.field == "query.config_override.router_temperature", "it was read"
+    assert refused.field == "query.config_override.router_temperature", "the request was read"
     adapter = new(9)
     adapter.query.routing.lora_name = "an-adapter"
     (result,) = await running.session(pb.SessionRequest(news=[adapter]))
@@ -681,9 +684,9 @@ async def test_a_decision_leaves_its_stages_as_spans_in_order_with_their_figures
     running = await bed.router()
     running.app._service.decisions.spans = DecisionSpans(provider.get_tracer("test"))
     await bed.add(running, worker(1))
-    asked = new(1, **named(tokens(5 * B)))
-    asked.traceparent = f"00-{TRACE_ID}-{SPAN_ID}-01"
-    await running.session(pb.SessionRequest(news=[asked]))
+    traced = new(1, **named(tokens(5 * B)))
+    traced.traceparent = f"00-{TRACE_ID}-{SPAN_ID}-01"
+    await running.session(pb.SessionRequest(news=[traced]))
     spans = exporter.get_finished_spans()
     assert tuple(span.name for span in spans) == SPANS
     assert SPANS == (
@@ -722,4 +725,4 @@ async def test_each_placed_request_is_measured_once_in_every_stage(bed: Bed) -> 
         results = await running.session(
             pb.SessionRequest(news=[new(2 * placed), new(2 * placed + 1, model="nope")])
         )
-        assert len(results) == 2, "only the one that was placed counts"
+        assert len(results) == 2, "only the placed request counts"

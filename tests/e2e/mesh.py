@@ -462,6 +462,8 @@ def logs_on_failure(mesh: HasLogs, request: pytest.FixtureRequest) -> Iterator[N
 
 
 def _environment() -> dict[str, str]:
-    """Returns this process's environment without KVMESH_* settings, with our import path."""
+    """Returns this process's environment without KVMESH_* settings, with the import path of the
+    repository.
+    """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
     return {**inherited, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}

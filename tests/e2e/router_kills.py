@@ -158,7 +158,7 @@ class BookingsTracker:
         self._seen: Bookings = {}
         self._consistent = asyncio.Event()
         self.consistent_at = 0.0
-        self.inconsistent_s = 0.0  # Since it was consistent first.
+        self.inconsistent_s = 0.0  # Seconds, after the first consistent state.
 
     async def wait_until_consistent(self) -> None:
         """Returns after the first consistent state. Raises AssertionError after LONG_TIMEOUT_S."""
@@ -171,7 +171,7 @@ class BookingsTracker:
         )
 
     async def watch(self) -> None:
-        """Ends only by cancellation. A check counts from its start to that of the next one."""
+        """Ends only when cancelled. A check counts from its start to the start of the next one."""
         while True:
             began = now()
             is_now_consistent = await asyncio.to_thread(self._check)

@@ -143,7 +143,7 @@ def test_a_hint_that_no_worker_meets_is_a_503_with_field_and_value(
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (503, param)
     assert value in error["message"]
-    # A worker that meets it may join later.
+    # A worker that satisfies it may join later.
     assert response.headers["x-should-retry"] == "true"
     line = mesh.request_line(name)
     assert (line["param"], line["error"]) == (param, error["message"])

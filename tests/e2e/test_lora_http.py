@@ -208,9 +208,9 @@ def test_the_adapters_requests_are_counted_under_its_name(mesh: Mesh) -> None:
 
 
 def test_a_name_conflict_is_resolved_by_model_name_and_reported(mesh: Mesh) -> None:
-    # Two models have "french": the model whose name sorts first gets it.
+    # Two models have "french": it belongs to the model with the name that sorts first.
     assert listed_models(mesh)["french"]["parent"] == MODEL < OTHER_MODEL
-    # One adapter has the name of a model: the model gets it.
+    # One adapter has the name of a model: the name belongs to the model.
     assert "parent" not in listed_models(mesh)[MODEL]
     degraded = mesh.http.get(f"{mesh.url}/health").json()["degraded"]
     assert [line for line in degraded if "french" in line and OTHER_MODEL in line and MODEL in line]

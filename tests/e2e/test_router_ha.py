@@ -176,7 +176,7 @@ async def test_a_router_that_restarts_alone_under_load_has_exact_loads_within_a_
             ]
             try:
                 held = await wait_until(
-                    lambda: booked_keys(mesh.router, len(streams)), "both are booked"
+                    lambda: booked_keys(mesh.router, len(streams)), "both responses are booked"
                 )
                 async with LoadGenerator(mesh.urls, oracle).running() as load:
                     right_s = [await restart_router(mesh, load, held) for _ in range(RESTARTS)]

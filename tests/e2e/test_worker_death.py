@@ -25,7 +25,7 @@ TOKENS = 150
 PROBE_INTERVAL_S = 0.02
 # Discovery reports a dead process within 50 ms; the rest is for a busy machine.
 OUTAGE_MAX_S = 1.0
-# A frontend waits 3 s for a router, then places itself: not twice that.
+# A frontend waits 3 s for a router, then selects workers itself: not twice that.
 UNROUTED_MAX_S = 6.0
 # Three heartbeats of a second each, and the migration. Stalls of the frontend delay it on a busy
 # machine (see `core/peers/stall_clock.py`).
@@ -200,7 +200,7 @@ async def test_without_a_worker_requests_get_503_with_a_reason_until_one_is_back
                     assert stream.error["type"] == "server_error"
                     assert stream.finish_reason is None
             await until(lambda: probe.failures, "a request fails")
-            await until(lambda: len(probe.failures) >= 20, "requests go on failing")
+            await until(lambda: len(probe.failures) >= 20, "requests still fail")
             print({code for _, _, code in probe.failures}, f"{probe.failures[0][0] - killed_at:.3f}"
                   " s to the first refusal")  # fmt: skip
             assert probe.failures[0][0] - killed_at < OUTAGE_MAX_S

@@ -72,7 +72,7 @@ CLEARED: WireEvent = {"type": "AllBlocksCleared"}
 
 
 class EngineWire:
-    """One rank's publisher. as_arrays: events as arrays, as vLLM packs them, not as maps.
+    """One rank's publisher. as_arrays: events as arrays, like vLLM, not as maps.
 
     keeps: batches kept for replay; 0: there is no replay service.
     """
@@ -155,7 +155,7 @@ class EngineWire:
             try:
                 return self._bound(kind, port)
             except zmq.ZMQError:
-                assert asyncio.get_running_loop().time() < deadline, f"port {port} stays taken"
+                assert asyncio.get_running_loop().time() < deadline, f"port {port} is still in use"
                 await asyncio.sleep(0.01)
 
 

@@ -102,7 +102,7 @@ class RouterBed:
         return decision
 
     async def waiting(self, count: int) -> None:
-        await until(lambda: len(self.router.queue) == count, f"{count} wait in the queue")
+        await until(lambda: len(self.router.queue) == count, f"{count} requests are queued")
 
     def metric(self, name: str, **labels: str) -> float:
         found = self.app.metrics.registry.get_sample_value(f"kvmesh_router_{name}", labels)
@@ -110,7 +110,7 @@ class RouterBed:
         return found
 
     async def die(self) -> None:
-        """As by SIGKILL: connections break without a message; discovery still shows it."""
+        """Like SIGKILL: connections break without a message; discovery still shows the router."""
         self.is_running = False
         await self.app._server.stop(None)
         self.lifecycle.drain("killed")
@@ -142,18 +142,18 @@ class Session:
         return frame
 
     async def results(self, count: int) -> list[pb.NewResult]:
-        """The next `count` results, in any number of frames; none comes twice."""
+        """The next `count` results, in any number of frames, each once."""
         results: list[pb.NewResult] = []
         while len(results) < count:
             results += (await self.read()).results
         assert len({result.id for result in results}) == len(results) == count
         return results
 
-    async def answers(self, count: int) -> dict[int, pb.NewResult]:
-        """The same by id."""
+    async def results_by_id(self, count: int) -> dict[int, pb.NewResult]:
+        """The next `count` results by id."""
         return {result.id: result for result in await self.results(count)}
 
-    async def answers_now(self) -> dict[int, pb.NewResult]:
+    async def next_results_by_id(self) -> dict[int, pb.NewResult]:
         """The results of the next frame, by id."""
         return {result.id: result for result in (await self.read()).results}
 
@@ -192,8 +192,8 @@ async def running(
     worker: Mapping[str, Any] = NOTHING,
     **settings: Any,
 ) -> AsyncIterator[RouterBed]:
-    """watched: the router's registry; by default it shares its store with the tests' own.
-    store: to be shared with other routers. registered: see `living`. query, worker: see RouterBed.
+    """watched: the router's registry; by default it shares its store with the registry of the
+    tests. store: shared with other routers. registered: see `living`. query, worker: see RouterBed.
     """
     store, clock = store or MemoryStore(), Clock()
     app = RouterApp(

@@ -1,4 +1,4 @@
-"""The life of a service as a process of its own."""
+"""The life cycle of a service as a process."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 from common.registry.file import FileRegistry
 from common.registry.instances import Service
 
-# A process starts, and ends, as fast as what a busy machine leaves it allows.
+# On a busy machine a process starts and ends slowly.
 PROCESS_S = 25.0
 
 
 async def check_life(service: Service, folder: Path) -> None:
-    """It says that it is ready, is in discovery as it says, and ends well upon SIGTERM.
+    """The service reports ready, is in discovery with that id and address, and exits 0 on SIGTERM.
 
     folder: for its registry.
     """
-    ready, theirs = os.pipe()
+    ready, child_end = os.pipe()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", f"{service}_svc", "--registry-path", str(folder)),
-        *("--notice-s", "0", "--ready-fd", str(theirs)),
+        *("--notice-s", "0", "--ready-fd", str(child_end)),
         env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
         stderr=asyncio.subprocess.PIPE,
-        pass_fds=[theirs],
+        pass_fds=[child_end],
     )
-    os.close(theirs)
+    os.close(child_end)
     try:
         with os.fdopen(ready) as pipe:
             async with asyncio.timeout(PROCESS_S):

@@ -224,7 +224,7 @@ async def test_a_worker_with_a_closed_lease_leaves_although_its_health_is_servin
         lease = await mesh.connect().register(worker(healthy.address))
         await seen(watch, lambda s: bool(s.instances), WAIT_S)
         await lease.close()
-        # With a probe it would stay for ever.
+        # With a probe it would remain.
         await seen(watch, lambda s: not s.instances, WAIT_S)
 
 
@@ -257,7 +257,7 @@ async def test_owners_register_again_after_the_agent_lost_its_state_and_watches_
             while (back := await passing(mesh)) != expected:
                 assert time.monotonic() < deadline, f"{len(back)} of {len(expected)} are back"
                 await asyncio.sleep(0.02)
-            # One more registration: once it is seen, all earlier changes are.
+            # A further registration: when the watch shows it, all earlier changes have arrived.
             late = worker(healthy.address)
             await mesh.connect().register(late)
             await eventually(lambda: bool(steps), "the late registration is seen")
@@ -270,7 +270,7 @@ async def test_a_worker_that_died_during_an_agent_outage_leaves_afterwards(
     async with mesh.connect().watch(NS) as watch:
         process, address = await mesh.process()
         dying, living = worker(address), worker(healthy.address)
-        # Two owners: that of the dying one dies with it.
+        # Two owners: when one process dies, only its registration ends.
         owner = mesh.connect()
         await owner.register(dying)
         await registered(mesh, watch, living)
@@ -279,7 +279,7 @@ async def test_a_worker_that_died_during_an_agent_outage_leaves_afterwards(
         process.kill()
         await process.wait()
         await owner.close()
-        assert len(watch.current.instances) == 2, "a lost store is not a change"
+        assert len(watch.current.instances) == 2, "a lost store does not change the members"
         mesh.agent.start()
         await seen(watch, lambda s: set(s.instances) == {living.id}, WAIT_S)
 
@@ -323,7 +323,7 @@ async def test_a_registration_waits_for_an_agent_that_starts_later(
             assert not (await client.snapshot(NS)).instances, "reads do not wait"
             with pytest.raises(Unavailable, match="cannot reach Consul"):
                 await client.get_card(card.checksum)
-            await eventually(lambda: len(waits(logs)) == 2, "both wait and log it")
+            await eventually(lambda: len(waits(logs)) == 2, "both registries wait, and log it")
         finally:
             mesh.agent.start()
         await registering
@@ -450,7 +450,7 @@ async def test_a_registry_closed_during_registrations_leaves_no_services(
 
     deadline = time.monotonic() + WAIT_S
     while (await mesh.http.get("/v1/agent/services")).json():
-        assert time.monotonic() < deadline, "a service was left behind"
+        assert time.monotonic() < deadline, "a service is left in Consul"
         await asyncio.sleep(0.02)
 
 

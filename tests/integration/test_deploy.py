@@ -1,4 +1,4 @@
-"""What `docker compose up` is made of: checked without a container engine."""
+"""The files of `docker compose up`, checked without a container engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_compose_file_is_understood_and_every_build_target_exists() -> None:
 def test_ports_are_published_on_this_host_only() -> None:
     for name, service in COMPOSE["services"].items():
         for port in service.get("ports", []):
-            assert port.startswith("127.0.0.1:"), f"{name} publishes {port} to everybody"
+            assert port.startswith("127.0.0.1:"), f"{name} publishes {port} to other hosts"
 
 
 def test_every_file_that_a_service_mounts_is_there() -> None:
@@ -109,9 +109,9 @@ def test_queries_name_metrics_that_the_services_have() -> None:
             known |= {family.name + suffix for suffix in suffixes}
     rules = (ROOT / "deploy/alerts.yml").read_text()
     dashboard = (ROOT / "deploy/grafana/dashboards/kvmesh.json").read_text()
-    asked = set(METRIC.findall(rules)) | set(METRIC.findall(dashboard))
-    assert asked, "the dashboard asks for something"
-    assert asked <= known, f"nobody has {sorted(asked - known)}"
+    queried = set(METRIC.findall(rules)) | set(METRIC.findall(dashboard))
+    assert queried, "the dashboard has queries"
+    assert queried <= known, f"no service has {sorted(queried - known)}"
 
 
 def test_alert_rules_are_valid_where_promtool_is_installed() -> None:

@@ -52,7 +52,7 @@ def story() -> list[pb.EventBatch]:
 
 
 def depths_in_order() -> list[int]:
-    """Every depth of the story, in slices of STEP_BLOCKS_MAX."""
+    """Every depth of the sequence, in slices of STEP_BLOCKS_MAX."""
     depths = [0]
     for _ in range(ROUNDS):
         depths += range(STRIDE, LENGTH + 1, STRIDE)
@@ -74,7 +74,7 @@ def is_led_through(seen: Sequence[int], depths: Sequence[int]) -> bool:
 
 
 async def publish(stub: Any, worker_id: int, depths: Sequence[dict[int, list[int]]]) -> None:
-    """Send the story and wait for its last acknowledgement.
+    """Send the sequence and wait for its last acknowledgement.
 
     Once, with the whole chain stored, it waits until all readers have observed it.
     """
@@ -89,14 +89,17 @@ async def publish(stub: Any, worker_id: int, depths: Sequence[dict[int, list[int
         for batch in batches:
             await call.write(pb.PublishRequest(batch=batch))
             if batch.sequence == LENGTH // STRIDE:
-                await until(lambda: all(LENGTH in seen[worker_id] for seen in depths), "it is seen")
-        async for answer in call:
-            assert not answer.resends, "nothing is out of order"
-            if any(state.sequence == len(batches) for state in answer.acked):
+                await until(
+                    lambda: all(LENGTH in seen[worker_id] for seen in depths),
+                    "all readers observed the chain",
+                )
+        async for response in call:
+            assert not response.resends, "all depths are in order"
+            if any(state.sequence == len(batches) for state in response.acked):
                 return
 
 
-async def ask(stub: Any, seen: dict[int, list[int]], is_over: Callable[[], bool]) -> None:
+async def query_depths(stub: Any, seen: dict[int, list[int]], is_over: Callable[[], bool]) -> None:
     """Query the chain repeatedly; records each worker's depth in the order of responses."""
     call = stub.MatchStream()
     async with rpc.cancelling(call):
@@ -107,8 +110,8 @@ async def ask(stub: Any, seen: dict[int, list[int]], is_over: Callable[[], bool]
             question.request.partition.CopyFrom(partition_to_proto(PARTITION))
             question.request.prefix_hashes = CHAIN.tobytes()
             await call.write(pb.MatchStreamRequest(questions=[question]))
-            (answer,) = (await call.read()).answers
-            depths = {row.source.worker_id: row.device_blocks for row in answer.response.matches}
+            (response,) = (await call.read()).answers
+            depths = {row.source.worker_id: row.device_blocks for row in response.response.matches}
             for worker_id in WORKERS:
                 seen[worker_id].append(depths.get(worker_id, 0))
 
@@ -147,7 +150,7 @@ async def test_events_of_a_worker_are_applied_in_order_while_matches_run() -> No
         is_over = False
         async with TaskGroup() as tasks:
             asking = [
-                tasks.create_task(ask(stub, seen, lambda: is_over))
+                tasks.create_task(query_depths(stub, seen, lambda: is_over))
                 for stub, seen in zip(stubs, depths, strict=False)
             ]
             caught_up = asyncio.Event()

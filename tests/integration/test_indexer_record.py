@@ -198,8 +198,8 @@ async def test_playback_rebuilds_the_recorded_index_locally_and_at_an_indexer(
                     rng.choice(workers).disturb(rng)
                     if rng.random() < 0.2:
                         await asyncio.sleep(0)
-                await until(lambda: all(w.is_in(feed) for w in workers), "it has caught up")
-                await until(lambda: stands_where(recorder, feed), "all is recorded")
+                await until(lambda: all(w.is_in(feed) for w in workers), "the index has caught up")
+                await until(lambda: stands_where(recorder, feed), "all events are recorded")
         assert recorder.recording_stats.losses == 0
         played = IndexFeed()
         playback_stats = await play_into_local_index(path, played)
@@ -214,7 +214,8 @@ async def test_playback_rebuilds_the_recorded_index_locally_and_at_an_indexer(
             replaying = asyncio.create_task(play_to_indexer(path, other.address, hold_s=WAIT_S))
             copied = other.ingest.feed
             await until(
-                lambda: replaying.done() or is_copy(copied, feed), "it is published, and exact"
+                lambda: replaying.done() or is_copy(copied, feed),
+                "the source is published, and exact",
             )
             assert not replaying.done(), replaying.exception()
             replaying.cancel()
@@ -232,7 +233,7 @@ async def test_a_recorder_resumes_after_the_loss_of_its_indexer(
         port = int(app.address.rsplit(":", 1)[1])
         async with recording(path, app.address) as recorder:
             worker.store(0, 1)
-            await until(lambda: recorder.positions.states(), "it is recorded")
+            await until(lambda: recorder.positions.states(), "the event is recorded")
             await app.drain(0.5)
             await until(lambda: recorder.recording_stats.losses == 1, "the loss is recorded")
             await app.deregister()
@@ -240,10 +241,14 @@ async def test_a_recorder_resumes_after_the_loss_of_its_indexer(
             worker.store(0, 2)
             worker.remove(0, 1)
             async with indexer(store, port) as again:
-                await until(lambda: worker.is_in(again.ingest.feed), "it is there again")
+                await until(
+                    lambda: worker.is_in(again.ingest.feed), "the indexer is available again"
+                )
                 worker.store(1, 3)
-                await until(lambda: worker.is_in(again.ingest.feed), "and goes on")
-                await until(lambda: stands_where(recorder, again.ingest.feed), "all is recorded")
+                await until(lambda: worker.is_in(again.ingest.feed), "recording continues")
+                await until(
+                    lambda: stands_where(recorder, again.ingest.feed), "all events are recorded"
+                )
                 held = blocks_of(again.ingest.feed)
     played = IndexFeed()
     await play_into_local_index(path, played)
@@ -358,7 +363,7 @@ async def test_a_rank_comes_back_during_the_snapshot_of_another_rank(tmp_path: P
     path.write_bytes(
         (encode_header() + status_line(0, 0, "exact") + status_line(0, 1, "exact"))
         + (stored(0.1, 0, 1, 1, 2) + stored(0.1, 1, 1, 7, 8))
-        # Dropped for lack of memory: gone, but its load is known.
+        # Dropped for lack of memory: its blocks are removed, its load is kept.
         + (left + status_line(0.2, 1, "degraded") + left)
         + (begins + status_line(0.3, 1, "gone") + back + ends)
     )
@@ -397,7 +402,7 @@ async def test_the_commands_record_until_a_signal_and_play_back(tmp_path: Path) 
         assert await ended(await started("record", "--indexer", "x:1", "--out", str(path)), 1) == {}
         here = await ended(await started("playback", "--recording", str(path)))
         assert (here["blocks"], here["has_ended"], here["is_cut"]) == (CHAIN, True, False)
-    # A crash may cut the last line: the rest still counts.
+    # A crash may truncate the last line; the other lines are valid.
     path.write_bytes(_read(path)[:-3])
     async with indexer(MemoryStore()) as other:
         flags = ["--recording", str(path), "--indexer", other.address]
@@ -440,7 +445,7 @@ async def test_a_recorder_ends_after_silence_and_not_after_few_entries(
             worker = Worker(1, store)
             async with publishing([worker]), indexer(store, port):
                 worker.store(0, 1)
-                await until(recorder.positions.states, "it receives again")
+                await until(recorder.positions.states, "the index receives events again")
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ async def running(registry: MemoryRegistry | None = None, **settings: Any) -> As
 class Publisher:
     """A worker's publisher: a closed set, a ring of batches, snapshots on demand.
 
-    lose: batches to be made and not sent. acked: what the indexer acknowledged last.
+    lose: batches to be made and not sent. acked: the indexer's last acknowledgement.
     """
 
     def __init__(self, worker_id: int, *, ring: int = 1024, epoch: int = 1) -> None:
@@ -140,7 +140,7 @@ class Publisher:
         self.call: Any = None
         self._outbox: asyncio.Queue[pb.PublishRequest | None] = asyncio.Queue(10_000)
         self.is_mute = False
-        self.listing: Hashes | None = None  # What a snapshot is made of, instead of `held`.
+        self.listing: Hashes | None = None  # Content of a snapshot, in place of `held`.
 
     def hello(self) -> pb.PublishRequest:
         message = pb.PublishRequest()
@@ -183,7 +183,7 @@ class Publisher:
 
     def remove(self, block: int) -> None:
         gone = [block] if block in self.held else []
-        for parent in gone:  # It grows while it is read: the children of those in it follow.
+        for parent in gone:  # The set grows while it is read: the children of its blocks follow.
             gone += [b for b in (2 * parent, 2 * parent + 1) if b in self.held]
         gone.reverse()
         self.held.difference_update(gone)
@@ -266,7 +266,7 @@ class Replica:
         self.taken += 1
         for _ in apply_subscription_message(self.feed, message, 0.0):
             pass
-        # A router would subscribe again.
+        # A router would subscribe again here.
         assert not any(isinstance(news, ResendRequest) for news in self.feed.take_events())
         for part in message_parts(message):
             self.is_caught_up |= part.caught_up
@@ -422,7 +422,7 @@ async def test_an_invalid_frame_ends_the_stream_with_its_field() -> None:
             error = await refused(mesh, *frames)
             assert isinstance(error, InvalidRequest)
             assert error.field == field
-        await until(lambda: mesh.app.ingest.publishers == {}, "nothing is left behind")
+        await until(lambda: mesh.app.ingest.publishers == {}, "no state is left")
 
 
 async def refused(mesh: Mesh, *frames: pb.PublishRequest) -> MeshError:
@@ -442,7 +442,7 @@ async def error_of(call: Any) -> MeshError:
             await call.wait_for_connection()
         except grpc.aio.AioRpcError as error:
             return mesh_error_from_rpc(error)
-    raise AssertionError("it ended well")
+    raise AssertionError("the stream ended without an error")
 
 
 async def test_a_newer_stream_of_a_worker_replaces_the_older_one() -> None:
@@ -494,8 +494,8 @@ async def test_an_unregistered_worker_without_a_stream_is_removed() -> None:
             assert mesh.state(publisher.source) == "exact", "its stream is there"
         await until(lambda: mesh.state(publisher.source) == "stale", "its stream has ended")
         mesh.clock.now += GONE_GRACE_S
-        await until(lambda: publisher.source not in mesh.feed, "it is forgotten")
-        await until(lambda: mesh.feed.used_bytes == 0, "and swept away")
+        await until(lambda: publisher.source not in mesh.feed, "its source is removed")
+        await until(lambda: mesh.feed.used_bytes == 0, "its blocks are removed")
         assert mesh.app.ingest.histories == {}
         assert mesh.app.ingest.loads == {}
 
@@ -521,7 +521,7 @@ async def test_a_replica_receives_snapshots_then_live_batches_then_statuses() ->
             await until(
                 lambda: replica.feed.status(source).state == "gapped", "the gap is reported"
             )
-            # Both are sent on separate streams: one may arrive long after the other.
+            # Both are on separate streams: one may arrive long after the other.
             await until(lambda: len(publisher.resends) == 1, "its publisher has the request")
             publisher._answer(publisher.resends[0])
             await until(lambda: replica.equals(publisher), "and its end")
@@ -534,13 +534,13 @@ async def test_a_resumed_replica_receives_the_missed_batches_and_no_snapshot() -
         publisher.store(40)
         replica = Replica()
         async with following(replica, mesh):
-            await until(lambda: replica.equals(publisher), "it is a copy")
+            await until(lambda: replica.equals(publisher), "the replica equals the publisher")
         snapshots = replica.snapshots
         publisher.store(41)
         publisher.remove(20)
         await until(lambda: publisher.acked == (1, 3), "acknowledged")
         async with following(replica, mesh):
-            await until(lambda: replica.equals(publisher), "it is again")
+            await until(lambda: replica.equals(publisher), "the replica equals the publisher again")
             assert replica.snapshots == snapshots
 
 
@@ -551,7 +551,7 @@ async def test_a_resumed_replica_receives_which_sources_are_gone() -> None:
         async with Publisher(7).connected(mesh) as publisher:
             publisher.store(4)
             async with following(replica, mesh):
-                await until(lambda: replica.equals(publisher), "it is a copy")
+                await until(lambda: replica.equals(publisher), "the replica equals the publisher")
         mesh.feed.forget(publisher.source, "left")
         async with following(replica, mesh):
             await until(lambda: publisher.source not in replica.feed, "it is reported")
@@ -561,7 +561,7 @@ async def test_a_replica_survives_a_restart_of_its_indexer() -> None:
     publisher, replica = Publisher(7), Replica()
     publisher.store(*range(1, 100))
     async with running() as mesh, publisher.connected(mesh), following(replica, mesh):
-        await until(lambda: replica.equals(publisher), "it is a copy")
+        await until(lambda: replica.equals(publisher), "the replica equals the publisher")
     publisher.store(101, lose=True)
     async with running() as mesh:
         await mesh.add_worker(7)
@@ -571,7 +571,9 @@ async def test_a_replica_survives_a_restart_of_its_indexer() -> None:
                 lambda: replica.feed.status(source).state == "stale", "there are no reports"
             )
             async with publisher.connected(mesh):
-                await until(lambda: replica.equals(publisher), "it is a copy again")
+                await until(
+                    lambda: replica.equals(publisher), "the replica equals the publisher again"
+                )
 
 
 @pytest.mark.row("S1-03")
@@ -584,7 +586,10 @@ async def test_workers_known_only_to_a_resuming_subscriber_leave_no_state() -> N
             replica.feed.register_source(PARTITION, SourcePosition(source, 1, 1), 0.0)
         replica.feed.take_events()
         async with following(replica, mesh):
-            await until(lambda: replica.is_caught_up and not replica.feed.sources(), "all are gone")
+            await until(
+                lambda: replica.is_caught_up and not replica.feed.sources(),
+                "all subscribers are removed",
+            )
         assert mesh.app.fleet._absent_since == {}
 
 
@@ -595,8 +600,8 @@ async def test_a_new_subscriber_receives_the_latest_loads() -> None:
             for running_now in range(1, 20):
                 publisher.send(loads=[load_pb2.Load(running=running_now)])
             await until(lambda: replica.loads == {7: 19}, "the last load arrives")
-        async with following(Replica(), mesh) as newcomer:
-            await until(lambda: newcomer.loads == {7: 19}, "a new subscriber has it")
+        async with following(Replica(), mesh) as late_replica:
+            await until(lambda: late_replica.loads == {7: 19}, "a new subscriber has the load")
 
 
 async def test_a_subscriber_of_one_partition_receives_no_other() -> None:
@@ -619,17 +624,17 @@ async def test_a_slow_subscriber_is_disconnected_resumes_and_becomes_equal() -> 
         await replica.follow(mesh, frames=1)
         call: Any = mesh.stub.Subscribe(pb.SubscribeRequest())
         async with rpc.cancelling(call):
-            await call.read()  # and then no more, while some 8 MB are published
+            await call.read()  # and then stops reading, while some 8 MB are published
             for start in range(1, 1_000_000, 8192):
                 keys = range(start, start + 8192)
                 publisher.held.update(keys)
                 publisher.publish(pb.Event(kind=STORED, prefix_hashes=wire(keys)))
-            await until(lambda: publisher.acked[1] == publisher.sequence, "all is taken in")
+            await until(lambda: publisher.acked[1] == publisher.sequence, "all batches are applied")
             error = await error_of(call)
             assert isinstance(error, Overloaded)
             assert error.reason == "SUBSCRIBER_CUT"
         async with following(replica, mesh):
-            await until(lambda: replica.equals(publisher), "it is a copy")
+            await until(lambda: replica.equals(publisher), "the replica equals the publisher")
 
 
 @pytest.mark.slow
@@ -644,7 +649,7 @@ async def test_a_replica_equals_its_index_under_random_traffic_and_interruptions
             asyncio.TaskGroup() as tasks,
             contexts(publisher.connected(mesh) for publisher in publishers),
         ):
-            # Big enough that snapshots take several parts, and changes fall between them.
+            # Large enough that snapshots have several parts, with changes between them.
             for publisher in publishers:
                 publisher.store(*range(1, 30_000))
             for _ in range(12):
@@ -662,9 +667,13 @@ async def test_a_replica_equals_its_index_under_random_traffic_and_interruptions
                 await asyncio.wait({follower})
             for publisher in publishers:
                 await mesh.exact(publisher.source)
-            await until(lambda: all(is_copied(mesh.feed, p) for p in publishers), "the index is")
+            await until(
+                lambda: all(is_copied(mesh.feed, p) for p in publishers), "the index is complete"
+            )
             async with following(replica, mesh):
-                await until(lambda: all(map(replica.equals, publishers)), "the replica is right")
+                await until(
+                    lambda: all(map(replica.equals, publishers)), "the replica equals the publisher"
+                )
 
 
 @asynccontextmanager
@@ -749,7 +758,7 @@ async def test_dump_and_stats_report_the_indexed_sources() -> None:
 
 
 def dump_of(mesh: Mesh) -> AsyncIterator[Any]:
-    """Open the call here, so that nothing is read before the test."""
+    """Open the call here, so that no message is read before the test."""
     context: Any = None
     return aiter(mesh.app._service.Dump(pb.DumpRequest(), context))
 
@@ -853,7 +862,7 @@ async def test_a_load_is_a_sign_of_life_of_its_publisher() -> None:
 
 
 class Engine:
-    """A worker that lists what its publisher holds."""
+    """A worker that lists the content of its publisher."""
 
     def __init__(self, publisher: Publisher) -> None:
         self.publisher = publisher
@@ -896,7 +905,7 @@ async def test_verify_finds_exactly_the_differences(monkeypatch: pytest.MonkeyPa
             assert await verified() == (0, 0, 5999, "")
             engine.injected = {5, 6, 7, 70_000, 70_001}
             assert await verified() == (3, 2, 5996, "")
-            publisher.sequence += 1  # the publisher is ahead of the index for good
+            publisher.sequence += 1  # the publisher remains ahead of the index
             assert "the worker at 1/2" in (await verified())[3]
     finally:
         await server.stop(None)
@@ -924,7 +933,7 @@ async def test_over_budget_publishers_shrink_and_an_unresponsive_one_becomes_loa
         status = mesh.feed.status(publisher.source)
         assert status.reason.startswith("over budget")
         assert await mesh.match(1) == []
-        await until(lambda: mesh.feed.used_bytes == 0, "its memory is free")
+        await until(lambda: mesh.feed.used_bytes == 0, "its memory is freed")
 
 
 # Life.
@@ -1021,7 +1030,7 @@ async def test_a_million_blocks_are_restored_while_queries_are_answered(
         longest_s = 0.0
         async with contexts(publisher.connected(mesh) for publisher in publishers):
             while not all(mesh.state(p.source) == "exact" for p in publishers):
-                assert time.perf_counter() - began < WAIT_S, "it takes too long"
+                assert time.perf_counter() - began < WAIT_S, "the call takes too long"
                 at = time.perf_counter()
                 await mesh.match(int(hashes[0]))
                 longest_s = max(longest_s, time.perf_counter() - at)

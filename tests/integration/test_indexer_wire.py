@@ -123,7 +123,7 @@ async def _first_batch_received(wire: EngineWire, app: object) -> None:
         await asyncio.sleep(0.02)
 
 
-# The same wire, further.
+# More cases on the same wire.
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ async def test_a_repaired_gap_keeps_the_source_exact() -> None:
         await wire.publish(stored([21, 22, 23], None, OTHER))
         await mesh.holds(app, OTHER, 3)
         assert await mesh.depths(app, PROMPT) == (3, 3, 3)
-        # No later batch shows the gap: the silence does.
+        # No later batch shows the gap; the idle timeout detects it.
         await wire.publish(removed(13), reaches=False)
         await mesh.holds(app, PROMPT, 2)
         assert mesh.state(app) == "exact"

@@ -1,4 +1,4 @@
-"""`meshctl up` as a process, over fake services that speak the ready line and obey SIGTERM."""
+"""`meshctl up` as a process, with fake services that write the ready line and obey SIGTERM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 WAIT_S = 20.0
 
-# Lies in the working directory, so that `python -m worker_svc` finds it before the real room.
+# Written to the working directory, so that `python -m worker_svc` imports it instead of the real
+# service.
 FAKE = """
 import json, os, random, signal, subprocess, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -85,7 +86,7 @@ def main(kind):
     (folder / f"{instance:016x}.json").write_text(name)
     line = {"name": name, "pid": os.getpid(), "instance_id": str(instance), "addresses": addresses}
     os.write(ready_fd, json.dumps(line).encode() + b"\\n")
-    # Bounded, lest a supervisor that fails its test leaves us behind for ever.
+    # Bounded: if the supervisor fails its test, this process must still end.
     for _ in range(3000):
         if ended.wait(0.02):
             break
@@ -93,7 +94,7 @@ def main(kind):
 
 
 class Mesh:
-    """A running `meshctl up` in a folder of its own."""
+    """A running `meshctl up` in its own folder."""
 
     def __init__(self, folder: Path, process: asyncio.subprocess.Process) -> None:
         self.folder = folder
@@ -111,7 +112,7 @@ class Mesh:
         raise AssertionError(f"no line with {parts} in {''.join(self.shown)}{await self.errors()}")
 
     async def end(self) -> int:
-        """The exit status."""
+        """Waits for the end; returns the exit status."""
         async with asyncio.timeout(WAIT_S):
             assert self.process.stdout is not None
             self.shown.append((await self.process.stdout.read()).decode())
@@ -122,9 +123,9 @@ class Mesh:
         return (await self.process.stderr.read()).decode()
 
     def pids(self, name: str = "") -> list[int]:
-        """Of all processes that were started under a name so far, or under any."""
+        """The processes started under a name so far; "": under any name."""
         rows = [row.split() for row in self.notes("pids")]
-        return [int(pid) for who, pid in rows if not name or who == name]
+        return [int(pid) for service, pid in rows if name in ("", service)]
 
     def notes(self, file: str) -> list[str]:
         path = self.folder / file
@@ -177,7 +178,7 @@ async def meshctl(folder: Path, *flags: str, port: int = 0) -> AsyncIterator[Mes
 
 @contextmanager
 def watched(pids: list[int]) -> Iterator[list[int]]:
-    """Descriptors of processes: they stay these processes', whatever becomes of the numbers."""
+    """Process descriptors: unlike pids, they never refer to other processes."""
     with ExitStack() as stack:
         yield [stack.enter_context(pidfd(pid)) for pid in pids]
 
@@ -192,7 +193,7 @@ def pidfd(pid: int) -> Iterator[int]:
 
 
 def all_gone(fds: list[int], within_s: float = WAIT_S) -> bool:
-    """Whether every process ended. By themselves they would after a minute."""
+    """Whether every process ended. Without a stop they would run for a minute."""
     deadline = time.monotonic() + within_s
     return all(select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0] for fd in fds)
 
@@ -204,7 +205,7 @@ async def test_a_mesh_starts_answers_a_sample_and_stops(folder: Path) -> None:
     for name in ("frontend-0", "router-0", "worker-0", "worker-1"):
         assert f"{name} " in shown
     assert "hello from the mesh\n" in shown
-    # Advice for a mesh that stays.
+    # Printed for a mesh that keeps running.
     assert "/v1/chat/completions -H" not in shown
     assert "Ctrl-C" not in shown
     assert "\x1b" not in shown
@@ -295,7 +296,7 @@ async def test_ctrl_c_reaches_the_services_in_order_and_through_the_supervisor_o
 ) -> None:
     async with meshctl(folder, "--frontends", "2", "--routers", "2") as mesh:
         await mesh.line("stop ")
-        # What a terminal does: the signal goes to the whole foreground group.
+        # Like a terminal: the signal goes to the whole foreground group.
         os.killpg(mesh.process.pid, signal.SIGINT)
         await mesh.line("mesh", "draining", "SIGINT")
         assert await mesh.end() == 0
@@ -324,7 +325,7 @@ async def test_a_killed_supervisor_leaves_no_child_process(folder: Path) -> None
             assert len(fds) == 4
             mesh.process.kill()
             assert all_gone(fds)
-    # They were told, and could drain.
+    # All received SIGTERM, and could drain.
     assert sorted(mesh.notes("ended")) == ["frontend-0", "router", "worker-0", "worker-1"]
 
 

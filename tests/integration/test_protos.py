@@ -1,4 +1,4 @@
-"""The contracts: generated code is what the .proto files say, and they keep their own rules."""
+"""The contracts: generated code matches the .proto files, and these follow the project's rules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_message_field_enum_value_and_rpc_is_documented() -> None:
         for number, line in enumerate(lines):
             if statement.match(line) and not lines[number - 1].strip().startswith("//"):
                 bare.append(f"{source}:{number + 1}: {line.strip()}")
-    assert not bare, "say what these mean:\n" + "\n".join(bare)
+    assert not bare, "no comment:\n" + "\n".join(bare)
 
 
 def test_folder_package_and_python_package_agree() -> None:

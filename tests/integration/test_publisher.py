@@ -471,7 +471,7 @@ async def test_an_indexer_over_budget_makes_the_publisher_withdraw() -> None:
         assert len(indexer.held) == 6
         m.store_pages(5)
         await m.end_tick()
-        assert len(m.published) == 6, "no more than that is announced"
+        assert len(m.published) == 6, "no further blocks are advertised"
 
 
 async def test_the_maps_of_a_lost_cache_are_freed_completely_over_several_loop_turns(
@@ -487,7 +487,7 @@ async def test_the_maps_of_a_lost_cache_are_freed_completely_over_several_loop_t
         while m.feed.normalizer.free_deferred(0):
             await asyncio.sleep(0)
             turns += 1
-        assert turns >= 20, "none frees more than four pages, or they are at once"
+        assert turns >= 20, "no turn frees more than four pages"
         assert len(m.published) == len(kept)
 
 
@@ -504,13 +504,13 @@ async def test_a_large_shrink_yields_to_the_loop_and_keeps_events_in_order(
         m.publisher.shrink(80, {0: m.position})
         turns = 0
         while m.is_resizing():
-            # A request sent meanwhile concerns blocks that are already being withdrawn.
+            # A request sent meanwhile is for blocks that are already being withdrawn.
             m.publisher.shrink(20, {0: m.position})
             await asyncio.sleep(0)
             m.remove_pages(first[turns : turns + 1])
             m.store_pages()
             turns += 1
-        assert turns >= 24, "none looks at more than four pages"
+        assert turns >= 24, "no turn inspects more than four pages"
         await m.wait_until_synced(indexer)
         assert len(indexer.held) <= 20
         assert m.publisher.counters["shrunk_blocks"] <= 80
@@ -589,7 +589,7 @@ async def test_a_shrink_request_sent_before_the_last_shrink_was_acknowledged_is_
         assert len(m.published) == 6
         await indexer.ack(1, 2)
         await indexer.shrink(1)
-        await until(lambda: indexer.sequence == 3, "a demand made in full knowledge")
+        await until(lambda: indexer.sequence == 3, "a demand after the withdrawal")
         assert len(m.published) == 5
 
 
@@ -698,7 +698,7 @@ def sim_worker(
     return living(WorkerApp(config, instance_id=WORKER, registry=registry, engine=engine))
 
 
-async def ask(app: WorkerApp, tokens: Sequence[int], max_tokens: int = 40) -> None:
+async def complete(app: WorkerApp, tokens: Sequence[int], max_tokens: int = 40) -> None:
     request = PreprocessedRequest(
         token_ids=TokenIds.of(list(tokens)),
         stop_conditions=StopConditions(max_tokens=max_tokens, ignore_eos=True),
@@ -763,7 +763,7 @@ async def test_an_indexer_holds_exactly_what_the_sim_engine_has_cached(
         shared = [rng.randrange(1000) for _ in range(100)]
         for n in range(12):
             tail = [rng.randrange(1000) for _ in range(rng.randrange(60))]
-            await asyncio.gather(ask(app, [*shared, n, *tail]), ask(app, [n, *shared]))
+            await asyncio.gather(complete(app, [*shared, n, *tail]), complete(app, [n, *shared]))
         await until(lambda: indexer.position == (event_log.epoch, event_log.sequence), "caught up")
         cached = cached_by(app)
         assert indexer.held == cached
@@ -790,7 +790,7 @@ async def test_a_worker_advertises_that_it_publishes_events() -> None:
     async with sim_worker(store) as app:
         (instance,) = (await registry.snapshot(NS)).of("worker")
         assert instance.kv_index == "events"
-        await ask(app, range(100))
+        await complete(app, range(100))
         response = await info(app)
         assert (response.kv_index, response.kv_index_reason) == ("events", "")
         assert response.counters["kv_blocks"] == len(cached_by(app)) > 0
@@ -810,7 +810,7 @@ async def test_a_worker_without_kv_events_advertises_an_approximate_index_and_re
     async with sim_worker(store, kv_events=False) as app:
         (instance,) = (await registry.snapshot(NS)).of("worker")
         assert instance.kv_index == "approx"
-        await ask(app, range(100))
+        await complete(app, range(100))
         response = await info(app)
         assert (response.kv_index, response.kv_index_reason) == ("approx", "kv_events is off")
         assert isinstance(await _error_of(listed(app)), Unimplemented)

@@ -22,7 +22,7 @@ TTL_S = 60.0
 
 
 class Mesh:
-    """Routers of one registry, and eight workers. Load draws requests away from a bound worker."""
+    """Routers of one registry, and eight workers. By load, requests would leave a bound worker."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.stack = stack
@@ -30,7 +30,7 @@ class Mesh:
         self.routers: list[RouterBed] = []
 
     async def router(self, **settings: Any) -> RouterBed:
-        """One more, linked with all the others; with workers, if it is the first."""
+        """Adds a router, linked with all the others; with workers, if it is the first."""
         given = {"session_affinity_ttl_s": TTL_S, **settings}
         bed = await self.stack.enter_async_context(running(store=self.store, **given))
         if not self.routers:
@@ -81,7 +81,7 @@ async def test_a_session_placed_by_one_router_keeps_its_worker_at_another(
         placed = await session.place(1, routing=routing())
         bound = placed.decision.worker.worker_id
         assert placed.decision.session_revision > 0
-        await until(lambda: bound_at(two) == bound, "the other router has it")
+        await until(lambda: bound_at(two) == bound, "the other router has the session")
         assert {await route(two) for _ in range(5)} == {bound}
 
 
@@ -93,7 +93,7 @@ async def test_a_restarted_router_has_the_sessions_of_its_peers(
     async with one.session() as session:
         bound = (await session.place(1, routing=routing())).decision.worker.worker_id
         await session.send(frees=[key(1)])
-        await until(lambda: bound_at(two) == bound, "the other router has it")
+        await until(lambda: bound_at(two) == bound, "the other router has the session")
     await one.die()
     await until(lambda: not two.app.peers.replica.peers, "the router is gone")
     again = await mesh.router()
@@ -131,13 +131,18 @@ async def test_a_request_that_runs_through_another_router_keeps_the_session(mesh
     one, two = await mesh.router(), await mesh.router()
     async with one.session() as session:
         bound = (await session.place(1, routing=routing())).decision.worker.worker_id
-        await until(lambda: len(two.router.load_tracker) == 1, "the other counts it")
+        await until(
+            lambda: len(two.router.load_tracker) == 1, "the other router counts the session"
+        )
         for router in (one, two):
             router.clock.now += 2.0  # Less than the silence timeout of peers.
         two.router.affinity.expire(two.clock.now + 100 * TTL_S)
         assert bound_at(two) == bound
         await session.send(frees=[key(1)])
-        await until(lambda: len(two.router.load_tracker) == 0, "the other receives its end")
+        await until(
+            lambda: len(two.router.load_tracker) == 0,
+            "the other router receives the end of the session",
+        )
         two.router.affinity.expire(two.clock.now)
         two.router.affinity.expire(two.clock.now + TTL_S)
         assert bound_at(two) is None
@@ -147,10 +152,14 @@ async def test_closing_or_moving_a_session_at_one_router_applies_at_all_routers(
     one, two = await mesh.router(), await mesh.router()
     async with one.session() as here, two.session(FRONTEND + 1) as there:
         bound = (await here.place(1, routing=routing())).decision.worker.worker_id
-        await until(lambda: bound_at(two) == bound, "the other router has it")
+        await until(lambda: bound_at(two) == bound, "the other router has the session")
         moved = (await there.place(2, routing=routing(SessionAction.OPEN))).decision.worker
-        assert moved.worker_id != bound, "it chooses by load"
-        await until(lambda: bound_at(one) == moved.worker_id, "the first receives the move")
+        assert moved.worker_id != bound, "the router chooses by load"
+        await until(
+            lambda: bound_at(one) == moved.worker_id, "the first router receives the new placement"
+        )
         await here.place(3, routing=routing(SessionAction.CLOSE))
-        await until(lambda: bound_at(two) is None, "the other receives the end")
+        await until(
+            lambda: bound_at(two) is None, "the other router receives the end of the session"
+        )
         assert len(two.router.affinity) == 0

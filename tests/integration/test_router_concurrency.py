@@ -64,9 +64,9 @@ async def test_a_thousand_concurrent_decisions_are_neither_lost_nor_doubled() ->
         async def by_session(session: Session, numbers: range) -> list[int]:
             for number in numbers:
                 await session.send_queries(number, total_tokens=tokens)
-            answers = await session.answers(len(numbers))
-            assert set(answers) == set(numbers)
-            return [answer.decision.worker.worker_id for answer in answers.values()]
+            results_by_id = await session.results_by_id(len(numbers))
+            assert set(results_by_id) == set(numbers)
+            return [result.decision.worker.worker_id for result in results_by_id.values()]
 
         async def by_route(number: int) -> list[int]:
             return [(await bed.route(number, total_tokens=tokens)).worker.worker_id]
@@ -85,7 +85,7 @@ async def test_a_thousand_concurrent_decisions_are_neither_lost_nor_doubled() ->
         assert max(at.values()) - min(at.values()) <= 1, (
             "each decision includes all bookings before it"
         )
-        # All again, by the other call: the same results, and no load twice.
+        # All again, by the other call: the same results, and each load counts once.
         again = await asyncio.gather(*(by_route(number) for number in range(0, 1000, 5)))
         assert len(again) == 200
         assert len(bed.router.load_tracker) == 1000
@@ -109,9 +109,9 @@ async def test_a_thousand_queued_requests_are_placed_once_each_and_never_on_a_bu
             await session.send_queries(*range(first, first + 100))
         open_ones, seen = set[int](), set[int]()
         while len(seen) < 1000:
-            for number, answer in (await session.answers_now()).items():
+            for number, result in (await session.next_results_by_id()).items():
                 assert number not in seen
-                assert answer.HasField("decision"), answer
+                assert result.HasField("decision"), result
                 open_ones.add(number)
                 seen.add(number)
             loads = [
@@ -130,11 +130,11 @@ async def test_a_booking_counts_before_its_caller_has_the_response() -> None:
         await bed.add_workers(1, 2, 3, 4)
         await session.send_queries(*range(8))
         await until(
-            lambda: len(bed.router.load_tracker) == 8, "all are booked; no answer was read yet"
+            lambda: len(bed.router.load_tracker) == 8, "all are booked before any response is read"
         )
         at = Counter(booking.worker.worker_id for booking in bed.router.load_tracker)
         assert at == {1: 2, 2: 2, 3: 2, 4: 2}, "no herd on one worker"
-        assert len(await session.answers(8)) == 8
+        assert len(await session.results_by_id(8)) == 8
 
 
 # The admission queue over gRPC.
@@ -144,14 +144,14 @@ async def test_a_booking_counts_before_its_caller_has_the_response() -> None:
 async def test_a_queued_query_gets_its_result_once_a_worker_has_capacity(bed: RouterBed) -> None:
     async with bed.session() as session:
         await session.send_queries(1, 2, 3)
-        assert set(await session.answers(1)) == {1}
+        assert set(await session.results_by_id(1)) == {1}
         await bed.waiting(2)
         bed.clock.now += 0.25
         await session.send(prefills_done=[key(1)])
-        (answer,) = (await session.answers(1)).values()
-        assert (answer.id, answer.decision.queued_ms) == (2, 250)
+        (result,) = (await session.results_by_id(1)).values()
+        assert (result.id, result.decision.queued_ms) == (2, 250)
         await session.send(frees=[key(1), key(2)])
-        assert set(await session.answers(1)) == {3}
+        assert set(await session.results_by_id(1)) == {3}
     assert bed.metric("queue_wait_seconds_count") == 2
     assert bed.metric("decisions_total", selector="kv", outcome="placed") == 3
 
@@ -166,7 +166,7 @@ async def test_a_route_call_is_queued_like_a_session_query_and_both_by_priority(
         await session.send_queries(2, strict_priority=1)
         await bed.waiting(2)
         await session.send(frees=[key(0)])
-        assert set(await session.answers(1)) == {2}
+        assert set(await session.results_by_id(1)) == {2}
         await session.send(frees=[key(2)])
         assert (await low).worker.worker_id == 1
         await session.send(frees=[key(1)])
@@ -195,13 +195,13 @@ async def test_a_query_without_a_booking_is_never_queued(bed: RouterBed) -> None
 async def test_a_request_freed_while_queued_is_withdrawn_without_a_booking(bed: RouterBed) -> None:
     async with bed.session() as session:
         await session.send_queries(1, 2, 3)
-        await session.answers(1)
+        await session.results_by_id(1)
         await bed.waiting(2)
         await session.send(frees=[key(2)])
-        answer = (await session.answers(1))[2]
-        assert isinstance(error_of(answer), RequestCancelled)
+        result = (await session.results_by_id(1))[2]
+        assert isinstance(error_of(result), RequestCancelled)
         await session.send(frees=[key(1)])
-        assert set(await session.answers(1)) == {3}
+        assert set(await session.results_by_id(1)) == {3}
         assert [booking.key.request_id for booking in bed.router.load_tracker] == ["r3"]
     assert bed.metric("unclaimed_total", kind="free") == 0
 
@@ -210,7 +210,7 @@ async def test_a_request_sent_and_freed_in_one_frame_leaves_no_booking(bed: Rout
     async with bed.session() as session:
         await bed.route(0)
         await session.send(news=[new(1)], frees=[key(1)])
-        assert isinstance(error_of((await session.answers(1))[1]), RequestCancelled)
+        assert isinstance(error_of((await session.results_by_id(1))[1]), RequestCancelled)
         assert (len(bed.router.queue), len(bed.router.load_tracker)) == (0, 1)
 
 
@@ -236,16 +236,16 @@ async def test_a_cancelled_route_call_leaves_the_queue(bed: RouterBed) -> None:
 async def test_a_repeated_key_replaces_the_queued_request(bed: RouterBed) -> None:
     async with bed.session() as old, bed.session() as young:
         await old.send_queries(1, 2)
-        await old.answers(1)
+        await old.results_by_id(1)
         await bed.waiting(1)
         await young.send_queries(2, waited_ms=500)
-        answer = (await old.answers(1))[2]
-        error = error_of(answer)
+        result = (await old.results_by_id(1))[2]
+        error = error_of(result)
         assert isinstance(error, Conflict)
         assert error.reason == "ASKED_AGAIN"
         await bed.waiting(1)
         await old.send(frees=[key(1)])
-        assert set(await young.answers(1)) == {2}
+        assert set(await young.results_by_id(1)) == {2}
         assert len(bed.router.load_tracker) == 1
 
 
@@ -253,9 +253,9 @@ async def test_a_full_queue_rejects_with_the_limit_and_a_retry_hint() -> None:
     async with busy(queue_threshold=1.0, queue_requests_max=2) as bed, bed.session() as session:
         await bed.add_workers(1)
         await session.send_queries(1, 2, 3, 4)
-        answers = await session.answers(2)
-        assert set(answers) == {1, 4}
-        error = error_of(answers[4])
+        results_by_id = await session.results_by_id(2)
+        assert set(results_by_id) == {1, 4}
+        error = error_of(results_by_id[4])
         assert isinstance(error, Overloaded)
         assert (error.reason, error.retry_after_s) == ("QUEUE_FULL", 1.0)
         assert error.metadata["limit_kind"] == "requests"
@@ -269,10 +269,10 @@ async def test_a_full_queue_rejects_with_the_limit_and_a_retry_hint() -> None:
 async def test_a_wait_above_the_limit_ends_with_a_typed_error(bed: RouterBed) -> None:
     async with bed.session() as session:
         await session.send_queries(1, 2)
-        await session.answers(1)
+        await session.results_by_id(1)
         await bed.waiting(1)
         bed.clock.now += 60.0
-        error = error_of((await session.answers(1))[2])
+        error = error_of((await session.results_by_id(1))[2])
         assert isinstance(error, Overloaded)
         assert error.reason == "QUEUE_TIMEOUT"
 
@@ -280,11 +280,11 @@ async def test_a_wait_above_the_limit_ends_with_a_typed_error(bed: RouterBed) ->
 async def test_when_all_workers_leave_all_queued_requests_fail_at_once(bed: RouterBed) -> None:
     async with bed.session() as session:
         await session.send_queries(1, 2, 3)
-        await session.answers(1)
+        await session.results_by_id(1)
         await bed.waiting(2)
         await bed.leases[1].close()
-        for answer in (await session.answers(2)).values():
-            error = error_of(answer)
+        for result in (await session.results_by_id(2)).values():
+            error = error_of(result)
             assert isinstance(error, Unavailable)
             assert error.reason == "NO_WORKER"
 
@@ -292,7 +292,7 @@ async def test_when_all_workers_leave_all_queued_requests_fail_at_once(bed: Rout
 async def test_a_closing_router_ends_queued_requests_with_a_retryable_error(bed: RouterBed) -> None:
     async with bed.session() as session:
         await session.send_queries(1, 2)
-        await session.answers(1)
+        await session.results_by_id(1)
         unary = asyncio.ensure_future(bed.route(3))
         await bed.waiting(2)
         drain = asyncio.ensure_future(bed.app.drain(WAIT_S))
@@ -311,7 +311,7 @@ async def test_a_closing_router_rejects_requests_that_would_be_queued(
 ) -> None:
     async with bed.session() as session:
         await session.send_queries(1)
-        await session.answers(1)
+        await session.results_by_id(1)
         bed.decisions.close()
         await session.send_queries(2, 3)
         with pytest.raises(Unavailable) as closing:
@@ -330,9 +330,9 @@ async def test_busy_workers_get_no_request_and_if_all_are_busy_requests_are_reje
     async with busy(active_prefill_tokens_threshold=TOKENS - 1) as bed, bed.session() as session:
         await bed.add_workers(1, 2)
         await session.send_queries(1, 2, 3)
-        answers = await session.answers(3)
-        assert {answers[n].decision.worker.worker_id for n in (1, 2)} == {1, 2}
-        error = error_of(answers[3])
+        results_by_id = await session.results_by_id(3)
+        assert {results_by_id[n].decision.worker.worker_id for n in (1, 2)} == {1, 2}
+        error = error_of(results_by_id[3])
         assert isinstance(error, Overloaded)
         assert error.reason == "ALL_WORKERS_BUSY"
 
@@ -345,10 +345,10 @@ async def test_a_soft_session_does_not_wait_for_its_worker_while_another_has_cap
         await bed.add_workers(1, 2)
         async with bed.session() as session:
             await session.send_queries(1, 2, 3, routing=routing)
-            answers = await session.answers(2)
-            workers = [answers[number].decision.worker.worker_id for number in (1, 2)]
+            results_by_id = await session.results_by_id(2)
+            workers = [results_by_id[number].decision.worker.worker_id for number in (1, 2)]
             assert sorted(workers) == [1, 2]
             await bed.waiting(1)
             await session.send(frees=[key(1)])
-            (third,) = (await session.answers(1)).values()
+            (third,) = (await session.results_by_id(1)).values()
             assert third.decision.worker.worker_id == workers[0], "the first worker with capacity"

@@ -93,14 +93,14 @@ async def place(
 ) -> pb.NewResult:
     """Places a query on its own session."""
     async with bed.session() as session:
-        asked = pb.New(id=number, key=key(number), query=query, traceparent=traceparent)
-        await session.send(news=[asked])
+        routed_query = pb.New(id=number, key=key(number), query=query, traceparent=traceparent)
+        await session.send(news=[routed_query])
         return (await session.results(1))[0]
 
 
 async def explain(bed: RouterBed, query: pb.Query) -> pb.ExplainResponse:
-    answer: pb.ExplainResponse = await bed.unary("Explain", pb.ExplainRequest(query=query))
-    return answer
+    explained: pb.ExplainResponse = await bed.unary("Explain", pb.ExplainRequest(query=query))
+    return explained
 
 
 def depth(bed: RouterBed, worker_id: int, hashes: Hashes) -> int:
@@ -167,12 +167,12 @@ async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: RouterBed
         hashes = HASHER.prefix_hashes(prompt)
         fake.publish(trusted(2), stores(2, hashes))
         await until(lambda: depth(bed, 2, hashes) == 10, "the replica has the blocks")
-        asked = pb.Query(model="m", token_ids=prompt)
-        decision = (await bed.unary("Route", pb.RouteRequest(query=asked))).decision
+        routed_query = pb.Query(model="m", token_ids=prompt)
+        decision = (await bed.unary("Route", pb.RouteRequest(query=routed_query))).decision
         assert (decision.worker.worker_id, decision.overlap_blocks) == (2, 10)
         assert decision.predicted_cached_tokens == 10 * B
-        asked.routing.lora_name = "mine"
-        decision = (await bed.unary("Route", pb.RouteRequest(query=asked))).decision
+        routed_query.routing.lora_name = "mine"
+        decision = (await bed.unary("Route", pb.RouteRequest(query=routed_query))).decision
         assert decision.worker.worker_id == 2
         assert decision.overlap_blocks == 0, "an adapter has its own blocks"
         bad = pb.Query(model="m", token_ids=prompt, block_size=2**31)
@@ -192,8 +192,8 @@ async def test_potential_loads_use_the_cached_blocks_of_each_worker(bed: RouterB
         request = pb.PotentialLoadsRequest(query=pb.Query(model="m", token_ids=prompt))
         rows = (await bed.unary("PotentialLoads", request)).loads
         assert {r.worker.worker_id: r.potential_prefill_tokens for r in rows} == {1: 96, 2: 160}
-        answer = await explain(bed, request.query)
-        assert {r.worker.worker_id: r.overlap_blocks for r in answer.candidates} == {1: 4, 2: 0}
+        explained = await explain(bed, request.query)
+        assert {r.worker.worker_id: r.overlap_blocks for r in explained.candidates} == {1: 4, 2: 0}
 
 
 async def test_an_explanation_has_terms_states_and_ages(bed: RouterBed) -> None:
@@ -212,14 +212,14 @@ async def test_an_explanation_has_terms_states_and_ages(bed: RouterBed) -> None:
         load_tracker = bed.router.load_tracker
         await until(
             lambda: load_tracker.ranks.report_age_s(Placement(1, 0), 0.0) is not None,
-            "a report is in",
+            "the router has a load report",
         )
         bed.clock.now += 0.25
-        answer = await explain(bed, query(prompt))
-        rows = {row.worker.worker_id: row for row in answer.candidates}
+        explained = await explain(bed, query(prompt))
+        rows = {row.worker.worker_id: row for row in explained.candidates}
         one, two, three = rows[1], rows[2], rows[3]
-        assert answer.candidates[0] == one
-        assert answer.selector == "kv"
+        assert explained.candidates[0] == one
+        assert explained.selector == "kv"
         assert (one.overlap_blocks, one.source_state, one.source_age_ms) == (4, "exact", 250)
         assert one.report_age_ms == 250
         terms = dict(one.terms)
@@ -237,9 +237,9 @@ async def test_workers_without_kv_events_have_no_cached_blocks(bed: RouterBed) -
         await bed.add(worker(1, kv_index="none"), worker(2, kv_index="approx"), fake.instance)
         fake.publish(trusted(1), stores(1, hashes), trusted(2), stores(2, hashes))
         await until(lambda: depth(bed, 2, hashes) == 4, "the replica has the blocks")
-        answer = await explain(bed, query(prompt))
-        assert [row.overlap_blocks for row in answer.candidates] == [0, 0]
-        assert "no worker publishes KV events" in answer.decision.reasons[0]
+        explained = await explain(bed, query(prompt))
+        assert [row.overlap_blocks for row in explained.candidates] == [0, 0]
+        assert "no worker publishes KV events" in explained.decision.reasons[0]
 
 
 async def test_if_the_indexer_dies_the_replica_continues_and_finds_another(
@@ -252,9 +252,9 @@ async def test_if_the_indexer_dies_the_replica_continues_and_finds_another(
         first.publish(trusted(2), stores(2, hashes))
         await until(lambda: depth(bed, 2, hashes) == 4, "the replica has the blocks")
     await until(lambda: bed.app.index.indexer_id is None, "the indexer is lost")
-    answer = await explain(bed, query(prompt))
-    assert answer.candidates[0].source_state == "stale"
-    assert answer.decision.worker.worker_id == 2
+    explained = await explain(bed, query(prompt))
+    assert explained.candidates[0].source_state == "stale"
+    assert explained.decision.worker.worker_id == 2
     async with indexer(901) as second:
         await bed.registry.deregister(NS, 900)
         await bed.add(second.instance)
@@ -262,7 +262,7 @@ async def test_if_the_indexer_dies_the_replica_continues_and_finds_another(
         (resume,) = second.requests[0].resume
         assert (resume.source.worker_id, resume.sequence) == (2, 1)
         second.publish(trusted(2))
-        await until(lambda: bed.app.index.indexer_id == 901, "it follows the other")
+        await until(lambda: bed.app.index.indexer_id == 901, "the replica follows the other")
         assert (await explain(bed, query(prompt))).candidates[0].source_state == "exact"
 
 
@@ -285,16 +285,16 @@ async def test_pairs_are_sent_with_their_bootstrap_room(bed: RouterBed) -> None:
         worker(1, role="prefill", dp_size=2, **meeting),
         worker(11, role="decode", local_prefill=False),
     )
-    asked = query(tokens(4 * B))
-    decision = (await place(bed, 1, asked)).decision
+    routed_query = query(tokens(4 * B))
+    decision = (await place(bed, 1, routed_query)).decision
     assert (decision.prefill.worker_id, decision.worker.worker_id) == (1, 11)
     assert decision.bootstrap.bootstrap_host == "p"
     assert decision.bootstrap.bootstrap_room % 2 == decision.prefill.dp_rank
-    answer = await explain(bed, asked)
-    assert [row.leg for row in answer.candidates] == ["prefill", "prefill", "decode"]
+    explained = await explain(bed, routed_query)
+    assert [row.leg for row in explained.candidates] == ["prefill", "prefill", "decode"]
     await bed.registry.deregister(NS, 1)
-    await until(lambda: not bed.router.fleet.is_present(1), "prefill is gone")
-    error = error_from_proto((await place(bed, 2, asked)).error)
+    await until(lambda: not bed.router.fleet.is_present(1), "the prefill worker is removed")
+    error = error_from_proto((await place(bed, 2, routed_query)).error)
     assert isinstance(error, Unavailable)
     assert error.reason == "NO_PREFILL_WORKER"
 
@@ -307,8 +307,8 @@ async def test_a_burst_of_one_prompt_spreads_although_one_worker_holds_it(bed: R
         await bed.add(worker(1), worker(2), worker(3), worker(4), fake.instance)
         fake.publish(trusted(1), stores(1, hashes))
         await until(lambda: depth(bed, 1, hashes) == 8, "the replica has the blocks")
-        answers = await asyncio.gather(*(place(bed, n, query(prompt)) for n in range(40)))
-        shares = [a.decision.worker.worker_id for a in answers]
+        results = await asyncio.gather(*(place(bed, n, query(prompt)) for n in range(40)))
+        shares = [a.decision.worker.worker_id for a in results]
         assert max(map(shares.count, (1, 2, 3, 4))) <= 16
         assert min(map(shares.count, (1, 2, 3, 4))) >= 6
 
@@ -327,12 +327,12 @@ async def test_a_sampled_request_gets_the_stages_of_its_decision_as_spans(
     exporter, tracer = spans
     bed.decisions.spans = DecisionSpans(tracer)
     await bed.add(worker(1))
-    asked = query(tokens(2 * B))
-    await place(bed, 1, asked, f"00-{TRACE_ID}-{SPAN_ID}-00")
-    await place(bed, 2, asked)
-    await place(bed, 3, asked, "nonsense")
+    routed_query = query(tokens(2 * B))
+    await place(bed, 1, routed_query, f"00-{TRACE_ID}-{SPAN_ID}-00")
+    await place(bed, 2, routed_query)
+    await place(bed, 3, routed_query, "nonsense")
     assert exporter.get_finished_spans() == (), "not sampled, no trace, no traceparent"
-    await place(bed, 4, asked, f"00-{TRACE_ID}-{SPAN_ID}-01")
+    await place(bed, 4, routed_query, f"00-{TRACE_ID}-{SPAN_ID}-01")
     finished = exporter.get_finished_spans()
     assert tuple(span.name for span in finished) == SPANS
     for span in finished:
@@ -346,8 +346,8 @@ async def test_a_sampled_request_gets_the_stages_of_its_decision_as_spans(
     fields = finished[-1].attributes or {}
     assert (fields["request_id"], fields["worker_id"], fields["isl_tokens"]) == ("r4", "1", 32)
     exporter.clear()
-    asked.model = "nope"
-    await place(bed, 5, asked, f"00-{TRACE_ID}-{SPAN_ID}-01")
+    routed_query.model = "nope"
+    await place(bed, 5, routed_query, f"00-{TRACE_ID}-{SPAN_ID}-01")
     failed = exporter.get_finished_spans()[-1]
     assert failed.name == "kv_router.schedule"
     assert failed.status.status_code is trace.StatusCode.ERROR
@@ -392,17 +392,17 @@ async def test_overrides_of_one_request_change_its_decision(bed: RouterBed) -> N
             ),
         )
         await until(lambda: depth(bed, 1, hashes) == 10, "the replica has the blocks")
-        asked = query(prompt)
-        assert (await explain(bed, asked)).decision.worker.worker_id == 1
-        asked.config_override.overlap_score_credit = 0.0
+        routed_query = query(prompt)
+        assert (await explain(bed, routed_query)).decision.worker.worker_id == 1
+        routed_query.config_override.overlap_score_credit = 0.0
         await until(
             lambda: bed.router.load_tracker.load(Placement(1, 0), bed.clock.now).decode_blocks == 2,
             "the load is known",
         )
-        assert (await explain(bed, asked)).decision.worker.worker_id == 2
-        asked.config_override.router_temperature = -1.0
+        assert (await explain(bed, routed_query)).decision.worker.worker_id == 2
+        routed_query.config_override.router_temperature = -1.0
         with pytest.raises(InvalidRequest) as refused:
-            await explain(bed, asked)
+            await explain(bed, routed_query)
         assert refused.value.field == "query.config_override.router_temperature"
 
 
@@ -410,8 +410,8 @@ async def test_without_an_indexer_in_the_fleet_load_alone_decides(bed: RouterBed
     await bed.add(worker(1), worker(2))
     decision = (await place(bed, 1, query(tokens(2 * B)))).decision
     assert decision.overlap_blocks == 0
-    answer = await explain(bed, query(tokens(2 * B)))
-    assert {row.source_state for row in answer.candidates} == {"none"}
+    explained = await explain(bed, query(tokens(2 * B)))
+    assert {row.source_state for row in explained.candidates} == {"none"}
 
 
 async def test_an_unreachable_indexer_does_not_stop_decisions(bed: RouterBed) -> None:
@@ -441,16 +441,18 @@ async def test_kv_events_published_to_an_indexer_attract_matching_prompts(bed: R
         ]
         await call.write(indexer_pb2.PublishRequest(hello=hello))
         await call.write(indexer_pb2.PublishRequest(batch=batches[0]))
-        await until(lambda: depth(bed, 2, hashes) == 3, "the first batch has come through")
+        await until(lambda: depth(bed, 2, hashes) == 3, "the first batch is applied")
         load = load_pb2.Load(running=1, kv_used_blocks=3)
         await call.write(indexer_pb2.PublishRequest(batch=batches[1], loads=[load]))
-        await until(lambda: depth(bed, 2, hashes) == 7, "so has the second")
+        await until(lambda: depth(bed, 2, hashes) == 7, "the second batch is applied")
         load_tracker = bed.router.load_tracker
         at = Placement(2, 0)
-        await until(lambda: load_tracker.load(at, bed.clock.now).requests == 1, "and the load")
-        answer = await explain(bed, query(prompt))
-        assert answer.decision.worker.worker_id == 2
-        assert (answer.candidates[0].overlap_blocks, answer.candidates[0].source_state) == (
+        await until(
+            lambda: load_tracker.load(at, bed.clock.now).requests == 1, "the load report is applied"
+        )
+        explained = await explain(bed, query(prompt))
+        assert explained.decision.worker.worker_id == 2
+        assert (explained.candidates[0].overlap_blocks, explained.candidates[0].source_state) == (
             7,
             "exact",
         )

@@ -102,11 +102,11 @@ async def test_a_thousand_queries_of_many_sessions_are_booked_once_each(mesh: Ro
                 await session.send(news=[new(n) for n in range(start, start + 10)])
             results = await session.results(250)
             barrier[0] += 1
-            await until(lambda: barrier[0] == 4, "all sessions are answered")
+            await until(lambda: barrier[0] == 4, "all sessions have a response")
             loads = await dump(mesh)
             assert sum(load.active_requests for load in loads.values()) == 1000
             done[0] += 1
-            await until(lambda: done[0] == 4, "all sessions have looked")
+            await until(lambda: done[0] == 4, "all sessions have read the loads")
             return Counter(r.decision.worker.worker_id for r in results)
 
     barrier, done = [0], [0]
@@ -313,10 +313,10 @@ async def test_draining_closes_sessions_after_all_results(mesh: RouterBed) -> No
 @pytest.mark.row("S1-74")
 async def test_route_books_only_on_request(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
-    answer = await mesh.unary(
+    reply = await mesh.unary(
         "Route", pb.RouteRequest(query=query_of(token_ids=[1, 2], total_tokens=0))
     )
-    assert answer.decision.worker.worker_id == 1
+    assert reply.decision.worker.worker_id == 1
     assert (await dump(mesh))[1].active_requests == 0
     await mesh.unary(
         "Route",
@@ -354,8 +354,8 @@ async def test_hints_reach_the_decision(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2, 3)
     query = query_of(excluded_worker_ids=[1])
     query.routing.allowed_worker_ids.worker_ids.extend([1, 3])
-    answer = await mesh.unary("Route", pb.RouteRequest(query=query))
-    assert answer.decision.worker.worker_id == 3
+    reply = await mesh.unary("Route", pb.RouteRequest(query=query))
+    assert reply.decision.worker.worker_id == 3
     query.routing.backend_instance_id = 2
     with pytest.raises(Unavailable) as refused:
         await mesh.unary("Route", pb.RouteRequest(query=query))
@@ -408,8 +408,8 @@ async def test_health_and_reflection_respond(mesh: RouterBed) -> None:
     channel: Any = mesh.channel  # The stubs' types know synchronous channels only.
     health: Any = health_pb2_grpc.HealthStub(channel)
     for service in ("", SERVICE_NAME):
-        answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        reply = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
     reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     call = reflection.ServerReflectionInfo(iter([request]), timeout=WAIT_S)
@@ -540,8 +540,8 @@ RAISED: dict[int, Callable[[], Exception]] = {
 }
 
 
-# For prompts of this length a worker is selected that cannot exist.
-NOBODY = 19
+# With prompts of this length the selector returns a worker that does not exist.
+UNKNOWN_WORKER = 19
 
 
 class Raising(RoundRobinSelector):
@@ -552,12 +552,12 @@ class Raising(RoundRobinSelector):
     def select(self, query: Query, candidates: Sequence[Candidate], *args: Any) -> Any:
         if raised := RAISED.get(query.total_tokens):
             raise raised()
-        if query.total_tokens == NOBODY:
+        if query.total_tokens == UNKNOWN_WORKER:
             return Selection(Candidate(Placement(-1, 0), candidates[0].instance), "invalid")
         return super().select(query, candidates, *args)
 
 
-@pytest.mark.parametrize("tokens", [*RAISED, NOBODY])
+@pytest.mark.parametrize("tokens", [*RAISED, UNKNOWN_WORKER])
 async def test_an_error_of_a_selector_affects_its_query_only(tokens: int) -> None:
     async with running(selector=f"{__name__}:Raising") as mesh:
         await mesh.add_workers(1)
@@ -569,7 +569,7 @@ async def test_an_error_of_a_selector_affects_its_query_only(tokens: int) -> Non
             assert refused.error.kind
             assert not refused.HasField("decision")
             assert (await session.place(3)).HasField("decision"), "the session continues"
-            assert len(mesh.app.router.load_tracker) == 3, "what is refused is not booked"
+            assert len(mesh.app.router.load_tracker) == 3, "a rejected request is not booked"
         route = pb.RouteRequest(query=query_of(total_tokens=tokens))
         with pytest.raises(MeshError):
             await mesh.unary("Route", route)

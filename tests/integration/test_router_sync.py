@@ -147,7 +147,7 @@ async def test_bookings_of_a_frontend_that_moves_are_not_counted_twice(bed: Bed)
         held = await agree([old, new], 1)
     async with new.session(FRONTEND, *held.values()) as session:
         await until(lambda: owned(new), "the new router owns it")
-        # The old router may see the end later than the new one sees the beginning.
+        # The end may arrive at the old router after the beginning has arrived at the new one.
         await until(lambda: not owned(old), "the old router has handed it over")
         assert await agree([old, new], 1) == held
         assert orphans(old) == 0
@@ -197,7 +197,9 @@ async def test_a_router_that_starts_after_a_peer_died_counts_its_bookings(
     await until(lambda: orphans(left) == 3, "no frontend has registered them again yet")
     # Discovery still shows the dead router: the start waits for it at most STARTUP_TIMEOUT_S.
     late = await bed.node(registered=False)
-    assert await agree([late], 3) == held, "no peer knows it: it has them from the snapshot"
+    assert await agree([late], 3) == held, (
+        "no peer has discovered it: the bookings are from the snapshot"
+    )
     async with left.session(FRONTEND, *held.values()):
         await until(lambda: not orphans(left), "their frontend moves to the remaining router")
         await late.app.register()
@@ -233,10 +235,10 @@ async def test_a_router_that_starts_before_its_registry_fetches_snapshots_later(
         await session.place(0)
         registry = _Silent(bed.store)
         late = await bed.node(registered=False, watched=registry)
-        assert await dump(late) == {}, "it serves without peers"
+        assert await dump(late) == {}, "the router serves without peers"
         registry.is_ready.set()
         assert (await agree([late], 1)).keys() == {"r0"}
-        assert peers(late) == 0, "no peer knows it: it fetched the snapshot"
+        assert peers(late) == 0, "no peer has discovered it: the bookings are from the snapshot"
 
 
 async def test_output_blocks_and_decay_give_the_same_load_at_all_routers(bed: Bed) -> None:
@@ -318,14 +320,14 @@ async def test_a_silent_peer_is_lost_and_accepted_again(bed: Bed) -> None:
     node = await bed.node()
     async with _sync_call(node, 900) as call:
         await call.write(_frame(900, 1, upserts=[_booking(0)], begins_all=True, ends_all=True))
-        await until(lambda: peers(node) == 1 and not orphans(node), "it is a peer")
+        await until(lambda: peers(node) == 1 and not orphans(node), "the router is a peer")
         node.clock.now += router_svc.replication_sync.SILENCE_TIMEOUT_S + 0.1
         await until(lambda: peers(node) == 0, "silence ends the stream")
         assert orphans(node) == 1
         assert "no frame from the peer" in str(await _error_of(call))
     async with _sync_call(node, 900) as call:
         await call.write(_frame(900, 1, upserts=[_booking(0)], begins_all=True, ends_all=True))
-        await until(lambda: peers(node) == 1 and not orphans(node), "it is a peer again")
+        await until(lambda: peers(node) == 1 and not orphans(node), "the router is a peer again")
 
 
 async def test_a_wrong_digest_causes_a_request_for_a_full_sync(bed: Bed) -> None:
@@ -373,7 +375,7 @@ async def test_an_invalid_frame_is_refused_and_its_field_named(
             await call.write(pb.SyncRequest(**frame))
         assert isinstance(error := await _error_of(call), InvalidRequest)
         assert error.field == field
-    await until(lambda: peers(node) == 0, "the stream is over")
+    await until(lambda: peers(node) == 0, "the stream has ended")
 
 
 async def test_invalid_entries_of_a_peer_do_not_affect_its_stream_or_later_entries(

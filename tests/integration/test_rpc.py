@@ -258,7 +258,7 @@ async def test_an_error_with_invalid_unicode_is_received() -> None:
 
 async def test_an_unreachable_peer_is_unavailable_and_retryable() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # Bound and not listening: connections are refused.
+        taken.bind(("127.0.0.1", 0))  # Bound but not listening: connections are refused.
         async with rpc.channel(f"127.0.0.1:{taken.getsockname()[1]}") as channel:
             with pytest.raises(errors.Unavailable) as caught:
                 await rpc.unary(channel.unary_unary("/test.Echo/x"), b"", timeout_s=5)
@@ -304,8 +304,8 @@ async def test_garbage_in_the_status_details_falls_back_to_the_code() -> None:
 async def test_messages_above_grpcs_default_limit_pass_in_both_directions() -> None:
     async with serving(echo) as service:
         for shape in ("unary_unary", "stream_stream"):
-            answers = await service.call(shape, bytes(6 << 20))
-            assert len(answers[-1]) == 6 << 20
+            replies = await service.call(shape, bytes(6 << 20))
+            assert len(replies[-1]) == 6 << 20
 
 
 @pytest.mark.slow
@@ -332,7 +332,7 @@ async def test_calls_without_a_deadline_get_a_limit_and_others_forward_the_remai
         await service.call("unary_unary", timeout=5.0)
     # A lower bound, independent of delays: gRPC rounds up.
     assert 5.1 < left[0] <= interceptors.UNARY_TIMEOUT_S
-    assert left[1] == 1000.0  # The stream's own cap is longer.
+    assert left[1] == 1000.0  # The limit of the stream is longer.
     assert 0.0 < left[2] <= 5.1
 
 
@@ -389,7 +389,9 @@ async def test_a_generator_cancelled_between_two_messages_cleans_up_in_its_own_t
         seen["task"] = asyncio.current_task()
         try:
             while True:
-                yield bytes(1 << 20)  # Flow control stops the writer in the server, not in here.
+                yield bytes(
+                    1 << 20
+                )  # Flow control blocks the writer in the server, not in this process.
         finally:
             seen["cleanup"] = asyncio.current_task()
 
@@ -441,17 +443,17 @@ async def test_a_wrong_or_missing_token_is_rejected_and_the_right_one_passes() -
                 with pytest.raises(errors.Unauthenticated), interceptors.map_rpc_errors():
                     await service.call(shape, metadata=metadata)
         assert await service.call("unary_unary", metadata=rpc.call_metadata(security)) == [b"hi"]
-        answer = await rpc.unary(
+        reply = await rpc.unary(
             service.method("unary_unary"), b"hi", timeout_s=5, security=security
         )
-        assert answer == b"hi"
+        assert reply == b"hi"
 
 
 async def test_health_and_reflection_stay_open_on_loopback() -> None:
     async with serving(echo, security=rpc.Security(token="s3cret")) as service:
         check = health_stub(service.channel)
-        answer = await check.Check(health_pb2.HealthCheckRequest(), timeout=5)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        reply = await check.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast("grpc.Channel", service.channel))
         query = reflection_pb2.ServerReflectionRequest(list_services="*")
         async with rpc.cancelling(stub.ServerReflectionInfo(iter([query]))) as call:
@@ -497,7 +499,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, rpc.Secu
             tls_ca_path=folder / "cert.pem",
             tls_server_name="kvmesh.test",
         )
-        # Self-signed, so it is its own authority.
+        # Self-signed: the certificate is its own authority.
         command = f"{openssl} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
         command += f" -days 2 -subj /CN={name} -addext subjectAltName=DNS:kvmesh.test"
         command += f" -keyout {config.tls_key_path} -out {config.tls_cert_path}"
@@ -619,7 +621,7 @@ async def test_a_silent_stream_outlives_many_client_pings() -> None:
     plain, ours = await asyncio.gather(
         _hold_silent(grpc.aio.server(), hold_s), _hold_silent(rpc.server(), hold_s)
     )
-    assert plain < hold_s, "grpc's defaults should have cut it: is this test still pinging?"
+    assert plain < hold_s, "gRPC's defaults did not end the stream: the test may not ping"
     assert ours >= hold_s
 
 
@@ -693,17 +695,17 @@ async def test_the_health_server_responds_while_the_event_loop_is_blocked() -> N
     threaded_health = ThreadedHealthServer("127.0.0.1", 0)
     threaded_health.start()
     threaded_health.set("", True)
-    answers: list[int] = []
+    replies: list[int] = []
 
     def query() -> None:
         with grpc.insecure_channel(threaded_health.address) as channel:
             stub = health_stub(channel)
-            answers.append(stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status)
+            replies.append(stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status)
 
     def ask_in_thread() -> None:
         querying = threading.Thread(target=query)
         querying.start()
-        querying.join(5)  # On the loop's own thread: nothing else runs meanwhile.
+        querying.join(5)  # On the loop's own thread, so no other callback runs meanwhile.
 
     ask_in_thread()
     threaded_health.drain()
@@ -711,7 +713,7 @@ async def test_the_health_server_responds_while_the_event_loop_is_blocked() -> N
     ask_in_thread()
     threaded_health.stop(1.0)
     status = health_pb2.HealthCheckResponse
-    assert answers == [status.SERVING, status.NOT_SERVING]
+    assert replies == [status.SERVING, status.NOT_SERVING]
 
 
 # Tracing

@@ -68,7 +68,7 @@ def request(prompt: Sequence[int], n: int = TOKENS, **more: Any) -> Preprocessed
 
 
 def prompt_of(number: int) -> list[int]:
-    """Some share a prefix, none is a prefix of another."""
+    """Some share a prefix; none is a prefix of another."""
     return [*([number % 5] * 64), *range(200, 200 + number % 40), number + 1000]
 
 
@@ -129,10 +129,10 @@ async def engines(config: SimConfig | None = None, **handoff: Any) -> AsyncItera
 
 
 async def run(
-    engine: SimEngine, asked: PreprocessedRequest, ctx: GenerateContext | None = None
+    engine: SimEngine, preprocessed: PreprocessedRequest, ctx: GenerateContext | None = None
 ) -> list[LLMEngineOutput] | MeshError:
     """All chunks, or the error."""
-    stream = engine.generate(asked, ctx or GenerateContext(EngineContext("r")))
+    stream = engine.generate(preprocessed, ctx or GenerateContext(EngineContext("r")))
     try:
         async with aclosing(stream) as outputs:
             return [output async for output in outputs]
@@ -150,10 +150,10 @@ async def test_a_hundred_concurrent_pairs_return_the_output_of_an_aggregated_eng
 
         async def one(number: int) -> None:
             prompt = prompt_of(number)
-            asked = request(prompt, bootstrap_info=them.bootstrap(number))
+            preprocessed = request(prompt, bootstrap_info=them.bootstrap(number))
             prefill, decode, alone = await asyncio.gather(
-                run(them.prefill, asked),
-                run(them.decode, asked),
+                run(them.prefill, preprocessed),
+                run(them.decode, preprocessed),
                 run(them.aggregated, request(prompt)),
             )
             oracle = TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
@@ -181,8 +181,8 @@ async def test_a_hundred_completed_prefills_decode_to_the_output_of_an_aggregate
             if params is None:
                 assert oracle == []
                 return
-            asked = request(prompt, prefill_result=PrefillResult(params))
-            assert tokens_of(await run(them.decode, asked)) == oracle
+            preprocessed = request(prompt, prefill_result=PrefillResult(params))
+            assert tokens_of(await run(them.decode, preprocessed)) == oracle
 
         await asyncio.gather(*[one(number) for number in range(100)])
         await them.check_idle()
@@ -200,10 +200,10 @@ async def test_aborted_or_dropped_pairs_do_not_affect_other_pairs() -> None:
             nonlocal responded
             await asyncio.sleep(rng.uniform(0, 1.0))
             prompt = prompt_of(number)
-            asked = request(prompt, bootstrap_info=them.bootstrap(number))
+            preprocessed = request(prompt, bootstrap_info=them.bootstrap(number))
             contexts = [GenerateContext(EngineContext(f"{leg}{number}")) for leg in "pd"]
             tasks = [
-                asyncio.create_task(run(engine, asked, ctx))
+                asyncio.create_task(run(engine, preprocessed, ctx))
                 for engine, ctx in zip((them.prefill, them.decode), contexts, strict=True)
             ]
             if rng.random() < 0.7:
@@ -239,22 +239,24 @@ async def test_an_engine_that_ends_in_any_phase_frees_the_other_side(role: str, 
     # The prompt takes 50 ms, the transfer 160, and then every token 6.
     async with engines(SimConfig(eos_one_in=0), gb_per_s=0.5, chunk_pages=1) as them:
         prompt = [1] * 600
-        asked = request(prompt, 200, bootstrap_info=them.bootstrap(1))
+        preprocessed = request(prompt, 200, bootstrap_info=them.bootstrap(1))
         victim, other = (
             (them.prefill, them.decode) if role == "prefill" else (them.decode, them.prefill)
         )
         if phase == "waiting":
             them.prefill.freeze()
-        tasks = [asyncio.create_task(run(engine, asked)) for engine in (victim, other)]
+        tasks = [asyncio.create_task(run(engine, preprocessed)) for engine in (victim, other)]
         decode = them.decode.counters
         match phase:
             case "waiting" | "computing":
-                await until(lambda: them.prefill.loads()[0].rooms_open, "the leg has arrived")
+                await until(
+                    lambda: them.prefill.loads()[0].rooms_open, "the leg has arrived at the worker"
+                )
                 await until(lambda: them.decode.loads()[0].kv_used_blocks, "decode has blocks")
             case "transfer":
                 await until(
                     lambda: them.decode.counters["pages_received"] > decode["pages_received"],
-                    "a page arrives",
+                    "a page has arrived",
                 )
             case _:
                 await until(lambda: them.decode.loads()[0].running, "decode runs")
@@ -290,8 +292,10 @@ async def test_connections_of_malformed_or_silent_peers_are_closed() -> None:
             writer.close()
         assert await asyncio.wait_for(silent.read(), WAIT_S) == b""
         _silent_writer.close()
-        asked = request(prompt_of(1), bootstrap_info=bootstrap)
-        _, decode = await asyncio.gather(run(them.prefill, asked), run(them.decode, asked))
+        preprocessed = request(prompt_of(1), bootstrap_info=bootstrap)
+        _, decode = await asyncio.gather(
+            run(them.prefill, preprocessed), run(them.decode, preprocessed)
+        )
         assert tokens_of(decode) == TOKEN_ORACLE.continue_tokens(prompt_of(1), TOKENS)
         await them.check_idle()
 
@@ -345,9 +349,10 @@ class Worker:
             assert loop.time() < deadline, f"not at rest within {within_s:g} s: {load}"
             await asyncio.sleep(0.01)
 
-    async def generate(self, request_id: str, asked: PreprocessedRequest) -> Messages:
+    async def generate(self, request_id: str, preprocessed: PreprocessedRequest) -> Messages:
         call = self.stub.Generate(
-            pb.GenerateRequest(request=to_proto(asked), request_id=request_id), timeout=WAIT_S
+            pb.GenerateRequest(request=to_proto(preprocessed), request_id=request_id),
+            timeout=WAIT_S,
         )
         messages: list[pb.GenerateResponse] = []
         try:
@@ -371,9 +376,10 @@ class Pair:
     async def output(
         self, room: int, prompt: Sequence[int], n: int = TOKENS
     ) -> tuple[Messages, Messages]:
-        asked = request(prompt, n, bootstrap_info=BootstrapInfo(self.host, self.port, room))
+        preprocessed = request(prompt, n, bootstrap_info=BootstrapInfo(self.host, self.port, room))
         return await asyncio.gather(
-            self.prefill.generate(f"p{room}", asked), self.decode.generate(f"d{room}", asked)
+            self.prefill.generate(f"p{room}", preprocessed),
+            self.decode.generate(f"d{room}", preprocessed),
         )
 
 

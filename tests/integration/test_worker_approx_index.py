@@ -37,7 +37,7 @@ class Mesh:
         self._session = session
         self._asked = 0
 
-    async def ask(self, tokens: Sequence[int]) -> tuple[pb.Decision, int]:
+    async def complete(self, tokens: Sequence[int]) -> tuple[pb.Decision, int]:
         """The worker of a prompt, and the prompt's cached tokens there."""
         decision = await self._place(tokens)
         request = PreprocessedRequest(
@@ -113,17 +113,17 @@ async def test_shared_prefixes_are_routed_to_the_worker_that_has_them_without_kv
     async with mesh() as m:
         for topic in range(4):
             beginning = prompt(topic, 8 * BLOCK)
-            first, cached = await m.ask(beginning)
+            first, cached = await m.complete(beginning)
             assert (first.predicted_cached_tokens, cached) == (0, 0)
             for turn in range(3):
-                again, cached = await m.ask([*beginning, *prompt(100 + turn, 5)])
+                again, cached = await m.complete([*beginning, *prompt(100 + turn, 5)])
                 assert again.worker == first.worker
                 assert again.predicted_cached_tokens == cached == 8 * BLOCK
 
 
 async def test_decisions_on_approximate_entries_are_labelled_approximate() -> None:
     async with mesh() as m:
-        first, _ = await m.ask(prompt(1, 8 * BLOCK))
+        first, _ = await m.complete(prompt(1, 8 * BLOCK))
         async with rpc.channel(m.router.address) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             query = pb.Query(model="sim", token_ids=prompt(1, 8 * BLOCK))

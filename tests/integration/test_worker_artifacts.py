@@ -1,4 +1,4 @@
-"""Other duties of workers: serving artifacts of the card, and probing an idle engine."""
+"""Further duties of workers: serving artifacts of the card, and probing an idle engine."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ async def mesh_error_to_status(app: WorkerApp, service: str) -> Any:
     channel: Any  # The stubs' types cover synchronous channels only.
     async with rpc.channel(app.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        asked = health_pb2.HealthCheckRequest(service=service)
-        answer: health_pb2.HealthCheckResponse = await rpc.unary(
-            stub.Check, asked, timeout_s=WAIT_S
+        health_request = health_pb2.HealthCheckRequest(service=service)
+        reply: health_pb2.HealthCheckResponse = await rpc.unary(
+            stub.Check, health_request, timeout_s=WAIT_S
         )
-        return answer.status
+        return reply.status
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ async def test_a_worker_is_not_serving_while_its_idle_engine_fails_probes() -> N
 
         await until(lambda: both_are(serving), "it serves")
         app.engine.freeze()
-        await until(lambda: both_are(not_serving), "its engine is found to be frozen")
+        await until(lambda: both_are(not_serving), "its engine is reported as frozen")
         app.engine.unfreeze()
         await until(lambda: both_are(serving), "the worker serves again")
         counts = app.runner.counts()

@@ -69,7 +69,7 @@ async def test_a_card_conflict_names_the_differences_and_the_remedy() -> None:
     async with living(worker(store=store, stable_name="w-0")):
         with pytest.raises(Conflict) as rejected:
             async with living(worker(store=store, block_size=32)):
-                raise AssertionError("it was let in")
+                raise AssertionError("the worker registered")
     error = rejected.value
     assert error.reason == "CARD_CONFLICT"
     assert "model 'sim' is served in namespace 'default' under another card" in error.message
@@ -92,7 +92,7 @@ async def test_an_unreadable_card_leaves_the_conflict_error_unchanged() -> None:
         app = WorkerApp(config, registry=Forgetful(store))
         with capture_logs() as logs, pytest.raises(Conflict) as rejected:
             async with living(app):
-                raise AssertionError("it was let in")
+                raise AssertionError("the worker registered")
     assert rejected.value.reason == "CARD_CONFLICT"
     assert "under another card: " in rejected.value.message
     assert "served_card_unknown" in [one["event"] for one in logs]

@@ -251,7 +251,7 @@ async def test_a_split_event_is_equivalent_to_the_whole_event(
         await until(lambda: keeps.feed.normalizer.published_blocks == 50, "all blocks are held")
         assert keeps.held() == set(names)
         await wire.publish(removed(*range(49, 19, -1)))
-        await until(lambda: keeps.feed.normalizer.published_blocks == 20, "the end has gone")
+        await until(lambda: keeps.feed.normalizer.published_blocks == 20, "the end was dropped")
         assert keeps.held() == set(names[:20])
         assert not keeps.feed.normalizer.is_incomplete
 
@@ -275,11 +275,11 @@ async def test_a_reader_that_fails_reports_a_loss_and_starts_over(
 
 @pytest.mark.slow
 async def test_an_engine_is_lost_if_its_event_reader_ends() -> None:
-    """Otherwise its events would silently stop."""
+    """Otherwise its events would stop without an error."""
 
     class Broken(RecordingSink):
         def record_loss(self, rank: int, reason: str) -> None:
-            raise RuntimeError("not even that works")
+            raise RuntimeError("the report fails too")
 
     wire, sink = EngineWire(), Broken()
     sink.fails_at = 0

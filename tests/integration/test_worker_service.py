@@ -62,7 +62,7 @@ from worker_svc.serving.service import EngineServicer
 
 NS = "default"
 FREED_S = 0.25  # Limit for freeing slot and compute.
-# STOP_GRACE_S leaves 0.1 s of it; a busy machine may exceed that, but rarely each time.
+# STOP_GRACE_S leaves 0.1 s of it; a busy machine may exceed that in single runs.
 TRIES = 5
 FRONTEND = 99
 
@@ -168,10 +168,14 @@ class Worker:
         return await rpc.unary(getattr(self.stub, method), message, timeout_s=WAIT_S)
 
     def generate(
-        self, request_id: str, asked: PreprocessedRequest | None = None, timeout_s: float = WAIT_S
+        self,
+        request_id: str,
+        preprocessed: PreprocessedRequest | None = None,
+        timeout_s: float = WAIT_S,
     ) -> Any:
         message = pb.GenerateRequest(
-            request=to_proto(request() if asked is None else asked), request_id=request_id
+            request=to_proto(request() if preprocessed is None else preprocessed),
+            request_id=request_id,
         )
         return self.stub.Generate(message, timeout=timeout_s)
 
@@ -187,7 +191,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         began = loop.time()
         while await self.open_slots():
-            assert loop.time() - began < WAIT_S, "a slot is never freed"
+            assert loop.time() - began < WAIT_S, "a slot is not freed"
             await asyncio.sleep(0.002)
         return loop.time() - began
 
@@ -283,8 +287,8 @@ async def test_generate_returns_the_engines_output() -> None:
     model = load_sim_model(SIM_MODEL_DIR)
     truth = TokenOracle(model.word_ids, model.eos_ids[0])
     async with working(speedup=0.0) as worker:
-        asked = request(stop_conditions=StopConditions(max_tokens=40, ignore_eos=True))
-        messages = await read_all(worker.generate("r", asked))
+        preprocessed = request(stop_conditions=StopConditions(max_tokens=40, ignore_eos=True))
+        messages = await read_all(worker.generate("r", preprocessed))
         found = [token for message in messages for token in message.token_ids]
         assert found == truth.continue_tokens([1, 2, 3], 40, ignore_eos=True)
         assert [m.finish_reason for m in messages[:-1]] == [0] * (len(messages) - 1)
@@ -335,7 +339,7 @@ async def test_cancelling_generate_frees_the_slot_in_time_and_aborts_nothing() -
 async def test_cancelling_generate_in_a_silent_prefill_frees_the_sims_slot_in_time() -> None:
     async with working(speedup=0.001) as worker:
         call = worker.generate("r")
-        await until(lambda: worker.app.runner.open_requests == 1, "the request is inside")
+        await until(lambda: worker.app.runner.open_requests == 1, "the worker has the request")
         call.cancel()
         assert await worker.freed_in_s() < FREED_S
         load = worker.app.engine.loads()[0]
@@ -373,10 +377,10 @@ async def test_abort_ends_a_request_by_its_id() -> None:
     async with working(engine) as worker:
         call = worker.generate("wait")
         await call.read()
-        answer: pb.AbortResponse = await worker.unary(
+        reply: pb.AbortResponse = await worker.unary(
             "Abort", pb.AbortRequest(request_id="wait", reason="test")
         )
-        assert answer.aborted == 1
+        assert reply.aborted == 1
         assert [m.finish_reason for m in await read_all(call)] == [
             request_pb2.FINISH_REASON_CANCELLED
         ]
@@ -452,11 +456,11 @@ async def test_health_reports_the_engine_service() -> None:
     async with working(FakeEngine()) as worker:
         stub: Any = health_pb2_grpc.HealthStub(worker.channel)
         for service in ("", SERVICE_NAME):
-            asked = health_pb2.HealthCheckRequest(service=service)
-            answer: health_pb2.HealthCheckResponse = await rpc.unary(
-                stub.Check, asked, timeout_s=WAIT_S
+            preprocessed = health_pb2.HealthCheckRequest(service=service)
+            reply: health_pb2.HealthCheckResponse = await rpc.unary(
+                stub.Check, preprocessed, timeout_s=WAIT_S
             )
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
 # -- Attach -----------------------------------------------------------------------------------
@@ -835,7 +839,7 @@ async def test_a_drain_waits_for_transfers_while_health_and_registry_work() -> N
 @pytest.mark.row("S4-44", "S4-47")
 async def test_cleanup_follows_a_start_that_failed() -> None:
     async def fail() -> None:
-        raise Conflict("the device is taken")
+        raise Conflict("the device is in use")
 
     engine = FakeEngine(start=fail)
     async with lived(engine) as (_, task):

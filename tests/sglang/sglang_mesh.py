@@ -35,8 +35,8 @@ class Response:
     events: int = 0
 
     @property
-    def answer(self) -> tuple[str, str | None, int, int]:
-        """The parts that are equal for equal responses: text, end, and both counts."""
+    def content(self) -> tuple[str, str | None, int, int]:
+        """The parts that are equal for equal responses: text, finish reason, and both counts."""
         assert self.error is None, self.error
         usage = self.usage
         return self.text, self.finish_reason, usage["prompt_tokens"], usage["completion_tokens"]
@@ -93,10 +93,10 @@ class HttpMesh:
             known = {int(one["id"]) for one in shown}
             if ready["ready"] and known == workers:
                 return
-            assert loop.time() - began < WAIT_S, f"{ready}; {known} are known, not {workers}"
+            assert loop.time() - began < WAIT_S, f"{ready}; {known} are discovered, not {workers}"
             await asyncio.sleep(0.02)
 
-    async def ask(
+    async def complete(
         self,
         prompt: Sequence[int] | str,
         max_tokens: int = 24,
@@ -138,13 +138,13 @@ class HttpMesh:
                     result.take(json.loads(line.removeprefix("data: ")))
         return result
 
-    async def ask_with_log(
+    async def complete_with_log(
         self, prompt: Sequence[int] | str, **options: Any
     ) -> tuple[Response, dict[str, Any]]:
-        """A response and its log line, after it is written. Arguments as `ask`."""
+        """A response and its log line, after it is written. Arguments as `complete`."""
         self._request_count += 1
         name = f"logged-{self._request_count}"
-        result = await self.ask(prompt, **options, name=name)
+        result = await self.complete(prompt, **options, name=name)
         lines: list[str] = []
 
         def is_written() -> bool:
@@ -159,8 +159,8 @@ class HttpMesh:
     async def verify(self) -> dict[int, indexer_pb2.VerifiedSource]:
         """Compares the indexer's entries of each worker with the worker's own."""
         async with self._indexer() as stub:
-            answer = await rpc.unary(stub.Verify, indexer_pb2.VerifyRequest(), timeout_s=WAIT_S)
-        return {row.source.worker_id: row for row in answer.sources}
+            content = await rpc.unary(stub.Verify, indexer_pb2.VerifyRequest(), timeout_s=WAIT_S)
+        return {row.source.worker_id: row for row in content.sources}
 
     async def until_verified(
         self, holds: Callable[[dict[int, indexer_pb2.VerifiedSource]], bool], what: str
@@ -182,5 +182,5 @@ class HttpMesh:
             await channel.close()
 
     def logs(self) -> str:
-        """The ends of all logs, for a reader."""
+        """The ends of all logs."""
         return "\n".join(service.tail(12) for service in self._services.values())

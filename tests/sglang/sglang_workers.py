@@ -36,7 +36,9 @@ WAIT_S = 60.0
 HANDOFF_S = 7.0
 
 
-def asked(prompt: Sequence[int], max_tokens: int | None = 16, **parts: Any) -> PreprocessedRequest:
+def greedy_request(
+    prompt: Sequence[int], max_tokens: int | None = 16, **parts: Any
+) -> PreprocessedRequest:
     """A greedy request. parts: other fields, or `stop` for stop conditions except max_tokens."""
     stop = parts.pop("stop", StopConditions(ignore_eos=True))
     return PreprocessedRequest(
@@ -159,22 +161,22 @@ class WorkerProcess:
 
     async def rooms_open(self) -> int:
         """Open handoffs."""
-        answer: pb.GetLoadResponse = await rpc.unary(
+        load_response: pb.GetLoadResponse = await rpc.unary(
             self.stub.GetLoad, pb.GetLoadRequest(), timeout_s=WAIT_S
         )
-        return sum(load.rooms_open for load in answer.loads)
+        return sum(load.rooms_open for load in load_response.loads)
 
     async def running(self, count: int) -> None:
         """Returns when it computes this many requests."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
-            answer: pb.GetLoadResponse = await rpc.unary(
+            load_response: pb.GetLoadResponse = await rpc.unary(
                 self.stub.GetLoad, pb.GetLoadRequest(), timeout_s=WAIT_S
             )
-            if sum(load.running for load in answer.loads) == count:
+            if sum(load.running for load in load_response.loads) == count:
                 return
-            assert loop.time() - began < WAIT_S, f"not {count} are running: {answer.loads}"
+            assert loop.time() - began < WAIT_S, f"not {count} are running: {load_response.loads}"
             await asyncio.sleep(0.02)
 
     async def settled(self, rooms: int = 0) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from common.kv.events import EventKind, Source, Tier
 from common.kv.hashing import PrefixHasher
 from common.runtime.free_ports import free_ports
-from tests.sglang.sglang_workers import WAIT_S, asked, until
+from tests.sglang.sglang_workers import WAIT_S, greedy_request, until
 from worker_svc.engines.contract import EngineContext, GenerateContext, PreprocessedRequest
 from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.normalizer import (
@@ -150,7 +150,7 @@ async def test_published_blocks_match_the_cache_and_predict_cached_tokens(
         ]
         for prompt in prompts:
             expected = predicted(index, prompt)
-            _, cached = await computed(engine, index, asked(prompt, 20))
+            _, cached = await computed(engine, index, greedy_request(prompt, 20))
             assert cached == expected
         assert index.lost == []
         assert index.feed.normalizer.is_incomplete is False
@@ -159,7 +159,7 @@ async def test_published_blocks_match_the_cache_and_predict_cached_tokens(
 async def test_a_late_subscriber_receives_the_blocks_held_already(engine: SglangEngine) -> None:
     async with following(engine) as first:
         prompt = random_prompt(11, 64)
-        await computed(engine, first, asked(prompt, 4))
+        await computed(engine, first, greedy_request(prompt, 4))
         async with following(engine) as second:
             await until(
                 lambda: second.held == first.held, "the second indexer has replayed all batches"
@@ -172,11 +172,11 @@ async def test_the_set_stays_closed_when_blocks_are_evicted(engine: SglangEngine
         shared = random_prompt(20, 320)
         for seed in range(14):
             prompt = [*shared, *random_prompt(100 + seed, 680)]
-            await computed(engine, index, asked(prompt, 2))
-        await until(lambda: PagesRemoved in index.kinds, "something is evicted")
+            await computed(engine, index, greedy_request(prompt, 2))
+        await until(lambda: PagesRemoved in index.kinds, "blocks are evicted")
         assert index.matched(shared) == 20  # shared by all, so evicted last
         expected = predicted(index, prompt)
-        _, cached = await computed(engine, index, asked(prompt, 2))
+        _, cached = await computed(engine, index, greedy_request(prompt, 2))
         assert cached == expected > 900
         assert index.lost == []
         counts = index.feed.normalizer.counts
@@ -191,14 +191,14 @@ async def test_concurrent_requests_with_a_shared_prefix_report_it_once(
         shared = random_prompt(50, 80)
         prompts = [[*shared, *random_prompt(200 + seed, 10 * seed)] for seed in range(8)]
         index.chains += [chain_of(one) for one in prompts]
-        await asyncio.gather(*(computed(engine, index, asked(one, 8)) for one in prompts))
+        await asyncio.gather(*(computed(engine, index, greedy_request(one, 8)) for one in prompts))
         assert index.lost == []
         assert index.feed.normalizer.counts["duplicates"] == 0
 
 
 async def test_a_flush_empties_the_published_set(engine: SglangEngine) -> None:
     async with following(engine) as index:
-        await computed(engine, index, asked(random_prompt(30, 64), 4))
+        await computed(engine, index, greedy_request(random_prompt(30, 64), 4))
         # Rejected while the scheduler still holds the last request.
         async with asyncio.timeout(WAIT_S):
             while not await engine.flush_cache():
@@ -230,8 +230,10 @@ async def test_events_carry_salt_and_adapter_of_a_block(engine: SglangEngine) ->
         )
     salted = chain_of(prompt)
     with_salt = hasher_factory("", "tenant-a", BLOCK).prefix_hashes(prompt).tolist()
-    await until(lambda: {*salted, *with_salt} <= sink.held, "both are held, under their names")
-    of_prompt = [one for one in stored if one.token_ids == asked(prompt).token_ids.little_endian]
+    await until(lambda: {*salted, *with_salt} <= sink.held, "both are held, each with its own hash")
+    of_prompt = [
+        one for one in stored if one.token_ids == greedy_request(prompt).token_ids.little_endian
+    ]
     assert [one.salt for one in of_prompt[-2:]] == ["", "tenant-a"]
     assert set(of_prompt[-2].hashes).isdisjoint(of_prompt[-1].hashes)
     engine._tasks.remove(reader)

@@ -44,12 +44,14 @@ async def test_a_pair_returns_over_http_what_one_worker_returns(
     rng = Random(11 + stream)
     for length in LENGTHS:
         prompt = prompt_of(rng, length)
-        alone, line = await mesh.ask_with_log(prompt, stream=stream, worker=trio.app.instance_id)
+        alone, line = await mesh.complete_with_log(
+            prompt, stream=stream, worker=trio.app.instance_id
+        )
         assert line["workers"] == [str(trio.app.instance_id)]
-        paired, line = await mesh.ask_with_log(prompt, stream=stream)
+        paired, line = await mesh.complete_with_log(prompt, stream=stream)
         assert sorted(line["workers"]) == pair_of(trio)
-        assert paired.answer == alone.answer, f"{length} tokens"
-        assert paired.answer[1:] == ("length", length, 24)
+        assert paired.content == alone.content, f"{length} tokens"
+        assert paired.content[1:] == ("length", length, 24)
         assert paired.text
         if stream:
             assert paired.events > 6
@@ -60,10 +62,10 @@ async def test_a_pair_returns_over_http_what_one_worker_returns(
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_chat_request_uses_the_same_pair(trio: Trio, mesh: HttpMesh, stream: bool) -> None:
     words = "Which way is the harbour, and who keeps the light at night? " * 3
-    alone = await mesh.ask(words, stream=stream, worker=trio.app.instance_id)
-    paired, line = await mesh.ask_with_log(words, stream=stream)
+    alone = await mesh.complete(words, stream=stream, worker=trio.app.instance_id)
+    paired, line = await mesh.complete_with_log(words, stream=stream)
     assert sorted(line["workers"]) == pair_of(trio)
-    assert paired.answer == alone.answer
+    assert paired.content == alone.content
 
 
 async def test_predicted_cached_tokens_equal_actual_ones(trio: Trio, mesh: HttpMesh) -> None:
@@ -75,7 +77,7 @@ async def test_predicted_cached_tokens_equal_actual_ones(trio: Trio, mesh: HttpM
         for turn, more in enumerate((40, 200, 23, 16, 333)):
             prompt += prompt_of(rng, more)
             held = (await mesh.verify())[source].equal
-            _, line = await mesh.ask_with_log(prompt, worker=worker)
+            _, line = await mesh.complete_with_log(prompt, worker=worker)
             assert line["predicted_cached_tokens"] == line["cached_tokens"], f"turn {turn}: {line}"
             if turn:
                 assert line["cached_tokens"] >= (len(prompt) - more) // PAGE * PAGE, line
@@ -93,7 +95,7 @@ async def test_the_index_equals_the_blocks_of_real_engines_under_eviction(
     for worker in (trio.app.instance_id, 0):
         for _ in range(POOL_TOKENS // 700 + 4):
             prompt = prompt_of(rng, 700)
-            await mesh.ask(prompt, 2, worker=worker)
+            await mesh.complete(prompt, 2, worker=worker)
             stored += len(prompt) // PAGE
     publishers = {trio.app.instance_id, trio.prefill.instance_id}
     found = await mesh.until_verified(
@@ -116,13 +118,13 @@ async def test_a_client_that_leaves_while_decode_waits_for_kv_does_not_affect_ot
     rng = Random(19)
     controls = [prompt_of(rng, 30 + 40 * one) for one in range(3)]
     here = trio.app.instance_id
-    alone = await asyncio.gather(*(mesh.ask(p, CONTROL_TOKENS, worker=here) for p in controls))
-    expected = [one.answer for one in alone]
+    alone = await asyncio.gather(*(mesh.complete(p, CONTROL_TOKENS, worker=here) for p in controls))
+    expected = [one.content for one in alone]
     responses = [Response() for _ in controls]
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
         streams = [
-            tasks.create_task(mesh.ask(prompt, CONTROL_TOKENS, stream=True, into=response))
+            tasks.create_task(mesh.complete(prompt, CONTROL_TOKENS, stream=True, into=response))
             for prompt, response in zip(controls, responses, strict=True)
         ]
         await until(lambda: all(response.events for response in responses), "decode has their KV")
@@ -132,7 +134,7 @@ async def test_a_client_that_leaves_while_decode_waits_for_kv_does_not_affect_ot
             os.kill(pid, signal.SIGSTOP)
         try:
             victims = [
-                tasks.create_task(mesh.ask(prompt_of(rng, 300), 50, stream=bool(one % 2)))
+                tasks.create_task(mesh.complete(prompt_of(rng, 300), 50, stream=bool(one % 2)))
                 for one in range(3)
             ]
             await trio.decode.settled(rooms=len(victims))
@@ -143,16 +145,16 @@ async def test_a_client_that_leaves_while_decode_waits_for_kv_does_not_affect_ot
                 victim.cancel()
             await asyncio.wait(victims)
             while (await trio.decode.info()).counters["stopped"] < stopped + len(victims):
-                assert loop.time() - began < WAIT_S, "decode never let go of them"
+                assert loop.time() - began < WAIT_S, "decode has not ended the requests"
                 await asyncio.sleep(0.02)
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-    assert [one.result().answer for one in streams] == expected
+    assert [one.result().content for one in streams] == expected
     await trio.prefill.settled()
     await trio.decode.settled()
     # The pair continues: equal prompts, equal responses.
     for prompt, (text, *_) in zip(controls, expected, strict=True):
-        again = (await mesh.ask(prompt, 24)).text
+        again = (await mesh.complete(prompt, 24)).text
         assert again
         assert text.startswith(again)

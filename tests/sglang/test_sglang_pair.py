@@ -21,7 +21,7 @@ from tests.sglang.sglang_workers import (
     WAIT_S,
     Generated,
     WorkerProcess,
-    asked,
+    greedy_request,
     make_bootstrap_info,
 )
 from worker_svc.engines.contract import EngineContext, GenerateContext
@@ -78,7 +78,7 @@ async def test_a_pair_returns_what_one_engine_returns(trio: Trio) -> None:
     rng = Random(1)
     for turn, length in enumerate([5, 16, 33, 200, 700, 5, 16, 33, 64, 129, 480, 700]):
         prompt = [rng.randrange(3, 4000) for _ in range(length)]
-        request = asked(prompt, 24)
+        request = greedy_request(prompt, 24)
         expected = await alone(trio.aggregated, request)
         prefill, decode = await together(trio, request, rng.getrandbits(62))
         assert decode.token_ids == expected, f"turn {turn}, {length} tokens"
@@ -92,7 +92,7 @@ async def test_a_pair_returns_what_one_engine_returns(trio: Trio) -> None:
 
 
 async def test_sixteen_concurrent_pairs_do_not_mix(trio: Trio) -> None:
-    requests = [asked([500 + i] * (20 + 7 * i), 16) for i in range(16)]
+    requests = [greedy_request([500 + i] * (20 + 7 * i), 16) for i in range(16)]
     expected = [await alone(trio.aggregated, one) for one in requests]
     pairs = await asyncio.gather(*(together(trio, one, 7000 + i) for i, one in enumerate(requests)))
     assert [decode.token_ids for _, decode in pairs] == expected
@@ -101,7 +101,7 @@ async def test_sixteen_concurrent_pairs_do_not_mix(trio: Trio) -> None:
 
 
 async def test_output_that_ends_at_its_first_token_ends_at_decode_too(trio: Trio) -> None:
-    request = asked(PROMPT, 8)
+    request = greedy_request(PROMPT, 8)
     first = (await alone(trio.aggregated, request))[0]
     stop = StopConditions(stop_token_ids_hidden=(first,), max_tokens=8)
     _, decode = await together(trio, replace(request, stop_conditions=stop), 8001)
@@ -114,15 +114,15 @@ async def test_output_that_ends_at_its_first_token_ends_at_decode_too(trio: Trio
 async def test_a_leg_without_a_rendezvous_is_rejected(trio: Trio, role: str) -> None:
     worker = getattr(trio, role)
     with pytest.raises(InvalidRequest) as caught:
-        await worker.generate(asked(PROMPT, 4), "lonely")
+        await worker.generate(greedy_request(PROMPT, 4), "lonely")
     assert caught.value.field == "bootstrap_info"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_probe_needs_no_partner(trio: Trio, role: str) -> None:
-    probe = replace(asked([7]), is_probe=True)
-    answer = await getattr(trio, role).generate(probe, "probe", timeout_s=10)
-    assert len(answer.token_ids) == 1
+    probe = replace(greedy_request([7]), is_probe=True)
+    response = await getattr(trio, role).generate(probe, "probe", timeout_s=10)
+    assert len(response.token_ids) == 1
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -145,7 +145,9 @@ async def test_a_leg_without_its_partner_ends_in_time_and_leaves_no_open_room(
 ) -> None:
     worker = getattr(trio, role)
     info = await trio.prefill.info()
-    request = replace(asked(PROMPT, 4), bootstrap_info=make_bootstrap_info(info, 9000 + len(role)))
+    request = replace(
+        greedy_request(PROMPT, 4), bootstrap_info=make_bootstrap_info(info, 9000 + len(role))
+    )
     loop = asyncio.get_running_loop()
     began = loop.time()
     with pytest.raises(WorkerLost) as caught:
@@ -156,10 +158,10 @@ async def test_a_leg_without_its_partner_ends_in_time_and_leaves_no_open_room(
 
 
 async def test_a_decode_worker_without_free_kv_pages_reports_it_and_continues(trio: Trio) -> None:
-    """It appeared to have no partner when prefill timed out."""
+    """Regression: prefill reported that its partner never connected."""
     rng = Random(5)
-    long = [asked([rng.randrange(3, 4000) for _ in range(2048)], 2000) for _ in range(2)]
-    late = asked([rng.randrange(3, 4000) for _ in range(2700)], 4)
+    long = [greedy_request([rng.randrange(3, 4000) for _ in range(2048)], 2000) for _ in range(2)]
+    late = greedy_request([rng.randrange(3, 4000) for _ in range(2700)], 4)
     loop = asyncio.get_running_loop()
     running = [asyncio.create_task(together(trio, one, 9200 + i)) for i, one in enumerate(long)]
     try:
@@ -192,14 +194,16 @@ async def test_a_decode_worker_without_free_kv_pages_reports_it_and_continues(tr
 async def test_an_abort_ends_a_leg_that_waits_for_its_partner(trio: Trio, role: str) -> None:
     worker = getattr(trio, role)
     info = await trio.prefill.info()
-    request = replace(asked(PROMPT, 4), bootstrap_info=make_bootstrap_info(info, 9100 + len(role)))
+    request = replace(
+        greedy_request(PROMPT, 4), bootstrap_info=make_bootstrap_info(info, 9100 + len(role))
+    )
     leg = asyncio.create_task(worker.generate(request, f"waits-{role}"))
     await worker.settled(rooms=1)
     loop = asyncio.get_running_loop()
     began = loop.time()
     await worker.stub.Abort(pb.AbortRequest(request_id=f"waits-{role}"), timeout=WAIT_S)
-    answer = await leg
-    assert finish_reason_from_proto(answer.last.finish_reason) is FinishReason.CANCELLED
+    response = await leg
+    assert finish_reason_from_proto(response.last.finish_reason) is FinishReason.CANCELLED
     assert loop.time() - began < HANDOFF_S / 2, "it did not wait for the timeout"
     await worker.settled()
 

@@ -19,7 +19,7 @@ from tests.sglang.sglang_mesh import HttpMesh, Response
 from tests.sglang.sglang_workers import (
     WAIT_S,
     Generated,
-    asked,
+    greedy_request,
     is_alive,
     make_bootstrap_info,
     until,
@@ -47,7 +47,7 @@ async def direct_legs(trio: Trio) -> asyncio.Task[Generated]:
     """A pair's decode leg over gRPC after its KV arrived, far from its end."""
     info: pb.GetInfoResponse = await trio.prefill.info()
     request = replace(
-        asked(list(range(100, 140)), 3000), bootstrap_info=make_bootstrap_info(info, 9200)
+        greedy_request(list(range(100, 140)), 3000), bootstrap_info=make_bootstrap_info(info, 9200)
     )
     stop = replace(request.stop_conditions, max_tokens=1)
     decode = asyncio.create_task(trio.decode.generate(request, "d"))
@@ -62,12 +62,12 @@ async def test_the_death_of_a_scheduler_loses_no_token_of_a_client_and_ends_its_
     rng = Random(23)
     prompts = [[rng.randrange(3, 4000) for _ in range(20 + 30 * one)] for one in range(4)]
     here = trio.app.instance_id
-    alone = await asyncio.gather(*(mesh.ask(one, TOKENS, worker=here) for one in prompts))
-    expected = [one.answer for one in alone]
+    alone = await asyncio.gather(*(mesh.complete(one, TOKENS, worker=here) for one in prompts))
+    expected = [one.content for one in alone]
     responses = [Response() for _ in prompts]
     direct = await direct_legs(trio)
     streams = [
-        asyncio.create_task(mesh.ask(prompt, TOKENS, stream=True, into=response))
+        asyncio.create_task(mesh.complete(prompt, TOKENS, stream=True, into=response))
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     await until(
@@ -75,25 +75,27 @@ async def test_the_death_of_a_scheduler_loses_no_token_of_a_client_and_ends_its_
     )
     pids = trio.decode.scheduler_pids()
     assert pids
-    assert not any(stream.done() for stream in streams), "they are under way"
+    assert not any(stream.done() for stream in streams), "all requests are running"
     began = asyncio.get_running_loop().time()
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     error, failed_at = await failure(direct)
     assert isinstance(error, WorkerLost)
     assert error.retryable
-    assert failed_at - began < 5.0, "a dead engine is known at once, not by a time-out"
+    assert failed_at - began < 5.0, "a dead engine is detected at once, not by a timeout"
     # The aggregated worker continues decode's stream without a difference.
-    assert [(await stream).answer for stream in streams] == expected
+    assert [(await stream).content for stream in streams] == expected
     async with asyncio.timeout(WAIT_S):
         assert await trio.decode.process.wait() == 1
     assert trio.decode.instance_id not in await names(trio)
     await until(lambda: not any(map(is_alive, pids)), "no entry is left")
     # The others continue to serve, and prefill still responds without its partner.
     await mesh.until_known({here, trio.prefill.instance_id})
-    response, line = await mesh.ask_with_log(prompts[0], max_tokens=24)
+    response, line = await mesh.complete_with_log(prompts[0], max_tokens=24)
     assert response.text
     assert expected[0][0].startswith(response.text)
     assert line["workers"] == [str(here)]
-    assert (await trio.prefill.generate(replace(asked([7]), is_probe=True), "probe")).token_ids
+    assert (
+        await trio.prefill.generate(replace(greedy_request([7]), is_probe=True), "probe")
+    ).token_ids
     await trio.prefill.settled()

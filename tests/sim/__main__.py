@@ -41,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         slowest_s = max(slowest_s, report.recovered_s)
     _print_counts(event_counts)
     real_s = time.perf_counter() - started_at
-    print(f"all was well at most {slowest_s:.1f} s after the last fault and the last request")
+    print(f"recovered at most {slowest_s:.1f} s after the last fault and the last request")
     print(f"{virtual_s:.0f} virtual seconds in {real_s:.1f} s, {args.count / real_s:.1f} seeds/s")
     print(f"{args.count - failed} passed, {failed} failed")
     return 1 if failed else 0
 
 
 def _run(seed: int, *, storm: bool) -> Report | None:
-    """None when the run itself broke, which is printed."""
+    """None if the run itself failed; the error is printed."""
     scenario = draw_scenario(seed, storm=storm)
     try:
         return run_scenario(scenario)
@@ -58,11 +58,11 @@ def _run(seed: int, *, storm: bool) -> Report | None:
 
 
 def _print_counts(event_counts: Counter[str]) -> None:
-    """Seeds in which each fault struck, and each thing happened."""
+    """Number of seeds in which each fault was injected, and each event happened."""
     kinds = {str(kind): event_counts[kind] for kind in FaultKind}
     others = {key: count for key, count in sorted(event_counts.items()) if key not in kinds}
     for title, counts in (("faults", kinds), ("what happened", others)):
-        print(f"{title}, in so many seeds: {', '.join(f'{k} {n}' for k, n in counts.items())}")
+        print(f"{title}, by number of seeds: {', '.join(f'{k} {n}' for k, n in counts.items())}")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
-"""What must hold in every simulated run. A breach is noted, so that one run can show several.
+"""The rules of a simulated run. A violation is recorded and does not end the run.
 
-Rules by name: `once`, `token_oracle`, `usage`, `finish` (each request ends once, as the model
-says);
-`errors`, `retries` (each has a fault that explains it); `placed` (soon, whatever routers do);
-`submit`, `admit`, `role` (no work for who left, and none that is not its role's); `pair` (a pair is
-one transaction: when a leg fails before decode has delivered, the other ends soon); `abort` (work
-ends soon after its client left); `pages` (no KV page holds what is not its owner's); `credit` (a
-stalled frontend stalls its streams); `backlog` (a subscriber that reads slowly is cut); `slow` (so
-is a client); `adapter` (work for an adapter goes where that is, and asks for it); `cache` (cached
-tokens were said before, with the same adapter); `bounded` (all end soon after the last fault);
-`index`, `rest` (not long after, the index is the truth, and nothing is left open anywhere, then and
-at the end); `known` (by then everybody knows everybody, and leaves nobody alone); `check_bookings`
-(routers'
-books are alike); `predicted`, `healed` (what comes then is served at once, as the index predicts);
-`departed` (a model that left for good is refused politely); `log` (nobody logged a mistake of
-ours). Those about single decisions of routers stand in `decision_checker.py`.
+Rules about requests, by name: `once`, `tokens`, `usage`, `finish` (each request ends once, with the
+output of the model); `errors`, `retries` (a fault explains each of them); `placed` (soon, whatever
+routers do); `submit`, `admit`, `role` (a worker that left gets no requests; each worker gets only
+requests of its role); `pair` (a pair is one transaction: if a leg fails before decode has delivered
+tokens, the other leg ends soon); `abort` (a request ends soon after its client disconnected);
+`pages` (a KV page holds only data of its owner); `credit` (a stalled frontend stalls its streams);
+`backlog` (a subscriber that reads slowly is cut); `slow` (so is a client); `adapter` (a request for
+an adapter reaches a worker that has it, and names it); `cache` (cached tokens were sent before,
+with the same adapter); `bounded` (all requests end soon after the last fault).
+
+Rules about the mesh at rest: `index`, `rest` (soon after the last request the index matches the
+engines, and nothing is left open, then and at the end); `known` (by then each process has the
+newest list of the mesh and excludes no worker); `bookings` (all routers have the same bookings);
+`predicted`, `recovered` (a new request is served at once, with the cached tokens that the index
+predicts); `departed` (a model that left for good is unavailable, with a retry time); `log` (no
+service logged an internal error). The rules about single decisions of routers are in `ledger.py`.
 """
 
 from __future__ import annotations
@@ -50,38 +51,40 @@ from worker_svc.engines.handoff import NO_BLOCKS
 
 ATTEMPTS_MAX = 4
 BLOCK_SIZE = 16
-# Of a frontend's retry budget of 64, so many must show before it may say that it is used up.
+# Of the retry budget of a frontend (64), at least this many retries must have happened before it
+# may report the budget as used up.
 RETRIES_MANY = 30
-# Discovery shows news within this time, while it is in reach.
+# Discovery shows changes within this time, while it is reachable.
 REGISTRY_LAG_MAX_S = 0.5
-# A fault's consequences (heartbeats missed, accept_s over) may come this much after its end.
+# Consequences of a fault (missed heartbeats, accept_s) may come this long after its end.
 AFTERMATH_S = 5.0
-# How long a worker must have been well and known to all to count as one that would have served.
+# A worker counts as available if it was healthy and known to all processes for this long.
 SETTLED_S = 5.0
-# A client's end reaches the worker and takes effect within this, without faults: 250 ms and trips.
+# A disconnect reaches the worker and takes effect within this time, without faults: 250 ms and
+# network delays.
 ABORT_S = 0.7
 
-# Whatever routers do, a request has a place by then: one may have begun to hang
-# just when the silence of another was over.
+# Whatever routers do, a request has a placement by then: a router may begin to hang at the end of
+# the silence timeout of another.
 PLACEMENT_MAX_S = UNROUTED_AFTER_S + SILENCE_TIMEOUT_S + PING_INTERVAL_S + 0.2
 
-# All routers know a booking as it is so long after it was made or changed.
+# All routers have the current state of a booking this long after it was made or changed.
 BOOKINGS_SYNC_MAX_S = 1.5
 
-# Why a router turns away who waited in its queue, or could not.
+# Reasons of a router to reject a request that waited in its queue, or did not fit into it.
 QUEUE_REJECTIONS = ("QUEUE_FULL", "QUEUE_TIMEOUT")
 
-# Stands for routers, and for the links and the registry by which they are reached.
+# Stands for routers, and for the links and the registry through which they are reached.
 CONTROL_PLANE = 0
 
-# Each room of an engine ends in one of these ways.
+# Each handoff room of an engine ends in one of these ways.
 ROOM_OUTCOMES = (
     *("rooms_handed_over", "rooms_aborted", "rooms_failed", "rooms_timed_out"),
     *("leases_expired", "aborts_forced"),
 )
 
-# Coroutines that a mesh at rest may have running beside those it began with, above all for streams
-# that are open; whatever else runs was forgotten.
+# Coroutines that a mesh at rest may run in addition to those of its start, mainly for open streams.
+# Any other coroutine is a leak.
 EXPECTED_COROUTINES = frozenset(
     {
         "_run",
@@ -104,14 +107,14 @@ EXPECTED_COROUTINES = frozenset(
         "_InboundStream.end_when_silent",
         "IndexReplica._end_when_silent",
         "IndexerService._read_publisher",
-        "Event.wait",  # of an outbox, whose wait has an end
+        "Event.wait",  # of an outbox, which waits with a timeout
     }
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One thing that must not happen and did."""
+    """One broken rule."""
 
     at: float
     rule: str
@@ -122,10 +125,10 @@ class Violation:
 
 
 class Checks:
-    """Watches one run. attempts_explained: off where workers refuse because they are full.
+    """Watches one run. attempts_explained: False if workers refuse requests because they are full.
 
-    queued_s: how long a request may wait in a router's queue. may_be_busy: workers with much to do
-    get no more.
+    queued_s: how long a request may wait in a router's queue. may_be_busy: busy workers get no
+    further requests.
     """
 
     def __init__(
@@ -136,17 +139,17 @@ class Checks:
         self._attempts_explained = attempts_explained
         self._queued_s = queued_s
         self._may_be_busy = may_be_busy
-        # Who was touched by a fault, and when; ids of workers and frontends.
+        # Times of the faults of a process, by its id (workers and frontends).
         self.retries = 0
         self._fault_windows: dict[int, list[tuple[float, float]]] = {}
-        # Who was to serve an attempt; attempts whose decode has delivered.
+        # The workers of an attempt; the attempts with tokens from the decode leg.
         self._placed_workers: dict[PlacementKey, list[int]] = {}
         self._delivered: set[PlacementKey] = set()
         self._corrupt_pages: Counter[int] = Counter()
         self._bookings_agreed_at = 0.0
         self._expected_coroutines = EXPECTED_COROUTINES
         self.pairs_failed = 0
-        # How often each beginning was said, by adapter and by what `_prefix_digests` makes of it.
+        # How often each prefix was sent, by adapter and by its digest in `_prefix_digests`.
         self._prefix_counts: Counter[tuple[str, int]] = Counter()
 
     def violation(self, rule: str, what: str) -> None:
@@ -154,7 +157,7 @@ class Checks:
         self.violations.append(Violation(self._loop.time(), rule, what))
 
     def record_fault(self, peer: Peer | None, duration_s: float) -> None:
-        """A fault strikes a process, or a link to it, for that long. None: what places requests."""
+        """A fault affects a process, or a link to it, for that long. None: the control plane."""
         now = self._loop.time()
         id = CONTROL_PLANE if peer is None else peer.id
         self._fault_windows.setdefault(id, []).append((now, now + duration_s + AFTERMATH_S))
@@ -163,23 +166,23 @@ class Checks:
         now = self._loop.time()
         return any(begin <= now and end >= since for begin, end in self._fault_windows.get(id, ()))
 
-    # -- while it runs --------------------------------------------------------------------------
+    # -- during the run --------------------------------------------------------------------------
 
     def placed(self, key: PlacementKey, took_s: float, placed: RoutingDecision | MeshError) -> None:
-        """A frontend got a placement, or none."""
+        """A frontend received a placement, or an error."""
         if isinstance(placed, RoutingDecision):
             legs = (placed, placed.prefill) if placed.prefill is not None else (placed,)
             self._placed_workers[key] = [leg.worker_id for leg in legs]
-        # In the queue of each router that it had to change to it waits anew.
+        # After each change of its router the request waits in a queue again.
         since = self._loop.time() - took_s
         changes = sum(begin >= since for begin, _ in self._fault_windows.get(CONTROL_PLANE, ()))
         if took_s > PLACEMENT_MAX_S + self._queued_s * (1 + changes):
-            self.violation("placed", f"{key[0]} waited {took_s:.2f} s to be placed")
+            self.violation("placed", f"{key[0]} waited {took_s:.2f} s for a placement")
 
     def submitted(
         self, frontend: SimFrontend, worker: SimWorker | None, leg_request: LegRequest
     ) -> None:
-        """A frontend gave a worker an order."""
+        """A frontend sent a request to a worker."""
         now = self._loop.time()
         self.retries += leg_request.attempt > 0
         if worker is not None and leg_request.phase not in _phases_of(worker):
@@ -196,7 +199,7 @@ class Checks:
         if worker.gone_at is None or not frontend.discovery.is_reachable:
             return
         known_from = max(worker.gone_at, frontend.discovery.reachable_since) + REGISTRY_LAG_MAX_S
-        # A router that was shown an old list may name one that its frontend never saw.
+        # A router with an old list may name a worker that its frontend never saw.
         affected_id = frontend.id if worker.id in frontend.discovery.seen else CONTROL_PLANE
         if now > known_from + 0.01 and not self._had_fault(affected_id, worker.gone_at):
             self.violation(
@@ -204,13 +207,13 @@ class Checks:
             )
 
     def check_adapter(self, client: Client, worker: SimWorker, leg_request: LegRequest) -> None:
-        """An order is on its way on behalf of a client."""
-        spec, asked = client.spec, ""
+        """A request of a client is on its way to a worker."""
+        spec, requested = client.spec, ""
         if leg_request.request is not None and leg_request.request.routing is not None:
-            asked = leg_request.request.routing.lora_name or ""
-        name = f"{spec.request_id}, which wants {spec.lora or 'no adapter'!r},"
-        if asked != spec.lora:
-            self.violation("adapter", f"{name} asks for {asked!r}")
+            requested = leg_request.request.routing.lora_name or ""
+        name = f"{spec.request_id}, which requires {spec.lora or 'no adapter'!r},"
+        if requested != spec.lora:
+            self.violation("adapter", f"{name} names {requested!r}")
         if spec.lora and spec.lora not in worker.loras:
             self.violation(
                 "adapter", f"{name} went to {worker.stable_name}, which does not have it"
@@ -219,19 +222,19 @@ class Checks:
             self.violation("adapter", f"{name} went to {worker.stable_name}, of another model")
 
     def admitted(self, worker: SimWorker) -> None:
-        """A worker took an order in."""
+        """A worker admitted a request."""
         if worker.runner.is_draining:
-            self.violation("admit", f"{worker.stable_name} took an order in while it drained")
+            self.violation("admit", f"{worker.stable_name} admitted a request while it drained")
 
     def delivered(self, leg_request: LegRequest) -> None:
-        """A leg of a pair brought tokens."""
+        """A leg of a pair delivered tokens."""
         if leg_request.phase == "decode":
             self._delivered.add((leg_request.request_id, leg_request.attempt))
 
     def leg_failed(
         self, frontend: SimFrontend, leg_request: LegRequest, workers: Sequence[SimWorker]
     ) -> None:
-        """A leg of a pair failed: unless decode has delivered, the other one is to end."""
+        """A leg of a pair failed: unless decode has delivered tokens, the other leg must end."""
         if (leg_request.request_id, leg_request.attempt) not in self._delivered:
             self.pairs_failed += 1
             since = self._loop.time()
@@ -259,60 +262,66 @@ class Checks:
                     )
 
     def pages(self, workers: Sequence[SimWorker]) -> None:
-        """What engines found on their pages, the dead ones' too."""
+        """The corrupt pages that engines found, those of dead workers included."""
         for worker in workers:
             counters = worker.engine.counters
             corrupt = counters["corrupt_pages"] + counters["corrupt_tokens"]
             if corrupt > self._corrupt_pages[worker.id]:
                 self._corrupt_pages[worker.id] = corrupt
                 self.violation(
-                    "pages", f"{worker.stable_name} found {corrupt} pages or tokens spoilt"
+                    "pages", f"{worker.stable_name} found {corrupt} corrupt pages or tokens"
                 )
 
     def credit(self, name: str, unacked_bytes: int) -> None:
-        """What a worker has sent to one frontend without a word from it."""
+        """The bytes that a worker has sent to one frontend without an acknowledgement."""
         if unacked_bytes > CREDIT_BYTES + FRAME_BYTES:
             self.violation("credit", f"{name}: {unacked_bytes} bytes are not acknowledged")
 
     def backlog(self, indexer: SimIndexer) -> None:
-        """What waits for subscribers of an index."""
+        """The messages that wait for subscribers of an index."""
         for subscriber in indexer.ingest.subscribers:
             waiting = sum(map(size_bytes, subscriber._waiting))
             if waiting > indexer.subscriber_bytes:
-                self.violation("backlog", f"{indexer.process.name}: {waiting} bytes wait for one")
+                self.violation(
+                    "backlog", f"{indexer.process.name}: {waiting} bytes wait for one subscriber"
+                )
 
     def began(self, client: Client) -> None:
-        """A client asks for something."""
+        """A client sends a request."""
         all_tokens = (*client.spec.prompt, *client.expected)
         self._prefix_counts.update((client.spec.lora, one) for one in _prefix_digests(all_tokens))
 
     def _check_cache(self, client: Client, outcome: RequestOutcome) -> None:
-        """What was cached for a request is what another one, or its own earlier try, said."""
+        """The cached tokens of a request were sent before, by another request or an earlier
+        attempt.
+        """
         details = outcome.usage.prompt_tokens_details
         cached = (details.cached_tokens or 0) if details is not None else 0
         spec = client.spec
         if cached and outcome.attempts == 1:
             last = _prefix_digests(spec.prompt[:cached])[-1:]
             if not last or self._prefix_counts[spec.lora, last[0]] < 2:
-                what = f"{cached} tokens were cached that nobody said to {spec.lora or 'the model'}"
+                what = f"{cached} cached tokens that were never sent to {spec.lora or 'the model'}"
                 self.violation("cache", f"{spec.request_id}: {what}")
 
     def tokens(self, client: Client, token_ids: Sequence[int]) -> None:
-        """A client was given tokens."""
+        """A client received tokens."""
         name = client.spec.request_id
         if client.is_slow_reader:
-            self.violation("slow", f"{name} gets more although it reads nothing")
+            self.violation("slow", f"{name} gets more tokens although it does not read")
         if client.outcomes:
             self.violation("once", f"{name} got tokens after its end")
         start = len(client.delivered)
         client.delivered += token_ids
         if client.expected[start : start + len(token_ids)] != list(token_ids):
-            self.violation("truth", f"{name}: tokens from {start} on are not the model's")
+            self.violation("tokens", f"{name}: tokens from {start} on are not the model's")
 
     def finished(
         self, client: Client, outcome: RequestOutcome, serving: Sequence[SimWorker]
     ) -> None:
-        """A client was told the end. serving: workers that all processes knew well by then."""
+        """A client received its outcome. serving: workers that were healthy and known to all
+        processes.
+        """
         name = client.spec.request_id
         client.outcomes.append(outcome)
         client.ended_at = self._loop.time()
@@ -320,7 +329,7 @@ class Checks:
             self.violation("once", f"{name} ended {len(client.outcomes)} times")
         counted = outcome.usage.prompt_tokens, outcome.usage.completion_tokens
         if counted != (len(client.spec.prompt), len(client.delivered)):
-            self.violation("usage", f"{name}: usage says {counted}")
+            self.violation("usage", f"{name}: usage is {counted}")
         self._check_cache(client, outcome)
         if client.has_disconnected:
             if not isinstance(outcome.error, RequestCancelled):
@@ -341,10 +350,11 @@ class Checks:
         name = client.spec.request_id
         if client.delivered != client.expected:
             self.violation(
-                "truth", f"{name} ended after {len(client.delivered)} of {len(client.expected)}"
+                "tokens", f"{name} ended after {len(client.delivered)} of {len(client.expected)}"
             )
         elif outcome.finish_reason is not client.expected_finish:
-            # Where all was delivered and only the end got lost, the frontend knows the limit only.
+            # If all tokens were delivered and only the end was lost, the frontend knows only the
+            # limit.
             is_full = len(client.delivered) == client.spec.stop.max_tokens
             if not (is_full and outcome.finish_reason is FinishReason.LENGTH):
                 self.violation(
@@ -370,16 +380,16 @@ class Checks:
         if isinstance(error, Overloaded) and self._may_refuse(client, error):
             return
         if not isinstance(error, WorkerLost | Unavailable) and error.reason != NO_BLOCKS:
-            self.violation("errors", f"{name}: {error!r} has no place here")
+            self.violation("errors", f"{name}: {error!r} is unexpected")
             return
         if isinstance(error, Unavailable) and not error.retry_after_s:
-            self.violation("errors", f"{name}: {error!r} does not say when to come again")
+            self.violation("errors", f"{name}: {error!r} has no retry_after_s")
         if outcome.attempts >= ATTEMPTS_MAX or not self._attempts_explained:
             return
         if error.reason == "RETRY_BUDGET" and self.retries > RETRIES_MANY:
             return
         if not spec.migratable and client.delivered:
-            return  # `_check_retries` asks for the fault
+            return  # `_check_retries` requires the fault
         if error.reason == "NO_ROUTER" and self._had_fault(CONTROL_PLANE, client.began_at):
             return
         untried = [
@@ -390,10 +400,10 @@ class Checks:
         ]
         if can_serve(untried):
             names = [worker.stable_name for worker in untried]
-            self.violation("errors", f"{name}: {error} although {names} would have served")
+            self.violation("errors", f"{name}: {error} although {names} were available")
 
     def _may_refuse(self, client: Client, error: Overloaded) -> bool:
-        """Whether a request may be turned away because something is full, or slow."""
+        """Whether a request may be rejected because a worker or a queue is full, or slow."""
         if error.reason == "SLOW_READER":
             return client.is_slow_reader
         if error.reason == "ALL_WORKERS_BUSY":
@@ -408,23 +418,23 @@ class Checks:
         if self._had_fault(client.frontend.id, client.began_at):
             return
         for attempt in range(outcome.attempts if is_cut else outcome.attempts - 1):
-            asked = self._placed_workers.get((client.spec.request_id, attempt), ())
-            if asked and not any(self._is_explained(client, worker_id) for worker_id in asked):
-                self.violation(
-                    "retries",
-                    f"{client.spec.request_id} left {[f'{id:x}' for id in asked]} without a fault",
-                )
+            worker_ids = self._placed_workers.get((client.spec.request_id, attempt), ())
+            if worker_ids and not any(
+                self._is_explained(client, worker_id) for worker_id in worker_ids
+            ):
+                left = [f"{id:x}" for id in worker_ids]
+                self.violation("retries", f"{client.spec.request_id} left {left} without a fault")
 
     def _is_explained(self, client: Client, worker_id: int) -> bool:
-        """Whether something befell a worker since a client began."""
+        """Whether a worker had a fault since a client began."""
         assert client.frontend is not None
         began_at = client.began_at
         if client.frontend.discovery.seen.get(worker_id, began_at + 1) > began_at:
-            return True  # the router had heard of it before the frontend did
+            return True  # the router had the snapshot before the frontend did
         return self._had_fault(worker_id, began_at)
 
     def serving(self, workers: Sequence[SimWorker], observers: Sequence[Peer]) -> list[SimWorker]:
-        """Workers that are well, and that every process has known for a while."""
+        """Workers that are healthy, and that every process has known for SETTLED_S."""
         since = self._loop.time() - SETTLED_S
         return [
             worker
@@ -435,22 +445,22 @@ class Checks:
         ]
 
     def aborted(self, client: Client, workers: Sequence[SimWorker]) -> None:
-        """ABORT_S after a client gave up, in a mesh without faults."""
+        """ABORT_S after a client disconnected, in a mesh without faults."""
         for worker in workers:
             held = worker.runner._active_requests.values()
             if any(one.leg_request.request_id == client.spec.request_id for one in held):
                 self.violation("abort", f"{client.spec.request_id} runs on after its client left")
 
-    # -- after it -------------------------------------------------------------------------------
+    # -- after the run --------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """All has started, and nobody has come yet: what runs now, runs always."""
+        """All processes have started, and no client has arrived: these tasks always run."""
         self._expected_coroutines = EXPECTED_COROUTINES | {
             coroutine_name(task) for task in asyncio.all_tasks()
         }
 
     def check_recovered(self, peers: Sequence[Peer], *, idle: bool = False) -> None:
-        """All is well by now."""
+        """The mesh has recovered by now."""
         for peer in peers:
             if isinstance(peer, SimWorker):
                 peer.engine.blocks.check()
@@ -458,7 +468,7 @@ class Checks:
             self.violation(rule, what)
 
     def problems(self, peers: Sequence[Peer], *, idle: bool = False) -> Iterator[tuple[str, str]]:
-        """What keeps a mesh from being well, by rule, cheapest first. peers: those who live.
+        """The problems of a mesh, by rule, cheapest first. peers: the processes that are alive.
 
         idle: unused streams must have been closed by now.
         """
@@ -478,16 +488,16 @@ class Checks:
     ) -> int:
         """A request that had the mesh for itself, long after the last fault.
 
-        guesses: whether its router knows caches by guesses only, about which nothing is promised.
-        Returns the cached tokens that were predicted for it, and found; 0 without an index.
+        is_approximate: whether its router has only approximate entries, which promise nothing.
+        Returns the cached tokens that were predicted and found; 0 without an index.
         """
         name = client.spec.request_id
         if not client.outcomes:
-            self.violation("healed", f"{name} has not ended, in a mesh that is well")
+            self.violation("recovered", f"{name} has not ended, in a healthy mesh")
             return 0
         outcome = client.outcomes[0]
         if outcome.error is not None or outcome.attempts != 1 or outcome.placed is None:
-            self.violation("healed", f"{name}: {outcome.error}, {outcome.attempts} attempts")
+            self.violation("recovered", f"{name}: {outcome.error}, {outcome.attempts} attempts")
             return 0
         placed = outcome.placed
         id = placed.worker_id if placed.prefill is None else placed.prefill.worker_id
@@ -497,7 +507,7 @@ class Checks:
         details = outcome.usage.prompt_tokens_details
         actual = details.cached_tokens if details is not None else None
         predicted = placed.predicted_cached_tokens
-        if actual is None:  # decode's last words came before prefill's, who knows
+        if actual is None:  # the report of prefill came too late
             return 0
         is_subset = computed_by.has_dropped_entries
         if not (predicted <= actual if is_subset else predicted == actual):
@@ -509,20 +519,22 @@ class Checks:
         name = client.spec.request_id
         error = client.outcomes[0].error if client.outcomes else None
         if not (isinstance(error, Unavailable) and error.retry_after_s):
-            self.violation("departed", f"{name}: nobody serves its model, and it got {error!r}")
+            self.violation(
+                "departed", f"{name}: no worker serves its model, and the error is {error!r}"
+            )
 
     def check_bookings(self, client: Client, peers: Sequence[Peer]) -> None:
-        """While a request has a well mesh for itself, all routers soon have the same books."""
+        """While one request has the mesh for itself, all routers soon have the same bookings."""
         now = self._loop.time()
         routers = [peer for peer in peers if isinstance(peer, SimRouter)]
         if len({frozenset(one.router.load_tracker) for one in routers}) < 2:
             self._bookings_agreed_at = now
         elif now > max(self._bookings_agreed_at, client.placed_at or now) + BOOKINGS_SYNC_MAX_S:
             held = {one.process.name: len(one.router.load_tracker) for one in routers}
-            self.violation("books", f"{client.spec.request_id}: routers hold {held}")
+            self.violation("bookings", f"{client.spec.request_id}: routers hold {held}")
 
     def report_unfinished(self, clients: Sequence[Client]) -> None:
-        """These have not ended, long after the last fault."""
+        """These clients have no outcome, long after the last fault."""
         for client in clients:
             self.violation(
                 "bounded",
@@ -531,12 +543,12 @@ class Checks:
             )
 
     def check_no_tasks(self) -> None:
-        """Every process has ended: no task but the caller's is left."""
+        """Every process has ended: the caller's task is the only one left."""
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             self.violation("rest", f"a task of {coroutine_name(task)} outlived its process")
 
     def check_logs(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """What the services logged."""
+        """The log events of the services contain no internal error."""
         for event in events:
             if event.get("log_level") in ("error", "critical") or event.get("reason") in (
                 "BUG",
@@ -546,7 +558,7 @@ class Checks:
 
 
 def _index_problems(peers: Sequence[Peer]) -> Iterator[tuple[str, str]]:
-    """Everybody's index is what the engines hold."""
+    """Each index equals the caches of the engines."""
     workers = [peer for peer in peers if isinstance(peer, SimWorker) and peer.is_serving]
     for peer in peers:
         if isinstance(peer, SimIndexer):
@@ -554,7 +566,7 @@ def _index_problems(peers: Sequence[Peer]) -> Iterator[tuple[str, str]]:
         elif isinstance(peer, SimRouter) and peer.index is not None:
             if not peer.choice.follows_events:
                 if peer.index.feed.blocks:
-                    yield "index", f"{peer.process.name} keeps claims that it does not use"
+                    yield "index", f"{peer.process.name} keeps entries that it does not use"
                 continue
             yield from _feed_problems(peer.process.name, peer.index.feed, workers)
             if not peer.index.is_caught_up:
@@ -562,24 +574,24 @@ def _index_problems(peers: Sequence[Peer]) -> Iterator[tuple[str, str]]:
 
 
 def _view_problems(peers: Sequence[Peer]) -> Iterator[tuple[str, str]]:
-    """Everybody was shown the newest list, has a router, and leaves no worker alone."""
+    """Each process has the newest list of the mesh and a router, and excludes no worker."""
     for peer in peers:
         name = peer.process.name
         if not peer.discovery.is_current:
-            yield "known", f"{name}: it was shown an old list of the mesh"
+            yield "known", f"{name}: it has an old list of the mesh"
         if isinstance(peer, SimRouter):
             others = {one.id for one in peers if isinstance(one, SimRouter)} - {peer.id}
             if set(peer.peers.replica.peers) != others:
-                yield "known", f"{name}: not all other routers, or more, tell it of bookings"
+                yield "known", f"{name}: its peers are not exactly the other routers"
         if isinstance(peer, SimFrontend):
             if not peer.router.is_connected:
                 yield "known", f"{name}: it has no router"
-            for worker_id, why in peer.engines.exclusion_reasons().items():
-                yield "known", f"{name}: it leaves {worker_id:x} alone: {why}"
+            for worker_id, reason in peer.engines.exclusion_reasons().items():
+                yield "known", f"{name}: it excludes {worker_id:x}: {reason}"
 
 
 def _leftover_problems(peers: Sequence[Peer], *, idle: bool) -> Iterator[tuple[str, str]]:
-    """Nothing runs any more, and everything that was held was given back."""
+    """No request is active, and all resources are released."""
     for peer in peers if idle else ():
         is_open = bool(
             peer.engines.open_slots
@@ -589,8 +601,8 @@ def _leftover_problems(peers: Sequence[Peer], *, idle: bool) -> Iterator[tuple[s
         if is_open:
             yield "rest", f"{peer.process.name}: an unused stream is still open"
     for peer in peers:
-        for what, is_well in _REST_CHECKS[type(peer)](peer).items():
-            if not is_well:
+        for what, is_released in _REST_CHECKS[type(peer)](peer).items():
+            if not is_released:
                 yield "rest", f"{peer.process.name}: {what}"
 
 
@@ -607,7 +619,7 @@ def _indexer_problems(
 def _feed_problems(
     name: str, feed: IndexFeed, workers: Sequence[SimWorker]
 ) -> Iterator[tuple[str, str]]:
-    """An index is what the engines hold; a part of it where claims were dropped."""
+    """An index equals the caches of the engines; a subset of them where entries were dropped."""
     by_id = {worker.id: worker for worker in workers}
     for source in feed.sources():
         if source.worker_id not in by_id and feed.is_matchable(source):
@@ -618,7 +630,7 @@ def _feed_problems(
         state = feed.status(source).state if source in feed else "unknown"
         expected_states = {"exact", "degraded"} if worker.has_dropped_entries else {"exact"}
         if state not in expected_states or not feed.is_matchable(source):
-            yield "index", f"{where}: it is {state} when all is well"
+            yield "index", f"{where}: it is {state} in a healthy mesh"
             continue
         index, advertised = feed.advertised(source)
         advertised_hashes = {int(one) for _, part in index.chunks(advertised) for one in part}
@@ -626,17 +638,17 @@ def _feed_problems(
         if advertised_hashes - held:
             yield "index", f"{where}: {len(advertised_hashes - held)} blocks are not held"
         if held - advertised_hashes and not worker.has_dropped_entries:
-            yield "index", f"{where}: {len(held - advertised_hashes)} blocks are not claimed"
+            yield "index", f"{where}: {len(held - advertised_hashes)} blocks are not advertised"
 
 
 def size_bytes(message: object) -> int:
-    """About as many bytes as something told to a subscriber takes, and not more."""
+    """A lower bound of the bytes that a message to a subscriber takes."""
     events = message.events if isinstance(message, EventBatch) else ()
     return sum(8 * len(event.hashes) for event in events)
 
 
 def _prefix_digests(tokens: Sequence[int]) -> list[int]:
-    """One number for each whole number of blocks that some tokens begin with."""
+    """One number for each prefix of whole blocks."""
     content, size = np.asarray(tokens, dtype="<u4").tobytes(), 4 * BLOCK_SIZE
     digests, digest = [], 0
     for stop in range(size, len(content) + 1, size):
@@ -646,7 +658,7 @@ def _prefix_digests(tokens: Sequence[int]) -> list[int]:
 
 
 def can_serve(workers: Sequence[SimWorker]) -> bool:
-    """Whether they are enough to serve a request."""
+    """Whether these workers suffice to serve a request."""
     roles = {worker.role for worker in workers}
     return (
         "aggregated" in roles
@@ -656,7 +668,7 @@ def can_serve(workers: Sequence[SimWorker]) -> bool:
 
 
 def _phases_of(worker: SimWorker) -> tuple[str, ...]:
-    """What orders a worker may be given; "" is a whole request."""
+    """The phases that a worker may serve; "" is a whole request."""
     match worker.role:
         case "aggregated":
             return ("",)
@@ -666,7 +678,7 @@ def _phases_of(worker: SimWorker) -> tuple[str, ...]:
 
 
 def coroutine_name(task: asyncio.Task[Any]) -> str:
-    """The qualified name of what a task runs."""
+    """The qualified name of the coroutine that a task runs."""
     return str(getattr(task.get_coro(), "__qualname__", "?"))
 
 
@@ -675,7 +687,7 @@ def _frontend_rest(frontend: SimFrontend) -> dict[str, bool]:
     return {
         "requests are open": frontend.gateway.open_requests == 0,
         "slots are open": not any(frontend.engines.open_slots.values()),
-        "placements are waited for": not router._waiting and not router._query_ids,
+        "placement requests are open": not router._waiting and not router._query_ids,
         "bookings are held": not router._held_bookings,
     }
 
@@ -693,27 +705,27 @@ def _worker_rest(worker: SimWorker) -> dict[str, bool]:
         "requests are inside": worker.runner.open_requests == 0,
         "slots are open": worker.attach.open_slots == 0,
         "slots are kept": not any(stream._keys for stream in streams),
-        f"the runner lost count: {dict(runner)}": runner["accepted"] == ended,
-        f"the engine lost count: {dict(engine)}": engine["accepted"] == engine_ended,
+        f"the runner's counters disagree: {dict(runner)}": runner["accepted"] == ended,
+        f"the engine's counters disagree: {dict(engine)}": engine["accepted"] == engine_ended,
         "sequences are scheduled": load.running == load.waiting == load.waiting_tokens == 0,
         f"{load.kv_used_blocks} KV blocks are held": load.kv_used_blocks == 0,
         f"{load.rooms_open} rooms are open": load.rooms_open == 0,
         f"{blocks.open_transfers} transfers hold pages": blocks.open_transfers == 0,
-        f"the rooms lost count: {dict(engine)}": rooms_opened == rooms_ended,
+        f"the counters of rooms disagree: {dict(engine)}": rooms_opened == rooms_ended,
     }
 
 
 def _router_rest(router: SimRouter) -> dict[str, bool]:
-    book, replica = router.router.load_tracker, router.peers.replica
+    load_tracker, replica = router.router.load_tracker, router.peers.replica
     return {
-        "it tells others of bookings": not len(replica._own_digest),
-        "requests are parked": not (len(router.router.queue) or router.router.queue.tokens),
-        "claims of peers are left": not any(c.bookings for c in replica._peer_states.values()),
-        f"{len(book)} bookings are left": len(book) == 0,
-        f"{book.orphan_count} orphans are left": book.orphan_count == 0,
+        "it still advertises bookings": not len(replica._own_digest),
+        "requests are queued": not (len(router.router.queue) or router.router.queue.tokens),
+        "bookings of peers are left": not any(c.bookings for c in replica._peer_states.values()),
+        f"{len(load_tracker)} bookings are left": len(load_tracker) == 0,
+        f"{load_tracker.orphan_count} orphans are left": load_tracker.orphan_count == 0,
         "a rank still carries load": all(
             rank.booked.requests == rank.booked.prefill_tokens == rank.booked.decode_blocks == 0
-            for rank in book.ranks._ranks.values()
+            for rank in load_tracker.ranks._ranks.values()
         ),
     }
 

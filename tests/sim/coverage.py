@@ -1,4 +1,4 @@
-"""What seeds have met, so that no rule holds for want of a case."""
+"""Counts of what happened in many seeds, so that no rule passes for lack of a case."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ SEEDS_PER_CHUNK = 2
 
 
 class Coverage:
-    """Runs each seed once. seen: seeds in which a thing happened, by its name; a fault's is its
-    kind. sums: how often it happened in all of them."""
+    """Runs each seed once. seen: number of seeds in which something happened, by its name (of a
+    fault: its kind). totals: how often it happened in all seeds.
+    """
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
@@ -21,7 +22,7 @@ class Coverage:
         self._seeds_run: set[int] = set()
 
     def run(self, seeds: Iterable[int]) -> list[str]:
-        """Runs those that have not run yet; what broke, with how to replay it."""
+        """Runs the seeds that have not run yet. Returns the reports of failed runs."""
         broken = []
         for seed in seeds:
             if seed in self._seeds_run:
@@ -37,7 +38,7 @@ class Coverage:
         return broken
 
     def missing_counts(self, minimum_counts: Mapping[str, int]) -> dict[str, int]:
-        """What happened less often than it must, and how often it did."""
+        """What happened less often than required, and how often it did."""
         return {
             key: self.totals[key]
             for key, count in minimum_counts.items()
@@ -46,12 +47,12 @@ class Coverage:
 
 
 def chunks(seeds: Sequence[int]) -> list[Sequence[int]]:
-    """Them, CHUNK at a time."""
+    """The seeds in chunks of SEEDS_PER_CHUNK."""
     return [
         seeds[start : start + SEEDS_PER_CHUNK] for start in range(0, len(seeds), SEEDS_PER_CHUNK)
     ]
 
 
 def chunk_name(seeds: Sequence[int]) -> str:
-    """How a test of some seeds is named."""
+    """The parametrize id of a chunk of seeds."""
     return f"{seeds[0]}-{seeds[-1]}"

@@ -1,8 +1,8 @@
 """Scenarios drawn from a seed (pure).
 
-Each seed first gives a plain mesh with clients and faults, by a chance of its own; then some of the
-features in `features.py` are turned on, by another chance, so that a new feature leaves the plain
-meshes as they are.
+Each seed first gives a plain mesh with clients and faults, from its own generator. Then some of the
+features in `features.py` are turned on, from another generator, so that a new feature does not
+change the plain meshes.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from tests.sim.scenario import (
 )
 from worker_svc.engines.sim.token_oracle import TokenOracle
 
-# Short, so that some find it full, and some wait too long.
+# Short, so that some requests find it full and some wait too long.
 QUEUE = QueueSettings(threshold=0.3, policy="wspt", requests_max=12, wait_max_s=3.0)
 SELECTOR_NAMES = ("least_loaded", "power_of_two", "round_robin", "random")
-# How many of all meshes are such ones.
+# Share of meshes with fast detection of broken links.
 FAST_DETECTION_SHARE = 0.7
-# A mesh at rest stays so, whatever timers are still set: keepalive's, those of orphans and leases.
+# A mesh at rest remains at rest, whatever timers are set: those of keepalive, orphans and leases.
 LINGER_S = 20.0
 
 
 def is_disaggregated(seed: int) -> bool:
-    """Whether a seed's mesh has a KV plane: two of five have one."""
+    """Whether the mesh of a seed has a KV plane: two of five have one."""
     return seed % 5 in (1, 3)
 
 
@@ -53,7 +53,7 @@ def draw_scenario(seed: int, *, storm: bool = False) -> Scenario:
 
 
 def _draw_aggregated(seed: int, *, storm: bool) -> Scenario:
-    """Aggregated workers, and no index."""
+    """Aggregated workers without an index."""
     rng = Random(f"flat {seed}")
     token_oracle = TokenOracle(TOKEN_IDS, EOS, eos_one_in=EOS_ONE_IN)
     blocks = rng.choice((160, 4096, 4096))
@@ -88,7 +88,7 @@ def _draw_aggregated(seed: int, *, storm: bool) -> Scenario:
 
 
 def _draw_disaggregated(seed: int, *, storm: bool) -> Scenario:
-    """Pairs of prefill and decode workers, and an index."""
+    """Pairs of prefill and decode workers with an index."""
     rng = Random(f"vertical {seed}")
     token_oracle = TokenOracle(TOKEN_IDS, EOS, eos_one_in=EOS_ONE_IN)
     until = rng.uniform(6.0, 12.0)

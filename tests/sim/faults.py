@@ -1,4 +1,4 @@
-"""What can go wrong, drawn from a seed (pure)."""
+"""Faults, drawn from a seed (pure)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ T = TypeVar("T")
 
 
 class FaultKind(StrEnum):
-    """What happens. Attach is the token plane, session the link to a router, sync that between two.
+    """The kinds of faults. Attach is the token plane, session the link from a frontend to a router,
+    sync the link between two routers.
 
-    Handoffs are the links between engines; feeds those from workers over indexers to routers. A
-    drain is a rollout: an orderly end, and a successor. From PREFILL_KILL on, what strikes a role
-    strikes amid a handoff, if there is one soon.
+    Handoffs are the links between engines; feeds are those from workers over indexers to routers. A
+    drain is a rollout: an orderly end, and a successor. From PREFILL_KILL on, a fault of a role is
+    injected during a handoff, if one starts soon.
     """
 
     ATTACH_CUT = auto()
@@ -94,7 +95,7 @@ CONTROL_FAULTS = (
     FaultKind.SYNC_HOLD,
     FaultKind.SYNC_GARBLED,
 )
-# Those of a mesh without a KV plane.
+# The faults of a mesh without a KV plane.
 ALL_FAULTS = tuple(FaultKind)[: tuple(FaultKind).index(FaultKind.PREFILL_KILL)]
 PROFILES: tuple[tuple[FaultKind, ...], ...] = (
     (),
@@ -146,7 +147,7 @@ FAILOVERS = (
     FaultKind.SYNC_HOLD,
     FaultKind.SYNC_GARBLED,
 )
-# Where prefill and decode are apart, and there is an index.
+# For meshes with an index and separate prefill and decode workers.
 DISAGGREGATED_PROFILES: tuple[tuple[FaultKind, ...], ...] = (
     (),
     HANDOFF_FAULTS,
@@ -162,11 +163,12 @@ DISAGGREGATED_STORMS: tuple[tuple[FaultKind, ...], ...] = (
     FAILOVERS,
     tuple(FaultKind),
 )
-# Those that befall neither routers nor what they are told by each other and by the registry.
+# Faults that affect neither routers nor the messages that they receive from each other and from the
+# registry.
 ROUTER_SAFE_FAULTS = frozenset(
     {*WORKER_FAULTS, *HANDOFF_FAULTS, *INDEX_FAULTS, FaultKind.ATTACH_CUT, FaultKind.ATTACH_HOLD}
 )
-# What there may be very much of at once.
+# Faults that may be injected very often.
 STORMS: tuple[tuple[FaultKind, ...], ...] = (
     LINK_FAULTS,
     ALL_FAULTS,
@@ -174,9 +176,10 @@ STORMS: tuple[tuple[FaultKind, ...], ...] = (
     (*CONTROL_FAULTS, FaultKind.SESSION_HOLD, FaultKind.FRONTEND_STALL),
 )
 
-# A side of a broken link that is told nothing learns of it by the transport's own pings.
+# If no end of stream arrives, a side of a broken link notices the loss by the pings of the
+# transport.
 KEEPALIVE_S = 15.0
-# Or, in most meshes, by something faster.
+# In most meshes a faster mechanism notices it.
 FAST_DETECTION_S = 3.0
 FAULT_MAX_S = 8.0
 
@@ -185,9 +188,9 @@ FAULT_MAX_S = 8.0
 class Fault:
     """One fault. Times are virtual seconds.
 
-    pick, pick_too: 0..1, choose among what there is to strike when it strikes. lasts_s: how long,
-    or until the restart. near_s, far_s: when the two sides of a broken link notice. notice_s: when
-    the registry does.
+    target_draw, second_draw: 0..1, select among the targets that exist when the fault is injected.
+    duration_s: how long it lasts, or until the restart. near_s, far_s: when the two sides of a
+    broken link notice it. notice_s: when the registry does.
     """
 
     at: float
@@ -211,7 +214,7 @@ def draw_faults(
 
 
 def with_fast_detection(faults: Sequence[Fault]) -> tuple[Fault, ...]:
-    """The same, but each side of a broken link notices within SOON_S."""
+    """The same faults, but each side of a broken link notices within FAST_DETECTION_S."""
     return tuple(
         replace(
             one, near_s=min(FAST_DETECTION_S, one.near_s), far_s=min(FAST_DETECTION_S, one.far_s)
@@ -234,7 +237,7 @@ def _draw(rng: Random, kinds: Sequence[FaultKind], until: float) -> Fault:
 
 
 def _draw_duration(rng: Random) -> float:
-    """A blink, most of the time below what a heartbeat tolerates, sometimes well above."""
+    """Mostly shorter than the heartbeat timeout, sometimes much longer."""
     return rng.choice((rng.uniform(0.0, 0.2), rng.uniform(0.2, 2.5), rng.uniform(2.5, FAULT_MAX_S)))
 
 
@@ -243,5 +246,5 @@ def _draw_detection_delay(rng: Random) -> float:
 
 
 def select_by_draw(candidates: Sequence[T], target_draw: float) -> T:
-    """The one of them that a number of 0..1 chooses."""
+    """The candidate that a number of 0..1 selects."""
     return candidates[int(target_draw * len(candidates))]

@@ -1,6 +1,7 @@
-"""What some meshes have beside the plain ones of `draws.py`, drawn by chance (pure).
+"""Features that some meshes have in addition to the plain ones of `draws.py`, drawn by chance
+(pure).
 
-Each feature changes a scenario: its mesh, and what some of its clients ask.
+Each feature changes a scenario: its mesh, and the requests of some clients.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from tests.sim.fleet import TEMPORARY_MODEL
 from tests.sim.net import WINDOW_BYTES
 from tests.sim.scenario import SHORT_RECOVERY_MAX_S, Scenario
 
-# A prompt takes long enough to compute for others to wait, and a step not as long as a hang.
+# A prompt takes so long to compute that other requests wait, and a step less than a hang.
 SLOW_TOKEN_S = 1e-3
 STEP_TOKENS = 600
-# Prompts that take many such steps are cut.
+# Prompts that take many such steps are truncated.
 PROMPT_MAX = 1500
-# A router has forgotten a model by then whose last worker left when all was well, and streams that
-# nobody uses are closed.
+# By then a router has forgotten a model without workers in a healthy mesh, and unused
+# streams are closed.
 MODEL_EXPIRY_S = 75.0
 ADAPTERS = ("french", "german")
 
 
 def with_features(scenario: Scenario, rng: Random) -> Scenario:
-    """The scenario with some of them; most have one or two."""
+    """The scenario with some features; most have one or two."""
     chances: tuple[tuple[float, Callable[[Scenario, Random], Scenario]], ...] = (
         (0.3, _sessions),
         (0.2, _queue),
@@ -52,7 +53,7 @@ def with_features(scenario: Scenario, rng: Random) -> Scenario:
 
 
 def _sessions(scenario: Scenario, rng: Random) -> Scenario:
-    """Requests belong to a few sessions; some begin one anew, or end it."""
+    """Requests belong to a few sessions; some reopen a session, or close it."""
     names = [f"s{number}" for number in range(rng.randrange(1, 6))]
     actions = (None,) * 8 + (SessionAction.OPEN, SessionAction.CLOSE)
 
@@ -72,7 +73,7 @@ def _sessions(scenario: Scenario, rng: Random) -> Scenario:
 
 
 def _queue(scenario: Scenario, rng: Random) -> Scenario:
-    """Requests wait at routers for workers with room; some go ahead of others."""
+    """Requests wait in router queues for workers with capacity; some have a higher priority."""
     has_levels, has_jumps = rng.random() < 0.6, rng.random() < 0.6
 
     def with_priority(spec: ClientSpec) -> ClientSpec:
@@ -105,7 +106,7 @@ def _slow_prompts(scenario: Scenario) -> Scenario:
 
 
 def _busy_limits(scenario: Scenario, rng: Random) -> Scenario:
-    """Workers with much to do get nothing more."""
+    """Busy workers get no further requests."""
     limits = rng.choice(
         (
             BusyLimits(active_decode_blocks=0.02),
@@ -121,7 +122,7 @@ def _busy_limits(scenario: Scenario, rng: Random) -> Scenario:
 
 
 def _adapters(scenario: Scenario, rng: Random) -> Scenario:
-    """Some workers have adapters, and some requests ask for them with prompts like the others'."""
+    """Some workers have adapters, and some requests name them, with common prompts."""
     adapter_sets = rng.choice(
         (
             (frozenset(ADAPTERS),),
@@ -130,7 +131,8 @@ def _adapters(scenario: Scenario, rng: Random) -> Scenario:
         )
     )
 
-    # Of a session all ask for the same: which worker it is on would say little about the others.
+    # All requests of a session have the same adapter: a placement for one adapter does not apply to
+    # another.
     adapter_by_session: dict[str, str] = {}
 
     def with_adapter(spec: ClientSpec) -> ClientSpec:
@@ -147,7 +149,9 @@ def _adapters(scenario: Scenario, rng: Random) -> Scenario:
 
 
 def _approximate_index(scenario: Scenario, rng: Random) -> Scenario:
-    """Some routers follow no events, or predict beside them; some workers tell of none."""
+    """Some routers follow no events, or have predicted entries beside them; some workers publish
+    none.
+    """
     limits = ApproxLimits(
         ttl_s=rng.choice((1.0, 4.0, 120.0)), blocks_max=rng.choice((40, 1 << 20, 1 << 20))
     )
@@ -181,7 +185,7 @@ def _approximate_index(scenario: Scenario, rng: Random) -> Scenario:
 
 
 def _slow_clients(scenario: Scenario, rng: Random) -> Scenario:
-    """Some clients read so slowly that they are to be cut."""
+    """Some clients read so slowly that they must be cut."""
     long_response = StopConditions(max_tokens=150, ignore_eos=True)
 
     def with_slow_reader(spec: ClientSpec) -> ClientSpec:
@@ -198,7 +202,9 @@ def _slow_clients(scenario: Scenario, rng: Random) -> Scenario:
 
 
 def _temporary_model(scenario: Scenario, rng: Random) -> Scenario:
-    """Another model has one worker, which leaves for good; some ask for it before, some after."""
+    """Another model has one worker, which leaves for good; some requests for it come before, some
+    after.
+    """
     leaves_s = rng.uniform(1.0, 6.0)
 
     def for_temporary_model(spec: ClientSpec) -> ClientSpec:
@@ -221,7 +227,7 @@ def _all_workers_killed(scenario: Scenario, rng: Random) -> Scenario:
 def _slow_subscribers(scenario: Scenario, rng: Random) -> Scenario:
     if not scenario.indexers:
         return scenario
-    # Enough for two statuses of each worker, without which a subscriber could never begin.
+    # Enough for two statuses of each worker; a subscriber with less could never begin.
     subscriber_limit, window = rng.choice(
         ((1536, 512), (1536, 512), (2048, 2048), (1 << 20, WINDOW_BYTES))
     )

@@ -1,6 +1,7 @@
 """The processes of a simulated mesh: real services, joined by `net` instead of gRPC.
 
-Each class here stands for one room's `app.py`, and wires the room's real parts as that does.
+Each class stands for the `app.py` of one service and wires the real parts of the service in the
+same way.
 """
 
 from __future__ import annotations
@@ -91,21 +92,23 @@ NAMESPACE = "sim"
 MODEL = "kvmesh-sim"
 # Another model, with one worker that leaves for good.
 TEMPORARY_MODEL = "kvmesh-visitor"
-# As `ServiceConfig` has them, shortened: a simulated drain need not wait for people.
+# Like the defaults of `ServiceConfig`, but shorter: no person waits for a simulated drain.
 NOTICE_S = 1.0
 DRAIN_S = 5.0
 # Between the end of a service's streams and that of its process: they close in order.
 CLOSING_S = 0.2
 _POLL_S = 0.1
-# Longer than in a real mesh, since half of all events would be reports; short enough to count.
+# Longer than in a real mesh, since half of all events would be reports; short enough to take
+# effect.
 _LOAD_EVERY_S = 0.4
 
 
 class DelayedRegistry(MemoryRegistry):
-    """The registry as one process sees it: late, and not at all while it is out of reach.
+    """The registry from the view of one process: late, and unavailable during an outage.
 
-    seen: instances it was shown, and since when. shows_old: it asks a follower that lags behind, so
-    that news comes after what was known before it. is_watched: whether anybody follows it here.
+    seen: instances of the last snapshot, and since when they are present. returns_stale: it queries
+    a follower that lags behind, so that an older snapshot follows a newer one. is_watched: whether
+    this process watches it.
     """
 
     def __init__(self, store: MemoryStore, lag_s: Callable[[], float]) -> None:
@@ -124,11 +127,11 @@ class DelayedRegistry(MemoryRegistry):
 
     @property
     def is_reachable(self) -> bool:
-        """Whether it can be reached, since `reachable_since`."""
+        """Whether it is reachable, since `reachable_since`."""
         return not self._outages
 
     def lose(self) -> None:
-        """The registry is out of reach, until `find` was called as often."""
+        """An outage begins. It lasts until `find` was called as often as `lose`."""
         self._outages += 1
         self._reachable.clear()
 
@@ -140,7 +143,7 @@ class DelayedRegistry(MemoryRegistry):
             self._reachable.set()
 
     async def wait_reachable(self) -> None:
-        """Returns once it can be reached."""
+        """Returns when it is reachable."""
         await self._reachable.wait()
 
     @asynccontextmanager
@@ -154,7 +157,7 @@ class DelayedRegistry(MemoryRegistry):
             yield delayed_watch
 
     def note(self, snapshot: Snapshot) -> None:
-        """Somebody was given this snapshot."""
+        """Record a snapshot that this process received."""
         now = asyncio.get_running_loop().time()
         self.seen = {id: self.seen.get(id, now) for id in snapshot.instances}
         if snapshot is not self._last_snapshot:
@@ -162,11 +165,11 @@ class DelayedRegistry(MemoryRegistry):
 
     @property
     def is_current(self) -> bool:
-        """Whether whoever follows it here was shown all there is."""
+        """Whether the process has the newest snapshot, if it watches at all."""
         return not self.is_watched or self._last_snapshot is self._store.members(NAMESPACE).snapshot
 
     def stale_snapshot(self) -> Snapshot | None:
-        """What a follower that lags behind would show now."""
+        """The snapshot of a follower that lags behind."""
         if not (self.returns_stale and self._previous_snapshot.revision):
             return None
         self.stale_lists_shown += 1
@@ -185,7 +188,7 @@ class _DelayedWatch(Watch):
         self._discovery.note(snapshot)
 
     async def next(self) -> Snapshot:
-        # What a process that was cut off from the start has missed is its first news.
+        # If the process was cut off from the start, its first update is what it missed.
         has_pending_update, self._has_pending_update = self._has_pending_update, False
         if not has_pending_update:
             await self._watch.next()
@@ -200,16 +203,16 @@ class _DelayedWatch(Watch):
 
 
 class FrontendObserver(Protocol):
-    """Who is told what frontends do."""
+    """Receives the actions of frontends."""
 
     def submitted(self, frontend: SimFrontend, worker_id: int, leg_request: LegRequest) -> None:
-        """A frontend gives a worker an order."""
+        """A frontend sends a request to a worker."""
 
     def placed(self, key: PlacementKey, took_s: float, placed: RoutingDecision | MeshError) -> None:
-        """A frontend got a placement, or none."""
+        """A frontend received a placement, or an error."""
 
     def delivered(self, leg_request: LegRequest) -> None:
-        """A leg of a pair brought its first tokens."""
+        """A leg of a pair delivered its first tokens."""
 
     def leg_failed(self, frontend: SimFrontend, leg_request: LegRequest) -> None:
         """A leg of a pair was refused, failed or lost."""
@@ -221,7 +224,7 @@ class _ObservedLegSink:
     def __init__(self, sink: LegSink, frontend: SimFrontend, leg_request: LegRequest) -> None:
         self._sink = sink
         self._frontend = frontend
-        self._order = leg_request
+        self._leg_request = leg_request
 
     def accepted(self) -> None:
         self._sink.accepted()
@@ -231,7 +234,7 @@ class _ObservedLegSink:
         self._sink.rejected(error)
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        self._frontend.observer.delivered(self._order)
+        self._frontend.observer.delivered(self._leg_request)
         self._sink.tokens(token_ids, logprobs)
 
     def chunk(self, json: bytes) -> None:
@@ -247,11 +250,11 @@ class _ObservedLegSink:
         self._sink.lost(error)
 
     def _failed(self) -> None:
-        self._frontend.observer.leg_failed(self._frontend, self._order)
+        self._frontend.observer.leg_failed(self._frontend, self._leg_request)
 
 
 class ObservedEngineClient(EngineClient):
-    """An EngineClient that tells the checkers of every order."""
+    """An EngineClient that reports every submitted request to the checkers."""
 
     frontend: SimFrontend
 
@@ -266,9 +269,9 @@ class ObservedEngineClient(EngineClient):
 
 
 class ObservedRouterClient(RouterClient):
-    """A RouterClient that tells the checkers how long each placement took, in seconds.
+    """A RouterClient that reports the duration of each placement to the checkers, in seconds.
 
-    Time that its own process lost meanwhile is left out.
+    Time in which its own process was stalled is excluded.
     """
 
     observer: FrontendObserver
@@ -285,7 +288,7 @@ class ObservedRouterClient(RouterClient):
 
 
 class ObservedRunner(Runner):
-    """A Runner that tells the checkers of every order it takes in."""
+    """A Runner that reports every admitted request to the checkers."""
 
     admitted: Callable[[], None]
 
@@ -301,7 +304,7 @@ EPOCH_S = 1.7e9
 
 
 class ObservedRouter(Router):
-    """A Router that tells the checkers of every decision. ledger: who keeps them, None: nobody."""
+    """A Router that reports every decision to its decision checker. None: no checks."""
 
     decision_checker: DecisionChecker | None = None
 
@@ -348,7 +351,7 @@ class ObservedRouter(Router):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a mesh is made of. Tests of the checkers put a faulty one in."""
+    """The classes of a mesh. Tests of the checkers replace one by a faulty one."""
 
     gateway: type[Gateway] = Gateway
     router_port: type[ObservedRouterClient] = ObservedRouterClient
@@ -363,8 +366,9 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class KvPlane:
-    """What the KV plane of a mesh shares, where it has one. refused: handoff addresses out of
-    order; garble: batches of events that go wrong."""
+    """What the KV plane of a mesh shares, if it has one. refused: unavailable handoff addresses;
+    garble: batches of events that are lost, duplicated or reordered.
+    """
 
     refused: set[str]
     garble: Garble
@@ -373,7 +377,8 @@ class KvPlane:
 class SimWorker:
     """A worker process; see `worker_svc/app.py`.
 
-    kv: None publishes nothing. kv_way: how its cache can be known; "events" is "none" without kv.
+    kv: None publishes nothing. kv_index_mode: how routers track its cache; "events" is "none"
+    without kv.
     """
 
     def __init__(
@@ -403,7 +408,7 @@ class SimWorker:
         self.role = config.handoff.role
         self.local_prefill = True
         self.publisher: Publisher | None = None
-        # Whether its claims were ever dropped although the blocks are held.
+        # Whether entries of held blocks were ever dropped.
         self.has_dropped_entries = False
         self._kv = kv
         self._parts = parts
@@ -418,18 +423,18 @@ class SimWorker:
         self.lease: Lease | None = None
         self.registered_at: float | None = None
         self.left_at: float | None = None
-        # Since when the registry, for whoever can reach it, does not show it any more.
+        # Since when the registry does not show it, for any process that can reach the registry.
         self.gone_at: float | None = None
         self._net = net
 
     @property
     def is_serving(self) -> bool:
-        """Whether it is alive, registered, and means to stay so."""
+        """Whether it is alive, registered, and not leaving."""
         return self.process.is_alive and self.registered_at is not None and self.left_at is None
 
     @property
     def model(self) -> str:
-        """What it serves."""
+        """The model it serves."""
         return self.engine.config.model
 
     @property
@@ -438,7 +443,7 @@ class SimWorker:
         return self.engine.config.loras
 
     async def start(self) -> None:
-        """Starts the engine, serves, and becomes known."""
+        """Starts the engine, serves, and registers."""
         config = await self.engine.start(self.id)
         self.local_prefill = config.local_prefill
         if self._kv is not None:
@@ -472,7 +477,7 @@ class SimWorker:
         self.registered_at = asyncio.get_running_loop().time()
 
     def _build_publisher(self, engine: EngineConfig, kv: KvPlane) -> Publisher:
-        """As `WorkerApp` does."""
+        """Like `WorkerApp`."""
         block_size = self.engine.config.block_size
         publishes = self.kv_index_mode == "events"
 
@@ -513,7 +518,7 @@ class SimWorker:
         await self.attach.serve(read, write)
 
     async def drain(self) -> None:
-        """Leaves as a worker does that was told to: see `common/service/lifecycle.py`."""
+        """Leaves like a worker that received SIGTERM: see `common/service/lifecycle.py`."""
         self.left_at = asyncio.get_running_loop().time()
         await self.discovery.wait_reachable()
         if self.lease is not None:
@@ -521,7 +526,7 @@ class SimWorker:
         self.gone_at = asyncio.get_running_loop().time()
         await asyncio.sleep(NOTICE_S)
         self.runner.is_draining = True
-        with suppress(TimeoutError):  # the rest is cut by the end of the process
+        with suppress(TimeoutError):  # the end of the process cuts the rest
             async with asyncio.timeout(DRAIN_S):
                 await self.runner.wait_idle()
         await self.engine.drain()
@@ -592,9 +597,9 @@ class SimFrontend:
         self.snapshot = Snapshot()
         self.registered_at: float | None = None
         self.lease: Lease | None = None
-        # Whose sessions it had, in order.
+        # The routers of its sessions, in order.
         self.routers_used: list[int] = []
-        # Time in which it did not get round to anything; see `stall`.
+        # Time in which it was stalled; see `stall`.
         self._stalled_s = 0.0
         self._stalls = 0
         self._stall_clock = StallClock(0.0)
@@ -634,17 +639,17 @@ class SimFrontend:
         return self.process.is_alive and self.registered_at is not None
 
     def has_seen_leave(self, worker_id: int) -> bool:
-        """Whether it knows that a worker was there and is not any more."""
+        """Whether it has seen a worker join and leave."""
         return worker_id in self._recently_left
 
     def stalled_s(self) -> float:
-        """As its pulse would measure it, which need not tick here: nothing else makes it late."""
+        """Like its stall monitor, which need not tick here: only `stall` delays the process."""
         if not self._stalls:
             return self._stalled_s
         return self._stalled_s + self._stall_clock.stalled_s(asyncio.get_running_loop().time())
 
     def stall(self) -> None:
-        """From now on it does not get round to anything, until `resume` was called as often."""
+        """Its event loop is stalled until `resume` was called as often as `stall`."""
         if not self._stalls:
             self._stall_clock = StallClock(asyncio.get_running_loop().time())
         self._stalls += 1
@@ -657,7 +662,7 @@ class SimFrontend:
             self._stalled_s = stalled_s
 
     async def start(self) -> None:
-        """Follows the mesh and becomes known."""
+        """Watches the mesh and registers."""
         self.process.spawn(self._follow())
         self.process.spawn(self.router.run())
         self.process.spawn(self._run_engine_client())
@@ -674,7 +679,7 @@ class SimFrontend:
         self.registered_at = asyncio.get_running_loop().time()
 
     def crash(self) -> None:
-        """SIGKILL. Its requests are nobody's any more: not even their timers may go on."""
+        """SIGKILL. Its requests end with it: their timers must not fire."""
         for handle in tuple(self.gateway._open):
             handle.machine.is_finished = True
             if handle._timer is not None:
@@ -682,7 +687,7 @@ class SimFrontend:
         self.process.kill()
 
     async def drain(self) -> None:
-        """Leaves as a frontend does that was told to; what has not ended by then is cut."""
+        """Leaves like a frontend that received SIGTERM; requests left after DRAIN_S are cut."""
         self.registered_at = None
         await _deregister_and_wait(self)
         for _ in range(round(DRAIN_S / _POLL_S)):
@@ -692,7 +697,7 @@ class SimFrontend:
         self.end()
 
     def end(self) -> None:
-        """Closes the streams to workers, as at the end of a process."""
+        """Closes the streams to workers, like the end of a process."""
         self._ended.set()
 
     async def _run_engine_client(self) -> None:
@@ -706,7 +711,7 @@ class SimFrontend:
                 self._on_snapshot(await watch.next())
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:
-        """As `FrontendApp` does."""
+        """Like `FrontendApp`."""
         self.snapshot = snapshot
         self.engines.retain(snapshot.instances)
         self._recently_left.follow(snapshot.instances)
@@ -727,8 +732,8 @@ class SimFrontend:
 class SimRouter:
     """A router process; see `router_svc/app.py`.
 
-    kv: None follows no index. garble: of what it tells other routers. choice: how it knows caches.
-    ledger: who keeps its decisions.
+    kv: None follows no index. garble: of its messages to other routers. choice: how it tracks
+    caches. decision_checker: checks its decisions.
     """
 
     def __init__(
@@ -758,7 +763,7 @@ class SimRouter:
         self.choice = choice
         self.read_delay = ReadDelay()
         self.index: IndexReplica | None = None
-        # Whom it followed, in order.
+        # The indexers it followed, in order.
         self.indexers_subscribed: list[int] = []
         if kv is not None:
             self._subscribe = make_subscribe_opener(net, self.process, kv.garble, self.read_delay)
@@ -801,7 +806,9 @@ class SimRouter:
         )
 
     async def start(self) -> None:
-        """Follows the fleet, serves once it was seen and peers were heard, and becomes known."""
+        """Watches the fleet, serves after the first snapshot and the sync of its peers, and
+        registers.
+        """
         watch = FleetWatch(self.discovery, NAMESPACE, self.router, self._clock)
         self.process.spawn(watch.run())
         self.process.spawn(self._tick())
@@ -829,13 +836,13 @@ class SimRouter:
         )
 
     async def drain(self) -> None:
-        """Leaves as a router does that was told to."""
+        """Leaves like a router that received SIGTERM."""
         await _deregister_and_wait(self)
         self._service.end_sessions()
         await asyncio.sleep(CLOSING_S)
 
     def _report(self, worker_id: int, dp_rank: int, load: Load, now: float) -> None:
-        """As `RouterApp` does."""
+        """Like `RouterApp`."""
         if self.router.fleet.has(Placement(worker_id, dp_rank)):
             self.router.load_tracker.report(worker_id, dp_rank, load, now)
 
@@ -912,7 +919,7 @@ class SimIndexer:
         )
 
     async def start(self) -> None:
-        """Follows the fleet, serves and becomes known."""
+        """Watches the fleet, serves and registers."""
         self.process.spawn(self._fleet.run())
         self.process.spawn(self._tick())
         self._net.listen(PUBLISH.format(self.address), self.process, self._publish)
@@ -929,7 +936,7 @@ class SimIndexer:
         )
 
     async def drain(self) -> None:
-        """Leaves as an indexer does that was told to."""
+        """Leaves like an indexer that received SIGTERM."""
         await _deregister_and_wait(self)
         self._service.end_streams()
         await asyncio.sleep(CLOSING_S)
@@ -954,7 +961,7 @@ class SimIndexer:
 
 
 async def _deregister_and_wait(peer: SimFrontend | SimRouter | SimIndexer) -> None:
-    """Deregisters, and serves on until others know."""
+    """Deregisters, and serves until other processes have noticed."""
     lease, peer.lease = peer.lease, None
     await peer.discovery.wait_reachable()
     if lease is not None:
@@ -963,7 +970,7 @@ async def _deregister_and_wait(peer: SimFrontend | SimRouter | SimIndexer) -> No
 
 
 def _stopwatch(rng: Random) -> Callable[[], float]:
-    """One by which each slice takes a moment, and some far too long."""
+    """A stopwatch by which each slice takes a moment, and some slices too long."""
     shown = 0.0
 
     def read() -> float:

@@ -1,7 +1,7 @@
 """Independent checks of router decisions.
 
 Checks by name: `session` (requests of a live session go to its placement); `queue` (queued requests
-are served in order, and in time); `busy` (a busy worker gets no further requests); `guess` (the
+are served in order, and in time); `busy` (a busy worker gets no further requests); `overlap` (the
 overlap of a decision is within what the index reports and what was routed there recently);
 `departed` (a model is unavailable for a while after its last worker left, then unknown).
 
@@ -160,7 +160,7 @@ class DecisionChecker:
             query, now, _eligibility_group(query), self._priority_key(query, now)
         )
         self._waiting[key] = queued_request
-        self._counts["requests parked"] += 1
+        self._counts["requests queued"] += 1
 
     def placed(
         self, router: Router, query: Query, key: BookingKey, decision: Decision, now: float
@@ -217,7 +217,7 @@ class DecisionChecker:
 
     # -- periodic checks ------------------------------------------------------------------------
 
-    def look(self, router: Router, now: float) -> None:
+    def check(self, router: Router, now: float) -> None:
         """No request is queued for too long."""
         if len(router.load_tracker):
             self._sessions.used_at = now
@@ -343,14 +343,14 @@ class DecisionChecker:
             routed_blocks.update(dict.fromkeys(names, now))
             self._last_approx_at = now
         assumed_blocks = decision.overlap_blocks
-        self._counts[f"blocks believed: {index_kind}"] += assumed_blocks > indexed_blocks
+        self._counts[f"blocks assumed: {index_kind}"] += assumed_blocks > indexed_blocks
         if not lower_bound <= assumed_blocks <= upper_bound:
             message = (
                 f"{lower_bound} to {upper_bound} blocks of "
                 f"{at.instance.stable_name}'s ({index_kind})"
             )
             self._report_violation(
-                "guess", f"the router assumed {assumed_blocks} blocks; expected {message}"
+                "overlap", f"the router assumed {assumed_blocks} blocks; expected {message}"
             )
 
     def _index_kind(self, worker: Instance) -> str:

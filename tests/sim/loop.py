@@ -1,9 +1,9 @@
 """An asyncio loop in virtual time: no clock, no I/O, no threads, the same run for the same program.
 
-When nothing is ready, time jumps to the next timer. When there is no timer either, the program
-waits for something that cannot happen, and `Deadlock` says so. Timers of the same time fire in the
-order they were set, or in one that chance gives. Work for an executor is done at once. Tasks hash
-by their number, so that sets of them (in `asyncio.TaskGroup`) have one order.
+When no callback is ready, time jumps to the next timer. When no timer is set either, the program
+waits for an event that cannot happen, and the loop raises `Deadlock`. Timers of the same time fire
+in the order in which they were set, or in a random order. Work for an executor runs at once. Tasks
+hash by their number, so that sets of them (in `asyncio.TaskGroup`) have one order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class Deadlock(RuntimeError):
-    """Everybody waits, and no timer is set."""
+    """All tasks wait, and no timer is set."""
 
 
 class Overrun(RuntimeError):
@@ -29,7 +29,7 @@ class Overrun(RuntimeError):
 
 
 class VirtualTask(asyncio.Task[T]):
-    """A task whose place in a set does not depend on its address."""
+    """A task with a hash that does not depend on its address."""
 
     number = 0
 
@@ -38,7 +38,7 @@ class VirtualTask(asyncio.Task[T]):
 
 
 class _Handle(asyncio.Handle):
-    """Made without what only a loop's debug mode needs: there are tens of thousands in a run."""
+    """Without the fields that only a loop's debug mode needs: a run makes tens of thousands."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ class _Handle(asyncio.Handle):
 
 
 class _Timer(asyncio.TimerHandle):
-    """Likewise."""
+    """Also without the fields of debug mode."""
 
     __slots__ = ()
 
@@ -70,10 +70,10 @@ class _Timer(asyncio.TimerHandle):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """See the module. until: virtual seconds after which `Overrun` ends the run; shuffled: where
-    from the order of timers of the same time comes.
+    """See the module. until: virtual seconds after which `Overrun` ends the run. shuffle_rng:
+    orders timers of the same time; None: in the order in which they were set.
 
-    failures: what callbacks and forgotten tasks raised; a run without mistakes leaves it empty.
+    failures: what callbacks and abandoned tasks raised; a correct run leaves it empty.
     """
 
     def __init__(self, until: float = float("inf"), *, shuffle_rng: Random | None = None) -> None:
@@ -100,7 +100,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
-        """As the loop it replaces."""
+        """Like the loop it replaces."""
         return self.call_at(self._now + delay, callback, *args, context=context)
 
     def call_soon(
@@ -109,7 +109,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        """As the loop it replaces, without what only its debug mode needs."""
+        """Like the loop it replaces, without the fields that only its debug mode needs."""
         handle = _Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
@@ -121,7 +121,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
-        """As the loop it replaces; see the module for the order."""
+        """Like the loop it replaces; see the module for the order."""
         timer = _Timer(when, callback, args, self, context)
         self._last_timer += 1
         place = self._shuffle_rng.getrandbits(16) if self._shuffle_rng is not None else 0
@@ -144,7 +144,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _advance_time(self) -> None:
         if not self._timers:
-            raise Deadlock(f"at {self._now:.3f} s everybody waits and no timer is set")
+            raise Deadlock(f"at {self._now:.3f} s all tasks wait and no timer is set")
         self._now = max(self._now, self._timers[0][0])
         if self._now > self._until:
             raise Overrun(f"the run went past {self._until:g} virtual seconds")
@@ -153,12 +153,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return bool(self._stopping)  # type: ignore[attr-defined]
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is forgotten when its time comes."""
+        """The timer is dropped when its time comes."""
 
     def run_in_executor(
         self, executor: object, func: Callable[[*Ts], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """Done at once, in this thread."""
+        """Runs at once, in this thread."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
@@ -176,7 +176,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.call_soon(callback, *args, context=context)
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps in a selector."""
+        """No-op: no thread waits in a selector."""
 
     def _new_task(
         self, loop: asyncio.AbstractEventLoop, coro: Any, **kwargs: Any
@@ -195,9 +195,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 def run_virtually(
     main: Coroutine[Any, Any, T], *, until: float = float("inf"), shuffle_rng: Random | None = None
 ) -> T:
-    """Runs `main` to its end on a new virtual loop, then cancels what it left behind.
+    """Runs `main` to its end on a new virtual loop, then cancels the tasks that remain.
 
-    Raises what `main` raises, Deadlock, Overrun, and RuntimeError when a callback or a forgotten
+    Raises what `main` raises, Deadlock, Overrun, and RuntimeError when a callback or an abandoned
     task failed.
     """
     loop = VirtualLoop(until, shuffle_rng=shuffle_rng)
@@ -205,7 +205,7 @@ def run_virtually(
         result = loop.run_until_complete(main)
         if loop.failures:
             raise RuntimeError(
-                f"{len(loop.failures)} failures nobody saw; {'; '.join(loop.failures[:3])}"
+                f"{len(loop.failures)} unhandled failures: {'; '.join(loop.failures[:3])}"
             )
         return result
     finally:

@@ -1,9 +1,9 @@
 """Processes and the streams between them, in virtual time.
 
 A stream carries messages as bytes, in order, each with a seeded delay, under a window of bytes. It
-ends as gRPC's do: the client sees the server's end or error behind the last message, the server's
-handler is cancelled when the client leaves, and each side notices a broken link in its own time,
-or never.
+ends like a gRPC stream: the client sees the server's end or error after the last message, the
+server's handler is cancelled when the client leaves, and each side notices a broken link in its own
+time, or never.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from typing import Any
 
 from common.errors import MeshError, Unavailable, WorkerLost
 
-# What the two halves of a stream may have under way each, in bytes (an HTTP/2 window).
+# Bytes in flight in each direction of a stream (an HTTP/2 window).
 WINDOW_BYTES = 64 << 10
 
 
 class Process:
-    """What lives and dies together. A stopped process neither sends nor hears, but forgets nothing.
+    """The tasks and streams of one process. A stopped process neither sends nor receives, but keeps
+    its state.
 
-    Its tasks go on in a stop, since one loop runs them all; nothing of that gets out. lag_s: how
-    much longer all travels that comes from it or goes to it, in seconds.
+    Its tasks continue during a stop, since one loop runs them all; their effects are deferred.
+    lag_s: additional delay of its messages in both directions, in seconds.
     """
 
     def __init__(self, name: str) -> None:
@@ -43,14 +44,14 @@ class Process:
         return self._is_stopped
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """A task of this process."""
+        """Starts a task of this process."""
         task = asyncio.get_running_loop().create_task(work, name=self.name)
         self._tasks[task] = None
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
         return task
 
     def run_or_defer(self, action: Callable[[], object]) -> None:
-        """Does it now, after the stop, or never when the process is dead by then."""
+        """Runs the action now, after the stop, or never if the process is dead by then."""
         if not self.is_alive:
             return
         if self._is_stopped:
@@ -69,23 +70,23 @@ class Process:
             self._held.popleft()()
 
     def kill(self) -> None:
-        """SIGKILL: nothing it does from now on has an effect. Its links are the net's affair."""
+        """SIGKILL: from now on its actions have no effect. The network handles its links."""
         self.is_alive = False
         self._held.clear()
         for task in tuple(self._tasks):
             task.cancel()
 
     async def wait_until_gone(self) -> None:
-        """Returns once no task of it is left."""
+        """Returns when all its tasks have ended."""
         while self._tasks:
             await asyncio.wait(tuple(self._tasks))
 
 
 @dataclass(slots=True)
 class LinkDelay:
-    """How long messages of one stream travel: base_s + an exponential of mean jitter_s.
+    """Delay of the messages of one stream: base_s + an exponential of mean jitter_s.
 
-    Arrivals are rounded up to a grid of quantum_s, so that things happen at the same time.
+    Arrivals are rounded up to a grid of quantum_s, so that several events have the same time.
     """
 
     rng: Random
@@ -114,7 +115,7 @@ class StreamEnd:
         self._path = path
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[bytes] = deque()
-        self._end_error: MeshError | None = None  # behind the inbox, once `_has_ended`
+        self._end_error: MeshError | None = None  # after the inbox, once `_has_ended`
         self._has_ended = False
         self._is_half_closed = False
         self._arrived = asyncio.Event()
@@ -142,22 +143,23 @@ class StreamEnd:
         message = self._inbox.popleft()
         self.bytes_read += len(message)
         if self.peer is not None:
-            # Window updates take a trip too, but an instant one changes little and costs nothing.
+            # Real window updates are delayed too; an immediate one changes little and costs
+            # nothing.
             self.peer._on_freed(len(message))
         return message
 
     @property
     def is_open(self) -> bool:
-        """Whether neither side has ended it, as far as this one knows."""
+        """Whether neither side has ended it, as far as this side can see."""
         return not (self._has_ended or self.is_finished)
 
     async def write(self, message: bytes) -> None:
-        """Sends a message once the window has room. Raises WorkerLost on an ended stream."""
+        """Sends a message when the window has capacity. Raises WorkerLost on an ended stream."""
         await self.wait_for_capacity()
         self.push(message)
 
     async def wait_for_capacity(self) -> None:
-        """Returns when the window has room. Raises WorkerLost on an ended stream."""
+        """Returns when the window has capacity. Raises WorkerLost on an ended stream."""
         while self._in_flight_bytes >= self._window_bytes and self.is_open:
             self._has_capacity.clear()
             await self._has_capacity.wait()
@@ -165,18 +167,18 @@ class StreamEnd:
             raise WorkerLost("the stream has ended", retryable=True)
 
     def push(self, message: bytes) -> None:
-        """Sends a message whether or not there is room; an ended stream swallows it."""
+        """Sends a message regardless of the window; an ended stream drops it."""
         if self.is_open:
             self._in_flight_bytes += len(message)
             self._send(lambda peer: peer._receive(message))
 
     def half_close(self) -> None:
-        """The other side reads what is left, then None; it may go on writing."""
+        """The other side reads what is left, then None; it may continue to write."""
         if self.is_open:
             self._send(lambda peer: peer._half_closed())
 
     def finish(self, error: MeshError | None) -> None:
-        """Ends the stream from this side: the other one reads what is left, then this."""
+        """Ends the stream from this side: the other side reads what is left, then the end."""
         if self.is_finished:
             return
         self.is_finished = True
@@ -184,7 +186,7 @@ class StreamEnd:
         self.owner.run_or_defer(lambda: self._send_end(error))
 
     def cut(self, error: MeshError | None) -> None:
-        """This side learns that the stream is over."""
+        """This side receives the end of the stream."""
         if self._has_ended:
             return
         self._has_ended, self._end_error = True, error
@@ -193,17 +195,17 @@ class StreamEnd:
         self.on_cut()
 
     def hold(self) -> None:
-        """What is sent to this side waits in the network."""
+        """Messages to this side wait in the network."""
         self._is_held = True
 
     def release(self) -> None:
-        """What waited arrives."""
+        """The waiting messages arrive."""
         self._is_held = False
         while self._held:
             self._held.popleft()()
 
     def sever(self) -> None:
-        """From now on nothing arrives at this side, and nobody is told."""
+        """From now on no message arrives at this side, and no side is notified."""
         peer = self.peer
         self.peer = None
         self._held.clear()
@@ -211,12 +213,12 @@ class StreamEnd:
             peer.sever()
 
     def _send_end(self, error: MeshError | None) -> None:
-        # Not before: should its owner die in a stop, the other side hears of that.
+        # Not earlier: if the owner dies during a stop, the other side must notice it.
         self.owner.ends.pop(self, None)
         self._schedule_delivery(lambda peer: peer.cut(error))
 
     def _send(self, deliver: Callable[[StreamEnd], None]) -> None:
-        """Hands something to the network; it arrives after all that was handed to it before."""
+        """Gives a message to the network; it arrives after all earlier messages."""
         self.owner.run_or_defer(lambda: self._schedule_delivery(deliver))
 
     def _schedule_delivery(self, deliver: Callable[[StreamEnd], None]) -> None:
@@ -254,7 +256,7 @@ Handler = Callable[[StreamEnd], Awaitable[None]]
 
 
 class SimNetwork:
-    """Who listens where, and the open streams. paths: how a stream from a to b behaves."""
+    """Listeners by address, and the open streams. path: how a stream from a to b behaves."""
 
     def __init__(
         self, path: Callable[[str, str], LinkDelay], window_bytes: int = WINDOW_BYTES
@@ -270,21 +272,21 @@ class SimNetwork:
         """Streams to `address` are given to `handler`; it ends the stream by returning or raising.
 
         A successor on the same address replaces its predecessor. is_cancelled: whether a handler is
-        cancelled when its client leaves, as grpc.aio does; else it reads of it.
+        cancelled when its client leaves, like in grpc.aio; else it reads the end.
         """
         self._listeners[address] = process, handler, is_cancelled
 
     def is_listening(self, address: str) -> bool:
-        """Whether somebody alive listens there."""
+        """Whether a live process listens there."""
         return address in self._listeners and self._listeners[address][0].is_alive
 
     def close(self, address: str, process: Process) -> None:
-        """Nobody listens there any more, unless it is somebody else by now."""
+        """The process does not listen there any more. No-op if a successor does."""
         if self._listeners.get(address, (None,))[0] is process:
             del self._listeners[address]
 
     def dial(self, caller: Process, address: str) -> StreamEnd:
-        """The client's end of a new stream; whether anybody is there shows when it is read."""
+        """The client's end of a new stream; a refused connection shows when it is read."""
         process, handler, is_cancelled = self._listeners.get(address, (None, None, True))
         path = self._path(caller.name, address)
         client = StreamEnd(caller, path, self._window_bytes)

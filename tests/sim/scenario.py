@@ -1,4 +1,4 @@
-"""What a run depends on (pure)."""
+"""The inputs of a run (pure)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from tests.sim.net import WINDOW_BYTES
 TOKEN_IDS = tuple(range(10, 500))
 EOS = 2
 EOS_ONE_IN = 60
-# By then keepalive has told everybody, orphaned bookings have expired, and stops were heeded.
+# By then keepalive has detected all losses, orphaned bookings have expired, and stops took effect.
 RECOVERY_MAX_S = KEEPALIVE_S + 6.0
-# As REST_S, where everybody notices within SOON_S what broke: stale sources count for 10 s.
+# Like RECOVERY_MAX_S, if each process notices broken links within FAST_DETECTION_S: stale sources
+# count for 10 s.
 SHORT_RECOVERY_MAX_S = 13.0
 
 Mode = Literal["bootstrap", "completed"]
@@ -25,21 +26,21 @@ Mode = Literal["bootstrap", "completed"]
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Everything a run depends on. Times in virtual seconds, sizes as in `SimConfig`.
+    """Everything that determines a run. Times in virtual seconds, sizes as in `SimConfig`.
 
-    delay_s: how far apart processes are, at most; quantum_s: see `Path`. spares_first: no fault
-    strikes the first worker. requests_max: at each worker. window_bytes: see `net`. rest_s: when
-    all must be well after the last request. lingers_s: how long it is left alone then; past IDLE_S,
-    streams must be closed.
+    delay_s: largest distance between processes; quantum_s: see `LinkDelay`. protect_first: no fault
+    affects the first worker. requests_max: at each worker. window_bytes: see `net`. recovery_max_s:
+    when the mesh must have recovered after the last request. linger_s: how long it then stays idle;
+    if long enough, unused streams must be closed.
 
-    With indexers there is a KV plane. workers are aggregated ones. prefills: how each prefill
-    worker hands over. gb_per_s, chunk_pages, local_prefill: see `SimHandoffConfig`.
-    prefill_token_s: see `Timing`; with batched_tokens, a step must not take as long as a hang.
-    budget_bytes, subscriber_bytes: of each indexer, see its config; 0: no bound.
+    With indexers there is a KV plane. workers: number of aggregated ones. prefills: handoff mode of
+    each prefill worker. gb_per_s, chunk_pages, local_prefill: see `SimHandoffConfig`.
+    prefill_token_s: see `Timing`; with batched_tokens, a step must take less than a hang.
+    budget_bytes, subscriber_bytes: of each indexer, see its config; 0: no limit.
 
-    choices: how the routers know caches, in turn. kv_ways, adapters: how the caches of workers can
-    be known, and which adapters they have, in turn within a role. visitor_s: when the only worker
-    of another model leaves for good; None: there is none.
+    choices: how the routers track caches, in turn. kv_index_modes, adapters: how the caches of
+    workers are tracked, and which adapters they have, in turn within a role. temporary_model_s:
+    when the only worker of another model leaves for good; None: no such worker.
     """
 
     seed: int
@@ -78,11 +79,11 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
 
     def number_of(self, worker: str) -> int:
-        """What distinguishes it from the others of its role, from its name."""
+        """The number in the name of a worker, unique in its role."""
         return int(worker[1:])
 
     def kv_index_mode(self, worker: str) -> KvIndex:
-        """How the cache of a worker of that name can be known."""
+        """How the cache of a worker of that name is tracked."""
         return self.kv_index_modes[self.number_of(worker) % len(self.kv_index_modes)]
 
     def find_adapters(self, worker: str) -> frozenset[str]:
@@ -91,11 +92,11 @@ class Scenario:
 
     @property
     def has_tight_capacity(self) -> bool:
-        """Whether workers refuse requests, or let handoffs wait too long, for want of room."""
+        """Whether workers refuse requests, or let handoffs wait too long, for lack of capacity."""
         return self.requests_max < 100 or (self.decodes > 0 and self.blocks < 1000)
 
     @property
     def command(self) -> str:
-        """How to run it again."""
+        """The command that repeats the run."""
         storm = " --storm" if self.is_storm else ""
         return f"make sim SEEDS=1 ARGS='--first {self.seed}{storm} --trace'"

@@ -1,4 +1,4 @@
-"""The tests of a table of seeds: no rule is broken, all happens often enough, each run replays."""
+"""The tests of a table of seeds: no violations, minimum counts, repeatable runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.sim.world import run_seed
 
 
 class SeedSuite:
-    """A subclass has the table.
+    """A subclass defines the table.
 
-    least: of each fault, and of what else must have happened, in all seeds together. replayed:
-    seeds that are run twice.
+    minimum_counts: of each fault and of other events, in all seeds together. repeated_seeds: seeds
+    that run twice.
     """
 
     seeds: ClassVar[Sequence[int]]
@@ -38,9 +38,9 @@ class SeedSuite:
         broken = coverage.run(some)
         assert not broken, "\n".join(broken)
 
-    @pytest.mark.timeout(600)  # for when it runs alone
+    @pytest.mark.timeout(600)  # if it runs alone
     def test_the_seeds_inject_every_fault_and_use_every_feature(self, coverage: Coverage) -> None:
-        """Otherwise the rules about it would hold for want of a case."""
+        """Otherwise the rules would pass for lack of a case."""
         coverage.run(self.seeds)
         assert not coverage.missing_counts(self.minimum_counts)
         assert 2.0 < coverage.slowest_s < RECOVERY_MAX_S

@@ -1,4 +1,4 @@
-"""What each kind of fault does to a simulated mesh: a method of `FaultInjector` has its name."""
+"""Injection of each kind of fault: a method of `FaultInjector` has the name of the kind."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from tests.sim.wire import kv_address
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-# What strikes amid a handoff waits so long for one.
+# A fault during a handoff waits this long for one.
 HANDOFF_WAIT_S = 2.0
 POLL_S = 0.005
-# How long messages travel at most while links are slow, in seconds; below what makes a worker lost.
+# Longest delay of messages while links are slow, in seconds; below what makes a worker lost.
 SLOW_MAX_S = 0.6
-# How long a router takes over a message of its indexer while it reads slowly; below what makes an
+# Longest time of a router for a message of its indexer while it reads slowly; below what makes an
 # indexer silent.
 READ_DELAY_MAX_S = 4.0
-# Whom no fault strikes where the first worker (of each role) is spared.
+# Workers without faults if the first worker (of each role) is protected.
 PROTECTED_WORKERS = frozenset({"w0", "p0", "d0"})
-# Of a process that ends: nobody has to notice it.
+# For a process that ends: its peers notice at once.
 _IMMEDIATE = Fault(
     0.0, FaultKind.WORKER_DRAIN, 0.0, 0.0, duration_s=0.0, near_s=0.0, far_s=0.0, notice_s=0.0
 )
 
 
 class FaultInjector:
-    """The faults of one world."""
+    """Injects the faults of one world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._loop = asyncio.get_running_loop()
 
     async def inject(self, fault: Fault) -> None:
-        """Waits for its time, and does it."""
+        """Waits for the time of a fault and injects it."""
         await asyncio.sleep(fault.at)
         inject: Callable[[Fault], Coroutine[None, None, None]] = getattr(self, fault.kind.value)
         await inject(fault)
@@ -71,7 +71,7 @@ class FaultInjector:
         ]
 
     async def _worker_in_handoff(self, fault: Fault, role: Role) -> SimWorker | None:
-        """Some worker of a role, one with an open room if there is one within AMID_S."""
+        """A worker of a role, with an open room if there is one within HANDOFF_WAIT_S."""
         for _ in range(round(HANDOFF_WAIT_S / POLL_S)):
             eligible = [w for w in self._eligible_workers(role) if w.engine.loads()[0].rooms_open]
             if eligible:
@@ -94,7 +94,7 @@ class FaultInjector:
         self._world.sessions.is_undisturbed &= fault.kind in ROUTER_SAFE_FAULTS
 
     def _cut(self, near: StreamEnd, fault: Fault) -> None:
-        """Breaks a stream; each side learns of it in its own time."""
+        """Breaks a stream; each side notices it in its own time."""
         far = near.peer
         assert far is not None, "a stream has two ends"
         near.sever()
@@ -111,7 +111,7 @@ class FaultInjector:
             end.release()
 
     async def _crash(self, peer: Peer, fault: Fault) -> None:
-        """Ends a process without a word."""
+        """Ends a process abruptly."""
         for end in tuple(peer.process.ends):
             other = end.peer
             end.sever()
@@ -122,7 +122,7 @@ class FaultInjector:
         else:
             peer.process.kill()
         if isinstance(peer, SimRouter):
-            self._world.counts["parked at a death"] += len(peer.router.queue)
+            self._world.counts["queued at a router death"] += len(peer.router.queue)
             self._world.checks.record_fault(None, fault.duration_s + fault.notice_s)
         members = self._world.store.members(NAMESPACE)
         self._loop.call_later(fault.notice_s, members.remove, peer.id)
@@ -139,7 +139,7 @@ class FaultInjector:
             self._cut(ends[0], fault)
 
     async def attach_hold(self, fault: Fault) -> None:
-        """A token stream stands still, one way or both ways, then goes on."""
+        """A token stream stalls in one or both directions, then continues."""
         ends = self._attach_ends(fault)
         far = [end.peer for end in ends if end.peer is not None]
         await self._hold([*ends, *far] if fault.near_s < 1 else ends or far, fault)
@@ -159,7 +159,7 @@ class FaultInjector:
             self._cut(end, fault)
 
     async def session_hold(self, fault: Fault) -> None:
-        """The link between a frontend and its router stands still."""
+        """The link between a frontend and its router stalls."""
         await self._hold(self._session_ends(fault), fault)
 
     def _session_ends(self, fault: Fault) -> list[StreamEnd]:
@@ -172,7 +172,7 @@ class FaultInjector:
         return [end for router in routers for end in ends_between(frontend.process, router)]
 
     async def worker_kill(self, fault: Fault) -> None:
-        """A worker dies, and another takes its place."""
+        """A worker dies, and a successor replaces it."""
         await self._kill_and_replace(self._select_worker(fault), fault)
 
     async def _kill_and_replace(self, worker: SimWorker | None, fault: Fault) -> None:
@@ -188,7 +188,7 @@ class FaultInjector:
         return worker.address if fault.second_draw < 0.5 else self._world.new_address()
 
     async def workers_gone(self, fault: Fault) -> None:
-        """All workers die at once; for a while nobody serves."""
+        """All workers die at once; for a while no worker serves."""
         eligible = [worker for worker in self._world.workers if worker.is_serving]
         eligible = [worker for worker in eligible if worker.model == MODEL]
         self._record(fault, *(worker.stable_name for worker in eligible))
@@ -200,7 +200,7 @@ class FaultInjector:
             await self._world.start_worker(worker.stable_name, self._next_address(worker, fault))
 
     async def worker_stop(self, fault: Fault) -> None:
-        """A worker's whole process stands still. Its health check sees that after two seconds."""
+        """The process of a worker is stopped. Its health check fails after two seconds."""
         worker = self._select_worker(fault)
         if worker is not None:
             await self._stop_worker(worker, fault)
@@ -221,7 +221,7 @@ class FaultInjector:
         worker.engine.unfreeze()
 
     async def worker_freeze(self, fault: Fault) -> None:
-        """A worker's accelerator hangs; its process is well."""
+        """The accelerator of a worker hangs; its process is healthy."""
         worker = self._select_worker(fault)
         if worker is not None:
             await self._freeze_worker(worker, fault)
@@ -234,7 +234,7 @@ class FaultInjector:
         worker.engine.unfreeze()
 
     async def worker_break(self, fault: Fault) -> None:
-        """A worker's engine fails all it has and is given, until it is replaced."""
+        """The engine of a worker fails all current and new requests, until it is replaced."""
         worker = self._select_worker(fault)
         if worker is None:
             return
@@ -247,7 +247,7 @@ class FaultInjector:
             await self._world.start_worker(worker.stable_name, self._next_address(worker, fault))
 
     async def worker_drain(self, fault: Fault) -> None:
-        """A worker is replaced as in a rollout, its successor before or after it."""
+        """A worker is replaced like in a rollout; its successor starts before or after its end."""
         worker = self._select_worker(fault)
         if worker is None:
             return
@@ -259,10 +259,10 @@ class FaultInjector:
     async def _replace_rolling(
         self, peer: Peer, start: Callable[[str], Coroutine[None, None, None]], fault: Fault
     ) -> None:
-        """Ends a process in order; its successor comes before that, or after it."""
+        """Ends a process in order; its successor starts before or after that."""
         if fault.second_draw < 0.5:
             await start(self._world.new_address())
-        # Still, after the wait.
+        # The process may have ended during the wait.
         is_there = peer.is_serving if isinstance(peer, SimWorker) else peer.lease is not None
         if is_there and peer.process.is_alive:
             await self.end(peer)
@@ -275,7 +275,7 @@ class FaultInjector:
         await self._crash(peer, _IMMEDIATE)
 
     async def router_kill(self, fault: Fault) -> None:
-        """A router dies, and another takes its place."""
+        """A router dies, and a successor replaces it."""
         router = self._select_router(fault)
         if router is None:
             return
@@ -285,7 +285,7 @@ class FaultInjector:
         await self._world.start_router(router.address)
 
     async def routers_kill(self, fault: Fault) -> None:
-        """All routers die at once; for a while nobody routes."""
+        """All routers die at once; for a while no router serves."""
         eligible = [r for r in self._world.routers if r.process.is_alive and r.lease is not None]
         self._record(fault, *(router.process.name for router in eligible))
         for router in eligible:
@@ -295,7 +295,7 @@ class FaultInjector:
             await self._world.start_router(router.address)
 
     async def router_drain(self, fault: Fault) -> None:
-        """A router is replaced as in a rollout."""
+        """A router is replaced like in a rollout."""
         router = self._select_router(fault)
         if router is None:
             return
@@ -304,7 +304,7 @@ class FaultInjector:
         await self._replace_rolling(router, self._world.start_router, fault)
 
     async def router_stop(self, fault: Fault) -> None:
-        """A router stands still."""
+        """The process of a router is stopped."""
         router = self._select_router(fault)
         if router is None:
             return
@@ -321,7 +321,7 @@ class FaultInjector:
         if not ends:
             return []
         end = select_by_draw(ends, fault.target_draw)
-        assert end.peer is not None, "such ends were left out"
+        assert end.peer is not None, "ends without a peer were excluded"
         self._record(fault, end.owner.name, end.peer.owner.name)
         return [end, end.peer]
 
@@ -332,12 +332,12 @@ class FaultInjector:
             self._cut(ends[0], fault)
 
     async def sync_hold(self, fault: Fault) -> None:
-        """A stream between two routers stands still, one way or both ways."""
+        """A stream between two routers stalls in one or both directions."""
         ends = self._sync_ends(fault)
         await self._hold(ends if fault.second_draw < 0.5 else ends[:1], fault)
 
     async def sync_garbled(self, fault: Fault) -> None:
-        """Routers hear from others, but some of what those tell is lost."""
+        """Routers receive updates from each other, but some content is lost."""
         if len(self._world.routers) < 2:
             return
         self._record(fault, f"{fault.duration_s:.3f}")
@@ -346,7 +346,7 @@ class FaultInjector:
         self._world.sync_garble.rate = max(0.0, self._world.sync_garble.rate - 0.3)
 
     async def frontend_stall(self, fault: Fault) -> None:
-        """A frontend does not get round to reading."""
+        """The event loop of a frontend is stalled, so it does not read."""
         frontend = self._select_frontend(fault)
         if frontend is None:
             return
@@ -356,7 +356,7 @@ class FaultInjector:
         frontend.resume()
 
     async def frontend_kill(self, fault: Fault) -> None:
-        """A frontend dies with all its requests, and another takes its place."""
+        """A frontend dies with all its requests, and a successor replaces it."""
         frontend = self._select_frontend(fault)
         if frontend is None:
             return
@@ -366,7 +366,7 @@ class FaultInjector:
         await self._world.start_frontend(frontend.stable_name, self._world.new_address())
 
     async def frontend_drain(self, fault: Fault) -> None:
-        """A frontend is replaced as in a rollout."""
+        """A frontend is replaced like in a rollout."""
         frontend = self._select_frontend(fault)
         if frontend is None:
             return
@@ -375,7 +375,7 @@ class FaultInjector:
         await self._replace_rolling(frontend, start, replace(fault, second_draw=fault.target_draw))
 
     async def links_slow(self, fault: Fault) -> None:
-        """All that comes from a process, or goes to it, travels long."""
+        """All messages from and to a process are delayed."""
         peer = select_by_draw(self._world.alive(), fault.target_draw)
         lag_s = SLOW_MAX_S * fault.second_draw
         self._record(fault, peer.process.name, f"{lag_s:.3f} {fault.duration_s:.3f}")
@@ -387,7 +387,7 @@ class FaultInjector:
         peer.process.lag_s = max(0.0, peer.process.lag_s - lag_s)
 
     async def registry_lost(self, fault: Fault) -> None:
-        """Nobody can reach the registry."""
+        """The registry is unreachable for all processes."""
         self._record(fault, f"{fault.duration_s:.3f}")
         self._world.checks.record_fault(None, fault.duration_s)
         self._world.outages += 1
@@ -399,7 +399,7 @@ class FaultInjector:
             peer.discovery.find()
 
     async def registry_stale(self, fault: Fault) -> None:
-        """One frontend or router hears nothing from the registry."""
+        """One process receives no updates from the registry."""
         eligible: list[Peer] = [*self._world.frontends, *self._world.routers, *self._world.indexers]
         if self._world.kv is not None:
             eligible += self._world.workers  # their publishers follow the indexers
@@ -411,7 +411,7 @@ class FaultInjector:
         peer.discovery.find()
 
     async def registry_old(self, fault: Fault) -> None:
-        """To some, news from the registry comes after what was there before it."""
+        """Some processes receive an older snapshot of the registry after a newer one."""
         rng = Random(fault.target_draw)
         affected = [peer for peer in self._world.alive() if rng.random() < 0.5]
         self._record(fault, *(peer.process.name for peer in affected), f"{fault.duration_s:.3f}")
@@ -421,9 +421,7 @@ class FaultInjector:
             peer.discovery.returns_stale = True
         members = self._world.store.members(NAMESPACE)
         some_instance = next(iter(members.registered.values()), None)
-        if (
-            some_instance is not None
-        ):  # gone and back at once: there is news, and it says nothing new
+        if some_instance is not None:  # gone and back at once: an update without a change
             members.remove(some_instance.id)
             members.put(some_instance)
         await asyncio.sleep(fault.duration_s)
@@ -431,7 +429,7 @@ class FaultInjector:
             peer.discovery.returns_stale = False
 
     async def registry_flap(self, fault: Fault) -> None:
-        """Some processes vanish from the registry for a while, though they live."""
+        """Some live processes vanish from the registry for a while."""
         members = self._world.store.members(NAMESPACE)
         rng = Random(fault.target_draw)
         removed = [
@@ -450,7 +448,7 @@ class FaultInjector:
     # -- faults of the KV plane -----------------------------------------------------------------
 
     async def prefill_kill(self, fault: Fault) -> None:
-        """A prefill worker dies amid a handoff."""
+        """A prefill worker dies during a handoff."""
         await self._kill_and_replace(await self._worker_in_handoff(fault, "prefill"), fault)
 
     async def decode_kill(self, fault: Fault) -> None:
@@ -469,7 +467,7 @@ class FaultInjector:
                 tasks.create_task(self._kill_and_replace(prefill, fault))
 
     async def prefill_hang(self, fault: Fault) -> None:
-        """A prefill worker hangs amid a handoff: its accelerator, or all of it."""
+        """A prefill worker hangs during a handoff: its accelerator, or its process."""
         await self._hang(await self._worker_in_handoff(fault, "prefill"), fault)
 
     async def decode_hang(self, fault: Fault) -> None:
@@ -482,7 +480,7 @@ class FaultInjector:
             await inject(worker, fault)
 
     def _handoff_end(self, fault: Fault) -> StreamEnd | None:
-        """The decode side of some handoff that is under way."""
+        """The decode side of a current handoff."""
         engines = [worker.process for worker in self._eligible_workers("prefill")]
         ends = [
             end
@@ -511,13 +509,13 @@ class FaultInjector:
             self._cut(end, fault)
 
     async def handoff_hold(self, fault: Fault) -> None:
-        """The link of one handoff stands still, one way or both ways, then goes on."""
+        """The link of one handoff stalls in one or both directions, then continues."""
         end = await self._wait_for_handoff(fault)
         if end is not None and end.peer is not None:
             await self._hold([end, end.peer] if fault.near_s < 1 else [end], fault)
 
     async def handoff_refused(self, fault: Fault) -> None:
-        """A prefill worker's handoffs are out of reach."""
+        """The handoff address of a prefill worker is unreachable."""
         eligible = self._eligible_workers("prefill")
         if not eligible or self._world.kv is None:
             return
@@ -525,7 +523,7 @@ class FaultInjector:
         handoff = worker.engine.config.handoff
         address = kv_address(handoff.host, handoff.port)
         self._record(fault, worker.stable_name, f"{fault.duration_s:.3f}")
-        # Whoever was with it, or would have been, fails with it.
+        # Requests of all workers may fail with it.
         for one in self._world.workers:
             self._world.checks.record_fault(one, fault.duration_s)
         self._world.kv.refused.add(address)
@@ -533,7 +531,7 @@ class FaultInjector:
         self._world.kv.refused.discard(address)
 
     async def indexer_kill(self, fault: Fault) -> None:
-        """An indexer dies, and an empty one takes its place."""
+        """An indexer dies, and an empty one replaces it."""
         indexer = self._select_indexer(fault)
         if indexer is None:
             return
@@ -544,7 +542,7 @@ class FaultInjector:
         await self._world.start_indexer(indexer.address if same else self._world.new_address())
 
     async def indexers_kill(self, fault: Fault) -> None:
-        """All indexers die at once, and come back empty."""
+        """All indexers die at once, and restart empty."""
         eligible = [i for i in self._world.indexers if i.process.is_alive and i.lease is not None]
         self._record(fault, *(indexer.process.name for indexer in eligible))
         for indexer in eligible:
@@ -554,14 +552,14 @@ class FaultInjector:
             await self._world.start_indexer(indexer.address)
 
     async def indexer_drain(self, fault: Fault) -> None:
-        """An indexer is replaced as in a rollout."""
+        """An indexer is replaced like in a rollout."""
         indexer = self._select_indexer(fault)
         if indexer is not None:
             self._record(fault, indexer.process.name)
             await self._replace_rolling(indexer, self._world.start_indexer, fault)
 
     async def indexer_stop(self, fault: Fault) -> None:
-        """An indexer stands still."""
+        """The process of an indexer is stopped."""
         indexer = self._select_indexer(fault)
         if indexer is None:
             return
@@ -571,7 +569,7 @@ class FaultInjector:
         indexer.process.resume()
 
     async def subscriber_slow(self, fault: Fault) -> None:
-        """A router takes long over each message of its indexer."""
+        """A router takes long for each message of its indexer."""
         router = self._select_router(fault)
         if router is None or router.index is None:
             return
@@ -586,13 +584,13 @@ class FaultInjector:
         return select_by_draw(eligible, fault.target_draw) if eligible else None
 
     def _feed_end(self, fault: Fault) -> StreamEnd | None:
-        """Some stream from a worker to an indexer, or from there to a router."""
+        """A stream from a worker to an indexer, or from an indexer to a router."""
         indexer = self._select_indexer(fault)
         ends = [end for end in indexer.process.ends if end.peer is not None] if indexer else []
         if not ends:
             return None
         end = select_by_draw(ends, fault.second_draw)
-        assert end.peer is not None, "those without were left out"
+        assert end.peer is not None, "ends without a peer were excluded"
         self._record(fault, end.owner.name, end.peer.owner.name)
         return end
 
@@ -603,13 +601,13 @@ class FaultInjector:
             self._cut(end, fault)
 
     async def feed_hold(self, fault: Fault) -> None:
-        """A stream of KV events stands still."""
+        """A stream of KV events stalls."""
         end = self._feed_end(fault)
         if end is not None:
             await self._hold([end], fault)
 
     async def events_garbled(self, fault: Fault) -> None:
-        """Batches of KV events are lost, doubled and overtaken."""
+        """Batches of KV events are lost, duplicated and reordered."""
         if self._world.kv is None:
             return
         self._record(fault, f"{fault.duration_s:.3f}")
@@ -626,7 +624,7 @@ class FaultInjector:
             worker.publisher.record_loss(0, "a fault")
 
     async def cache_reset(self, fault: Fault) -> None:
-        """An engine evicts all it can and begins a new epoch."""
+        """An engine evicts all blocks it can and begins a new epoch."""
         worker = self._select_worker(fault)
         if worker is not None and worker.publisher is not None:
             self._record(fault, worker.stable_name)

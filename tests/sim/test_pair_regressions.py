@@ -1,4 +1,4 @@
-"""Scenarios of pairs and the index that once broke a rule, or that chance draws too seldom."""
+"""Regression scenarios of pairs and the index, and cases that random seeds rarely contain."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAULT = Fault(
     far_s=0.1,
     notice_s=0.5,
 )
-# A prompt takes about half a second to compute, and as long to hand over.
+# A prompt takes about half a second to compute, and as long to transfer.
 SLOW = Scenario(
     seed=1,
     workers=0,
@@ -56,7 +56,7 @@ def passed(scenario: Scenario) -> Report:
 
 @pytest.mark.parametrize("mode", ["bootstrap", "completed"])
 def test_a_client_may_leave_in_any_phase_of_a_handoff(mode: Mode) -> None:
-    """Nobody waits for it longer than the rules allow, and no page is kept or spoilt."""
+    """No process waits longer than the rules allow, and no page is leaked or corrupted."""
     client_specs = tuple(
         ClientSpec(
             n,
@@ -80,7 +80,7 @@ def test_a_client_may_leave_in_any_phase_of_a_handoff(mode: Mode) -> None:
 def test_requests_survive_the_death_of_either_worker_or_both(mode: Mode, kind: FaultKind) -> None:
     faults = tuple(replace(FAULT, kind=kind, at=1.0 + 1.7 * n) for n in range(3))
     report = passed(replace(SLOW, prefills=(mode, mode), client_specs=CLIENT_SPECS, faults=faults))
-    assert report.counts["requests tried again"] > 0
+    assert report.counts["requests retried"] > 0
 
 
 @pytest.mark.parametrize("kind", [FaultKind.PREFILL_HANG, FaultKind.DECODE_HANG])
@@ -93,7 +93,7 @@ def test_requests_survive_a_worker_that_hangs_during_a_handoff(
 
 
 def test_an_indexer_that_restarts_empty_receives_everything_again() -> None:
-    """Its workers publish snapshots, and routers take them for what they are."""
+    """Its workers publish snapshots, and routers apply them as snapshots."""
     kill = replace(FAULT, kind=FaultKind.INDEXER_KILL, at=3.0)
     report = passed(
         replace(
@@ -122,8 +122,8 @@ def test_a_mesh_that_vanishes_from_the_registry_and_returns_serves_again() -> No
 def test_a_router_that_missed_more_than_the_indexer_retains_catches_up(
     subscriber_bytes: int,
 ) -> None:
-    """What it had missed was more than may wait for a subscriber, so it was cut, resumed, and was
-    cut again, for as long as nobody published anything.
+    """Formerly the router had missed more than a subscriber's queue may hold, so it was cut,
+    resumed, and was cut again, until a worker published new events.
     """
     kill = replace(FAULT, kind=FaultKind.INDEXER_KILL, at=1.0, duration_s=6.0)
     report = passed(

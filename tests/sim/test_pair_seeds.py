@@ -9,11 +9,11 @@ from tests.sim.faults import FAILOVERS, FLAPS, HANDOFF_FAULTS, INDEX_FAULTS, Fau
 from tests.sim.seed_frame import SeedSuite
 
 SEEDS = [seed for seed in range(500) if is_disaggregated(seed)]
-# See `test_seeds.py`, which has those faults that need neither pairs nor an index.
+# `test_seeds.py` has the faults that need neither pairs nor an index.
 MINIMUM_COUNTS = {
     **dict.fromkeys(map(str, (*HANDOFF_FAULTS, *INDEX_FAULTS, *FLAPS, *FAILOVERS)), 5),
-    "answers migrated": 20,
-    "requests tried again": 150,
+    "responses migrated": 20,
+    "requests retried": 150,
     "pairs failed": 300,
     "rooms_handed_over": 5_000,
     "rooms_aborted": 500,
@@ -28,8 +28,8 @@ MINIMUM_COUNTS = {
     "snapshots": 200,
     "router failovers": 40,
     "indexer failovers": 100,
-    "old lists shown": 20,
-    "requests parked": 100,
+    "stale lists shown": 20,
+    "requests queued": 100,
     # Features; see `features.py`.
     str(FaultKind.SUBSCRIBER_SLOW): 30,
     str(FaultKind.WORKERS_GONE): 8,
@@ -40,11 +40,11 @@ MINIMUM_COUNTS = {
     "sessions kept across": 5,
     "levels passed": 40,
     "queue timeouts": 50,
-    "parked at a death": 8,
+    "queued at a router death": 8,
     "refused: ALL_WORKERS_BUSY": 60,
-    "adapters asked for": 300,
-    "blocks believed: approx": 200,
-    "blocks believed: events": 40,
+    "adapters requested": 300,
+    "blocks assumed: approx": 200,
+    "blocks assumed: events": 40,
     "models missed": 30,
     "models forgotten": 2,
 }

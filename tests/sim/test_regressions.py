@@ -1,4 +1,4 @@
-"""Scenarios that once broke a rule, and those that chance draws too seldom."""
+"""Regression scenarios, and cases that random seeds rarely contain."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def passed(scenario: Scenario) -> Report:
 
 @pytest.mark.parametrize("routers", [1, 2])
 def test_a_hung_router_costs_no_more_than_a_dead_one(routers: int) -> None:
-    """Placements waited for as long as it hung: nobody asked it for a sign of life."""
+    """Formerly placements waited for as long as the router hung: no component pinged it."""
     report = passed(Scenario(seed=1, routers=routers, client_specs=CLIENT_SPECS, faults=(FAULT,)))
     assert any("fault router_stop" in line for line in report.trace)
 
 
 @pytest.mark.parametrize("far_s", [0.0, KEEPALIVE_S])
 def test_a_session_that_breaks_silently_delays_no_placement(far_s: float) -> None:
-    """Placements waited for the transport's keepalive, 15 s."""
+    """Formerly placements waited for the keepalive of the transport, 15 s."""
     cut = replace(FAULT, kind=FaultKind.SESSION_CUT, near_s=KEEPALIVE_S, far_s=far_s)
     passed(Scenario(seed=2, client_specs=CLIENT_SPECS, faults=(cut,)))
 
 
 def test_streams_are_woken_in_the_same_order_in_every_run() -> None:
-    """The sim engine walked through a set of sequences, whose order depended on addresses."""
+    """Formerly the sim engine iterated over a set in an order that depended on addresses."""
     keep = [object() for _ in range(999)]
     first = run_seed(8)
     del keep
@@ -72,18 +72,18 @@ def test_a_frontend_that_stalls_holds_workers_within_their_credit() -> None:
         faults=(stall,),
     )
     report = passed(scenario)
-    assert report.unacked_max > 0.9 * CREDIT_BYTES, "the credit was never put to the test"
+    assert report.unacked_max > 0.9 * CREDIT_BYTES, "the credit limit was never reached"
 
 
 def test_a_successor_on_an_old_address_is_not_taken_for_its_predecessor() -> None:
-    """Frontends reconnect to the port they know, where another process listens by now."""
+    """Frontends reconnect to the known port, where another process listens by now."""
     kill = replace(FAULT, kind=FaultKind.WORKER_KILL, duration_s=0.01, near_s=0.0, notice_s=4.0)
     report = passed(
         Scenario(
             seed=5, workers=2, selector="round_robin", client_specs=CLIENT_SPECS, faults=(kill,)
         )
     )
-    assert report.counts["requests tried again"] > 0
+    assert report.counts["requests retried"] > 0
 
 
 def test_a_mesh_whose_only_worker_is_away_for_a_while_serves_again() -> None:
@@ -109,8 +109,10 @@ def test_prompts_longer_than_a_part_arrive_whole_over_slow_links() -> None:
 
 
 def test_a_booking_without_a_waiting_request_is_freed() -> None:
-    """A request given up while its router hung was booked when that went on, and never freed."""
-    # The only worker dies; the router does not see its successor before it has been given up.
+    """Formerly a request that timed out while its router hung was booked afterwards and never
+    freed.
+    """
+    # The only worker dies; the router sees its successor only after the request has timed out.
     kill = replace(FAULT, kind=FaultKind.WORKER_KILL, at=2.2, duration_s=3.3)
     stop = replace(FAULT, duration_s=4.5)
     report = passed(
@@ -122,7 +124,9 @@ def test_a_booking_without_a_waiting_request_is_freed() -> None:
 
 
 def test_a_briefly_excluded_worker_is_awaited_after_all_others_were_tried() -> None:
-    """The only other worker had failed the request, so it was refused within milliseconds."""
+    """Formerly the request was refused within milliseconds, since the only other worker had failed
+    it.
+    """
     short = StopConditions(max_tokens=4, ignore_eos=True)
     at = [0.1 * n for n in range(4)] + [1.06 + 0.02 * n for n in range(4)]
     client_specs = tuple(ClientSpec(n, at[n], (10 + n, 20, 30), short) for n in range(8))
@@ -138,5 +142,5 @@ def test_a_briefly_excluded_worker_is_awaited_after_all_others_were_tried() -> N
             faults=(broken, cut),
         )
     )
-    assert report.counts["requests tried again"] >= 4
+    assert report.counts["requests retried"] >= 4
     assert report.counts["requests failed"] == 0

@@ -1,4 +1,4 @@
-"""Every rule of the checkers can fail: a part with a deliberate mistake is caught by it."""
+"""Every rule of the checkers can fail: the rule reports a part with a deliberate mistake."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_real_parts_break_no_rule_in_these_scenarios(scenario: Scenario) -> 
 
 
 class _FaultySink:
-    """A Listener that tells the next one something else."""
+    """A ResponseSink that passes wrong calls to the next one."""
 
     def __init__(self, sink: ResponseSink) -> None:
         self.sink = sink
@@ -139,7 +139,7 @@ class LeavesATaskBehind(Gateway):
 
 
 class _Sink:
-    """A LegSink that hands on."""
+    """A LegSink that forwards all calls."""
 
     def __init__(self, sink: LegSink) -> None:
         self.sink = sink
@@ -223,7 +223,7 @@ class NeverAborts(ObservedEngineClient):
 
 
 class NeverPingsItsRouter(ObservedRouterClient):
-    """Neither asks it for a sign of life nor places what it does not answer."""
+    """Neither pings its router nor places requests without it."""
 
     async def _ping(self) -> None:
         await asyncio.sleep(400.0)
@@ -250,7 +250,7 @@ class KeepsDepartedInstances(ObservedRouter):
 
 
 class AcceptsDepartedWorkers(Gateway):
-    """Its snapshot forgets nobody either."""
+    """Its snapshot keeps departed instances too."""
 
     def __init__(
         self, router: Any, workers: Any, snapshot: Callable[[], Snapshot], *args: Any, **others: Any
@@ -308,8 +308,8 @@ class LosesFrees(ObservedRouter):
         ("errors", NO_FAULTS, Parts(gateway=FailsWithoutCause)),
         ("errors", CUTS, Parts(gateway=NeverRetries)),
         ("rest", NO_FAULTS, Parts(gateway=LeavesATaskBehind)),
-        ("truth", CUTS, Parts(engines=ForgetsOneTokenInMigration)),
-        ("truth", NO_FAULTS, Parts(engines=LosesTokens)),
+        ("tokens", CUTS, Parts(engines=ForgetsOneTokenInMigration)),
+        ("tokens", NO_FAULTS, Parts(engines=LosesTokens)),
         ("bounded", NO_FAULTS, Parts(engines=LosesTheEnd)),
         ("retries", NO_FAULTS, Parts(engines=RejectsWithoutCause)),
         ("abort", NO_FAULTS, Parts(engines=NeverAborts)),
@@ -361,13 +361,13 @@ def test_the_rule_about_credit_can_fail() -> None:
 
 
 class KeepsStreamsOpen(ObservedEngineClient):
-    """Somebody uses every stream all the time."""
+    """Every stream counts as used all the time."""
 
     def submit(
         self, worker_id: int, address: str, leg_request: LegRequest, sink: LegSink
     ) -> Submission:
         submission = super().submit(worker_id, address, leg_request, sink)
-        # Later, since the connection counts itself as used while a slot is open.
+        # Later, since an open slot marks the connection as used.
         later = asyncio.get_running_loop().call_later
         later(30.0, setattr, submission.connection, "_last_used_at", float("inf"))
         return submission

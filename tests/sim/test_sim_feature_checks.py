@@ -1,4 +1,4 @@
-"""The rules about sessions, queues, adapters and guesses can fail: a mistake is caught by them."""
+"""The rules about sessions, queues, adapters and approximate entries can fail."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ LONG = StopConditions(max_tokens=100, ignore_eos=True)
 def client_specs(
     count: int, every_s: float, tokens: int, stop: StopConditions = SHORT
 ) -> list[ClientSpec]:
-    """Clients whose prompts begin alike."""
+    """Clients with a common prefix in their prompts."""
     rng = Random(5)
     begin = tuple(rng.choices(TOKEN_IDS, k=tokens // 2))
     return [
@@ -78,7 +78,7 @@ SESSIONS = replace(
     ),
 )
 SOFT = replace(SESSIONS, policy=Policy(session_mode="soft"))
-# One session, whose requests come by different frontends, and so by different routers.
+# One session with requests through different frontends, and so through different routers.
 ACROSS = replace(
     SESSIONS,
     workers=8,
@@ -90,7 +90,7 @@ ACROSS = replace(
         for one in client_specs(12, 2.0, 40)
     ),
 )
-# Six come at once, and each prompt takes half a second; two workers compute them.
+# Six arrive at once, and each prompt takes half a second; two workers compute them.
 QUEUE = replace(
     SLOW,
     workers=2,
@@ -133,12 +133,12 @@ APPROXIMATE = replace(
             predicted_ttl_s=0.0,
         ),
     ),
-    # With a pause in which guesses expire.
+    # With a pause in which approximate entries expire.
     client_specs=tuple(
         replace(one, at=one.at + 6.0 * (one.number >= 15)) for one in client_specs(30, 0.7, 80)
     ),
 )
-# Eight prompts, each twice in a moment, then again when the caches have forgotten it.
+# Eight prompts, each twice within a moment, then again when the caches have evicted it.
 PREDICTIONS = replace(
     PLAIN,
     selector="kv",
@@ -176,10 +176,10 @@ SCENARIOS = {
     "soft sessions": SOFT,
     "sessions at several routers": ACROSS,
     "a queue": QUEUE,
-    "a queue whose router dies": DEATH,
+    "a queue of a router that dies": DEATH,
     "busy workers": BUSY,
     "adapters": ADAPTERS,
-    "adapters whose worker dies": MOVES,
+    "adapters of a worker that dies": MOVES,
     "guesses": APPROXIMATE,
     "predictions": PREDICTIONS,
     "slow clients": SLOW_READERS,
@@ -202,12 +202,12 @@ def test_the_real_parts_break_no_rule_with_a_feature(scenario: Scenario) -> None
         (ACROSS, "sessions kept across"),
         (QUEUE, "levels passed"),
         (QUEUE, "queue timeouts"),
-        (DEATH, "parked at a death"),
+        (DEATH, "queued at a router death"),
         (BUSY, "refused: ALL_WORKERS_BUSY"),
-        (ADAPTERS, "adapters asked for"),
-        (MOVES, "answers migrated"),
-        (APPROXIMATE, "blocks believed: approx"),
-        (PREDICTIONS, "blocks believed: events"),
+        (ADAPTERS, "adapters requested"),
+        (MOVES, "responses migrated"),
+        (APPROXIMATE, "blocks assumed: approx"),
+        (PREDICTIONS, "blocks assumed: events"),
         (SLOW_READERS, "clients cut"),
         (MODEL_LEAVES, "models missed"),
         (MODEL_LEAVES, "models forgotten"),
@@ -231,7 +231,7 @@ class KeepsSessionsForEver(ObservedRouter):
 
 
 class NeverSyncsSessions(PeerSync):
-    """Tells other routers of bookings only."""
+    """Sends only bookings to other routers."""
 
     def __init__(
         self, id: int, routers: Any, book: LoadTracker, affinity: Any, **others: Any
@@ -252,7 +252,7 @@ class InvertsPriorities(ObservedRouter):
 
 
 class ServesTheLatestFirst(ObservedRouter):
-    """Though it was told to serve in order."""
+    """Overrides the configured order of the queue."""
 
     def __init__(self, *args: Any, policy: Policy, **others: Any) -> None:
         late = replace(policy, queue=replace(policy.queue, policy="lcfs"))
@@ -260,7 +260,7 @@ class ServesTheLatestFirst(ObservedRouter):
 
 
 class BypassesTheQueue(ObservedRouter):
-    """Every other one need not wait, whoever does."""
+    """Every second request skips the queue, even if others wait."""
 
     admit_count = 0
 
@@ -270,22 +270,22 @@ class BypassesTheQueue(ObservedRouter):
 
 
 class NeverTimesOutRequests(ObservedRouter):
-    """And never lets anybody in who waits."""
+    """Never serves a queued request."""
 
     def __init__(self, *args: Any, policy: Policy, **others: Any) -> None:
-        for_ever = replace(policy, queue=replace(policy.queue, wait_max_s=1e6))
-        super().__init__(*args, policy=for_ever, **others)
+        unlimited = replace(policy, queue=replace(policy.queue, wait_max_s=1e6))
+        super().__init__(*args, policy=unlimited, **others)
         self._try_admit = lambda *args: None  # type: ignore[method-assign]
 
 
 class NeverResendsRequests(ObservedRouterClient):
-    """What it asked one router it does not ask the next."""
+    """Does not repeat the requests of one router session in the next."""
 
     async def _write(self, session: Any) -> None:
-        if self.unrouted >= 0 and hasattr(self, "has_asked"):
+        if self.unrouted >= 0 and hasattr(self, "has_requests"):
             self._waiting.clear()
             self._query_ids.clear()
-        self.has_asked = True
+        self.has_requests = True
         await super()._write(session)
 
 
@@ -300,7 +300,7 @@ class IgnoresAdapters(ObservedRouter):
 
 
 class IgnoresAdaptersInCacheKeys(SimEngine):
-    """Names the blocks of all adapters alike."""
+    """Hashes the blocks of all adapters alike."""
 
     async def start(self, worker_id: int) -> EngineConfig:
         config = await super().start(worker_id)
@@ -327,7 +327,7 @@ class NeverExpiresApproximateEntries(ObservedRouter):
 
 
 class ApproximatesAllWorkers(ObservedRouter):
-    """Also about those whose caches cannot be known."""
+    """Includes workers with caches that cannot be tracked."""
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
@@ -348,7 +348,7 @@ class NeverExpiresPredictions(ObservedRouter):
 
 
 class NeverCutsSlowReaders(Gateway):
-    """Never gives a request up."""
+    """Never fails a request."""
 
     def open(self, plan: RequestPlan, query: Query, sink: ResponseSink) -> RequestHandle:
         handle = super().open(plan, query, sink)
@@ -372,7 +372,7 @@ class NeverForgetsModels(ObservedRouter):
 
 
 class IgnoresOwnStalls(ObservedEngineClient):
-    """Whoever it could not hear while it stood still is lost to it."""
+    """Treats workers as lost that were silent only because of its own stall."""
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **{**others, "stalled_s": never_stalled})
@@ -394,12 +394,12 @@ class IgnoresOwnStalls(ObservedEngineClient):
         ("adapter", ADAPTERS, Parts(router=IgnoresAdapters)),
         ("cache", ADAPTERS, Parts(engine=IgnoresAdaptersInCacheKeys)),
         ("adapter", MOVES, Parts(engines=ForgetsTheAdapterInMigration)),
-        ("truth", MOVES, Parts(engines=ForgetsTheAdapterInMigration)),
-        ("guess", APPROXIMATE, Parts(router=NeverExpiresApproximateEntries)),
-        ("guess", APPROXIMATE, Parts(router=ApproximatesAllWorkers)),
-        ("guess", APPROXIMATE, Parts(router=NeverRecordsRouting)),
+        ("tokens", MOVES, Parts(engines=ForgetsTheAdapterInMigration)),
+        ("overlap", APPROXIMATE, Parts(router=NeverExpiresApproximateEntries)),
+        ("overlap", APPROXIMATE, Parts(router=ApproximatesAllWorkers)),
+        ("overlap", APPROXIMATE, Parts(router=NeverRecordsRouting)),
         ("rest", replace(APPROXIMATE, linger_s=10.0), Parts(router=NeverExpiresApproximateEntries)),
-        ("guess", PREDICTIONS, Parts(router=NeverExpiresPredictions)),
+        ("overlap", PREDICTIONS, Parts(router=NeverExpiresPredictions)),
         ("slow", SLOW_READERS, Parts(gateway=NeverCutsSlowReaders)),
         ("departed", MODEL_LEAVES, Parts(router=ForgetsModelsImmediately)),
         ("departed", MODEL_LEAVES, Parts(router=NeverForgetsModels)),
@@ -414,7 +414,7 @@ def test_a_mistake_with_a_feature_is_caught_by_its_rule(
 
 
 def test_the_rule_about_the_backlog_of_a_subscriber_can_fail() -> None:
-    """A subscriber that is not cut holds more than it may."""
+    """A subscriber that is not cut has a larger backlog than allowed."""
     stored = KvEvent(EventKind.STORED, np.arange(100, dtype=np.uint64))
     batch = EventBatch(Source(1), 1, 1, [stored])
 

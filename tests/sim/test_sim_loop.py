@@ -1,4 +1,4 @@
-"""The virtual loop: time, determinism, and what it says of programs that hang."""
+"""The virtual loop: time, determinism, and errors of programs that hang."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_program_that_waits_for_nothing_is_a_deadlock() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(Deadlock, match="everybody waits"):
+    with pytest.raises(Deadlock, match="all tasks wait"):
         run_virtually(main())
 
 

@@ -1,4 +1,4 @@
-"""What `make sim` prints: the last line counts, and a breach says how to see it again."""
+"""Output of `make sim`: the last line counts, and a violation names the command that repeats it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_the_last_line_counts_the_seeds(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["2", "--first", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "2 passed, 0 failed"
-    assert any(line.startswith("faults, in so many seeds: attach_cut ") for line in lines)
+    assert any(line.startswith("faults, by number of seeds: attach_cut ") for line in lines)
 
 
 class _Twice:
-    """A Listener that hears of the end twice."""
+    """A ResponseSink that receives the outcome twice."""
 
     def __init__(self, sink: ResponseSink) -> None:
         self.tokens = sink.tokens
@@ -55,6 +55,6 @@ def test_a_violation_is_printed_with_its_events_and_the_command_that_repeats_it(
     lines = [line.strip() for line in str(report).splitlines()]
     assert lines[-1] == "replay: make sim SEEDS=1 ARGS='--first 7 --trace'"
     shown = lines[lines.index("before the first:") + 1 : -1]
-    assert any(f"asks {name} " in line for line in shown)
+    assert any(f"requests {name} " in line for line in shown)
     assert any(f"ends {name} " in line for line in shown)
     assert all(float(line.split()[0]) <= report.violations[0].at + 1e-5 for line in shown)

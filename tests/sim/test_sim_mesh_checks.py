@@ -1,4 +1,4 @@
-"""The rules about recovery can fail: a part with a deliberate mistake is caught by them."""
+"""The rules about recovery can fail: a rule reports a part with a deliberate mistake."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_real_parts_recover_in_these_scenarios(scenario: Scenario) -> None:
 
 
 class NeverProbes(ObservedEngineClient):
-    """What it left alone once, it leaves alone."""
+    """Never includes an excluded worker again."""
 
     async def _probe_open_circuits(self) -> None:
         await asyncio.sleep(400.0)
@@ -71,7 +71,7 @@ class NeverProbes(ObservedEngineClient):
 
 
 class NeverReconnectsToRouters(ObservedRouterClient):
-    """Has one session, and no other after it."""
+    """Opens one session, and no other after it."""
 
     async def run(self) -> None:
         self._choose_once = self._choose
@@ -84,7 +84,7 @@ class NeverReconnectsToRouters(ObservedRouterClient):
 
 
 class SendsNoBookings(PeerSync):
-    """Its books are its own."""
+    """Sends no booking to its peers."""
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
@@ -93,14 +93,14 @@ class SendsNoBookings(PeerSync):
 
 
 class NeverSendsUpdates(PeerSync):
-    """Hears of others, who never hear of it."""
+    """Receives updates from other routers, but sends none."""
 
     async def _keep_outbound_stream(self, *args: Any) -> None:
         await asyncio.sleep(400.0)
 
 
 class IgnoresDigests(PeerSync):
-    """Never asks for what it missed."""
+    """Never requests what it missed."""
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
@@ -118,7 +118,7 @@ class IgnoresDigests(PeerSync):
         ("known", FREEZE, Parts(engines=NeverProbes)),
         ("known", KILL, Parts(router_port=NeverReconnectsToRouters)),
         ("known", NO_FAULTS, Parts(peers=NeverSendsUpdates)),
-        ("books", NO_FAULTS, Parts(peers=SendsNoBookings)),
+        ("bookings", NO_FAULTS, Parts(peers=SendsNoBookings)),
         ("rest", LOSS, Parts(peers=IgnoresDigests)),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

@@ -1,4 +1,4 @@
-"""The rules about pairs and the index can fail: a part with a deliberate mistake is caught."""
+"""The rules about pairs and the index can fail: a rule reports a part with a deliberate mistake."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ DEATHS = replace(
     batched_tokens=300,
     faults=tuple(fault(FaultKind.DECODE_KILL, 1.0 + n) for n in range(4)),
 )
-# Batches of events go wrong while caches are too small for all conversations.
+# Batches of events are garbled while caches are too small for all conversations.
 GARBLED = replace(
     NO_FAULTS, blocks=64, faults=(fault(FaultKind.EVENTS_GARBLED, 0.2, duration_s=5.0),)
 )
-# One decode worker, far away, whose clients leave amid transfers of one page after another.
+# One remote decode worker, with clients that leave during transfers of single pages.
 LEAVING = replace(
     NO_FAULTS,
     prefills=("bootstrap",),
@@ -96,15 +96,15 @@ def test_the_real_parts_break_no_rule_about_pairs_in_these_scenarios(scenario: S
 
 
 class SendsDecodeToPrefill(ObservedRouterClient):
-    """Thinks that whoever prefills can do the rest as well."""
+    """Sends the decode leg to the prefill worker."""
 
     def place(self, key: PlacementKey, query: Query, callback: PlacementCallback) -> None:
-        def answered(placed: RoutingDecision | MeshError) -> None:
+        def on_placed(placed: RoutingDecision | MeshError) -> None:
             if isinstance(placed, RoutingDecision) and placed.prefill is not None:
                 placed = replace(placed, worker_id=placed.prefill.worker_id)
             callback(placed)
 
-        super().place(key, query, answered)
+        super().place(key, query, on_placed)
 
 
 class _IgnoresAbort(Submission):
@@ -121,7 +121,7 @@ class NeverAborts(ObservedEngineClient):
 
 
 class ReleasesEarlyRoom(DecodeMachine):
-    """Gives its pages back when its leg leaves, whoever still writes to them."""
+    """Releases its pages when its leg leaves, even during a transfer to them."""
 
     def _end_or_abort(self, now: float, outcome: RoomOutcome) -> list[Action]:
         actions = super()._end_or_abort(now, outcome)
@@ -142,7 +142,7 @@ class NeverUnpins(SimEngine):
 
 
 class NeverClosesRooms(SimEngine):
-    """Never learns that a room is over."""
+    """Never ends a room."""
 
     async def _start_handoff_manager(self, *args: Any) -> Any:
         handoffs = await super()._start_handoff_manager(*args)
@@ -199,7 +199,7 @@ class RejectsWithoutFaults(ObservedEngineClient):
         ("index", GARBLED, Parts(feed=IgnoresGaps)),
         ("predicted", NO_FAULTS, Parts(router=OverestimatesMatches)),
         ("rest", NO_FAULTS, Parts(router=NeverFreesPrefillLoad)),
-        ("healed", NO_FAULTS, Parts(engines=RejectsWithoutFaults)),
+        ("recovered", NO_FAULTS, Parts(engines=RejectsWithoutFaults)),
     ],
     ids=lambda value: _mistake(value) if isinstance(value, Parts) else None,
 )

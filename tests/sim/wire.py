@@ -1,9 +1,9 @@
-"""What joins the parts of the KV plane in a simulation, and routers with each other.
+"""The links of the KV plane in a simulation, and those between routers.
 
 Handoffs, publications, subscriptions; the real ones are TCP between engines and two gRPC calls to
-the indexer. Batches of KV events may also be garbled here, as no gRPC stream does it: lost, doubled
-and overtaken by the next one. Only a batch that another one follows is lost, since nobody could
-notice the loss of the last. What routers tell each other may be lost too; digests show that.
+the indexer. Unlike on a gRPC stream, batches of KV events may also be garbled here: lost,
+duplicated and reordered. A batch is lost only if another one follows, since the loss of the last
+one could not be detected. Messages between routers may be lost too; digests show that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.sim.net import Process, SimNetwork, StreamEnd
 from worker_svc.engines.sim.network import Connection, ConnectionHandler, Listener
 from worker_svc.kv_events.publish_link import OpenCall, PublishCall
 
-# Where the streams of an indexer and the handoffs of an engine are listened for.
+# Addresses of the streams of an indexer and of the handoffs of an engine.
 PUBLISH = "{}/publish"
 SUBSCRIBE = "{}/subscribe"
 SYNC = "{}/sync"
@@ -36,7 +36,7 @@ _HELD_S = 1.0
 
 
 def kv_address(host: str, port: int) -> str:
-    """Where the handoffs to a prefill engine go."""
+    """The address of the handoffs of a prefill engine."""
     return f"{host}:{port}"
 
 
@@ -67,7 +67,7 @@ class _HandoffConnection:
         if not self._is_closed:
             self._is_closed = True
             self.end.finish(None)
-            self.end.cut(None)  # whoever waits here to receive something
+            self.end.cut(None)  # wakes a pending receive
 
 
 class _HandoffListener:
@@ -84,7 +84,7 @@ class _HandoffListener:
 class HandoffNetwork:
     """The Network of one engine: its streams live and die with its process.
 
-    refused: addresses whose dials fail for now. dialed: told of each new connection of this engine.
+    refused: addresses that refuse connections for now.
     """
 
     def __init__(self, net: SimNetwork, process: Process, refused: set[str], rng: Random) -> None:
@@ -95,7 +95,7 @@ class HandoffNetwork:
 
     async def listen(self, host: str, port: int, serve: ConnectionHandler) -> Listener:
         """See Network; connections are served until they end, whatever the peer does."""
-        assert port, "a simulated engine is told its port"
+        assert port, "a simulated engine needs a port"
 
         async def handle(end: StreamEnd) -> None:
             connection = _HandoffConnection(end)
@@ -113,12 +113,12 @@ class HandoffNetwork:
         await asyncio.sleep(self._rng.uniform(0.0, 0.01))
         refused = address in self._refused or not self._net.is_listening(address)
         if refused or not self._process.is_alive:
-            raise ConnectionRefusedError(f"nobody listens at {address}")
+            raise ConnectionRefusedError(f"no listener at {address}")
         return _HandoffConnection(self._net.dial(self._process, address))
 
 
 class Garble:
-    """How many of all batches go wrong for now, 0..1: 0 is a network that works."""
+    """Share of batches that are garbled now, 0..1: 0 is a correct network."""
 
     def __init__(self, rng: Random) -> None:
         self.rate = 0.0
@@ -127,7 +127,7 @@ class Garble:
 
 
 class _Garbler:
-    """Batches of one stream. send: puts one frame on the stream, if it is still there."""
+    """Garbles the batches of one stream. send: puts a frame on the stream if it is still open."""
 
     def __init__(self, garble: Garble, send: Callable[[bytes], None]) -> None:
         self._garble = garble
@@ -136,14 +136,14 @@ class _Garbler:
         self._timer: asyncio.TimerHandle | None = None
 
     def transform(self, frame: bytes) -> list[bytes]:
-        """What is to be sent now that this batch comes."""
+        """The frames to send now that this batch has arrived."""
         garble, held = self._garble, self._held
         frames = [frame]
         if held is not None:
             self._clear_held()
             match garble.rng.randrange(3):
                 case 0:
-                    frames = [frame]  # the one before is lost
+                    frames = [frame]  # the previous one is lost
                 case 1:
                     frames = [frame, held]
                 case _:
@@ -206,20 +206,20 @@ def make_publish_opener(net: SimNetwork, process: Process, garble: Garble) -> Op
 
 
 class ReadDelay:
-    """How long one process takes over each message it reads, in seconds."""
+    """How long one process takes for each message it reads, in seconds."""
 
     def __init__(self) -> None:
         self.slow_s = 0.0
 
 
 class _Subscription:
-    """See Subscription. Messages whose batches are garbled come as several."""
+    """See Subscription. A message with garbled batches is split."""
 
     def __init__(self, end: StreamEnd, garble: Garble, read_delay: ReadDelay) -> None:
         self._end = end
         self._pace = read_delay
         self._ready: list[bytes] = []
-        # By source: each has an order of its own. What is let go is read with what comes next.
+        # By source: each has an order of its own. A released batch is read with the next message.
         self._garblers: dict[int, _Garbler] = defaultdict(
             lambda: _Garbler(garble, self._ready.append)
         )
@@ -252,7 +252,7 @@ class _Subscription:
 def make_subscribe_opener(
     net: SimNetwork, process: Process, garble: Garble, read_delay: ReadDelay
 ) -> Subscribe:
-    """How a router reaches indexers. pace: at which it reads."""
+    """How a router reaches indexers. read_delay: of its reads."""
 
     @asynccontextmanager
     async def subscribe(
@@ -269,7 +269,7 @@ def make_subscribe_opener(
 
 
 class _SyncStream:
-    """See `router_svc.replication_sync.Stream`. Frames may lose what they tell of bookings."""
+    """See `router_svc.replication_sync.Stream`. Frames may lose their bookings."""
 
     def __init__(self, end: StreamEnd, garble: Garble) -> None:
         self._end = end
@@ -303,11 +303,11 @@ def make_sync_opener(net: SimNetwork, process: Process, garble: Garble) -> OpenS
 
 
 class StreamContext:
-    """As much of a servicer's context as a stream needs."""
+    """The part of a servicer's context that a stream needs."""
 
     def __init__(self, end: StreamEnd) -> None:
         self._end = end
 
     async def write(self, message: Message) -> None:
-        """Sends a message; returns when there is room for it."""
+        """Sends a message; returns when the window has capacity."""
         await self._end.write(message.SerializeToString())

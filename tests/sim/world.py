@@ -1,6 +1,6 @@
-"""A simulated mesh: built from a scenario, struck by its faults, watched by the checkers.
+"""A simulated mesh: built from a scenario, with its faults injected, and checked.
 
-`run_seed(seed)` is the whole thing. The same seed gives the same run, event for event.
+`run_seed(seed)` runs one seed. The same seed gives the same run, event for event.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ T = TypeVar("T")
 
 _UNTIL_S = 1_000.0
 _POLL_S = 0.2
-# How often a mesh that is to recover is looked at.
+# How often the recovery of the mesh is checked.
 _RECOVERY_POLL_S = 0.5
-# Counting spoilt pages takes a while, and no count is ever forgotten.
+# Counting corrupt pages takes a while, and counts never decrease.
 _PAGES_EVERY = 5
-# As `SimHandoffConfig` has them, shortened: a run is over in half a minute.
+# Like the defaults of `SimHandoffConfig`, but shorter: a run takes half a minute.
 HANDOFF = SimHandoffConfig(host=KV_HOST, timeout_s=5.0, abort_s=1.0, lease_s=5.0)
-# All requests have ended this long after the last fault was over and the last client had come.
+# All requests have ended this long after the last fault and the last client.
 END_TIMEOUT_S = 45.0
-# What requests ask for that have the mesh for themselves, once it is well.
+# Response lengths of the requests that have the mesh for themselves, after recovery.
 QUIESCENT_TOKENS = (8, 8, 8, 60)
-# So many events are shown with a breach.
+# Number of events that are shown with a violation.
 LAST_EVENTS = 25
 # KV events and bookings have settled by then.
 SETTLE_TIME_S = 0.5
@@ -75,10 +75,10 @@ SETTLE_TIME_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a run went. digest: of all its events, in order.
+    """The result of a run. digest: of all its events, in order.
 
-    recovered_s: after the last fault and request, until all was well. counts: how often what
-    happened; see `_counts`. counters: the sums of all engines'.
+    recovered_s: from the last fault and request to recovery. counts: how often each event happened;
+    see `_counts`. counters: the sums of all engines.
     """
 
     scenario: Scenario
@@ -92,14 +92,17 @@ class Report:
     counters: Mapping[str, int]
 
     def __str__(self) -> str:
-        lines = [f"seed {self.scenario.seed}: {len(self.violations)} breaches"]
+        lines = [f"seed {self.scenario.seed}: {len(self.violations)} violations"]
         lines += [f"  {violation}" for violation in self.violations[:10]]
         if self.violations:
-            lines += ["  before the first:", *(f"  {line}" for line in self.before_breach())]
+            lines += [
+                "  before the first:",
+                *(f"  {line}" for line in self.lines_before_violation()),
+            ]
         return "\n".join([*lines, f"  replay: {self.scenario.command}"])
 
-    def before_breach(self) -> list[str]:
-        """The last events before the first breach, and all of the requests it names."""
+    def lines_before_violation(self) -> list[str]:
+        """The last events before the first violation, and all events of the requests it names."""
         first = self.violations[0]
         request_ids = set(re.findall(r"\br\d+\b", first.what))
         earlier_events = [line for line in self.trace if float(line.split()[0]) <= first.at + 1e-6]
@@ -153,7 +156,7 @@ async def _run(scenario: Scenario, parts: Parts, logs: Sequence[Mapping[str, Any
 
 
 def _counts(world: World) -> Counter[str]:
-    """Faults that struck, by kind, and what else makes a run worth its time, in words."""
+    """Faults by kind, and other events that the minimum counts require, in words."""
     outcomes = [outcome for client in world.clients for outcome in client.outcomes]
     feeds = [indexer.ingest.feed for indexer in world.indexers]
     feeds += [router.index.feed for router in world.routers if router.index is not None]
@@ -165,10 +168,10 @@ def _counts(world: World) -> Counter[str]:
             **world.counts,
             "requests": len(world.clients),
             "requests failed": sum(one.error is not None for one in outcomes),
-            "requests tried again": sum(one.attempts > 1 for one in outcomes),
-            "answers migrated": len(world.migrated),
+            "requests retried": sum(one.attempts > 1 for one in outcomes),
+            "responses migrated": len(world.migrated),
             "clients left": sum(client.has_disconnected for client in world.clients),
-            "clients said stop": sum(client.has_stopped for client in world.clients),
+            "clients stopped": sum(client.has_stopped for client in world.clients),
             "clients read slowly": sum(client.spec.pause_s > 0 for client in world.clients),
             "deadlines passed": sum(isinstance(one.error, DeadlineExceeded) for one in outcomes),
             "pairs failed": world.checks.pairs_failed,
@@ -182,11 +185,11 @@ def _counts(world: World) -> Counter[str]:
             "indexer failovers": sum(map(_changes, followed)),
             "subscribers cut": sum(map(_cuts, world.indexers)),
             "queue timeouts": sum(_is_queue_timeout(one) for one in outcomes),
-            "adapters asked for": sum(bool(client.spec.lora) for client in world.clients),
+            "adapters requested": sum(bool(client.spec.lora) for client in world.clients),
             "clients cut": sum(_is_cut(one) for one in outcomes),
-            "peers asked again": sum(r.peers.replica.resends for r in world.routers),
+            "peers requested a resend": sum(r.peers.replica.resends for r in world.routers),
             "unrouted": sum(frontend.router.unrouted for frontend in world.frontends),
-            "old lists shown": sum(
+            "stale lists shown": sum(
                 peer.discovery.stale_lists_shown for peer in world.all_processes()
             ),
         }
@@ -194,7 +197,7 @@ def _counts(world: World) -> Counter[str]:
 
 
 def _changes(ids: Sequence[int]) -> int:
-    """How often one is not the one before."""
+    """How often an id differs from the previous one."""
     return sum(one != other for one, other in pairwise(ids))
 
 
@@ -207,7 +210,7 @@ def _is_queue_timeout(outcome: RequestOutcome) -> bool:
 
 
 def _cuts(indexer: SimIndexer) -> int:
-    """Subscribers that read too slowly."""
+    """Number of subscribers that were cut because they read too slowly."""
     (family,) = indexer.metrics.subscribers_cut.collect()
     return round(family.samples[0].value)
 
@@ -218,19 +221,19 @@ def _cached_tokens(outcome: RequestOutcome) -> int:
 
 
 class Trace:
-    """What happened, in order."""
+    """The events of a run, in order."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._loop = asyncio.get_running_loop()
 
     def note(self, *facts: object) -> None:
-        """Something happened now."""
+        """Record an event at the current time."""
         self.lines.append(f"{self._loop.time():.6f} {' '.join(map(str, facts))}")
 
     @property
     def digest(self) -> str:
-        """Of all of it."""
+        """The hash of all events."""
         return hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
 
 
@@ -277,7 +280,7 @@ class World:
         self._hashers: dict[tuple[str, str], PrefixHasher] = {}
 
     async def run(self) -> None:
-        """From the start of the first process to the end of the last."""
+        """Runs from the start of the first process to the end of the last."""
         watch = self._loop.create_task(self._watch())
         await self._start()
         injector = FaultInjector(self)
@@ -289,7 +292,7 @@ class World:
             for fault in self.scenario.faults:
                 tasks.create_task(injector.inject(fault))
             await self._start_clients()
-        self.trace.note("healed")
+        self.trace.note("faults_ended")
         await self._wait_until_ended()
         await self._wait_until_recovered()
         await asyncio.sleep(self.scenario.linger_s)
@@ -319,7 +322,7 @@ class World:
         self.checks.begin()
 
     def _roles(self) -> list[tuple[str, SimHandoffConfig]]:
-        """All workers by name, and what each does."""
+        """All workers by name, with their roles."""
         scenario = self.scenario
         handoff = replace(
             HANDOFF,
@@ -338,17 +341,19 @@ class World:
 
     @property
     def garbled(self) -> int:
-        """Batches of KV events that went wrong on the wire."""
+        """Batches of KV events that were garbled on the wire."""
         return 0 if self.kv is None else self.kv.garble.count
 
     async def _run_quiescent_requests(self) -> None:
-        """The mesh is well, so single requests are served, and find what the index predicts."""
+        """In a healthy mesh, single requests are served, with the cached tokens that the index
+        predicts.
+        """
         workers = [worker for worker in self.workers if worker.is_serving]
         frontend = next(frontend for frontend in self.frontends if frontend.is_serving)
         for number, limit in enumerate(QUIESCENT_TOKENS):
             stop = StopConditions(max_tokens=limit, ignore_eos=True)
             earlier = self._rng.choice(self.scenario.client_specs)
-            # Some of it was said before, some is new.
+            # A part of the prompt was sent before, a part is new.
             shared_prefix = earlier.prompt[: self._rng.randrange(16, 400)]
             prompt = shared_prefix + tuple(self._rng.choices(TOKEN_IDS, k=40))
             spec = ClientSpec(
@@ -381,17 +386,17 @@ class World:
 
     @property
     def _prediction_ttl_s(self) -> float:
-        """How long predictions stand beside what the index says."""
+        """How long predicted entries exist beside the index."""
         limits = [choice.predicted for choice in self.scenario.choices]
         return max((one.ttl_s + TICK_S for one in limits if one is not None), default=0.0)
 
     def _current_router(self, frontend: SimFrontend) -> SimRouter | None:
-        """Whom it asks."""
+        """The router of a frontend."""
         id = frontend.routers_used[-1] if frontend.routers_used else None
         return next((router for router in self.routers if router.id == id), None)
 
     async def _drain_temporary_worker(self, injector: FaultInjector, after_s: float) -> None:
-        """The only worker of the other model goes, in order, and nobody takes its place."""
+        """The only worker of the other model leaves in order, without a successor."""
         await asyncio.sleep(after_s)
         temporary_worker = next(
             worker for worker in self.workers if worker.model == TEMPORARY_MODEL
@@ -401,9 +406,9 @@ class World:
         await injector.end(temporary_worker)
 
     async def _watch(self) -> None:
-        for look in count():
+        for tick in count():
             await asyncio.sleep(_POLL_S)
-            if look % _PAGES_EVERY == 0:
+            if tick % _PAGES_EVERY == 0:
                 self.checks.pages(self.workers)
             for worker in self.workers:
                 for stream in worker.attach._streams.values():
@@ -413,7 +418,7 @@ class World:
                 self.checks.backlog(indexer)
             for router in self.routers:
                 if router.process.is_alive and router.router.decision_checker is not None:
-                    router.router.decision_checker.look(router.router, self._loop.time())
+                    router.router.decision_checker.check(router.router, self._loop.time())
 
     async def _start_clients(self) -> None:
         began = self._loop.time()
@@ -433,12 +438,12 @@ class World:
         self.checks.began(client)
         self.clients.append(client)
         self._clients_by_request[spec.request_id] = client
-        self.trace.note("asks", spec.request_id, frontend.stable_name)
+        self.trace.note("requests", spec.request_id, frontend.stable_name)
         frontend.process.spawn(client.run(frontend, self._hasher(spec.model, spec.lora)))
         return client
 
     def _hasher(self, model: str, lora: str) -> PrefixHasher:
-        """What names the blocks of a model's prompts, or of an adapter's."""
+        """The block hasher of a model, or of an adapter."""
         hasher = self._hashers.get((model, lora))
         if hasher is None:
             hasher = PrefixHasher(mesh_key=b"", model=model, block_size=16, lora_name=lora)
@@ -453,17 +458,17 @@ class World:
         self.checks.report_unfinished(self._open_clients())
 
     async def _wait_until_recovered(self) -> None:
-        """Returns once all is well, or should be."""
+        """Returns after recovery, or at the deadline for it."""
         faults_ended_at = self._loop.time()
         while self._loop.time() < faults_ended_at + self.scenario.recovery_max_s:
             if next(self.checks.problems(self.alive()), None) is None:
                 break
             await asyncio.sleep(_RECOVERY_POLL_S)
         self.recovered_s = self._loop.time() - faults_ended_at
-        self.trace.note("well", f"{self.recovered_s:.1f}")
+        self.trace.note("recovered", f"{self.recovered_s:.1f}")
 
     def _open_clients(self) -> list[Client]:
-        """Those who were not told the end, and whose frontend lives to tell it."""
+        """Clients without an outcome at live frontends."""
         return [
             client
             for client in self.clients
@@ -519,7 +524,7 @@ class World:
         self._by_id[worker.id] = worker
         self.trace.note("starts", stable_name, worker.id)
         if self.kv is not None and self.kv.refused:
-            self.checks.record_fault(worker, FAULT_MAX_S)  # it may be on an address out of reach
+            self.checks.record_fault(worker, FAULT_MAX_S)  # it may have an unreachable address
         await worker.start()
 
     async def start_router(self, address: str) -> None:
@@ -596,10 +601,10 @@ class World:
             discovery.lose()
         return discovery
 
-    # -- what the checkers hear -----------------------------------------------------------------
+    # -- observers -------------------------------------------------------------------------------
 
     def submitted(self, frontend: SimFrontend, worker_id: int, leg_request: LegRequest) -> None:
-        """See Witness."""
+        """See FrontendObserver."""
         worker = self._by_id.get(worker_id)
         name = worker.stable_name if worker is not None else "?"
         self.trace.note(
@@ -614,16 +619,16 @@ class World:
             )
 
     def placed(self, key: PlacementKey, took_s: float, placed: RoutingDecision | MeshError) -> None:
-        """See Witness."""
+        """See FrontendObserver."""
         self._clients_by_request[key[0]].placed_at = self._loop.time()
         self.checks.placed(key, took_s, placed)
 
     def delivered(self, leg_request: LegRequest) -> None:
-        """See Witness."""
+        """See FrontendObserver."""
         self.checks.delivered(leg_request)
 
     def leg_failed(self, frontend: SimFrontend, leg_request: LegRequest) -> None:
-        """See Witness."""
+        """See FrontendObserver."""
         self.trace.note("loses", leg_request.request_id, leg_request.attempt, leg_request.phase)
         self.checks.leg_failed(frontend, leg_request, self.workers)
 

@@ -113,7 +113,7 @@ async def test_histories_count_as_used_memory_and_are_dropped_first() -> None:
 
 
 async def test_a_source_with_only_a_pending_snapshot_can_be_dropped() -> None:
-    """Regression: no source advertised a block, so none was asked to shrink or dropped."""
+    """Regression: no source advertised a block, so none was shrunk or dropped."""
     bed = Bed(100_000)
     feed = bed.ingest.feed
     for source, count in ((A, 500), (B, 1000)):
@@ -123,7 +123,7 @@ async def test_a_source_with_only_a_pending_snapshot_can_be_dropped() -> None:
     assert feed.blocks_of(A) == feed.blocks_of(B) == 0
     for _ in range(round(SHRINK_GRACE_S) + 3):
         await bed.ticks(1)
-        for source in (A, B):  # They go on, slowly.
+        for source in (A, B):  # They continue, slowly.
             more = SnapshotChunk(source, 1, 5, keys([10**6 + round(bed.now)]))
             await bed.ingest.run(feed.load(more, bed.now))
     assert feed.is_load_only(B)

@@ -42,7 +42,7 @@ def array(keys: Iterable[int]) -> Hashes:
 
 
 class Index:
-    """An indexer without RPC: a feed whose events go to subscribers."""
+    """An indexer without RPC: a feed with events for subscribers."""
 
     def __init__(self) -> None:
         self.feed = IndexFeed()
@@ -51,7 +51,7 @@ class Index:
         self.absent: set[int] = set()
 
     def add(self, source: Source, *keys: int) -> None:
-        """Add a source whose first batch stores these blocks."""
+        """Add a source with a first batch that stores these blocks."""
         self.feed.register_source(PARTITION, SourcePosition(source, 1, 0), 0.0)
         self.dispatch()
         if keys:
@@ -359,7 +359,7 @@ def test_a_copy_without_a_source_is_sent_its_gap() -> None:
     index.feed.mark_disconnected(A, 0.0, "its publisher's stream ended")
     index.dispatch()
     give(copy, everything(subscriber))
-    copy.forget(A, "no indexer knows it")
+    copy.forget(A, "no indexer has it")
     copy.take_events()
     index.feed.register_source(PARTITION, index.feed.position(A), 0.0)
     index.dispatch()

@@ -259,13 +259,13 @@ def test_each_query_parameter_has_its_effect() -> None:
     assert submit(0, allowed_worker_ids=frozenset({2})) == W2
     assert submit(1, lora_name="lora3") == Placement(3, 0)
     assert submit(None) == W1, "1 is idle"
-    assert submit(2) == W1, "no key, no booking: it still is"
+    assert submit(2) == W1, "without a key there is no booking: worker 1 is still idle"
     assert isinstance(submit(3), QueuedRequest)
     assert isinstance(submit(4, priority_jump=9.0), QueuedRequest)
     router.queue.mark_all_dirty()
     head = router.queue.next_dirty()
     assert head is not None
-    assert head.key == key(4), "it jumped ahead of the other"
+    assert head.key == key(4), "the request is ahead of the other"
     with pytest.raises(Unavailable):
         submit(5, allowed_worker_ids=frozenset({99}))
     free = Query("m", 200, override=RouterConfigOverride(track_prefill_tokens=False))
@@ -300,7 +300,7 @@ class Caches:
 
 
 TOKENS = list(range(64))
-XXH3 = 2  # Any number that the publishers use for their way of naming blocks.
+XXH3 = 2  # Any number for the publishers' hash scheme.
 
 
 def named(image: int | None = None, lora: str | None = None) -> tuple[int, ...]:

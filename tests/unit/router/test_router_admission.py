@@ -1,4 +1,4 @@
-"""The admission queue: which requests wait, in which order, and what ends a wait."""
+"""The admission queue: which requests are queued, in which order, and how a wait ends."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def key(name: str) -> BookingKey:
 
 
 class Bed:
-    """A router whose workers are prefill-busy above one batch; `now` is set by hand.
+    """A router with workers that are prefill-busy above one batch; `now` is set by hand.
 
     outcomes: of the queued requests, in order.
     """
@@ -139,7 +139,7 @@ def placed(outcome: Decision | QueuedRequest | MeshError) -> Decision:
 
 
 def queued(outcome: Decision | QueuedRequest) -> QueuedRequest:
-    assert isinstance(outcome, QueuedRequest), "it was placed at once"
+    assert isinstance(outcome, QueuedRequest), "the request was placed at once"
     return outcome
 
 
@@ -184,7 +184,7 @@ def test_a_worker_without_a_reported_batch_size_is_busy_at_absurd_loads_only() -
     bed = Bed(worker(1, max_num_batched_tokens=None))
     for number in range(5):
         placed(bed.admit(f"r{number}", 2_000_000))
-    placed(bed.admit("the one that crosses", 1))
+    placed(bed.admit("the request that crosses the threshold", 1))
     queued(bed.admit("the next", 1))
 
 
@@ -706,7 +706,7 @@ def test_a_full_queue_reports_the_limit_and_a_retry_hint(
     }
     assert (bed.waiting, len(bed.router.load_tracker)) == (3, 1)
     assert bed.router.queue.withdraw(key("r1")) is not None
-    queued(bed.admit("now there is capacity", 200))
+    queued(bed.admit("a worker has capacity", 200))
 
 
 def test_only_overdue_requests_are_rejected() -> None:
@@ -807,7 +807,7 @@ class Broken:
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Selection:
         if self.fails:
-            raise ZeroDivisionError("not our fault")
+            raise ZeroDivisionError("the worker is not at fault")
         return Selection(candidates[0], "first")
 
 

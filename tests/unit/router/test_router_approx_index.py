@@ -127,7 +127,7 @@ def test_a_full_index_is_pruned_to_its_target_in_small_steps() -> None:
         index.touch(prompt(number, 1, 2, 3, 4), at(1), float(number))
     assert index.blocks == 100
     index.touch(prompt(20), at(1), 20.0)
-    assert index.blocks == 98, "it drops one, and then twice as many as were added"
+    assert index.blocks == 98, "the index drops one, and then twice as many as were added"
     assert index.expire(20.0, 40)
     assert index.blocks == 58
     assert not index.expire(20.0, 40)
@@ -203,7 +203,9 @@ class Naive:
             and self.touched[entry] > self.now - self.limits.ttl_s
             for n in range(1, len(path) + 1)
         ]
-        assert held == sorted(held, reverse=True), "what counts of a rank is prefix-closed"
+        assert held == sorted(held, reverse=True), (
+            "the matchable blocks of a rank are prefix-closed"
+        )
         return sum(held)
 
 

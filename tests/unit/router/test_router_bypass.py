@@ -47,7 +47,7 @@ def isl(prompt: int, cached: int, **fields: Any) -> str:
         (10_000, 10_000 - 2047, True),
         (10_000, 0, False),
         (100, 100, True),
-        (100, 120, True),  # more cached than there is: nothing to compute
+        (100, 120, True),  # more cached blocks than the prompt has: no tokens to compute
         (0, 0, True),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_short_prompt_stays_short_with_more_cached_tokens(
         (4097, 8192, 0.5, True),
         (1, 8192, 0.0, True),
         (0, 8192, 0.0, False),
-        (10**9, None, 1.0, False),  # what is not known is calm
+        (10**9, None, 1.0, False),  # an unknown load is calm
         (10**9, 8192, None, False),
     ],
 )
@@ -102,7 +102,7 @@ def test_each_bypass_policy_uses_its_own_condition() -> None:
     [
         (50, 30, 100, 0.8, True),
         (51, 30, 100, 0.8, False),
-        (0, 1, None, 0.8, False),  # what is not known has none
+        (0, 1, None, 0.8, False),  # an unknown total counts as no capacity
         (10**6, 1, None, None, True),  # no threshold
         (0, 0, 100, 0.0, True),
     ],

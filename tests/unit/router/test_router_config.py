@@ -1,4 +1,4 @@
-"""Settings of the router: the selector, the cost, and how bad values are refused."""
+"""Settings of the router: the selector, the cost, and rejected values."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def chosen(router: Router, **hints: Any) -> set[int]:
 
 
 def refused(router: Router, kind: type[MeshError], **hints: Any) -> MeshError:
-    """The error of a booking; nothing is booked."""
+    """The error of a decision without a booking."""
     query = replace(QUERY, routing=RoutingHints(**hints))
     with pytest.raises(kind) as error:
         router.decide(query, BookingKey(7, "r", 0), 0.0, Random(0))

@@ -1,4 +1,4 @@
-"""When the router rescans its admission queue, and what a failure costs."""
+"""When the router rescans its admission queue, and the effect of a failure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ScheduledCall:
 
 
 class HandLoop:
-    """A loop whose time advances by one second per reading; it runs calls in `run` only."""
+    """A loop with a clock that advances by one second per reading; it runs calls in `run` only."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -342,7 +342,7 @@ def test_reports_all_the_time_do_not_keep_the_rescan_from_the_last_class(loop: H
 
 
 S = SessionName("m", "s")
-LATER = 2**50  # Than any revision from the time of day.
+LATER = 2**50  # Larger than any revision from the time of day.
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def seen(revision: int, *worker_ids: int) -> Snapshot:
 
 
 class FlakyRegistry:
-    """Each watch replays one script of snapshots; then it fails, or (the last one) waits."""
+    """Each watch returns one script of snapshots; then it fails, or (the last one) waits."""
 
     def __init__(self, *scripts: list[Snapshot | Exception]) -> None:
         self.scripts = list(scripts)

@@ -26,7 +26,7 @@ from router_svc.core.types import Candidate, Placement
 
 B = 16
 PLAIN = CostSettings(decode_active_request_weight=0.0, recent_miss_weight=0.0)
-NOBODY = (0, 0, 0)
+NO_LOAD = (0, 0, 0)
 
 
 def priced(
@@ -64,8 +64,8 @@ def tokens(blocks: int) -> int:
     [
         # W1, W2, W3 of the documented example: prefill 10 - 2 and decode 10; 5 and 5; 2 and 9.
         (((tokens(8), 8, 0), (2, 2, 2)), 18.0),
-        (((tokens(3), 3, 0), NOBODY), 10.0),
-        (((0, 7, 0), NOBODY), 11.0),
+        (((tokens(3), 3, 0), NO_LOAD), 10.0),
+        (((0, 7, 0), NO_LOAD), 11.0),
         # Each tier by its own weight, for blocks that faster tiers lack.
         (((0, 0, 0), (0, 2, 2)), 2 - 0.75 * 2 + 2),
         (((0, 0, 0), (0, 0, 2)), 2 - 0.25 * 2 + 2),
@@ -113,7 +113,7 @@ def test_credit_decays_with_the_queue_above_the_least_loaded_rank(
     decay: float, queued: int, credit: float
 ) -> None:
     """excess counts requests of this size (8 blocks) above the least loaded of the eligible."""
-    least = ((tokens(5), 0, 0), NOBODY)
+    least = ((tokens(5), 0, 0), NO_LOAD)
     busy = ((tokens(5 + queued), 0, 0), (8, 8, 8))
     terms = priced(8, busy, least, overlap_score_credit_decay=decay)[0].terms
     assert terms is not None
@@ -126,7 +126,7 @@ def test_credit_decays_with_the_queue_above_the_least_loaded_rank(
 def test_a_decode_leg_with_credit_saves_the_blocks_that_it_holds(
     credit: float, used: int, expected: float
 ) -> None:
-    """max(0, decode blocks - credit); what is queued for prefill does not count."""
+    """max(0, decode blocks - credit); tokens queued for prefill do not count."""
     rank = ((tokens(1000), used, 0), (8, 8, 8))
     assert cost(8, rank, leg="decode", overlap_score_credit=credit) == expected
 
@@ -146,7 +146,7 @@ def test_more_cache_never_costs_more_and_more_load_never_less(
     load: tuple[int, int, int], depth: int, more: int, decay: float, leg: str
 ) -> None:
     cost_settings = {"overlap_score_credit_decay": decay, "decode_active_request_weight": 1.0}
-    other = (NOBODY, NOBODY)
+    other = (NO_LOAD, NO_LOAD)
     held = (depth, depth, depth)
     base = cost(40, (load, held), other, leg=leg, **cost_settings)
     warmer = min(40, depth + more)
@@ -167,7 +167,7 @@ def test_more_on_a_faster_tier_never_costs_more(held: list[int], more: list[int]
     """Without decay, which only the device's credit has."""
     before = (held[0], held[1], held[2])
     after = tuple(min(40, depth + extra) for depth, extra in zip(held, more, strict=True))
-    assert cost(40, (NOBODY, after)) <= cost(40, (NOBODY, before)) + 1e-9
+    assert cost(40, (NO_LOAD, after)) <= cost(40, (NO_LOAD, before)) + 1e-9
 
 
 # The selection.

@@ -1,4 +1,4 @@
-"""Several routers over the same workers: with Sync they spread the work almost as one would."""
+"""Several routers over the same workers: with Sync they spread the load almost like one."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ SEEDS = range(3)
 
 
 class World:
-    """Prompts given to the routers in turn, each computed by one of eight equal workers in turn.
+    """Prompts are sent to the routers in turn; each is computed by one of eight equal workers in
+    turn.
 
-    Nobody reports any load: what routers know are bookings.
+    No worker reports load: the only load of the routers is their bookings.
     """
 
     def __init__(self, routers: int, seed: int, *, synced: bool) -> None:
@@ -50,13 +51,13 @@ class World:
         for router in self.routers:
             router.update(Snapshot(1, instances), 0.0)
         if synced:
-            self.tellings = [
+            self.links = [
                 (one.open_outbound(), other, number, other.stream_opened(number))
                 for number, one in enumerate(replicas, 1)
                 for other in replicas
                 if other is not one
             ]
-        # When each worker has computed all its prompts.
+        # Time at which each worker has computed all its prompts.
         self.busy_until = dict.fromkeys(WORKERS, 0.0)
         self.ends: list[tuple[float, int, BookingKey]] = []
 
@@ -70,8 +71,8 @@ class World:
                 self.routers[router].load_tracker.free(key)
             if now - synced_at >= SYNC_S:
                 synced_at = now
-                for outbound, hearer, sender, stream in self.tellings:
-                    hearer.apply_frame(sender, stream, outbound.frame(now), now)
+                for outbound, receiver, sender, stream in self.links:
+                    receiver.apply_frame(sender, stream, outbound.frame(now), now)
             waited_s += self.place(number, now)
         return waited_s / REQUESTS
 

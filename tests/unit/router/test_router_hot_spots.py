@@ -51,7 +51,7 @@ class Caches:
 
 
 class Fleet:
-    """A router over `workers` of them; requests stay until they end."""
+    """A router over `workers` of these workers; requests run until a test ends them."""
 
     def __init__(self, workers: int, **cost_settings: Any) -> None:
         self.caches = Caches()
@@ -80,7 +80,7 @@ class Fleet:
         return worker, key
 
     def serve(self, query: Query, seconds: float = 1.0) -> int:
-        """Run a request to its end: the fleet is idle again."""
+        """Run a request to its end: the fleet is idle afterwards."""
         worker, key = self.send(query)
         self.now += seconds
         assert self.router.load_tracker.free(key)

@@ -1,4 +1,4 @@
-"""The router's replica of the index: what counts when, and how it recovers."""
+"""The router's replica of the index: which entries match at which time, and how it recovers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class FakeIndexer:
 
 
 class Bed:
-    """A running replica, what feeds it, and its time."""
+    """A running replica, its feeds, and its clock."""
 
     def __init__(
         self, indexer_ids: tuple[int, ...] = (91, 92), *, loads_only: bool = False
@@ -122,13 +122,13 @@ class Bed:
         return rows.get(source, 0)
 
     async def feed(self, *messages: pb.SubscribeResponse | MeshError | None) -> None:
-        """Messages, and then until they are applied."""
+        """Send messages, and wait until they are applied."""
         for message in messages:
             self.fake.messages.put_nowait(message)
         mark = len(self.loads) + 1
         if messages and isinstance(messages[-1], pb.SubscribeResponse):
             self.fake.messages.put_nowait(load_of(Source(999)))
-            await until(lambda: len(self.loads) >= mark, "all is applied")
+            await until(lambda: len(self.loads) >= mark, "all messages are applied")
             self.loads.pop()
 
     def state(self, source: Source) -> str:
@@ -158,9 +158,9 @@ async def bed(monkeypatch: pytest.MonkeyPatch, loads_only: bool) -> AsyncIterato
     monkeypatch.setattr(router_svc.index_replica, "TICK_S", 0.005)
     bed = Bed(loads_only=loads_only)
     task = asyncio.create_task(bed.replica.run())
-    await until(lambda: bed.fake.open == 1, "it has subscribed")
+    await until(lambda: bed.fake.open == 1, "the replica has subscribed")
     yield bed
-    assert not task.done(), "it follows until it is cancelled"
+    assert not task.done(), "the replica runs until it is cancelled"
     task.cancel()
     await asyncio.wait({task})
     assert bed.fake.open == 0, "no call remains open"
@@ -213,7 +213,7 @@ async def test_after_a_gap_it_subscribes_again_from_its_position(bed: Bed) -> No
     blocks = chain(6)
     await bed.feed(status(ONE), stored(ONE, 1, blocks[:2]))
     bed.fake.messages.put_nowait(stored(ONE, 3, blocks[4:]))
-    await until(lambda: len(bed.fake.calls) == 2, "it subscribes again")
+    await until(lambda: len(bed.fake.calls) == 2, "the replica subscribes again")
     (resume,) = bed.fake.calls[1][1].resume
     assert (resume.source.worker_id, resume.sequence) == (1, 1)
 
@@ -223,7 +223,7 @@ async def test_after_the_loss_of_an_indexer_another_resumes_without_duplicates(b
     blocks = chain(6)
     await bed.feed(status(ONE), stored(ONE, 1, blocks[:2]), stored(ONE, 2, blocks[2:4]))
     await bed.feed(Unavailable("it died"))
-    await until(lambda: len(bed.fake.calls) == 2, "it subscribes again")
+    await until(lambda: len(bed.fake.calls) == 2, "the replica subscribes again")
     (first, _), (second, request) = bed.fake.calls
     assert {first, second} == {91, 92}
     (resume,) = request.resume
@@ -268,7 +268,7 @@ async def test_only_a_source_unknown_to_the_new_indexer_becomes_stale(bed: Bed) 
     blocks = chain(4)
     await bed.feed(status(ONE), stored(ONE, 1, blocks), status(TWO), stored(TWO, 1, blocks))
     await bed.feed(None)
-    await until(lambda: len(bed.fake.calls) == 2, "it subscribes again")
+    await until(lambda: len(bed.fake.calls) == 2, "the replica subscribes again")
     await bed.feed(status(ONE))
     assert (bed.state(ONE), bed.state(TWO)) == ("exact", "stale")
     await bed.feed(status(TWO, "gone"))
@@ -295,31 +295,32 @@ async def test_loads_go_to_the_load_tracker(bed: Bed) -> None:
 async def test_a_silent_indexer_is_replaced(bed: Bed) -> None:
     await bed.feed(status(ONE))
     bed.now += SILENCE_TIMEOUT_S + 0.1
-    await until(lambda: len(bed.fake.calls) == 2, "it subscribes to another indexer")
+    await until(lambda: len(bed.fake.calls) == 2, "the replica subscribes to another indexer")
     assert bed.fake.calls[0][0] != bed.fake.calls[1][0]
 
 
 async def test_an_indexer_that_accepts_the_call_and_sends_nothing_is_replaced(bed: Bed) -> None:
-    """What was had before is stale then, so nothing else shows that it should speak."""
+    """The previous entries are stale, so only the silence timeout detects the indexer."""
     await bed.feed(status(ONE, caught_up=True))
     await bed.feed(None)
     await until(
-        lambda: bed.fake.open == 1 and len(bed.fake.calls) == 2, "it subscribes to another indexer"
+        lambda: bed.fake.open == 1 and len(bed.fake.calls) == 2,
+        "the replica subscribes to another indexer",
     )
     assert bed.state(ONE) == "stale"
     bed.now += SILENCE_TIMEOUT_S + 0.1
-    await until(lambda: len(bed.fake.calls) == 3, "and to the next one")
+    await until(lambda: len(bed.fake.calls) == 3, "the replica subscribes to the next indexer")
 
 
 async def test_a_dropped_source_is_requested_again_when_its_publisher_returns(bed: Bed) -> None:
-    """The indexer took it for exact, and so did the router, with nothing in it."""
+    """Formerly the indexer and the router treated the source as exact although it was empty."""
     blocks = chain(3)
     await bed.feed(status(ONE), stored(ONE, 1, blocks), status(ONE, "stale", caught_up=True))
     bed.now += STALE_FORGET_S + 0.1
     await until(lambda: bed.state(ONE) == "none", "the source is dropped")
     assert len(bed.fake.calls) == 1
     bed.fake.messages.put_nowait(status(ONE, sequence=1))
-    await until(lambda: len(bed.fake.calls) == 2, "it subscribes again")
+    await until(lambda: len(bed.fake.calls) == 2, "the replica subscribes again")
     assert bed.state(ONE) in ("gapped", "stale")
     (resume,) = bed.fake.calls[1][1].resume
     assert (resume.epoch, resume.sequence) == (0, 0)
@@ -334,7 +335,7 @@ async def test_a_loads_only_subscription_requests_loads_only_and_detects_silence
     assert [(worker, load.running) for worker, _, load, _ in bed.loads] == [(1, 3)]
     assert bed.depth(chain(2)) == 0
     bed.now += SILENCE_TIMEOUT_S + 0.1
-    await until(lambda: len(bed.fake.calls) == 2, "it subscribes to another indexer")
+    await until(lambda: len(bed.fake.calls) == 2, "the replica subscribes to another indexer")
     assert bed.fake.calls[1][1].loads_only
 
 
@@ -367,7 +368,7 @@ async def test_an_indexer_with_invalid_messages_is_replaced(
     blocks = chain(4)
     await bed.feed(status(ONE), stored(ONE, 1, blocks))
     bed.fake.messages.put_nowait(message)
-    await until(lambda: len(bed.fake.calls) == 2, "it subscribes to another indexer")
+    await until(lambda: len(bed.fake.calls) == 2, "the replica subscribes to another indexer")
     await bed.feed(status(ONE))
     assert bed.depth(blocks) == 4
 
@@ -387,7 +388,7 @@ async def test_caught_up_is_reported_and_ends_with_the_stream(bed: Bed) -> None:
     assert bed.replica.indexer_id in (91, 92)
     bed.indexers = []
     await bed.feed(None)
-    await until(lambda: bed.replica.indexer_id is None, "it is lost")
+    await until(lambda: bed.replica.indexer_id is None, "the indexer is lost")
     assert not bed.replica.is_caught_up
 
 
@@ -403,7 +404,7 @@ async def test_decisions_run_while_a_large_batch_is_applied(
     while not depths or depths[-1] < len(blocks):
         depths.append(bed.depth(blocks))
         await asyncio.sleep(0)
-    assert len({d for d in depths if 0 < d < len(blocks)}) > 5, "it was applied in slices"
+    assert len({d for d in depths if 0 < d < len(blocks)}) > 5, "the snapshot was applied in slices"
 
 
 async def test_many_small_batches_of_one_message_are_applied_in_slices_too(
@@ -423,12 +424,14 @@ async def test_many_small_batches_of_one_message_are_applied_in_slices_too(
 
 async def test_a_source_without_status_does_not_count(bed: Bed) -> None:
     blocks = chain(4)
-    untold = pb.SubscribeResponse(source=source_to_proto(ONE), partition=partition_to_proto(PART))
-    await bed.feed(untold, stored(ONE, 1, blocks))
+    without_status = pb.SubscribeResponse(
+        source=source_to_proto(ONE), partition=partition_to_proto(PART)
+    )
+    await bed.feed(without_status, stored(ONE, 1, blocks))
     assert (bed.depth(blocks), bed.state(ONE)) == (0, "gapped")
     await bed.feed(status(ONE))
     assert bed.depth(blocks) == 4
-    await bed.feed(untold)
+    await bed.feed(without_status)
     assert (bed.depth(blocks), bed.state(ONE)) == (4, "exact"), "unchanged"
 
 

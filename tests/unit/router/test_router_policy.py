@@ -184,7 +184,7 @@ async def test_a_selector_gets_eligible_candidates_only(plugin: str) -> None:
     hints = RoutingHints(allowed_worker_ids=frozenset({3}))
     with pytest.raises(InternalError, match="only-two") as caught:
         router.decide(Query("m", routing=hints), None, 0.0, Random(0))
-    assert isinstance(caught.value.__cause__, IndexError), "it searches for worker 2"
+    assert isinstance(caught.value.__cause__, IndexError), "the selector searches for worker 2"
 
 
 async def test_a_built_router_applies_its_policy() -> None:

@@ -37,7 +37,7 @@ def booking(name: str = "r", worker: Placement = W1, **facts: Any) -> Booking:
 
 
 class Peer:
-    """A router's tracker and replica; `links` are its streams to others, by their id."""
+    """A router's tracker and replica; `links` are its streams to other routers, by their id."""
 
     def __init__(self, router_id: int) -> None:
         self.id = router_id
@@ -703,7 +703,7 @@ IDS = (1, 2, 3)
 class Client:
     """A frontend: its bookings, its session, and its requests without a response.
 
-    forgotten: sessions that it left without a sign at the router.
+    forgotten: sessions that it left without notice to the router.
     """
 
     def __init__(self, frontend_id: int) -> None:
@@ -868,7 +868,9 @@ class RoutersMachine(RuleBasedStateMachine):
             peers = self.living()
             starting = self.routers[self.last_id] = started(self.last_id, *peers, now=self.now)
             counted = {one for peer in peers for one in peer.held()}
-            assert starting.held().keys() == counted, "it starts with the bookings of all peers"
+            assert starting.held().keys() == counted, (
+                "the router starts with the bookings of all peers"
+            )
             self.connect_all()
 
     @rule(seconds=st.sampled_from([0.01, 0.5, 1.0, 3.0]))

@@ -101,19 +101,19 @@ class Always:
     ) -> Selection:
         self.calls.append((query, candidates))
         mine = [c for c in candidates if c.placement.worker_id == self.worker_id]
-        return Selection((mine or list(candidates))[0], "my favourite")
+        return Selection((mine or list(candidates))[0], "the preferred one")
 
 
 @pytest.mark.row("S1-40")
 def test_a_custom_selector_is_really_used() -> None:
-    favourite = Always(3)
-    router = router_of(selector=favourite)
+    preferred = Always(3)
+    router = router_of(selector=preferred)
     assert {book(router, n) for n in range(20)} == {3}
-    assert len(favourite.calls) == 20
-    query, candidates = favourite.calls[0]
+    assert len(preferred.calls) == 20
+    query, candidates = preferred.calls[0]
     assert query == QUERY
     assert [c.instance.id for c in candidates] == [1, 2, 3, 4]
-    assert router.decide(QUERY, None, 0.0, Random(0)).reasons[0] == "always: my favourite"
+    assert router.decide(QUERY, None, 0.0, Random(0)).reasons[0] == "always: the preferred one"
 
 
 class Broken(Always):

@@ -1,7 +1,7 @@
-"""The serving modes, pair or unsplit, when some of them are busy or full.
+"""The serving modes, pair or unsplit, if some of them are busy or full.
 
 Worker 1 is a prefill worker, 2 a decode worker with local prefill, 3 an aggregated worker; tests
-leave some of them out.
+omit some of them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Bed:
 
     def place(self, **hints: Any) -> Decision:
         answer = self.admit(**hints)
-        assert isinstance(answer, Decision), "it was queued"
+        assert isinstance(answer, Decision), "the request was queued"
         return answer
 
     def serve(self) -> list[Decision | MeshError]:
@@ -185,20 +185,20 @@ def test_the_decode_threshold_applies_to_requests_that_come_from_busy_prefill() 
 
 
 def test_busy_prefill_is_not_reported_as_a_missing_transfer_group() -> None:
-    lonely = worker(4, "prefill", transfer_group="other")
-    bed = Bed(PREFILL, REMOTE, lonely, busy=LIMITS)
+    unpaired = worker(4, "prefill", transfer_group="other")
+    bed = Bed(PREFILL, REMOTE, unpaired, busy=LIMITS)
     assert legs(bed.place()) == (2, 1)
     bed.crowd(1)
     with pytest.raises(Overloaded) as caught:
         bed.admit()
     assert caught.value.metadata["leg"] == "prefill"
-    bed.router.update(Snapshot(2, {w.id: w for w in (PREFILL, REMOTE, lonely, WHOLE)}), 0.0)
+    bed.router.update(Snapshot(2, {w.id: w for w in (PREFILL, REMOTE, unpaired, WHOLE)}), 0.0)
     assert bed.place().fallback == "prefill_busy"
 
 
 def test_a_missing_transfer_group_is_not_reported_as_busy_prefill() -> None:
-    lonely = worker(4, "prefill", transfer_group="other")
-    bed = Bed(lonely, REMOTE, busy=LIMITS)
+    unpaired = worker(4, "prefill", transfer_group="other")
+    bed = Bed(unpaired, REMOTE, busy=LIMITS)
     bed.crowd(4)
     with pytest.raises(Unavailable) as caught:
         bed.admit()
@@ -219,9 +219,9 @@ def test_free_workers_of_different_groups_make_no_pair_and_the_cause_is_busy() -
 
 
 def test_the_explanation_distinguishes_busy_workers_from_those_without_a_partner() -> None:
-    lonely = worker(4, "prefill", transfer_group="other")
+    unpaired = worker(4, "prefill", transfer_group="other")
     twin = worker(5, "prefill")
-    bed = Bed(PREFILL, twin, lonely, REMOTE, busy=LIMITS)
+    bed = Bed(PREFILL, twin, unpaired, REMOTE, busy=LIMITS)
     bed.crowd(5)
     rows = bed.router.preview(Query("m", 100), 0.0, Random(0)).considered
     why = {row.placement.worker_id: row.excluded_reason for row in rows}

@@ -1,4 +1,4 @@
-"""Session records: placement of a session, expiry, and what changes it."""
+"""Session records: placement of a session, expiry, and changes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Bed:
         assert self.router.load_tracker.free(self.key)
 
     def wait(self, seconds: float) -> None:
-        """Advance time in ticks, as the app does."""
+        """Advance time in ticks, like the app."""
         until = self.now + seconds
         while self.now < until:
             self.now = min(until, self.now + TICK_S)
@@ -587,7 +587,7 @@ def test_a_closed_session_is_not_restored_by_a_router_without_the_update() -> No
 
 
 def test_a_new_record_supersedes_one_that_only_peers_still_have() -> None:
-    """Its revision restarted at 1 and lost to the older record: simulation seed 1322."""
+    """Regression: its revision restarted at 1, so it lost to the older record (seed 1322)."""
     affinity = SessionAffinity(TTL_S, epoch_s=1000.0)
     first = constraint_of(affinity).record(Placement(1, 0), None, KEY, affinity.revision_min(0.0))
     assert first is not None
@@ -600,14 +600,16 @@ def test_a_new_record_supersedes_one_that_only_peers_still_have() -> None:
     assert new_record is not None
     assert new_record.supersedes(first)
     affinity.record_booking(new_record, TTL_S)
-    # A clock that is behind does not make it older.
+    # A slow clock does not make the record older.
     moved = constraint_of(affinity).record(Placement(3, 0), None, KEY, affinity.revision_min(0.0))
     assert moved is not None
     assert moved.supersedes(new_record)
 
 
 def test_open_makes_a_new_record_even_on_the_same_worker() -> None:
-    """It kept the old record, which lost to a newer one of a peer: simulation seed 1789."""
+    """Regression: it kept the old record, which lost to a newer one of a peer (simulation seed
+    1789).
+    """
     affinity = SessionAffinity(TTL_S)
     affinity.receive(SessionUpdate(record(3, 1), 0.0), 0.0)
     control = SessionControl("s", SessionAction.OPEN)
@@ -655,7 +657,7 @@ def test_a_request_that_outlives_its_closed_session_does_not_restore_it() -> Non
     assert held is not None
     bed.one(action=SessionAction.CLOSE)
     bed.wait(2 * TTL_S)
-    bed.router.reregister(held, session, bed.now)  # As frontends do periodically.
+    bed.router.reregister(held, session, bed.now)  # Frontends do this periodically.
     assert bed.router.affinity.sessions() == []
 
 
@@ -676,7 +678,7 @@ def test_a_booking_carries_the_revision_of_its_session_record() -> None:
     assert bed.place(action=SessionAction.CLOSE).session_revision == 0
     record_booking = bed.router.load_tracker.get(bed.key)
     assert record_booking is not None
-    assert record_booking.session_id == "", "it does not keep a closed session"
+    assert record_booking.session_id == "", "the router does not keep a closed session"
 
 
 class Naive(RuleBasedStateMachine):

@@ -1,4 +1,4 @@
-"""Client sessions at several routers: they always converge on one placement for each."""
+"""Client sessions at several routers: all routers converge on one placement of each session."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Link:
             self.outbound.request_full_sync()
 
     def flush(self, now: float) -> bool:
-        """Whether there was anything to send."""
+        """Whether there was an update to send."""
         steps = 0
         while self.outbound.seconds_until_due(now) == 0:
             self.step(now)

@@ -1,4 +1,6 @@
-"""Every setting of Dynamo's router exists or is absent for a reason: ADR 0006 against the code."""
+"""Every setting of Dynamo's router exists or is absent for a reason: compares ADR 0006 with the
+code.
+"""
 
 from __future__ import annotations
 

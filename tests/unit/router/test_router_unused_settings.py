@@ -1,4 +1,4 @@
-"""Settings without effect are reported at start, and others are not."""
+"""Settings without effect are reported at start; settings with effect are not."""
 
 from __future__ import annotations
 

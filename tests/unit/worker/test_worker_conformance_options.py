@@ -1,4 +1,4 @@
-"""The command line of the conformance kit explains itself."""
+"""The help text of the conformance kit."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def test_changing_any_argument_of_a_hasher_changes_every_hash() -> None:
         {"block_size": 5},
         {"lora_name": "c"},
         {"cache_salt": "c"},
-        # The same letters, split elsewhere, are other names.
+        # The same letters, split differently, are different names.
         {"model": "a", "lora_name": "b"},
         {"model": "", "lora_name": "ab"},
         {"model": "", "cache_salt": "ab"},
@@ -364,7 +364,7 @@ def random_prompts(size: int) -> tuple[list[Hashes], int]:
 
 
 def constant_prompts(size: int) -> tuple[list[Hashes], int]:
-    """Runs of token id 0, and of others."""
+    """Runs of token id 0, and of other ids."""
     hasher, length = hasher_factory(), 64 * size
     found = [hasher.prefix_hashes(uniform_blocks(np.full(length, i))) for i in range(256)]
     return found, 256 * length
@@ -422,7 +422,9 @@ def one_block_at_every_position(size: int) -> tuple[list[Hashes], int]:
 
 
 def small_lattice_differences(size: int) -> tuple[list[Hashes], int]:
-    """A 0/1 vector, scaled, is added to one block and taken from the next: the sum stays."""
+    """A 0/1 vector, scaled, is added to one block and subtracted from the next: the sum is
+    unchanged.
+    """
     hasher, dimensions = hasher_factory(), 8 + size // 8
     found: list[Hashes] = []
     for base, step in ((500_000, 1), (600_000, 4_096)):

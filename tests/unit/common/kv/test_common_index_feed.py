@@ -345,7 +345,7 @@ def test_a_load_only_source_advertises_and_requests_nothing_until_readmitted() -
 
 
 def test_a_load_only_source_accepts_any_newer_position_without_requests() -> None:
-    """Regression: behind the ring of its publisher it requested useless snapshots without end."""
+    """Regression: behind the ring of its publisher it requested useless snapshots repeatedly."""
     feed = registered_feed(1)
     feed.make_load_only(SOURCE, 0.0)
     feed.take_events()
@@ -420,7 +420,7 @@ def test_a_copy_behind_the_announced_position_is_gapped_and_requests_the_rest() 
     copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH, 2))
     assert copy.status(SOURCE) == exact
     copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH, 1))
-    assert copy.status(SOURCE) == exact, "a copy ahead of the index is fine: the index lags"
+    assert copy.status(SOURCE) == exact, "a copy may be ahead of the index: the index lags"
     copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH + 1, 0))
     assert copy.status(SOURCE) == exact
     assert advertised_blocks(copy) == set(), "of an older epoch"
@@ -505,10 +505,10 @@ def test_a_replica_that_loses_its_index_during_a_snapshot_resumes_from_its_posit
 def test_a_replica_with_a_snapshot_announced_again_requests_nothing() -> None:
     """A request would make the replica subscribe again and restart the snapshot, forever."""
     feed = IndexFeed()
-    feed.apply_status(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
+    feed.apply_status(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is in transit"), 0.0)
     give(feed, chunk(3, 1, first=True), batch(4, stored(8)))
     feed.mark_all_disconnected(0.0, "the stream ended")
-    feed.apply_status(None, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
+    feed.apply_status(None, SOURCE, SourceStatus("gapped", "a snapshot is in transit"), 0.0)
     assert demands(feed) == []
     assert feed.match(PARTITION, array([1])) == []
     give(feed, chunk(4, 1, 8, first=True, last=True))
@@ -520,7 +520,7 @@ def test_a_replica_with_a_snapshot_announced_again_requests_nothing() -> None:
 
 def test_a_replica_with_a_buffer_overflow_stays_gapped_despite_an_exact_status() -> None:
     feed = IndexFeed(buffer_blocks_max=100)
-    feed.apply_status(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
+    feed.apply_status(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is in transit"), 0.0)
     give(feed, chunk(3, 1, first=True), batch(4, stored(*range(100))), chunk(3, 2, last=True))
     assert feed.counters.overflows == 1
     feed.apply_status(None, SOURCE, SourceStatus("exact"), 0.0)
@@ -557,14 +557,14 @@ def test_a_middle_block_that_returns_brings_its_tail_back() -> None:
 
 
 def test_an_engine_restart_that_resets_the_sequence_is_detected() -> None:
-    """Defect 12: a new epoch begins with an empty set, whatever its sequence."""
+    """Defect 12: a new epoch begins with an empty set, regardless of its sequence."""
     feed = registered_feed()
     give(feed, *(batch(n, stored(n)) for n in range(1, 20)))
     give(feed, batch(1, stored(1, 2), epoch=EPOCH + 1))
     assert advertised_blocks(feed) == {1, 2}
     assert feed.position(SOURCE) == SourcePosition(SOURCE, EPOCH + 1, 1)
     give(feed, batch(20, stored(77)))
-    assert advertised_blocks(feed) == {1, 2}, "batches of the old epoch do not matter"
+    assert advertised_blocks(feed) == {1, 2}, "batches of the old epoch are ignored"
 
 
 def test_a_gap_that_is_never_filled_never_serves_a_wrong_index() -> None:

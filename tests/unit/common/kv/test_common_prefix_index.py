@@ -131,7 +131,7 @@ def test_retiring_is_immediate_and_freed_in_slices() -> None:
     index.retire(advertised)
     assert rows(index, 1, 2) == []
     assert index.blocks == 0
-    assert len(index) == 5000, "nothing is swept yet"
+    assert len(index) == 5000, "no block is removed yet"
     assert index.sweep(1000)
     assert 3500 <= len(index) <= 4500
     sweep(index)

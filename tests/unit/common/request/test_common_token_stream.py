@@ -62,7 +62,7 @@ from common.wire.token_stream import (
 from kvmesh.engine.v1 import engine_pb2
 
 WORKER = 7
-# What a frame may have beyond FRAME_BYTES: control entries, and estimates that were a little low.
+# Limit of a frame above FRAME_BYTES: control entries, and size estimates that are slightly low.
 SLACK_BYTES = 16 << 10
 
 
@@ -688,7 +688,7 @@ def test_rule_g_prompts_are_sent_in_parts_between_other_submits() -> None:
     assert [submit.slot for submit in first.submits] == [1, 2]
     assert len(first.submits[0].prompt) == PROMPT_PART_BYTES
     commands = pair.worker.receive(first, 0.0)
-    assert [command.slot for command in commands] == [2], "the short one does not wait"
+    assert [command.slot for command in commands] == [2], "the short prompt does not wait"
     starts = pair.to_worker()
     assert starts == [StartSlot(1, long, prompt_of(long))]
     assert all(len(part.data) <= PROMPT_PART_BYTES for part in first.prompt_parts)
@@ -1044,7 +1044,7 @@ class Run:
         self.left -= 1
         plan = rng.choice(["finish", "finish", "finish", "fail", "hang", "reject", "chunks"])
         size = rng.choice([0, 1, 50, 16_384, 16_385, rng.randrange(76_801)])
-        # Nothing but a deadline or an abort ends the ones that hang.
+        # Requests that hang end only by a deadline or an abort.
         timeout_s = rng.uniform(0.05, 3.0) if plan == "hang" or rng.random() < 0.2 else None
         one = leg_request(size, f"r{self.left}", timeout_s)
         if plan == "chunks":
@@ -1065,7 +1065,7 @@ class Run:
 
     def abort(self) -> None:
         rng = self.rng
-        if self.jobs and rng.random() < 0.1:  # any of them: open, ended, aborted before
+        if self.jobs and rng.random() < 0.1:  # any of them: open, ended, already aborted
             slot = rng.choice(list(self.jobs))
             self.pair.frontend.abort(slot, "client_gone")
             job = self.jobs[slot]
@@ -1180,7 +1180,7 @@ def test_random_runs_deliver_everything_once_and_leave_nothing_behind(seed: int)
     started_at = run.pair.now
     while not run.is_quiet:
         run.step()
-        assert run.pair.now - started_at < 60, f"seed {seed} does not come to rest"
+        assert run.pair.now - started_at < 60, f"seed {seed} has not become idle"
     assert len(run.jobs) == 40
     for slot, job in run.jobs.items():
         assert job.sink.how in ("rejected", "terminal"), f"seed {seed}, slot {slot}"
@@ -1202,7 +1202,7 @@ def test_random_runs_that_lose_the_stream_end_every_slot_once(seed: int) -> None
     pair = run.pair
     was_open = [slot for slot, job in run.jobs.items() if not job.sink.how]
     error = WorkerLost(retryable=True)
-    if seed % 2:  # one side detects the loss first; the other goes on for a while
+    if seed % 2:  # one side detects the loss first; the other continues for a while
         pair.frontend.close(error)
         run.work()
         run.send()

@@ -1,4 +1,4 @@
-"""Strict configuration: precedence, types, and that every problem is reported at once."""
+"""Strict configuration: precedence and types; every problem is reported at once."""
 
 from __future__ import annotations
 

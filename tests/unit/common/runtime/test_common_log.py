@@ -17,7 +17,7 @@ from opentelemetry import trace
 from common.runtime import log, telemetry
 
 Start = Callable[..., log.LogWriter]
-# A blocked writer never ends; a busy machine only takes longer.
+# A blocked writer never ends; on a busy machine a correct one only takes longer.
 WAIT_S = 20.0
 
 
@@ -164,7 +164,7 @@ def test_integers_that_a_double_cannot_represent_are_written_as_text(
     assert as_text in shrunk[0]
     assert shrunk[1] == 7
     assert (line["exact"], line["below"]) == (2**53 - 1, str(-(2**53)))
-    assert line["rate"] is None, "as in every other line"
+    assert line["rate"] is None, "like in every other line"
 
 
 def test_console_lines_are_plain_text(start: Start, pipe: tuple[int, int]) -> None:

@@ -31,13 +31,13 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 async def read_health(lifecycle: Lifecycle, service: str) -> int:
     servicer: Any = (
         lifecycle.health.servicer
-    )  # Any: the stubs want a context that Check does not use.
+    )  # Any: the stubs require a context that Check does not use.
     reply = await servicer.Check(health_pb2.HealthCheckRequest(service=service), None)
     return int(reply.status)
 
 
 async def nothing(_lifecycle: Lifecycle) -> None:
-    """A step that does nothing."""
+    """A no-op step."""
 
 
 Body = Callable[[Lifecycle], Awaitable[None]]

@@ -1,4 +1,6 @@
-"""Fetching what a card does not carry from workers that die midway, lie, or stay silent."""
+"""Fetching artifacts that a card does not contain, from workers that die, send wrong bytes or
+stall.
+"""
 
 from __future__ import annotations
 

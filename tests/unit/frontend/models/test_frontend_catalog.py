@@ -396,7 +396,7 @@ def test_a_model_being_loaded_and_its_adapters_are_unavailable_with_retry() -> N
         here = snapshot(worker(1, slow, "french"))
         first = asyncio.create_task(models.follow(here))
 
-        def is_told_to_wait() -> None:
+        def assert_loading() -> None:
             for name in ("slow", "french"):
                 for get in (models.get, lambda one: models.engine(one, "chat")):
                     with pytest.raises(Unavailable, match=name) as raised:
@@ -408,10 +408,10 @@ def test_a_model_being_loaded_and_its_adapters_are_unavailable_with_retry() -> N
 
         await asyncio.sleep(1.0)
         assert models.loading == {"slow"}
-        is_told_to_wait()
+        assert_loading()
         assert not await first, "its worker is silent"
         assert models.loading == frozenset()
-        is_told_to_wait()
+        assert_loading()
         del table.holding[1]
         assert await models.follow(here)
         assert models.get("french").base == "slow"
@@ -461,7 +461,7 @@ async def test_a_model_whose_worker_returns_is_served_at_once_without_a_build() 
     assert models.get("french").tokenizer is before.tokenizer
     assert (models.loading, table.fetched) == (frozenset(), ["a"])
     await at_once(models, snapshot(worker(3, A)))
-    assert models.get("a") is before, "also when the next one joined as the last one goes"
+    assert models.get("a") is before, "also when a worker joins as the last one leaves"
 
 
 async def test_a_model_that_returns_with_another_card_is_built_from_it() -> None:
@@ -472,7 +472,7 @@ async def test_a_model_that_returns_with_another_card_is_built_from_it() -> None
         await models.follow(snapshot(worker(1, card_)))
         assert models.get("a").card.context_length == length
         await models.follow(snapshot())
-    assert table.fetched == ["a"] * 3, "of each model the last build is kept, and that only"
+    assert table.fetched == ["a"] * 3, "only the last build of each model is kept"
 
 
 @pytest.mark.slow
@@ -482,7 +482,7 @@ async def test_builds_of_recently_removed_models_are_kept_for_a_limited_time() -
     models, workers = table.models, [worker(n, one) for n, one in enumerate(cards, 1)]
     lasting = worker(50, B)
     await models.follow(snapshot(lasting, *workers))
-    for n in range(len(workers)):  # m0 goes first
+    for n in range(len(workers)):  # m0 is removed first
         table.now += 1.0
         await models.follow(snapshot(lasting, *workers[n + 1 :]))
     table.fetched.clear()

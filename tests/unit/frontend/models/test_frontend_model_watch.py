@@ -413,7 +413,7 @@ def test_an_entry_added_during_a_build_is_built_after_that_build_fails() -> None
     assert shell.manager.names() == ()
 
 
-# handle_put: what is built.
+# Results of handle_put.
 
 
 @pytest.mark.row("S0-34")
@@ -439,8 +439,8 @@ def test_a_backend_entry_without_a_card_is_an_error() -> None:
     with pytest.raises(InvalidRequest, match="missing model deployment card") as rejected:
         plan_pipelines(entry(checksum=""), None)
     assert rejected.value.field == "card_checksum"
-    with pytest.raises(InvalidRequest, match="it is gone"):
-        plan_pipelines(entry(), None, "it is gone")
+    with pytest.raises(InvalidRequest, match="the model is removed"):
+        plan_pipelines(entry(), None, "the model is removed")
 
 
 @pytest.mark.row("S0-39", "S0-40")

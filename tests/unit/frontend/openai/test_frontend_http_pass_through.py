@@ -330,8 +330,8 @@ async def test_an_idle_stream_has_comments_between_complete_events() -> None:
         lines = events(answer)
         assert lines.count(comment) >= 2
         rest = [json.loads(line) for line in lines if line not in (comment, "[DONE]")]
-        said = "".join(c["choices"][0]["delta"].get("content", "") for c in rest)
-        assert said == "one two"
+        content = "".join(c["choices"][0]["delta"].get("content", "") for c in rest)
+        assert content == "one two"
         assert lines[-1] == "[DONE]"
 
 

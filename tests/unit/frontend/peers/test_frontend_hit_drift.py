@@ -1,4 +1,4 @@
-"""Predicted and actual cached tokens: when a source counts as degraded, and for how long."""
+"""Predicted and actual cached tokens: when a source is degraded, and for how long."""
 
 from __future__ import annotations
 

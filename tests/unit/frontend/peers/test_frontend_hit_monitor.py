@@ -78,7 +78,7 @@ def test_wrong_predictions_of_a_worker_are_reported_once_a_window() -> None:
         (outcome(0, None), "the engine reports no cached tokens"),
         (outcome(0, 64, attempts=2), "the first attempt may have cached the prompt"),
         (outcome(0, 64, error=WorkerLost("gone", retryable=True)), "it failed"),
-        (outcome(0, 64, placed=None), "it was not placed"),
+        (outcome(0, 64, placed=None), "the request was not placed"),
         (
             outcome(0, 64, placed=RoutingDecision(WORKER, is_unrouted=True)),
             "no router predicted",

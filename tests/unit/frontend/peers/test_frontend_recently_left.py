@@ -14,7 +14,7 @@ def test_only_instances_of_an_earlier_snapshot_have_left() -> None:
     assert 1 in recently_left
     assert 3 not in recently_left
     recently_left.follow([1, 2])
-    assert 1 not in recently_left, "it is back"
+    assert 1 not in recently_left, "the instance is present again"
 
 
 def test_the_oldest_instances_are_removed_first() -> None:

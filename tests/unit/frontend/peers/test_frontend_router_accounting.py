@@ -1,4 +1,4 @@
-"""What a frontend sends its router about a request: hints, output growth, bookings."""
+"""What a frontend sends to its router: hints, output blocks, bookings."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ BLOCKS = 16
 
 
 class BookKeeper:
-    """A router that places everything on one worker and tracks the load like a router.
+    """A router that places every request on one worker and tracks the load like a real router.
 
-    frames: those received.
+    frames: the received ones.
     """
 
     def __init__(self, *, tracks: bool) -> None:

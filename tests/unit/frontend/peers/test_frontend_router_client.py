@@ -41,8 +41,8 @@ MOVED_S = PING_INTERVAL_S + HOME_RETURN_JITTER_S + 0.1
 class FakeRouter:
     """Replies at once, unless it hangs or is dead. sessions: the frames of each, oldest first.
 
-    queues: it queues every query for ever. queue_wait_ms: sent in its hello. dies_of: the request
-    id that ends the session. error: its reply to every query.
+    queues: it queues every query and never replies. queue_wait_ms: sent in its hello. dies_of: the
+    request id that ends the session. error: its reply to every query.
     """
 
     def __init__(self, router_id: int) -> None:

@@ -1,4 +1,4 @@
-"""The stall monitor: the own address, and a server that never replies."""
+"""The stall monitor: its own address, and a server that never replies."""
 
 from __future__ import annotations
 

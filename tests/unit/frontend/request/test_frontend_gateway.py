@@ -86,7 +86,7 @@ def test_without_a_router_prefill_and_decode_pairs_are_not_chosen(
 
 
 class Frozen:
-    """A transport to a worker with a hung engine: it sends heartbeats and nothing else.
+    """A transport to a worker with a hung engine: it only sends heartbeats.
 
     late_s: delay of the first heartbeat.
     """
@@ -115,7 +115,7 @@ class Frozen:
 
 
 class Engine:
-    """A worker with its transport. frozen: it accepts requests and does nothing.
+    """A worker with its transport. frozen: it accepts requests and does not run them.
 
     waits: its requests wait for KV; only a probe is served. full: it refuses every request.
     """
@@ -241,7 +241,9 @@ def test_a_hung_engine_stays_excluded_while_it_has_no_work() -> None:
             assert engines.excluded_workers([WORKER]) == {WORKER}
             engine.frozen = False
             await asyncio.sleep(PROBE_INTERVAL_MAX_S * 1.25 + 0.5)
-            assert engines.excluded_workers([WORKER]) == frozenset(), "it serves probes again"
+            assert engines.excluded_workers([WORKER]) == frozenset(), (
+                "the worker serves probes again"
+            )
 
     run_virtually(main())
 

@@ -1,4 +1,4 @@
-"""Retried requests in the gateway: permits, and what a retry keeps."""
+"""Retried requests in the gateway: permits, and the fields that a retry keeps."""
 
 from __future__ import annotations
 
@@ -282,6 +282,8 @@ def test_a_worker_that_refused_the_request_with_a_closed_circuit_stays_excluded(
         (sink,) = engines.lost_sinks
         sink.rejected(Overloaded(1.0))
         await asyncio.sleep(2.0)
-        assert len(router.queries) == 1, "busy is not dead: it waits for the other one"
+        assert len(router.queries) == 1, (
+            "a busy worker is not dead: the request waits for the other one"
+        )
 
     run_virtually(main(), until=50.0)

@@ -724,7 +724,7 @@ def test_a_decode_leg_cancelled_at_its_worker_aborts_only_prefill() -> None:
     assert fixture.ports.outcome.finish_reason is FinishReason.CANCELLED
 
 
-# Ends from outside
+# External ends
 
 
 def unplaced() -> Fixture:
@@ -777,7 +777,7 @@ STATES: list[tuple[Callable[[], Fixture], list[int], int]] = [
 def ends(
     fixture: Fixture, freed: list[int], aborts: int, reason: str, finish_reason: FinishReason
 ) -> RequestOutcome:
-    """Checks an end from outside, and that later events change nothing."""
+    """Checks an external end, and that later events have no effect."""
     ports = fixture.ports
     assert ports.freed == freed
     assert [why for _, why in ports.aborted] == [reason] * aborts
@@ -1032,7 +1032,7 @@ class MachineModel(RuleBasedStateMachine):
     @precondition(lambda self: self.fixture is not None and self.awaited() is not None)
     @rule(count=st.integers(1, 4))
     def leg_delivers_and_fails(self, count: int) -> None:
-        """The next leg delivers tokens: without this rule, few runs reach a migration."""
+        """The next leg delivers tokens: without this rule, few runs contain a migration."""
         self.router_replies(0, 1)
         self.leg_is_accepted(8)
         self.leg_delivers(8, count)

@@ -64,9 +64,9 @@ def test_a_reader_that_does_not_wait_is_not_woken_for_idle_time() -> None:
     async def main() -> None:
         loop, response = asyncio.get_running_loop(), new_response()
         response.wake_when_idle(1.0)
-        await asyncio.sleep(10.3)  # for example, the client reads nothing
+        await asyncio.sleep(10.3)  # for example, the client does not read
         later(0.5, lambda: response.tokens([1], ()))
-        assert await response.next() == [1], "it has waited for only half a second"
+        assert await response.next() == [1], "only half a second has passed"
         assert loop.time() == pytest.approx(10.8)
         response.finished(DONE)
 

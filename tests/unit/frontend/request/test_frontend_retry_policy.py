@@ -33,7 +33,7 @@ def test_permits_are_limited_per_worker_and_a_release_admits_the_next_request() 
     assert permits == [Permit.GRANTED] * 4 + [Permit.QUEUED] * 2
     assert (migrations.computing, migrations.waiting) == (4, 2)
     assert migrations.release(MODEL, 1, available(2)) == [4]
-    assert migrations.release(MODEL, 1, available(2)) == [], "it is released once"
+    assert migrations.release(MODEL, 1, available(2)) == [], "the permit is released once"
 
 
 def test_the_request_that_arrived_first_is_admitted_first() -> None:
@@ -258,7 +258,7 @@ def test_a_failed_worker_with_a_closed_circuit_stays_excluded() -> None:
     policy.start_attempt(frozenset({1}))
     pool = frozenset({1, 2})
     assert policy.excluded(pool, frozenset({2})) is None
-    assert policy.excluded(pool, frozenset({2})) is None, "busy is not dead"
+    assert policy.excluded(pool, frozenset({2})) is None, "a busy worker is not dead"
 
 
 def test_a_refusal_of_the_router_leads_to_a_wait_only_with_an_open_circuit() -> None:

@@ -1,4 +1,4 @@
-"""The demo's client: how it finds the router that it asks."""
+"""The demo's client: how it selects the router for its queries."""
 
 from __future__ import annotations
 

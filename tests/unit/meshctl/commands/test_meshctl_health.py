@@ -1,4 +1,4 @@
-"""What `meshctl health` says of a port."""
+"""Output of `meshctl health` for a port."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_a_service_that_the_port_does_not_have_is_named(
 
 
 def test_a_closed_port_is_one_line_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    # Port 1 is nobody's.
+    # No process listens on port 1.
     assert health("127.0.0.1:1") == 1
-    said = capsys.readouterr().err
-    assert said.startswith("127.0.0.1:1: UNAVAILABLE: failed to connect")
-    assert said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("127.0.0.1:1: UNAVAILABLE: failed to connect")
+    assert errors.count("\n") == 1

@@ -1,4 +1,4 @@
-"""What `meshctl status` says of a mesh."""
+"""Output of `meshctl status` for a mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshctl.commands.status import EXIT_UNREACHABLE, Row, describe_token_proble
 from meshctl.options import UpOptions
 from meshctl.services import build_service_specs
 
-# Port 1 is nobody's.
+# No process listens on port 1.
 ADDRESS = "127.0.0.1:1"
 BIG_ID = 2**62 + 1
 
@@ -96,8 +96,8 @@ def test_an_empty_mesh_is_reported_with_its_registry(
     for path, note in ((tmp_path / "there", ""), (tmp_path / "no", " (folder does not exist)")):
         config = ServiceConfig(registry_path=path, namespace="n1")
         assert status(config, as_json=False) == 1
-        said = f"no instance in namespace 'n1' of the registry {path}{note}\n"
-        assert capsys.readouterr().out == said
+        expected = f"no instance in namespace 'n1' of the registry {path}{note}\n"
+        assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize("as_json", [True, False])

@@ -1,4 +1,4 @@
-"""What `meshctl up` says of the registry before it starts anything."""
+"""Checks of the registry by `meshctl up` before it starts a process."""
 
 from __future__ import annotations
 

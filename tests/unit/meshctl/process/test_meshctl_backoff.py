@@ -1,4 +1,4 @@
-"""When a dead service is started again."""
+"""When a dead service restarts."""
 
 from __future__ import annotations
 

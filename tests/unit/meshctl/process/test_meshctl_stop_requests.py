@@ -1,4 +1,4 @@
-"""Signals that ask a mesh to stop, and those that kill it."""
+"""Signals that request the stop of a mesh, and signals that kill it."""
 
 from __future__ import annotations
 

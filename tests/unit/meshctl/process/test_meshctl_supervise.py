@@ -1,4 +1,4 @@
-"""Restarts, deregistration and the order of the end, on fake processes."""
+"""Restarts, deregistration and the order of the end, with fake processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ E = TypeVar("E", bound=Event)
 
 
 class Journal:
-    """What was asked of the fakes, in order."""
+    """The calls of the fakes, in order."""
 
     def __init__(self) -> None:
         self.entries: list[str] = []
@@ -49,7 +49,7 @@ class Journal:
 
 
 class FakeProcess:
-    """obedient: ends upon SIGTERM. `log` collects what was asked of it."""
+    """A service process. obedient: it ends on SIGTERM. `log` collects its calls."""
 
     def __init__(self, spec: ServiceSpec, pid: int, log: Journal, obedient: bool) -> None:
         self.spec = spec
@@ -74,7 +74,7 @@ class FakeProcess:
         self.log.write(f"KILL {self.spec.name}")
         self.end(-9)
 
-    def say_ready(self, instance_id: str | None = None) -> None:
+    def report_ready(self, instance_id: str | None = None) -> None:
         name = instance_id or str(self.pid)
         self.line.set_result(ReadyLine(self.spec.name, self.pid, name, {}))
 
@@ -86,7 +86,7 @@ class FakeProcess:
 
 
 class World:
-    """Launcher, registrar and listener of a supervisor in one."""
+    """Launcher, registrar and event receiver of a supervisor in one object."""
 
     def __init__(self, *, born: Callable[[FakeProcess], None], obedient: bool = True) -> None:
         self.born = born
@@ -112,8 +112,8 @@ class World:
             raise self.registry_error
         self.deregistered.append((namespace, instance_id))
 
-    async def told(self, kind: type[E]) -> E:
-        """The next event of a kind; others before it are skipped."""
+    async def next_event(self, kind: type[E]) -> E:
+        """The next event of a kind; earlier events are skipped."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 event = await self.events.get()
@@ -125,8 +125,8 @@ def spec(name: str, rank: int = 0, drain_s: float = WAIT_S) -> ServiceSpec:
     return ServiceSpec(name, "module", (), rank, drain_s)
 
 
-def well(process: FakeProcess) -> None:
-    process.say_ready()
+def becomes_ready(process: FakeProcess) -> None:
+    process.report_ready()
 
 
 def dead(process: FakeProcess) -> None:
@@ -165,41 +165,43 @@ async def test_all_are_ready_when_the_last_one_is() -> None:
     async with running(world, spec("a"), spec("b")) as supervisor:
         ready = asyncio.ensure_future(supervisor.wait_all_ready())
         await world.log.has("START b")
-        world.processes[0].say_ready()
-        await world.told(BecameReady)
+        world.processes[0].report_ready()
+        await world.next_event(BecameReady)
         assert not ready.done()
-        world.processes[1].say_ready()
+        world.processes[1].report_ready()
         await ready
 
 
 async def test_a_dead_service_is_deregistered_and_restarted() -> None:
-    world = World(born=well)
+    world = World(born=becomes_ready)
     async with running(world, spec("a")) as supervisor:
-        await world.told(BecameReady)
+        await world.next_event(BecameReady)
         world.processes[0].end(-11)
-        died = await world.told(Died)
+        died = await world.next_event(Died)
         assert (died.service, died.status) == ("a", -11)
         assert died.restart_in_s is not None
         assert world.deregistered == [("ns", 100)]
-        assert (await world.told(BecameReady)).line.pid == 101
+        assert (await world.next_event(BecameReady)).line.pid == 101
         await supervisor.wait_all_ready()
 
 
 async def test_an_unrequested_exit_with_status_zero_counts_as_a_death() -> None:
-    world = World(born=well)
+    world = World(born=becomes_ready)
     async with running(world, spec("a")):
-        await world.told(BecameReady)
+        await world.next_event(BecameReady)
         world.processes[0].end(0)
-        assert (await world.told(Died)).status == 0
-        await world.told(BecameReady)
+        assert (await world.next_event(Died)).status == 0
+        await world.next_event(BecameReady)
 
 
 async def test_a_service_that_is_never_ready_stops_the_mesh() -> None:
-    world = World(born=lambda process: (dead if process.spec.name == "a" else well)(process))
+    world = World(
+        born=lambda process: (dead if process.spec.name == "a" else becomes_ready)(process)
+    )
     async with running(world, spec("a"), spec("b")) as supervisor:
-        assert await world.told(RestartsExhausted) == RestartsExhausted("a", 5)
+        assert await world.next_event(RestartsExhausted) == RestartsExhausted("a", 5)
         await supervisor.wait_for_stop()
-        assert (await world.told(Stopped)).service == "b"
+        assert (await world.next_event(Stopped)).service == "b"
     assert world.log.entries.count("START a") == 5
     assert not supervisor.is_clean
     assert [child.state for child in supervisor.children] == [State.FAILED, State.STOPPED]
@@ -212,29 +214,29 @@ async def test_an_invalid_configuration_stops_the_mesh_without_a_restart() -> No
 
     world = World(born=refuse)
     async with running(world, spec("a")) as supervisor:
-        died = await world.told(Died)
+        died = await world.next_event(Died)
         assert (died.status, died.restart_in_s) == (2, None)
         assert died.start_error == "--x: must be y"
         exhausted = RestartsExhausted("a", 1, is_retryable=False, start_error=died.start_error)
-        assert await world.told(RestartsExhausted) == exhausted
+        assert await world.next_event(RestartsExhausted) == exhausted
         await supervisor.wait_for_stop()
     assert world.log.entries == ["START a"]
     assert not supervisor.is_clean
 
 
 async def test_a_service_that_cannot_be_started_counts_as_dead() -> None:
-    world = World(born=well)
+    world = World(born=becomes_ready)
     world.launch_error = OSError("no more processes")
     async with running(world, spec("a")):
-        died = await world.told(Died)
+        died = await world.next_event(Died)
         assert (died.status, died.reason) == (None, "no more processes")
-        await world.told(RestartsExhausted)
+        await world.next_event(RestartsExhausted)
 
 
 async def test_a_service_that_hangs_during_its_start_is_killed_and_restarted() -> None:
     world = World(born=silent)
     async with running(world, spec("a"), start_s=0.01):
-        assert "not ready within" in (await world.told(Died)).reason
+        assert "not ready within" in (await world.next_event(Died)).reason
         assert world.log.entries[:2] == ["START a", "KILL a"]
 
 
@@ -244,24 +246,24 @@ async def test_an_invalid_ready_line_counts_as_a_death() -> None:
 
     world = World(born=nonsense)
     async with running(world, spec("a")):
-        assert (await world.told(Died)).reason == "ready line.pid: Field required"
+        assert (await world.next_event(Died)).reason == "ready line.pid: Field required"
 
 
 @pytest.mark.parametrize("instance_id", ["7", "not a number"])
 async def test_a_failing_registry_is_reported_and_does_not_prevent_a_restart(
     instance_id: str,
 ) -> None:
-    world = World(born=lambda process: process.say_ready(instance_id))
+    world = World(born=lambda process: process.report_ready(instance_id))
     world.registry_error = Unavailable("the disk is full")
     async with running(world, spec("a")):
-        await world.told(BecameReady)
+        await world.next_event(BecameReady)
         world.processes[0].end(1)
-        assert (await world.told(NotDeregistered)).service == "a"
-        await world.told(BecameReady)
+        assert (await world.next_event(NotDeregistered)).service == "a"
+        await world.next_event(BecameReady)
 
 
 async def test_services_stop_rank_by_rank() -> None:
-    world = World(born=well, obedient=False)
+    world = World(born=becomes_ready, obedient=False)
     specs = (spec("worker", 2), spec("front-0", 0), spec("router", 1), spec("front-1", 0))
     async with running(world, *specs) as supervisor:
         await supervisor.wait_all_ready()
@@ -278,24 +280,24 @@ async def test_services_stop_rank_by_rank() -> None:
 
 
 async def test_a_service_that_exceeds_its_drain_limit_is_killed_and_reported() -> None:
-    world = World(born=well, obedient=False)
+    world = World(born=becomes_ready, obedient=False)
     async with running(world, spec("a", drain_s=0.01)) as supervisor:
         await supervisor.wait_all_ready()
         supervisor.stop()
-        ended = await world.told(Stopped)
+        ended = await world.next_event(Stopped)
         assert (ended.status, ended.killed) == (-9, True)
         assert ended.after_s >= 0.01
     assert not supervisor.is_clean
 
 
 async def test_a_kill_during_the_drain_ends_all_services_at_once() -> None:
-    world = World(born=well, obedient=False)
+    world = World(born=becomes_ready, obedient=False)
     async with running(world, spec("a", 0), spec("b", 1)) as supervisor:
         await supervisor.wait_all_ready()
         supervisor.stop()
         await world.log.has("TERM a")
         supervisor.kill()
-        await world.told(Stopped)
+        await world.next_event(Stopped)
     assert "KILL a" in world.log.entries
     assert "KILL b" in world.log.entries
     assert not supervisor.is_clean
@@ -305,7 +307,7 @@ async def test_a_stop_during_the_pause_prevents_the_restart() -> None:
     world = World(born=dead)
     policy = BackoffPolicy(initial_pause_s=WAIT_S, max_pause_s=WAIT_S)
     async with running(world, spec("a"), policy=policy) as supervisor:
-        await world.told(Died)
+        await world.next_event(Died)
         assert [child.state for child in supervisor.children] == [State.WAITING]
         supervisor.stop()
     assert world.log.entries == ["START a"]
@@ -313,13 +315,13 @@ async def test_a_stop_during_the_pause_prevents_the_restart() -> None:
 
 
 async def test_a_service_that_dies_during_the_drain_is_reported_and_not_restarted() -> None:
-    world = World(born=well, obedient=False)
+    world = World(born=becomes_ready, obedient=False)
     async with running(world, spec("a", 0), spec("b", 1)) as supervisor:
         await supervisor.wait_all_ready()
         supervisor.stop()
         await world.log.has("TERM a")
         world.processes[1].end(1)
-        died = await world.told(Died)
+        died = await world.next_event(Died)
         assert (died.service, died.restart_in_s) == ("b", None)
         world.processes[0].end(0)
     assert world.log.entries.count("START b") == 1
@@ -336,7 +338,7 @@ async def test_a_service_stopped_before_it_handles_signals_counts_as_a_clean_exi
 
 
 async def test_no_process_outlives_a_cancelled_supervisor() -> None:
-    world = World(born=well, obedient=False)
+    world = World(born=becomes_ready, obedient=False)
     supervisor = Supervisor(
         [spec("a")],
         world.start,
@@ -347,7 +349,7 @@ async def test_no_process_outlives_a_cancelled_supervisor() -> None:
         rng=Random(1),
     )
     task = asyncio.ensure_future(supervisor.run())
-    await world.told(BecameReady)
+    await world.next_event(BecameReady)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

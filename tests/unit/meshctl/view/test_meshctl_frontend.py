@@ -1,4 +1,4 @@
-"""What meshctl asks of a frontend."""
+"""Requests of meshctl to a frontend."""
 
 from __future__ import annotations
 

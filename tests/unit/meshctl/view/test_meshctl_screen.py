@@ -1,4 +1,4 @@
-"""What meshctl prints."""
+"""Output of meshctl."""
 
 from __future__ import annotations
 

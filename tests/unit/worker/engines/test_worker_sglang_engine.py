@@ -75,7 +75,7 @@ def engine_over(fake: FakeSglang) -> SglangEngine:
 
 
 async def read_until_aborted(engine: SglangEngine, fake: FakeSglang) -> None:
-    """One read may not suffice: on a loaded machine fresh snapshots become old."""
+    """One read may not suffice: on a loaded machine fresh snapshots age."""
     async with asyncio.timeout(30):
         while not fake.abort_error:
             fake.snapshot = Snapshot()
@@ -83,7 +83,7 @@ async def read_until_aborted(engine: SglangEngine, fake: FakeSglang) -> None:
 
 
 async def run_starved_leg(fake: FakeSglang) -> tuple[list[int], Exception]:
-    """The tokens that it received nevertheless, and its end."""
+    """The tokens received nevertheless, and the end."""
     engine, tokens = engine_over(fake), list[int]()
 
     async def leg() -> None:

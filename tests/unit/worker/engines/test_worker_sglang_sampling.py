@@ -310,7 +310,7 @@ def test_cumulative_chunks_become_incremental_ones() -> None:
     second = one.convert(raw_output(growing))
     assert first is not None
     assert second is not None
-    growing.append(7)  # tokens passed on do not change with it
+    growing.append(7)  # tokens already sent do not change with it
     assert (first.token_ids, second.token_ids) == ((4,), (5, 6))
     assert one.convert(raw_output([4, 5, 6])) is None
 
@@ -345,7 +345,7 @@ STOPS = {
         ({"type": "stop", "matched": 9}, (4, 5), FinishReason.STOP, None),
         ({"type": "stop", "matched": 8}, (4, 5, 2), FinishReason.STOP, 8),
         ({"type": "stop", "matched": [4, 9]}, (4, 5), FinishReason.STOP, None),
-        # A stop of the model that SGLang applies by itself.
+        # A stop of the model that SGLang applies itself.
         ({"type": "stop", "matched": 77}, (4, 5), FinishReason.EOS, None),
     ],
 )

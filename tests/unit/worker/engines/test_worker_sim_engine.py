@@ -59,7 +59,7 @@ AT_ONCE = Timing(speedup=0)
 
 
 class ManualTime:
-    """A clock that stands still until `advance`; counts the sleeps."""
+    """A clock that changes only by `advance`; counts the sleeps."""
 
     def __init__(self) -> None:
         self.now = 1000.0

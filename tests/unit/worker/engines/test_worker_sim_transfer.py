@@ -336,7 +336,7 @@ def test_a_decode_leg_that_never_pulls_ends_in_time() -> None:
 
 
 def test_a_decode_leg_without_blocks_fails_before_its_partner_times_out() -> None:
-    """Otherwise prefill would be blamed, and the next attempt sent to the same full worker."""
+    """Otherwise prefill would be excluded, and the retry would use the same full worker."""
     room = decode(placed=False, pulled=False)
     assert room.tick(7.4) == []
     end, drop = room.tick(7.5)

@@ -98,7 +98,7 @@ class FakeIndex:
     def _store(self, name: int, tier: int) -> None:
         assert name not in self.sets[tier], "announced once"
         parent = self.parents[name]
-        assert parent is None or parent in self.sets[tier], "announced after its parent"
+        assert parent is None or parent in self.sets[tier], "advertised after its parent"
         assert all(name in wider for wider in self.sets[tier + 1 :]), "sets are cumulative"
         self.sets[tier].add(name)
 
@@ -106,7 +106,9 @@ class FakeIndex:
         assert name in self.sets[tier], "only published blocks are withdrawn"
         assert all(name not in narrower for narrower in self.sets[:tier]), "sets are cumulative"
         self.sets[tier].remove(name)
-        assert all(self.parents[one] != name for one in self.sets[tier]), "children go before"
+        assert all(self.parents[one] != name for one in self.sets[tier]), (
+            "children are withdrawn first"
+        )
 
 
 class _Telling(PrefixHasher):
@@ -443,12 +445,12 @@ class Worker:
         self.index.receive(self.normalizer.take())
 
     def shrink(self, blocks: int) -> None:
-        """To its end."""
+        """Runs the shrink to its end."""
         self.normalizer.shrink(blocks)
         self.resize()
 
     def grow(self, blocks: int) -> None:
-        """To its end."""
+        """Runs the growth to its end."""
         self.normalizer.grow(blocks)
         self.resize()
 
@@ -675,7 +677,7 @@ def test_blocks_of_unknown_identity_are_ignored_by_policy_and_counted(
     worker.apply(PagesStored([1, 2], None, le(PROMPT[:8]), B, **identity))
     assert worker.published == set()
     assert worker.counts == {"ignored": 2}
-    assert not worker.normalizer.is_incomplete, "nothing was lost: they are not to be here"
+    assert not worker.normalizer.is_incomplete, "no loss: these blocks are excluded"
     worker.remove(1)
     assert worker.counts == {"ignored": 2, "unknown_removals": 1}
 
@@ -907,7 +909,7 @@ def test_an_event_log_equals_the_sum_of_its_batches() -> None:
     assert index.sets[0] == set(NAMES[:1])
 
 
-def pages_alive() -> int:
+def live_pages() -> int:
     return sum(type(one).__name__ == "_Page" for one in gc.get_objects())
 
 
@@ -916,18 +918,18 @@ def test_discarded_pages_are_freed_in_parts_without_garbage_collection() -> None
     gc.collect()
     gc.disable()
     try:
-        before = pages_alive()
+        before = live_pages()
         normalizer = Normalizer(ONE_TO_ONE, hasher_factory)
         normalizer.apply(PagesStored(range(100), None, le(range(B * 100)), B))
-        assert pages_alive() - before == 101
+        assert live_pages() - before == 101
         normalizer.discard_all()
         normalizer.apply(PagesStored([7], None, le(range(B)), B))
-        assert pages_alive() - before > 101, "nothing is freed at once"
+        assert live_pages() - before > 101, "no page is freed at once"
         turns = 1
         while normalizer.free_deferred(10):
             turns += 1
         assert turns >= 10
-        assert pages_alive() - before == 2, "the root and the blocks stored since"
+        assert live_pages() - before == 2, "the root and the blocks stored since"
         normalizer.apply(PagesRemoved([7]))
         assert normalizer.entry_count == 0
         assert not normalizer.free_deferred(10)

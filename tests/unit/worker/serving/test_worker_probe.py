@@ -55,7 +55,7 @@ class FakeEngine:
             case "busy":
                 raise Overloaded(1.0, "too many wait")
             case "broken":
-                raise RuntimeError("what a mess")
+                raise RuntimeError("an internal error")
             case "silent":
                 await asyncio.Event().wait()
         if self.mode == "error":
@@ -176,8 +176,8 @@ async def test_steps_without_output_postpone_the_probe() -> None:
 
     engine = Stepping("silent")
     async with watched(Runner(engine)) as (_, reports):
-        looks = engine.steps
-        await until(lambda: engine.steps > looks + 5, "the loads were read")
+        steps = engine.steps
+        await until(lambda: engine.steps > steps + 5, "the loads were read")
     assert engine.probes == []
     assert reports == []
 
@@ -198,7 +198,7 @@ async def test_steps_do_not_undo_a_failed_probe_but_output_does() -> None:
         )
         assert reports == [False]
         engine.mode = "ok"
-        await until(lambda: probe.is_alive, "a probe is answered")
+        await until(lambda: probe.is_alive, "a probe has a response")
         assert reports == [False, True]
 
 
@@ -282,7 +282,7 @@ async def test_the_number_of_hung_probes_is_bounded() -> None:
         try:
             await until(
                 lambda: runner.counters["canaries_failed"] >= HUNG_PROBES_MAX + 3,
-                "it goes on failing",
+                "the probes still fail",
             )
             assert engine.clinging == len(engine.probes) == HUNG_PROBES_MAX
             assert reports == [False]

@@ -210,7 +210,7 @@ async def test_a_typed_error_keeps_its_type_and_fields(error: MeshError) -> None
 async def test_an_engine_may_reject_before_it_creates_a_stream() -> None:
     class Refusing(ScriptedEngine):
         def generate(self, request: PreprocessedRequest, ctx: GenerateContext) -> Any:
-            raise Unsupported("sampling_options.n", "one is all")
+            raise Unsupported("sampling_options.n", "exactly one")
 
     runner = Runner(Refusing())
     with pytest.raises(Unsupported) as caught:
@@ -222,10 +222,10 @@ async def test_an_engine_may_reject_before_it_creates_a_stream() -> None:
 @pytest.mark.row("S4-33")
 async def test_an_error_chunk_fails_the_request_without_a_type() -> None:
     async def script(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
-        yield chunk.error("CUDA went away")
+        yield chunk.error("the CUDA device is lost")
 
     runner = Runner(ScriptedEngine(a=script))
-    with pytest.raises(InternalError, match="CUDA went away"):
+    with pytest.raises(InternalError, match="the CUDA device is lost"):
         await runner.run(runner.admit(leg_request("a")), Emitted())
     assert runner.counters["failed"] == 1
 
@@ -278,7 +278,7 @@ class Gate:
 @pytest.mark.parametrize(
     ("role", "phase"), [("aggregated", "decode"), ("decode", "")], ids=["by phase", "by role"]
 )
-@pytest.mark.parametrize("side_channel", [False, True], ids=["by a chunk", "by another way"])
+@pytest.mark.parametrize("side_channel", [False, True], ids=["by a chunk", "by a side channel"])
 async def test_a_decode_leg_is_aborted_after_its_first_token(
     role: str, phase: str, side_channel: bool
 ) -> None:
