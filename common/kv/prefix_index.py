@@ -108,7 +108,6 @@ class PrefixIndex:
 
     @property
     def needs_sweep(self) -> bool:
-        """Whether deferred work exists."""
         return bool(self._deferred_work)
 
     # Queries.
@@ -129,7 +128,6 @@ class PrefixIndex:
         return self._matches_on_device(match_ends)
 
     def holds(self, advertised: AdvertisedBlocks, key: int, tier: Tier = Tier.DEVICE) -> bool:
-        """Return whether the handle holds one block."""
         return bool(self._shards[key & _SHARD_MASK].get(key, 0) & advertised._bits[tier])
 
     def chunks(
@@ -188,7 +186,6 @@ class PrefixIndex:
             self._schedule_compaction(advertised, tier)
 
     def set_visible(self, advertised: AdvertisedBlocks, is_visible: bool) -> None:
-        """Set whether the blocks match."""
         assert not (is_visible and advertised.retired), "a retired handle stays hidden"
         advertised.is_visible = is_visible
         for bit in advertised._bits:

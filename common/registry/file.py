@@ -391,7 +391,12 @@ class _NamespaceView:
                     self.entries[name] = entry
                     return True
                 try:
-                    if self._remove_dead_file(path, fd):
+                    # The order matters: it was unlocked *before* it is found in place here.
+                    if inode_of_path(path) == os.fstat(fd).st_ino:
+                        path.unlink(missing_ok=True)
+                        LOG.info(
+                            "registry_entry_removed", path=str(path), reason="its owner has ended"
+                        )
                         return False
                 finally:
                     os.close(fd)
@@ -401,17 +406,6 @@ class _NamespaceView:
         except OSError as error:
             self._warn_once(name, "registry_entry_unreadable", error)
             return False
-
-    def _remove_dead_file(self, path: Path, fd: int) -> bool:
-        """Remove an unlocked file. False if another file has replaced it.
-
-        The order matters: the file was unlocked *before* it is found in place here.
-        """
-        if inode_of_path(path) != os.fstat(fd).st_ino:
-            return False
-        path.unlink(missing_ok=True)
-        LOG.info("registry_entry_removed", path=str(path), reason="its owner has ended")
-        return True
 
     def _read_entry(self, name: str, fd: int) -> _Entry:
         inode = os.fstat(fd).st_ino

@@ -170,7 +170,6 @@ class Snapshot:
         object.__setattr__(self, "instances", MappingProxyType(dict(self.instances)))
 
     def of(self, service: Service) -> tuple[Instance, ...]:
-        """The instances of one service."""
         return tuple(i for i in self.instances.values() if i.service == service)
 
     def serving(self, model: str) -> tuple[Instance, ...]:
@@ -265,8 +264,6 @@ class ModelNetworkName(str):
 
 @dataclass(frozen=True, slots=True)
 class EndpointId:
-    """An endpoint of a component of a namespace."""
-
     namespace: str
     component: str
     name: str
@@ -282,7 +279,6 @@ class EndpointInfo:
     lease_id: int
 
     def network_name(self) -> ModelNetworkName:
-        """`ModelNetworkName.from_parts` of its fields."""
         return ModelNetworkName.from_parts(
             self.namespace, self.component, self.endpoint, self.lease_id
         )

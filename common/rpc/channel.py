@@ -67,7 +67,6 @@ class Security:
 
     @property
     def uses_mutual_tls(self) -> bool:
-        """Whether connections are mutual TLS."""
         return self.cert is not None and self.key is not None and self.ca is not None
 
 
@@ -202,7 +201,6 @@ async def stop(
 
 
 def add_health(grpc_server: grpc.aio.Server, servicer: health.aio.HealthServicer) -> None:
-    """Adds gRPC health to a server."""
     health_pb2_grpc.add_HealthServicer_to_server(servicer, grpc_server)
 
 

@@ -19,7 +19,7 @@ import math
 import re
 import urllib.parse
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -28,7 +28,6 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 import structlog
-from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
@@ -169,8 +168,7 @@ def mesh_error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
     """The error that a peer raised; without usable details, the class nearest to the status."""
     code = error.code()
     message = error.details() or code.name
-    details = _parse_status_details(error.trailing_metadata())
-    info, field, retry_after_s = _unpack_details(details)
+    info, field, retry_after_s = _unpack_details(error.trailing_metadata())
     cls = errors.ERROR_CLASS_BY_KIND.get(info.metadata[_KIND_KEY]) if info is not None else None
     if info is not None and cls is not None:
         metadata = {k: v for k, v in info.metadata.items() if k not in (_KIND_KEY, _RETRYABLE_KEY)}
@@ -414,35 +412,24 @@ def _is_local_peer(peer: str) -> bool:
     return is_loopback(host)
 
 
-def _parse_status_details(trailing: grpc.aio.Metadata | None) -> Sequence[any_pb2.Any]:
-    raw = trailing.get(STATUS_DETAILS_KEY) if trailing is not None else None
-    if not isinstance(raw, bytes):
-        return ()
-    try:
-        details: Sequence[any_pb2.Any] = status_pb2.Status.FromString(raw).details
-        return details
-    except DecodeError:
-        LOG.debug("status_details_unreadable")
-        return ()
-
-
 def _unpack_details(
-    details: Sequence[any_pb2.Any],
+    trailing: grpc.aio.Metadata | None,
 ) -> tuple[error_details_pb2.ErrorInfo | None, str | None, float | None]:
     info, field, retry_after_s = None, None, None
-    for detail in details:
-        error_info = error_details_pb2.ErrorInfo()
-        bad_request = error_details_pb2.BadRequest()
-        retry = error_details_pb2.RetryInfo()
-        try:
+    raw = trailing.get(STATUS_DETAILS_KEY) if trailing is not None else None
+    try:
+        for detail in status_pb2.Status.FromString(raw).details if isinstance(raw, bytes) else ():
+            error_info = error_details_pb2.ErrorInfo()
+            bad_request = error_details_pb2.BadRequest()
+            retry = error_details_pb2.RetryInfo()
             if detail.Unpack(error_info) and error_info.domain == ERROR_DOMAIN:
                 info = error_info
             elif detail.Unpack(bad_request) and bad_request.field_violations:
                 field = bad_request.field_violations[0].field
             elif detail.Unpack(retry):
                 retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
-        except DecodeError:
-            LOG.debug("status_detail_unreadable", type_url=detail.type_url)
+    except DecodeError:
+        LOG.debug("status_details_unreadable")
     return info, field, retry_after_s
 
 

@@ -156,7 +156,6 @@ def context_from_traceparent(traceparent: str | None) -> Context | None:
 
 
 def is_sampled(context: Context) -> bool:
-    """Whether the span of a context is recorded."""
     return _span_context(context).trace_flags.sampled
 
 

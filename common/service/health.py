@@ -54,7 +54,6 @@ class ThreadedHealthServer:
         self._servicer.enter_graceful_shutdown()
 
     def stop(self, timeout_s: float) -> None:
-        """Closes the port."""
         self._server.stop(None).wait(timeout_s)
 
 

@@ -25,7 +25,6 @@ from common.kv.events import (
     Tier,
 )
 from common.kv.hashing import hashes_from_bytes, hashes_to_bytes
-from common.kv.index_feed import IndexFeed
 from common.kv.prefix_index import SourceMatch
 from kvmesh.indexer.v1 import indexer_pb2
 
@@ -178,28 +177,6 @@ def matches_to_proto(rows: Iterable[SourceMatch]) -> indexer_pb2.MatchResponse:
             disk_blocks=disk,
         )
     return message
-
-
-def apply_subscription_message(
-    feed: IndexFeed, message: indexer_pb2.SubscribeResponse, now: float
-) -> Iterator[None]:
-    """Apply one message of a subscription to a replica; steps as in `IndexFeed.apply`.
-
-    The caller reads loads and `caught_up` from each of `message_parts`.
-    """
-    for part in message_parts(message):
-        if part.HasField("status"):
-            partition = partition_from_proto(part.partition) if part.HasField("partition") else None
-            source = source_from_proto(part.source)
-            position = (part.epoch, part.sequence)
-            feed.apply_status(
-                partition, source, source_status_from_proto(part.status), now, position
-            )
-        if part.HasField("batch"):
-            batch = batch_from_proto(part.batch, part.source.worker_id)
-            yield from feed.apply(batch, now)
-        if part.HasField("snapshot"):
-            yield from feed.load(snapshot_chunk_from_proto(part.snapshot), now)
 
 
 def message_parts(

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from common.kv.load import Load
 from kvmesh.types.v1 import load_pb2
 
+_NAMES = tuple(field.name for field in fields(Load))
+
 
 def load_to_proto(load: Load) -> load_pb2.Load:
-    message = load_pb2.Load(
-        engine_step=load.engine_step,
-        running=load.running,
-        waiting=load.waiting,
-        waiting_tokens=load.waiting_tokens,
-        kv_used_blocks=load.kv_used_blocks,
-        dp_rank=load.dp_rank,
-        rooms_open=load.rooms_open,
-    )
-    if load.kv_total_blocks is not None:
-        message.kv_total_blocks = load.kv_total_blocks
-    return message
+    return load_pb2.Load(**{name: getattr(load, name) for name in _NAMES})
 
 
 def load_from_proto(message: load_pb2.Load) -> Load:
-    return Load(
-        engine_step=message.engine_step,
-        running=message.running,
-        waiting=message.waiting,
-        waiting_tokens=message.waiting_tokens,
-        kv_used_blocks=message.kv_used_blocks,
-        kv_total_blocks=message.kv_total_blocks if message.HasField("kv_total_blocks") else None,
-        dp_rank=message.dp_rank,
-        rooms_open=message.rooms_open,
-    )
+    values = {name: getattr(message, name) for name in _NAMES}
+    if not message.HasField("kv_total_blocks"):
+        values["kv_total_blocks"] = None
+    return Load(**values)

@@ -15,11 +15,12 @@ from common.kv.index_feed import STEP_BLOCKS_MAX, IndexFeed
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
-from common.wire.kv import apply_subscription_message, message_parts, partition_to_proto
+from common.wire.kv import message_parts, partition_to_proto
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 from kvmesh.indexer.v1 import indexer_pb2 as pb
 from kvmesh.indexer.v1 import indexer_pb2_grpc
+from tests.integration.subscription import apply_subscription_message
 from tests.living import WAIT_S, living, until
 
 PARTITION = Partition("m", 16, 1)

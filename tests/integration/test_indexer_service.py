@@ -32,7 +32,6 @@ from common.rpc.interceptors import mesh_error_from_rpc
 from common.service.health import HealthReporter
 from common.service.lifecycle import Lifecycle
 from common.wire.kv import (
-    apply_subscription_message,
     message_parts,
     partition_to_proto,
     source_state_to_proto,
@@ -46,6 +45,7 @@ from kvmesh.indexer.v1 import indexer_pb2 as pb
 from kvmesh.indexer.v1 import indexer_pb2_grpc
 from kvmesh.types.v1 import load_pb2
 from tests.integration.service_process import check_life
+from tests.integration.subscription import apply_subscription_message
 from tests.living import WAIT_S, Clock, living, until
 
 NS = "default"

@@ -57,7 +57,6 @@ class ConsulClient:
         self._stale_consul = _HttpxConsul(_HttpxTransport(self._http, call_slots, stale=True))
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._http.aclose()
 
     async def list_entries(self, namespace: str) -> Listing:
@@ -77,12 +76,10 @@ class ConsulClient:
         await self._consul.agent.service.register(**registration(instance, ttl_s))
 
     async def is_registered(self, namespace: str, instance_id: int) -> bool:
-        """Whether the agent has this entry."""
         found = await self._consul.agent.service_definition(service_id(namespace, instance_id))
         return found is not None
 
     async def renew_ttl(self, namespace: str, instance_id: int) -> None:
-        """Mark the TTL check of an entry as passing."""
         await self._consul.agent.check.ttl_pass(check_id(namespace, instance_id))
 
     async def withdraw(self, namespace: str, instance_id: int) -> None:
@@ -112,7 +109,6 @@ class ConsulClient:
         await self._consul.kv.put(key, value, cas=cas)
 
     async def delete(self, key: str) -> None:
-        """Delete a key, if it exists."""
         await self._consul.kv.delete(key)
 
 

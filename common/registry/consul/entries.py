@@ -55,17 +55,14 @@ class Listing:
 
 
 def service_name(namespace: str) -> str:
-    """The Consul service of all instances of a namespace."""
     return f"kvmesh-{namespace}"
 
 
 def service_id(namespace: str, instance_id: int) -> str:
-    """The ID of one instance's entry."""
     return f"kvmesh-{namespace}-{instance_id:016x}"
 
 
 def check_id(namespace: str, instance_id: int) -> str:
-    """The ID of the health check of one entry."""
     return f"service:{service_id(namespace, instance_id)}"
 
 

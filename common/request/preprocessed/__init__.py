@@ -7,57 +7,20 @@ Invariants: all types but `PreprocessedRequest`, `RoutingHints` and `RequestTrac
 collections are tuples, frozensets and dicts that never change; arbitrary JSON is kept as parsed.
 """
 
-from common.request.preprocessed.codecs import (
-    JsonValue as JsonValue,
-    dump_json_text as dump_json_text,
-    from_json as from_json,
-    from_json_value as from_json_value,
-    load_json_text as load_json_text,
-    to_json as to_json,
-    to_json_value as to_json_value,
-)
-from common.request.preprocessed.media import (
-    BlockExtraInfo as BlockExtraInfo,
-    MediaRawUrl as MediaRawUrl,
-    MediaUrl as MediaUrl,
-    MmObject as MmObject,
-    MmRoutingInfo as MmRoutingInfo,
-    MultimodalData as MultimodalData,
-    NixlDescriptor as NixlDescriptor,
-    RdmaMediaDataDescriptor as RdmaMediaDataDescriptor,
-    check_absolute_url as check_absolute_url,
-)
-from common.request.preprocessed.options import (
-    GuidedDecoding as GuidedDecoding,
-    OutputOptions as OutputOptions,
-    SamplingOptions as SamplingOptions,
-    StopConditions as StopConditions,
-)
-from common.request.preprocessed.request import (
-    BootstrapInfo as BootstrapInfo,
-    PreprocessedEmbeddingRequest as PreprocessedEmbeddingRequest,
-    PreprocessedRequest as PreprocessedRequest,
-    RequestTracker as RequestTracker,
-    unsupported_fields as unsupported_fields,
-)
-from common.request.preprocessed.response import (
-    CompletionTokensDetails as CompletionTokensDetails,
-    CompletionUsage as CompletionUsage,
-    FinishReason as FinishReason,
-    PrefillResult as PrefillResult,
-    PromptTokensDetails as PromptTokensDetails,
-    TokenLogprob as TokenLogprob,
-    TopLogprob as TopLogprob,
-    TraceLink as TraceLink,
-    usage as usage,
-)
-from common.request.preprocessed.routing import (
-    AgentContext as AgentContext,
-    RouterConfigOverride as RouterConfigOverride,
-    RouterParams as RouterParams,
-    RoutingConstraints as RoutingConstraints,
-    RoutingHints as RoutingHints,
-    SessionAction as SessionAction,
-    SessionControl as SessionControl,
-)
-from common.request.preprocessed.token_ids import TokenIds as TokenIds
+from common.request.preprocessed.codecs import JsonValue, dump_json_text, from_json, from_json_value
+from common.request.preprocessed.codecs import load_json_text, to_json, to_json_value
+from common.request.preprocessed.media import BlockExtraInfo, MediaRawUrl, MediaUrl, MmObject
+from common.request.preprocessed.media import MmRoutingInfo, MultimodalData, NixlDescriptor
+from common.request.preprocessed.media import RdmaMediaDataDescriptor, check_absolute_url
+from common.request.preprocessed.options import GuidedDecoding, OutputOptions, SamplingOptions
+from common.request.preprocessed.options import StopConditions
+from common.request.preprocessed.request import BootstrapInfo, PreprocessedEmbeddingRequest
+from common.request.preprocessed.request import PreprocessedRequest, RequestTracker
+from common.request.preprocessed.request import unsupported_fields
+from common.request.preprocessed.response import CompletionTokensDetails, CompletionUsage
+from common.request.preprocessed.response import FinishReason, PrefillResult, PromptTokensDetails
+from common.request.preprocessed.response import TokenLogprob, TopLogprob, TraceLink, usage
+from common.request.preprocessed.routing import AgentContext, RouterConfigOverride, RouterParams
+from common.request.preprocessed.routing import RoutingConstraints, RoutingHints, SessionAction
+from common.request.preprocessed.routing import SessionControl
+from common.request.preprocessed.token_ids import TokenIds

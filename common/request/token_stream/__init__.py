@@ -8,29 +8,10 @@ Invariants of both ends: token offsets of a slot have no gap and no duplicate; a
 once; queued output belongs to an open slot or is its end; a lost stream sends nothing.
 """
 
-from common.request.token_stream.frames import (
-    CREDIT_BYTES as CREDIT_BYTES,
-    FRAME_BYTES as FRAME_BYTES,
-    HEARTBEAT_S as HEARTBEAT_S,
-    MISSED_HEARTBEATS_MAX as MISSED_HEARTBEATS_MAX,
-    PROMPT_BYTES_MAX as PROMPT_BYTES_MAX,
-    PROMPT_PART_BYTES as PROMPT_PART_BYTES,
-    AbortSlot as AbortSlot,
-    Hello as Hello,
-    HelloAck as HelloAck,
-    JsonChunk as JsonChunk,
-    LegRequest as LegRequest,
-    LegSink as LegSink,
-    PromptPart as PromptPart,
-    Rejected as Rejected,
-    RequestFrame as RequestFrame,
-    ResponseFrame as ResponseFrame,
-    Submit as Submit,
-    Terminal as Terminal,
-)
-from common.request.token_stream.frontend import FrontendLink as FrontendLink
-from common.request.token_stream.worker import (
-    StartSlot as StartSlot,
-    StopSlot as StopSlot,
-    WorkerLink as WorkerLink,
-)
+from common.request.token_stream.frames import CREDIT_BYTES, FRAME_BYTES, HEARTBEAT_S
+from common.request.token_stream.frames import MISSED_HEARTBEATS_MAX, PROMPT_BYTES_MAX
+from common.request.token_stream.frames import PROMPT_PART_BYTES, AbortSlot, Hello, HelloAck
+from common.request.token_stream.frames import JsonChunk, LegRequest, LegSink, PromptPart, Rejected
+from common.request.token_stream.frames import RequestFrame, ResponseFrame, Submit, Terminal
+from common.request.token_stream.frontend import FrontendLink
+from common.request.token_stream.worker import StartSlot, StopSlot, WorkerLink
