@@ -158,10 +158,7 @@ class SourceFeed:
         self._begin_epoch(is_degraded=False)
 
     def record_loss(self) -> None:
-        """Starts a new, degraded epoch with empty sets, because published blocks may be gone.
-
-        The source stays degraded until the engine's cache is cleared.
-        """
+        """Starts a new epoch with empty sets, degraded until the engine's cache is cleared."""
         self._begin_epoch(is_degraded=True)
 
     def _begin_epoch(self, *, is_degraded: bool) -> None:

@@ -189,7 +189,7 @@ class SimEngine:
             self.config.handoff,
             core.blocks,
             incarnation=worker_id,
-            speedup=self.config.timing.speedup,
+            timing=self.config.timing,
             network=self._network or TcpNetwork(),
             clock=self._clock,
             sleep=self._sleep,
@@ -258,10 +258,8 @@ class SimEngine:
             await self._handoff_manager.close()
 
     def publish_to(self, sink: KvEventSink) -> None:
-        """Reports all changes of the cache to the sink. Raises Conflict if the cache is not empty.
-
-        Tokens of cached blocks are not kept, so their content can not be reported later.
-        """
+        """Reports all changes of the cache to the sink. Raises Conflict if the cache is not empty."""
+        # Tokens of cached blocks are not kept, so their content cannot be reported later.
         if self.blocks.cached_blocks:
             raise Conflict("the cache is not empty; call publish_to before the first request")
         self.kv_event_sink = sink.take

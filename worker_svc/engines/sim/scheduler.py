@@ -133,10 +133,7 @@ class Step:
 
 
 class SimScheduler:
-    """Schedules sequences over one `BlockManager`.
-
-    Requires 1 <= max_num_seqs <= max_num_batched_tokens.
-    """
+    """Schedules over one `BlockManager`. Requires 1 <= max_num_seqs <= max_num_batched_tokens."""
 
     def __init__(
         self,
