@@ -128,10 +128,6 @@ class BlockManager:
         events, self.events = self.events, []
         return events
 
-    def match(self, names: Sequence[int]) -> int:
-        """Returns how many leading blocks of this prefix are cached."""
-        return len(self._cached_prefix(names, len(names)))
-
     def admit(self, names: Sequence[int], tokens: int) -> BlockTable | None:
         """Returns a table that reuses cached blocks of `names`; None, unchanged, without capacity.
 

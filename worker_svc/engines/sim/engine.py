@@ -258,7 +258,7 @@ class SimEngine:
             await self._handoff_manager.close()
 
     def publish_to(self, sink: KvEventSink) -> None:
-        """Reports all changes of the cache to the sink. Raises Conflict if the cache is not empty."""
+        """Reports all changes of the cache to the sink. Raises Conflict unless it is empty."""
         # Tokens of cached blocks are not kept, so their content cannot be reported later.
         if self.blocks.cached_blocks:
             raise Conflict("the cache is not empty; call publish_to before the first request")

@@ -292,7 +292,10 @@ class HandoffManager:
                 if handoff.connection is not None:
                     handoff.connection.send(to_bytes(message))
             case ReleaseBlocks():
-                self._release_blocks(handoff)
+                if handoff.transfer is not None:
+                    self._blocks.unpin(handoff.transfer)
+                    handoff.transfer = None
+                    self._on_released()
             case CloseConnection():
                 if handoff.connection is not None:
                     handoff.connection.close()
@@ -328,12 +331,6 @@ class HandoffManager:
             case EndLeg(error):
                 assert error is not None, "decode succeeds by an arrival"
                 handoff.on_end(error)
-
-    def _release_blocks(self, handoff: Handoff) -> None:
-        if handoff.transfer is not None:
-            self._blocks.unpin(handoff.transfer)
-            handoff.transfer = None
-            self._on_released()
 
     def _finish(self, handoff: Handoff, actions: list[Action]) -> None:
         for action in actions:
