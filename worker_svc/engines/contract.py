@@ -163,8 +163,7 @@ class GenerateContext:
     def notify_first_token(self) -> None:
         """Signals the first token. Idempotent; no effect on legs other than decode.
 
-        The framework calls it at the first chunk with tokens. An engine calls it only if the first
-        token travels another way.
+        The framework calls it at the first tokens, an engine only if they travel another way.
         """
         if self._first_token is not None:
             self._first_token.set()

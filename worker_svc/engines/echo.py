@@ -84,8 +84,7 @@ class _Response:
 class EchoEngine:
     """An `LLMEngine` that repeats the prompt.
 
-    Counters at rest: accepted == finished + cancelled + closed; `rejected` requests are not
-    accepted.
+    Counters at rest: accepted == finished + cancelled + closed, without `rejected` requests.
     """
 
     def __init__(self, config: EchoConfig) -> None:
@@ -241,14 +240,16 @@ def _echo_of_body(kind: str, body: bytes, request_id: str) -> _Response:
     emitted = input_words[: _max_words(fields, limit_field)]
     terminal = chunk.stop() if len(emitted) == len(input_words) else chunk.length()
     chunk_builder = _ChunkBuilder(kind, request_id, _text_field(fields.get("model", ""), "model"))
+    opening = [chunk_builder.choice({"delta": {"role": "assistant", "content": ""}}, {})]
     closing = [chunk_builder.choice({"delta": {}}, {"text": ""}, terminal.finish_reason)]
     if _is_usage_requested(fields):
-        closing.append(chunk_builder.usage(len(input_words), len(emitted)))
+        counts = to_json_value(usage(len(input_words), len(emitted)))
+        closing.append(chunk_builder.chunk(choices=[], usage=counts))
     return _Response(
         len(input_words),
         [chunk_builder.choice({"delta": {"content": word}}, {"text": word}) for word in emitted],
         terminal,
-        chunk_builder.opening(),
+        opening if kind == "chat" else (),
         closing,
     )
 
@@ -317,14 +318,6 @@ class _ChunkBuilder:
             "model": model,
         }
 
-    def opening(self) -> Sequence[LLMEngineOutput]:
-        if not self._is_chat:
-            return ()
-        return (self.choice({"delta": {"role": "assistant", "content": ""}}, {}),)
-
-    def usage(self, prompt: int, completion: int) -> LLMEngineOutput:
-        return self._chunk(choices=[], usage=to_json_value(usage(prompt, completion)))
-
     def choice(
         self,
         chat: Mapping[str, JsonValue],
@@ -334,8 +327,8 @@ class _ChunkBuilder:
         """Returns a chunk with the fields of the request's kind. finish: its finish reason."""
         content = chat if self._is_chat else completion
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish}
-        return self._chunk(choices=[choice])
+        return self.chunk(choices=[choice])
 
-    def _chunk(self, **extra_fields: JsonValue) -> LLMEngineOutput:
+    def chunk(self, **extra_fields: JsonValue) -> LLMEngineOutput:
         text = json.dumps({**self._frame, **extra_fields}, separators=(",", ":"))
         return LLMEngineOutput(chunk_json=text.encode())

@@ -7,9 +7,8 @@ words of `words.txt`, weighted so that " word" is one token for nearly all of th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -57,8 +56,20 @@ def write_tokenizer_files(folder: Path, context_length: int) -> Tokenizer:
     tokenizer = train((SOURCE_DIR / "corpus.txt").read_text("utf-8"), read_words())
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=False))
-    for name, value in _tokenizer_configs(tokenizer, context_length).items():
-        write_json(folder / name, value)
+    ids = stop_ids(tokenizer)
+    generation = {"do_sample": False, "eos_token_id": ids, "pad_token_id": ids[-1]}
+    write_json(folder / "generation_config.json", generation)
+    config = {
+        "add_bos_token": False,
+        "bos_token": None,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": TURN_END,
+        "model_max_length": context_length,
+        "pad_token": END_OF_TEXT,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    write_json(folder / "tokenizer_config.json", config)
     return tokenizer
 
 
@@ -86,27 +97,6 @@ def train(corpus: str, words: Sequence[str]) -> Tokenizer:
     )
     tokenizer.train_from_iterator([corpus] + [word_text] * WORD_WEIGHT, trainer)
     return tokenizer
-
-
-def _tokenizer_configs(tokenizer: Tokenizer, context_length: int) -> Mapping[str, dict[str, Any]]:
-    ids = stop_ids(tokenizer)
-    return {
-        "generation_config.json": {
-            "do_sample": False,
-            "eos_token_id": ids,
-            "pad_token_id": ids[-1],
-        },
-        "tokenizer_config.json": {
-            "add_bos_token": False,
-            "bos_token": None,
-            "chat_template": CHAT_TEMPLATE,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": TURN_END,
-            "model_max_length": context_length,
-            "pad_token": END_OF_TEXT,
-            "tokenizer_class": "PreTrainedTokenizerFast",
-        },
-    }
 
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:

@@ -46,10 +46,6 @@ class EventLog:
     def state(self) -> SourcePosition:
         return SourcePosition(self.source, self.epoch, self.sequence, self.is_degraded)
 
-    def blocks(self, tier: Tier = Tier.DEVICE) -> int:
-        """Returns the number of blocks in a tier's set; 0 for an unknown tier."""
-        return len(self._sets[tier]) if tier < len(self._sets) else 0
-
     def append(self, events: Iterable[KvEvent]) -> list[EventBatch]:
         """Appends the events as one batch, or as several above SNAPSHOT_CHUNK_BLOCKS hashes."""
         groups: list[list[KvEvent]] = []
@@ -158,10 +154,7 @@ class SourceFeed:
         self._begin_epoch(is_degraded=False)
 
     def record_loss(self) -> None:
-        """Starts a new, degraded epoch with empty sets, because published blocks may be gone.
-
-        The source stays degraded until the engine's cache is cleared.
-        """
+        """Starts a new epoch with empty sets, degraded until the engine's cache is cleared."""
         self._begin_epoch(is_degraded=True)
 
     def _begin_epoch(self, *, is_degraded: bool) -> None:

@@ -288,16 +288,11 @@ class Normalizer:
         self,
         event_format: KvEventFormat,
         hasher_factory: HasherFactory,
-        *,
-        orphans_max: int = ORPHANS_MAX,
-        pages_max: int = PAGES_MAX,
     ) -> None:
         self.event_format = event_format
         self.counts: Counter[str] = Counter()
         self.is_incomplete = False
         self._hasher_factory = hasher_factory
-        self._orphans_max = orphans_max
-        self._pages_max = pages_max
         self._page_namers: dict[tuple[str, str], _PageNamer | None] = {}
         self._changes: list[tuple[EventKind, int, list[int]]] = []
         # Discarded maps that are not freed yet.
@@ -457,7 +452,7 @@ class Normalizer:
             self.counts["ignored"] += len(hashes)
         elif event.page_size != event_format.page_size or event.tier >= event_format.tiers:
             self._mark_incomplete("misfits", len(hashes))
-        elif max(len(self._pages), self._hash_count) + len(hashes) > self._pages_max:
+        elif max(len(self._pages), self._hash_count) + len(hashes) > PAGES_MAX:
             self._mark_incomplete("over_limit", len(hashes))
         else:
             self._store_run(event, hashes, page_namer)
@@ -562,7 +557,7 @@ class Normalizer:
         if external_key in self._orphans:
             orphan.count += self._drop_orphan(external_key).count
             self.counts["duplicates"] += 1
-        elif len(self._orphans) >= self._orphans_max:
+        elif len(self._orphans) >= ORPHANS_MAX:
             self._drop_orphan(next(iter(self._orphans)))
             self._mark_incomplete("orphans_dropped", 1)
         self._orphans[external_key] = orphan

@@ -128,10 +128,6 @@ class BlockManager:
         events, self.events = self.events, []
         return events
 
-    def match(self, names: Sequence[int]) -> int:
-        """Returns how many leading blocks of this prefix are cached."""
-        return len(self._cached_prefix(names, len(names)))
-
     def admit(self, names: Sequence[int], tokens: int) -> BlockTable | None:
         """Returns a table that reuses cached blocks of `names`; None, unchanged, without capacity.
 
@@ -187,10 +183,7 @@ class BlockManager:
         self._release_blocks(block_table)
 
     def pin(self, block_table: BlockTable) -> BlockTable:
-        """Returns a second table of the same blocks, for a transfer that reads or writes them.
-
-        The blocks keep their pages until `unpin`, even if the first table is released.
-        """
+        """Returns a second table, for a transfer; the blocks keep their pages until `unpin`."""
         for block in block_table.blocks:
             self._add_ref(block)
         transfer = BlockTable(list(block_table.blocks), named=block_table.named, is_sealed=True)
@@ -203,10 +196,7 @@ class BlockManager:
         self._release_blocks(transfer)
 
     def fill(self, block_table: BlockTable, first: int, stop: int) -> None:
-        """Records that the owner wrote blocks first..stop-1 of the table from their beginning.
-
-        Later appends to a block change nothing: they neither corrupt nor repair the rest.
-        """
+        """Records that the owner began to write blocks first..stop-1; appends change nothing."""
         for block in block_table.blocks[first:stop]:
             block.is_filled = True
             self._page_contents[block.page] = block.stamp

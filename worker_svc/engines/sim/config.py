@@ -92,12 +92,10 @@ class SimHandoffConfig:
     rooms_max: int = 4096
 
     def __post_init__(self) -> None:
-        for name in ("gb_per_s", "timeout_s", "abort_s", "lease_s"):
+        sizes = ("gb_per_s", "bytes_per_token", "chunk_pages", "rooms_max")
+        for name in (*sizes, "timeout_s", "abort_s", "lease_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: must be above 0")
-        for name in ("chunk_pages", "rooms_max", "bytes_per_token"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1")
         if self.latency_s < 0:
             raise ValueError("latency_s: must not be negative")
         if not 0 <= self.port < 65536:

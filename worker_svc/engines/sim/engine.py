@@ -56,7 +56,7 @@ from worker_svc.engines.sim.config import SimConfig, SimModel, load_sim_model
 from worker_svc.engines.sim.jobs import JobBuilder, kv_location
 from worker_svc.engines.sim.messages import Done, page_stamps
 from worker_svc.engines.sim.network import Network, TcpNetwork
-from worker_svc.engines.sim.scheduler import Job, SimScheduler, SimSequence, Step
+from worker_svc.engines.sim.scheduler import SimScheduler, SimSequence, Step
 from worker_svc.engines.sim.stream import Stream
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.sim.transfer import DecodeMachine
@@ -189,7 +189,7 @@ class SimEngine:
             self.config.handoff,
             core.blocks,
             incarnation=worker_id,
-            speedup=self.config.timing.speedup,
+            timing=self.config.timing,
             network=self._network or TcpNetwork(),
             clock=self._clock,
             sleep=self._sleep,
@@ -258,10 +258,8 @@ class SimEngine:
             await self._handoff_manager.close()
 
     def publish_to(self, sink: KvEventSink) -> None:
-        """Reports all changes of the cache to the sink. Raises Conflict if the cache is not empty.
-
-        Tokens of cached blocks are not kept, so their content can not be reported later.
-        """
+        """Reports all changes of the cache to the sink. Raises Conflict unless it is empty."""
+        # Tokens of cached blocks are not kept, so their content cannot be reported later.
         if self.blocks.cached_blocks:
             raise Conflict("the cache is not empty; call publish_to before the first request")
         self.kv_event_sink = sink.take
@@ -324,39 +322,36 @@ class SimEngine:
 
     def _open_stream(self, request: PreprocessedRequest, ctx: GenerateContext) -> Stream:
         try:
-            core, job = self._check_request(request, ctx)
-            sequence = core.scheduler.submit(job)
-            stream = Stream(sequence, request.output_options.logprobs, job.is_handed_over)
-            try:
-                stream.handoff = self._open_handoff(core, stream, request)
-            except MeshError:
-                core.scheduler.remove(sequence)
-                raise
+            stream = self._admit(request, ctx)
         except MeshError as error:
             self._counters["rejected"] += 1
             self._counters["overloaded"] += isinstance(error, Overloaded)
             raise
-        self._streams[sequence] = stream
+        self._streams[stream.sequence] = stream
         self._counters["accepted"] += 1
-        self._counters["prompt_tokens"] += sequence.prompt_tokens
+        self._counters["prompt_tokens"] += stream.sequence.prompt_tokens
         self._wakeup.set()
         return stream
 
-    def _check_request(
-        self, request: PreprocessedRequest, ctx: GenerateContext
-    ) -> tuple[_Core, Job]:
+    def _admit(self, request: PreprocessedRequest, ctx: GenerateContext) -> Stream:
         core = self._core
         if self._unavailable_error is not None or core is None:
             raise _copy_error(self._unavailable_error or Unavailable("the engine has not started"))
-        job = core.jobs.build(request, ctx.priority)
-        scheduler = core.scheduler
+        job, scheduler = core.jobs.build(request, ctx.priority), core.scheduler
         if scheduler.waiting >= self.config.max_waiting:
             wait_s = self.config.timing.prefill_s(scheduler.waiting_tokens)
             raise Overloaded(
                 min(max(wait_s, _RETRY_AFTER_MIN_S), _RETRY_AFTER_MAX_S),
                 f"queue full: {scheduler.waiting}/{self.config.max_waiting} requests",
             )
-        return core, job
+        logprobs = request.output_options.logprobs
+        stream = Stream(scheduler.submit(job), logprobs, job.is_handed_over)
+        try:
+            stream.handoff = self._open_handoff(core, stream, request)
+        except MeshError:
+            scheduler.remove(stream.sequence)
+            raise
+        return stream
 
     def _open_handoff(
         self, core: _Core, stream: Stream, request: PreprocessedRequest

@@ -56,10 +56,7 @@ class JobBuilder:
         return JobBuilder(config, model.eos_ids, context_length, hashers)
 
     def build(self, request: PreprocessedRequest, priority: int | None) -> Job:
-        """Returns the job for a request, as the engine's role runs it.
-
-        priority: used if the request has none. Raises MeshError if the request is rejected.
-        """
+        """Returns the job of a request. priority: its default. Raises MeshError if rejected."""
         lora = self._check_fields(request)
         limit = self._max_output_tokens(request)
         stop = request.stop_conditions

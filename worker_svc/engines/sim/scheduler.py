@@ -133,10 +133,7 @@ class Step:
 
 
 class SimScheduler:
-    """Schedules sequences over one `BlockManager`.
-
-    Requires 1 <= max_num_seqs <= max_num_batched_tokens.
-    """
+    """Schedules over one `BlockManager`. Requires 1 <= max_num_seqs <= max_num_batched_tokens."""
 
     def __init__(
         self,
@@ -312,7 +309,9 @@ class SimScheduler:
             seq.state ^= _CORRUPTION_MASK
 
     def _admit(self, entries: list[tuple[SimSequence, int]], token_budget: int) -> None:
-        while self._waiting and token_budget > 0 and self._free_slots > 0:
+        while self._waiting and token_budget > 0:
+            if len(self._running) + len(self._awaiting_kv) >= self._max_num_seqs:
+                return
             seq = self._waiting[0]
             if seq.is_kv_pending:
                 if not self._allocate_for_remote_kv(seq):
@@ -336,10 +335,6 @@ class SimScheduler:
             count = min(seq.total_tokens - seq.computed_tokens, token_budget)
             token_budget -= count
             entries.append((seq, count))
-
-    @property
-    def _free_slots(self) -> int:
-        return self._max_num_seqs - len(self._running) - len(self._awaiting_kv)
 
     def _allocate_for_remote_kv(self, seq: SimSequence) -> bool:
         """Allocates blocks for the remote KV of the queue's head. Returns False without any."""

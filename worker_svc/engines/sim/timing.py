@@ -37,17 +37,17 @@ class Timing:
 
     def step_s(self, prefill_tokens: int, decode_seqs: int, kv_tokens: int) -> float:
         """Returns the seconds of one step by the formula of this module."""
-        if self.speedup == 0:
-            return 0.0
-        return (
+        return self.scaled(
             self.base_s
             + self.prefill_token_s * prefill_tokens
             + self.decode_seq_s * decode_seqs
             + self.kv_token_s * kv_tokens
-        ) / self.speedup
+        )
 
     def prefill_s(self, prefill_tokens: int) -> float:
         """Returns the seconds of a prefill beyond the steps it shares with others."""
-        if self.speedup == 0:
-            return 0.0
-        return self.prefill_token_s * prefill_tokens / self.speedup
+        return self.scaled(self.prefill_token_s * prefill_tokens)
+
+    def scaled(self, seconds: float) -> float:
+        """Returns the time after the speedup."""
+        return seconds / self.speedup if self.speedup else 0.0

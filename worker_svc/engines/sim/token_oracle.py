@@ -70,10 +70,7 @@ class TokenOracle:
         self._powers = np.multiply.accumulate(powers)[::-1].copy()
 
     def state_of(self, token_ids: Sequence[int] | NDArray[Any], lora_name: str = "") -> int:
-        """Returns the state after these ids, in a few vectorised passes. Ids are in 0..2^32-1.
-
-        lora_name: of the adapter, "" for the model itself.
-        """
+        """Returns the state after these ids, each in 0..2^32-1. lora_name: "" for no adapter."""
         ids = np.asarray(token_ids, dtype=np.uint64)
         state = _SEED ^ zlib.crc32(lora_name.encode())
         for start in range(0, len(ids), _TOKENS_PER_PASS):

@@ -360,13 +360,10 @@ class DecodeMachine(_Machine):
 
     def _on_lost(self, reason: str) -> list[Action]:
         previous_state, self._state = self._state, _State.ENDED
-        match previous_state:
-            case _State.ENDED:
-                return []
-            case _State.WAITING:
-                raise AssertionError("no connection exists before the pull")
-            case _State.ABORTING:
-                return [CloseConnection(), ReleaseBlocks()]
+        if previous_state is _State.ENDED:
+            return []
+        if previous_state is _State.ABORTING:
+            return [CloseConnection(), ReleaseBlocks()]
         self.outcome = HandoffOutcome.FAILED
         return [CloseConnection(), ReleaseBlocks(), EndLeg(handoff_error(reason))]
 

@@ -40,6 +40,7 @@ from worker_svc.engines.sim.messages import (
     to_bytes,
 )
 from worker_svc.engines.sim.network import Connection, Listener, Network
+from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.transfer import (
     Action,
     CloseConnection,
@@ -116,8 +117,8 @@ Handoff = PrefillHandoff | DecodeHandoff
 class HandoffManager:
     """All rooms of one engine.
 
-    incarnation: the worker's id. speedup: as in `Timing`. on_released: called when blocks become
-    free. decode_machine: state machine of decode's end. idle: set while no room is open.
+    incarnation: the worker's id. timing: its speedup scales transfers. on_released: called when
+    blocks become free. decode_machine: of decode's end. idle: set while no room is open.
 
     Counters: each ended room counts once in `rooms_handed_over`, `rooms_aborted` (its own leg
     left), `rooms_failed` (the peer failed), `rooms_timed_out`, `leases_expired` or `aborts_forced`
@@ -130,7 +131,7 @@ class HandoffManager:
         blocks: BlockManager,
         *,
         incarnation: int,
-        speedup: float,
+        timing: Timing,
         network: Network,
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[object]],
@@ -141,7 +142,7 @@ class HandoffManager:
         self._timeouts = config.timeouts
         self._blocks = blocks
         self._incarnation = incarnation
-        self._speedup = speedup
+        self._timing = timing
         self._network = network
         self._clock = clock
         self._sleep = sleep
@@ -291,7 +292,10 @@ class HandoffManager:
                 if handoff.connection is not None:
                     handoff.connection.send(to_bytes(message))
             case ReleaseBlocks():
-                self._release_blocks(handoff)
+                if handoff.transfer is not None:
+                    self._blocks.unpin(handoff.transfer)
+                    handoff.transfer = None
+                    self._on_released()
             case CloseConnection():
                 if handoff.connection is not None:
                     handoff.connection.close()
@@ -327,12 +331,6 @@ class HandoffManager:
             case EndLeg(error):
                 assert error is not None, "decode succeeds by an arrival"
                 handoff.on_end(error)
-
-    def _release_blocks(self, handoff: Handoff) -> None:
-        if handoff.transfer is not None:
-            self._blocks.unpin(handoff.transfer)
-            handoff.transfer = None
-            self._on_released()
 
     def _finish(self, handoff: Handoff, actions: list[Action]) -> None:
         for action in actions:
@@ -491,7 +489,7 @@ class HandoffManager:
         assert machine.pull is not None, "a transfer has a Pull"
         pages, size = machine.pull.pages, self._config.chunk_pages
         try:
-            await self._wait_for_link(machine, self._scaled(self._config.latency_s))
+            await self._wait_for_link(machine, self._timing.scaled(self._config.latency_s))
             for start in range(0, len(pages), size):
                 part = pages[start : start + size]
                 await self._wait_for_link(machine, self._reserve_link_s(len(part)))
@@ -518,12 +516,9 @@ class HandoffManager:
         """Reserves the link for `pages` more pages. Returns the seconds until they are sent."""
         now = self._clock()
         size = pages * self._blocks.block_size * self._config.bytes_per_token
-        duration_s = self._scaled(size / (self._config.gb_per_s * 1e9))
+        duration_s = self._timing.scaled(size / (self._config.gb_per_s * 1e9))
         self._link_free_at = max(now, self._link_free_at) + duration_s
         return self._link_free_at - now
-
-    def _scaled(self, seconds: float) -> float:
-        return seconds / self._speedup if self._speedup else 0.0
 
     # Decode.
 

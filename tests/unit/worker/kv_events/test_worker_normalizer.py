@@ -30,6 +30,7 @@ from common.kv.events import (
     Tier,
 )
 from common.kv.hashing import ChainState, PrefixHasher, TokenIdsLike
+from worker_svc.kv_events import normalizer
 from worker_svc.kv_events.event_log import RING_BATCHES, EventLog, SourceFeed
 from worker_svc.kv_events.normalizer import (
     DuplicatePolicy,
@@ -414,8 +415,8 @@ TestInconsistentCache.settings = _SETTINGS
 class Worker:
     """One worker's normalizer and a receiver of its changes."""
 
-    def __init__(self, event_format: KvEventFormat = ONE_TO_ONE, **limits: int) -> None:
-        self.normalizer = Normalizer(event_format, hasher_factory, **limits)
+    def __init__(self, event_format: KvEventFormat = ONE_TO_ONE) -> None:
+        self.normalizer = Normalizer(event_format, hasher_factory)
         self.index = FakeIndex(event_format.tiers)
 
     @property
@@ -642,8 +643,9 @@ def test_a_removed_orphan_is_dropped() -> None:
     assert worker.normalizer.entry_count == 0
 
 
-def test_orphans_are_bounded_and_the_oldest_are_dropped() -> None:
-    worker = Worker(orphans_max=2)
+def test_orphans_are_bounded_and_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normalizer, "ORPHANS_MAX", 2)
+    worker = Worker()
     for value in (11, 12, 13):
         worker.store([value], [value] * 4, after=PROMPT[:4], parent=1)
     worker.store([1], PROMPT[:4])
@@ -653,8 +655,11 @@ def test_orphans_are_bounded_and_the_oldest_are_dropped() -> None:
     assert worker.normalizer.is_incomplete
 
 
-def test_an_engine_that_never_removes_does_not_grow_the_maps_without_bound() -> None:
-    worker = Worker(pages_max=2)
+def test_an_engine_that_never_removes_does_not_grow_the_maps_without_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(normalizer, "PAGES_MAX", 2)
+    worker = Worker()
     worker.store([1, 2], PROMPT[:8])
     worker.store([3], PROMPT[8:], after=PROMPT[:8], parent=2)
     assert worker.published == set(NAMES[:2])
@@ -834,8 +839,8 @@ def test_an_epoch_begins_with_an_empty_batch() -> None:
 # Source feed.
 
 
-def feed(**limits: int) -> SourceFeed:
-    return SourceFeed(SOURCE, Normalizer(ONE_TO_ONE, hasher_factory, **limits))
+def feed() -> SourceFeed:
+    return SourceFeed(SOURCE, Normalizer(ONE_TO_ONE, hasher_factory))
 
 
 def test_a_clear_keeps_the_epoch() -> None:
@@ -879,8 +884,11 @@ def test_a_loss_empties_the_sets_and_degrades_until_the_cache_is_cleared() -> No
     assert not source.event_log.is_degraded
 
 
-def test_unpublished_blocks_degrade_the_source_but_keep_its_sets() -> None:
-    source = feed(pages_max=1)
+def test_unpublished_blocks_degrade_the_source_but_keep_its_sets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(normalizer, "PAGES_MAX", 1)
+    source = feed()
     source.apply(PagesStored([1], None, le(PROMPT[:4]), B))
     source.apply(PagesStored([2], 1, le(PROMPT[4:8]), B))
     source.seal_changes()
