@@ -54,13 +54,11 @@ class GenerateSpans:
             attributes["input_tokens"] = len(request.token_ids)
             attributes["gen_ai.usage.input_tokens"] = len(request.token_ids)
         links = []
-        migration_source = request.migration_link if request is not None else None
-        if migration_source is not None:
-            found = telemetry.link(migration_source.trace_id, migration_source.span_id)
-            if found is not None:
-                links.append(found)
-                attributes["migration_trace_id"] = migration_source.trace_id
-                attributes["migration_span_id"] = migration_source.span_id
+        source = request.migration_link if request is not None else None
+        if source is not None and (link := telemetry.link(source.trace_id, source.span_id)):
+            links.append(link)
+            attributes["migration_trace_id"] = source.trace_id
+            attributes["migration_span_id"] = source.span_id
         with telemetry.assign_next_span_id(leg_request.span_id or telemetry.new_span_id()):
             span = self._tracer.start_span(
                 SPAN_NAME, parent, trace.SpanKind.SERVER, attributes, links
@@ -97,10 +95,10 @@ class GenerateSpan:
         is_cancelled = terminal.finish_reason is FinishReason.CANCELLED
         reason = terminal.finish_reason.value if terminal.finish_reason is not None else ""
         usage = terminal.completion_usage
-        if usage is not None and usage.prompt_tokens_details is not None:
-            cached = usage.prompt_tokens_details.cached_tokens
-            if cached is not None:
-                self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
+        details = usage.prompt_tokens_details if usage is not None else None
+        if details is not None and details.cached_tokens is not None:
+            cached = details.cached_tokens
+            self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
         self._close(reason, is_cancelled)
 
     def fail(self, error: MeshError) -> None:

@@ -22,6 +22,7 @@ from worker_svc.conformance.harness import (
     EngineHarness,
     PageEventChecker,
     StreamResult,
+    check_cancelled,
     check_success,
     require,
     run_within,
@@ -47,16 +48,15 @@ class Check:
 
 async def shape(harness: EngineHarness) -> None:
     """has start, generate, abort, drain, cleanup and loads; its constructor starts nothing"""
+    engine = harness.engine
     for name in ("start", "abort", "drain", "cleanup"):
-        require(
-            inspect.iscoroutinefunction(getattr(harness.engine, name, None)),
-            f"{name} is not a coroutine function",
-        )
+        is_coroutine = inspect.iscoroutinefunction(getattr(engine, name, None))
+        require(is_coroutine, f"{name} is not a coroutine function")
     require(
-        inspect.isasyncgenfunction(getattr(harness.engine, "generate", None)),
+        inspect.isasyncgenfunction(getattr(engine, "generate", None)),
         "generate is not an async generator function, so its streams cannot be closed",
     )
-    require(callable(getattr(harness.engine, "loads", None)), "loads() is missing")
+    require(callable(getattr(engine, "loads", None)), "loads() is missing")
 
 
 async def start(harness: EngineHarness) -> str:
@@ -81,16 +81,12 @@ async def start(harness: EngineHarness) -> str:
         config.kv_index == "events" or config.kv_index_reason,
         "kv_index_reason is empty although kv_index is not events",
     )
-    harness.config = config
-    _publish(harness)
-    return f"model {config.advertised_name}"
-
-
-def _publish(harness: EngineHarness) -> None:
-    engine, has_kv_events = harness.engine, harness.engine_config.kv_index == "events"
+    harness.config, engine = config, harness.engine
+    has_kv_events = config.kv_index == "events"
     if has_kv_events and isinstance(engine, PagedEngine) and not engine.kv_events_off_reason:
         harness.page_checker = PageEventChecker(engine.kv_event_format.page_size)
         engine.publish_to(harness.page_checker)
+    return f"model {config.advertised_name}"
 
 
 async def loads(harness: EngineHarness) -> None:
@@ -99,18 +95,15 @@ async def loads(harness: EngineHarness) -> None:
     elapsed_s = []
     for _ in range(20):
         began = loop.time()
-        rows = harness.loads()
+        rows = harness.engine.loads()
         elapsed_s.append(loop.time() - began)
     ranks = sorted(row.dp_rank for row in rows)
     require(ranks == list(range(harness.engine_config.dp_size)), f"the rows have the ranks {ranks}")
     for row in rows:
         counts = (row.running, row.waiting, row.waiting_tokens, row.kv_used_blocks, row.rooms_open)
         require(min(counts) >= 0, f"a count is negative: {row}")
-        total = row.kv_total_blocks
-        require(
-            total is None or row.kv_used_blocks <= total,
-            f"kv_used_blocks exceeds kv_total_blocks: {row}",
-        )
+        is_possible = row.kv_total_blocks is None or row.kv_used_blocks <= row.kv_total_blocks
+        require(is_possible, f"kv_used_blocks exceeds kv_total_blocks: {row}")
     require(min(elapsed_s) < 0.005, f"it takes {min(elapsed_s) * 1000:.1f} ms; the limit is 5 ms")
 
 
@@ -131,10 +124,8 @@ async def max_tokens(harness: EngineHarness) -> None:
         stream_result = await harness.expect_success(harness.request(harness.prompt(24), limit))
         got = len(stream_result.token_ids)
         require(got == limit, f"max_tokens {limit} returned {got} tokens")
-        require(
-            stream_result.finish_reason is FinishReason.LENGTH,
-            f"the finish reason is {stream_result.finish_reason}",
-        )
+        reason = stream_result.finish_reason
+        require(reason is FinishReason.LENGTH, f"the finish reason is {reason}")
 
 
 async def usage(harness: EngineHarness) -> None:
@@ -193,9 +184,8 @@ async def refuses_unknown(harness: EngineHarness) -> None:
     request = harness.request(harness.prompt(8), 1, extra_args={"no_engine_knows_this": 1})
     error = await harness.expect_refusal(request)
     require(isinstance(error, Unsupported), f"it raised {type(error).__name__}")
-    require(
-        (error.field or "").startswith("extra_args"), f"it named {error.field}, expected extra_args"
-    )
+    names_field = (error.field or "").startswith("extra_args")
+    require(names_field, f"it named {error.field}, expected extra_args")
 
 
 async def stop_in_answer(harness: EngineHarness) -> str:
@@ -219,15 +209,9 @@ async def stop_in_answer(harness: EngineHarness) -> str:
     if not stopped_at:
         raise CheckSkipped("the stream ended before it could be stopped")
     elapsed_s = loop.time() - stopped_at[0]
-    check_success(stream_result)
-    require(
-        stream_result.finish_reason is FinishReason.CANCELLED,
-        f"it ended with {stream_result.finish_reason}",
-    )
-    require(
-        elapsed_s < harness.limits.stop_s,
-        f"it took {elapsed_s:.1f} s; the limit is {harness.limits.stop_s:g} s",
-    )
+    check_cancelled(stream_result)
+    limit_s = harness.limits.stop_s
+    require(elapsed_s < limit_s, f"it took {elapsed_s:.1f} s; the limit is {limit_s:g} s")
     await harness.wait_until_idle()
     return f"{elapsed_s * 1000:.0f} ms"
 
@@ -242,11 +226,7 @@ async def stop_before_answer(harness: EngineHarness) -> None:
         harness.run_request(harness.long_request(), ctx),
         "the stop was not observed",
     )
-    check_success(stream_result)
-    require(
-        stream_result.finish_reason is FinishReason.CANCELLED,
-        f"it ended with {stream_result.finish_reason}",
-    )
+    check_cancelled(stream_result)
     require(not stream_result.token_ids, "tokens came after the stop")
     await harness.wait_until_idle()
 
@@ -260,9 +240,8 @@ async def abort(harness: EngineHarness) -> None:
         if not ctx.is_stopped:
             ctx.inner_arc().stop_generating("conformance")
             for _ in range(2):
-                await run_within(
-                    harness.limits.stop_s, harness.engine.abort(ctx), "abort did not return"
-                )
+                aborting = harness.engine.abort(ctx)
+                await run_within(harness.limits.stop_s, aborting, "abort did not return")
 
     stream_result = await harness.run_request(harness.long_request(), ctx, on_chunk=abort_twice)
     check_success(stream_result)

@@ -23,6 +23,7 @@ from common.errors import (
     WorkerLost,
 )
 from common.kv.load import Load
+from common.registry.instances import KvIndex
 from common.request.preprocessed import (
     BootstrapInfo,
     CompletionUsage,
@@ -107,7 +108,7 @@ class EngineConfig:
     transfer_group: str = ""
     local_prefill: bool = True
     loras: frozenset[str] = frozenset()
-    kv_index: str = "none"
+    kv_index: KvIndex = "none"
     kv_index_reason: str = ""
     dp_size: int = 1
 

@@ -39,11 +39,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from common.kv.events import (
-    EventKind,
-    KvEvent,
-    Tier,
-)
+from common.kv.events import EventKind, KvEvent, Tier
 from common.kv.hashing import ChainState, PrefixHasher
 
 # Limit of pages with unknown parent.

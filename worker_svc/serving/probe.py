@@ -1,5 +1,4 @@
-"""Sends a probe of one token to an engine that is idle, and reports an engine that does not
-respond.
+"""Sends a probe of one token to an idle engine, and reports an engine that does not respond.
 
 A probe is due if for `idle_s` the engine neither sent output nor took a step. It goes directly to
 the engine: admission, request counters and request spans do not apply. Overloaded counts as a
@@ -56,10 +55,8 @@ class EngineProbe:
     """Probes the runner's engine.
 
     set_serving: called with False when the engine stops responding, with True when it responds
-    again.
-    spawn: owns the probe tasks, including hung ones.
-    idle_s: idle time before a probe. timeout_s: limit of one probe.
-    Counts `canaries` and `canaries_failed` in the runner's counters.
+    again. spawn: owns the probe tasks, including hung ones. idle_s: idle time before a probe.
+    timeout_s: limit of one probe. Counts `canaries` and `canaries_failed` in the runner's counters.
     """
 
     def __init__(
@@ -145,12 +142,9 @@ class EngineProbe:
             if self._runner.last_output_at > started_at:
                 return ""  # The engine responds to requests.
             return f"no response within {self._timeout_s:g} s"
-        # If the engine had not cancelled the task itself, the task would not be done yet.
-        return (
-            "the engine cancelled the task that reads its stream"
-            if task.cancelled()
-            else task.result()
-        )
+        if task.cancelled():  # by the engine, else it would not be done yet
+            return "the engine cancelled the task that reads its stream"
+        return task.result()
 
     async def _send_probe(self, request_id: str) -> str:
         """Generates one token. Returns the failure, "" for none."""

@@ -12,7 +12,7 @@ from common.errors import InvalidRequest, MeshError, NotFound, Unimplemented
 from common.kv.hashing import hashes_to_bytes
 from common.registry.card import ModelCard
 from common.registry.instances import Instance
-from common.request.preprocessed import PrefillResult, PreprocessedRequest, TokenLogprob
+from common.request.preprocessed import PrefillResult, PreprocessedRequest
 from common.request.token_stream import LegRequest, RequestFrame, ResponseFrame
 from common.rpc.interceptors import remaining_time_s, request_id
 from common.runtime.tasks import TaskGroup
@@ -237,10 +237,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
 
 def _build_generate_response(outputs: list[LLMEngineOutput]) -> engine_pb2.GenerateResponse:
-    token_ids = [token for output in outputs for token in output.token_ids]
-    logprobs = [_logprob(one) for output in outputs for one in output.logprobs]
-    return engine_pb2.GenerateResponse(token_ids=token_ids, logprobs=logprobs)
-
-
-def _logprob(logprob: TokenLogprob) -> request_pb2.TokenLogprob:
-    return dataclass_to_proto(logprob, request_pb2.TokenLogprob())
+    return engine_pb2.GenerateResponse(
+        token_ids=[token for output in outputs for token in output.token_ids],
+        logprobs=[
+            dataclass_to_proto(one, request_pb2.TokenLogprob())
+            for output in outputs
+            for one in output.logprobs
+        ],
+    )
