@@ -88,7 +88,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         self.publisher = self._build_publisher(engine_config, self._card)
         self._bind(lifecycle, [SERVICE_NAME])
         self._registered_instance = self._instance_of(engine_config, self._card)
-        self.runner.spans = GenerateSpans(self._card.name, config.role, clock=time.monotonic)
+        self.runner.spans = GenerateSpans(self._card.name, config.role)
         servicer = EngineServicer(
             self.runner,
             self._attach,

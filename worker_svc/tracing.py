@@ -6,7 +6,7 @@ decode's span can begin with a link to it although both run at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 
 from opentelemetry import trace
 
@@ -20,20 +20,12 @@ SPAN_NAME = "engine.generate"
 
 
 class GenerateSpans:
-    """Starts the spans of one worker. clock: returns monotonic seconds."""
+    """Starts the spans of one worker."""
 
-    def __init__(
-        self,
-        model: str,
-        role: str,
-        *,
-        clock: Callable[[], float],
-        tracer: trace.Tracer | None = None,
-    ) -> None:
+    def __init__(self, model: str, role: str) -> None:
         self._model = model
         self._role = role
-        self._clock = clock
-        self._tracer = trace.get_tracer("kvmesh.worker") if tracer is None else tracer
+        self._tracer = trace.get_tracer("kvmesh.worker")
 
     def start(self, leg_request: LegRequest) -> GenerateSpan | None:
         """Returns the span of a leg; None if its caller is not sampled."""
@@ -63,16 +55,15 @@ class GenerateSpans:
             span = self._tracer.start_span(
                 SPAN_NAME, parent, trace.SpanKind.SERVER, attributes, links
             )
-        return GenerateSpan(span, self._clock)
+        return GenerateSpan(span)
 
 
 class GenerateSpan:
     """One open span; it ends exactly once."""
 
-    def __init__(self, span: trace.Span, clock: Callable[[], float]) -> None:
+    def __init__(self, span: trace.Span) -> None:
         self._span = span
-        self._clock = clock
-        self._started_s = clock()
+        self._started_s = time.monotonic()
         self._last_output_s: float | None = None
         self._tokens = 0
         self._gaps_ms: list[float] = []
@@ -82,7 +73,7 @@ class GenerateSpan:
         count = len(output.token_ids)
         if not count:
             return
-        now = self._clock()
+        now = time.monotonic()
         if self._last_output_s is None:
             self._span.set_attribute("ttft_ms", round((now - self._started_s) * 1000, 3))
         else:

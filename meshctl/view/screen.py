@@ -142,7 +142,12 @@ def table(children: Iterable[Child]) -> list[str]:
         pid = "-" if child.process is None else str(child.process.pid)
         address = "-" if child.line is None else child.line.addresses.get("grpc", "-")
         rows.append((child.spec.name, child.state.value, pid, address, http_url(child.line) or "-"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return align(rows)
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows

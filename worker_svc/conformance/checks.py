@@ -39,11 +39,12 @@ CheckFunction: TypeAlias = Callable[[EngineHarness], Awaitable[str | None]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One rule, a sentence about the engine."""
+    """One rule, a sentence about the engine. any_role: whether it applies to every engine role."""
 
     name: str
     rule: str
     run: CheckFunction
+    any_role: bool
 
 
 async def shape(harness: EngineHarness) -> None:
@@ -109,7 +110,6 @@ async def loads(harness: EngineHarness) -> None:
 
 async def generate(harness: EngineHarness) -> str:
     """a stream is chunks with tokens, then exactly one terminal chunk, the last item"""
-    harness.require_aggregated()
     stream_result = await harness.expect_success(harness.request(harness.prompt(24), ANSWER_TOKENS))
     tokens = stream_result.token_ids
     require(tokens, "the stream has no tokens")
@@ -119,7 +119,6 @@ async def generate(harness: EngineHarness) -> str:
 
 async def max_tokens(harness: EngineHarness) -> None:
     """max_tokens is obeyed, and a stream that it ends has finish reason length"""
-    harness.require_aggregated()
     for limit in (1, 3):
         stream_result = await harness.expect_success(harness.request(harness.prompt(24), limit))
         got = len(stream_result.token_ids)
@@ -130,7 +129,6 @@ async def max_tokens(harness: EngineHarness) -> None:
 
 async def usage(harness: EngineHarness) -> None:
     """the counts of the terminal chunk, if any, match prompt and output"""
-    harness.require_aggregated()
     prompt = harness.prompt(37)
     stream_result = await harness.expect_success(harness.request(prompt, ANSWER_TOKENS))
     reported = stream_result.chunks[-1].completion_usage
@@ -150,7 +148,6 @@ async def usage(harness: EngineHarness) -> None:
 
 async def concurrent(harness: EngineHarness) -> None:
     """requests run concurrently, each with its own stream and end"""
-    harness.require_aggregated()
     requests = [
         harness.request(harness.prompt(16 + at, seed=at), 1 + at % ANSWER_TOKENS)
         for at in range(CONCURRENT)
@@ -170,7 +167,6 @@ async def refuses_empty_prompt(harness: EngineHarness) -> None:
 
 async def refuses_long_prompt(harness: EngineHarness) -> None:
     """a prompt above context_length is rejected with InvalidRequest or PromptTooLong"""
-    harness.require_aggregated()
     longest = harness.engine_config.context_length
     if longest is None or longest > 1 << 20:
         raise CheckSkipped("context_length is unknown or above 1048576")
@@ -180,7 +176,6 @@ async def refuses_long_prompt(harness: EngineHarness) -> None:
 
 async def refuses_unknown(harness: EngineHarness) -> None:
     """an unsupported field is rejected with Unsupported, by name"""
-    harness.require_aggregated()
     request = harness.request(harness.prompt(8), 1, extra_args={"no_engine_knows_this": 1})
     error = await harness.expect_refusal(request)
     require(isinstance(error, Unsupported), f"it raised {type(error).__name__}")
@@ -190,7 +185,6 @@ async def refuses_unknown(harness: EngineHarness) -> None:
 
 async def stop_in_answer(harness: EngineHarness) -> str:
     """a stop between chunks ends the stream with a cancelled chunk, in time"""
-    harness.require_aggregated()
     ctx = harness.ctx()
     loop = asyncio.get_running_loop()
     stopped_at: list[float] = []
@@ -218,7 +212,6 @@ async def stop_in_answer(harness: EngineHarness) -> str:
 
 async def stop_before_answer(harness: EngineHarness) -> None:
     """a request that is stopped before its first token yields only a cancelled chunk"""
-    harness.require_aggregated()
     ctx = harness.ctx()
     ctx.inner_arc().stop_generating("conformance")
     stream_result = await run_within(
@@ -233,7 +226,6 @@ async def stop_before_answer(harness: EngineHarness) -> None:
 
 async def abort(harness: EngineHarness) -> None:
     """abort of a running, an ended and an unknown request returns, also twice"""
-    harness.require_aggregated()
     ctx = harness.ctx()
 
     async def abort_twice(output: LLMEngineOutput) -> None:
@@ -256,7 +248,6 @@ async def abort(harness: EngineHarness) -> None:
 
 async def closes_early(harness: EngineHarness) -> None:
     """closing the generator frees all resources without abort, and the next request is served"""
-    harness.require_aggregated()
     for after in (1, 0):
         stream = harness.engine.generate(harness.long_request(), harness.ctx())
         if after:
@@ -268,7 +259,6 @@ async def closes_early(harness: EngineHarness) -> None:
 
 async def cancelled_task(harness: EngineHarness) -> None:
     """a cancellation of the task that reads the stream passes through, and frees all resources"""
-    harness.require_aggregated()
     has_started = asyncio.Event()
 
     async def on_first_chunk(_: LLMEngineOutput) -> None:
@@ -421,7 +411,6 @@ async def cleanup_twice(harness: EngineHarness) -> None:
 
 async def after_cleanup(harness: EngineHarness) -> None:
     """a request after cleanup is rejected with a MeshError"""
-    harness.require_aggregated()
     await harness.expect_refusal(harness.request(harness.prompt(8), 1))
 
 
@@ -453,10 +442,16 @@ _CHECKS: tuple[CheckFunction, ...] = (
     *(probes, kv_events, rest, drain, cleanup, cleanup_twice, after_cleanup),
     *(cleanup_without_start, cleanup_after_cut_start),
 )
+# Checks that apply to engines for prefill or decode legs, too.
+_ANY_ROLE = (
+    *(shape, start, loads, refuses_empty_prompt, probes, kv_events, rest, drain, cleanup),
+    *(cleanup_twice, cleanup_without_start, cleanup_after_cut_start),
+)
 
 
 def all_checks() -> tuple[Check, ...]:
     """Returns the checks in order."""
     return tuple(
-        Check(run.__name__.replace("_", "-"), inspect.getdoc(run) or "", run) for run in _CHECKS
+        Check(run.__name__.replace("_", "-"), inspect.getdoc(run) or "", run, run in _ANY_ROLE)
+        for run in _CHECKS
     )

@@ -67,6 +67,8 @@ async def _run_check(check: Check, harness: EngineHarness) -> Result:
     limits = harness.limits
     limit_s = limits.start_s + TIMEOUTS_PER_CHECK * (limits.answer_s + limits.end_s)
     try:
+        if not check.any_role:
+            harness.require_aggregated()
         remark = await run_within(limit_s, check.run(harness), "the check did not end")
     except CheckSkipped as reason:
         return Result(check, Verdict.SKIP, str(reason))

@@ -19,6 +19,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 import structlog
@@ -51,6 +52,7 @@ class Spawn(Protocol):
         """Starts the work."""
 
 
+@dataclass(eq=False)
 class EngineProbe:
     """Probes the runner's engine.
 
@@ -59,21 +61,15 @@ class EngineProbe:
     timeout_s: limit of one probe. Counts `canaries` and `canaries_failed` in the runner's counters.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        set_serving: Callable[[bool], Awaitable[None]],
-        spawn: Spawn,
-        *,
-        idle_s: float,
-        timeout_s: float,
-    ) -> None:
+    runner: Runner
+    set_serving: Callable[[bool], Awaitable[None]]
+    spawn: Spawn
+    _: KW_ONLY
+    idle_s: float
+    timeout_s: float
+
+    def __post_init__(self) -> None:
         self.is_alive = True
-        self._runner = runner
-        self._set_serving = set_serving
-        self._spawn = spawn
-        self._idle_s = idle_s
-        self._timeout_s = timeout_s
         self._last_steps = -1
         self._last_activity_at = -math.inf
         self._last_probe_at = -math.inf
@@ -85,7 +81,7 @@ class EngineProbe:
         self._last_activity_at = now()
         while True:
             self._update_activity(now())
-            if not self.is_alive and self._runner.last_output_at > self._last_probe_at:
+            if not self.is_alive and self.runner.last_output_at > self._last_probe_at:
                 await self._set_alive(True, "the engine responded to a request")
             wait_s = self._next_probe_at() - now()
             if wait_s > 0:
@@ -98,19 +94,19 @@ class EngineProbe:
     def _next_probe_at(self) -> float:
         """Loop time of the next probe."""
         if self.is_alive:
-            return max(self._last_activity_at, self._last_probe_at) + self._idle_s
-        return self._last_probe_at + min(self._idle_s, PROBE_RETRY_S)
+            return max(self._last_activity_at, self._last_probe_at) + self.idle_s
+        return self._last_probe_at + min(self.idle_s, PROBE_RETRY_S)
 
     def _update_activity(self, now: float) -> None:
         """Updates the time of the last output or step."""
-        self._last_activity_at = max(self._last_activity_at, self._runner.last_output_at)
+        self._last_activity_at = max(self._last_activity_at, self.runner.last_output_at)
         steps = self._read_steps()
         if steps != self._last_steps:
             self._last_steps, self._last_activity_at = steps, now
 
     def _read_steps(self) -> int:
         try:
-            return sum(load.engine_step for load in self._runner.engine.loads())
+            return sum(load.engine_step for load in self.runner.engine.loads())
         except Exception as error:
             # The next probe checks the engine; without step counts there are more probes.
             log.warning("engine_loads_failed", error=repr(error))
@@ -118,30 +114,30 @@ class EngineProbe:
 
     async def _probe(self) -> str:
         """Sends a probe. Returns the failure, "" for none."""
-        self._runner.counters["canaries"] += 1
+        self.runner.counters["canaries"] += 1
         reason = await self._find_failure()
         # Steps that the probe itself caused are no sign of activity.
         self._last_steps = self._read_steps()
-        self._runner.counters["canaries_failed"] += bool(reason)
+        self.runner.counters["canaries_failed"] += bool(reason)
         return reason
 
     async def _find_failure(self) -> str:
         self._hung_probes = [task for task in self._hung_probes if not task.done()]
         if len(self._hung_probes) >= HUNG_PROBES_MAX:
             return f"{len(self._hung_probes)} earlier probes have not ended"
-        name = f"probe-{self._runner.counters['canaries']}"
+        name = f"probe-{self.runner.counters['canaries']}"
         started_at = asyncio.get_running_loop().time()
-        task = self._spawn(self._send_probe(name), name=name, essential=False)
+        task = self.spawn(self._send_probe(name), name=name, essential=False)
         try:
-            await asyncio.wait([task], timeout=self._timeout_s)
+            await asyncio.wait([task], timeout=self.timeout_s)
         finally:
             # Not awaited: a task that ignores the cancellation must not block the probe loop.
             task.cancel()
         if not task.done():
             self._hung_probes.append(task)
-            if self._runner.last_output_at > started_at:
+            if self.runner.last_output_at > started_at:
                 return ""  # The engine responds to requests.
-            return f"no response within {self._timeout_s:g} s"
+            return f"no response within {self.timeout_s:g} s"
         if task.cancelled():  # by the engine, else it would not be done yet
             return "the engine cancelled the task that reads its stream"
         return task.result()
@@ -150,7 +146,7 @@ class EngineProbe:
         """Generates one token. Returns the failure, "" for none."""
         ctx = GenerateContext(EngineContext(request_id))
         try:
-            stream = self._runner.engine.generate(probe_request(), ctx)
+            stream = self.runner.engine.generate(probe_request(), ctx)
             async with aclosing(validate_stream(stream, request_id=ctx.id)) as outputs:
                 async for output in outputs:
                     if output.finish_reason is FinishReason.ERROR:
@@ -172,7 +168,7 @@ class EngineProbe:
             log.info("engine_recovered", reason=reason or "the engine responded to a probe")
         else:
             log.error("engine_probe_failed", reason=reason)
-        await self._set_serving(is_alive)
+        await self.set_serving(is_alive)
 
 
 def probe_request() -> PreprocessedRequest:

@@ -336,8 +336,6 @@ class SglangEngine:
         result = await self._engine.tokenizer_manager.flush_cache()
         return bool(result.success)
 
-    # Start.
-
     def _launch_engine(self) -> Any:
         """Starts SGLang in a thread: imports take seconds, the start takes up to minutes."""
         with preserve_process_state():
@@ -499,8 +497,6 @@ class SglangEngine:
         page, kv = resolved["page_size"], resolved["kv_cache_dtype"]
         return f"sglang-{__version__}-page{page}-{dtype}-{kv}-{layout}-{checksum}"
 
-    # Failure.
-
     def _check_alive(self) -> None:
         if self._engine is None:
             raise Unavailable("the engine has not started")
@@ -530,8 +526,6 @@ class SglangEngine:
         """Removes the watchers; the sentinel of an ended process would stay readable."""
         while self._sentinels:
             loop.remove_reader(self._sentinels.pop())
-
-    # Load.
 
     async def _poll_loads(self) -> None:
         while True:

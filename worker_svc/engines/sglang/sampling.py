@@ -68,21 +68,15 @@ _REQUEST_FIELDS: Final[Mapping[str, str]] = MappingProxyType(
 SUPPORTED_FIELDS: Final = frozenset(
     {
         *(f"sampling_options.{name}" for name in SAMPLING_PARAMETERS),
-        "sampling_options.logit_bias",
-        "sampling_options.seed",  # see `_check_seed`
-        "stop_conditions.max_tokens",
-        "stop_conditions.min_tokens",
-        "stop_conditions.ignore_eos",
-        "stop_conditions.stop",
-        "stop_conditions.stop_token_ids_hidden",
-        "stop_conditions.stop_token_ids_visible",
-        "output_options.logprobs",
+        *("sampling_options.logit_bias", "sampling_options.seed"),
+        *("stop_conditions.max_tokens", "stop_conditions.min_tokens"),
+        *("stop_conditions.ignore_eos", "stop_conditions.stop"),
+        *("stop_conditions.stop_token_ids_hidden", "stop_conditions.stop_token_ids_visible"),
+        *("output_options.logprobs", "routing.lora_name"),
         # Applied by the frontend.
-        "output_options.skip_special_tokens",
-        "output_options.formatted_prompt",
+        *("output_options.skip_special_tokens", "output_options.formatted_prompt"),
         "output_options.include_stop_str_in_output",
         "output_options.return_tokens_as_token_ids",
-        "routing.lora_name",  # see `_check_routing`
     }
 )
 _HANDOFF_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})
