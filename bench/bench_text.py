@@ -40,7 +40,6 @@ TURNS = 16
 
 
 def main() -> None:
-    """Parse the settings, measure, print."""
     repeats: int = parse_settings(__doc__, repeats=9).repeats
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     lines = (MODEL_DIR / "corpus.txt").read_text("utf-8").splitlines(keepends=True)

@@ -170,7 +170,6 @@ def _print_row(mode: str, row: dict[str, float]) -> None:
 
 @contextlib.contextmanager
 def worktree(revision: str) -> Iterator[Path]:
-    """A temporary checkout of `revision`."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-worktree-") as folder:
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", folder, revision], check=True)
@@ -243,7 +242,6 @@ def _loads(args: argparse.Namespace) -> list[tuple[str, list[int]]]:
 
 
 def main() -> None:
-    """Run the benchmark of the command line."""
     args = _parse_args()
     loadgen = build_loadgen()
     rows: list[dict[str, Any]] = []

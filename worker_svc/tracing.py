@@ -20,8 +20,6 @@ SPAN_NAME = "engine.generate"
 
 
 class GenerateSpans:
-    """Starts the spans of one worker."""
-
     def __init__(self, model: str, role: str) -> None:
         self._model = model
         self._role = role
@@ -69,7 +67,6 @@ class GenerateSpan:
         self._gaps_ms: list[float] = []
 
     def output(self, output: LLMEngineOutput) -> None:
-        """Records one output of the engine."""
         count = len(output.token_ids)
         if not count:
             return
@@ -82,7 +79,6 @@ class GenerateSpan:
         self._tokens += count
 
     def end(self, terminal: LLMEngineOutput) -> None:
-        """Ends the span with the terminal chunk."""
         is_cancelled = terminal.finish_reason is FinishReason.CANCELLED
         reason = terminal.finish_reason.value if terminal.finish_reason is not None else ""
         usage = terminal.completion_usage
@@ -93,7 +89,6 @@ class GenerateSpan:
         self._close(reason, is_cancelled)
 
     def fail(self, error: MeshError) -> None:
-        """Ends the span with an error."""
         self._span.set_attribute("error_kind", error.kind)
         self._span.set_attribute("error.type", type(error).__name__)
         self._span.set_status(trace.StatusCode.ERROR, error.message)

@@ -45,8 +45,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A received span and the name of its service."""
-
     service: str
     span: trace_pb2.Span
 
@@ -73,7 +71,6 @@ class SpanReceiver(trace_service_pb2_grpc.TraceServiceServicer):
     def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        """Store the spans of a request."""
         for resource in request.resource_spans:
             names = [a.value.string_value for a in resource.resource.attributes
                      if a.key == "service.name"]  # fmt: skip
@@ -85,7 +82,6 @@ class SpanReceiver(trace_service_pb2_grpc.TraceServiceServicer):
 
 @contextmanager
 def run_span_receiver() -> Iterator[tuple[SpanReceiver, str]]:
-    """Yield a running receiver and its endpoint."""
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
     servicer = SpanReceiver()
     add = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
@@ -166,7 +162,6 @@ def _interruptible() -> Iterator[None]:
 
 
 def demo(registry: str, environ: Mapping[str, str]) -> int:
-    """Run the demo; the exit status."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-demo-") as name:
         try:
             return _demo(registry, environ, Path(name))

@@ -70,7 +70,6 @@ class Row:
         }
 
     def cells(self) -> tuple[str, ...]:
-        """The cells of the table."""
         fields = self.fields() | {"kv": None if self.kv is None else f"{100 * self.kv:.0f} %"}
         return tuple("-" if value is None else str(value) for value in fields.values())
 
@@ -122,7 +121,6 @@ def describe_token_problem(rows: Iterable[Row], config: ServiceConfig) -> str:
 
 
 def status(config: ServiceConfig, *, as_json: bool) -> int:
-    """Print the table; the exit status."""
     try:
         rows = asyncio.run(gather(config))
     except MeshError as error:

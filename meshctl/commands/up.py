@@ -54,7 +54,6 @@ class CannotStart(Exception):
 
 
 def up(options: UpOptions, environ: Mapping[str, str]) -> int:
-    """Run the command; the exit status."""
     launcher = ProcessLauncher(options.log_dir, environ)
     screen = Screen(
         sys.stdout,

@@ -97,7 +97,6 @@ def _parse_argument(text: str) -> tuple[str, Any]:
 
 
 async def run(make_engine: Callable[[], LLMEngine], limits: TimeLimits) -> int:
-    """Prints the results and returns the exit status."""
     counts = dict.fromkeys(Verdict, 0)
     async for result in run_checks(make_engine, limits):
         counts[result.verdict] += 1
@@ -107,7 +106,6 @@ async def run(make_engine: Callable[[], LLMEngine], limits: TimeLimits) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the checks and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m worker_svc.conformance",
         description="Checks an engine against the contract of worker_svc/engines/contract.py.",

@@ -450,7 +450,6 @@ _ANY_ROLE = (
 
 
 def all_checks() -> tuple[Check, ...]:
-    """Returns the checks in order."""
     return tuple(
         Check(run.__name__.replace("_", "-"), inspect.getdoc(run) or "", run, run in _ANY_ROLE)
         for run in _CHECKS

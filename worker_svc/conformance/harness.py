@@ -66,12 +66,10 @@ class StreamResult:
 
     @property
     def token_ids(self) -> list[int]:
-        """Returns all tokens, in order."""
         return [token for one in self.chunks for token in one.token_ids]
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Returns the finish reason of the last chunk."""
         return self.chunks[-1].finish_reason if self.chunks else None
 
 
@@ -88,7 +86,6 @@ class PageEventChecker:
     violations: list[str] = field(default_factory=list)
 
     def take(self, events: Iterable[ExternalEvent]) -> None:
-        """See `KvEventSink`."""
         for event in events:
             self.events.append(event)
             match event:
@@ -100,11 +97,9 @@ class PageEventChecker:
                     self.held = {one for one in self.held if one[0] != rank}
 
     def record_loss(self, rank: int, reason: str) -> None:
-        """See `KvEventSink`."""
         self.violations.append(f"events of rank {rank} were lost: {reason}")
 
     def reset(self, rank: int) -> None:
-        """See `KvEventSink`."""
         self.violations.append(f"rank {rank} was reset, but the engine did not restart")
 
     def _store(self, event: PagesStored) -> None:
@@ -158,7 +153,6 @@ class EngineHarness:
             raise CheckSkipped("the engine runs prefill or decode legs only")
 
     def ctx(self) -> GenerateContext:
-        """Returns a context with a new request id."""
         self._request_count += 1
         return GenerateContext(EngineContext(f"conformance-{self._request_count}"))
 

@@ -22,8 +22,6 @@ TIMEOUTS_PER_CHECK = 6
 
 
 class Verdict(StrEnum):
-    """Outcome of a check."""
-
     PASS = "PASS"
     FAIL = "FAIL"
     SKIP = "SKIP"
@@ -31,8 +29,6 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A check, its verdict, and the reason or a remark."""
-
     check: Check
     verdict: Verdict
     reason: str = ""

@@ -178,7 +178,6 @@ class AttachServer:
 
     @property
     def open_slots(self) -> int:
-        """Open slots of all streams."""
         return sum(stream.link.open_slots for stream in self._streams.values())
 
     def end(self) -> None:

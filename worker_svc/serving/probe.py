@@ -76,7 +76,6 @@ class EngineProbe:
         self._hung_probes: list[asyncio.Task[str]] = []
 
     async def run(self) -> None:
-        """Probes until cancelled."""
         now = asyncio.get_running_loop().time
         self._last_activity_at = now()
         while True:
@@ -92,13 +91,11 @@ class EngineProbe:
             await self._set_alive(not reason, reason)
 
     def _next_probe_at(self) -> float:
-        """Loop time of the next probe."""
         if self.is_alive:
             return max(self._last_activity_at, self._last_probe_at) + self.idle_s
         return self._last_probe_at + min(self.idle_s, PROBE_RETRY_S)
 
     def _update_activity(self, now: float) -> None:
-        """Updates the time of the last output or step."""
         self._last_activity_at = max(self._last_activity_at, self.runner.last_output_at)
         steps = self._read_steps()
         if steps != self._last_steps:

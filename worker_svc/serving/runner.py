@@ -100,7 +100,6 @@ class Runner:
 
     @property
     def open_requests(self) -> int:
-        """Number of admitted requests that have not ended."""
         return len(self._active_requests)
 
     def admit(self, leg_request: LegRequest) -> int:
@@ -264,7 +263,6 @@ class Runner:
         return len(keys)
 
     async def wait_idle(self) -> None:
-        """Returns when no request is open."""
         await self._idle.wait()
 
     def discard(self, key: int) -> None:

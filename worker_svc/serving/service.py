@@ -39,8 +39,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(eq=False)
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
-    """Implements `kvmesh.engine.v1.EngineService`."""
-
     runner: Runner
     attach: AttachServer
     instance: Callable[[], Instance]
@@ -55,8 +53,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Attach(  # type: ignore[override]
         self, request_iterator: AsyncIterator[engine_pb2.AttachRequest], context: Context
     ) -> None:
-        """Serves the token stream of one frontend."""
-
         async def read() -> RequestFrame | None:
             message = await context.read()
             return None if message is grpc.aio.EOF else request_frame_from_proto(message)
@@ -136,7 +132,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Abort(
         self, request: engine_pb2.AbortRequest, context: Context
     ) -> engine_pb2.AbortResponse:
-        """Stops all requests with this id."""
         if not request.request_id:
             raise InvalidRequest("request_id must not be empty", "request_id")
         reason = request.reason or "abort_rpc"
@@ -200,7 +195,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def GetLoad(
         self, request: engine_pb2.GetLoadRequest, context: Context
     ) -> engine_pb2.GetLoadResponse:
-        """Returns the load of each rank."""
         return engine_pb2.GetLoadResponse(
             loads=[load_to_proto(load) for load in self.runner.engine.loads()],
             open_slots=self.runner.open_requests,

@@ -432,7 +432,7 @@ class SglangEngine:
         )
 
     async def _warm_up(self) -> None:
-        """Generates one token from an uncacheably short prompt. The penalty compiles its kernel."""
+        """Generates a token from a prompt too short to cache. The penalty compiles its kernel."""
         sampling = {"max_new_tokens": 1, "ignore_eos": True, "repetition_penalty": 1.1}
         arguments: dict[str, Any] = {"input_ids": [0], "sampling_params": sampling, "priority": 0}
         if self.config.role != "aggregated":

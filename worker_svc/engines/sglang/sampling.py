@@ -168,7 +168,6 @@ def _check_supported(request: PreprocessedRequest, properties: EngineProperties)
 def _check_routing(
     request: PreprocessedRequest, properties: EngineProperties, priority: int | None
 ) -> tuple[int | None, int | None, str | None]:
-    """Returns rank, priority and adapter."""
     routing = request.routing
     if routing is None:
         return None, priority, None
@@ -300,7 +299,6 @@ class OutputConverter:
         return chunk if finish_info is None else self._final_output(chunk, finish_info, stop)
 
     def usage(self) -> CompletionUsage:
-        """Returns the token counts so far."""
         details = PromptTokensDetails(cached_tokens=self._cached_tokens)
         counts = usage(self._prompt_tokens, self.delivered)
         return replace(counts, prompt_tokens_details=details)
