@@ -31,7 +31,6 @@ SAMPLE_S = 0.02
 
 
 def main() -> None:
-    """Parse the settings, measure, print."""
     settings = parse_settings(__doc__, block_size=DEFAULT_BLOCK_SIZE, repeats=15)
     result = {
         "numpy": np.__version__,

@@ -50,14 +50,12 @@ class Data:
 
 
 def main() -> None:
-    """Parse the settings, measure, print."""
     settings = parse_settings(__doc__, blocks=1_000_000, sources=64)
     parameters = vars(settings) | {"chain": CHAIN_BLOCKS, "batch": BATCH_BLOCKS}
     print_report("index", parameters, measure(settings.sources, settings.blocks))
 
 
 def measure(sources: int, blocks: int) -> dict[str, object]:
-    """Fill, remove a part, restore it, query."""
     data = Data(sources, blocks)
     gc.collect()
     before_mb = rss_mb(os.getpid())

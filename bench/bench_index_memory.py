@@ -35,22 +35,18 @@ FIXED_OVERHEAD_MB = 16
 
 
 class MemoryWatch:
-    """Resident memory of the indexer and its own estimate."""
-
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.before_mb = self.peak_mb = rss_mb(pid)
         self.used_mb = 0.0
 
     async def run(self) -> None:
-        """Sample until cancelled."""
         while True:
             self.peak_mb = max(self.peak_mb, rss_mb(self.pid))
             await asyncio.sleep(0.05)
 
 
 async def push_blocks(budget_mb: int, times: int, count: int) -> dict[str, object]:
-    """Push and check; returns the result."""
     budget_blocks = budget_mb * 1_000_000 // BLOCK_BYTES
     chains = times * budget_blocks // CHAIN_BLOCKS
     capacity = HELD_PER_BUDGET * budget_blocks // CHAIN_BLOCKS // count

@@ -22,7 +22,6 @@ TARGET_S = 5.0
 
 
 async def measure_restart(blocks: int, count: int, rounds: int) -> dict[str, object]:
-    """Fill, kill, restart, compare; returns the result."""
     async with running_mesh(count) as (workers, indexer, _):
         for n in range(blocks // CHAIN_BLOCKS):
             workers.store(n % count)

@@ -3,25 +3,31 @@
     PYTHONPATH=protos:. python bench/bench_text.py [--repeats 9]
 
 Each figure is the best of `--repeats` passes over the corpus of the sim model: nanoseconds a token
-for detokenising (by tokens per call) and for stop strings, microseconds for rendering a chat.
+for detokenising (by tokens per call) and for stop strings, a call for response chunks, and
+microseconds for rendering a chat.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+import orjson
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from bench.measure import parse_settings, print_report
+from frontend_svc.core.openai.parsing import parse_chat
+from frontend_svc.core.openai.sse import ChunkKind, ChunkWriter
 from frontend_svc.core.text.detokenizer import Detokenizer, StreamDetokenizer, Vocabulary
 from frontend_svc.core.text.prompt import ChatTemplate
 from frontend_svc.core.text.stop_strings import StopStringMatcher
+from frontend_svc.metrics.families import DeploymentState, Endpoint
 
 MODEL_DIR = Path(__file__).parent.parent / "worker_svc/engines/sim/model"
 TOKENS_PER_CALL = (1, 4, 16, 256)
@@ -34,7 +40,6 @@ TURNS = 16
 
 
 def main() -> None:
-    """Parse the settings, measure, print."""
     repeats: int = parse_settings(__doc__, repeats=9).repeats
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     lines = (MODEL_DIR / "corpus.txt").read_text("utf-8").splitlines(keepends=True)
@@ -52,6 +57,7 @@ def main() -> None:
             ),
         },
         "stop_ns_per_token": stop_figures(ascii_ids, repeats),
+        "sse_ns": sse_figures(repeats),
         "render_us": {str(turns): render_us(turns, repeats) for turns in (1, TURNS)},
     }
     settings = {"repeats": repeats, "vocabulary": tokenizer.get_vocab_size()}
@@ -110,6 +116,43 @@ def render_us(turns: int, repeats: int) -> float:
     messages = [{"role": "user", "content": "What is the time? " * 20} for _ in range(turns)]
     now = datetime(2025, 1, 1, tzinfo=UTC)
     return round(best(lambda: template.render(messages, now=now), 1, repeats * 10) / 1000, 1)
+
+
+def sse_figures(repeats: int) -> dict[str, float]:
+    """Nanoseconds of the work per content chunk and per request."""
+    response_id = "chatcmpl-0123456789abcdef0123456789abcdef"
+    content = ChunkWriter(ChunkKind.CHAT, response_id, "a-model", 1_700_000_000).content
+    meter = DeploymentState(lambda: {"m"}).begin("m", Endpoint.CHAT_COMPLETIONS, True)
+    messages = [{"role": "user", "content": "some words " * 20}] * 10
+    body = orjson.dumps({"model": "m", "messages": messages, "stream": True, "max_tokens": 100})
+
+    def whole_dump() -> bytes:
+        """For comparison: a chunk that is serialized each time."""
+        delta = {"content": " token"}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        chunk = {
+            "id": response_id,
+            "object": "chat.completion.chunk",
+            "created": 1_700_000_000,
+            "model": "a-model",
+            "system_fingerprint": None,
+            "choices": [choice],
+        }
+        return b"data: " + orjson.dumps(chunk) + b"\n\n"
+
+    works: dict[str, Callable[[], object]] = {
+        "content": lambda: content(" token"),
+        "whole_dump": whole_dump,
+        "empty_call": lambda: None,
+        "meter_tokens": lambda: meter.tokens(1, 1.0),
+        "writer": lambda: ChunkWriter(ChunkKind.CHAT, response_id, "m", 1),
+        "parse_chat_10_messages": lambda: parse_chat(body),
+    }
+    calls = 10_000
+    return {
+        name: best(partial(timeit.timeit, work, number=calls), calls, repeats)
+        for name, work in works.items()
+    }
 
 
 if __name__ == "__main__":

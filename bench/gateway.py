@@ -23,10 +23,12 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import urllib.request
@@ -35,7 +37,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.bodies import write_bodies
+from tokenizers import Tokenizer
+
 from bench.measure import ROOT, build_loadgen, machine_lock, print_report, run_load
 
 MODEL = "bench"
@@ -51,6 +54,9 @@ MODES = {
 }
 ROLES = {"agg": ("aggregated", "aggregated"), "pd": ("prefill", "decode")}
 SHARED_PREFIXES = 16
+# What the chat template adds around one user message.
+TEMPLATE_TOKENS = 10
+TEXT_CHARS = 4_000_000
 READY_S = 30.0
 
 
@@ -164,7 +170,6 @@ def _print_row(mode: str, row: dict[str, float]) -> None:
 
 @contextlib.contextmanager
 def worktree(revision: str) -> Iterator[Path]:
-    """A temporary checkout of `revision`."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-worktree-") as folder:
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", folder, revision], check=True)
@@ -237,7 +242,6 @@ def _loads(args: argparse.Namespace) -> list[tuple[str, list[int]]]:
 
 
 def main() -> None:
-    """Run the benchmark of the command line."""
     args = _parse_args()
     loadgen = build_loadgen()
     rows: list[dict[str, Any]] = []
@@ -251,6 +255,37 @@ def main() -> None:
     print_report("gateway", settings, {"rows": rows}, args.out)
 
 
+def _write_bodies(out: Path, args: argparse.Namespace, *, stream: bool) -> None:
+    """Write BODIES chat bodies of about --isl prompt tokens, one JSON a line, all different.
+
+    Prompts are random slices of Python's standard library, cut at token offsets.
+    """
+    rng = random.Random(1)
+    model_dir = ROOT / "worker_svc/engines/sim/model"
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = "".join(source.read_text("utf-8", "ignore") for source in sources)[:TEXT_CHARS]
+    offsets = tokenizer.encode(text).offsets
+
+    def cut(tokens: int) -> str:
+        first = rng.randrange(len(offsets) - tokens)
+        return text[offsets[first][0] : offsets[first + tokens - 1][1]]
+
+    heads = [cut(args.shared) if args.shared else "" for _ in range(SHARED_PREFIXES)]
+    with out.open("w") as file:
+        for _ in range(BODIES):
+            head = heads[rng.randrange(SHARED_PREFIXES)]
+            content = head + cut(args.isl - TEMPLATE_TOKENS - args.shared)
+            body = {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": content}],
+                "max_tokens": args.osl,
+                "ignore_eos": True,
+                "stream": stream,
+            }
+            file.write(json.dumps(body) + "\n")
+
+
 def _run_mode(
     args: argparse.Namespace,
     loadgen: Path,
@@ -262,17 +297,7 @@ def _run_mode(
     """Start one mesh for each root, load them in turns, yield one row for each concurrency."""
     sim_flags, stream = MODES[mode]
     bodies = folder / f"{mode}.jsonl"
-    write_bodies(
-        bodies,
-        ROOT / "worker_svc/engines/sim/model/tokenizer.json",
-        model=MODEL,
-        isl=args.isl,
-        osl=args.osl,
-        count=BODIES,
-        stream=stream,
-        shared=args.shared,
-        prefixes=SHARED_PREFIXES,
-    )
+    _write_bodies(bodies, args, stream=stream)
     with contextlib.ExitStack() as stack:
         meshes = [
             stack.enter_context(

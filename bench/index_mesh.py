@@ -65,7 +65,6 @@ class IndexerProcess:
         return self._process.pid
 
     async def start(self) -> None:
-        """Start the process and wait until it is ready."""
         read_fd, write_fd = os.pipe()
         path = os.pathsep.join([str(ROOT / "protos"), str(ROOT)])
         self._process = await asyncio.create_subprocess_exec(
@@ -80,7 +79,6 @@ class IndexerProcess:
         self.address = line["addresses"]["grpc"]
 
     async def kill(self) -> None:
-        """Send SIGKILL and wait for the end."""
         assert self._process is not None, "started"
         if self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)
@@ -121,7 +119,6 @@ class Workers:
             await self._registry.register(worker)
 
     def store(self, number: int) -> None:
-        """Store a new chain in an engine."""
         chain = self._chains = self._chains + 1
         tokens = chain.to_bytes(4, "little") + self._suffix
         self.cached[number][chain] = None
@@ -129,7 +126,6 @@ class Workers:
         self.publishers[number].take([PagesStored(names, None, tokens, BLOCK_SIZE)])
 
     def evict(self, number: int) -> None:
-        """Evict the oldest chain of an engine."""
         chain = next(iter(self.cached[number]))
         del self.cached[number][chain]
         names = range((chain + 1) * CHAIN_BLOCKS - 1, chain * CHAIN_BLOCKS - 1, -1)
@@ -183,7 +179,6 @@ class Workers:
 
 
 async def dump(stub: Any) -> Mapping[int, set[int]]:
-    """The indexed blocks by worker."""
     parts: dict[tuple[int, int], set[int]] = {}
     async for message in stub.Dump(indexer_pb2.DumpRequest(), timeout=WAIT_S):
         chunk = message.chunk
@@ -232,7 +227,6 @@ class LoopLagMonitor:
         self.longest_s = 0.0
 
     async def watch(self) -> None:
-        """Measure until cancelled."""
         while True:
             at = time.perf_counter()
             await asyncio.sleep(0.001)

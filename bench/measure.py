@@ -50,13 +50,11 @@ def build_loadgen() -> Path:
 
 
 def cpu_s(pid: int) -> float:
-    """User and system CPU seconds a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / TICK
 
 
 def rss_mb(pid: int) -> float:
-    """Resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE / 1e6
 
 

@@ -14,7 +14,6 @@ from meshctl.options import DemoOptions, HealthOptions, StatusOptions, UpOptions
 
 
 def main() -> None:
-    """Run the command and exit with its status."""
     # Standard output carries results only.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     environ = env.environ()

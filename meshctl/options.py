@@ -122,8 +122,6 @@ class StatusOptions:
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """registry: file or consul."""
-
     registry: str
 
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import structlog
 
-from common.errors import Conflict, InternalError, MeshError
+from common.errors import Conflict, MeshError
 from common.kv.events import Partition, Source
 from common.kv.hashing import DEFAULT_BLOCK_SIZE, HASH_SCHEME_ID, PrefixHasher
 from common.registry.card import ModelCard
-from common.registry.instances import Instance, KvIndex
+from common.registry.instances import Instance
 from common.registry.registry import Registry
 from common.rpc import channel as rpc
 from common.service.base import ServiceApp
@@ -73,8 +73,8 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         self._engine_started = True
         started_at = time.monotonic()
         engine_config = await self.engine.start(self.instance_id)
-        started_s = round(time.monotonic() - started_at, 2)
-        log.info("engine_started", engine=self._engine_name, s=started_s)
+        elapsed_s = round(time.monotonic() - started_at, 2)
+        log.info("engine_started", engine=self._engine_name, s=elapsed_s)
         if config.model_name:
             engine_config = replace(engine_config, served_model_name=config.model_name)
         if isinstance(self.engine, FailureReportingEngine):
@@ -88,7 +88,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         self.publisher = self._build_publisher(engine_config, self._card)
         self._bind(lifecycle, [SERVICE_NAME])
         self._registered_instance = self._instance_of(engine_config, self._card)
-        self.runner.spans = GenerateSpans(self._card.name, config.role, clock=time.monotonic)
+        self.runner.spans = GenerateSpans(self._card.name, config.role)
         servicer = EngineServicer(
             self.runner,
             self._attach,
@@ -103,14 +103,13 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         await self._server.start()
         lifecycle.spawn(self.publisher.run(), name="kv publisher")
         await lifecycle.health.set(SERVICE_NAME, True)
-        self._watch_engine(lifecycle)
+        if config.canary_idle_s:
+            self._watch_engine(lifecycle)
         self._serve_metrics(worker_registry(self.runner), config.metrics_port)
         return self._info()
 
     def _watch_engine(self, lifecycle: Lifecycle) -> None:
         """Probes an idle engine; without an answer, health is NOT_SERVING."""
-        if not self._config.canary_idle_s:
-            return
 
         async def set_serving(is_alive: bool) -> None:
             for service in ("", SERVICE_NAME):
@@ -157,18 +156,16 @@ class WorkerApp(ServiceApp[WorkerConfig]):
 
         paged_engine = self.engine if isinstance(self.engine, PagedEngine) else None
         # Without pages the feeds stay empty, and the format does not matter.
-        unused_format = KvEventFormat(block_size, block_size, DuplicatePolicy.IDEMPOTENT)
+        event_format = KvEventFormat(block_size, block_size, DuplicatePolicy.IDEMPOTENT)
+        if paged_engine is not None:
+            event_format = paged_engine.kv_event_format
         has_kv_events = engine.kv_index == "events"
         publisher = Publisher(
             self.instance_id,
             Partition(card.name, block_size, HASH_SCHEME_ID if has_kv_events else 0),
             {
                 rank: SourceFeed(
-                    Source(self.instance_id, rank),
-                    Normalizer(
-                        paged_engine.kv_event_format if paged_engine else unused_format,
-                        hasher_factory,
-                    ),
+                    Source(self.instance_id, rank), Normalizer(event_format, hasher_factory)
                 )
                 for rank in range(engine.dp_size)
             },
@@ -204,7 +201,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             context_length=engine.context_length,
             taints=frozenset(self._config.taints),
             loras=engine.loras,
-            kv_index=parse_kv_index(engine),
+            kv_index=engine.kv_index,
         )
 
     async def register(self) -> None:
@@ -215,11 +212,9 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         try:
             await super().register()
         except Conflict as error:
-            if not (
-                mismatch := await self._card_differences(
-                    card, error.metadata.get("served_checksum")
-                )
-            ):
+            checksum = error.metadata.get("served_checksum")
+            mismatch = await self._card_differences(card, checksum) if checksum else ""
+            if not mismatch:
                 raise
             raise Conflict(
                 f"{error.message}: {mismatch}. All workers of a model must be equal in this:"
@@ -230,10 +225,8 @@ class WorkerApp(ServiceApp[WorkerConfig]):
                 metadata=error.metadata,
             ) from error
 
-    async def _card_differences(self, card: ModelCard, checksum: str | None) -> str:
+    async def _card_differences(self, card: ModelCard, checksum: str) -> str:
         """Differences between our card and the served one; "" if that is not available."""
-        if checksum is None:
-            return ""
         try:
             served = await self._registry.get_card(checksum)
         except MeshError as error:
@@ -265,12 +258,3 @@ class WorkerApp(ServiceApp[WorkerConfig]):
                 await self.engine.cleanup()
         finally:
             await super().close()
-
-
-def parse_kv_index(engine: EngineConfig) -> KvIndex:
-    """The engine's `kv_index`. Raises InternalError for an unknown value."""
-    match engine.kv_index:
-        case "events" | "approx" | "none" as known:
-            return known
-        case other:
-            raise InternalError(f"the engine reports kv_index {other!r}")

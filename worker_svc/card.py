@@ -16,7 +16,6 @@ from worker_svc.engines.contract import EngineConfig
 _REQUIRED_FILES = ("tokenizer.json", "tokenizer_config.json")
 _OPTIONAL_FILES = ("generation_config.json", "chat_template.jinja", "config.json")
 
-
 # CLI flags that set a field of the card.
 _CARD_SETTINGS = {
     "model_type": "--serve",
@@ -105,15 +104,9 @@ def _eos_token_ids(folder: Path) -> tuple[int, ...]:
     """Returns the ids of generation_config.json, else of config.json, as Hugging Face does."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        value = _read_json_object(path).get("eos_token_id") if path.is_file() else None
-        if value is not None:
+        settings = json.loads(path.read_bytes()) if path.is_file() else {}
+        if not isinstance(settings, dict):
+            raise InvalidRequest(f"{name} is not a JSON object", "model_path")
+        if (value := settings.get("eos_token_id")) is not None:
             return tuple(value) if isinstance(value, list) else (int(value),)
     return ()
-
-
-# Any: a JSON object of a model.
-def _read_json_object(path: Path) -> dict[str, Any]:
-    value = json.loads(path.read_bytes())
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{path.name} is not a JSON object", "model_path")
-    return value

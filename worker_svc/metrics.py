@@ -35,7 +35,6 @@ class RunnerCollector(Collector):
         self._runner = runner
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """Yields the metric families."""
         requests = CounterMetricFamily(
             f"{PREFIX}_requests", "Requests by outcome", labels=("outcome",)
         )
@@ -68,7 +67,6 @@ class RunnerCollector(Collector):
 
 
 def worker_registry(runner: Runner) -> CollectorRegistry:
-    """Returns a registry with the worker's metrics only."""
     registry = CollectorRegistry()
     registry.register(RunnerCollector(runner))
     return registry

@@ -6,7 +6,7 @@ decode's span can begin with a link to it although both run at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 
 from opentelemetry import trace
 
@@ -20,20 +20,10 @@ SPAN_NAME = "engine.generate"
 
 
 class GenerateSpans:
-    """Starts the spans of one worker. clock: returns monotonic seconds."""
-
-    def __init__(
-        self,
-        model: str,
-        role: str,
-        *,
-        clock: Callable[[], float],
-        tracer: trace.Tracer | None = None,
-    ) -> None:
+    def __init__(self, model: str, role: str) -> None:
         self._model = model
         self._role = role
-        self._clock = clock
-        self._tracer = trace.get_tracer("kvmesh.worker") if tracer is None else tracer
+        self._tracer = trace.get_tracer("kvmesh.worker")
 
     def start(self, leg_request: LegRequest) -> GenerateSpan | None:
         """Returns the span of a leg; None if its caller is not sampled."""
@@ -54,37 +44,33 @@ class GenerateSpans:
             attributes["input_tokens"] = len(request.token_ids)
             attributes["gen_ai.usage.input_tokens"] = len(request.token_ids)
         links = []
-        migration_source = request.migration_link if request is not None else None
-        if migration_source is not None:
-            found = telemetry.link(migration_source.trace_id, migration_source.span_id)
-            if found is not None:
-                links.append(found)
-                attributes["migration_trace_id"] = migration_source.trace_id
-                attributes["migration_span_id"] = migration_source.span_id
+        source = request.migration_link if request is not None else None
+        if source is not None and (link := telemetry.link(source.trace_id, source.span_id)):
+            links.append(link)
+            attributes["migration_trace_id"] = source.trace_id
+            attributes["migration_span_id"] = source.span_id
         with telemetry.assign_next_span_id(leg_request.span_id or telemetry.new_span_id()):
             span = self._tracer.start_span(
                 SPAN_NAME, parent, trace.SpanKind.SERVER, attributes, links
             )
-        return GenerateSpan(span, self._clock)
+        return GenerateSpan(span)
 
 
 class GenerateSpan:
     """One open span; it ends exactly once."""
 
-    def __init__(self, span: trace.Span, clock: Callable[[], float]) -> None:
+    def __init__(self, span: trace.Span) -> None:
         self._span = span
-        self._clock = clock
-        self._started_s = clock()
+        self._started_s = time.monotonic()
         self._last_output_s: float | None = None
         self._tokens = 0
         self._gaps_ms: list[float] = []
 
     def output(self, output: LLMEngineOutput) -> None:
-        """Records one output of the engine."""
         count = len(output.token_ids)
         if not count:
             return
-        now = self._clock()
+        now = time.monotonic()
         if self._last_output_s is None:
             self._span.set_attribute("ttft_ms", round((now - self._started_s) * 1000, 3))
         else:
@@ -93,18 +79,16 @@ class GenerateSpan:
         self._tokens += count
 
     def end(self, terminal: LLMEngineOutput) -> None:
-        """Ends the span with the terminal chunk."""
         is_cancelled = terminal.finish_reason is FinishReason.CANCELLED
         reason = terminal.finish_reason.value if terminal.finish_reason is not None else ""
         usage = terminal.completion_usage
-        if usage is not None and usage.prompt_tokens_details is not None:
-            cached = usage.prompt_tokens_details.cached_tokens
-            if cached is not None:
-                self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
+        details = usage.prompt_tokens_details if usage is not None else None
+        if details is not None and details.cached_tokens is not None:
+            cached = details.cached_tokens
+            self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
         self._close(reason, is_cancelled)
 
     def fail(self, error: MeshError) -> None:
-        """Ends the span with an error."""
         self._span.set_attribute("error_kind", error.kind)
         self._span.set_attribute("error.type", type(error).__name__)
         self._span.set_status(trace.StatusCode.ERROR, error.message)

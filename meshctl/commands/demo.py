@@ -45,8 +45,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A received span and the name of its service."""
-
     service: str
     span: trace_pb2.Span
 
@@ -73,7 +71,6 @@ class SpanReceiver(trace_service_pb2_grpc.TraceServiceServicer):
     def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        """Store the spans of a request."""
         for resource in request.resource_spans:
             names = [a.value.string_value for a in resource.resource.attributes
                      if a.key == "service.name"]  # fmt: skip
@@ -85,7 +82,6 @@ class SpanReceiver(trace_service_pb2_grpc.TraceServiceServicer):
 
 @contextmanager
 def run_span_receiver() -> Iterator[tuple[SpanReceiver, str]]:
-    """Yield a running receiver and its endpoint."""
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
     servicer = SpanReceiver()
     add = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
@@ -103,41 +99,25 @@ def consul_agent(folder: Path) -> Iterator[str]:
     """Yield the URL of a new Consul dev agent on free ports. Raises RuntimeError if it fails."""
     binary = shutil.which("consul") or str(ROOT / ".tools/bin/consul")
     if not Path(binary).exists():
-        fetched = subprocess.run(
-            [ROOT / "deploy/consul_get.sh", ROOT / ".tools"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        download = [ROOT / "deploy/consul_get.sh", ROOT / ".tools"]
+        fetched = subprocess.run(download, capture_output=True, text=True, check=False)
         if fetched.returncode != 0:
-            raise RuntimeError(
-                "no consul on PATH, and deploy/consul_get.sh failed: "
-                + fetched.stderr.strip()[-300:]
-            )
+            reason = fetched.stderr.strip()[-300:]
+            raise RuntimeError(f"no consul on PATH, and deploy/consul_get.sh failed: {reason}")
     names = ("http", "dns", "grpc", "server", "serf-lan", "serf-wan")
     first = free_ports(len(names))
     flags = [f"-{name}-port={first + offset}" for offset, name in enumerate(names)]
     url = f"http://127.0.0.1:{first + names.index('http')}"
     path = folder / "consul.log"
     with path.open("wb") as log:
-        agent = subprocess.Popen(
-            with_parent_guard(
-                [binary, "agent", "-dev", "-bind=127.0.0.1", "-log-level=warn", *flags]
-            ),
-            stdout=log,
-            stderr=log,
-        )
+        command = [binary, "agent", "-dev", "-bind=127.0.0.1", "-log-level=warn", *flags]
+        agent = subprocess.Popen(with_parent_guard(command), stdout=log, stderr=log)
     try:
         if not _wait_for_leader(url, agent):
             raise RuntimeError(f"the Consul agent did not start: {path.read_text()[-500:]}")
         yield url
     finally:
-        agent.send_signal(signal.SIGINT)
-        try:
-            agent.wait(CONSUL_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            agent.kill()
-            agent.wait()
+        _stop(agent, signal.SIGINT, CONSUL_STOP_TIMEOUT_S)
 
 
 def _wait_for_leader(url: str, agent: subprocess.Popen[bytes]) -> bool:
@@ -182,7 +162,6 @@ def _interruptible() -> Iterator[None]:
 
 
 def demo(registry: str, environ: Mapping[str, str]) -> int:
-    """Run the demo; the exit status."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-demo-") as name:
         try:
             return _demo(registry, environ, Path(name))
@@ -220,7 +199,8 @@ def _demo(registry: str, environ: Mapping[str, str], folder: Path) -> int:
         status = _run(command, env)
         turns = json.loads(turns_path.read_text()) if turns_path.exists() else []
         if status != 0:
-            _print_logs(folder / "logs")
+            for log in sorted(folder.glob("logs/*.log")):
+                print(f"--- {log.name}\n{log.read_text()[-2000:]}")
         return _report(turns, spans.received) or status
 
 
@@ -230,17 +210,16 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         return mesh.wait(MESH_TIMEOUT_S)
     finally:
-        mesh.terminate()
-        try:
-            mesh.wait(MESH_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            mesh.kill()
-            mesh.wait()
+        _stop(mesh, signal.SIGTERM, MESH_STOP_TIMEOUT_S)
 
 
-def _print_logs(folder: Path) -> None:
-    for log in sorted(folder.glob("*.log")):
-        print(f"--- {log.name}\n{log.read_text()[-2000:]}")
+def _stop(process: subprocess.Popen[bytes], number: int, timeout_s: float) -> None:
+    process.send_signal(number)
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 # Any: turns as JSON.

@@ -150,7 +150,6 @@ async def _wait_for_load_reports() -> None:
 
 # Any: a JSON tree.
 async def _explain(request_id: str) -> dict[str, Any]:
-    """The router's explanation of its decision."""
     async with _router() as stub:
         response: router_pb2.ExplainResponse = await rpc.unary(
             stub.Explain, router_pb2.ExplainRequest(request_id=request_id), timeout_s=TIMEOUT_S

@@ -27,6 +27,7 @@ from common.runtime.config import ServiceConfig
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import load_pb2
 from meshctl.view.members import describe_registry, members
+from meshctl.view.screen import align
 
 TIMEOUT_S = 1.0
 EXIT_UNREACHABLE = 2
@@ -35,18 +36,6 @@ UNAUTHENTICATED = "unauthenticated"
 # The order in which `meshctl up` starts and shows them.
 _SERVICES = ("frontend", "router", "indexer", "worker")
 _ROLES = ("aggregated", "prefill", "decode")
-_HEADER = (
-    "SERVICE",
-    "NAME",
-    "ID",
-    "ADDRESS",
-    "MODEL",
-    "ROLE",
-    "HEALTH",
-    "RUNNING",
-    "WAITING",
-    "KV",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +70,6 @@ class Row:
         }
 
     def cells(self) -> tuple[str, ...]:
-        """The cells of the table."""
         fields = self.fields() | {"kv": None if self.kv is None else f"{100 * self.kv:.0f} %"}
         return tuple("-" if value is None else str(value) for value in fields.values())
 
@@ -133,7 +121,6 @@ def describe_token_problem(rows: Iterable[Row], config: ServiceConfig) -> str:
 
 
 def status(config: ServiceConfig, *, as_json: bool) -> int:
-    """Print the table; the exit status."""
     try:
         rows = asyncio.run(gather(config))
     except MeshError as error:
@@ -145,10 +132,8 @@ def status(config: ServiceConfig, *, as_json: bool) -> int:
         message = f"no instance in namespace {config.namespace!r} of {describe_registry(config)}"
         sys.stdout.write(f"{message}\n")
     else:
-        table = [_HEADER, *(row.cells() for row in rows)]
-        widths = [max(len(line[column]) for line in table) for column in range(len(_HEADER))]
-        for line in table:
-            cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-            sys.stdout.write("  ".join(cells).rstrip() + "\n")
+        header = [name.upper() for name in rows[0].fields()]
+        lines = align([header, *(row.cells() for row in rows)])
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stderr.write(describe_token_problem(rows, config))
     return 0 if rows and all(row.health == "serving" for row in rows) else 1

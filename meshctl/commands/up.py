@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from random import SystemRandom
 
@@ -53,7 +54,6 @@ class CannotStart(Exception):
 
 
 def up(options: UpOptions, environ: Mapping[str, str]) -> int:
-    """Run the command; the exit status."""
     launcher = ProcessLauncher(options.log_dir, environ)
     screen = Screen(
         sys.stdout,
@@ -137,33 +137,27 @@ async def describe_existing_services(registry: Registry, config: ServiceConfig) 
     )
 
 
+@dataclass
 class _UpCommand:
-    def __init__(
-        self,
-        options: UpOptions,
-        environ: Mapping[str, str],
-        launcher: ProcessLauncher,
-        screen: Screen,
-    ) -> None:
-        self._options = options
-        self._environ = environ
-        self._launcher = launcher
-        self._screen = screen
-        self._session_status = 0
-        self._kill_signal: int | None = None
+    options: UpOptions
+    environ: Mapping[str, str]
+    launcher: ProcessLauncher
+    screen: Screen
+    session_status: int = 0
+    kill_signal: int | None = None
 
     async def run(self) -> int:
-        mesh = self._options
+        mesh = self.options
         try:
             registry = open_registry(mesh)
         except MeshError as error:
             raise CannotStart(f"--registry {mesh.registry}: {error.message}") from error
         supervisor = Supervisor(
             build_service_specs(mesh),
-            self._launcher.start,
+            self.launcher.start,
             registry.deregister,
             namespace=mesh.namespace,
-            on_event=self._screen.event,
+            on_event=self.screen.event,
             clock=time.monotonic,
             rng=SystemRandom(),
             start_s=mesh.ready_s,
@@ -180,12 +174,10 @@ class _UpCommand:
         service_counts = ", ".join(
             _pluralize(count, noun) for noun, count in kinds.items() if count
         )
-        self._screen.print_line(
-            f"starting {service_counts} ({mesh.engine}); logs in {mesh.log_dir}"
-        )
+        self.screen.print_line(f"starting {service_counts} ({mesh.engine}); logs in {mesh.log_dir}")
         try:
             if notice := await describe_existing_services(registry, mesh):
-                self._screen.print_progress("mesh", "note", notice, colour=YELLOW)
+                self.screen.print_progress("mesh", "note", notice, colour=YELLOW)
             async with TaskGroup() as group:
                 group.create_task(supervisor.run())
                 session = group.create_task(self._run_session(supervisor))
@@ -193,9 +185,9 @@ class _UpCommand:
                 session.cancel()
         finally:
             await registry.close()
-        if self._kill_signal is not None:
-            return 128 + self._kill_signal
-        return self._session_status or (0 if supervisor.is_clean else 1)
+        if self.kill_signal is not None:
+            return 128 + self.kill_signal
+        return self.session_status or (0 if supervisor.is_clean else 1)
 
     def _install_signal_handlers(self, supervisor: Supervisor) -> None:
         requests = StopRequests()
@@ -203,13 +195,13 @@ class _UpCommand:
         def on_signal(number: signal.Signals) -> None:
             match requests.receive(number, time.monotonic()):
                 case StopAction.STOP:
-                    self._screen.print_progress(
+                    self.screen.print_progress(
                         "mesh", "draining", f"{number.name} received; send it again to kill"
                     )
                     supervisor.stop()
                 case StopAction.KILL:
-                    self._kill_signal = number
-                    self._screen.print_progress("mesh", "killed", f"{number.name} received")
+                    self.kill_signal = number
+                    self.screen.print_progress("mesh", "killed", f"{number.name} received")
                     supervisor.kill()
 
         for number in _SIGNALS:
@@ -223,37 +215,37 @@ class _UpCommand:
         async with gateway.new_http_client() as http:
             url = await self._await_ready(supervisor, http)
             if url is None:
-                self._session_status = 1
+                self.session_status = 1
                 supervisor.stop()
                 return
-            hint_lines = [] if self._options.once else [*hints(url, self._options.model_name), ""]
+            hint_lines = [] if self.options.once else [*hints(url, self.options.model_name), ""]
             for line in ["", *table(supervisor.children), "", *hint_lines]:
-                self._screen.print_line(line)
+                self.screen.print_line(line)
             status = 0
-            if self._options.sample:
+            if self.options.sample:
                 status = await self._sample(http, url)
-            if self._options.then:
+            if self.options.then:
                 status = await self._run(url) or status
-            if self._options.once:
-                self._session_status = status
+            if self.options.once:
+                self.session_status = status
                 supervisor.stop()
 
     async def _await_ready(self, supervisor: Supervisor, http: httpx.AsyncClient) -> str | None:
         """The URL of the first frontend when all frontends serve the model; None on timeout."""
         missing = ""
         try:
-            async with asyncio.timeout(self._options.ready_s):
+            async with asyncio.timeout(self.options.ready_s):
                 while True:
                     await supervisor.wait_all_ready()
                     urls = [url for child in supervisor.children if (url := http_url(child.line))]
                     found = [
-                        await gateway.find_serving_problem(http, url, self._options.model_name)
+                        await gateway.find_serving_problem(http, url, self.options.model_name)
                         for url in urls
                     ]
                     missing = next(filter(None, found), "" if urls else "no frontend has a URL")
                     if not missing:
-                        self._screen.print_progress(
-                            "mesh", "ready", f"{self._options.model_name} is served"
+                        self.screen.print_progress(
+                            "mesh", "ready", f"{self.options.model_name} is served"
                         )
                         return urls[0]
                     await asyncio.sleep(gateway.POLL_S)
@@ -264,28 +256,28 @@ class _UpCommand:
     def _report_not_ready(self, supervisor: Supervisor, missing: str) -> None:
         not_ready = [child for child in supervisor.children if child.state is not State.READY]
         problem = ", ".join(f"{child.spec.name} is {child.state}" for child in not_ready) or missing
-        self._screen.print_error(f"not ready within {self._options.ready_s:g} s: {problem}")
+        self.screen.print_error(f"not ready within {self.options.ready_s:g} s: {problem}")
         for child in not_ready:
-            self._screen.print_start_error(child.spec.name, child.start_error)
+            self.screen.print_start_error(child.spec.name, child.start_error)
 
     async def _sample(self, http: httpx.AsyncClient, url: str) -> int:
-        body = gateway.chat_body(self._options.model_name, SAMPLE_PROMPT, SAMPLE_TOKENS)
-        self._screen.print_line(f"> {SAMPLE_PROMPT}")
+        body = gateway.chat_body(self.options.model_name, SAMPLE_PROMPT, SAMPLE_TOKENS)
+        self.screen.print_line(f"> {SAMPLE_PROMPT}")
         try:
             async with aclosing(gateway.chat(http, url, body)) as pieces:
                 async for piece in pieces:
-                    self._screen.piece(piece)
+                    self.screen.piece(piece)
         except gateway.GatewayError as error:
-            self._screen.print_line()
-            self._screen.print_error(f"the sample request failed: {error}")
+            self.screen.print_line()
+            self.screen.print_error(f"the sample request failed: {error}")
             return 1
-        self._screen.print_line()
+        self.screen.print_line()
         return 0
 
     async def _run(self, url: str) -> int:
         """Run the command of --then on this terminal; it ends when the mesh is stopped."""
-        environ = {"OPENAI_API_KEY": "unused", **self._environ, "OPENAI_BASE_URL": f"{url}/v1"}
-        command = with_parent_guard(self._options.then)
+        environ = {"OPENAI_API_KEY": "unused", **self.environ, "OPENAI_BASE_URL": f"{url}/v1"}
+        command = with_parent_guard(self.options.then)
         process = await asyncio.create_subprocess_exec(*command, env=environ)
         try:
             status = await process.wait()
@@ -299,7 +291,7 @@ class _UpCommand:
                 await process.wait()
             raise
         if status != 0:
-            self._screen.print_error(f"{self._options.then[0]} ended with {status}")
+            self.screen.print_error(f"{self.options.then[0]} ended with {status}")
         return status if status >= 0 else 128 - status
 
 

@@ -46,7 +46,6 @@ class Backoff:
         self._was_ready = False
 
     def ready(self, now: float) -> None:
-        """The service became ready."""
         self._ready_at = now
         self._was_ready = True
 

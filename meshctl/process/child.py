@@ -151,7 +151,6 @@ class ProcessLauncher:
         self._log_offsets: dict[str, int] = {}
 
     def log_path(self, name: str) -> Path:
-        """The log of the service `name`."""
         return self._log_dir / f"{name}.log"
 
     def start(self, spec: ServiceSpec) -> ChildProcess:

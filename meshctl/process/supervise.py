@@ -199,7 +199,6 @@ class Supervisor:
         self._stop.set()
 
     def kill(self) -> None:
-        """Kill all services at once."""
         self._stop.set()
         for child in self.children:
             if child.process is not None:

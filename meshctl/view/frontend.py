@@ -25,7 +25,6 @@ def new_http_client() -> httpx.AsyncClient:
 
 
 def chat_body(model: str, prompt: str, max_tokens: int) -> dict[str, object]:
-    """The body of a streamed chat completion."""
     return {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],

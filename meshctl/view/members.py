@@ -17,7 +17,6 @@ async def members(registry: Registry, config: ServiceConfig) -> Snapshot:
 
 
 def describe_registry(config: ServiceConfig) -> str:
-    """The registry in words."""
     if config.registry == "consul":
         return f"Consul at {config.consul_url}"
     path = config.registry_path.resolve()

@@ -60,7 +60,6 @@ class Screen:
     def print_progress(
         self, name: str, state: str, detail: str = "", *, colour: str = _PLAIN
     ) -> None:
-        """Print a line of progress."""
         label = f"{state:<8}"
         if colour and self.colour:
             label = f"\x1b[{colour}m{label}\x1b[0m"
@@ -74,7 +73,6 @@ class Screen:
         self._print_quoted(error.splitlines() or self.tail(name) or ["(it is empty)"])
 
     def event(self, event: Event) -> None:
-        """Print an event of the supervisor."""
         match event:
             case BecameReady(name, line, after_s):
                 addresses = ", ".join(f"{kind} {at}" for kind, at in sorted(line.addresses.items()))
@@ -124,7 +122,6 @@ class Screen:
 
 
 def describe_status(status: int | None) -> str:
-    """An exit status in words."""
     if status is None:
         return "could not be started"
     if status >= 0:
@@ -142,7 +139,11 @@ def table(children: Iterable[Child]) -> list[str]:
         pid = "-" if child.process is None else str(child.process.pid)
         address = "-" if child.line is None else child.line.addresses.get("grpc", "-")
         rows.append((child.spec.name, child.state.value, pid, address, http_url(child.line) or "-"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return align(rows)
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
@@ -150,7 +151,6 @@ def table(children: Iterable[Child]) -> list[str]:
 
 
 def hints(url: str, model: str) -> list[str]:
-    """Commands for a running mesh."""
     body = shlex.quote(json.dumps(chat_body(model, "Hello", 32)))
     return [
         f"models   {url}/v1/models",

@@ -36,32 +36,27 @@ _LIMIT_HELP = {
 }
 
 
-class EngineLoadError(Exception):
-    """The engine cannot be constructed; the message has the reason."""
-
-
 # Any: arguments of an engine.
 def load_engine_factory(engine_spec: str, arguments: dict[str, Any]) -> Callable[[], LLMEngine]:
-    """Returns a constructor of the engine. Raises EngineLoadError."""
+    """Returns a constructor of the engine. Raises ValueError with the reason."""
     module_name, _, name = engine_spec.partition(":")
     if not name:
-        raise EngineLoadError(f"{engine_spec!r} is not MODULE:ENGINE")
+        raise ValueError(f"{engine_spec!r} is not MODULE:ENGINE")
     try:
         make_engine = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
-        raise EngineLoadError(f"{engine_spec}: {error}") from error
+        raise ValueError(f"{engine_spec}: {error}") from error
     if not callable(make_engine):
-        raise EngineLoadError(f"{engine_spec} cannot be called")
+        raise ValueError(f"{engine_spec} cannot be called")
     config = _config_class(make_engine)
     if config is None:
         return lambda: typing.cast(LLMEngine, make_engine(**arguments))
-    unknown = _unknown_fields(config, arguments)
-    if unknown:
-        raise EngineLoadError(f"{engine_spec}: {config.__name__} has no {', '.join(unknown)}")
+    if unknown := _unknown_fields(config, arguments):
+        raise ValueError(f"{engine_spec}: {config.__name__} has no {', '.join(unknown)}")
     try:
         config_value: object = TypeAdapter(config).validate_python(arguments)
     except ValidationError as error:
-        raise EngineLoadError(f"{engine_spec}: {error}") from error
+        raise ValueError(f"{engine_spec}: {error}") from error
     return lambda: typing.cast(LLMEngine, make_engine(config_value))
 
 
@@ -102,7 +97,6 @@ def _parse_argument(text: str) -> tuple[str, Any]:
 
 
 async def run(make_engine: Callable[[], LLMEngine], limits: TimeLimits) -> int:
-    """Prints the results and returns the exit status."""
     counts = dict.fromkeys(Verdict, 0)
     async for result in run_checks(make_engine, limits):
         counts[result.verdict] += 1
@@ -112,7 +106,6 @@ async def run(make_engine: Callable[[], LLMEngine], limits: TimeLimits) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the checks and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m worker_svc.conformance",
         description="Checks an engine against the contract of worker_svc/engines/contract.py.",

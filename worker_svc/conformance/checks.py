@@ -22,6 +22,7 @@ from worker_svc.conformance.harness import (
     EngineHarness,
     PageEventChecker,
     StreamResult,
+    check_cancelled,
     check_success,
     require,
     run_within,
@@ -38,25 +39,25 @@ CheckFunction: TypeAlias = Callable[[EngineHarness], Awaitable[str | None]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One rule, a sentence about the engine."""
+    """One rule, a sentence about the engine. any_role: whether it applies to every engine role."""
 
     name: str
     rule: str
     run: CheckFunction
+    any_role: bool
 
 
 async def shape(harness: EngineHarness) -> None:
     """has start, generate, abort, drain, cleanup and loads; its constructor starts nothing"""
+    engine = harness.engine
     for name in ("start", "abort", "drain", "cleanup"):
-        require(
-            inspect.iscoroutinefunction(getattr(harness.engine, name, None)),
-            f"{name} is not a coroutine function",
-        )
+        is_coroutine = inspect.iscoroutinefunction(getattr(engine, name, None))
+        require(is_coroutine, f"{name} is not a coroutine function")
     require(
-        inspect.isasyncgenfunction(getattr(harness.engine, "generate", None)),
+        inspect.isasyncgenfunction(getattr(engine, "generate", None)),
         "generate is not an async generator function, so its streams cannot be closed",
     )
-    require(callable(getattr(harness.engine, "loads", None)), "loads() is missing")
+    require(callable(getattr(engine, "loads", None)), "loads() is missing")
 
 
 async def start(harness: EngineHarness) -> str:
@@ -81,16 +82,12 @@ async def start(harness: EngineHarness) -> str:
         config.kv_index == "events" or config.kv_index_reason,
         "kv_index_reason is empty although kv_index is not events",
     )
-    harness.config = config
-    _publish(harness)
-    return f"model {config.advertised_name}"
-
-
-def _publish(harness: EngineHarness) -> None:
-    engine, has_kv_events = harness.engine, harness.engine_config.kv_index == "events"
+    harness.config, engine = config, harness.engine
+    has_kv_events = config.kv_index == "events"
     if has_kv_events and isinstance(engine, PagedEngine) and not engine.kv_events_off_reason:
         harness.page_checker = PageEventChecker(engine.kv_event_format.page_size)
         engine.publish_to(harness.page_checker)
+    return f"model {config.advertised_name}"
 
 
 async def loads(harness: EngineHarness) -> None:
@@ -99,24 +96,20 @@ async def loads(harness: EngineHarness) -> None:
     elapsed_s = []
     for _ in range(20):
         began = loop.time()
-        rows = harness.loads()
+        rows = harness.engine.loads()
         elapsed_s.append(loop.time() - began)
     ranks = sorted(row.dp_rank for row in rows)
     require(ranks == list(range(harness.engine_config.dp_size)), f"the rows have the ranks {ranks}")
     for row in rows:
         counts = (row.running, row.waiting, row.waiting_tokens, row.kv_used_blocks, row.rooms_open)
         require(min(counts) >= 0, f"a count is negative: {row}")
-        total = row.kv_total_blocks
-        require(
-            total is None or row.kv_used_blocks <= total,
-            f"kv_used_blocks exceeds kv_total_blocks: {row}",
-        )
+        is_possible = row.kv_total_blocks is None or row.kv_used_blocks <= row.kv_total_blocks
+        require(is_possible, f"kv_used_blocks exceeds kv_total_blocks: {row}")
     require(min(elapsed_s) < 0.005, f"it takes {min(elapsed_s) * 1000:.1f} ms; the limit is 5 ms")
 
 
 async def generate(harness: EngineHarness) -> str:
     """a stream is chunks with tokens, then exactly one terminal chunk, the last item"""
-    harness.require_aggregated()
     stream_result = await harness.expect_success(harness.request(harness.prompt(24), ANSWER_TOKENS))
     tokens = stream_result.token_ids
     require(tokens, "the stream has no tokens")
@@ -126,20 +119,16 @@ async def generate(harness: EngineHarness) -> str:
 
 async def max_tokens(harness: EngineHarness) -> None:
     """max_tokens is obeyed, and a stream that it ends has finish reason length"""
-    harness.require_aggregated()
     for limit in (1, 3):
         stream_result = await harness.expect_success(harness.request(harness.prompt(24), limit))
         got = len(stream_result.token_ids)
         require(got == limit, f"max_tokens {limit} returned {got} tokens")
-        require(
-            stream_result.finish_reason is FinishReason.LENGTH,
-            f"the finish reason is {stream_result.finish_reason}",
-        )
+        reason = stream_result.finish_reason
+        require(reason is FinishReason.LENGTH, f"the finish reason is {reason}")
 
 
 async def usage(harness: EngineHarness) -> None:
     """the counts of the terminal chunk, if any, match prompt and output"""
-    harness.require_aggregated()
     prompt = harness.prompt(37)
     stream_result = await harness.expect_success(harness.request(prompt, ANSWER_TOKENS))
     reported = stream_result.chunks[-1].completion_usage
@@ -159,7 +148,6 @@ async def usage(harness: EngineHarness) -> None:
 
 async def concurrent(harness: EngineHarness) -> None:
     """requests run concurrently, each with its own stream and end"""
-    harness.require_aggregated()
     requests = [
         harness.request(harness.prompt(16 + at, seed=at), 1 + at % ANSWER_TOKENS)
         for at in range(CONCURRENT)
@@ -179,7 +167,6 @@ async def refuses_empty_prompt(harness: EngineHarness) -> None:
 
 async def refuses_long_prompt(harness: EngineHarness) -> None:
     """a prompt above context_length is rejected with InvalidRequest or PromptTooLong"""
-    harness.require_aggregated()
     longest = harness.engine_config.context_length
     if longest is None or longest > 1 << 20:
         raise CheckSkipped("context_length is unknown or above 1048576")
@@ -189,18 +176,15 @@ async def refuses_long_prompt(harness: EngineHarness) -> None:
 
 async def refuses_unknown(harness: EngineHarness) -> None:
     """an unsupported field is rejected with Unsupported, by name"""
-    harness.require_aggregated()
     request = harness.request(harness.prompt(8), 1, extra_args={"no_engine_knows_this": 1})
     error = await harness.expect_refusal(request)
     require(isinstance(error, Unsupported), f"it raised {type(error).__name__}")
-    require(
-        (error.field or "").startswith("extra_args"), f"it named {error.field}, expected extra_args"
-    )
+    names_field = (error.field or "").startswith("extra_args")
+    require(names_field, f"it named {error.field}, expected extra_args")
 
 
 async def stop_in_answer(harness: EngineHarness) -> str:
     """a stop between chunks ends the stream with a cancelled chunk, in time"""
-    harness.require_aggregated()
     ctx = harness.ctx()
     loop = asyncio.get_running_loop()
     stopped_at: list[float] = []
@@ -219,22 +203,15 @@ async def stop_in_answer(harness: EngineHarness) -> str:
     if not stopped_at:
         raise CheckSkipped("the stream ended before it could be stopped")
     elapsed_s = loop.time() - stopped_at[0]
-    check_success(stream_result)
-    require(
-        stream_result.finish_reason is FinishReason.CANCELLED,
-        f"it ended with {stream_result.finish_reason}",
-    )
-    require(
-        elapsed_s < harness.limits.stop_s,
-        f"it took {elapsed_s:.1f} s; the limit is {harness.limits.stop_s:g} s",
-    )
+    check_cancelled(stream_result)
+    limit_s = harness.limits.stop_s
+    require(elapsed_s < limit_s, f"it took {elapsed_s:.1f} s; the limit is {limit_s:g} s")
     await harness.wait_until_idle()
     return f"{elapsed_s * 1000:.0f} ms"
 
 
 async def stop_before_answer(harness: EngineHarness) -> None:
     """a request that is stopped before its first token yields only a cancelled chunk"""
-    harness.require_aggregated()
     ctx = harness.ctx()
     ctx.inner_arc().stop_generating("conformance")
     stream_result = await run_within(
@@ -242,27 +219,21 @@ async def stop_before_answer(harness: EngineHarness) -> None:
         harness.run_request(harness.long_request(), ctx),
         "the stop was not observed",
     )
-    check_success(stream_result)
-    require(
-        stream_result.finish_reason is FinishReason.CANCELLED,
-        f"it ended with {stream_result.finish_reason}",
-    )
+    check_cancelled(stream_result)
     require(not stream_result.token_ids, "tokens came after the stop")
     await harness.wait_until_idle()
 
 
 async def abort(harness: EngineHarness) -> None:
     """abort of a running, an ended and an unknown request returns, also twice"""
-    harness.require_aggregated()
     ctx = harness.ctx()
 
     async def abort_twice(output: LLMEngineOutput) -> None:
         if not ctx.is_stopped:
             ctx.inner_arc().stop_generating("conformance")
             for _ in range(2):
-                await run_within(
-                    harness.limits.stop_s, harness.engine.abort(ctx), "abort did not return"
-                )
+                aborting = harness.engine.abort(ctx)
+                await run_within(harness.limits.stop_s, aborting, "abort did not return")
 
     stream_result = await harness.run_request(harness.long_request(), ctx, on_chunk=abort_twice)
     check_success(stream_result)
@@ -277,7 +248,6 @@ async def abort(harness: EngineHarness) -> None:
 
 async def closes_early(harness: EngineHarness) -> None:
     """closing the generator frees all resources without abort, and the next request is served"""
-    harness.require_aggregated()
     for after in (1, 0):
         stream = harness.engine.generate(harness.long_request(), harness.ctx())
         if after:
@@ -289,7 +259,6 @@ async def closes_early(harness: EngineHarness) -> None:
 
 async def cancelled_task(harness: EngineHarness) -> None:
     """a cancellation of the task that reads the stream passes through, and frees all resources"""
-    harness.require_aggregated()
     has_started = asyncio.Event()
 
     async def on_first_chunk(_: LLMEngineOutput) -> None:
@@ -442,7 +411,6 @@ async def cleanup_twice(harness: EngineHarness) -> None:
 
 async def after_cleanup(harness: EngineHarness) -> None:
     """a request after cleanup is rejected with a MeshError"""
-    harness.require_aggregated()
     await harness.expect_refusal(harness.request(harness.prompt(8), 1))
 
 
@@ -474,10 +442,15 @@ _CHECKS: tuple[CheckFunction, ...] = (
     *(probes, kv_events, rest, drain, cleanup, cleanup_twice, after_cleanup),
     *(cleanup_without_start, cleanup_after_cut_start),
 )
+# Checks that apply to engines for prefill or decode legs, too.
+_ANY_ROLE = (
+    *(shape, start, loads, refuses_empty_prompt, probes, kv_events, rest, drain, cleanup),
+    *(cleanup_twice, cleanup_without_start, cleanup_after_cut_start),
+)
 
 
 def all_checks() -> tuple[Check, ...]:
-    """Returns the checks in order."""
     return tuple(
-        Check(run.__name__.replace("_", "-"), inspect.getdoc(run) or "", run) for run in _CHECKS
+        Check(run.__name__.replace("_", "-"), inspect.getdoc(run) or "", run, run in _ANY_ROLE)
+        for run in _CHECKS
     )

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from common.errors import MeshError
-from common.kv.load import Load
 from common.request.preprocessed import TokenIds
 from worker_svc.engines.contract import (
     EngineConfig,
@@ -67,12 +66,10 @@ class StreamResult:
 
     @property
     def token_ids(self) -> list[int]:
-        """Returns all tokens, in order."""
         return [token for one in self.chunks for token in one.token_ids]
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Returns the finish reason of the last chunk."""
         return self.chunks[-1].finish_reason if self.chunks else None
 
 
@@ -89,7 +86,6 @@ class PageEventChecker:
     violations: list[str] = field(default_factory=list)
 
     def take(self, events: Iterable[ExternalEvent]) -> None:
-        """See `KvEventSink`."""
         for event in events:
             self.events.append(event)
             match event:
@@ -101,11 +97,9 @@ class PageEventChecker:
                     self.held = {one for one in self.held if one[0] != rank}
 
     def record_loss(self, rank: int, reason: str) -> None:
-        """See `KvEventSink`."""
         self.violations.append(f"events of rank {rank} were lost: {reason}")
 
     def reset(self, rank: int) -> None:
-        """See `KvEventSink`."""
         self.violations.append(f"rank {rank} was reset, but the engine did not restart")
 
     def _store(self, event: PagesStored) -> None:
@@ -159,7 +153,6 @@ class EngineHarness:
             raise CheckSkipped("the engine runs prefill or decode legs only")
 
     def ctx(self) -> GenerateContext:
-        """Returns a context with a new request id."""
         self._request_count += 1
         return GenerateContext(EngineContext(f"conformance-{self._request_count}"))
 
@@ -193,13 +186,9 @@ class EngineHarness:
     ) -> StreamResult:
         """Runs a request to its end. Raises CheckFailed if it takes too long."""
         stream_result = StreamResult()
-        stream = self.engine.generate(request, ctx or self.ctx())
-        async with aclosing(stream):
-            await run_within(
-                self.limits.answer_s,
-                self._collect(stream, stream_result, on_chunk),
-                "the stream did not end",
-            )
+        async with aclosing(self.engine.generate(request, ctx or self.ctx())) as stream:
+            work = self._collect(stream, stream_result, on_chunk)
+            await run_within(self.limits.answer_s, work, "the stream did not end")
         return stream_result
 
     async def _collect(
@@ -227,24 +216,20 @@ class EngineHarness:
     async def expect_refusal(self, request: PreprocessedRequest) -> MeshError:
         """Returns the MeshError that rejects a request. Raises CheckFailed without one."""
         stream_result = await self.run_request(request)
-        require(stream_result.error is not None, "it was not rejected")
-        require(
-            isinstance(stream_result.error, MeshError),
-            f"it was rejected with {type(stream_result.error).__name__}, not a MeshError",
-        )
+        error = stream_result.error
+        require(error is not None, "it was not rejected")
+        if not isinstance(error, MeshError):
+            raise CheckFailed(f"it was rejected with {type(error).__name__}, not a MeshError")
         require(not stream_result.chunks, "chunks arrived before the rejection")
-        assert isinstance(stream_result.error, MeshError)
-        return stream_result.error
-
-    def loads(self) -> Sequence[Load]:
-        """Returns the engine's load."""
-        return self.engine.loads()
+        return error
 
     async def wait_until_idle(self) -> None:
         """Returns when no request runs or waits. Raises CheckFailed if that takes too long."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.limits.end_s
-        while busy := [one for one in self.loads() if one.running or one.waiting or one.rooms_open]:
+        while busy := [
+            one for one in self.engine.loads() if one.running or one.waiting or one.rooms_open
+        ]:
             require(loop.time() < deadline, f"the engine is not idle: {busy}")
             await asyncio.sleep(POLL_S)
 
@@ -261,17 +246,21 @@ async def run_within(limit_s: float, work: Awaitable[T], message: str) -> T:
         raise
 
 
+def check_cancelled(stream_result: StreamResult) -> None:
+    """Raises CheckFailed unless the stream ended with one cancelled chunk."""
+    check_success(stream_result)
+    reason = stream_result.finish_reason
+    require(reason is FinishReason.CANCELLED, f"it ended with {reason}")
+
+
 def check_success(stream_result: StreamResult) -> None:
     """Raises CheckFailed unless the stream ended with exactly one terminal chunk without error."""
-    if stream_result.error is not None:
-        raise CheckFailed(
-            f"it failed with {type(stream_result.error).__name__}: {stream_result.error}"
-        )
+    error = stream_result.error
+    require(error is None, f"it failed with {type(error).__name__}: {error}")
     ends = [at for at, one in enumerate(stream_result.chunks) if one.finish_reason is not None]
     require(ends, "the stream ended without a terminal chunk")
     require(len(ends) == 1, f"the stream had {len(ends)} terminal chunks")
     require(ends[0] == len(stream_result.chunks) - 1, "a chunk arrived after the terminal chunk")
     last = stream_result.chunks[-1]
-    require(
-        last.finish_reason is not FinishReason.ERROR, f"it ended with an error chunk: {last.error}"
-    )
+    is_error = last.finish_reason is FinishReason.ERROR
+    require(not is_error, f"it ended with an error chunk: {last.error}")

@@ -22,8 +22,6 @@ TIMEOUTS_PER_CHECK = 6
 
 
 class Verdict(StrEnum):
-    """Outcome of a check."""
-
     PASS = "PASS"
     FAIL = "FAIL"
     SKIP = "SKIP"
@@ -31,8 +29,6 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A check, its verdict, and the reason or a remark."""
-
     check: Check
     verdict: Verdict
     reason: str = ""
@@ -67,6 +63,8 @@ async def _run_check(check: Check, harness: EngineHarness) -> Result:
     limits = harness.limits
     limit_s = limits.start_s + TIMEOUTS_PER_CHECK * (limits.answer_s + limits.end_s)
     try:
+        if not check.any_role:
+            harness.require_aggregated()
         remark = await run_within(limit_s, check.run(harness), "the check did not end")
     except CheckSkipped as reason:
         return Result(check, Verdict.SKIP, str(reason))

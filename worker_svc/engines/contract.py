@@ -23,6 +23,7 @@ from common.errors import (
     WorkerLost as WorkerLost,
 )
 from common.kv.load import Load as Load
+from common.registry.instances import KvIndex
 from common.request.preprocessed import (
     BootstrapInfo as BootstrapInfo,
     CompletionUsage as CompletionUsage,
@@ -69,7 +70,7 @@ class EngineConfig:
     transfer_group: str = ""
     local_prefill: bool = True
     loras: frozenset[str] = frozenset()
-    kv_index: str = "none"
+    kv_index: KvIndex = "none"
     kv_index_reason: str = ""
     dp_size: int = 1
 

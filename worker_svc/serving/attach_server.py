@@ -46,11 +46,7 @@ class AttachStream:
         self._is_ending = False
 
     async def serve(self, on_hello: Callable[[AttachStream], None]) -> None:
-        """Reads, writes and runs slots.
-
-        on_hello: called after the hello was received.
-        Raises MeshError if the frontend breaks the protocol.
-        """
+        """Reads, writes and runs slots. Raises MeshError if the frontend breaks the protocol."""
         try:
             async with TaskGroup() as self._tasks:
                 self._tasks.create_task(self._write_frames())
@@ -98,10 +94,8 @@ class AttachStream:
         match command:
             case StartSlot():
                 self._start(command)
-            case StopSlot(slot, reason):
-                key = self._keys.get(slot)
-                if key is not None:
-                    self._tasks.create_task(self._runner.stop(key, reason))
+            case StopSlot(slot, reason) if (key := self._keys.get(slot)) is not None:
+                self._tasks.create_task(self._runner.stop(key, reason))
 
     def _start(self, start: StartSlot) -> None:
         assert self._tasks is not None
@@ -134,11 +128,16 @@ class AttachStream:
             link.end(slot, None, error=error)
         else:
             emit(terminal)
+            usage, params = terminal.completion_usage, terminal.disaggregated_params
+            prefill_result = None
+            if params is not None:
+                details = usage.prompt_tokens_details if usage is not None else None
+                prefill_result = PrefillResult(params, details)
             link.end(
                 slot,
                 terminal.finish_reason,
-                usage=terminal.completion_usage,
-                prefill_result=_prefill_result(terminal),
+                usage=usage,
+                prefill_result=prefill_result,
                 worker_trace_link=terminal.worker_trace_link,
             )
         finally:
@@ -169,15 +168,6 @@ class AttachStream:
             self._wake.set()
 
 
-def _prefill_result(terminal: LLMEngineOutput) -> PrefillResult | None:
-    if terminal.disaggregated_params is None:
-        return None
-    usage = terminal.completion_usage
-    return PrefillResult(
-        terminal.disaggregated_params, usage.prompt_tokens_details if usage is not None else None
-    )
-
-
 class AttachServer:
     """All Attach streams of a worker; at most one per frontend process."""
 
@@ -188,7 +178,6 @@ class AttachServer:
 
     @property
     def open_slots(self) -> int:
-        """Open slots of all streams."""
         return sum(stream.link.open_slots for stream in self._streams.values())
 
     def end(self) -> None:

@@ -1,5 +1,4 @@
-"""Sends a probe of one token to an engine that is idle, and reports an engine that does not
-respond.
+"""Sends a probe of one token to an idle engine, and reports an engine that does not respond.
 
 A probe is due if for `idle_s` the engine neither sent output nor took a step. It goes directly to
 the engine: admission, request counters and request spans do not apply. Overloaded counts as a
@@ -20,6 +19,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 import structlog
@@ -52,43 +52,35 @@ class Spawn(Protocol):
         """Starts the work."""
 
 
+@dataclass(eq=False)
 class EngineProbe:
     """Probes the runner's engine.
 
     set_serving: called with False when the engine stops responding, with True when it responds
-    again.
-    spawn: owns the probe tasks, including hung ones.
-    idle_s: idle time before a probe. timeout_s: limit of one probe.
-    Counts `canaries` and `canaries_failed` in the runner's counters.
+    again. spawn: owns the probe tasks, including hung ones. idle_s: idle time before a probe.
+    timeout_s: limit of one probe. Counts `canaries` and `canaries_failed` in the runner's counters.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        set_serving: Callable[[bool], Awaitable[None]],
-        spawn: Spawn,
-        *,
-        idle_s: float,
-        timeout_s: float,
-    ) -> None:
+    runner: Runner
+    set_serving: Callable[[bool], Awaitable[None]]
+    spawn: Spawn
+    _: KW_ONLY
+    idle_s: float
+    timeout_s: float
+
+    def __post_init__(self) -> None:
         self.is_alive = True
-        self._runner = runner
-        self._set_serving = set_serving
-        self._spawn = spawn
-        self._idle_s = idle_s
-        self._timeout_s = timeout_s
         self._last_steps = -1
         self._last_activity_at = -math.inf
         self._last_probe_at = -math.inf
         self._hung_probes: list[asyncio.Task[str]] = []
 
     async def run(self) -> None:
-        """Probes until cancelled."""
         now = asyncio.get_running_loop().time
         self._last_activity_at = now()
         while True:
             self._update_activity(now())
-            if not self.is_alive and self._runner.last_output_at > self._last_probe_at:
+            if not self.is_alive and self.runner.last_output_at > self._last_probe_at:
                 await self._set_alive(True, "the engine responded to a request")
             wait_s = self._next_probe_at() - now()
             if wait_s > 0:
@@ -99,21 +91,19 @@ class EngineProbe:
             await self._set_alive(not reason, reason)
 
     def _next_probe_at(self) -> float:
-        """Loop time of the next probe."""
         if self.is_alive:
-            return max(self._last_activity_at, self._last_probe_at) + self._idle_s
-        return self._last_probe_at + min(self._idle_s, PROBE_RETRY_S)
+            return max(self._last_activity_at, self._last_probe_at) + self.idle_s
+        return self._last_probe_at + min(self.idle_s, PROBE_RETRY_S)
 
     def _update_activity(self, now: float) -> None:
-        """Updates the time of the last output or step."""
-        self._last_activity_at = max(self._last_activity_at, self._runner.last_output_at)
+        self._last_activity_at = max(self._last_activity_at, self.runner.last_output_at)
         steps = self._read_steps()
         if steps != self._last_steps:
             self._last_steps, self._last_activity_at = steps, now
 
     def _read_steps(self) -> int:
         try:
-            return sum(load.engine_step for load in self._runner.engine.loads())
+            return sum(load.engine_step for load in self.runner.engine.loads())
         except Exception as error:
             # The next probe checks the engine; without step counts there are more probes.
             log.warning("engine_loads_failed", error=repr(error))
@@ -121,42 +111,39 @@ class EngineProbe:
 
     async def _probe(self) -> str:
         """Sends a probe. Returns the failure, "" for none."""
-        self._runner.counters["canaries"] += 1
+        self.runner.counters["canaries"] += 1
         reason = await self._find_failure()
         # Steps that the probe itself caused are no sign of activity.
         self._last_steps = self._read_steps()
-        self._runner.counters["canaries_failed"] += bool(reason)
+        self.runner.counters["canaries_failed"] += bool(reason)
         return reason
 
     async def _find_failure(self) -> str:
         self._hung_probes = [task for task in self._hung_probes if not task.done()]
         if len(self._hung_probes) >= HUNG_PROBES_MAX:
             return f"{len(self._hung_probes)} earlier probes have not ended"
-        name = f"probe-{self._runner.counters['canaries']}"
+        name = f"probe-{self.runner.counters['canaries']}"
         started_at = asyncio.get_running_loop().time()
-        task = self._spawn(self._send_probe(name), name=name, essential=False)
+        task = self.spawn(self._send_probe(name), name=name, essential=False)
         try:
-            await asyncio.wait([task], timeout=self._timeout_s)
+            await asyncio.wait([task], timeout=self.timeout_s)
         finally:
             # Not awaited: a task that ignores the cancellation must not block the probe loop.
             task.cancel()
         if not task.done():
             self._hung_probes.append(task)
-            if self._runner.last_output_at > started_at:
+            if self.runner.last_output_at > started_at:
                 return ""  # The engine responds to requests.
-            return f"no response within {self._timeout_s:g} s"
-        # If the engine had not cancelled the task itself, the task would not be done yet.
-        return (
-            "the engine cancelled the task that reads its stream"
-            if task.cancelled()
-            else task.result()
-        )
+            return f"no response within {self.timeout_s:g} s"
+        if task.cancelled():  # by the engine, else it would not be done yet
+            return "the engine cancelled the task that reads its stream"
+        return task.result()
 
     async def _send_probe(self, request_id: str) -> str:
         """Generates one token. Returns the failure, "" for none."""
         ctx = GenerateContext(EngineContext(request_id))
         try:
-            stream = self._runner.engine.generate(probe_request(), ctx)
+            stream = self.runner.engine.generate(probe_request(), ctx)
             async with aclosing(validate_stream(stream, request_id=ctx.id)) as outputs:
                 async for output in outputs:
                     if output.finish_reason is FinishReason.ERROR:
@@ -178,7 +165,7 @@ class EngineProbe:
             log.info("engine_recovered", reason=reason or "the engine responded to a probe")
         else:
             log.error("engine_probe_failed", reason=reason)
-        await self._set_serving(is_alive)
+        await self.set_serving(is_alive)
 
 
 def probe_request() -> PreprocessedRequest:

@@ -100,7 +100,6 @@ class Runner:
 
     @property
     def open_requests(self) -> int:
-        """Number of admitted requests that have not ended."""
         return len(self._active_requests)
 
     def admit(self, leg_request: LegRequest) -> int:
@@ -171,7 +170,7 @@ class Runner:
                 span.fail(error)
             raise
         except asyncio.CancelledError as error:
-            if _is_task_cancelled():
+            if (task := asyncio.current_task()) is not None and task.cancelling() > 0:
                 if span is not None:
                     span.drop()
                 raise
@@ -219,13 +218,11 @@ class Runner:
         if leg_request.request is not None:
             return self.engine.generate(leg_request.request, active_request.ctx)
         assert isinstance(self.engine, PassThroughEngine), "checked at admission"
-        if leg_request.chat_json is not None:
-            return self.engine.generate_pass_through(
-                "chat", leg_request.chat_json, active_request.ctx
-            )
-        return self.engine.generate_pass_through(
-            "completion", leg_request.completion_json or b"", active_request.ctx
-        )
+        ctx, body = active_request.ctx, leg_request.chat_json
+        if body is not None:
+            return self.engine.generate_pass_through("chat", body, ctx)
+        body = leg_request.completion_json or b""
+        return self.engine.generate_pass_through("completion", body, ctx)
 
     async def stop(self, key: int, reason: str) -> None:
         """Stops a request gracefully; after STOP_GRACE_S its generator is closed.
@@ -244,16 +241,14 @@ class Runner:
             return
         self.counters["aborts_deferred"] += 1
         active_request.abort_task = asyncio.create_task(
-            self._abort_after_first_token(first_token, active_request), name="first-token gate"
+            self._abort(active_request, first_token), name="first-token gate"
         )
 
-    async def _abort_after_first_token(
-        self, first_token: asyncio.Event, active_request: _ActiveRequest
+    async def _abort(
+        self, active_request: _ActiveRequest, first_token: asyncio.Event | None = None
     ) -> None:
-        await first_token.wait()
-        await self._abort(active_request)
-
-    async def _abort(self, active_request: _ActiveRequest) -> None:
+        if first_token is not None:
+            await first_token.wait()
         try:
             await self.engine.abort(active_request.ctx)
         except Exception:
@@ -261,15 +256,13 @@ class Runner:
 
     async def stop_request(self, request_id: str, reason: str) -> int:
         """Stops all requests with this id. Returns how many."""
-        keys = [
-            k for k, r in self._active_requests.items() if r.leg_request.request_id == request_id
-        ]
+        active = self._active_requests.items()
+        keys = [key for key, one in active if one.leg_request.request_id == request_id]
         for key in keys:
             await self.stop(key, reason)
         return len(keys)
 
     async def wait_idle(self) -> None:
-        """Returns when no request is open."""
         await self._idle.wait()
 
     def discard(self, key: int) -> None:
@@ -290,11 +283,6 @@ class Runner:
 
     def _start_stop_grace(self, stop_timeout: asyncio.Timeout) -> None:
         stop_timeout.reschedule(asyncio.get_running_loop().time() + STOP_GRACE_S)
-
-
-def _is_task_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _engine_failure(active_request: _ActiveRequest, span: GenerateSpan | None) -> InternalError:

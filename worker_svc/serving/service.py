@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
@@ -12,7 +13,7 @@ from common.errors import InvalidRequest, MeshError, NotFound, Unimplemented
 from common.kv.hashing import hashes_to_bytes
 from common.registry.card import ModelCard
 from common.registry.instances import Instance
-from common.request.preprocessed import PrefillResult, PreprocessedRequest, TokenLogprob
+from common.request.preprocessed import PrefillResult, PreprocessedRequest
 from common.request.token_stream import LegRequest, RequestFrame, ResponseFrame
 from common.rpc.interceptors import remaining_time_s, request_id
 from common.runtime.tasks import TaskGroup
@@ -36,38 +37,22 @@ _TIER_NAMES = {tier: name for name, tier in TIER_BY_NAME.items()}
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(eq=False)
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
-    """Implements `kvmesh.engine.v1.EngineService`."""
-
-    def __init__(
-        self,
-        runner: Runner,
-        attach: AttachServer,
-        instance: Callable[[], Instance],
-        config: EngineConfig,
-        engine_name: str,
-        card: ModelCard | None,
-        *,
-        publisher: Publisher | None = None,
-        vocab_size: int | None = None,
-        generate_timeout_max_s: float = GENERATE_TIMEOUT_MAX_S,
-    ) -> None:
-        self._runner = runner
-        self._attach = attach
-        self._instance = instance
-        self._config = config
-        self._engine_name = engine_name
-        self._card = card
-        self._publisher = publisher
-        self._vocab_size = vocab_size
-        self._generate_timeout_max_s = generate_timeout_max_s
+    runner: Runner
+    attach: AttachServer
+    instance: Callable[[], Instance]
+    config: EngineConfig
+    engine_name: str
+    card: ModelCard | None
+    publisher: Publisher | None = None
+    vocab_size: int | None = None
+    generate_timeout_max_s: float = GENERATE_TIMEOUT_MAX_S
 
     # grpc.aio accepts coroutines; the generated types allow generators only.
     async def Attach(  # type: ignore[override]
         self, request_iterator: AsyncIterator[engine_pb2.AttachRequest], context: Context
     ) -> None:
-        """Serves the token stream of one frontend."""
-
         async def read() -> RequestFrame | None:
             message = await context.read()
             return None if message is grpc.aio.EOF else request_frame_from_proto(message)
@@ -75,20 +60,20 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         async def write(frame: ResponseFrame) -> None:
             await context.write(response_frame_to_proto(frame))
 
-        await self._attach.serve(read, write)
+        await self.attach.serve(read, write)
 
     async def Generate(  # type: ignore[override]
         self, request: engine_pb2.GenerateRequest, context: Context
     ) -> None:
         """Runs one request; cancelling the call closes the engine's generator."""
-        timeout_s = remaining_time_s(self._generate_timeout_max_s)
+        timeout_s = remaining_time_s(self.generate_timeout_max_s)
         leg_request = LegRequest(
             request_id=request.request_id or request_id() or "",
             timeout_s=timeout_s,
             request=from_proto(request.request),
         )
         self._check_vocabulary(leg_request.request)
-        key = self._runner.admit(leg_request)
+        key = self.runner.admit(leg_request)
         outputs: list[LLMEngineOutput] = []
         wake = asyncio.Event()
 
@@ -100,16 +85,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             # Not raised in the group: that would cancel a write in progress, and grpc cannot send a
             # status during a write.
             try:
-                return await self._runner.run(key, emit)
+                return await self.runner.run(key, emit)
             except MeshError as error:
                 return error
 
         async with TaskGroup() as tasks:
             run = tasks.create_task(run_request())
-            run.add_done_callback(lambda _: self._runner.discard(key))
+            run.add_done_callback(lambda _: self.runner.discard(key))
             run.add_done_callback(lambda _: wake.set())
             deadline_timer = asyncio.get_running_loop().call_later(
-                timeout_s, lambda: tasks.create_task(self._runner.stop(key, "deadline"))
+                timeout_s, lambda: tasks.create_task(self.runner.stop(key, "deadline"))
             )
             try:
                 while not run.done() or outputs:
@@ -135,38 +120,37 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     def _check_vocabulary(self, request: PreprocessedRequest | None) -> None:
         """Rejects unknown token ids. Requests on Attach were tokenized by a frontend."""
-        if request is None or self._vocab_size is None or not request.token_ids:
+        if request is None or self.vocab_size is None or not request.token_ids:
             return
         largest = int(request.token_ids.array.max())
-        if largest >= self._vocab_size:
+        if largest >= self.vocab_size:
             raise InvalidRequest(
-                f"token_ids: {largest} is above the largest token id {self._vocab_size - 1}",
+                f"token_ids: {largest} is above the largest token id {self.vocab_size - 1}",
                 "token_ids",
             )
 
     async def Abort(
         self, request: engine_pb2.AbortRequest, context: Context
     ) -> engine_pb2.AbortResponse:
-        """Stops all requests with this id."""
         if not request.request_id:
             raise InvalidRequest("request_id must not be empty", "request_id")
         reason = request.reason or "abort_rpc"
-        aborted = await self._runner.stop_request(request.request_id, reason)
+        aborted = await self.runner.stop_request(request.request_id, reason)
         return engine_pb2.AbortResponse(aborted=aborted)
 
     async def Embed(
         self, request: engine_pb2.EmbedRequest, context: Context
     ) -> engine_pb2.EmbedResponse:
         """Raises Unimplemented: no engine computes embeddings."""
-        raise Unimplemented(f"the {self._engine_name} engine computes no embeddings")
+        raise Unimplemented(f"the {self.engine_name} engine computes no embeddings")
 
     async def ListKvBlocks(  # type: ignore[override]
         self, request: engine_pb2.ListKvBlocksRequest, context: Context
     ) -> None:
         """Sends the published sets of a rank, tier by tier; one empty message if they are empty."""
-        if self._publisher is None or self._instance().kv_index != "events":
-            raise Unimplemented(f"kv_index is {self._instance().kv_index!r}: no block is published")
-        feed = self._publisher.feeds.get(request.dp_rank)
+        if self.publisher is None or self.instance().kv_index != "events":
+            raise Unimplemented(f"kv_index is {self.instance().kv_index!r}: no block is published")
+        feed = self.publisher.feeds.get(request.dp_rank)
         if feed is None:
             raise NotFound(f"unknown dp_rank {request.dp_rank}", field="dp_rank")
         for chunk in feed.event_log.snapshot():
@@ -182,14 +166,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self, request: engine_pb2.GetInfoRequest, context: Context
     ) -> engine_pb2.GetInfoResponse:
         """Returns the identity, configuration and counters of the worker."""
-        instance, config = self._instance(), self._config
+        instance, config = self.instance(), self.config
         return engine_pb2.GetInfoResponse(
             worker_id=instance.id,
             stable_name=instance.stable_name,
             model=instance.model,
             card_checksum=instance.card_checksum,
             role=instance.role,
-            engine=self._engine_name,
+            engine=self.engine_name,
             context_length=config.context_length,
             kv_block_size=config.kv_cache_block_size,
             total_kv_blocks=config.total_kv_blocks,
@@ -201,27 +185,26 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             local_prefill=instance.local_prefill,
             kv_index=instance.kv_index,
             kv_index_reason=config.kv_index_reason,
-            draining=self._runner.is_draining,
+            draining=self.runner.is_draining,
             counters={
-                **self._runner.counts(),
-                **(self._publisher.metric_values() if self._publisher is not None else {}),
+                **self.runner.counts(),
+                **(self.publisher.metric_values() if self.publisher is not None else {}),
             },
         )
 
     async def GetLoad(
         self, request: engine_pb2.GetLoadRequest, context: Context
     ) -> engine_pb2.GetLoadResponse:
-        """Returns the load of each rank."""
         return engine_pb2.GetLoadResponse(
-            loads=[load_to_proto(load) for load in self._runner.engine.loads()],
-            open_slots=self._runner.open_requests,
+            loads=[load_to_proto(load) for load in self.runner.engine.loads()],
+            open_slots=self.runner.open_requests,
         )
 
     async def GetArtifact(
         self, request: engine_pb2.GetArtifactRequest, context: Context
     ) -> AsyncIterator[engine_pb2.GetArtifactResponse]:
         """Sends one artifact of the model card from an offset, in chunks."""
-        artifact = self._card.artifacts.get(request.name) if self._card is not None else None
+        artifact = self.card.artifacts.get(request.name) if self.card is not None else None
         if artifact is None or artifact.inline is None:
             raise NotFound(f"the card has no artifact {request.name!r}", field="name")
         data, first = artifact.inline, request.offset
@@ -237,10 +220,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
 
 def _build_generate_response(outputs: list[LLMEngineOutput]) -> engine_pb2.GenerateResponse:
-    token_ids = [token for output in outputs for token in output.token_ids]
-    logprobs = [_logprob(one) for output in outputs for one in output.logprobs]
-    return engine_pb2.GenerateResponse(token_ids=token_ids, logprobs=logprobs)
-
-
-def _logprob(logprob: TokenLogprob) -> request_pb2.TokenLogprob:
-    return dataclass_to_proto(logprob, request_pb2.TokenLogprob())
+    return engine_pb2.GenerateResponse(
+        token_ids=[token for output in outputs for token in output.token_ids],
+        logprobs=[
+            dataclass_to_proto(one, request_pb2.TokenLogprob())
+            for output in outputs
+            for one in output.logprobs
+        ],
+    )

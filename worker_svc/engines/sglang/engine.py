@@ -35,7 +35,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,6 +46,7 @@ from common.kv.load import Load
 from common.registry.instances import Role
 from common.runtime.free_ports import free_ports
 from worker_svc.engines.contract import (
+    BootstrapInfo,
     EngineConfig,
     GenerateContext,
     LLMEngineOutput,
@@ -97,10 +98,9 @@ class SglangConfig:
 
     model_path: a Hugging Face folder; None builds a tiny model with random weights. model: the
     public name. host: address where prefill listens for decode; advertise_host: the address that
-    decode dials.
-    bootstrap_port: 0 means any. handoff_timeout_s: how long a leg waits for its partner.
-    transfer_group: "" derives it from page size, types, weights and layout. engine_args: further
-    arguments of SGLang's server, by SGLang's names.
+    decode dials. bootstrap_port: 0 means any. handoff_timeout_s: how long a leg waits for its
+    partner. transfer_group: "" derives it from page size, types, weights and layout. engine_args:
+    further arguments of SGLang's server, by SGLang's names.
     """
 
     model: str = "kvmesh-sglang"
@@ -118,7 +118,6 @@ class SglangConfig:
 
     @property
     def model_dir(self) -> Path:
-        """Returns the model folder."""
         return self.model_path or TINY_MODEL_DIR
 
 
@@ -259,11 +258,11 @@ class SglangEngine:
     async def _start_generation(
         self, sglang_request: SglangRequest, rid: str
     ) -> AsyncGenerator[dict[str, Any], None]:
-        processor_arguments: dict[str, Any] = {}
+        arguments = dict(sglang_request.arguments)
         if sglang_request.needs_min_tokens:
-            processor_arguments["custom_logit_processor"] = self._min_tokens_processor
+            arguments["custom_logit_processor"] = self._min_tokens_processor
         stream: AsyncGenerator[dict[str, Any], None] = await self._engine.async_generate(
-            **sglang_request.arguments, **processor_arguments, rid=rid, stream=True
+            **arguments, rid=rid, stream=True
         )
         return stream
 
@@ -336,13 +335,6 @@ class SglangEngine:
         self._check_alive()
         result = await self._engine.tokenizer_manager.flush_cache()
         return bool(result.success)
-
-    @property
-    def process_ids(self) -> Sequence[int]:
-        """Returns the ids of SGLang's processes, for tests and operators."""
-        return [one.pid for one in multiprocessing.active_children() if one.pid is not None]
-
-    # Start.
 
     def _launch_engine(self) -> Any:
         """Starts SGLang in a thread: imports take seconds, the start takes up to minutes."""
@@ -440,17 +432,11 @@ class SglangEngine:
         )
 
     async def _warm_up(self) -> None:
-        """Generates one token from a prompt too short to be cached. The penalty compiles its
-        kernel.
-        """
+        """Generates a token from a prompt too short to cache. The penalty compiles its kernel."""
         sampling = {"max_new_tokens": 1, "ignore_eos": True, "repetition_penalty": 1.1}
         arguments: dict[str, Any] = {"input_ids": [0], "sampling_params": sampling, "priority": 0}
         if self.config.role != "aggregated":
-            arguments |= {
-                "bootstrap_host": NO_PARTNER_HOST,
-                "bootstrap_port": 0,
-                "bootstrap_room": 0,
-            }
+            arguments |= asdict(BootstrapInfo(NO_PARTNER_HOST, 0, 0))
         try:
             async with asyncio.timeout(WARM_UP_TIMEOUT_S):
                 stream = await self._start_generation(
@@ -511,8 +497,6 @@ class SglangEngine:
         page, kv = resolved["page_size"], resolved["kv_cache_dtype"]
         return f"sglang-{__version__}-page{page}-{dtype}-{kv}-{layout}-{checksum}"
 
-    # Failure.
-
     def _check_alive(self) -> None:
         if self._engine is None:
             raise Unavailable("the engine has not started")
@@ -542,8 +526,6 @@ class SglangEngine:
         """Removes the watchers; the sentinel of an ended process would stay readable."""
         while self._sentinels:
             loop.remove_reader(self._sentinels.pop())
-
-    # Load.
 
     async def _poll_loads(self) -> None:
         while True:

@@ -77,14 +77,8 @@ _TIERS: Final[Mapping[str | None, Tier]] = {
 # Fields of events that are arrays, after the event's name.
 _FIELDS: Final[Mapping[str, Sequence[str]]] = {
     "BlockStored": (
-        "block_hashes",
-        "parent_block_hash",
-        "token_ids",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-        "extra_keys",
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size"),
+        *("lora_id", "medium", "lora_name", "extra_keys"),
     ),
     "BlockRemoved": ("block_hashes", "medium"),
     "AllBlocksCleared": (),
@@ -124,25 +118,9 @@ def _tcp_address(port: int) -> str:
 
 
 class _ReplayResult(Enum):
-    """Result of a replay: complete, truncated, or batches of another engine."""
-
     COMPLETE = auto()
     TRUNCATED = auto()
     OTHER_ENGINE = auto()
-
-
-class _LoopYielder:
-    """Yields to the event loop once YIELD_INTERVAL_S has passed since the last yield."""
-
-    def __init__(self) -> None:
-        self._now = asyncio.get_running_loop().time
-        self._slice_started_at = self._now()
-
-    async def yield_if_due(self) -> None:
-        """Yields if the time slice has passed. Call it after each unit of work."""
-        if self._now() - self._slice_started_at > YIELD_INTERVAL_S:
-            await asyncio.sleep(0)
-            self._slice_started_at = self._now()
 
 
 class KvEventReader:
@@ -163,7 +141,8 @@ class KvEventReader:
         self._next_seq = 0
         # The last accepted batch; identifies the engine.
         self._last_payload = b""
-        self._yielder = _LoopYielder()
+        self._now = asyncio.get_running_loop().time
+        self._slice_started_at = self._now()
         self._decode = msgspec.msgpack.Decoder().decode
 
     async def run(self) -> None:
@@ -236,11 +215,9 @@ class KvEventReader:
         return False
 
     async def _request_replay(self, context: zmq.asyncio.Context, endpoint: str) -> _ReplayResult:
-        """Requests one replay, from the last accepted batch on. Raises TimeoutError when no more
-        messages arrive.
+        """Requests one replay, from the last accepted batch on. Raises TimeoutError.
 
-        Batches of another engine are not accepted. TRUNCATED implies that new batches were
-        accepted.
+        Batches of another engine are not accepted. TRUNCATED implies that new ones were accepted.
         """
         next_at_request = self._next_seq
         is_verified = next_at_request == 0
@@ -255,14 +232,11 @@ class KvEventReader:
                 async with asyncio.timeout(REPLAY_TIMEOUT_S):
                     *_, number, payload = await dealer.recv_multipart()
                 seq = int.from_bytes(number, "big", signed=True)
-                if seq < 0 and not is_verified:
-                    return _ReplayResult.OTHER_ENGINE
                 if seq < 0:
-                    return (
-                        _ReplayResult.TRUNCATED
-                        if self._next_seq - first >= SOCKET_QUEUE_MIN
-                        else _ReplayResult.COMPLETE
-                    )
+                    if not is_verified:
+                        return _ReplayResult.OTHER_ENGINE
+                    is_short = self._next_seq - first < SOCKET_QUEUE_MIN
+                    return _ReplayResult.COMPLETE if is_short else _ReplayResult.TRUNCATED
                 if not is_verified:
                     if seq == first and payload != self._last_payload:
                         return _ReplayResult.OTHER_ENGINE
@@ -276,6 +250,12 @@ class KvEventReader:
                 self.counts["replayed"] += seq >= self._next_seq
                 await self._accept(seq, payload)
 
+    async def _yield_if_due(self) -> None:
+        """Yields to the event loop once YIELD_INTERVAL_S has passed since the last yield."""
+        if self._now() - self._slice_started_at > YIELD_INTERVAL_S:
+            await asyncio.sleep(0)
+            self._slice_started_at = self._now()
+
     def _reset(self) -> None:
         log.warning("kv_engine_restarted", dp_rank=self._rank, next_at_request=self._next_seq)
         self.counts["resets"] += 1
@@ -283,7 +263,7 @@ class KvEventReader:
         self._sink.reset(self._rank)
 
     async def _accept(self, seq: int, payload: bytes) -> None:
-        await self._yielder.yield_if_due()
+        await self._yield_if_due()
         if seq < self._next_seq:
             return
         if seq > self._next_seq:
@@ -299,7 +279,7 @@ class KvEventReader:
         for event in events:
             for part in _split_event(event):
                 self._sink.take([part])
-                await self._yielder.yield_if_due()
+                await self._yield_if_due()
 
     def _report_loss(self, reason: str) -> None:
         self.counts["losses"] += 1
@@ -338,11 +318,13 @@ def _split_event(event: ExternalEvent) -> Iterator[ExternalEvent]:
 
 # Any: unpacked events of an engine.
 def parse_events(events: Sequence[Any], rank: int) -> Iterator[ExternalEvent]:
-    """Yields the external events of a batch. Raises LookupError, TypeError or ValueError for a
-    malformed one.
-    """
+    """Yields the events of a batch. Raises LookupError, TypeError or ValueError if malformed."""
     for one in events:
-        event = one if isinstance(one, Mapping) else _event_fields(one)
+        event = one
+        if not isinstance(one, Mapping):
+            event_type, *values = one
+            # Omitted trailing fields have their defaults; unknown trailing fields are ignored.
+            event = {"type": event_type, **dict(zip(_FIELDS[event_type], values, strict=False))}
         match event["type"]:
             case "BlockStored":
                 yield PagesStored(
@@ -365,12 +347,6 @@ def parse_events(events: Sequence[Any], rank: int) -> Iterator[ExternalEvent]:
                 raise ValueError(f"unknown event {other!r}")
 
 
-def _event_fields(event: Sequence[Any]) -> Mapping[str, Any]:
-    event_type, *values = event
-    # Omitted trailing fields have their defaults; unknown trailing fields are ignored.
-    return {"type": event_type, **dict(zip(_FIELDS[event_type], values, strict=False))}
-
-
 def _hash(value: int | bytes | None) -> int | None:
     return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value
 
@@ -388,9 +364,7 @@ def _read_lora(event: Mapping[str, Any]) -> str | None:
 
 
 def _read_salt(event: Mapping[str, Any]) -> str | None:
-    """Returns the salt, "" for none; None if the blocks depend on keys (images, salts) that are not
-    readable.
-    """
+    """Returns the salt, "" for none; None if blocks depend on unreadable keys (images, salts)."""
     if any(event.get("extra_keys") or ()):
         return None
     salt: str | None = event.get("cache_salt")

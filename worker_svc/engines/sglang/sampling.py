@@ -17,8 +17,8 @@ A hidden stop token or EOS ends the output and is excluded from it and from the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -38,7 +38,6 @@ from common.request.preprocessed import (
     FinishReason,
     PreprocessedRequest,
     PromptTokensDetails,
-    StopConditions,
     TokenLogprob,
     TopLogprob,
     unsupported_fields,
@@ -53,20 +52,13 @@ NO_PARTNER_HOST: Final = "2.2.2.2"
 # OpenAI's value for the logarithm of zero.
 LOGPROB_MIN: Final = -9999.0
 
-# Field -> SGLang's sampling parameter; an unset field leaves SGLang's neutral default.
-SAMPLING_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "temperature": "temperature",
-        "top_p": "top_p",
-        "top_k": "top_k",
-        "min_p": "min_p",
-        "presence_penalty": "presence_penalty",
-        "frequency_penalty": "frequency_penalty",
-        "repetition_penalty": "repetition_penalty",
-    }
+# Fields that SGLang's sampling parameters share; an unset one leaves SGLang's neutral default.
+SAMPLING_PARAMETERS: Final = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 _REQUEST_FIELDS: Final[Mapping[str, str]] = MappingProxyType(
-    {name: f"sampling_options.{one}" for one, name in SAMPLING_PARAMETERS.items()}
+    {name: f"sampling_options.{name}" for name in SAMPLING_PARAMETERS}
     | {
         "logit_bias": "sampling_options.logit_bias",
         "sampling_seed": "sampling_options.seed",
@@ -76,21 +68,15 @@ _REQUEST_FIELDS: Final[Mapping[str, str]] = MappingProxyType(
 SUPPORTED_FIELDS: Final = frozenset(
     {
         *(f"sampling_options.{name}" for name in SAMPLING_PARAMETERS),
-        "sampling_options.logit_bias",
-        "sampling_options.seed",  # see `_check_seed`
-        "stop_conditions.max_tokens",
-        "stop_conditions.min_tokens",
-        "stop_conditions.ignore_eos",
-        "stop_conditions.stop",
-        "stop_conditions.stop_token_ids_hidden",
-        "stop_conditions.stop_token_ids_visible",
-        "output_options.logprobs",
+        *("sampling_options.logit_bias", "sampling_options.seed"),
+        *("stop_conditions.max_tokens", "stop_conditions.min_tokens"),
+        *("stop_conditions.ignore_eos", "stop_conditions.stop"),
+        *("stop_conditions.stop_token_ids_hidden", "stop_conditions.stop_token_ids_visible"),
+        *("output_options.logprobs", "routing.lora_name"),
         # Applied by the frontend.
-        "output_options.skip_special_tokens",
-        "output_options.formatted_prompt",
+        *("output_options.skip_special_tokens", "output_options.formatted_prompt"),
         "output_options.include_stop_str_in_output",
         "output_options.return_tokens_as_token_ids",
-        "routing.lora_name",  # see `_check_routing`
     }
 )
 _HANDOFF_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})
@@ -156,11 +142,7 @@ def build_sglang_request(
         arguments |= {"return_logprob": True, "top_logprobs_num": logprobs}
     bootstrap = _bootstrap(request, properties)
     if bootstrap is not None:
-        arguments |= {
-            "bootstrap_host": bootstrap.bootstrap_host,
-            "bootstrap_port": bootstrap.bootstrap_port,
-            "bootstrap_room": bootstrap.bootstrap_room,
-        }
+        arguments |= asdict(bootstrap)
     needs_min_tokens = "custom_params" in arguments["sampling_params"]
     return SglangRequest(arguments, stop_tokens, logprobs, needs_min_tokens, bootstrap)
 
@@ -186,7 +168,6 @@ def _check_supported(request: PreprocessedRequest, properties: EngineProperties)
 def _check_routing(
     request: PreprocessedRequest, properties: EngineProperties, priority: int | None
 ) -> tuple[int | None, int | None, str | None]:
-    """Returns rank, priority and adapter."""
     routing = request.routing
     if routing is None:
         return None, priority, None
@@ -225,9 +206,7 @@ def _sampling(
     options = request.sampling_options
     max_output = properties.context_length - len(request.token_ids)
     sampling: dict[str, Any] = {
-        name: value
-        for one, name in SAMPLING_PARAMETERS.items()
-        if (value := getattr(options, one)) is not None
+        name: value for name in SAMPLING_PARAMETERS if (value := getattr(options, name)) is not None
     }
     if sampling.get("top_k") == 0:
         sampling["top_k"] = -1
@@ -238,7 +217,11 @@ def _sampling(
     stop = request.stop_conditions
     if request.is_probe:
         return sampling | {"max_new_tokens": 1, "ignore_eos": True}
-    sampling["max_new_tokens"] = _max_tokens(stop, max_output)
+    if stop.max_tokens == 0:
+        raise InvalidRequest("max_tokens must be at least 1", "stop_conditions.max_tokens")
+    sampling["max_new_tokens"] = (
+        max_output if stop.max_tokens is None else min(stop.max_tokens, max_output)
+    )
     if stop.ignore_eos:
         sampling["ignore_eos"] = True
     elif stop_tokens:
@@ -246,12 +229,6 @@ def _sampling(
     if stop.min_tokens and stop_tokens:
         sampling["custom_params"] = {"min_tokens": stop.min_tokens, "stop_ids": sorted(stop_tokens)}
     return sampling
-
-
-def _max_tokens(stop: StopConditions, max_output: int) -> int:
-    if stop.max_tokens == 0:
-        raise InvalidRequest("max_tokens must be at least 1", "stop_conditions.max_tokens")
-    return max_output if stop.max_tokens is None else min(stop.max_tokens, max_output)
 
 
 def _bootstrap(request: PreprocessedRequest, properties: EngineProperties) -> BootstrapInfo | None:
@@ -269,9 +246,7 @@ def _bootstrap(request: PreprocessedRequest, properties: EngineProperties) -> Bo
 
 
 def to_invalid_request(error: ValueError) -> InvalidRequest:
-    """Returns the error for a request that SGLang rejected; its messages begin with the parameter's
-    name.
-    """
+    """Returns the error of a rejected request; SGLang's message begins with the parameter."""
     message = str(error)
     return InvalidRequest(message, _REQUEST_FIELDS.get(message.split(" ", 1)[0]))
 
@@ -304,8 +279,7 @@ class OutputConverter:
         self._cached_tokens = 0
 
     def convert(self, raw_output: Arguments) -> LLMEngineOutput | None:
-        """Returns the new part of a chunk, None if there is none. Raises MeshError if the request
-        failed.
+        """Returns the new part of a chunk, None without one. Raises MeshError if it failed.
 
         SGLang passes the same growing list each time, so tokens are copied out of it.
         """
@@ -325,7 +299,6 @@ class OutputConverter:
         return chunk if finish_info is None else self._final_output(chunk, finish_info, stop)
 
     def usage(self) -> CompletionUsage:
-        """Returns the token counts so far."""
         details = PromptTokensDetails(cached_tokens=self._cached_tokens)
         counts = usage(self._prompt_tokens, self.delivered)
         return replace(counts, prompt_tokens_details=details)
@@ -352,11 +325,7 @@ class OutputConverter:
             stop_reason=stop_token_id if stop is not None and stop.is_visible else None,
             completion_usage=self.usage(),
             disaggregated_params=(
-                {
-                    "bootstrap_host": bootstrap.bootstrap_host,
-                    "bootstrap_port": bootstrap.bootstrap_port,
-                    "bootstrap_room": bootstrap.bootstrap_room,
-                }
+                asdict(bootstrap)
                 if bootstrap is not None and self._properties.role == "prefill"
                 else None
             ),
@@ -366,19 +335,17 @@ class OutputConverter:
         if self._sglang_request.logprobs is None:
             return ()
         tokens = meta["output_token_logprobs"][start:end]
-        top_logprobs: Iterable[Any] = ()
+        tops: Sequence[Any] = [()] * len(tokens)
         if self._sglang_request.logprobs:
-            top_logprobs = meta["output_top_logprobs"][start:end]
+            tops = meta["output_top_logprobs"][start:end] or tops
         return [
-            TokenLogprob(token, _clamp_logprob(value), _alternatives(top))
-            for (value, token, _), top in zip(
-                tokens, [*top_logprobs] or [()] * len(tokens), strict=True
+            TokenLogprob(
+                token,
+                _clamp_logprob(value),
+                tuple(TopLogprob(other, _clamp_logprob(its)) for its, other, _ in top or ()),
             )
+            for (value, token, _), top in zip(tokens, tops, strict=True)
         ]
-
-
-def _alternatives(top: Iterable[Any]) -> tuple[TopLogprob, ...]:
-    return tuple(TopLogprob(token, _clamp_logprob(value)) for value, token, _ in top or ())
 
 
 def _clamp_logprob(value: float | None) -> float:

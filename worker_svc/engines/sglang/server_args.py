@@ -6,30 +6,19 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from common.errors import InvalidRequest
-from common.registry.instances import Role
+from common.registry.instances import KvIndex, Role
 from worker_svc.engines.contract import KV_EVENTS_OFF
 from worker_svc.engines.sglang.sampling import Arguments
 
 # Arguments that the adapter sets; operators must not set them.
 RESERVED_ARGUMENTS: Final = frozenset(
     {
-        "model_path",
-        "served_model_name",
-        "tokenizer_path",
-        "skip_tokenizer_init",
-        "incremental_streaming_output",
-        "tokenizer_worker_num",
-        "host",
-        "context_length",
-        "allow_auto_truncate",
-        "kv_events_config",
-        "disaggregation_mode",
-        "disaggregation_bootstrap_port",
-        "enable_priority_scheduling",
-        "schedule_low_priority_values_first",
-        "enable_custom_logit_processor",
-        "custom_sigquit_handler",
-        "enable_pd_role_switch",
+        *("model_path", "served_model_name", "tokenizer_path", "skip_tokenizer_init"),
+        *("incremental_streaming_output", "tokenizer_worker_num", "host", "context_length"),
+        *("allow_auto_truncate", "kv_events_config", "disaggregation_mode"),
+        *("disaggregation_bootstrap_port", "enable_priority_scheduling"),
+        *("schedule_low_priority_values_first", "enable_custom_logit_processor"),
+        *("custom_sigquit_handler", "enable_pd_role_switch"),
     }
 )
 # Torch's own kernels, and a pool that fits any machine.
@@ -73,8 +62,7 @@ def server_arguments(
     block_size: int,
     adapter_arguments: Arguments,
 ) -> dict[str, Any]:
-    """Returns all server arguments: defaults, overridden by `operator_arguments`, then by
-    `adapter_arguments`.
+    """Returns all server arguments; later of defaults, operator and adapter win.
 
     Raises InvalidRequest as `resolve_page_size`.
     """
@@ -93,26 +81,23 @@ def server_arguments(
             arguments["disaggregation_transfer_backend"] = "mooncake_tcp"
         if role == "decode":
             arguments["disaggregation_decode_retraction_backup"] = "cpu_tensor"
-    arguments |= operator_arguments
-    return {**arguments, **adapter_arguments}
+    return {**arguments, **operator_arguments, **adapter_arguments}
 
 
-def model_kv_index(*, is_hybrid: bool, is_speculative: bool) -> tuple[str, str]:
+def model_kv_index(*, is_hybrid: bool, is_speculative: bool) -> tuple[KvIndex, str]:
     """Returns `EngineConfig.kv_index` and its reason; equal on all workers of a model."""
     if is_hybrid:
-        return (
-            "none",
-            "the model has a sliding window or recurrent state: a cached prefix may be unusable",
+        reason = (
+            "the model has a sliding window or recurrent state: a cached prefix may be unusable"
         )
+        return "none", reason
     if is_speculative:
         return "none", "with speculative decoding events may not name single tokens"
     return "events", ""
 
 
 def find_kv_events_off_reason(role: Role, resolved: Arguments, *, kv_events: bool) -> str:
-    """Returns why a worker reports no events although the model's prefixes could be shared; "" if
-    it does.
-    """
+    """Returns why a worker of shareable prefixes reports no events; "" if it does."""
     if role == "decode" and not resolved.get("disaggregation_decode_enable_radix_cache"):
         return "a decode worker keeps no prefixes"
     if resolved.get("disable_radix_cache"):

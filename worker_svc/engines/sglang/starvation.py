@@ -48,10 +48,8 @@ class StarvationDetector:
         if not waiting or not 0 <= age < COUNT_AGE_MAX_S:
             return []
         counted_at, ranks = now - age, (rank, None)
-        if (
-            counted_at - max(self._closed_at.get(queue_rank, -inf) for queue_rank in ranks)
-            < COUNT_AGE_MAX_S
-        ):
+        closed_at = max(self._closed_at.get(queue_rank, -inf) for queue_rank in ranks)
+        if counted_at - closed_at < COUNT_AGE_MAX_S:
             return []
         legs = {
             leg_id: counted_at - leg.opened_at

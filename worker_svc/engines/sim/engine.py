@@ -34,14 +34,7 @@ from typing import Final
 
 import structlog
 
-from common.errors import (
-    Conflict,
-    InternalError,
-    MeshError,
-    Overloaded,
-    Unavailable,
-    WorkerLost,
-)
+from common.errors import Conflict, InternalError, MeshError, Overloaded, Unavailable, WorkerLost
 from common.kv.load import Load
 from worker_svc.engines.contract import (
     EngineConfig,

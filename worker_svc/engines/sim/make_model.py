@@ -14,12 +14,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from worker_svc.engines.model_files import (
-    read_words,
-    stop_ids,
-    write_text,
-    write_tokenizer_files,
-)
+from worker_svc.engines.model_files import read_words, stop_ids, write_text, write_tokenizer_files
 
 OUTPUT_FILES = ("generation_config.json", "sim.json", "tokenizer.json", "tokenizer_config.json")
 CONTEXT_LENGTH = 32768  # tokens
