@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
-from common.registry.instances import Snapshot, SnapshotDiff
+from common.registry.instances import Snapshot
 from common.registry.registry import Registry, follow
 from router_svc.core.router import Router
 
@@ -32,13 +32,9 @@ class FleetWatch:
 
     def _take(self, snapshot: Snapshot) -> None:
         changes = self._router.update(snapshot, self._clock())
-        self._log(changes)
-        self.first_snapshot.set()
-
-    def _log(self, changes: SnapshotDiff) -> None:
         joined = [i.id for i in changes.joined if i.service == "worker"]
         left = [i.id for i in changes.left if i.service == "worker"]
         if joined or left:
-            LOG.info(
-                "fleet_changed", joined=joined, left=left, workers=self._router.fleet.worker_count
-            )
+            workers = self._router.fleet.worker_count
+            LOG.info("fleet_changed", joined=joined, left=left, workers=workers)
+        self.first_snapshot.set()

@@ -265,12 +265,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 self._router.reregister(booking, session, self._clock())
             except Overloaded as error:
                 self._metrics.unclaimed("announce_refused")
-                LOG.warning(
-                    "booking_rejected",
-                    frontend_id=frontend_id,
-                    request_id=booking.key.request_id,
-                    error=error.message,
-                )
+                ids = {"frontend_id": frontend_id, "request_id": booking.key.request_id}
+                LOG.warning("booking_rejected", **ids, error=error.message)
         news = iter(frame.news)
         while part := list(islice(news, QUERIES_PER_SLICE)):
             replies = (self._reply(new, frontend_id, session, outbox) for new in part)

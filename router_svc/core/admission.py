@@ -1,8 +1,7 @@
 """The admission queue: requests that wait for a rank with capacity for a prompt (pure).
 
-A request is queued if every rank that may compute its prompt is prefill-busy (see
-`eligibility.is_prefill_busy`), or if requests of its constraint class are queued, or if a rescan of
-its model is due. A queued request has no booking.
+A request is queued, without a booking, if every rank that may compute its prompt is prefill-busy
+(`eligibility.is_prefill_busy`), or requests of its constraint class are queued, or a rescan is due.
 
 Order, least first: (-strict_priority, -key, enqueue number), where with
 jump = max(0, priority_jump) and arrival at the frontend, both in seconds,
@@ -14,16 +13,14 @@ jump = max(0, priority_jump) and arrival at the frontend, both in seconds,
 Keys as NVIDIA Dynamo 1.6 documents them. Arrival counts, not the enqueue time: a request that is
 routed again after a failure keeps its position.
 
-Requests are queued by *constraint class*. Requests of one class may run on exactly the same ranks,
-so the head is tried for all of them (head-of-line blocking), and a request that is pinned to a busy
-worker delays no other class. The order holds within a class. Preferences (a soft session, a
-preferred adapter) make no class.
+Requests of one *constraint class* may run on exactly the same ranks, so the head is tried for all
+of them (head-of-line blocking), and a request that is pinned to a busy worker delays no other
+class. Preferences (a soft session, a preferred adapter) make no class.
 
 A class is *dirty* if its head may have a rank with capacity now. A rescan tries the heads of the
-dirty classes in rounds: one head per class and round, in queue order. A round is finished before
-the next begins, so that it reaches every class. Across classes the order is therefore approximate.
-A class that was tried in vain is clean until capacity is freed for its model, the fleet changes, or
-the periodic rescan.
+dirty classes in rounds: one head per class and round, in queue order, so that it reaches every
+class; across classes the order is approximate. A class that was tried in vain is clean until
+capacity is freed for its model, the fleet changes, or the periodic rescan.
 
 Invariants: a key is queued at most once; every class has a request and is in order; `tokens` is the
 sum over the queued requests; none is queued beyond `requests_max`, nor once `tokens_max` is

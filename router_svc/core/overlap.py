@@ -9,11 +9,9 @@ The source depends on what a rank's worker advertises (`Instance.kv_index`):
   window, recurrent state). It is neither matched nor remembered; only its load counts.
 
 *Predicted entries* are short-lived approximate entries for ranks that publish events: a prompt's
-blocks count from its decision on, before they are computed, so that requests of a burst with one
-prefix meet on one worker. The larger of reported and predicted blocks counts.
-
-A request without prefix hashes is ignored too: it matches nothing and leaves no entry. Callers use
-that for content that token ids alone do not identify, if the engine's events cannot show it.
+blocks count from its decision on, so that requests of a burst with one prefix meet on one worker.
+The larger of reported and predicted blocks counts. A request without prefix hashes matches nothing
+and leaves no entry: its token ids alone do not identify its content.
 """
 
 from __future__ import annotations

@@ -11,16 +11,14 @@ A request is served in the first of these serving modes that is open:
 If no mode is open, planning raises Unavailable, which names the missing role, or Overloaded if
 every worker that could serve the request is busy.
 
-A mode is closed if each of its workers is above a busy threshold. It is full if every rank that may
+A mode is closed if each of its workers is above a busy threshold, and full if every rank that may
 compute the prompt is prefill-busy. A mode with capacity precedes a full one. If all open modes are
-full, the first is planned and `ServingPlan.is_blocked` is set: the request has to wait in the
-admission queue. Preferences (a soft session, a preferred adapter) make no mode full: ranks with
-capacity precede preferred ranks.
+full, the request has to wait (`ServingPlan.is_blocked`). Preferences (a soft session, a preferred
+adapter) make no mode full: ranks with capacity precede preferred ranks.
 
-A request that pins an aggregated worker, or has its session on one, is served there first. A
-request that pins its prefill leg is served by a pair or not at all. A request that is not split
-although the model has prefill or decode workers is a fallback: it is counted and its reason
-reported.
+A request that pins an aggregated worker, or has its session on one, is served there first; one that
+pins its prefill leg by a pair or not at all. A request that is not split although the model has
+prefill or decode workers is a fallback: it is counted and its reason reported.
 """
 
 from __future__ import annotations
@@ -128,9 +126,8 @@ class Planner:
 
     def update_workers(self, workers: Iterable[Instance], now: float) -> None:
         """Apply a fleet change, after the fleet itself. workers: all present workers."""
-        self.last_placements = {
-            key: at for key, at in self.last_placements.items() if key[0] in self.fleet.models
-        }
+        models = self.fleet.models
+        self.last_placements = {k: at for k, at in self.last_placements.items() if k[0] in models}
         self.adapter_residency.update(workers, now)
 
     def record_placement(self, model: str, plan: ServingPlan) -> None:
@@ -336,10 +333,9 @@ class PlacementAttempt:
             except (Unavailable, InvalidRequest):
                 raise all_busy_error(self.query.model, "decode") from None
             raise all_busy_error(self.query.model, "prefill") from None
-        return (
-            (first[0], first[1] + _exclusions(prefill, free_prefill, _BUSY_REASON)),
-            (second[0], second[1] + _exclusions(decode, free_decode, _BUSY_REASON)),
-        )
+        first[1].extend(_exclusions(prefill, free_prefill, _BUSY_REASON))
+        second[1].extend(_exclusions(decode, free_decode, _BUSY_REASON))
+        return first, second
 
     def _match_pairs(
         self, prefill: Sequence[Candidate], decode: Sequence[Candidate]
@@ -352,12 +348,10 @@ class PlacementAttempt:
         if not pairable_prefill:
             domain_name = domain.name if pairable(eligible_prefill, eligible_decode)[0] else ""
             raise _no_pairable_error(self.query.model, domain_name)
-        excluded_prefill += _exclusions(
-            eligible_prefill, pairable_prefill, "has no partner to send its KV cache to"
-        )
-        excluded_decode += _exclusions(
-            eligible_decode, pairable_decode, _outside_domain_reason(domain)
-        )
+        reason = "has no partner to send its KV cache to"
+        excluded_prefill += _exclusions(eligible_prefill, pairable_prefill, reason)
+        reason = _outside_domain_reason(domain)
+        excluded_decode += _exclusions(eligible_decode, pairable_decode, reason)
         return (pairable_prefill, excluded_prefill), (pairable_decode, excluded_decode)
 
     def _plan_bypass(
@@ -425,13 +419,9 @@ class PlacementAttempt:
 
     def _without_busy(self, candidates: Sequence[Candidate], leg: Leg) -> Sequence[Candidate]:
         """The candidates below all busy thresholds; the same sequence object if all are."""
-        tracker = self.planner.tracker
-        busy = busy_worker_ids(
-            candidates, lambda at: tracker.load(at, self.now), self.planner.policy.busy, leg
-        )
-        if not busy:
-            return candidates
-        return [c for c in candidates if c.placement.worker_id not in busy]
+        tracker, limits = self.planner.tracker, self.planner.policy.busy
+        busy = busy_worker_ids(candidates, lambda at: tracker.load(at, self.now), limits, leg)
+        return [c for c in candidates if c.placement.worker_id not in busy] if busy else candidates
 
     def _select(self, leg: Leg, kept: Sequence[Candidate], excluded: Sequence[Excluded]) -> LegPlan:
         planner, query = self.planner, self.query
