@@ -109,12 +109,10 @@ class Ingest:
             await self.run(self._sweep())
 
     def wake(self) -> None:
-        """Wake all subscribers."""
         for event in self.subscribers.values():
             event.set()
 
     def report_load(self, source: Source, partition: Partition, load: Load) -> None:
-        """Report a publisher's load to all subscribers."""
         self.loads[source] = ReportedLoad(load, partition, self._clock())
         for subscriber in self.subscribers:
             subscriber.load(source, partition, load)
@@ -138,7 +136,6 @@ class Ingest:
             yield
 
     def dispatch_changes(self) -> None:
-        """Report the changes since the last call."""
         feed_events = self.feed.take_events()
         for event in feed_events:
             match event:

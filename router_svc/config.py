@@ -228,7 +228,6 @@ class RouterConfig(ServiceConfig):
 
     @property
     def policy(self) -> Policy:
-        """Constraints of placements, in addition to the cost."""
         weight = self.kv_transfer_weight if self.kv_transfer_enforcement == "preferred" else None
         return Policy(
             session_ttl_s=self.session_affinity_ttl_s,
@@ -263,7 +262,6 @@ class RouterConfig(ServiceConfig):
 
     @property
     def index_settings(self) -> IndexSettings:
-        """How the router tracks caches."""
         return derive_index_settings(
             overlap_score_credit=self.overlap_score_credit,
             uses_overlap_elsewhere=self._uses_overlap_elsewhere,
@@ -290,5 +288,4 @@ class RouterConfig(ServiceConfig):
 
     @property
     def cost_settings(self) -> CostSettings:
-        """The fields that belong to the cost."""
         return CostSettings(**{f.name: getattr(self, f.name) for f in fields(CostSettings)})

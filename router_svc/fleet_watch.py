@@ -27,7 +27,6 @@ class FleetWatch:
         self.first_snapshot = asyncio.Event()
 
     async def run(self) -> None:
-        """Follow the registry; ends only by cancellation."""
         await follow(self._registry, self._namespace, self._take)
 
     def _take(self, snapshot: Snapshot) -> None:

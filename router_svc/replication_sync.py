@@ -211,7 +211,6 @@ class PeerSync:
             inbound.close_stream()
 
     def close(self) -> None:
-        """End the streams that peers opened."""
         for reader in tuple(self._readers):
             reader.cancel()
 

@@ -27,7 +27,6 @@ class BatchHistory:
         return _BATCH_BYTES * len(self._batches) + _EVENT_BYTES * self._events + 8 * self._blocks
 
     def add(self, batch: EventBatch) -> None:
-        """Append the batch that was applied last."""
         if self._batches:
             last = self._batches[-1]
             if (batch.epoch, batch.sequence) != (last.epoch, last.sequence + 1):

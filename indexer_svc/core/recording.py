@@ -83,7 +83,6 @@ class BrokenRecording(InvalidRequest):
 
 
 def encode_header() -> bytes:
-    """Return the first line."""
     return _encode_json_line({FORMAT: VERSION})
 
 
@@ -349,7 +348,6 @@ class SourcePositions:
         return any(source.worker_id == worker_id for source in self._loading)
 
     def take(self, entry: RecordingEntry) -> None:
-        """Update the positions by an entry."""
         match entry:
             case StatusUpdate(source, _, status):
                 if status.state == "gone":

@@ -113,7 +113,6 @@ class Subscriber:
 
     @property
     def has_more(self) -> bool:
-        """Whether `take` would return something."""
         return bool(self._waiting or self._loads) or self._is_behind or not self._is_caught_up
 
     # Changes of the index.
@@ -140,7 +139,6 @@ class Subscriber:
             self.reconcile(source)
 
     def status_changed(self, source: Source, partition: Partition, status: SourceStatus) -> None:
-        """Process a status change of a source."""
         if source in self._feed:
             self.reconcile(source)
             return

@@ -88,7 +88,6 @@ class PlaybackStats:
     has_ended: bool = False
 
     def count(self, entry: RecordingEntry) -> None:
-        """Count an entry."""
         self.batches += isinstance(entry, EventBatch)
         self.chunks += isinstance(entry, SnapshotChunk)
 
@@ -223,7 +222,6 @@ class _PublisherStreams:
         self._deferred: dict[int, list[RecordingEntry]] = {}
 
     async def play(self, entry: RecordingEntry) -> None:
-        """Publish one entry."""
         source = getattr(entry, "source", None)
         if isinstance(source, Source) and self._must_defer(source, entry):
             self._deferred.setdefault(source.worker_id, []).append(entry)
@@ -289,7 +287,6 @@ class _PublisherStreams:
             raise Unavailable(error) from None
 
     def close(self) -> None:
-        """End all streams."""
         for stream in self._streams.values():
             stream.call.cancel()
             stream.reader.cancel()

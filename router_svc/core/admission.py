@@ -36,6 +36,7 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from common.errors import Overloaded
+from common.request.preprocessed import RoutingHints
 from router_svc.core.query import Query
 from router_svc.core.types import BookingKey, Placement, SessionName
 
@@ -61,6 +62,7 @@ class QueueSettings:
 
 
 NO_QUEUE = QueueSettings()
+_NO_HINTS = RoutingHints()
 
 
 class ConstraintClass(NamedTuple):
@@ -165,17 +167,14 @@ class AdmissionQueue:
         return queued
 
     def withdraw_session(self, session: int) -> list[QueuedRequest]:
-        """Remove all requests of a frontend session."""
         return self._withdraw_all([p for p in self._queued.values() if p.session == session])
 
     def pop_overdue(self, now: float) -> list[QueuedRequest]:
-        """Remove all requests that have waited for `wait_max_s`."""
         wait_max_s = self.policy.wait_max_s
         overdue = takewhile(lambda q: now - q.queued_at >= wait_max_s, self._queued.values())
         return self._withdraw_all(list(overdue))
 
     def clear(self) -> list[QueuedRequest]:
-        """Remove all requests."""
         return self._withdraw_all(list(self._queued.values()))
 
     # Constraint classes.
@@ -193,7 +192,6 @@ class AdmissionQueue:
 
     @property
     def has_dirty(self) -> bool:
-        """Whether a rescan is due."""
         return bool(self._dirty_models or self._dirty_classes or self._round)
 
     def mark_dirty(self, constraint_class: ConstraintClass) -> None:
@@ -229,7 +227,6 @@ class AdmissionQueue:
         self.mark_dirty(constraint_class)
 
     def of_session(self, name: SessionName) -> list[QueuedRequest]:
-        """The queued requests of a client session."""
         return [self._queued[key] for key in self._keys_by_session.get(name, ())]
 
     def _start_round(self) -> None:
@@ -276,9 +273,7 @@ def constraint_class_of(query: Query, placements: tuple[Placement, ...] = ()) ->
     """The class of a query. placements: see ConstraintClass."""
     routing, excluded = query.routing, query.excluded_worker_ids
     if routing is None:
-        return ConstraintClass(
-            query.model, None, None, None, None, None, None, frozenset(), "", excluded, placements
-        )
+        routing = _NO_HINTS
     constraints = routing.routing_constraints
     return ConstraintClass(
         query.model,
@@ -296,7 +291,6 @@ def constraint_class_of(query: Query, placements: tuple[Placement, ...] = ()) ->
 
 
 def queue_timeout_error(queued: QueuedRequest, waited_s: float) -> Overloaded:
-    """The error of a request that waited for `wait_max_s`."""
     return Overloaded(
         RETRY_AFTER_S,
         f"no worker had capacity for the prompt within {waited_s:.0f} s; retry after "

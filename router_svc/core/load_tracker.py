@@ -171,12 +171,10 @@ class LoadTracker:
         return entry is not None
 
     def get(self, key: BookingKey) -> Booking | None:
-        """The current booking."""
         entry = self._entries.get(key)
         return None if entry is None else entry.booking
 
     def keys(self) -> list[BookingKey]:
-        """The keys of all bookings."""
         return list(self._entries)
 
     def __iter__(self) -> Iterator[Booking]:
@@ -300,11 +298,9 @@ class LoadTracker:
     # Load.
 
     def load(self, placement: Placement, now: float) -> LoadTotals:
-        """See `RankLoads.load`."""
         return self.ranks.load(placement, now)
 
     def report(self, worker_id: int, dp_rank: int, load: Load, now: float) -> None:
-        """See `RankLoads.report`."""
         placement = Placement(worker_id, dp_rank)
         self.ranks.report(placement, load, now)
         self.events.capacity_freed(placement)

@@ -62,7 +62,7 @@ from router_svc.core.query import (
 )
 from router_svc.core.selectors import View, WorkerSelector
 from router_svc.core.sessions import SessionConstraint
-from router_svc.core.types import AffinityConstraint, Candidate, Leg, Matches, Placement
+from router_svc.core.types import AffinityConstraint, Candidate, Candidates, Leg, Matches, Placement
 
 # Why a request of a model with prefill or decode workers was not split.
 FALLBACK_REASONS = (
@@ -82,7 +82,7 @@ _GATED_REASON = "busy: too few free KV blocks for the bypass"
 _NOT_PLANNED = (Unavailable, InvalidRequest, Overloaded)
 
 # Of one leg: the eligible candidates, and the excluded ones with reasons.
-_Eligibility = tuple[Sequence[Candidate], list[Excluded]]
+_Eligibility = tuple[Candidates, list[Excluded]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,6 @@ class ServingPlan:
 
     @property
     def prompt_leg(self) -> LegPlan:
-        """The leg that computes the prompt."""
         return self.worker if self.prefill is None else self.prefill
 
 
@@ -206,7 +205,7 @@ class PlacementAttempt:
     def _uses_preferences(self, leg: Leg) -> bool:
         return not self.prefers_capacity or leg == "decode"
 
-    def _are_prefill_busy(self, candidates: Sequence[Candidate]) -> bool:
+    def _are_prefill_busy(self, candidates: Candidates) -> bool:
         """Whether each candidate is prefill-busy. False without an admission queue."""
         threshold, tracker = self.planner.policy.queue.threshold, self.planner.tracker
         return threshold is not None and all(
@@ -257,7 +256,7 @@ class PlacementAttempt:
         yield planner.no_worker_error(query.model, self.now, fallback.removeprefix("no_"))
 
     def _plan_unsplit(
-        self, candidates: Sequence[Candidate], fallback: str, *, is_gated: bool = False
+        self, candidates: Candidates, fallback: str, *, is_gated: bool = False
     ) -> ServingPlan | MeshError:
         """is_gated: the decode threshold of the bypass closes workers like a busy threshold."""
         passing = self._passing_gate(candidates) if is_gated else candidates
@@ -288,7 +287,7 @@ class PlacementAttempt:
         is_preferred = self.planner.policy.lora_residency == "preferred"
         return is_preferred and routing is not None and bool(routing.lora_name)
 
-    def _requires_unsplit(self, aggregated: Sequence[Candidate]) -> bool:
+    def _requires_unsplit(self, aggregated: Candidates) -> bool:
         """Whether a pin or the session places the request on one of these."""
         pin = pinned_worker_id(self.query.routing)
         if pin is not None:
@@ -305,7 +304,7 @@ class PlacementAttempt:
             return False
         return not self._are_prefill_busy(session_candidates)
 
-    def _plan_pair(self, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> ServingPlan:
+    def _plan_pair(self, prefill: Candidates, decode: Candidates) -> ServingPlan:
         """Prefill first; then decode in its transfer group and domain."""
         domain = self.planner.policy.domain
         prefill_eligibility, (pairable_decode, excluded_decode) = self._pairable(prefill, decode)
@@ -317,7 +316,7 @@ class PlacementAttempt:
         return ServingPlan(attempt._select("decode", partners, excluded_decode), first)
 
     def _pairable(
-        self, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+        self, prefill: Candidates, decode: Candidates
     ) -> tuple[_Eligibility, _Eligibility]:
         """The free candidates of each side with a free partner; Overloaded if all are busy."""
         free_prefill = self._without_busy(prefill, "prefill")
@@ -338,7 +337,7 @@ class PlacementAttempt:
         return first, second
 
     def _match_pairs(
-        self, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+        self, prefill: Candidates, decode: Candidates
     ) -> tuple[_Eligibility, _Eligibility]:
         """Of each side the eligible candidates that have a partner."""
         domain = self.planner.policy.domain
@@ -355,7 +354,7 @@ class PlacementAttempt:
         return (pairable_prefill, excluded_prefill), (pairable_decode, excluded_decode)
 
     def _plan_bypass(
-        self, pair: ServingPlan | MeshError, unsplit_candidates: Sequence[Candidate]
+        self, pair: ServingPlan | MeshError, unsplit_candidates: Candidates
     ) -> ServingPlan | None:
         """A plan without the pair, if `Bypass` has a reason; else None. Prefill workers that accept
         no more requests, or would queue them, count as busy at any threshold of the bypass.
@@ -379,7 +378,7 @@ class PlacementAttempt:
         cause = bypass.cause(query.total_tokens, cached_tokens(query, plan.worker), is_busy)
         return replace(plan, bypass=cause) if cause else None
 
-    def _passing_gate(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def _passing_gate(self, candidates: Candidates) -> Candidates:
         """The candidates below the decode threshold of the bypass."""
         bypass = self.planner.policy.bypass
         if bypass.decode_busy_threshold is None:
@@ -393,7 +392,7 @@ class PlacementAttempt:
 
         return [c for c in candidates if passes(c)]
 
-    def _eligible_and_free(self, candidates: Sequence[Candidate], leg: Leg) -> _Eligibility:
+    def _eligible_and_free(self, candidates: Candidates, leg: Leg) -> _Eligibility:
         """The eligible, free candidates; the others with reasons. Overloaded if all are busy."""
         eligibility = self._filter(candidates, leg)
         free = self._without_busy(candidates, leg)
@@ -407,7 +406,7 @@ class PlacementAttempt:
             raise all_busy_error(self.query.model, leg) from error
         return kept, excluded + _exclusions(candidates, free, _BUSY_REASON)
 
-    def _filter(self, candidates: Sequence[Candidate], leg: Leg) -> _Eligibility:
+    def _filter(self, candidates: Candidates, leg: Leg) -> _Eligibility:
         return eligible(
             self.query,
             candidates,
@@ -417,13 +416,13 @@ class PlacementAttempt:
             has_capacity=None if self._uses_preferences(leg) else self._has_capacity,
         )
 
-    def _without_busy(self, candidates: Sequence[Candidate], leg: Leg) -> Sequence[Candidate]:
+    def _without_busy(self, candidates: Candidates, leg: Leg) -> Candidates:
         """The candidates below all busy thresholds; the same sequence object if all are."""
         tracker, limits = self.planner.tracker, self.planner.policy.busy
         busy = busy_worker_ids(candidates, lambda at: tracker.load(at, self.now), limits, leg)
         return [c for c in candidates if c.placement.worker_id not in busy] if busy else candidates
 
-    def _select(self, leg: Leg, kept: Sequence[Candidate], excluded: Sequence[Excluded]) -> LegPlan:
+    def _select(self, leg: Leg, kept: Candidates, excluded: Sequence[Excluded]) -> LegPlan:
         planner, query = self.planner, self.query
         view = View(
             planner.tracker,
@@ -469,9 +468,7 @@ def _try_plan(make_plan: _MakePlan, attempt: PlacementAttempt) -> ServingPlan | 
         return error
 
 
-def _exclusions(
-    candidates: Sequence[Candidate], kept: Sequence[Candidate], reason: str
-) -> list[Excluded]:
+def _exclusions(candidates: Candidates, kept: Candidates, reason: str) -> list[Excluded]:
     if len(kept) == len(candidates):
         return []
     kept_placements = {c.placement for c in kept}

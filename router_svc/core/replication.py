@@ -87,13 +87,11 @@ class Digest:
         return self._xor or 1
 
     def put(self, booking: Booking) -> None:
-        """Add the booking, or replace its previous state."""
         part = fingerprint(booking)
         self._xor ^= self._fingerprints.get(booking.key, 0) ^ part
         self._fingerprints[booking.key] = part
 
     def discard(self, key: BookingKey) -> None:
-        """Remove a booking, if present."""
         self._xor ^= self._fingerprints.pop(key, 0)
 
     def __len__(self) -> int:
@@ -150,7 +148,6 @@ class OutboundSync:
         self._is_full_sync_start = self._is_full_sync = True
 
     def changed(self, key: BookingKey) -> None:
-        """Send the new state of a booking."""
         if self._is_full_sync_start:
             return
         self._changed_bookings[key] = self._load_tracker.get(key) is None
@@ -158,7 +155,6 @@ class OutboundSync:
             self.request_full_sync()
 
     def session_changed(self, session: SessionName) -> None:
-        """Send the new state of a client session."""
         if self._is_full_sync_start:
             return
         self._changed_sessions[session] = None
@@ -271,7 +267,6 @@ class Replica:
         return outbound
 
     def close_outbound(self, outbound: OutboundSync) -> None:
-        """Its stream has ended."""
         self._outbound_syncs.discard(outbound)
 
     def snapshot(self) -> Iterable[tuple[Booking, ...]]:

@@ -79,7 +79,6 @@ class SessionPlacement:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """The placements of all legs."""
         return (self.worker,) if self.prefill is None else (self.worker, self.prefill)
 
 
@@ -244,7 +243,6 @@ class SessionAffinity:
     # Bookings of all routers.
 
     def booking_began(self, booking: Booking) -> None:
-        """See `RouterEvents.booking_added`."""
         session = SessionName(*booking.session)
         self._live_bookings[session] = self._live_bookings.get(session, 0) + 1
         self._newly_idle.pop(session, None)
@@ -277,7 +275,6 @@ class SessionAffinity:
     # Peers.
 
     def receive(self, update: SessionUpdate, now: float) -> None:
-        """Apply the record of a peer."""
         record, idle_s = update
         existing = self._records.get(record.session)
         if not self._ttl_s or (existing is None and idle_s >= self._ttl_s):
@@ -297,7 +294,6 @@ class SessionAffinity:
         )
 
     def sessions(self) -> list[SessionName]:
-        """The names of all records."""
         return list(self._records)
 
     # Time.
@@ -338,7 +334,6 @@ class SessionAffinity:
         return SessionName(model, control.session_id, lora_name)
 
     def _store(self, record: SessionRecord) -> None:
-        """Add a record or replace that of its session."""
         session = record.session
         if (old := self._records.pop(session, None)) is not None:
             self.size -= old.size
