@@ -130,10 +130,9 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         finally:
             if hello is not None and publishers.get(hello.worker_id) is outbox:
                 del publishers[hello.worker_id]
-                for source in self._ingest.feed.sources_of(hello.worker_id):
-                    self._ingest.feed.mark_disconnected(
-                        source, self._clock(), "the stream of its publisher ended"
-                    )
+                feed, reason = self._ingest.feed, "the stream of its publisher ended"
+                for source in feed.sources_of(hello.worker_id):
+                    feed.mark_disconnected(source, self._clock(), reason)
                 self._ingest.dispatch_changes()
             outbox.discard_all()
             outbox.close(failure)

@@ -259,9 +259,7 @@ class AdapterResidency:
 
     def update(self, workers: Iterable[Instance], now: float) -> None:
         """Apply a fleet change. workers: all present workers."""
-        resident = frozenset(
-            (worker.model, adapter_name) for worker in workers for adapter_name in worker.loras
-        )
+        resident = frozenset((worker.model, name) for worker in workers for name in worker.loras)
         for adapter_key in sorted(self._resident - resident):
             self._recently_removed[adapter_key] = now
         for adapter_key in resident & self._recently_removed.keys():

@@ -24,7 +24,7 @@ prefill or decode workers is a fallback: it is counted and its reason reported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from random import Random
 
@@ -103,25 +103,20 @@ class ServingPlan:
         return self.worker if self.prefill is None else self.prefill
 
 
+@dataclass(slots=True, eq=False)
 class Planner:
-    """Plans placements from the present fleet and load; books nothing."""
+    """Plans placements from the present fleet and load; books nothing.
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        tracker: LoadTracker,
-        selector: WorkerSelector,
-        policy: Policy,
-        recent_prefill: RecentPrefill,
-    ) -> None:
-        self.fleet = fleet
-        self.tracker = tracker
-        self.selector = selector
-        self.policy = policy
-        self.recent_prefill = recent_prefill
-        self.adapter_residency = AdapterResidency()
-        # The last placement by model and leg, for selectors that rotate.
-        self.last_placements: dict[tuple[str, Leg], Placement] = {}
+    last_placements: by model and leg, for selectors that rotate.
+    """
+
+    fleet: Fleet
+    tracker: LoadTracker
+    selector: WorkerSelector
+    policy: Policy
+    recent_prefill: RecentPrefill
+    adapter_residency: AdapterResidency = field(default_factory=AdapterResidency)
+    last_placements: dict[tuple[str, Leg], Placement] = field(default_factory=dict)
 
     def update_workers(self, workers: Iterable[Instance], now: float) -> None:
         """Apply a fleet change, after the fleet itself. workers: all present workers."""

@@ -231,9 +231,8 @@ def score_candidates(query: Query, candidates: Candidates, view: View) -> Candid
     placements = [c.placement for c in candidates]
     loads = [load_of(placement, now) for placement in placements]
     is_decode = view.leg == "decode"
-    has_credit_decay = (
-        cost_settings.track_prefill_tokens and cost_settings.overlap_score_credit_decay > 0
-    )
+    credit_decay = cost_settings.overlap_score_credit_decay
+    has_credit_decay = cost_settings.track_prefill_tokens and credit_decay > 0
     least_queued = min([load[0] for load in loads]) if has_credit_decay else 0
     full_credit, assumes_reuse = cost_settings.overlap_score_credit, cost_settings.assume_kv_reuse
     scale = cost_settings.prefill_load_scale
@@ -260,7 +259,7 @@ def score_candidates(query: Query, candidates: Candidates, view: View) -> Candid
             credit = full_credit * on_device
             if has_credit_decay and blocks:
                 excess = (queued - least_queued) / block_size / blocks
-                credit /= 1.0 + cost_settings.overlap_score_credit_decay * excess
+                credit /= 1.0 + credit_decay * excess
             if on_any_tier > on_device and not is_decode:
                 credit += _lower_tier_credit(row, cost_settings)
             if assumes_reuse:
