@@ -19,7 +19,6 @@ class FleetWatch:
         self.snapshot = Snapshot()
 
     def worker(self, worker_id: int) -> Instance | None:
-        """Return a registered worker, or None."""
         instance = self.snapshot.instances.get(worker_id)
         return instance if instance is not None and instance.service == "worker" else None
 
@@ -35,11 +34,9 @@ class FleetWatch:
         return self._absent_since.setdefault(worker_id, self._clock())
 
     def forget(self, worker_id: int) -> None:
-        """Remove a worker that is not queried again."""
         self._absent_since.pop(worker_id, None)
 
     async def run(self) -> None:
-        """Follow the namespace until cancelled."""
         await follow(self._registry, self._namespace, self._take)
 
     def _take(self, snapshot: Snapshot) -> None:

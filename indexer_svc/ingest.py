@@ -87,9 +87,16 @@ class Ingest:
                 self.dispatch_changes()
 
     async def run(self, steps: Iterable[None]) -> None:
-        """Run one change to its end."""
+        """Run one change to its end, in slices."""
         async with self.exclusive():
-            await self._run_in_slices(iter(steps))
+            self._begin_turn()
+            for _ in steps:
+                began = self._begin_turn()
+                used_s = self._stopwatch() - began
+                if used_s >= SLICE_S:
+                    self.slow_slices += used_s >= 2 * SLICE_S
+                    await asyncio.sleep(0)
+                    self._begin_turn()
 
     async def tick(self, fleet: FleetWatch) -> None:
         """Remove absent workers, update stale sources, enforce the budget, do deferred work."""
@@ -102,26 +109,14 @@ class Ingest:
             await self.run(self._sweep())
 
     def wake(self) -> None:
-        """Wake all subscribers."""
         for event in self.subscribers.values():
             event.set()
 
     def report_load(self, source: Source, partition: Partition, load: Load) -> None:
-        """Report a publisher's load to all subscribers."""
         self.loads[source] = ReportedLoad(load, partition, self._clock())
         for subscriber in self.subscribers:
             subscriber.load(source, partition, load)
         self.wake()
-
-    async def _run_in_slices(self, steps: Iterator[None]) -> None:
-        self._begin_turn()
-        for _ in steps:
-            began = self._begin_turn()
-            used_s = self._stopwatch() - began
-            if used_s >= SLICE_S:
-                self.slow_slices += used_s >= 2 * SLICE_S
-                await asyncio.sleep(0)
-                self._begin_turn()
 
     def _begin_turn(self) -> float:
         """Return when the first work in this turn of the event loop began."""
@@ -141,7 +136,6 @@ class Ingest:
             yield
 
     def dispatch_changes(self) -> None:
-        """Report the changes since the last call."""
         feed_events = self.feed.take_events()
         for event in feed_events:
             match event:
@@ -199,10 +193,8 @@ class Ingest:
         for worker_id, count in budget_actions.shrink.items():
             if (publisher := self.publishers.get(worker_id)) is not None:
                 publisher.shrink(count)
-        if budget_actions.shrink:
-            LOG.warning(
-                "over_budget", used_bytes=self.used_bytes, shrink=dict(budget_actions.shrink)
-            )
+        if shrink := dict(budget_actions.shrink):
+            LOG.warning("over_budget", used_bytes=self.used_bytes, shrink=shrink)
         if budget_actions.drop is not None:
             feed.make_load_only(budget_actions.drop, now)
         if budget_actions.end_load_only is not None:

@@ -51,12 +51,10 @@ class PublisherOutbox(_Outbox):
         self._has_items.set()
 
     def resend(self, resend: ResendRequest) -> None:
-        """Queue a request for missing batches."""
         self._resends[resend.source] = resend
         self._send_now()
 
     def shrink(self, blocks: int) -> None:
-        """Queue a request to withdraw blocks."""
         self._shrink_blocks = blocks
         self._send_now()
 

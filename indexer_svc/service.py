@@ -117,7 +117,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         try:
             async for frame in frames:
                 if hello is None:
-                    hello = _hello_of(frame)
+                    hello = _Hello(frame)
                     await self._open(hello, outbox)
                 elif frame.HasField("hello"):
                     raise InvalidRequest("hello is allowed only in the first frame", "hello")
@@ -130,10 +130,9 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         finally:
             if hello is not None and publishers.get(hello.worker_id) is outbox:
                 del publishers[hello.worker_id]
-                for source in self._ingest.feed.sources_of(hello.worker_id):
-                    self._ingest.feed.mark_disconnected(
-                        source, self._clock(), "the stream of its publisher ended"
-                    )
+                feed, reason = self._ingest.feed, "the stream of its publisher ended"
+                for source in feed.sources_of(hello.worker_id):
+                    feed.mark_disconnected(source, self._clock(), reason)
                 self._ingest.dispatch_changes()
             outbox.discard_all()
             outbox.close(failure)
@@ -204,9 +203,8 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             while not self._is_ending:
                 if subscriber.is_overflowed:
                     self._metrics.subscribers_cut.inc()
-                    raise Overloaded(
-                        0.1, "the subscriber reads too slowly; resume", reason="SUBSCRIBER_CUT"
-                    )
+                    text = "the subscriber reads too slowly; resume"
+                    raise Overloaded(0.1, text, reason="SUBSCRIBER_CUT")
                 if not subscriber.has_more:
                     wake_event.clear()
                     await wake_event.wait()
@@ -215,7 +213,9 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
                 async with self._ingest.exclusive():
                     outbound = subscriber.take()
                 if outbound:
-                    await context.write(_updates_to_proto(outbound))
+                    first, *more = map(_update_to_proto, outbound)
+                    first.more.extend(more)
+                    await context.write(first)
         finally:
             del self._ingest.subscribers[subscriber]
 
@@ -302,11 +302,9 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             is_complete, tries = False, 0
             while not is_complete:
                 if tries == DUMP_TRIES:
-                    raise Unavailable(
-                        f"rank {source.dp_rank} of worker {source.worker_id} was cleared"
-                        f" {tries} times during the dump",
-                        reason="CLEARED",
-                    )
+                    rank = f"rank {source.dp_rank} of worker {source.worker_id}"
+                    text = f"{rank} was cleared {tries} times during the dump"
+                    raise Unavailable(text, reason="CLEARED")
                 tries += 1
                 async for part in self._dump(source):
                     is_complete = part.chunk.last
@@ -331,9 +329,8 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
                 chunk = next(chunks, None)
             if chunk is None or advertised.retired:
                 return
-            yield indexer_pb2.DumpResponse(
-                partition=partition, chunk=snapshot_chunk_to_proto(chunk)
-            )
+            part = snapshot_chunk_to_proto(chunk)
+            yield indexer_pb2.DumpResponse(partition=partition, chunk=part)
 
     async def Verify(
         self, request: indexer_pb2.VerifyRequest, context: Context
@@ -383,9 +380,12 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
 
 
 class _Hello:
-    """The checked hello of a publisher."""
+    """The checked hello of a publisher. Raises Conflict, InvalidRequest."""
 
-    def __init__(self, message: indexer_pb2.PublishHello) -> None:
+    def __init__(self, frame: indexer_pb2.PublishRequest) -> None:
+        if not frame.HasField("hello"):
+            raise Conflict("the first frame must carry hello", reason="HELLO_REQUIRED")
+        message = frame.hello
         if not message.worker_id:
             raise InvalidRequest("hello.worker_id is required", "hello.worker_id")
         self.worker_id = message.worker_id
@@ -395,44 +395,26 @@ class _Hello:
             _require_own(state.source, self, "hello.sources.source")
 
 
-def _hello_of(frame: indexer_pb2.PublishRequest) -> _Hello:
-    if not frame.HasField("hello"):
-        raise Conflict("the first frame must carry hello", reason="HELLO_REQUIRED")
-    return _Hello(frame.hello)
-
-
 def _require_own(source: Source, hello: _Hello, field: str) -> None:
     if source.worker_id != hello.worker_id:
-        raise InvalidRequest(
-            f"{field}: worker {source.worker_id}, but hello has {hello.worker_id}",
-            field,
-        )
-
-
-def _updates_to_proto(outbound: Sequence[Outbound]) -> indexer_pb2.SubscribeResponse:
-    first, *more = map(_update_to_proto, outbound)
-    first.more.extend(more)
-    return first
+        error = f"{field}: worker {source.worker_id}, but hello has {hello.worker_id}"
+        raise InvalidRequest(error, field)
 
 
 def _update_to_proto(outbound: Outbound) -> indexer_pb2.SubscribeResponse:
-    message = indexer_pb2.SubscribeResponse()
+    if isinstance(outbound, CaughtUp):
+        return indexer_pb2.SubscribeResponse(caught_up=True)
+    message = indexer_pb2.SubscribeResponse(source=source_to_proto(outbound.source))
     match outbound:
         case EventBatch():
-            message.source.CopyFrom(source_to_proto(outbound.source))
             message.batch.CopyFrom(batch_to_proto(outbound))
         case SnapshotChunk():
-            message.source.CopyFrom(source_to_proto(outbound.source))
             message.snapshot.CopyFrom(snapshot_chunk_to_proto(outbound))
-        case StatusUpdate(source, partition, status, at):
-            message.source.CopyFrom(source_to_proto(source))
+        case StatusUpdate(_, partition, status, at):
             message.status.CopyFrom(source_status_to_proto(status))
             message.epoch, message.sequence = at
             if partition is not None:
                 message.partition.CopyFrom(partition_to_proto(partition))
-        case LoadUpdate(source, load):
-            message.source.CopyFrom(source_to_proto(source))
+        case LoadUpdate(_, load):
             message.load.CopyFrom(load_to_proto(load))
-        case CaughtUp():
-            message.caught_up = True
     return message

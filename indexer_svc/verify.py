@@ -57,9 +57,8 @@ async def compare(
         touched_blocks = _touched_blocks(ingest, source, index_listing, worker_listing)
     except MeshError as error:
         return Comparison(source, error=error.message)
-    return await asyncio.to_thread(
-        _compare_blocks, source, index_listing, worker_listing, touched_blocks
-    )
+    listings = (index_listing, worker_listing)
+    return await asyncio.to_thread(_compare_blocks, source, *listings, touched_blocks)
 
 
 async def _list_worker_blocks(
@@ -71,9 +70,8 @@ async def _list_worker_blocks(
     try:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
         request = engine_pb2.ListKvBlocksRequest(dp_rank=source.dp_rank)
-        call = stub.ListKvBlocks(
-            request, timeout=LIST_TIMEOUT_S, metadata=rpc.call_metadata(security)
-        )
+        metadata = rpc.call_metadata(security)
+        call = stub.ListKvBlocks(request, timeout=LIST_TIMEOUT_S, metadata=metadata)
         with map_rpc_errors():
             async with rpc.cancelling(call):
                 async for part in call:
@@ -83,9 +81,8 @@ async def _list_worker_blocks(
                     tier = TIER_BY_NAME.get(part.tier)
                     if tier is None:
                         raise Unavailable(f"the worker's list has the unknown tier {part.tier!r}")
-                    parts.setdefault(tier, []).append(
-                        hashes_from_wire(part.prefix_hashes, "prefix_hashes")
-                    )
+                    hashes = hashes_from_wire(part.prefix_hashes, "prefix_hashes")
+                    parts.setdefault(tier, []).append(hashes)
     finally:
         await channel.close()
     if at is None:

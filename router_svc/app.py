@@ -111,10 +111,9 @@ class RouterApp(ServiceApp[RouterConfig]):
         self._serve_metrics(self.metrics.registry, config.metrics_port)
         watch = FleetWatch(self._registry, config.namespace, self.router, self._clock)
         if not self.router.overlaps.settings.follows_events:
+            credit = config.overlap_score_credit
             LOG.info(
-                "kv_events_not_followed",
-                kv_events=config.kv_events,
-                overlap_score_credit=config.overlap_score_credit,
+                "kv_events_not_followed", kv_events=config.kv_events, overlap_score_credit=credit
             )
         if unused := settings_without_effect(config):
             LOG.warning("settings_without_effect", reasons=unused)

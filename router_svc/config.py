@@ -48,15 +48,12 @@ def load_selector(name: str) -> WorkerSelector:
         selector = _selector_factory(name)()
     except Exception as error:
         # The factory is foreign code and may raise anything.
-        raise ConfigError(
-            [f"--selector: {name!r} failed: {type(error).__name__}: {error}"]
-        ) from error
-    if not isinstance(getattr(selector, "name", None), str) or not callable(
-        getattr(selector, "select", None)
-    ):
-        raise ConfigError(
-            [f"--selector: {name!r} returned no WorkerSelector: it needs `name` and `select`"]
-        )
+        problem = f"--selector: {name!r} failed: {type(error).__name__}: {error}"
+        raise ConfigError([problem]) from error
+    has_name = isinstance(getattr(selector, "name", None), str)
+    if not has_name or not callable(getattr(selector, "select", None)):
+        problem = f"--selector: {name!r} returned no WorkerSelector: it needs `name` and `select`"
+        raise ConfigError([problem])
     return selector
 
 
@@ -224,23 +221,19 @@ class RouterConfig(ServiceConfig):
         if self.kv_transfer_enforcement == "preferred" and not self.kv_transfer_domain:
             found.append("kv_transfer_domain: required by --kv-transfer-enforcement=preferred")
         if self.bypass_policy in LOAD_POLICIES and self._prefill_busy_threshold is None:
-            found.append(
-                f"bypass_prefill_busy_threshold: --bypass-policy={self.bypass_policy} requires it,"
-                " or --queue-threshold"
-            )
+            policy = f"--bypass-policy={self.bypass_policy}"
+            required = f"{policy} requires it, or --queue-threshold"
+            found.append(f"bypass_prefill_busy_threshold: {required}")
         return found
 
     @property
     def policy(self) -> Policy:
-        """Constraints of placements, in addition to the cost."""
-        is_preferred = self.kv_transfer_enforcement == "preferred"
+        weight = self.kv_transfer_weight if self.kv_transfer_enforcement == "preferred" else None
         return Policy(
             session_ttl_s=self.session_affinity_ttl_s,
             session_mode=self.session_affinity_mode,
             lora_residency=self.lora_residency,
-            domain=TransferDomain(
-                self.kv_transfer_domain, self.kv_transfer_weight if is_preferred else None
-            ),
+            domain=TransferDomain(self.kv_transfer_domain, weight),
             bypass=Bypass(
                 policy=self.bypass_policy,
                 eff_isl_threshold=self.bypass_eff_isl_threshold,
@@ -269,7 +262,6 @@ class RouterConfig(ServiceConfig):
 
     @property
     def index_settings(self) -> IndexSettings:
-        """How the router tracks caches."""
         return derive_index_settings(
             overlap_score_credit=self.overlap_score_credit,
             uses_overlap_elsewhere=self._uses_overlap_elsewhere,
@@ -285,19 +277,15 @@ class RouterConfig(ServiceConfig):
     @property
     def _uses_overlap_elsewhere(self) -> bool:
         """Whether a setting other than overlap_score_credit needs to know cached blocks."""
-        lower_tiers = ("host_cache_hit_weight", "disk_cache_hit_weight")
+        defaults = DEFAULT_COST_SETTINGS
         return (
             self.assume_kv_reuse
             or self.bypass_policy in ISL_POLICIES
             or (self.queue_threshold is not None and self.queue_policy == "wspt")
-            or any(
-                getattr(self, n) not in (0, getattr(DEFAULT_COST_SETTINGS, n)) for n in lower_tiers
-            )
+            or self.host_cache_hit_weight not in (0, defaults.host_cache_hit_weight)
+            or self.disk_cache_hit_weight not in (0, defaults.disk_cache_hit_weight)
         )
 
     @property
     def cost_settings(self) -> CostSettings:
-        """The fields that belong to the cost."""
-        return CostSettings(
-            **{spec.name: getattr(self, spec.name) for spec in fields(CostSettings)}
-        )
+        return CostSettings(**{f.name: getattr(self, f.name) for f in fields(CostSettings)})

@@ -105,7 +105,9 @@ class Decisions:
             if key is None:
                 decided = self._router.decide(query, None, now, rng, None, matches)
             else:
-                self._supersede(key)
+                if (superseded := self._dequeue(key)) is not None:
+                    text = "the same booking was requested again"
+                    self._finish(superseded, Conflict(text, reason="ASKED_AGAIN"))
                 decided = self._router.admit(query, key, now, rng, session, matches)
             if isinstance(decided, QueuedRequest):
                 self._enqueue(_PendingReply(decided, on_decision, stopwatch, traceparent))
@@ -194,8 +196,8 @@ class Decisions:
     def _try_queued(self) -> None:
         now, router = self._clock(), self._router
         for queued in router.queue.pop_overdue(now):
-            pending = self._pending.pop(queued.key)
-            self._finish(pending, queue_timeout_error(queued, now - queued.queued_at))
+            error = queue_timeout_error(queued, now - queued.queued_at)
+            self._finish(self._pending.pop(queued.key), error)
         for queued, outcome in islice(router.rescan(now, self._rng), REQUESTS_PER_SLICE):
             if outcome is not None:
                 self._finish(self._pending.pop(queued.key), outcome)
@@ -213,12 +215,6 @@ class Decisions:
         self._pending[key] = pending
         self._schedule_slice()
 
-    def _supersede(self, key: BookingKey) -> None:
-        pending = self._dequeue(key)
-        if pending is not None:
-            error = Conflict("the same booking was requested again", reason="ASKED_AGAIN")
-            self._finish(pending, error)
-
     def _dequeue(self, key: BookingKey) -> _PendingReply | None:
         pending = self._pending.pop(key, None)
         if pending is not None:
@@ -233,17 +229,14 @@ class Decisions:
         pending.on_decision(outcome)
         queued_s = self._clock() - queued.queued_at
         self._metrics.record_queue_wait(queued_s)
+        query, traceparent = queued.query, pending.traceparent
         if isinstance(outcome, MeshError):
-            self._record_failure(
-                outcome, queued.query.model, stopwatch, pending.traceparent, queued_s
-            )
+            self._record_failure(outcome, query.model, stopwatch, traceparent, queued_s)
         else:
             hashed_s, matched_s, scheduled_s = stopwatch.laps_s()
             total_s = max(0.0, stopwatch.total_s() - queued_s)
             laps_s = (hashed_s, matched_s, max(0.0, scheduled_s - queued_s), total_s)
-            self._record_decision(
-                queued.query, queued.key, outcome, stopwatch, pending.traceparent, laps_s
-            )
+            self._record_decision(query, queued.key, outcome, stopwatch, traceparent, laps_s)
 
     def _record_withdrawn(self, pending: _PendingReply) -> None:
         """Like `_finish`, for a caller that receives no result."""

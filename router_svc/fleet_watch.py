@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
-from common.registry.instances import Snapshot, SnapshotDiff
+from common.registry.instances import Snapshot
 from common.registry.registry import Registry, follow
 from router_svc.core.router import Router
 
@@ -27,18 +27,13 @@ class FleetWatch:
         self.first_snapshot = asyncio.Event()
 
     async def run(self) -> None:
-        """Follow the registry; ends only by cancellation."""
         await follow(self._registry, self._namespace, self._take)
 
     def _take(self, snapshot: Snapshot) -> None:
         changes = self._router.update(snapshot, self._clock())
-        self._log(changes)
-        self.first_snapshot.set()
-
-    def _log(self, changes: SnapshotDiff) -> None:
         joined = [i.id for i in changes.joined if i.service == "worker"]
         left = [i.id for i in changes.left if i.service == "worker"]
         if joined or left:
-            LOG.info(
-                "fleet_changed", joined=joined, left=left, workers=self._router.fleet.worker_count
-            )
+            workers = self._router.fleet.worker_count
+            LOG.info("fleet_changed", joined=joined, left=left, workers=workers)
+        self.first_snapshot.set()

@@ -26,18 +26,12 @@ class HasherCache:
             raise InvalidRequest(
                 f"query.block_size {block_size} is not in 1..{BLOCK_SIZE_MAX}", "query.block_size"
             )
-        hasher = self._hasher(model, block_size, lora_name)
-        return hashes_to_bytes(hasher.prefix_hashes(token_ids))
-
-    def _hasher(self, model: str, block_size: int, lora_name: str) -> PrefixHasher:
         key = (model, block_size, lora_name)
-        hasher = self._hashers.get(key)
-        if hasher is None:
-            hasher = PrefixHasher(
+        if (hasher := self._hashers.get(key)) is None:
+            hasher = self._hashers[key] = PrefixHasher(
                 mesh_key=self._mesh_key, model=model, block_size=block_size, lora_name=lora_name
             )
-            self._hashers[key] = hasher
             if len(self._hashers) > HASHERS_MAX:
                 self._hashers.popitem(last=False)
         self._hashers.move_to_end(key)
-        return hasher
+        return hashes_to_bytes(hasher.prefix_hashes(token_ids))

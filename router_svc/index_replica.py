@@ -124,7 +124,6 @@ class IndexReplica:
         return [row for partition in partitions for row in self.feed.match(partition, hashes)]
 
     def index_status(self, placement: Placement, now: float) -> IndexStatus:
-        """See `Index`."""
         source = Source(*placement)
         received_at = self._last_received_at.get(source)
         if received_at is None or source not in self.feed:

@@ -232,10 +232,6 @@ def decision_to_proto(decision: Decision, fleet: Fleet) -> router_pb2.Decision:
     return message
 
 
-def candidates_to_proto(rows: Iterable[CandidateRow]) -> list[router_pb2.Candidate]:
-    return [_candidate_to_proto(row) for row in rows]
-
-
 def load_to_proto(placement: Placement, load: LoadTotals) -> router_pb2.PotentialLoad:
     return router_pb2.PotentialLoad(
         worker=placement_to_proto(placement),
@@ -286,7 +282,7 @@ def _placement(message: router_pb2.Placement) -> Placement:
     return Placement(message.worker_id, message.dp_rank)
 
 
-def _candidate_to_proto(row: CandidateRow) -> router_pb2.Candidate:
+def candidate_to_proto(row: CandidateRow) -> router_pb2.Candidate:
     age_s, index_status = row.report_age_s, row.index_status
     return router_pb2.Candidate(
         worker=placement_to_proto(row.placement),

@@ -211,7 +211,6 @@ class PeerSync:
             inbound.close_stream()
 
     def close(self) -> None:
-        """End the streams that peers opened."""
         for reader in tuple(self._readers):
             reader.cancel()
 
@@ -244,9 +243,8 @@ class _InboundStream:
                 raise Conflict("a newer stream of this router replaced it", reason="REPLACED")
             frame = frame_from_proto(message)
             _log_refused(self._peer_id, (*frame.refused, *frame.refused_session_records))
-            resend = self._replica.apply_frame(
-                self._peer_id, self._stream, frame, self._last_received_at
-            )
+            now = self._last_received_at
+            resend = self._replica.apply_frame(self._peer_id, self._stream, frame, now)
             if resend:
                 LOG.warning("peer_state_differs", router_id=self._peer_id, sequence=frame.sequence)
             response = router_pb2.SyncResponse(

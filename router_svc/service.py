@@ -41,7 +41,7 @@ from router_svc.metrics import Metrics
 from router_svc.proto import (
     booking_from_proto,
     booking_to_proto,
-    candidates_to_proto,
+    candidate_to_proto,
     decision_to_proto,
     key_from_proto,
     load_to_proto,
@@ -177,13 +177,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             decision = self._router.preview(query, now, self._rng)
         return router_pb2.ExplainResponse(
             decision=decision_to_proto(decision, self._router.fleet),
-            candidates=candidates_to_proto(decision.considered),
+            candidates=map(candidate_to_proto, decision.considered),
             selector=decision.selector,
             age_ms=round((now - decision.made_at) * 1000),
         )
 
     def _recent_decision(self, request_id: str) -> Decision:
-        """By the id of a request or of its response."""
+        # The id of a request or of its response.
         decision = self._router.recent(_RESPONSE_ID_PREFIX.sub("", request_id))
         if decision is None:
             raise NotFound(
@@ -197,7 +197,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.DumpRequest, context: Context
     ) -> router_pb2.DumpResponse:
         model = request.model
-        workers = candidates_to_proto(self._router.loads(model, self._clock()))
+        workers = map(candidate_to_proto, self._router.loads(model, self._clock()))
         bookings = [b for b in self._router.load_tracker if model in ("", b.model)]
         return router_pb2.DumpResponse(
             router_id=self._router_id, bookings=map(booking_to_proto, bookings), workers=workers
@@ -265,12 +265,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 self._router.reregister(booking, session, self._clock())
             except Overloaded as error:
                 self._metrics.unclaimed("announce_refused")
-                LOG.warning(
-                    "booking_rejected",
-                    frontend_id=frontend_id,
-                    request_id=booking.key.request_id,
-                    error=error.message,
-                )
+                ids = {"frontend_id": frontend_id, "request_id": booking.key.request_id}
+                LOG.warning("booking_rejected", **ids, error=error.message)
         news = iter(frame.news)
         while part := list(islice(news, QUERIES_PER_SLICE)):
             replies = (self._reply(new, frontend_id, session, outbox) for new in part)

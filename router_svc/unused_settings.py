@@ -17,9 +17,11 @@ _COST = {spec.name for spec in fields(CostSettings)} - _TRACKING
 def settings_without_effect(config: RouterConfig) -> dict[str, str]:
     """Reason by setting, for each setting that is not at its default and has no effect."""
     bypass = config.bypass_policy
+    bypass_reason = f"bypass_policy is {bypass}"
     index = config.index_settings.kind
     # A credit of 0 also disables the index, with every selector.
     cost = _COST - ({"overlap_score_credit"} if config.overlap_score_credit == 0 else set())
+    is_enforced = config.kv_transfer_enforcement == "required"
     has_other_cost = config.selector in SELECTORS and config.selector != KvSelector.name
     table: list[tuple[bool, str, str]] = [
         (has_other_cost, f"selector is {config.selector}", " ".join(cost)),
@@ -32,14 +34,10 @@ def settings_without_effect(config: RouterConfig) -> dict[str, str]:
         (index == "approx", "kv_events is off", "router_predicted_ttl_secs"),
         (
             bypass not in ISL_POLICIES,
-            f"bypass_policy is {bypass}",
+            bypass_reason,
             "bypass_eff_isl_threshold bypass_eff_isl_ratio_threshold",
         ),
-        (
-            bypass not in LOAD_POLICIES,
-            f"bypass_policy is {bypass}",
-            "bypass_prefill_busy_threshold",
-        ),
+        (bypass not in LOAD_POLICIES, bypass_reason, "bypass_prefill_busy_threshold"),
         (bypass == "off", "bypass_policy is off", "bypass_decode_busy_threshold"),
         (
             config.queue_threshold is None,
@@ -53,16 +51,8 @@ def settings_without_effect(config: RouterConfig) -> dict[str, str]:
             " bypass_prefill_busy_threshold",
         ),
         (not config.track_active_blocks, "track_active_blocks is off", "track_output_blocks"),
-        (
-            config.kv_transfer_enforcement == "required",
-            "kv_transfer_enforcement is required",
-            "kv_transfer_weight",
-        ),
-        (
-            config.session_affinity_ttl_s == 0,
-            "session_affinity_ttl_s is 0",
-            "session_affinity_mode",
-        ),
+        (is_enforced, "kv_transfer_enforcement is required", "kv_transfer_weight"),
+        (not config.session_affinity_ttl_s, "session_affinity_ttl_s is 0", "session_affinity_mode"),
     ]
     return {
         name: reason

@@ -9,6 +9,7 @@ that connects again is indexed at once, with the same grace period.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -47,10 +48,8 @@ class Budget:
         blocks: Mapping[Source, int],
         unindexed: Mapping[Source, int],
     ) -> BudgetActions:
-        """The next actions, each tick. blocks, unindexed: of known, of load-only sources."""
-        self._load_only = {
-            source: cost for source, cost in self._load_only.items() if source in unindexed
-        }
+        """Actions of one tick. blocks: retained; unindexed: estimated, of load-only sources."""
+        self._load_only = {s: cost for s, cost in self._load_only.items() if s in unindexed}
         if not self.budget_bytes or used_bytes <= self.budget_bytes:
             self._over_since = None
             return self._readmit(used_bytes, unindexed)
@@ -68,12 +67,10 @@ class Budget:
 
     def _shares(self, used_bytes: int, blocks: Mapping[Source, int]) -> dict[int, int]:
         excess = 1 - TARGET_FRACTION * self.budget_bytes / used_bytes
-        shares: dict[int, int] = {}
+        shares: Counter[int] = Counter()
         for source, held in blocks.items():
-            if held:
-                share = shares.get(source.worker_id, 0) + math.ceil(excess * held)
-                shares[source.worker_id] = share
-        return shares
+            shares[source.worker_id] += math.ceil(excess * held)
+        return +shares
 
     def _readmit(self, used_bytes: int, unindexed: Mapping[Source, int]) -> BudgetActions:
         for source, block_bytes in self._load_only.items():

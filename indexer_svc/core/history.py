@@ -27,9 +27,10 @@ class BatchHistory:
         return _BATCH_BYTES * len(self._batches) + _EVENT_BYTES * self._events + 8 * self._blocks
 
     def add(self, batch: EventBatch) -> None:
-        """Append the batch that was applied last."""
-        if self._batches and not _follows(self._batches[-1], batch):
-            self.clear()
+        if self._batches:
+            last = self._batches[-1]
+            if (batch.epoch, batch.sequence) != (last.epoch, last.sequence + 1):
+                self.clear()
         self._batches.append(batch)
         self._blocks += _blocks_of(batch)
         self._events += len(batch.events)
@@ -49,10 +50,6 @@ class BatchHistory:
         if not batches or batches[0].epoch != epoch or batches[0].sequence > sequence + 1:
             return None
         return [batch for batch in batches if batch.sequence > sequence]
-
-
-def _follows(last: EventBatch, batch: EventBatch) -> bool:
-    return (batch.epoch, batch.sequence) == (last.epoch, last.sequence + 1)
 
 
 def _blocks_of(batch: EventBatch) -> int:

@@ -24,8 +24,9 @@ import json
 import math
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any, Final, TypeAlias, TypeVar
 
 from common.errors import InvalidRequest
 from common.kv.events import (
@@ -53,6 +54,8 @@ VERSION: Final = 1
 LINE_BYTES_MAX: Final = 48 * 2**20
 _U64_MAX: Final = 2**64 - 1
 
+EnumT = TypeVar("EnumT", bound=Enum)
+
 
 @dataclass(frozen=True, slots=True)
 class IndexLost:
@@ -71,12 +74,8 @@ class BrokenRecording(InvalidRequest):
     """A file is not a recording or has an invalid line. line: its number, from 1."""
 
     def __init__(self, line: int, reason: str) -> None:
-        super().__init__(
-            f"line {line}: {reason}",
-            f"line {line}",
-            reason="BROKEN_RECORDING",
-            metadata={"line": str(line)},
-        )
+        text, metadata = f"line {line}: {reason}", {"line": str(line)}
+        super().__init__(text, f"line {line}", reason="BROKEN_RECORDING", metadata=metadata)
         self.line = line
 
 
@@ -84,7 +83,6 @@ class BrokenRecording(InvalidRequest):
 
 
 def encode_header() -> bytes:
-    """Return the first line."""
     return _encode_json_line({FORMAT: VERSION})
 
 
@@ -98,39 +96,24 @@ def _encode_json_line(fields: Mapping[str, object]) -> bytes:
 
 
 def _entry_fields(entry: RecordingEntry) -> dict[str, object]:
+    fields: dict[str, object]
     match entry:
         case StatusUpdate(source, partition, status):
             fields = {"is": "status", "source": _source_fields(source), **status._asdict()}
             if partition is not None:
-                fields["partition"] = {
-                    "model": partition.model,
-                    "block_size": partition.block_size,
-                    "hash_scheme": partition.hash_scheme,
-                    "adapter_version": partition.adapter_version,
-                }
+                fields["partition"] = asdict(partition)
             return fields
-        case EventBatch(source, epoch, sequence, events):
-            return {
-                "is": "batch",
-                "source": _source_fields(source),
-                "epoch": epoch,
-                "sequence": sequence,
-                "events": [
-                    [one.kind.name.lower(), one.tier.name.lower(), _hash_text(one.hashes)]
-                    for one in events
-                ],
-            }
+        case EventBatch(_, epoch, sequence, events):
+            rows = [
+                [e.kind.name.lower(), e.tier.name.lower(), _hash_text(e.hashes)] for e in events
+            ]
+            fields = {"is": "batch", "source": _source_fields(entry.source)}
+            return fields | {"epoch": epoch, "sequence": sequence, "events": rows}
         case SnapshotChunk():
-            return {
-                "is": "snapshot",
-                "source": _source_fields(entry.source),
-                "epoch": entry.epoch,
-                "sequence": entry.sequence,
-                "tier": entry.tier.name.lower(),
-                "hashes": _hash_text(entry.hashes),
-                "first": entry.first,
-                "last": entry.last,
-            }
+            fields = {"is": "snapshot", "source": _source_fields(entry.source)}
+            fields |= {"epoch": entry.epoch, "sequence": entry.sequence}
+            fields |= {"tier": entry.tier.name.lower(), "hashes": _hash_text(entry.hashes)}
+            return fields | {"first": entry.first, "last": entry.last}
         case IndexLost():
             return {"is": "lost"}
         case RecordingEnd():
@@ -177,7 +160,8 @@ class RecordingReader:
             try:
                 fields = _JsonFields(json.loads(raw.decode("utf-8")))
                 if number == 1:
-                    _check_header(fields)
+                    if (version := fields.value(FORMAT)) != VERSION:
+                        raise ValueError(f"{FORMAT} is {version!r}; supported: {VERSION}")
                     continue
                 t = fields.number("t")
                 if not last_t <= t < math.inf:
@@ -189,9 +173,8 @@ class RecordingReader:
             self.has_ended = isinstance(entry, RecordingEnd)
             yield t, entry
         if not self.lines_read:
-            raise BrokenRecording(
-                1, f"missing: the first line must be {encode_header().decode()!r}"
-            )
+            header = encode_header().decode()
+            raise BrokenRecording(1, f"missing: the first line must be {header!r}")
 
 
 class _JsonFields:
@@ -236,12 +219,6 @@ class _JsonFields:
         return value
 
 
-def _check_header(fields: _JsonFields) -> None:
-    version = fields.value(FORMAT)
-    if version != VERSION:
-        raise ValueError(f"{FORMAT} is {version!r}; supported: {VERSION}")
-
-
 def _entry_of(fields: _JsonFields) -> RecordingEntry:
     match fields.text("is"):
         case "status":
@@ -262,7 +239,7 @@ def _entry_of(fields: _JsonFields) -> RecordingEntry:
                 fields.integer("epoch"),
                 fields.integer("sequence"),
                 hashes,
-                _tier_of(fields.text("tier")),
+                _member_of(Tier, fields.text("tier"), "tier:"),
                 first=fields.flag("first"),
                 last=fields.flag("last"),
             )
@@ -310,24 +287,23 @@ def _events_of(value: Any) -> list[KvEvent]:
     for one in value:
         match one:
             case [str(kind), str(tier), str(hashes)]:
-                events.append(KvEvent(_kind_of(kind), _hashes_of(hashes, "events"), _tier_of(tier)))
+                events.append(
+                    KvEvent(
+                        _member_of(EventKind, kind, "events: kind"),
+                        _hashes_of(hashes, "events"),
+                        _member_of(Tier, tier, "tier:"),
+                    )
+                )
             case _:
                 raise ValueError("events: one is not [kind, tier, hashes]")
     return events
 
 
-def _kind_of(name: str) -> EventKind:
-    for kind in EventKind:
-        if kind.name.lower() == name:
-            return kind
-    raise ValueError(f"events: kind {name!r} is unknown")
-
-
-def _tier_of(name: str) -> Tier:
-    for tier in Tier:
-        if tier.name.lower() == name:
-            return tier
-    raise ValueError(f"tier: {name!r} is unknown")
+def _member_of(kind: type[EnumT], name: str, field: str) -> EnumT:
+    for member in kind:
+        if member.name.lower() == name:
+            return member
+    raise ValueError(f"{field} {name!r} is unknown")
 
 
 def _hashes_of(text: str, field: str) -> Hashes:
@@ -372,7 +348,6 @@ class SourcePositions:
         return any(source.worker_id == worker_id for source in self._loading)
 
     def take(self, entry: RecordingEntry) -> None:
-        """Update the positions by an entry."""
         match entry:
             case StatusUpdate(source, _, status):
                 if status.state == "gone":

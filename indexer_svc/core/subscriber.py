@@ -4,23 +4,18 @@ For each source of the subscriber, `_positions` is the position of its copy afte
 has arrived. A batch is sent only if the copy is at the position right before it. Otherwise the
 subscriber gets the batches in between if the history has them, else a snapshot. At most
 SNAPSHOTS_MAX snapshots are read at once, one chunk whenever the queue is empty, so that a snapshot
-never delays live batches and never queues up.
+never delays live batches. A source goes on while its snapshot is read: every batch after its
+sequence is sent before its last chunk (`common/kv/index_feed.py`).
 
-A snapshot is read while its source goes on. That is correct (`common/kv/index_feed.py`) because
-every batch after its sequence is sent before its last chunk: a chunk is read only when the queue is
-empty.
-
-The first statuses are not queued either: they are computed source by source as they are sent, so
-the size limit does not depend on the number of sources.
-
-Until the copy of a source is right, its status is sent as gapped; the actual status follows with
-the position of the copy. A load-only source has a position but no blocks here: the subscriber's
-copy of it is reported as gone.
+The first statuses are computed as they are sent, so the size limit does not depend on the number of
+sources. Until the copy of a source is right, its status is sent as gapped; the actual status
+follows with the position of the copy. A load-only source has a position but no blocks here: the
+subscriber's copy of it is reported as gone.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -78,14 +73,6 @@ class CaughtUp:
 Outbound: TypeAlias = StatusUpdate | LoadUpdate | CaughtUp | EventBatch | SnapshotChunk
 
 
-@dataclass(slots=True, eq=False)
-class _SnapshotRead:
-    """A snapshot that is being sent."""
-
-    source: Source
-    chunks: Iterator[SnapshotChunk]
-
-
 class Subscriber:
     """One subscription. is_overflowed: over `cap_bytes` were queued; it must resume. resume:
     positions of the subscriber's copies. partition: None for all. is_absent: whether a worker is
@@ -117,7 +104,8 @@ class Subscriber:
         self._waiting_bytes = 0
         self._loads: dict[Source, Load] = {}
         self._pending_snapshots: dict[Source, None] = {}
-        self._snapshot_reads: deque[_SnapshotRead] = deque()
+        # Snapshots that are being sent; the next one first.
+        self._snapshot_reads: OrderedDict[Source, Iterator[SnapshotChunk]] = OrderedDict()
         # Sources without a first status; the next one last, since a dict removes its first slowly.
         self._unreported = dict.fromkeys(reversed([*self._positions, *feed.sources()]))
         self._is_caught_up = False
@@ -125,7 +113,6 @@ class Subscriber:
 
     @property
     def has_more(self) -> bool:
-        """Whether `take` would return something."""
         return bool(self._waiting or self._loads) or self._is_behind or not self._is_caught_up
 
     # Changes of the index.
@@ -152,7 +139,6 @@ class Subscriber:
             self.reconcile(source)
 
     def status_changed(self, source: Source, partition: Partition, status: SourceStatus) -> None:
-        """Process a status change of a source."""
         if source in self._feed:
             self.reconcile(source)
             return
@@ -183,9 +169,7 @@ class Subscriber:
         elif status.state == "gapped":
             self._cancel_snapshot(source)
             self._put(StatusUpdate(source, partition, status))
-        elif source in self._pending_snapshots or any(
-            r.source == source for r in self._snapshot_reads
-        ):
+        elif source in self._pending_snapshots or source in self._snapshot_reads:
             return  # Its status follows its snapshot.
         elif self._catch_up_from_history(source):
             self._put(self._status_update(source))
@@ -280,29 +264,26 @@ class Subscriber:
         if self._pending_snapshots and len(self._snapshot_reads) < SNAPSHOTS_MAX:
             source = next(iter(self._pending_snapshots))
             del self._pending_snapshots[source]
+            at = self._feed.position(source)
+            self._positions[source] = (at.epoch, at.sequence)
+            index, advertised = self._feed.advertised(source)
+            self._snapshot_reads[source] = snapshot_chunks(at, index.chunks(advertised))
             # Its first chunk is sent at once: a batch before it would be a gap.
-            self._snapshot_reads.appendleft(self._begin_snapshot(source))
+            self._snapshot_reads.move_to_end(source, last=False)
         if not self._snapshot_reads:
             return
-        snapshot_read = self._snapshot_reads.popleft()
+        source, chunks = next(iter(self._snapshot_reads.items()))
         # If the source is cleared, it ends early; the batch that cleared it was sent before.
-        chunk = next(snapshot_read.chunks)
+        chunk = next(chunks)
         outbound.append(chunk)
-        if not chunk.last:
-            self._snapshot_reads.append(snapshot_read)
-            return
-        outbound.append(self._status_update(snapshot_read.source))
-
-    def _begin_snapshot(self, source: Source) -> _SnapshotRead:
-        at = self._feed.position(source)
-        self._positions[source] = (at.epoch, at.sequence)
-        index, advertised = self._feed.advertised(source)
-        return _SnapshotRead(source, snapshot_chunks(at, index.chunks(advertised)))
+        self._snapshot_reads.move_to_end(source)
+        if chunk.last:
+            del self._snapshot_reads[source]
+            outbound.append(self._status_update(source))
 
     def _cancel_snapshot(self, source: Source) -> None:
         self._pending_snapshots.pop(source, None)
-        for snapshot_read in [r for r in self._snapshot_reads if r.source == source]:
-            self._snapshot_reads.remove(snapshot_read)
+        if self._snapshot_reads.pop(source, None) is not None:
             # The copy is neither the old nor the new set.
             self._positions[source] = None
 

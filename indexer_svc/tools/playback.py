@@ -13,9 +13,10 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,6 @@ class PlaybackStats:
     has_ended: bool = False
 
     def count(self, entry: RecordingEntry) -> None:
-        """Count an entry."""
         self.batches += isinstance(entry, EventBatch)
         self.chunks += isinstance(entry, SnapshotChunk)
 
@@ -99,22 +99,17 @@ class PlaybackStats:
         return self
 
 
-@asynccontextmanager
-async def _open_recording(path: Path) -> AsyncIterator[RecordingReader]:
+@contextmanager
+def _open_recording(path: Path) -> Iterator[RecordingReader]:
     with path.open("rb") as file:
-
-        def lines() -> Iterator[bytes]:
-            while line := file.readline(LINE_BYTES_MAX + 1):
-                yield line
-
-        yield RecordingReader(lines())
+        yield RecordingReader(iter(partial(file.readline, LINE_BYTES_MAX + 1), b""))
 
 
 async def play_into_local_index(path: Path, feed: IndexFeed, speed: float = 0.0) -> PlaybackStats:
     """Play a file into a local index. Raises BrokenRecording, OSError."""
     began = time.perf_counter()
     playback_stats = PlaybackStats()
-    async with _open_recording(path) as reader:
+    with _open_recording(path) as reader:
         async for entry in _paced(reader, speed):
             try:
                 run_all_steps(play(feed, entry, time.monotonic()))
@@ -139,11 +134,10 @@ async def play_to_indexer(
     workers = await _read_workers(path)
     began = time.perf_counter()
     async with rpc.channel(address, security=security) as channel, TaskGroup() as tasks:
-        publishers = _PublisherStreams(
-            indexer_pb2_grpc.IndexerServiceStub(channel), security, workers, tasks
-        )
+        stub = indexer_pb2_grpc.IndexerServiceStub(channel)
+        publishers = _PublisherStreams(stub, security, workers, tasks)
         try:
-            async with _open_recording(path) as reader:
+            with _open_recording(path) as reader:
                 async for entry in _paced(reader, speed):
                     await publishers.play(entry)
                     publishers.playback_stats.count(entry)
@@ -179,7 +173,7 @@ class _RecordedWorker:
 async def _read_workers(path: Path) -> dict[int, _RecordedWorker]:
     """Read the whole recording for its workers, because a hello lists all ranks of a worker."""
     workers: dict[int, _RecordedWorker] = {}
-    async with _open_recording(path) as reader:
+    with _open_recording(path) as reader:
         async for entry in _paced(reader, 0.0):
             source = getattr(entry, "source", None)
             if not isinstance(source, Source):
@@ -189,14 +183,12 @@ async def _read_workers(path: Path) -> dict[int, _RecordedWorker]:
                 if worker is None:
                     worker = workers[source.worker_id] = _RecordedWorker(entry.partition)
                 if worker.partition != entry.partition:
-                    reason = (
-                        f"line {reader.lines_read}: worker {source.worker_id} changes its partition"
-                    )
+                    line, worker_id = reader.lines_read, source.worker_id
+                    reason = f"line {line}: worker {worker_id} changes its partition"
                     raise Unsupported("partition", reason)
                 worker.ranks[source.dp_rank] = None
-            if (worker is None or source.dp_rank not in worker.ranks) and not _is_gone_status(
-                entry
-            ):
+            is_known = worker is not None and source.dp_rank in worker.ranks
+            if not (is_known or _is_gone_status(entry)):
                 raise BrokenRecording(reader.lines_read, f"no status of {source} before")
     return workers
 
@@ -230,7 +222,6 @@ class _PublisherStreams:
         self._deferred: dict[int, list[RecordingEntry]] = {}
 
     async def play(self, entry: RecordingEntry) -> None:
-        """Publish one entry."""
         source = getattr(entry, "source", None)
         if isinstance(source, Source) and self._must_defer(source, entry):
             self._deferred.setdefault(source.worker_id, []).append(entry)
@@ -253,7 +244,7 @@ class _PublisherStreams:
             self._gone.discard(source)
             self._changed.add(source.worker_id)
         stream = self._streams.get(source.worker_id)
-        return stream is not None and source not in stream.sources and not _is_gone_status(entry)
+        return stream is not None and source not in stream.acked and not _is_gone_status(entry)
 
     async def _play(self, entry: RecordingEntry) -> None:
         match entry:
@@ -261,7 +252,7 @@ class _PublisherStreams:
                 self._positions.take(entry)
                 if status.state != "gone":
                     await self._send_degraded(source, status.state == "degraded")
-                elif self._has_known_ranks(source.worker_id):
+                elif any(p.source.worker_id == source.worker_id for p in self._positions.states()):
                     self._gone.add(source)
                     self._changed.add(source.worker_id)
                 else:
@@ -292,20 +283,15 @@ class _PublisherStreams:
                 for stream in self._streams.values():
                     await stream.wait_until_acknowledged(required)
         except TimeoutError:
-            raise Unavailable(
-                f"no acknowledgement of all batches within {ACK_TIMEOUT_S} s"
-            ) from None
+            error = f"no acknowledgement of all batches within {ACK_TIMEOUT_S} s"
+            raise Unavailable(error) from None
 
     def close(self) -> None:
-        """End all streams."""
         for stream in self._streams.values():
             stream.call.cancel()
             stream.reader.cancel()
             self.playback_stats.shrinks += stream.shrinks
         self._streams.clear()
-
-    def _has_known_ranks(self, worker_id: int) -> bool:
-        return any(one.source.worker_id == worker_id for one in self._positions.states())
 
     async def _send_degraded(self, source: Source, is_degraded: bool) -> None:
         if self._degraded.get(source, False) == is_degraded:
@@ -358,7 +344,8 @@ class _PublishStream:
     def __init__(self, call: Any, sources: Sequence[Source], tasks: TaskGroup) -> None:
         self.call = call
         self.shrinks = 0
-        self._acked = dict.fromkeys(sources, (-1, 0))
+        # Acknowledged position of each source that the hello listed.
+        self.acked = dict.fromkeys(sources, (-1, 0))
         self._changed = asyncio.Event()
         self.reader = tasks.create_task(self._read())
 
@@ -369,14 +356,9 @@ class _PublishStream:
         except asyncio.InvalidStateError:
             raise Unavailable("the indexer ended the stream") from None
 
-    @property
-    def sources(self) -> Collection[Source]:
-        """Sources that the hello listed."""
-        return self._acked.keys()
-
     async def wait_until_acknowledged(self, required: dict[Source, tuple[int, int]]) -> None:
         """Wait until all sources of this stream have reached `required`; (0, 0) is the start."""
-        while any(at < required.get(source, (0, 0)) for source, at in self._acked.items()):
+        while any(at < required.get(source, (0, 0)) for source, at in self.acked.items()):
             self._changed.clear()
             await self._changed.wait()
 
@@ -391,7 +373,7 @@ class _PublishStream:
                 self.shrinks += response.shrink_blocks > 0
                 for message in response.acked:
                     state = source_state_from_proto(message, "acked")
-                    self._acked[state.source] = (state.epoch, state.sequence)
+                    self.acked[state.source] = (state.epoch, state.sequence)
                 for resend in response.resends:
                     raise Unavailable(
                         f"the indexer requests batch {resend.from_sequence} of rank"
@@ -401,22 +383,17 @@ class _PublishStream:
 
 
 async def _run_playback(config: PlaybackConfig) -> PlaybackStats:
-    if config.indexer is None:
-        return await play_into_local_index(config.recording, IndexFeed(), config.speed)
-    return await play_to_indexer(
-        config.recording,
-        config.indexer,
-        config.speed,
-        hold_s=config.hold_s,
-        security=rpc.security_from_config(config),
-    )
+    recording, address, speed = config.recording, config.indexer, config.speed
+    if address is None:
+        return await play_into_local_index(recording, IndexFeed(), speed)
+    security = rpc.security_from_config(config)
+    return await play_to_indexer(recording, address, speed, hold_s=config.hold_s, security=security)
 
 
 def main() -> None:
     """Exit status 0; 1 if the file is invalid or the indexer rejects it."""
-    config, _ = read_config_or_exit(
-        PlaybackConfig, None, env.environ(), sys.argv[1:], name="playback"
-    )
+    arguments = sys.argv[1:]
+    config, _ = read_config_or_exit(PlaybackConfig, None, env.environ(), arguments, name="playback")
     try:
         playback_stats = asyncio.run(_run_playback(config))
     except (MeshError, OSError) as error:

@@ -100,14 +100,11 @@ class Recorder:
         """Write an entry. Raises Unavailable, and writes nothing, if it does not fit."""
         recording_stats = self.recording_stats
         line = encode_line(self._clock() - self._began_at, entry)
-        if recording_stats.bytes + len(line) > self._bytes_max and not isinstance(
-            entry, RecordingEnd
-        ):
+        is_over = recording_stats.bytes + len(line) > self._bytes_max
+        if is_over and not isinstance(entry, RecordingEnd):
             recording_stats.is_full = True
-            raise Unavailable(
-                f"recording full: {recording_stats.bytes}/{self._bytes_max} bytes",
-                reason="RECORDING_FULL",
-            )
+            text = f"recording full: {recording_stats.bytes}/{self._bytes_max} bytes"
+            raise Unavailable(text, reason="RECORDING_FULL")
         self._write(line)
         self.positions.take(entry)
         recording_stats.losses += isinstance(entry, IndexLost)

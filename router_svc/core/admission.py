@@ -1,8 +1,7 @@
 """The admission queue: requests that wait for a rank with capacity for a prompt (pure).
 
-A request is queued if every rank that may compute its prompt is prefill-busy (see
-`eligibility.is_prefill_busy`), or if requests of its constraint class are queued, or if a rescan of
-its model is due. A queued request has no booking.
+A request is queued, without a booking, if every rank that may compute its prompt is prefill-busy
+(`eligibility.is_prefill_busy`), or requests of its constraint class are queued, or a rescan is due.
 
 Order, least first: (-strict_priority, -key, enqueue number), where with
 jump = max(0, priority_jump) and arrival at the frontend, both in seconds,
@@ -14,16 +13,14 @@ jump = max(0, priority_jump) and arrival at the frontend, both in seconds,
 Keys as NVIDIA Dynamo 1.6 documents them. Arrival counts, not the enqueue time: a request that is
 routed again after a failure keeps its position.
 
-Requests are queued by *constraint class*. Requests of one class may run on exactly the same ranks,
-so the head is tried for all of them (head-of-line blocking), and a request that is pinned to a busy
-worker delays no other class. The order holds within a class. Preferences (a soft session, a
-preferred adapter) make no class.
+Requests of one *constraint class* may run on exactly the same ranks, so the head is tried for all
+of them (head-of-line blocking), and a request that is pinned to a busy worker delays no other
+class. Preferences (a soft session, a preferred adapter) make no class.
 
 A class is *dirty* if its head may have a rank with capacity now. A rescan tries the heads of the
-dirty classes in rounds: one head per class and round, in queue order. A round is finished before
-the next begins, so that it reaches every class. Across classes the order is therefore approximate.
-A class that was tried in vain is clean until capacity is freed for its model, the fleet changes, or
-the periodic rescan.
+dirty classes in rounds: one head per class and round, in queue order, so that it reaches every
+class; across classes the order is approximate. A class that was tried in vain is clean until
+capacity is freed for its model, the fleet changes, or the periodic rescan.
 
 Invariants: a key is queued at most once; every class has a request and is in order; `tokens` is the
 sum over the queued requests; none is queued beyond `requests_max`, nor once `tokens_max` is
@@ -39,6 +36,7 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from common.errors import Overloaded
+from common.request.preprocessed import RoutingHints
 from router_svc.core.query import Query
 from router_svc.core.types import BookingKey, Placement, SessionName
 
@@ -64,6 +62,7 @@ class QueueSettings:
 
 
 NO_QUEUE = QueueSettings()
+_NO_HINTS = RoutingHints()
 
 
 class ConstraintClass(NamedTuple):
@@ -168,17 +167,14 @@ class AdmissionQueue:
         return queued
 
     def withdraw_session(self, session: int) -> list[QueuedRequest]:
-        """Remove all requests of a frontend session."""
         return self._withdraw_all([p for p in self._queued.values() if p.session == session])
 
     def pop_overdue(self, now: float) -> list[QueuedRequest]:
-        """Remove all requests that have waited for `wait_max_s`."""
         wait_max_s = self.policy.wait_max_s
         overdue = takewhile(lambda q: now - q.queued_at >= wait_max_s, self._queued.values())
         return self._withdraw_all(list(overdue))
 
     def clear(self) -> list[QueuedRequest]:
-        """Remove all requests."""
         return self._withdraw_all(list(self._queued.values()))
 
     # Constraint classes.
@@ -196,7 +192,6 @@ class AdmissionQueue:
 
     @property
     def has_dirty(self) -> bool:
-        """Whether a rescan is due."""
         return bool(self._dirty_models or self._dirty_classes or self._round)
 
     def mark_dirty(self, constraint_class: ConstraintClass) -> None:
@@ -232,7 +227,6 @@ class AdmissionQueue:
         self.mark_dirty(constraint_class)
 
     def of_session(self, name: SessionName) -> list[QueuedRequest]:
-        """The queued requests of a client session."""
         return [self._queued[key] for key in self._keys_by_session.get(name, ())]
 
     def _start_round(self) -> None:
@@ -279,9 +273,7 @@ def constraint_class_of(query: Query, placements: tuple[Placement, ...] = ()) ->
     """The class of a query. placements: see ConstraintClass."""
     routing, excluded = query.routing, query.excluded_worker_ids
     if routing is None:
-        return ConstraintClass(
-            query.model, None, None, None, None, None, None, frozenset(), "", excluded, placements
-        )
+        routing = _NO_HINTS
     constraints = routing.routing_constraints
     return ConstraintClass(
         query.model,
@@ -299,7 +291,6 @@ def constraint_class_of(query: Query, placements: tuple[Placement, ...] = ()) ->
 
 
 def queue_timeout_error(queued: QueuedRequest, waited_s: float) -> Overloaded:
-    """The error of a request that waited for `wait_max_s`."""
     return Overloaded(
         RETRY_AFTER_S,
         f"no worker had capacity for the prompt within {waited_s:.0f} s; retry after "

@@ -1,16 +1,14 @@
 """An approximate index: what ranks probably hold, derived from where prompts were sent (pure).
 
-One ordered map has an entry for each (rank, block) with the time of the last decision that touched
-it, oldest first. A prompt is touched deepest block first, so that its beginning is newer than its
-end, and removal at the old end leaves no hole in a chain. An entry counts for `ttl_s`. If the map
-is full, the oldest entries are dropped, a few at each step, down to `prune_target_ratio`, so that
-no step takes longer than the size of the prompt just added.
+One ordered map has the time of the last decision that touched each (rank, block), oldest first. A
+prompt is touched deepest block first, so that removal at the old end leaves no hole in a chain. If
+the map is full, the oldest entries are dropped, a few at each step, down to `prune_target_ratio`,
+so that no step takes longer than the size of the prompt just added.
 
 Invariants: entries are ordered by time; on one rank a block's ancestors come after it; therefore
 the valid blocks of a rank are prefix-closed at any moment, and bisection finds their number. There
 are never more than `blocks_max` entries. A rank that left matches nothing from then on (O(1)); its
-entries are dropped when they expire or when the map is full. A rank without entries leaves no
-state.
+entries are dropped when they expire or when the map is full. A rank without entries has no state.
 """
 
 from __future__ import annotations

@@ -171,7 +171,6 @@ class RecentPrefill:
         self._scaled_blocks[placement] = self._scaled_blocks.get(placement, 0.0) + scaled
 
     def blocks_of(self, placements: Iterable[Placement], now: float) -> list[float]:
-        """The decayed blocks of each rank, in the given order."""
         scaled_blocks = self._scaled_blocks
         if not scaled_blocks:
             return [0.0 for _ in placements]
@@ -179,7 +178,6 @@ class RecentPrefill:
         return [scaled_blocks.get(placement, 0.0) * decay_factor for placement in placements]
 
     def forget(self, worker_id: int) -> None:
-        """Drop the ranks of a worker that left."""
         for placement in [p for p in self._scaled_blocks if p.worker_id == worker_id]:
             del self._scaled_blocks[placement]
 

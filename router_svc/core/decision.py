@@ -57,7 +57,7 @@ def make_decision(
     queued_s: float | None = None,
     session_revision: int = 0,
 ) -> Decision:
-    """The decision of a plan. considered_max: rows per leg, None: all. queued_s: None: not so."""
+    """The decision of a plan. considered_max: rows per leg, None: all. queued_s: None: unqueued."""
     query, prefill, worker = attempt.query, plan.prefill, plan.worker.chosen
     at, selector = plan.prompt_leg.chosen, attempt.planner.selector.name
     overlap = plan.prompt_leg.view.overlap(at.placement)
@@ -94,7 +94,6 @@ def make_decision(
 
 
 def booking_of(key: BookingKey, query: Query, decision: Decision) -> Booking:
-    """The booking of a decision."""
     routing = query.routing
     control = routing.session_control if routing is not None else None
     has_session = control is not None and decision.session_revision > 0
@@ -123,7 +122,8 @@ def _reasons(query: Query, plan: ServingPlan, overlaps: Overlaps, selector: str)
         if leg_plan is not None:
             leg = "" if leg_plan.view.leg == "whole" else f"{leg_plan.view.leg} by "
             reasons.append(f"{selector}: {leg}{leg_plan.choice.reason}")
-            reasons.append(f"{len(leg_plan.kept)} of {leg_plan.candidate_count} eligible")
+            kept = len(leg_plan.kept)
+            reasons.append(f"{kept} of {kept + len(leg_plan.excluded)} eligible")
     if unused_reason := overlaps.unused_reason(query, plan.prompt_leg.kept):
         reasons.append(f"kv_index=none: {unused_reason}")
     if plan.fallback:

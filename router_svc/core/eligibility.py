@@ -8,7 +8,7 @@ request, and if no other worker may serve one, the request is rejected with a re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -18,7 +18,14 @@ from common.registry.instances import Instance
 from common.request.preprocessed import RoutingHints
 from router_svc.core.fleet import GONE_MODEL_TTL_S, drop_gone
 from router_svc.core.query import Query
-from router_svc.core.types import AffinityConstraint, Candidate, Leg, LoadTotals, Placement
+from router_svc.core.types import (
+    AffinityConstraint,
+    Candidate,
+    Candidates,
+    Leg,
+    LoadTotals,
+    Placement,
+)
 
 # required: a request for an adapter runs on workers that have it resident. preferred: there if one
 # of them may serve it, else anywhere, since engines may load adapters on demand.
@@ -68,13 +75,13 @@ def pinned_worker_id(routing: RoutingHints | None, leg: Leg = "whole") -> int | 
 
 def eligible(
     query: Query,
-    candidates: Sequence[Candidate],
+    candidates: Candidates,
     leg: Leg = "whole",
     *,
     affinity_constraint: AffinityConstraint | None = None,
     residency: LoraResidency = "required",
     has_capacity: Callable[[Candidate], bool] | None = None,
-) -> tuple[Sequence[Candidate], list[Excluded]]:
+) -> tuple[Candidates, list[Excluded]]:
     """The candidates that may serve the query's leg, and the excluded ones with reasons.
     has_capacity: if given, the only preference. Raises Unavailable or InvalidRequest of the filter
     that no candidate passes, with the field of the request that sets it.
@@ -252,9 +259,7 @@ class AdapterResidency:
 
     def update(self, workers: Iterable[Instance], now: float) -> None:
         """Apply a fleet change. workers: all present workers."""
-        resident = frozenset(
-            (worker.model, adapter_name) for worker in workers for adapter_name in worker.loras
-        )
+        resident = frozenset((worker.model, name) for worker in workers for name in worker.loras)
         for adapter_key in sorted(self._resident - resident):
             self._recently_removed[adapter_key] = now
         for adapter_key in resident & self._recently_removed.keys():
@@ -301,11 +306,9 @@ class BusyLimits:
 
     @property
     def is_disabled(self) -> bool:
-        """Whether no limit is set."""
         return self == NO_LIMITS
 
     def is_exceeded(self, candidate: Candidate, load: LoadTotals, leg: Leg) -> bool:
-        """Whether a rank with this load is busy."""
         worker, tokens = candidate.instance, load.prefill_tokens
         if leg != "decode":
             if self.active_prefill_tokens is not None and tokens > self.active_prefill_tokens:
@@ -333,7 +336,7 @@ def is_prefill_busy(candidate: Candidate, load: LoadTotals, threshold: float) ->
 
 
 def busy_worker_ids(
-    candidates: Sequence[Candidate],
+    candidates: Candidates,
     load_of: Callable[[Placement], LoadTotals],
     limits: BusyLimits,
     leg: Leg,

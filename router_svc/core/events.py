@@ -22,11 +22,9 @@ class Event(Generic[P]):
         self._subscribers: tuple[Callable[P, object], ...] = ()
 
     def subscribe(self, subscriber: Callable[P, object]) -> None:
-        """Call `subscriber` for each further event."""
         self._subscribers += (subscriber,)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Publish the event."""
         for subscriber in self._subscribers:
             subscriber(*args, **kwargs)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 from router_svc.core.cost import Terms
 from router_svc.core.eligibility import Excluded
 from router_svc.core.overlap import UNKNOWN_STATUS, IndexStatus, IndexStatusProvider
 from router_svc.core.selectors import CandidateCosts, Selection, View
-from router_svc.core.types import Candidate, Leg, LoadTotals, Placement
+from router_svc.core.types import Candidate, Candidates, Leg, LoadTotals, Placement
 
 
 class CandidateRow(NamedTuple):
@@ -38,17 +38,12 @@ class LegPlan:
 
     choice: Selection
     view: View
-    kept: Sequence[Candidate]
+    kept: Candidates
     excluded: Sequence[Excluded]
 
     @property
     def chosen(self) -> Candidate:
         return self.choice.candidate
-
-    @property
-    def candidate_count(self) -> int:
-        """Eligible and excluded candidates."""
-        return len(self.kept) + len(self.excluded)
 
 
 def explain(
@@ -68,19 +63,17 @@ def explain(
         candidate_row(candidates[at], view, index, loads[at], costs[at], candidate_costs.terms(at))
         for at in shown_indexes
     ]
-    remaining = None if rows_max is None else rows_max - len(rows)
-    if remaining == 0:
+    if rows_max == len(rows):
         return rows
-    without_cost = islice(_without_cost(candidates, leg_plan), remaining)
-    rows += [candidate_row(candidate, view, index) for candidate in without_cost]
+    others = ((candidate, "") for candidate in _without_cost(candidates, leg_plan))
     remaining = None if rows_max is None else rows_max - len(rows)
-    excluded = islice(leg_plan.excluded, remaining)
-    rows += [candidate_row(candidate, view, index, reason=reason) for candidate, reason in excluded]
+    unscored = islice(chain(others, leg_plan.excluded), remaining)
+    rows += [candidate_row(candidate, view, index, reason=reason) for candidate, reason in unscored]
     return rows
 
 
 def _with_chosen(
-    by_cost: Sequence[int], candidates: Sequence[Candidate], chosen: Candidate, rows_max: int
+    by_cost: Sequence[int], candidates: Candidates, chosen: Candidate, rows_max: int
 ) -> Sequence[int]:
     """The cheapest ones. The chosen candidate replaces the last if it costs more, and gets a row
     without a cost later if it has none: some selectors score other candidates only.
@@ -91,7 +84,7 @@ def _with_chosen(
     return by_cost[: rows_max - 1]
 
 
-def _without_cost(scored: Sequence[Candidate], leg_plan: LegPlan) -> Iterator[Candidate]:
+def _without_cost(scored: Candidates, leg_plan: LegPlan) -> Iterator[Candidate]:
     """The eligible candidates without a cost, the chosen one first."""
     if len(scored) == len(leg_plan.kept):
         return
@@ -112,7 +105,6 @@ def candidate_row(
     *,
     reason: str = "",
 ) -> CandidateRow:
-    """The row of one candidate, from the view."""
     at, now, load_tracker = candidate.placement, view.now, view.load_tracker
     if load is None:
         load = load_tracker.load(at, now)

@@ -61,7 +61,6 @@ class Fleet:
                 yield from worker_candidates
 
     def roles(self, model: str) -> tuple[Role, ...]:
-        """The roles that serve `model` now."""
         return tuple(role for name, role in self._candidates if name == model)
 
     def block_size(self, model: str) -> int | None:
@@ -98,7 +97,6 @@ class Fleet:
 
     @property
     def indexers(self) -> tuple[Instance, ...]:
-        """The indexers in discovery."""
         return self._snapshot.of("indexer")
 
     @property

@@ -16,14 +16,12 @@ class FrontendSessions:
         self._latest_generation: dict[int, int] = {}  # By frontend with a session here.
 
     def open(self, hello: SessionHello) -> int:
-        """Add a session; returns its number."""
         self._latest_generation.setdefault(hello.frontend_id, hello.generation)
         self._last_session += 1
         self._sessions[self._last_session] = hello
         return self._last_session
 
     def close(self, session: int) -> int:
-        """Remove a session; returns its frontend."""
         frontend_id = self._sessions.pop(session).frontend_id
         if self.newest(frontend_id) is None:
             del self._latest_generation[frontend_id]
@@ -51,12 +49,10 @@ class FrontendSessions:
         return self._sessions[session].generation
 
     def newest(self, frontend_id: int) -> int | None:
-        """The newest open session of a frontend."""
         sessions = reversed(self._sessions.items())
         return next((s for s, hello in sessions if hello.frontend_id == frontend_id), None)
 
     def has_frontend(self, frontend_id: int) -> bool:
-        """Whether the frontend has a session here."""
         return frontend_id in self._latest_generation
 
     def __iter__(self) -> Iterator[SessionHello]:

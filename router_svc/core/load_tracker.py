@@ -1,23 +1,18 @@
 """All bookings, with their owners and leases, and the load of each worker rank (pure).
 
 A *booking* is the load of one attempt of one request: prompt tokens to compute and KV blocks to
-hold. The placement decision creates it, progress reports of the frontend change it, and `free` or
-expiry ends it.
+hold. It is a *lease*: the frontend renews it by registering it again, at any revision; if an open
+session does not renew it for `expiry_s`, router and frontend both drop it.
 
 Invariants (asserted): no sum is negative; the sums of a rank equal those of its bookings; a booking
 is owned by an open session of its frontend at this router, or held by a peer router, or orphaned
 with a deadline.
 
-A booking is a *lease*: the frontend renews it by registering it again, at any revision. If an open
-session does not renew a booking for `expiry_s`, router and frontend both drop it.
-
 A booking's revision starts at 1 and grows by 1 with each change: prefill done (the first time) and
-each report of output blocks. The frontend counts in the same way. Its *generation* is that of the
-session that owned it last: a frontend has one session at a time, so the highest generation is
-right wherever it is open, and a session of a lower one has only not ended yet.
+each report of output blocks; the frontend counts alike. Its *generation* is that of the session
+that owned it last: a frontend has one session at a time, so the highest generation is right.
 
-Bookings of a worker that left stay until they are freed. They do not affect decisions, which read
-only ranks of the fleet. If the worker reappears in discovery, its load is still correct.
+Bookings of a worker that left stay until they are freed; decisions read only ranks of the fleet.
 """
 
 from __future__ import annotations
@@ -176,12 +171,10 @@ class LoadTracker:
         return entry is not None
 
     def get(self, key: BookingKey) -> Booking | None:
-        """The current booking."""
         entry = self._entries.get(key)
         return None if entry is None else entry.booking
 
     def keys(self) -> list[BookingKey]:
-        """The keys of all bookings."""
         return list(self._entries)
 
     def __iter__(self) -> Iterator[Booking]:
@@ -305,11 +298,9 @@ class LoadTracker:
     # Load.
 
     def load(self, placement: Placement, now: float) -> LoadTotals:
-        """See `RankLoads.load`."""
         return self.ranks.load(placement, now)
 
     def report(self, worker_id: int, dp_rank: int, load: Load, now: float) -> None:
-        """See `RankLoads.report`."""
         placement = Placement(worker_id, dp_rank)
         self.ranks.report(placement, load, now)
         self.events.capacity_freed(placement)

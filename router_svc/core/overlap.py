@@ -9,11 +9,9 @@ The source depends on what a rank's worker advertises (`Instance.kv_index`):
   window, recurrent state). It is neither matched nor remembered; only its load counts.
 
 *Predicted entries* are short-lived approximate entries for ranks that publish events: a prompt's
-blocks count from its decision on, before they are computed, so that requests of a burst with one
-prefix meet on one worker. The larger of reported and predicted blocks counts.
-
-A request without prefix hashes is ignored too: it matches nothing and leaves no entry. Callers use
-that for content that token ids alone do not identify, if the engine's events cannot show it.
+blocks count from its decision on, so that requests of a burst with one prefix meet on one worker.
+The larger of reported and predicted blocks counts. A request without prefix hashes matches nothing
+and leaves no entry: its token ids alone do not identify its content.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from router_svc.core.approx_index import ApproxIndex, ApproxLimits
 from router_svc.core.query import Query, block_size_of
-from router_svc.core.types import NO_MATCHES, Candidate, Matches, Placement
+from router_svc.core.types import NO_MATCHES, Candidates, Matches, Placement
 
 IndexKind = Literal["none", "approx", "events"]
 
@@ -44,7 +42,6 @@ class IndexStatus(NamedTuple):
 
 UNKNOWN_STATUS = IndexStatus()
 _APPROXIMATE_STATUS = IndexStatus("approx", "derived from this router's decisions")
-_NO_INDEX_STATUS = IndexStatus("none", "this router has no index")
 
 
 class IndexStatusProvider(Protocol):
@@ -65,12 +62,10 @@ class NoIndex:
     """The index of a router without KV events."""
 
     def match(self, query: Query) -> Sequence[SourceMatch]:
-        """See Index."""
         return ()
 
     def index_status(self, placement: Placement, now: float) -> IndexStatus:
-        """See Index."""
-        return _NO_INDEX_STATUS
+        return IndexStatus("none", "this router has no index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +138,6 @@ class Overlaps:
         self._approximate_workers = frozenset(w for w, kind in kinds.items() if kind == "approx")
 
     def forget(self, worker_id: int) -> None:
-        """Drop the entries of a worker that left."""
         for index in (self.approximate, self.predicted):
             if index is not None:
                 index.forget(worker_id)
@@ -187,12 +181,11 @@ class Overlaps:
         return has_more
 
     def index_status(self, placement: Placement, now: float) -> IndexStatus:
-        """See `IndexStatusProvider`."""
         if placement.worker_id in self._approximate_workers:
             return _APPROXIMATE_STATUS
         return self._unused_status or self._index.index_status(placement, now)
 
-    def unused_reason(self, query: Query, candidates: Sequence[Candidate]) -> str:
+    def unused_reason(self, query: Query, candidates: Candidates) -> str:
         """Why caches did not count for a request with these candidates; empty if they did."""
         if self.settings.kind == "none":
             return self.settings.reason

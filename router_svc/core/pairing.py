@@ -11,7 +11,6 @@ once, so that concurrent requests do not all pass the same threshold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
@@ -19,7 +18,7 @@ from typing import Literal
 from common.registry.instances import Instance
 from common.request.preprocessed import BootstrapInfo, RoutingConstraints, RoutingHints
 from router_svc.core.query import Query
-from router_svc.core.types import Candidate
+from router_svc.core.types import Candidate, Candidates
 
 BOOTSTRAP_ROOM_MAX = 2**63 - 1
 
@@ -84,7 +83,7 @@ class Bypass:
     decode_busy_threshold: float | None = None
 
     def cause(self, total_tokens: int, cached_tokens: int, prefill_is_busy: bool) -> str:
-        """One of BYPASS_REASONS, or empty. cached_tokens: on the worker for it alone."""
+        """One of BYPASS_REASONS, or empty. cached_tokens: on its only worker."""
         if self.policy in ISL_POLICIES and self.is_short(total_tokens, cached_tokens):
             return "short_prompt"
         return "prefill_busy" if self.policy in LOAD_POLICIES and prefill_is_busy else ""
@@ -139,8 +138,8 @@ def bootstrap_room(rng: Random, dp_size: int, dp_rank: int) -> int:
 
 
 def pairable(
-    prefill: Sequence[Candidate], decode: Sequence[Candidate], domain: TransferDomain = ANY_DOMAIN
-) -> tuple[Sequence[Candidate], Sequence[Candidate]]:
+    prefill: Candidates, decode: Candidates, domain: TransferDomain = ANY_DOMAIN
+) -> tuple[Candidates, Candidates]:
     """The candidates of each side that have a partner on the other; both may be empty. KV pages
     travel only inside a transfer group (equal page size, dtype, layout and model) and, if the
     domain is required, inside one value of it.
@@ -163,7 +162,7 @@ def pairable(
 
 
 def decode_partners(
-    prefill: Candidate, decode: Sequence[Candidate], domain: TransferDomain = ANY_DOMAIN
+    prefill: Candidate, decode: Candidates, domain: TransferDomain = ANY_DOMAIN
 ) -> list[Candidate]:
     """The decode candidates that can receive the KV of the prefill worker."""
     group = prefill.instance.transfer_group

@@ -11,22 +11,20 @@ A request is served in the first of these serving modes that is open:
 If no mode is open, planning raises Unavailable, which names the missing role, or Overloaded if
 every worker that could serve the request is busy.
 
-A mode is closed if each of its workers is above a busy threshold. It is full if every rank that may
+A mode is closed if each of its workers is above a busy threshold, and full if every rank that may
 compute the prompt is prefill-busy. A mode with capacity precedes a full one. If all open modes are
-full, the first is planned and `ServingPlan.is_blocked` is set: the request has to wait in the
-admission queue. Preferences (a soft session, a preferred adapter) make no mode full: ranks with
-capacity precede preferred ranks.
+full, the request has to wait (`ServingPlan.is_blocked`). Preferences (a soft session, a preferred
+adapter) make no mode full: ranks with capacity precede preferred ranks.
 
-A request that pins an aggregated worker, or has its session on one, is served there first. A
-request that pins its prefill leg is served by a pair or not at all. A request that is not split
-although the model has prefill or decode workers is a fallback: it is counted and its reason
-reported.
+A request that pins an aggregated worker, or has its session on one, is served there first; one that
+pins its prefill leg by a pair or not at all. A request that is not split although the model has
+prefill or decode workers is a fallback: it is counted and its reason reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from random import Random
 
@@ -64,7 +62,7 @@ from router_svc.core.query import (
 )
 from router_svc.core.selectors import View, WorkerSelector
 from router_svc.core.sessions import SessionConstraint
-from router_svc.core.types import AffinityConstraint, Candidate, Leg, Matches, Placement
+from router_svc.core.types import AffinityConstraint, Candidate, Candidates, Leg, Matches, Placement
 
 # Why a request of a model with prefill or decode workers was not split.
 FALLBACK_REASONS = (
@@ -84,7 +82,7 @@ _GATED_REASON = "busy: too few free KV blocks for the bypass"
 _NOT_PLANNED = (Unavailable, InvalidRequest, Overloaded)
 
 # Of one leg: the eligible candidates, and the excluded ones with reasons.
-_Eligibility = tuple[Sequence[Candidate], list[Excluded]]
+_Eligibility = tuple[Candidates, list[Excluded]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,35 +100,28 @@ class ServingPlan:
 
     @property
     def prompt_leg(self) -> LegPlan:
-        """The leg that computes the prompt."""
         return self.worker if self.prefill is None else self.prefill
 
 
+@dataclass(slots=True, eq=False)
 class Planner:
-    """Plans placements from the present fleet and load; books nothing."""
+    """Plans placements from the present fleet and load; books nothing.
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        tracker: LoadTracker,
-        selector: WorkerSelector,
-        policy: Policy,
-        recent_prefill: RecentPrefill,
-    ) -> None:
-        self.fleet = fleet
-        self.tracker = tracker
-        self.selector = selector
-        self.policy = policy
-        self.recent_prefill = recent_prefill
-        self.adapter_residency = AdapterResidency()
-        # The last placement by model and leg, for selectors that rotate.
-        self.last_placements: dict[tuple[str, Leg], Placement] = {}
+    last_placements: by model and leg, for selectors that rotate.
+    """
+
+    fleet: Fleet
+    tracker: LoadTracker
+    selector: WorkerSelector
+    policy: Policy
+    recent_prefill: RecentPrefill
+    adapter_residency: AdapterResidency = field(default_factory=AdapterResidency)
+    last_placements: dict[tuple[str, Leg], Placement] = field(default_factory=dict)
 
     def update_workers(self, workers: Iterable[Instance], now: float) -> None:
         """Apply a fleet change, after the fleet itself. workers: all present workers."""
-        self.last_placements = {
-            key: at for key, at in self.last_placements.items() if key[0] in self.fleet.models
-        }
+        models = self.fleet.models
+        self.last_placements = {k: at for k, at in self.last_placements.items() if k[0] in models}
         self.adapter_residency.update(workers, now)
 
     def record_placement(self, model: str, plan: ServingPlan) -> None:
@@ -209,7 +200,7 @@ class PlacementAttempt:
     def _uses_preferences(self, leg: Leg) -> bool:
         return not self.prefers_capacity or leg == "decode"
 
-    def _are_prefill_busy(self, candidates: Sequence[Candidate]) -> bool:
+    def _are_prefill_busy(self, candidates: Candidates) -> bool:
         """Whether each candidate is prefill-busy. False without an admission queue."""
         threshold, tracker = self.planner.policy.queue.threshold, self.planner.tracker
         return threshold is not None and all(
@@ -260,7 +251,7 @@ class PlacementAttempt:
         yield planner.no_worker_error(query.model, self.now, fallback.removeprefix("no_"))
 
     def _plan_unsplit(
-        self, candidates: Sequence[Candidate], fallback: str, *, is_gated: bool = False
+        self, candidates: Candidates, fallback: str, *, is_gated: bool = False
     ) -> ServingPlan | MeshError:
         """is_gated: the decode threshold of the bypass closes workers like a busy threshold."""
         passing = self._passing_gate(candidates) if is_gated else candidates
@@ -291,7 +282,7 @@ class PlacementAttempt:
         is_preferred = self.planner.policy.lora_residency == "preferred"
         return is_preferred and routing is not None and bool(routing.lora_name)
 
-    def _requires_unsplit(self, aggregated: Sequence[Candidate]) -> bool:
+    def _requires_unsplit(self, aggregated: Candidates) -> bool:
         """Whether a pin or the session places the request on one of these."""
         pin = pinned_worker_id(self.query.routing)
         if pin is not None:
@@ -308,7 +299,7 @@ class PlacementAttempt:
             return False
         return not self._are_prefill_busy(session_candidates)
 
-    def _plan_pair(self, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> ServingPlan:
+    def _plan_pair(self, prefill: Candidates, decode: Candidates) -> ServingPlan:
         """Prefill first; then decode in its transfer group and domain."""
         domain = self.planner.policy.domain
         prefill_eligibility, (pairable_decode, excluded_decode) = self._pairable(prefill, decode)
@@ -320,7 +311,7 @@ class PlacementAttempt:
         return ServingPlan(attempt._select("decode", partners, excluded_decode), first)
 
     def _pairable(
-        self, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+        self, prefill: Candidates, decode: Candidates
     ) -> tuple[_Eligibility, _Eligibility]:
         """The free candidates of each side with a free partner; Overloaded if all are busy."""
         free_prefill = self._without_busy(prefill, "prefill")
@@ -336,13 +327,12 @@ class PlacementAttempt:
             except (Unavailable, InvalidRequest):
                 raise all_busy_error(self.query.model, "decode") from None
             raise all_busy_error(self.query.model, "prefill") from None
-        return (
-            (first[0], first[1] + _exclusions(prefill, free_prefill, _BUSY_REASON)),
-            (second[0], second[1] + _exclusions(decode, free_decode, _BUSY_REASON)),
-        )
+        first[1].extend(_exclusions(prefill, free_prefill, _BUSY_REASON))
+        second[1].extend(_exclusions(decode, free_decode, _BUSY_REASON))
+        return first, second
 
     def _match_pairs(
-        self, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+        self, prefill: Candidates, decode: Candidates
     ) -> tuple[_Eligibility, _Eligibility]:
         """Of each side the eligible candidates that have a partner."""
         domain = self.planner.policy.domain
@@ -352,16 +342,14 @@ class PlacementAttempt:
         if not pairable_prefill:
             domain_name = domain.name if pairable(eligible_prefill, eligible_decode)[0] else ""
             raise _no_pairable_error(self.query.model, domain_name)
-        excluded_prefill += _exclusions(
-            eligible_prefill, pairable_prefill, "has no partner to send its KV cache to"
-        )
-        excluded_decode += _exclusions(
-            eligible_decode, pairable_decode, _outside_domain_reason(domain)
-        )
+        reason = "has no partner to send its KV cache to"
+        excluded_prefill += _exclusions(eligible_prefill, pairable_prefill, reason)
+        reason = _outside_domain_reason(domain)
+        excluded_decode += _exclusions(eligible_decode, pairable_decode, reason)
         return (pairable_prefill, excluded_prefill), (pairable_decode, excluded_decode)
 
     def _plan_bypass(
-        self, pair: ServingPlan | MeshError, unsplit_candidates: Sequence[Candidate]
+        self, pair: ServingPlan | MeshError, unsplit_candidates: Candidates
     ) -> ServingPlan | None:
         """A plan without the pair, if `Bypass` has a reason; else None. Prefill workers that accept
         no more requests, or would queue them, count as busy at any threshold of the bypass.
@@ -385,7 +373,7 @@ class PlacementAttempt:
         cause = bypass.cause(query.total_tokens, cached_tokens(query, plan.worker), is_busy)
         return replace(plan, bypass=cause) if cause else None
 
-    def _passing_gate(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def _passing_gate(self, candidates: Candidates) -> Candidates:
         """The candidates below the decode threshold of the bypass."""
         bypass = self.planner.policy.bypass
         if bypass.decode_busy_threshold is None:
@@ -399,7 +387,7 @@ class PlacementAttempt:
 
         return [c for c in candidates if passes(c)]
 
-    def _eligible_and_free(self, candidates: Sequence[Candidate], leg: Leg) -> _Eligibility:
+    def _eligible_and_free(self, candidates: Candidates, leg: Leg) -> _Eligibility:
         """The eligible, free candidates; the others with reasons. Overloaded if all are busy."""
         eligibility = self._filter(candidates, leg)
         free = self._without_busy(candidates, leg)
@@ -413,7 +401,7 @@ class PlacementAttempt:
             raise all_busy_error(self.query.model, leg) from error
         return kept, excluded + _exclusions(candidates, free, _BUSY_REASON)
 
-    def _filter(self, candidates: Sequence[Candidate], leg: Leg) -> _Eligibility:
+    def _filter(self, candidates: Candidates, leg: Leg) -> _Eligibility:
         return eligible(
             self.query,
             candidates,
@@ -423,17 +411,13 @@ class PlacementAttempt:
             has_capacity=None if self._uses_preferences(leg) else self._has_capacity,
         )
 
-    def _without_busy(self, candidates: Sequence[Candidate], leg: Leg) -> Sequence[Candidate]:
+    def _without_busy(self, candidates: Candidates, leg: Leg) -> Candidates:
         """The candidates below all busy thresholds; the same sequence object if all are."""
-        tracker = self.planner.tracker
-        busy = busy_worker_ids(
-            candidates, lambda at: tracker.load(at, self.now), self.planner.policy.busy, leg
-        )
-        if not busy:
-            return candidates
-        return [c for c in candidates if c.placement.worker_id not in busy]
+        tracker, limits = self.planner.tracker, self.planner.policy.busy
+        busy = busy_worker_ids(candidates, lambda at: tracker.load(at, self.now), limits, leg)
+        return [c for c in candidates if c.placement.worker_id not in busy] if busy else candidates
 
-    def _select(self, leg: Leg, kept: Sequence[Candidate], excluded: Sequence[Excluded]) -> LegPlan:
+    def _select(self, leg: Leg, kept: Candidates, excluded: Sequence[Excluded]) -> LegPlan:
         planner, query = self.planner, self.query
         view = View(
             planner.tracker,
@@ -479,9 +463,7 @@ def _try_plan(make_plan: _MakePlan, attempt: PlacementAttempt) -> ServingPlan | 
         return error
 
 
-def _exclusions(
-    candidates: Sequence[Candidate], kept: Sequence[Candidate], reason: str
-) -> list[Excluded]:
+def _exclusions(candidates: Candidates, kept: Candidates, reason: str) -> list[Excluded]:
     if len(kept) == len(candidates):
         return []
     kept_placements = {c.placement for c in kept}

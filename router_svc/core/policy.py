@@ -9,14 +9,12 @@ from router_svc.core.eligibility import NO_LIMITS, BusyLimits, LoraResidency
 from router_svc.core.pairing import ANY_DOMAIN, NO_BYPASS, Bypass, TransferDomain
 from router_svc.core.sessions import AffinityMode
 
-SESSION_TTL_S = 300.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """session_ttl_s: how long an idle session keeps its placement; 0: no sessions are kept."""
 
-    session_ttl_s: float = SESSION_TTL_S
+    session_ttl_s: float = 300.0
     session_mode: AffinityMode = "hard"
     lora_residency: LoraResidency = "required"
     domain: TransferDomain = ANY_DOMAIN

@@ -45,19 +45,14 @@ def validate_query(query: Query) -> None:
         raise InvalidRequest("query.model must name a model", "query.model")
     priority_jump_s = query.routing.priority_jump if query.routing is not None else None
     if priority_jump_s is not None and not math.isfinite(priority_jump_s):
-        raise InvalidRequest(
-            f"query.routing.priority_jump must be a finite number, not {priority_jump_s}",
-            "query.routing.priority_jump",
-        )
+        field = "query.routing.priority_jump"
+        raise InvalidRequest(f"{field} must be a finite number, not {priority_jump_s}", field)
     if not query.prefix_hashes:
         return
     blocks, remainder = divmod(len(query.prefix_hashes), HASH_BYTES)
     if remainder:
-        raise InvalidRequest(
-            f"query.prefix_hashes has {len(query.prefix_hashes)} bytes, not a multiple of "
-            f"{HASH_BYTES}",
-            "query.prefix_hashes",
-        )
+        size = f"{len(query.prefix_hashes)} bytes, not a multiple of {HASH_BYTES}"
+        raise InvalidRequest(f"query.prefix_hashes has {size}", "query.prefix_hashes")
     if query.block_size < 1:
         raise InvalidRequest("query.prefix_hashes needs block_size", "query.block_size")
     if query.hash_scheme < 1:

@@ -110,11 +110,10 @@ class RankLoads:
         rank.estimate = None
 
     def worker_left(self, worker_id: int) -> None:
-        """Discovery lost a worker: discard its reports."""
-        for placement in [p for p in self._ranks if p.worker_id == worker_id]:
-            self._ranks[placement].report = None
-            self._ranks[placement].estimate = None
-            self.discard_if_empty(placement)
+        for placement, rank in list(self._ranks.items()):
+            if placement.worker_id == worker_id:
+                rank.report = rank.estimate = None
+                self.discard_if_empty(placement)
 
     def load(self, placement: Placement, now: float) -> LoadTotals:
         """The estimate, per field: max(last report + bookings newer than it, bookings). A report

@@ -2,25 +2,20 @@
 
 Each router sends every peer its *own* bookings: those of its sessions, and those of sessions that
 ended a moment ago. The *reported bookings* of a peer are stored apart from the load tracker, so
-that a digest over them can be compared with the peer's, whatever the tracker made of them. Of all
-reports of one booking, the tracker keeps that of its frontend's latest session, and of that the
-highest revision; an open session here gives a booking up only to a later session. A booking that
-was given up has not ended: a router that receives the release first, or gives its own up in the
-same moment, counts an orphan until the new owner reports it. If a peer is lost, what only it
-reported becomes an orphan too: it counts until its frontend registers it again at some router, or
-until ORPHAN_S is over.
+that a digest over them can be compared with the peer's. Of all reports of one booking, the tracker
+keeps that of its frontend's latest session, and of that the highest revision. A booking that was
+given up has not ended: a router that receives the release first counts an orphan until the new
+owner reports it. What only a lost peer reported becomes an orphan too: it counts until its frontend
+registers it again at some router, or until ORPHAN_S is over.
 
 A router that starts receives a *snapshot* of each peer: all that the peer counts, also what it
-received from others, and orphans, because their owners may be gone by now. What only a snapshot
-contains is an orphan too, but does not expire while the peer responds and has not yet sent a full
-sync, however late discovery shows this router to it.
+received from others, and orphans. What only a snapshot contains is an orphan that does not expire
+while the peer responds and has not yet sent a full sync, however late discovery shows this router.
 
 Client sessions (`sessions`) are replicated too: sent by the router that changed them and, in a full
 sync, by all. Session records converge in any order, so that no reported state and no digest of
-them is kept.
-
-Loads are exchanged, never prompt content. Digests detect lost updates; the repair is a full sync:
-what the peer holds and does not receive again has ended.
+them is kept. Loads are exchanged, never prompt content. Digests detect lost updates; the repair is
+a full sync: what the peer holds and does not receive again has ended.
 
 Invariants: reported bookings are those of peers with an open stream; an update is sent after its
 change was made, and all bookings are sent before the end of a full sync.
@@ -92,13 +87,11 @@ class Digest:
         return self._xor or 1
 
     def put(self, booking: Booking) -> None:
-        """Add the booking, or replace its previous state."""
         part = fingerprint(booking)
         self._xor ^= self._fingerprints.get(booking.key, 0) ^ part
         self._fingerprints[booking.key] = part
 
     def discard(self, key: BookingKey) -> None:
-        """Remove a booking, if present."""
         self._xor ^= self._fingerprints.pop(key, 0)
 
     def __len__(self) -> int:
@@ -155,7 +148,6 @@ class OutboundSync:
         self._is_full_sync_start = self._is_full_sync = True
 
     def changed(self, key: BookingKey) -> None:
-        """Send the new state of a booking."""
         if self._is_full_sync_start:
             return
         self._changed_bookings[key] = self._load_tracker.get(key) is None
@@ -163,7 +155,6 @@ class OutboundSync:
             self.request_full_sync()
 
     def session_changed(self, session: SessionName) -> None:
-        """Send the new state of a client session."""
         if self._is_full_sync_start:
             return
         self._changed_sessions[session] = None
@@ -276,7 +267,6 @@ class Replica:
         return outbound
 
     def close_outbound(self, outbound: OutboundSync) -> None:
-        """Its stream has ended."""
         self._outbound_syncs.discard(outbound)
 
     def snapshot(self) -> Iterable[tuple[Booking, ...]]:

@@ -316,10 +316,9 @@ class Router:
         query, now = attempt.query, attempt.now
         record = None
         if key is not None and attempt.session_constraint is not None:
+            worker, revision_min = plan.worker.chosen.placement, self.affinity.revision_min(now)
             prefill = None if plan.prefill is None else plan.prefill.chosen.placement
-            record = attempt.session_constraint.record(
-                plan.worker.chosen.placement, prefill, key, self.affinity.revision_min(now)
-            )
+            record = attempt.session_constraint.record(worker, prefill, key, revision_min)
         revision = record.revision if record is not None and record.placement is not None else 0
         decision = make_decision(attempt, plan, self.overlaps, CONSIDERED_MAX, queued_s, revision)
         if key is not None:
@@ -401,9 +400,8 @@ def _max_cached_tokens(query: Query, leg_plan: LegPlan) -> int:
     view = leg_plan.view
     if not view.matches:
         return 0
+    kept = ((view.overlap(c.placement), c.instance.block_size) for c in leg_plan.kept)
     return max(
-        predicted_cached_tokens(
-            query, view.overlap(c.placement), block_size_of(query, c.instance.block_size)
-        )
-        for c in leg_plan.kept
+        predicted_cached_tokens(query, overlap, block_size_of(query, block_size))
+        for overlap, block_size in kept
     )

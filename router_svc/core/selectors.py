@@ -29,7 +29,15 @@ from router_svc.core.cost import (
 from router_svc.core.eligibility import pinned_worker_id
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query, block_size_of, bookable_decode_blocks
-from router_svc.core.types import NO_MATCHES, Candidate, Leg, LoadTotals, Matches, Placement
+from router_svc.core.types import (
+    NO_MATCHES,
+    Candidate,
+    Candidates,
+    Leg,
+    LoadTotals,
+    Matches,
+    Placement,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,6 @@ class View:
     recent_prefill: RecentPrefill | None = None
 
     def load(self, placement: Placement) -> LoadTotals:
-        """The estimated load of one rank."""
         return self.load_tracker.ranks.load(placement, self.now)
 
     def overlap(self, placement: Placement) -> int:
@@ -58,7 +65,7 @@ class View:
 
 
 class ScoredCandidate(NamedTuple):
-    """A candidate with its cost in the selector's unit; lower is better. terms: None: none."""
+    """A candidate and its cost in the selector's unit; lower is better. terms: None if unknown."""
 
     candidate: Candidate
     cost: float
@@ -74,21 +81,19 @@ _TermValues = tuple[float, float, float, float, float, float]
 class CandidateCosts(Sequence[ScoredCandidate]):
     """Candidates with costs in columns: few of many are read singly. parts: None: not reported."""
 
-    candidates: Sequence[Candidate]
+    candidates: Candidates
     costs: Sequence[float]
     loads: Sequence[LoadTotals]
     parts: Sequence[_TermValues | None] | None = None
 
     @classmethod
     def of(cls, scored: Sequence[ScoredCandidate]) -> CandidateCosts:
-        """The same rows in columns."""
         if isinstance(scored, CandidateCosts):
             return scored
         candidates, costs, loads, parts = zip(*scored, strict=True) if scored else ((),) * 4
         return cls(candidates, costs, loads, parts)
 
     def terms(self, at: int) -> Terms | None:
-        """The parts of one cost."""
         parts = None if self.parts is None else self.parts[at]
         return None if parts is None else Terms._make(parts)
 
@@ -122,9 +127,7 @@ class WorkerSelector(Protocol):
     @property
     def name(self) -> str: ...
 
-    def select(
-        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Selection:
+    def select(self, query: Query, candidates: Candidates, view: View, rng: Random) -> Selection:
         """One of `candidates`, which are never empty and sorted by placement. May raise a MeshError
         for queries that it cannot serve; any other exception fails the query (SELECTOR_FAILED).
         """
@@ -135,9 +138,7 @@ class KvSelector:
 
     name = "kv"
 
-    def select(
-        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Selection:
+    def select(self, query: Query, candidates: Candidates, view: View, rng: Random) -> Selection:
         scored = score_candidates(query, candidates, view)
         reason = "least cost"
         if not view.matches and not _any_publishes_kv_events(candidates):
@@ -154,9 +155,7 @@ class RoundRobinSelector:
 
     name = "round_robin"
 
-    def select(
-        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Selection:
+    def select(self, query: Query, candidates: Candidates, view: View, rng: Random) -> Selection:
         if view.last is None:
             return Selection(candidates[0], "first of the round")
         after = bisect_right(candidates, view.last, key=attrgetter("placement"))
@@ -168,9 +167,7 @@ class RandomSelector:
 
     name = "random"
 
-    def select(
-        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Selection:
+    def select(self, query: Query, candidates: Candidates, view: View, rng: Random) -> Selection:
         return Selection(candidates[rng.randrange(len(candidates))], "drawn at random")
 
 
@@ -179,9 +176,7 @@ class LeastLoadedSelector:
 
     name = "least_loaded"
 
-    def select(
-        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Selection:
+    def select(self, query: Query, candidates: Candidates, view: View, rng: Random) -> Selection:
         return select_cheapest(_load_costs(query, candidates, view), rng, "least load")
 
 
@@ -190,9 +185,7 @@ class PowerOfTwoSelector:
 
     name = "power_of_two"
 
-    def select(
-        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Selection:
+    def select(self, query: Query, candidates: Candidates, view: View, rng: Random) -> Selection:
         drawn = rng.sample(candidates, 2) if len(candidates) > 2 else candidates
         return select_cheapest(_load_costs(query, drawn, view), rng, "less load of two drawn")
 
@@ -202,9 +195,7 @@ class DirectSelector:
 
     name = "direct"
 
-    def select(
-        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Selection:
+    def select(self, query: Query, candidates: Candidates, view: View, rng: Random) -> Selection:
         if pinned_worker_id(query.routing, view.leg) is None:
             is_prefill = view.leg == "prefill"
             name = "prefill_worker_id" if is_prefill else "backend_instance_id"
@@ -226,23 +217,22 @@ SELECTORS: Mapping[str, Callable[[], WorkerSelector]] = MappingProxyType(
 )
 
 
-def _any_publishes_kv_events(candidates: Sequence[Candidate]) -> bool:
+def _any_publishes_kv_events(candidates: Candidates) -> bool:
     for candidate in candidates:  # noqa: SIM110 -- a generator takes twice as long.
         if candidate.instance.kv_index == "events":
             return True
     return False
 
 
-def score_candidates(query: Query, candidates: Sequence[Candidate], view: View) -> CandidateCosts:
+def score_candidates(query: Query, candidates: Candidates, view: View) -> CandidateCosts:
     """Every candidate with its cost, by the formula of `cost`. Optimized: most of a decision."""
     cost_settings, now, matches = view.cost_settings, view.now, view.matches
     load_of = view.load_tracker.ranks.load
     placements = [c.placement for c in candidates]
     loads = [load_of(placement, now) for placement in placements]
     is_decode = view.leg == "decode"
-    has_credit_decay = (
-        cost_settings.track_prefill_tokens and cost_settings.overlap_score_credit_decay > 0
-    )
+    credit_decay = cost_settings.overlap_score_credit_decay
+    has_credit_decay = cost_settings.track_prefill_tokens and credit_decay > 0
     least_queued = min([load[0] for load in loads]) if has_credit_decay else 0
     full_credit, assumes_reuse = cost_settings.overlap_score_credit, cost_settings.assume_kv_reuse
     scale = cost_settings.prefill_load_scale
@@ -269,7 +259,7 @@ def score_candidates(query: Query, candidates: Sequence[Candidate], view: View) 
             credit = full_credit * on_device
             if has_credit_decay and blocks:
                 excess = (queued - least_queued) / block_size / blocks
-                credit /= 1.0 + cost_settings.overlap_score_credit_decay * excess
+                credit /= 1.0 + credit_decay * excess
             if on_any_tier > on_device and not is_decode:
                 credit += _lower_tier_credit(row, cost_settings)
             if assumes_reuse:
@@ -292,9 +282,8 @@ def _lower_tier_credit(row: SourceMatch, cost_settings: CostSettings) -> float:
 
 
 def _recent_miss_terms(
-    query: Query, candidates: Sequence[Candidate], placements: Sequence[Placement], view: View
+    query: Query, candidates: Candidates, placements: Sequence[Placement], view: View
 ) -> list[float]:
-    """The `misses` term of each candidate."""
     weight = view.cost_settings.recent_miss_weight
     if view.recent_prefill is None or weight == 0 or view.leg == "decode" or not query.total_tokens:
         return [0.0] * len(candidates)
@@ -334,14 +323,14 @@ def select_cheapest(scored: Sequence[ScoredCandidate], rng: Random, reason: str)
     return Selection(candidate_costs.candidates[chosen], reason, candidate_costs)
 
 
-def _load_costs(query: Query, candidates: Sequence[Candidate], view: View) -> CandidateCosts:
+def _load_costs(query: Query, candidates: Candidates, view: View) -> CandidateCosts:
     loads = [view.load(c.placement) for c in candidates]
     block_sizes = [block_size_of(query, c.instance.block_size) for c in candidates]
     costs = list(map(load_cost, loads, block_sizes, _taint_factors(query, candidates)))
     return CandidateCosts(candidates, costs, loads)
 
 
-def _taint_factors(query: Query, candidates: Sequence[Candidate]) -> list[float]:
+def _taint_factors(query: Query, candidates: Candidates) -> list[float]:
     constraints = query.routing.routing_constraints if query.routing else None
     if constraints is None or not constraints.preferred_taints:
         return [1.0] * len(candidates)

@@ -1,21 +1,19 @@
 """Session affinity: on which worker the requests of one client session stay (pure).
 
 A *session placement* is where a session's last request was placed. It is made with a booking, so
-that the session's next request follows even while the first runs. While any router has a booking
-of the session, the placement is *active* and does not age; without one it is *idle*, and is
-dropped after `ttl_s` of that, never earlier.
+that the session's next request follows even while the first runs. It is *active* while any router
+has a booking of the session, else *idle*, and dropped after `ttl_s` of that, never earlier.
 
 A placement has no effect if its worker is gone, has failed this very request, or if the request
 pins a worker: the session then moves with its request. `open` ignores the previous placement,
 `close` drops it with the request's booking.
 
 Routers exchange *session records*: the placement, or that the session is closed, with a revision
-that grows with each record of the session (also across records that were dropped, since it follows
-the time of day) and the key of the request that made it. Of two records every router keeps the
-same one, in whatever order they arrive: the higher revision, or of equal ones (two routers placed
-the session at once) the least key. A router that receives a losing record sends its own. If clocks
-are more than `ttl_s` apart, a session that one router has just dropped and placed again may return
-to its earlier worker at others. Any later record supersedes one that a wrong clock made. A closed
+that grows with each record of the session (it follows the time of day) and the key of the request
+that made it. Of two records every router keeps the same one, in whatever order they arrive: the
+higher revision, or of equal ones (two routers placed the session at once) the least key. A router
+that receives a losing record sends its own. If clocks are more than `ttl_s` apart, a session that
+one router has just dropped and placed again may return to its earlier worker at others. A closed
 session is kept like an idle one, so that a router without that update cannot bring it back.
 
 Invariants: a record is active or idle, a closed one always idle; there are at most `records_max`,
@@ -81,7 +79,6 @@ class SessionPlacement:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """The placements of all legs."""
         return (self.worker,) if self.prefill is None else (self.worker, self.prefill)
 
 
@@ -246,7 +243,6 @@ class SessionAffinity:
     # Bookings of all routers.
 
     def booking_began(self, booking: Booking) -> None:
-        """See `RouterEvents.booking_added`."""
         session = SessionName(*booking.session)
         self._live_bookings[session] = self._live_bookings.get(session, 0) + 1
         self._newly_idle.pop(session, None)
@@ -279,7 +275,6 @@ class SessionAffinity:
     # Peers.
 
     def receive(self, update: SessionUpdate, now: float) -> None:
-        """Apply the record of a peer."""
         record, idle_s = update
         existing = self._records.get(record.session)
         if not self._ttl_s or (existing is None and idle_s >= self._ttl_s):
@@ -299,7 +294,6 @@ class SessionAffinity:
         )
 
     def sessions(self) -> list[SessionName]:
-        """The names of all records."""
         return list(self._records)
 
     # Time.
@@ -340,7 +334,6 @@ class SessionAffinity:
         return SessionName(model, control.session_id, lora_name)
 
     def _store(self, record: SessionRecord) -> None:
-        """Add a record or replace that of its session."""
         session = record.session
         if (old := self._records.pop(session, None)) is not None:
             self.size -= old.size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -28,6 +28,9 @@ class Candidate:
 
     placement: Placement
     instance: Instance
+
+
+Candidates = Sequence[Candidate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,6 @@ class Booking:
 
     @property
     def session(self) -> tuple[str, str, str]:
-        """The fields of its SessionName."""
         return self.model, self.session_id, self.lora_name
 
     @property
