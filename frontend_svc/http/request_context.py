@@ -51,7 +51,6 @@ class RequestContext:
 
     @property
     def response_id(self) -> str:
-        """The id in the response body."""
         return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.request_id}"
 
     @property
@@ -79,7 +78,6 @@ class RequestContext:
 
 
 def span_attributes(context: RequestContext) -> dict[str, AttributeValue]:
-    """Returns the attributes of a request's span at its end."""
     fields: dict[str, AttributeValue] = {
         "request_id": context.request_id,
         "x_request_id": context.client_id.decode("latin-1"),

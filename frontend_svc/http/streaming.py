@@ -28,11 +28,9 @@ from frontend_svc.request.response import ResponseBuffer
 
 
 class ResponseWriter:
-    """Writes what a ResponseBuffer receives. keep_alive_s: pause before a comment is sent.
-
-    Every method raises the request's error if it ends before the first byte: it becomes an ordinary
-    HTTP error then.
-    """
+    """Writes what a ResponseBuffer receives. keep_alive_s: pause before a comment is sent. Every
+    method raises the request's error if it ends before the first byte: it becomes an ordinary HTTP
+    error then."""
 
     def __init__(
         self, context: RequestContext, response: ResponseBuffer, send: Send, keep_alive_s: float
@@ -108,7 +106,6 @@ class ResponseWriter:
         )
 
     async def relay_chunks(self) -> None:
-        """Sends the worker's chunks as they come."""
         response = self._response
         response.wake_when_idle(self._keep_alive_s)
         chunks = await response.next_chunks()
@@ -121,7 +118,6 @@ class ResponseWriter:
         await self._end_stream(DONE if error is None else error_event(error))
 
     async def send_merged_chunks(self) -> None:
-        """Sends the worker's chunks as one JSON body."""
         chunks: list[bytes] = []
         while batch := await self._response.next_chunks():
             chunks += batch
@@ -194,7 +190,5 @@ def _usage(flow: TextStream, outcome: RequestOutcome) -> CompletionUsage:
     if flow.matched_stop is None:
         return usage
     return replace(
-        usage,
-        completion_tokens=flow.consumed,
-        total_tokens=usage.prompt_tokens + flow.consumed,
+        usage, completion_tokens=flow.consumed, total_tokens=usage.prompt_tokens + flow.consumed
     )

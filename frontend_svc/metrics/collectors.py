@@ -14,10 +14,8 @@ from frontend_svc.metrics.families import ServedModels
 
 
 class ModelConfigCollector(Collector):
-    """What the workers of each served model advertise.
-
-    A size that no worker advertises has no sample. prefix: of the metric names.
-    """
+    """What the workers of each served model advertise. A size that no worker advertises has no
+    sample. prefix: of the metric names."""
 
     SUMS = ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens")
     MINIMA = ("context_length", "block_size")

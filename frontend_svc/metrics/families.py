@@ -96,11 +96,9 @@ class _Closing:
 
 
 class Metrics:
-    """Requests, inflight and duration by model.
-
-    `model` arguments are label values; `DeploymentState` maps the model of a body to one. Children
-    are cached: `labels()` costs more than the counting.
-    """
+    """Requests, inflight and duration by model. `model` arguments are label values;
+    `DeploymentState` maps the model of a body to one. Children are cached: `labels()` costs more
+    than the counting."""
 
     def __init__(self, prefix: str = LEGACY_PREFIX) -> None:
         service = f"{prefix}_http_service"
@@ -111,10 +109,7 @@ class Metrics:
             registry=None,
         )
         self._inflight = Gauge(
-            f"{service}_inflight_requests",
-            "Number of inflight requests",
-            ("model",),
-            registry=None,
+            f"{service}_inflight_requests", "Number of inflight requests", ("model",), registry=None
         )
         self._durations = Histogram(
             f"{service}_request_duration_seconds",
@@ -128,7 +123,6 @@ class Metrics:
         self._durations_child = cache(self._durations.labels)
 
     def register(self, registry: MetricsRegistry) -> None:
-        """Exposes the three collectors. Raises Conflict if a name is taken."""
         _register(registry, self.collectors)
 
     @property
@@ -142,7 +136,6 @@ class Metrics:
         return _sample_value(self._requests, (model, endpoint, request_type, status))
 
     def get_inflight_count(self, model: str) -> int:
-        """Returns the number of open guards; creates no series."""
         return _sample_value(self._inflight, (model,))
 
     def inc_request_counter(
@@ -167,22 +160,9 @@ class Metrics:
 
 
 class InflightGuard(_Closing):
-    """One request in flight, from construction to `close`.
-
-    Close it where the request is owned, not in the generator that writes the response: a generator
-    that was never started never reaches its `finally`. timer: seconds of `clock` at the start.
-    """
-
-    __slots__ = (
-        "_clock",
-        "_closed",
-        "endpoint",
-        "metrics",
-        "model",
-        "request_type",
-        "status",
-        "timer",
-    )
+    """One request in flight, from construction to `close`. Close it where the request is owned, not
+    in the generator that writes the response: a generator that was never started never reaches its
+    `finally`. timer: seconds of `clock` at the start."""
 
     def __init__(
         self,
@@ -203,7 +183,6 @@ class InflightGuard(_Closing):
         metrics.inc_inflight_gauge(model)
 
     def mark_ok(self) -> None:
-        """The response is complete; without this call the request counts as an error."""
         self.status = Status.SUCCESS
 
     def close(self) -> None:
@@ -218,10 +197,8 @@ class InflightGuard(_Closing):
 
 @dataclass(frozen=True, slots=True)
 class ModelSeries:
-    """All series of one model that a request updates, looked up once.
-
-    inflight: begun and not ended. queued: begun and without a first token yet.
-    """
+    """All series of one model that a request updates, looked up once. inflight: begun and not
+    ended. queued: begun and without a first token yet."""
 
     inflight: Gauge
     queued: Gauge
@@ -324,22 +301,9 @@ class FrontendMetrics:
 
 
 class RequestMeter(_Closing):
-    """Counts one request in both families, from construction to `close`.
-
-    Close it where the request is owned; see InflightGuard. `now` arguments are seconds of the clock
-    of the `DeploymentState`.
-    """
-
-    __slots__ = (
-        "_clock",
-        "_error_type",
-        "_frontend",
-        "_guard",
-        "_is_closed",
-        "_last_s",
-        "_model",
-        "_output_tokens",
-    )
+    """Counts one request in both families, from construction to `close`. Close it where the request
+    is owned; see InflightGuard. `now` arguments are seconds of the clock of the
+    `DeploymentState`."""
 
     def __init__(self, guard: InflightGuard, frontend: FrontendMetrics, clock: Clock) -> None:
         self._guard = guard
@@ -355,7 +319,6 @@ class RequestMeter(_Closing):
         self._model.queued.inc()
 
     def prompt(self, tokens: int) -> None:
-        """Records the prompt's length; once a request."""
         self._model.input_tokens.observe(tokens)
 
     def cached(self, tokens: int) -> None:
@@ -363,10 +326,8 @@ class RequestMeter(_Closing):
         self._model.cached_tokens.observe(tokens)
 
     def tokens(self, count: int, now: float) -> None:
-        """Records `count` >= 1 tokens of content, reasoning or tool call.
-
-        The first call is the time to first token. Tokens of one call share the gap.
-        """
+        """Records `count` >= 1 tokens of content, reasoning or tool call. The first call is the
+        time to first token. Tokens of one call share the gap."""
         gap_s = now - self._last_s
         self._last_s = now
         if self._output_tokens:
@@ -377,7 +338,6 @@ class RequestMeter(_Closing):
         self._output_tokens += count
 
     def mark_ok(self) -> None:
-        """The response is complete."""
         self._guard.mark_ok()
 
     def mark_failed(self, error_type: ErrorType) -> None:
@@ -412,10 +372,8 @@ class RequestMeter(_Closing):
 
 @dataclass(frozen=True, slots=True)
 class DeploymentState:
-    """Both families over the models served now.
-
-    served: the only source of `model` label values. clock: monotonic seconds.
-    """
+    """Both families over the models served now. served: the only source of `model` label values.
+    clock: monotonic seconds."""
 
     served: ServedModels
     metrics: Metrics = field(default_factory=Metrics)
@@ -425,7 +383,6 @@ class DeploymentState:
     def register(
         self, registry: MetricsRegistry, *, legacy: bool = True, current: bool = True
     ) -> None:
-        """Exposes one family or both; both always count. Raises Conflict if a name is taken."""
         legacy_collectors = self.metrics.collectors if legacy else ()
         current_collectors = self.frontend.collectors if current else ()
         _register(registry, (*legacy_collectors, *current_collectors))

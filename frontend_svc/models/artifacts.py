@@ -71,11 +71,9 @@ def grpc_artifact_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenArtifact
 
 
 class ArtifactFetcher:
-    """Completes cards, several at once.
-
-    workers_with_card: the workers that serve the card of a checksum now. counters: fetched
-    artifacts, their bytes, resumed transfers, failed attempts, and mismatches.
-    """
+    """Completes cards, several at once. workers_with_card: the workers that serve the card of a
+    checksum now. counters: fetched artifacts, their bytes, resumed transfers, failed attempts, and
+    mismatches."""
 
     def __init__(
         self,
@@ -233,21 +231,9 @@ class ArtifactFetcher:
 
 
 class _PartialArtifact:
-    """The received part of one artifact.
-
-    lock: held during an attempt. source_ids: workers that sent `data`. mismatched_workers: workers
-    with content other than the card's. is_resume_disabled: each worker has to send the whole.
-    """
-
-    __slots__ = (
-        "completed",
-        "data",
-        "is_resume_disabled",
-        "last_mismatch",
-        "lock",
-        "mismatched_workers",
-        "source_ids",
-    )
+    """The received part of one artifact. lock: held during an attempt. source_ids: workers that
+    sent `data`. mismatched_workers: workers with content other than the card's. is_resume_disabled:
+    each worker has to send the whole."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -312,7 +298,6 @@ class ArtifactCollector(Collector):
         self._prefix = prefix
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """See prometheus_client."""
         counters = self._artifacts.counters
         family = CounterMetricFamily(
             f"{self._prefix}_card_artifacts",

@@ -121,7 +121,6 @@ class ModelCatalog:
 
     @property
     def loading(self) -> frozenset[str]:
-        """Models with a build in progress."""
         return self._watch.building
 
     @property
@@ -130,21 +129,16 @@ class ModelCatalog:
         return MappingProxyType(self._watch.not_ready)
 
     def get_for(self, name: str, table: Table) -> ServedModel:
-        """`get` for one kind of request; an adapter has the tables of its model.
-
-        Raises the errors of `get`, and Unsupported if the card does not offer that kind.
-        """
+        """`get` for one kind of request; an adapter has the tables of its model. Raises the errors
+        of `get`, and Unsupported if the card does not offer that kind."""
         model = self.get(name)
         if self._table.engine(model.base if model.adapter else name, table) is None:
             raise _wrong_endpoint_error(name, table)
         return model
 
     def get(self, name: str) -> ServedModel:
-        """The tokenized model or adapter of that name.
-
-        Raises UnknownModel, Unavailable if it was served recently or is being loaded, Unsupported
-        if only pass-through workers serve it.
-        """
+        """The tokenized model or adapter of that name. Raises UnknownModel, Unavailable if it was
+        served recently or is being loaded, Unsupported if only pass-through workers serve it."""
         engines = self._table.engines(name)
         if not engines:
             adapter_model = self._adapters.get(name)
@@ -157,11 +151,8 @@ class ModelCatalog:
         raise Unsupported("model", f"{name!r} is served by pass-through workers only")
 
     def engine(self, name: str, table: Table) -> Engine:
-        """The engine of a name for one kind of request.
-
-        Raises UnknownModel, Unavailable if it was served recently or is being loaded, Unsupported
-        if it is served for the other kind only.
-        """
+        """The engine of a name for one kind of request. Raises UnknownModel, Unavailable if it was
+        served recently or is being loaded, Unsupported if it is served for the other kind only."""
         engine = self._table.engine(name, table)
         if engine is not None:
             return engine
@@ -178,22 +169,18 @@ class ModelCatalog:
         return [engine for engine in self._first_engines() if engine.model is None]
 
     def names(self) -> frozenset[str]:
-        """Names of all models and adapters in service."""
         return frozenset(self._table.names()) | self._adapters.keys()
 
     def workers(self, name: str) -> tuple[Instance, ...]:
-        """The workers that serve the model or adapter of that name."""
         adapter_model = self._adapters.get(name)
         if adapter_model is None:
             return self._snapshot.serving(name)
         return serving(self._snapshot.serving(adapter_model.base), name)
 
     async def follow(self, snapshot: Snapshot) -> bool:
-        """Update the table from `snapshot`; returns False if some model needs another attempt.
-
-        The table changes at once, except for models with cards to load; this waits for
-        them. Concurrent calls are allowed.
-        """
+        """Update the table from `snapshot`; returns False if some model needs another attempt. The
+        table changes at once, except for models with cards to load; this waits for them. Concurrent
+        calls are allowed."""
         events = list(events_between(self._snapshot, snapshot))
         self._snapshot = snapshot
         pending = tuple(self._watch.not_ready)

@@ -52,12 +52,10 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The name in client requests."""
         return self.adapter or self.card.name
 
     @property
     def base(self) -> str:
-        """The model's name for workers and routers."""
         return self.card.name
 
     def adapter_model(self, adapter: str, *, created: int, mesh_key: bytes) -> ServedModel:
@@ -82,7 +80,6 @@ class ServedModel:
         return ids
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer | StreamDetokenizer:
-        """A new detokenizer for one response."""
         if self.vocabulary is None:
             return StreamDetokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
         return Detokenizer(self.vocabulary, skip_special_tokens=skip_special_tokens)

@@ -45,10 +45,8 @@ class Submission:
 
 
 class EngineClient:
-    """All Attach streams of a frontend process. Use as an async context manager.
-
-    stalled_s: seconds the event loop has stalled so far; they do not count against workers.
-    """
+    """All Attach streams of a frontend process. Use as an async context manager. stalled_s: seconds
+    the event loop has stalled so far; they do not count against workers."""
 
     def __init__(
         self,
@@ -114,7 +112,6 @@ class EngineClient:
                 del self._stream_seq[worker_id]
 
     def failed(self, worker_id: int, reason: str, *, is_hung: bool = False) -> None:
-        """See ConnectionObserver."""
         if is_hung:
             self._hung_workers.add(worker_id)
         if self._breaker.open_circuit(worker_id, reason, self._loop.time(), is_hung=is_hung):
@@ -136,7 +133,6 @@ class EngineClient:
 
     @property
     def open_slots(self) -> dict[int, int]:
-        """Open slots by worker."""
         return {worker_id: c.link.open_slots for worker_id, (c, _) in self._connections.items()}
 
     async def _probe_open_circuits(self) -> None:

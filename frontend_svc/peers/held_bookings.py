@@ -20,10 +20,8 @@ class _UnsentOutput:
 
 
 class HeldBookings:
-    """Bookings by key. now: loop time; on_change: called when there is something to send.
-
-    A session begins with all bookings, so prefills and frees are recorded only while one is open.
-    """
+    """Bookings by key. now: loop time; on_change: called when there is something to send. A session
+    begins with all bookings, so prefills and frees are recorded only while one is open."""
 
     def __init__(
         self, frontend_id: int, now: Callable[[], float], on_change: Callable[[], None]
@@ -43,7 +41,6 @@ class HeldBookings:
         return len(self._bookings)
 
     def add(self, key: PlacementKey, query: Query, decision: router_pb2.Decision) -> None:
-        """A router booked a placement."""
         routing, session_revision = query.routing, decision.session_revision
         session, lora_name = None, None
         if routing is not None and session_revision:
@@ -64,7 +61,6 @@ class HeldBookings:
         self._renewed_at[key] = self._now()
 
     def prefill_done(self, key: PlacementKey) -> None:
-        """The request has its first token."""
         booking = self._bookings.get(key)
         if booking is not None:
             booking.prefill_tokens = 0
@@ -72,10 +68,8 @@ class HeldBookings:
             self._record(self._unsent_prefills_done, key)
 
     def output(self, key: PlacementKey, blocks: int, decay_fraction: float | None) -> None:
-        """The output grew by `blocks`; ignored if the router does not track output.
-
-        decay_fraction: share of the expected output still to come, 0..1; None: unknown.
-        """
+        """The output grew by `blocks`; ignored if the router does not track output. decay_fraction:
+        share of the expected output still to come, 0..1; None: unknown."""
         booking = self._bookings.get(key)
         if booking is None or not self._is_output_tracked:
             return
@@ -107,11 +101,9 @@ class HeldBookings:
         return self._bookings.values()
 
     def session_accepted(self, *, is_output_tracked: bool) -> None:
-        """The router acknowledged the session."""
         self._is_output_tracked = is_output_tracked
 
     def end_session(self) -> None:
-        """The session has ended."""
         self.is_session_open = False
 
     def move_changes_to(self, frame: router_pb2.SessionRequest) -> None:

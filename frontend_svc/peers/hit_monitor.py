@@ -18,10 +18,8 @@ log = structlog.get_logger()
 
 
 class HitMonitor:
-    """Observes the end of each request.
-
-    clock: monotonic seconds. ratio_max: see `HitDriftMonitor`.
-    """
+    """Observes the end of each request. clock: monotonic seconds. ratio_max: see
+    `HitDriftMonitor`."""
 
     def __init__(
         self, snapshot: Callable[[], Snapshot], clock: Callable[[], float], ratio_max: float
@@ -31,7 +29,6 @@ class HitMonitor:
         self._drift = HitDriftMonitor(ratio_max)
 
     def on_request_end(self, outcome: RequestOutcome) -> None:
-        """A request ended, with success or not."""
         comparison = _predicted_and_actual(outcome)
         if comparison is None:
             return
@@ -52,11 +49,9 @@ class HitMonitor:
             )
 
     def follow(self, snapshot: Snapshot) -> None:
-        """The members of the mesh changed."""
         self._drift.retain(snapshot.instances)
 
     def degraded(self) -> list[str]:
-        """Returns a message for each source with too many wrong predictions now."""
         return [
             f"worker {entry.worker} rank {entry.dp_rank}: predicted and actual cached tokens of "
             f"{entry.model} differ by {entry.stats.ratio:.1%} over {WINDOW_S:g} s"

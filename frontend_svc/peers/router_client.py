@@ -99,7 +99,6 @@ class RouterClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a router has acknowledged the session."""
         return self._monitor.is_connected
 
     def place(self, key: PlacementKey, query: Query, callback: PlacementCallback) -> None:
@@ -115,11 +114,9 @@ class RouterClient:
         self._send_query(self._last_query_id)
 
     def prefill_done(self, key: PlacementKey) -> None:
-        """The request has its first token."""
         self._held_bookings.prefill_done(key)
 
     def output(self, key: PlacementKey, blocks: int, decay_fraction: float | None) -> None:
-        """See HeldBookings."""
         self._held_bookings.output(key, blocks, decay_fraction)
 
     def free(self, key: PlacementKey) -> None:
@@ -144,7 +141,6 @@ class RouterClient:
             self._wake.set()
 
     def _choose(self) -> Instance | None:
-        """Returns the router to use now, if there is one."""
         routers = {router.id: router for router in self._routers()}
         frontends = [frontend.id for frontend in self._frontends()]
         chosen = self._choice.choose(frontends, routers, self._loop.time())
@@ -226,10 +222,8 @@ class RouterClient:
         self._held_bookings.session_accepted(is_output_tracked=hello_ack.track_output_blocks)
 
     async def _ping(self) -> None:
-        """Sends heartbeats: the router returns an empty frame for an empty frame only.
-
-        gRPC's keepalive is slower and does not detect a process that hangs.
-        """
+        """Sends heartbeats: the router returns an empty frame for an empty frame only. gRPC's
+        keepalive is slower and does not detect a process that hangs."""
         while True:
             await asyncio.sleep(PING_INTERVAL_S)
             self._monitor.check(self._now(), self._waiting.values())

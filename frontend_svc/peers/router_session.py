@@ -35,8 +35,7 @@ OpenRouterSession = Callable[[Instance], AbstractAsyncContextManager[Session]]
 
 class _GrpcSession:
     def __init__(
-        self,
-        call: grpc.aio.StreamStreamCall[router_pb2.SessionRequest, router_pb2.SessionResponse],
+        self, call: grpc.aio.StreamStreamCall[router_pb2.SessionRequest, router_pb2.SessionResponse]
     ) -> None:
         self._call = call
 

@@ -22,11 +22,8 @@ from frontend_svc.request.worker_pool import WorkerPool
 
 
 class Gateway:
-    """Opens requests and keeps track of them.
-
-    snapshot: returns the current members of the mesh. stalled_s, silent_s: see RequestContext.
-    recently_left: see WorkerPool.
-    """
+    """Opens requests and keeps track of them. snapshot: returns the current members of the mesh.
+    stalled_s, silent_s: see RequestContext. recently_left: see WorkerPool."""
 
     def __init__(
         self,
@@ -59,7 +56,6 @@ class Gateway:
 
     @property
     def open_requests(self) -> int:
-        """Number of open requests."""
         return len(self._open)
 
     def open(self, plan: RequestPlan, query: Query, sink: ResponseSink) -> RequestHandle:

@@ -24,24 +24,15 @@ from frontend_svc.core.request.retry_policy import (
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
 from frontend_svc.models.catalog import no_worker_error
 from frontend_svc.request.local_placement import adapter_of, is_unknown_model
-from frontend_svc.request.ports import (
-    AbortHandle,
-    ChunkSink,
-    ResponseSink,
-    RouterPort,
-    WorkerPort,
-)
+from frontend_svc.request.ports import AbortHandle, ChunkSink, ResponseSink, RouterPort, WorkerPort
 from frontend_svc.request.worker_pool import WorkerPool
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What all requests of a gateway share.
-
-    rng: makes span ids. stalled_s: seconds for which this process has stalled so far, see
-    `core/peers/stall_clock.py`. silent_s: seconds since the last frame of a worker. on_closed:
-    called once when a request ends.
-    """
+    """What all requests of a gateway share. rng: makes span ids. stalled_s: seconds for which this
+    process has stalled so far, see `core/peers/stall_clock.py`. silent_s: seconds since the last
+    frame of a worker. on_closed: called once when a request ends."""
 
     router: RouterPort
     workers: WorkerPort
@@ -77,11 +68,9 @@ class RequestHandle:
         self.machine = RequestMachine(plan, self, context.rng)
 
     def stop(self) -> None:
-        """Ends the request because a stop string completed the response."""
         self.machine.stop()
 
     def client_gone(self) -> None:
-        """Ends the request because the client disconnected."""
         self.machine.client_gone()
 
     def fail(self, error: MeshError, reason: str) -> None:
@@ -91,7 +80,6 @@ class RequestHandle:
     # -- RequestPorts ---------------------------------------------------------------------------
 
     def place(self, attempt: int, excluded: frozenset[int]) -> None:
-        """See RequestPorts."""
         self._exclusions.start_attempt(excluded)
         self._place(attempt)
 
@@ -152,7 +140,6 @@ class RequestHandle:
         return permit is Permit.GRANTED
 
     def permit_granted(self) -> None:
-        """Places the attempt that waited for a permit."""
         if self._migrating_attempt is not None:
             self._loop.call_soon(self._place, self._migrating_attempt)
 
@@ -168,7 +155,6 @@ class RequestHandle:
         return self._context.pool.count_available(self._query.model, adapter)
 
     def submit(self, worker_id: int, leg_request: LegRequest, leg: Leg) -> None:
-        """See RequestPorts."""
         context = self._context
         address = context.pool.address(worker_id, self._decision_addresses.get(worker_id, ""))
         if not address:
@@ -178,23 +164,19 @@ class RequestHandle:
         self._submitted[leg] = context.workers.submit(worker_id, address, leg_request, leg)
 
     def abort(self, leg: Leg, reason: str) -> None:
-        """See RequestPorts."""
         submitted = self._submitted.pop(leg, None)
         if submitted is not None:
             submitted.abort(reason)
 
     def prefill_done(self, attempt: int) -> None:
-        """See RequestPorts."""
         self._release_permit()
         self._context.router.prefill_done(self._key(attempt))
 
     def free(self, attempt: int) -> None:
-        """See RequestPorts."""
         self._release_permit()
         self._context.router.free(self._key(attempt))
 
     def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """See RequestPorts."""
         generated = len(self.machine.generated) - self._generated_in_prompt
         extended = self._block_counter.advance_to(generated)
         if extended is not None:
@@ -203,12 +185,10 @@ class RequestHandle:
         self._sink.tokens(token_ids, logprobs)
 
     def emit_chunk(self, json: bytes) -> None:
-        """See RequestPorts."""
         assert isinstance(self._sink, ChunkSink), "a pass-through body needs a ChunkSink"
         self._sink.chunk(json)
 
     def finish(self, outcome: RequestOutcome) -> None:
-        """See RequestPorts."""
         if self._timer is not None:
             self._timer.cancel()
         self._release_permit()
@@ -216,25 +196,20 @@ class RequestHandle:
         self._sink.finished(outcome)
 
     def wake_at(self, at: float) -> None:
-        """See RequestPorts."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(at, self._on_timer)
 
     def now(self) -> float:
-        """See RequestPorts."""
         return self._loop.time()
 
     def take_retry(self) -> bool:
-        """See RequestPorts."""
         return self._context.retries.take(self._loop.time())
 
     def stalled_s(self) -> float:
-        """See RequestPorts."""
         return self._context.stalled_s()
 
     def silent_s(self, worker_id: int) -> float:
-        """See RequestPorts."""
         return self._context.silent_s(worker_id)
 
     def _on_timer(self) -> None:

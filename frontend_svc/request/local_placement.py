@@ -18,10 +18,8 @@ def place_locally(
     snapshot: Snapshot, open_slots: dict[int, int], query: Query, rng: Random
 ) -> RoutingDecision | MeshError:
     """Places a request without a router: the better of two random workers, by own open slots.
-
     Candidates are aggregated workers; if there are none, decode workers that can prefill. If the
-    query names an adapter, they have it.
-    """
+    query names an adapter, they have it."""
     adapter = adapter_of(query)
     workers = serving(snapshot.serving(query.model), adapter)
     if not workers:
@@ -50,7 +48,6 @@ def place_locally(
 
 
 def has_workers(snapshot: Snapshot, query: Query) -> bool:
-    """Whether a worker serves the query's model and adapter."""
     return bool(serving(snapshot.serving(query.model), adapter_of(query)))
 
 
@@ -67,10 +64,8 @@ def is_unknown_model(reply: RoutingDecision | MeshError) -> bool:
 
 
 def _restricts_workers(routing: RoutingHints) -> bool:
-    """Whether the hints exclude workers, other than those without the adapter.
-
-    Priorities, expected length, sessions and preferences exclude none.
-    """
+    """Whether the hints exclude workers, other than those without the adapter. Priorities, expected
+    length, sessions and preferences exclude none."""
     constraints = routing.routing_constraints
     if constraints is not None and constraints.required_taints:
         return True

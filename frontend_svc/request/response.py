@@ -22,26 +22,8 @@ TOKENS_PER_CHUNK = 64
 
 
 class ResponseBuffer:
-    """The ResponseSink of one request, read by one task.
-
-    clock: of the meter, monotonic seconds. unread_max: if more tokens are unread, the request ends.
-    """
-
-    __slots__ = (
-        "_chunks",
-        "_clock",
-        "_idle_s",
-        "_idle_timer",
-        "_loop",
-        "_meter",
-        "_unread",
-        "_unread_max",
-        "_waiter",
-        "_waiting_since",
-        "first_token_at",
-        "handle",
-        "outcome",
-    )
+    """The ResponseSink of one request, read by one task. clock: of the meter, monotonic seconds.
+    unread_max: if more tokens are unread, the request ends."""
 
     def __init__(
         self,
@@ -64,7 +46,6 @@ class ResponseBuffer:
         self.handle: RequestHandle | None = None
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """See ResponseSink."""
         self._record_tokens(len(token_ids))
         self._unread += token_ids
         self._notify()
@@ -72,7 +53,6 @@ class ResponseBuffer:
             self._fail_slow_reader()
 
     def chunk(self, json: bytes) -> None:
-        """See ChunkSink."""
         self._record_tokens(1)
         self._chunks.append(json)
         self._notify()
@@ -80,7 +60,6 @@ class ResponseBuffer:
             self._fail_slow_reader()
 
     def finished(self, outcome: RequestOutcome) -> None:
-        """See ResponseSink."""
         self.outcome = outcome
         if self._idle_timer is not None:
             self._idle_timer.cancel()
@@ -126,8 +105,7 @@ class ResponseBuffer:
 
     async def next(self) -> list[int]:
         """The tokens since the last call: at least one, unless `outcome` is set or the idle time of
-        `wake_when_idle` is over.
-        """
+        `wake_when_idle` is over."""
         if not self._unread and self.outcome is None:
             await self._wait()
         unread, self._unread = self._unread, []
@@ -141,7 +119,6 @@ class ResponseBuffer:
         return unread
 
     async def end(self) -> RequestOutcome:
-        """Waits for the end; discards tokens."""
         while self.outcome is None:
             await self.next()
         return self.outcome

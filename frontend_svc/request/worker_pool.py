@@ -10,11 +10,9 @@ from frontend_svc.request.ports import WorkerPort
 
 
 class WorkerPool:
-    """Answers which workers serve a model.
-
-    snapshot: returns the current members of the mesh. recently_left: workers that have left the
-    mesh; None: a worker that is not in the snapshot is never contacted.
-    """
+    """Answers which workers serve a model. snapshot: returns the current members of the mesh.
+    recently_left: workers that have left the mesh; None: a worker that is not in the snapshot is
+    never contacted."""
 
     def __init__(
         self,
@@ -27,10 +25,8 @@ class WorkerPool:
         self._recently_left = recently_left
 
     def members(self, model: str, adapter: str = "") -> tuple[frozenset[int], frozenset[int]]:
-        """Workers that serve a model, and those among them with an open circuit.
-
-        adapter: only workers that have it; "" is the model itself.
-        """
+        """Workers that serve a model, and those among them with an open circuit. adapter: only
+        workers that have it; "" is the model itself."""
         pool = frozenset(i.id for i in serving(self._snapshot().serving(model), adapter))
         return pool, self._workers.excluded_workers(pool)
 
@@ -41,11 +37,8 @@ class WorkerPool:
         return len(eligible) - len(self._workers.excluded_workers(eligible))
 
     def address(self, worker_id: int, routers_address: str) -> str:
-        """Address of a worker, "" if it has left.
-
-        routers_address: used for a worker that discovery does not show yet; the router may see a
-        new worker first.
-        """
+        """Address of a worker, "" if it has left. routers_address: used for a worker that discovery
+        does not show yet; the router may see a new worker first."""
         instance = self._snapshot().instances.get(worker_id)
         if instance is not None:
             return instance.address

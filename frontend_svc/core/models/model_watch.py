@@ -117,10 +117,8 @@ class Entry:
 
 
 def load_entry(key: str, values: Sequence[Instance]) -> Entry:
-    """The entry under `key`, from the first of several values.
-
-    Raises NotFound if there is none, InvalidRequest if it is invalid; both name the key.
-    """
+    """The entry under `key`, from the first of several values. Raises NotFound if there is none,
+    InvalidRequest if it is invalid; both name the key."""
     if not values:
         raise NotFound(f"there is no model entry {key}", field="key")
     try:
@@ -130,7 +128,6 @@ def load_entry(key: str, values: Sequence[Instance]) -> Entry:
 
 
 def card_key(entry: Entry) -> str:
-    """The store's key of an entry's card."""
     return f"{CARD_BUCKET}/{entry.checksum}"
 
 
@@ -198,7 +195,6 @@ class Build:
 
     @property
     def endpoint(self) -> EndpointId:
-        """The endpoint whose instances serve the model."""
         return self.entry.model.endpoint
 
 
@@ -247,7 +243,6 @@ class Pipeline:
 
     @property
     def response_stages(self) -> tuple[Stage, ...]:
-        """The stages in the order in which a response passes them."""
         return self.stages[::-1]
 
     @property
@@ -259,10 +254,8 @@ class Pipeline:
 def plan_pipelines(
     entry: Entry, card: ModelCard | None, no_card_reason: str = ""
 ) -> tuple[Pipeline, ...]:
-    """The pipelines of an entry, one per table. no_card_reason: why `card` is None.
-
-    Raises InvalidRequest for a Backend without a card, and for a card of neither kind.
-    """
+    """The pipelines of an entry, one per table. no_card_reason: why `card` is None. Raises
+    InvalidRequest for a Backend without a card, and for a card of neither kind."""
     match entry.model.model_type:
         case EntryType.CHAT:
             return (_pipeline("chat", tokens=False),)
@@ -291,7 +284,6 @@ class ModelManager(Generic[E]):
         self._tables: dict[Table, dict[str, E]] = {"chat": {}, "completions": {}}
 
     def has_model_any(self, name: str) -> bool:
-        """Whether the name is in any table."""
         return any(name in table for table in self._tables.values())
 
     def add(self, table: Table, name: str, engine: E) -> None:
@@ -306,11 +298,9 @@ class ModelManager(Generic[E]):
             raise NotFound(f"the model {name!r} is not in the table of {table}", field="model")
 
     def engine(self, name: str, table: Table) -> E | None:
-        """The engine of a name in one table, or None."""
         return self._tables[table].get(name)
 
     def engines(self, name: str) -> dict[Table, E]:
-        """All engines of a name."""
         return {t: engines[name] for t, engines in self._tables.items() if name in engines}
 
     def names(self) -> tuple[str, ...]:
@@ -321,10 +311,8 @@ class ModelManager(Generic[E]):
 @dataclass(slots=True)
 class ModelWatchState(Generic[E]):
     """State of the watcher. prefix: of all keys; drt: the port that loads and builds, or None.
-
     not_ready: model -> why it is offered and not served. Only the presence of `drt` matters here;
-    the catalog calls it.
-    """
+    the catalog calls it."""
 
     prefix: str
     manager: ModelManager[E]
@@ -336,14 +324,11 @@ class ModelWatchState(Generic[E]):
 
     @property
     def building(self) -> frozenset[str]:
-        """Models with a Build in progress."""
         return frozenset(self._building)
 
     def is_pending(self, name: str) -> bool:
         """Whether workers offer a model that is not served: its Build is in progress or failed.
-
-        False for a model that is served, even if some worker's card for it is rejected.
-        """
+        False for a model that is served, even if some worker's card for it is rejected."""
         if name not in self._building and name not in self.not_ready:
             return False
         return any(entry.model.name == name for entry in self._entries.values())
@@ -366,10 +351,8 @@ class ModelWatchState(Generic[E]):
         return [*actions, LogEvent("debug", "model_already_known", {"model": name, "key": kv.key})]
 
     def handle_delete(self, key: str) -> list[Action]:
-        """Remove an entry; with the last one of its card, the model leaves all tables.
-
-        Raises NotFound for a key that was never put.
-        """
+        """Remove an entry; with the last one of its card, the model leaves all tables. Raises
+        NotFound for a key that was never put."""
         entry = self._entries.pop(self.instance_name(key), None)
         if entry is None:
             raise NotFound(f"there is no model entry {key}", field="key")
@@ -463,9 +446,7 @@ class ModelWatchState(Generic[E]):
 
 def model_watcher(state: ModelWatchState[E], events: Iterable[WatchEvent]) -> Iterator[Action]:
     """The actions of each event, until the events end. An invalid event is logged and skipped.
-
-    Lazy: the result of a Build may be reported before the next event is read.
-    """
+    Lazy: the result of a Build may be reported before the next event is read."""
     for event in events:
         try:
             match event:

@@ -8,19 +8,15 @@ from common.registry.instances import Instance
 
 
 def missing_role(workers: Sequence[Instance]) -> str:
-    """The missing role as text, "" if some worker or pair can serve.
-
-    An aggregated worker serves alone, and so does a decode worker with local_prefill. Otherwise a
-    prefill and a decode worker of one transfer group are needed.
-    """
+    """The missing role as text, "" if some worker or pair can serve. An aggregated worker serves
+    alone, and so does a decode worker with local_prefill. Otherwise a prefill and a decode worker
+    of one transfer group are needed."""
     return "" if any(map(_can_serve_alone, workers)) else _missing_in_pair(workers)
 
 
 def missing_pair_role(workers: Sequence[Instance]) -> str:
-    """Why a model with prefill or decode workers is served by aggregated requests only.
-
-    "" if pairs can serve, if it has no such workers, or if it is not served at all.
-    """
+    """Why a model with prefill or decode workers is served by aggregated requests only. "" if pairs
+    can serve, if it has no such workers, or if it is not served at all."""
     if missing_role(workers) or all(worker.role == "aggregated" for worker in workers):
         return ""
     return _missing_in_pair(workers)

@@ -143,9 +143,7 @@ _TABLE: dict[type[MeshError], _ErrorMapping] = {
 
 def http_error(error: BaseException, headers: Container[bytes] = ()) -> HttpError:
     """The response for `error`; any exception that is not a MeshError counts as InternalError.
-
-    headers: names of the request's headers.
-    """
+    headers: names of the request's headers."""
     mapping = _mapping_of(error)
     return HttpError(
         mapping.status,
@@ -174,7 +172,6 @@ def client_message(error: MeshError, headers: Container[bytes] = ()) -> tuple[st
 
 
 def error_type(error: BaseException) -> ErrorType:
-    """The metric label of `error`."""
     return _mapping_of(error).error_type
 
 

@@ -51,11 +51,9 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Nvext | None:
-    """The hints in the headers; None without `x-kvmesh-` headers. Names are in lower case.
-
-    Raises InvalidRequest, which names the header, if it is unknown, repeated, or has a value that
-    is invalid for its field.
-    """
+    """The hints in the headers; None without `x-kvmesh-` headers. Names are in lower case. Raises
+    InvalidRequest, which names the header, if it is unknown, repeated, or has a value that is
+    invalid for its field."""
     kvmesh_headers = [(name, raw) for name, raw in headers if name.startswith(HEADER_PREFIX)]
     if not kvmesh_headers:
         return None
@@ -94,7 +92,6 @@ def _parse_value(name: str, raw: bytes) -> str | int:
 
 
 def _check_value(name: str, value: str | int) -> None:
-    """Raises InvalidRequest, which names the header, if the value is invalid for its field."""
     *part, field_name = HEADER_FIELDS[name]
     model = _NESTED_OBJECTS[part[0]] if part else Nvext
     try:

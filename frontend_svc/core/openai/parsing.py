@@ -27,11 +27,8 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """Returns a validated chat request.
-
-    Raises InvalidRequest with the path of the first invalid field, and Unsupported for a known
-    field or value that the server does not support.
-    """
+    """Returns a validated chat request. Raises InvalidRequest with the path of the first invalid
+    field, and Unsupported for a known field or value that the server does not support."""
     request = _parse(ChatRequest, body)
     for index, message in enumerate(request.messages):
         _check_message(message, f"messages[{index}]")
@@ -135,8 +132,7 @@ def _invalid_message(path: str, message: str) -> InvalidRequest:
 
 # Any: the type of the named field.
 def top_level_or_nvext(
-    request: GenerationRequest,
-    name: Literal["ignore_eos", "top_k", "min_p", "repetition_penalty"],
+    request: GenerationRequest, name: Literal["ignore_eos", "top_k", "min_p", "repetition_penalty"]
 ) -> Any:
     """A field of the top level or, if absent there, of `nvext`."""
     top_level = getattr(request, name)

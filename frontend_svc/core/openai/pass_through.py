@@ -29,10 +29,8 @@ Json = Any
 
 @dataclass(frozen=True, slots=True)
 class PassThroughRequest:
-    """A pass-through body: the fields that the gateway reads, and its bytes.
-
-    nvext: hints of the request's headers; the worker reads those of the body.
-    """
+    """A pass-through body: the fields that the gateway reads, and its bytes. nvext: hints of the
+    request's headers; the worker reads those of the body."""
 
     model: str
     is_stream: bool
@@ -52,10 +50,8 @@ def read_body(raw: bytes) -> PassThroughRequest:
 
 
 def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsage | None) -> bytes:
-    """Merges chunks into a whole response as JSON.
-
-    usage: counts of the engine, used if no chunk has any. Raises WorkerLost for an invalid chunk.
-    """
+    """Merges chunks into a whole response as JSON. usage: counts of the engine, used if no chunk
+    has any. Raises WorkerLost for an invalid chunk."""
     response: dict[str, Json] = {}
     choices: dict[int, dict[str, Json]] = {}
     for raw in chunks:
@@ -66,9 +62,7 @@ def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsag
             response |= {name: value for name, value in chunk.items() if value is not None}
         except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise WorkerLost(
-                f"the worker sent an invalid chunk: {error!r}",
-                retryable=False,
-                reason="BAD_CHUNK",
+                f"the worker sent an invalid chunk: {error!r}", retryable=False, reason="BAD_CHUNK"
             ) from error
     if kind is ChunkKind.CHAT:
         response["object"] = "chat.completion"
@@ -81,7 +75,6 @@ def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsag
 
 
 def _merge_delta(target: dict[str, Json], piece: dict[str, Json]) -> None:
-    """Adds a piece of an object to the pieces merged so far."""
     for name, value in piece.items():
         previous = target.get(name)
         if value is None:

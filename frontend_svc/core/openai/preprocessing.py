@@ -94,9 +94,7 @@ def _checked_prompt(
 
 def check_prompt_length(request: GenerationRequest, tokens_min: int, context_length: int) -> None:
     """Raises PromptTooLong if a prompt of at least `tokens_min` tokens leaves none for output.
-
-    context_length: as in `to_preprocessed`, which checks the tokenized prompt.
-    """
+    context_length: as in `to_preprocessed`, which checks the tokenized prompt."""
     if context_length and tokens_min >= context_length:
         raise _prompt_too_long(request, f"at least {tokens_min}", context_length)
 

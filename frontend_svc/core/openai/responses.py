@@ -69,10 +69,8 @@ def usage_object(usage: CompletionUsage) -> dict[str, object]:
 def model_object(
     model: str, created: int, owned_by: str, *, base: str | None = None
 ) -> dict[str, object]:
-    """One entry of `/v1/models`, and the response of `/v1/models/{model}`.
-
-    base: base model of an adapter, sent as `root` and `parent`.
-    """
+    """One entry of `/v1/models`, and the response of `/v1/models/{model}`. base: base model of an
+    adapter, sent as `root` and `parent`."""
     value: dict[str, object] = {
         "id": model,
         "object": "model",
@@ -83,5 +81,4 @@ def model_object(
 
 
 def model_list(models: Iterable[dict[str, object]]) -> bytes:
-    """The response of `/v1/models`."""
     return orjson.dumps({"object": "list", "data": list(models)})

@@ -251,10 +251,8 @@ class StreamOptions(_StrictModel):
 
 class AgentHints(_StrictModel):
     """priority: if positive, moves the request forward in the queue; the engine receives it too.
-
     strict_priority: level in the router's queue; a higher level goes first. osl: expected output
-    tokens.
-    """
+    tokens."""
 
     priority: I32 | None = None
     strict_priority: U32 | None = None
@@ -360,7 +358,6 @@ class GenerationRequest(_StrictModel):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings, possibly none."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

@@ -29,7 +29,6 @@ _TEXT_PLACEHOLDER_JSON = orjson.dumps(_TEXT_PLACEHOLDER)
 
 
 def event(chunk: bytes) -> bytes:
-    """The event of a serialised chunk."""
     return b"data: " + chunk + b"\n\n"
 
 
@@ -42,16 +41,6 @@ class ChunkKind(StrEnum):
 
 class ChunkWriter:
     """Writes the events of one response; created: Unix seconds, the same in every chunk."""
-
-    __slots__ = (
-        "_after_text",
-        "_before_text",
-        "_common_fields",
-        "_failed",
-        "_finished",
-        "_include_usage",
-        "_kind",
-    )
 
     def __init__(
         self,
@@ -95,7 +84,6 @@ class ChunkWriter:
         return self._event([_chat_choice(delta, None)], None)
 
     def finish(self, reason: OpenAIFinishReason) -> bytes:
-        """The chunk with the finish reason."""
         assert not self._finished, "a stream finishes once"
         self._finished = True
         return self._event([self._choice(None, reason)], None)

@@ -84,17 +84,14 @@ class CircuitBreaker:
             circuit.is_probing = False
 
     def retain(self, present: Iterable[int]) -> None:
-        """Removes all workers but these."""
         present = set(present)
         for worker_id in [w for w in self._open_circuits if w not in present]:
             del self._open_circuits[worker_id]
 
     def excluded(self, pool: Iterable[int]) -> frozenset[int]:
-        """Workers of a model's pool that get no request.
-
-        Of the hung ones, at most HUNG_FRACTION_MAX of the pool and at least one, in the order
-        in which their circuits opened.
-        """
+        """Workers of a model's pool that get no request. Of the hung ones, at most
+        HUNG_FRACTION_MAX of the pool and at least one, in the order in which their circuits
+        opened."""
         if not self._open_circuits:
             return frozenset()
         pool = set(pool)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 
 class HangDetector:
-    """Reports a hang if `engine_step` does not change for `hung_after_s` while requests run.
-
-    A waiting request is no evidence of a hang, and neither is an idle engine.
-    """
+    """Reports a hang if `engine_step` does not change for `hung_after_s` while requests run. A
+    waiting request is no evidence of a hang, and neither is an idle engine."""
 
     def __init__(self, hung_after_s: float) -> None:
         self._hung_after_s = hung_after_s

@@ -29,11 +29,9 @@ Source = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class DriftStats:
-    """Predictions and results of one source.
-
-    predicted, actual, requests: tokens and requests since the first one. ratio: drift of the
-    window. is_degraded: the drift is above the limit, with at least REQUESTS_MIN requests.
-    """
+    """Predictions and results of one source. predicted, actual, requests: tokens and requests since
+    the first one. ratio: drift of the window. is_degraded: the drift is above the limit, with at
+    least REQUESTS_MIN requests."""
 
     source: Source
     predicted: int

@@ -19,10 +19,8 @@ _MASK = 2**64 - 1
 
 
 def home_router(frontend_id: int, frontends: Iterable[int], routers: Collection[int]) -> int | None:
-    """The home of a frontend, which may be missing in `frontends`; None without routers.
-
-    In order of their ids, each frontend takes the highest-weighted router below its quota.
-    """
+    """The home of a frontend, which may be missing in `frontends`; None without routers. In order
+    of their ids, each frontend takes the highest-weighted router below its quota."""
     all_frontends = sorted({frontend_id, *frontends})
     if not routers:
         return None
@@ -58,14 +56,11 @@ class RouterSelector:
         self._home: int | None = None
 
     def mark_failed(self, router_id: int, now: float) -> None:
-        """Records a failure of a router."""
         self._failed_at[router_id] = now
 
     def choose(self, frontends: Iterable[int], routers: Iterable[int], now: float) -> int | None:
         """The home router; if avoided, the best other one; if all are, the one that failed first.
-
-        None without routers.
-        """
+        None without routers."""
         inputs = frozenset(frontends), frozenset(routers)
         if inputs != self._last_inputs:
             self._last_inputs, self._home = inputs, home_router(self._frontend_id, *inputs)

@@ -48,17 +48,13 @@ class RunningTime(NamedTuple):
     stalled_before_s: float
 
     def since(self, earlier: RunningTime) -> float:
-        """Returns the seconds since `earlier` without the stalls."""
         return self.at - earlier.at - (self.stalled_before_s - earlier.stalled_before_s)
 
 
 @dataclass(slots=True)
 class PendingPlacement:
-    """A query without a decision.
-
-    unknown_since: since when routers report its model or adapter as unknown. requery_at: when it
-    is, or was, sent again for that reason.
-    """
+    """A query without a decision. unknown_since: since when routers report its model or adapter as
+    unknown. requery_at: when it is, or was, sent again for that reason."""
 
     key: PlacementKey
     query: Query
@@ -72,10 +68,8 @@ class PendingPlacement:
         return max(self.since, self.requery_at or self.since)
 
     def is_reported_unknown(self, now: RunningTime) -> bool:
-        """Returns whether the router reports it unknown.
-
-        A repeated query without an immediate reply is queued, so its model is known.
-        """
+        """Returns whether the router reports it unknown. A repeated query without an immediate
+        reply is queued, so its model is known."""
         return self.requery_at is not None and now.since(self.requery_at) < SESSION_SETTLE_S
 
 
@@ -85,11 +79,9 @@ def is_unknown_model(error: MeshError) -> bool:
 
 
 class RouterMonitor:
-    """What a frontend has observed of its router.
-
-    is_connected: a hello was acknowledged. is_stale: the frontend should leave this router, because
-    it reports models as unknown that this frontend sees served.
-    """
+    """What a frontend has observed of its router. is_connected: a hello was acknowledged. is_stale:
+    the frontend should leave this router, because it reports models as unknown that this frontend
+    sees served."""
 
     def __init__(self, now: RunningTime) -> None:
         self.is_connected = False
@@ -99,19 +91,15 @@ class RouterMonitor:
         self._left_stale_router_at = -math.inf
 
     def session_opening(self, now: RunningTime) -> None:
-        """A session is being opened."""
         self.is_stale = False
         self._last_received_at = now
 
     def session_closed(self) -> None:
-        """The session has ended."""
         self.is_connected = False
 
     def hello_received(self, now: RunningTime, queue_wait_s: float | None) -> None:
-        """The router acknowledged the session.
-
-        queue_wait_s: how long it may queue a query; 0: it has no queue; None: unknown.
-        """
+        """The router acknowledged the session. queue_wait_s: how long it may queue a query; 0: it
+        has no queue; None: unknown."""
         self.is_connected, self._session_opened_at = True, now
         self._queue_wait_s = queue_wait_s
 
@@ -122,10 +110,8 @@ class RouterMonitor:
             self._last_responsive_at = now
 
     def check(self, now: RunningTime, pending: Iterable[PendingPlacement]) -> None:
-        """Raises WorkerLost if the router is silent or leaves a query open for too long.
-
-        pending: oldest first.
-        """
+        """Raises WorkerLost if the router is silent or leaves a query open for too long. pending:
+        oldest first."""
         silent_s = now.since(self._last_received_at)
         if silent_s > SILENCE_TIMEOUT_S:
             raise WorkerLost(f"no message from the router for {silent_s:.1f} s", retryable=True)
@@ -143,11 +129,9 @@ class RouterMonitor:
     def unknown_reported(
         self, pending: PendingPlacement, now: RunningTime, *, has_other_router: bool, rng: Random
     ) -> float:
-        """The router reported a served model as unknown; returns when to repeat the query.
-
-        The result is a loop time. The router may see the workers at any moment, or another router
-        may have seen them.
-        """
+        """The router reported a served model as unknown; returns when to repeat the query. The
+        result is a loop time. The router may see the workers at any moment, or another router may
+        have seen them."""
         if pending.unknown_since is None or not pending.is_reported_unknown(now):
             pending.unknown_since = now
         is_overdue = now.since(pending.unknown_since) >= STALE_ROUTER_AFTER_S
@@ -160,7 +144,6 @@ class RouterMonitor:
         return pending.requery_at.at
 
     def stale_router_left(self, now: RunningTime) -> None:
-        """The frontend leaves this router because it is stale."""
         self._left_stale_router_at = now.at
 
     def overdue(self, pending: Mapping[int, PendingPlacement], now: RunningTime) -> list[int]:

@@ -47,7 +47,6 @@ def prefill_request(request: PreprocessedRequest) -> PreprocessedRequest:
 def placed_request(
     request: PreprocessedRequest, placed: RoutingDecision, dp_rank: int, link: TraceLink | None
 ) -> PreprocessedRequest:
-    """The request with the rank, the bootstrap and the trace link of its placement."""
     if dp_rank:
         hints = replace(request.routing or RoutingHints(), dp_rank=dp_rank)
         request = replace(request, routing=hints)
@@ -107,6 +106,5 @@ def migration_blockers(request: PreprocessedRequest) -> str:
 
 
 def _has_custom_logits_processor(request: PreprocessedRequest) -> bool:
-    """Whether engine-specific arguments name a custom logits processor."""
     extra = request.extra_args
     return isinstance(extra, dict) and any("processor" in key for key in extra)

@@ -53,12 +53,7 @@ from frontend_svc.core.request.leg_request import (
     prefill_request,
     remaining_tokens,
 )
-from frontend_svc.core.request.types import (
-    Placement,
-    RequestOutcome,
-    RequestPlan,
-    RoutingDecision,
-)
+from frontend_svc.core.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
 
 # Failures of a leg that are the fault of the other leg's worker.
 PEER_FAULT_REASONS = frozenset(
@@ -123,9 +118,6 @@ class RequestPorts(Protocol):
 class Leg:
     """One submission of an attempt, and the sink of its slot. phase: "", "prefill" or "decode"."""
 
-    __slots__ = ("_machine", "attempt", "delivered", "is_accepted", "is_live", "phase", "span_id",
-                 "worker_id")  # fmt: skip
-
     def __init__(
         self, machine: RequestMachine, attempt: int, worker_id: int, phase: str, span_id: str
     ) -> None:
@@ -139,31 +131,25 @@ class Leg:
         self.delivered = 0
 
     def accepted(self) -> None:
-        """Handles the worker's acceptance."""
         self.is_accepted = True
 
     def rejected(self, error: MeshError) -> None:
-        """Handles the worker's refusal; nothing ran."""
         if self.is_live:
             self._machine.leg_failed(self, error)
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """Handles the next tokens."""
         if self.is_live:
             self._machine.leg_tokens(self, token_ids, logprobs)
 
     def chunk(self, json: bytes) -> None:
-        """Handles the next chunk."""
         if self.is_live:
             self._machine.leg_chunk(self, json)
 
     def terminal(self, terminal: Terminal) -> None:
-        """Handles the end."""
         if self.is_live:
             self._machine.leg_ended(self, terminal)
 
     def lost(self, error: MeshError) -> None:
-        """Handles the loss of the stream."""
         if self.is_live:
             self._machine.leg_failed(self, error)
 
@@ -204,7 +190,6 @@ class RequestMachine:
     # -- events ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the first attempt."""
         if not self.is_finished:
             self._start_attempt()
 
@@ -241,7 +226,6 @@ class RequestMachine:
         self._finish(FinishReason.ERROR, error)
 
     def client_gone(self, reason: str = "client_gone") -> None:
-        """Ends the request because the client disconnected."""
         if self.is_finished:
             return
         self._abandon_attempt(reason)
@@ -283,7 +267,6 @@ class RequestMachine:
         self._finish(FinishReason.ERROR, error)
 
     def on_timer(self, now: float) -> None:
-        """Handles the time set by `wake_at`."""
         if self.is_finished:
             return
         if self._pending_finish_reason is not None:
@@ -325,7 +308,6 @@ class RequestMachine:
     # -- legs -----------------------------------------------------------------------------------
 
     def leg_tokens(self, leg: Leg, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """Handles tokens of a live leg."""
         leg.delivered += len(token_ids)
         self._report_prefill_done(leg.attempt)
         if leg is self._prefill_leg:
@@ -338,7 +320,6 @@ class RequestMachine:
         self._ports.emit(token_ids, logprobs)
 
     def leg_chunk(self, leg: Leg, json: bytes) -> None:
-        """Handles a chunk of a live leg."""
         assert self.plan.body is not None, "a preprocessed request received a pass-through chunk"
         leg.delivered += 1
         self._report_prefill_done(leg.attempt)
@@ -346,7 +327,6 @@ class RequestMachine:
         self._ports.emit_chunk(json)
 
     def leg_ended(self, leg: Leg, terminal: Terminal) -> None:
-        """Handles the end of a live leg."""
         error: MeshError | None = terminal.error
         if error is None and terminal.finish_reason in (None, FinishReason.ERROR):
             error = WorkerLost("the worker reported a failure without an error", retryable=False)
@@ -458,7 +438,6 @@ class RequestMachine:
         return self._attempt
 
     def is_awaiting_placement(self, attempt: int) -> bool:
-        """Whether the machine waits for a routing decision for this attempt."""
         is_placed = self._main_leg is not None or self._prefill_leg is not None
         return not self.is_finished and attempt == self._attempt and not is_placed
 
@@ -515,12 +494,7 @@ class RequestMachine:
 
     def _submit(self, leg: Leg, request: PreprocessedRequest, now: float) -> None:
         message = leg_request(
-            self.plan,
-            request,
-            attempt=leg.attempt,
-            phase=leg.phase,
-            span_id=leg.span_id,
-            now=now,
+            self.plan, request, attempt=leg.attempt, phase=leg.phase, span_id=leg.span_id, now=now
         )
         self._ports.submit(leg.worker_id, message, leg)
 
@@ -530,7 +504,6 @@ class RequestMachine:
             self._ports.prefill_done(attempt)
 
     def _abandon_attempt(self, reason: str) -> None:
-        """Aborts the attempt's live legs and frees its booking."""
         for leg in self._live_legs():
             leg.is_live = False
             self._ports.abort(leg, reason)
@@ -562,10 +535,8 @@ class RequestMachine:
         )
 
     def usage(self) -> CompletionUsage:
-        """Tokens of the client's prompt and of the delivered completion.
-
-        For a pass-through body: the engine's counts, if it sent any.
-        """
+        """Tokens of the client's prompt and of the delivered completion. For a pass-through body:
+        the engine's counts, if it sent any."""
         if self._engine_usage is not None:
             return self._engine_usage
         counts = usage(len(self.plan.request.token_ids), len(self.generated))

@@ -79,11 +79,8 @@ class RoutingDecision:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """How a request ended.
-
-    error: why it failed, None on success. usage: as reported to the client. worker_ids: the workers
-    that received it, in order.
-    """
+    """How a request ended. error: why it failed, None on success. usage: as reported to the client.
+    worker_ids: the workers that received it, in order."""
 
     finish_reason: FinishReason | None
     error: MeshError | None

@@ -79,11 +79,8 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer_json(cls, raw: str | bytes) -> Vocabulary:
-        """Reads the text of a `tokenizer.json`.
-
-        Raises UnsupportedTokenizer if it is not one, or if its decoder is neither byte-level nor
-        byte-fallback.
-        """
+        """Reads the text of a `tokenizer.json`. Raises UnsupportedTokenizer if it is not one, or if
+        its decoder is neither byte-level nor byte-fallback."""
         spec = _parse_spec(raw)
         decoder = _read_decoder(spec.get("decoder"))
         try:
@@ -108,23 +105,7 @@ class Vocabulary:
 class Detokenizer:
     """Converts the ids of one response to text; see the module for its invariants."""
 
-    __slots__ = (
-        "_in_invalid_run",
-        "_is_stateless",
-        "_lookup",
-        "_pending",
-        "_skipped_ids",
-        "_strip_left",
-        "_texts",
-        "_vocabulary",
-    )
-
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        *,
-        skip_special_tokens: bool = True,
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True) -> None:
         self._vocabulary = vocabulary
         self._texts = vocabulary.texts if skip_special_tokens else vocabulary.texts_with_special
         self._lookup: Callable[[int], str] = self._texts.__getitem__
@@ -222,8 +203,6 @@ class StreamDetokenizer:
     and faster, but cannot return withheld text at the end, and withholds without limit.) Exact if
     the text is valid UTF-8 and the decoding of a window does not depend on the text before it.
     """
-
-    __slots__ = ("_prefix_ids", "_prefix_text", "_skip_special", "_tokenizer", "_withheld_ids")
 
     def __init__(self, tokenizer: TokenDecoder, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -354,9 +333,7 @@ def _next_added_id(added: Mapping[str, int], vocab_size: int) -> int:
 
 def _byte_alphabet() -> dict[int, int]:
     """Byte-level BPE's characters for bytes (GPT-2), as a translation to Latin-1 code points.
-
-    Printable Latin-1 characters are unchanged; the other bytes are U+0100 and up, in order.
-    """
+    Printable Latin-1 characters are unchanged; the other bytes are U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     # Characters outside the alphabet must not become bytes: map them beyond Latin-1.

@@ -19,13 +19,8 @@ class DetokenizerLike(Protocol):
 
 
 class TextStream:
-    """The text of one response.
-
-    consumed: tokens of the response, without those after a stop string. matched_stop: the stop
-    string that ended the response, or None.
-    """
-
-    __slots__ = ("_detokenizer", "_stop_matcher", "consumed", "matched_stop")
+    """The text of one response. consumed: tokens of the response, without those after a stop
+    string. matched_stop: the stop string that ended the response, or None."""
 
     def __init__(self, detokenizer: DetokenizerLike, stop_strings: Sequence[str]) -> None:
         self._detokenizer = detokenizer

@@ -54,11 +54,8 @@ class MessageShape:
 
 class ChatTemplate:
     """The compiled chat template of a model. Raises TemplateError if the source is invalid Jinja.
-
-    bos_token, eos_token: None if the tokenizer has none; they are then undefined in the template.
-    """
-
-    __slots__ = ("_template", "_tokens", "shape")
+    bos_token, eos_token: None if the tokenizer has none; they are then undefined in the
+    template."""
 
     def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
         tokens = {"bos_token": bos_token, "eos_token": eos_token}

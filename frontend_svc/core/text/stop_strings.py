@@ -36,14 +36,6 @@ _NO_OUTPUT = MatchStep("", None)
 class StopStringMatcher:
     """Matches the stop strings of one choice. Raises ValueError for an empty stop string."""
 
-    __slots__ = (
-        "_automaton",
-        "_first_characters",
-        "_state",
-        "_withheld",
-        "matched",
-    )
-
     def __init__(self, stop_strings: Sequence[str]) -> None:
         for index, stop in enumerate(stop_strings):
             if not stop:
@@ -92,8 +84,6 @@ class StopStringMatcher:
 
 class _Automaton:
     """All stop strings as a trie with failure links. Lists are indexed by state; 0 is the root."""
-
-    __slots__ = ("completed_stop", "depth", "failure", "transitions")
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         self.transitions: list[dict[str, int]] = [{}]
