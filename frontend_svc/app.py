@@ -28,7 +28,6 @@ from frontend_svc.metrics.collectors import (
     HitDriftCollector,
     ModelConfigCollector,
     ResilienceCollector,
-    ResilienceStats,
 )
 from frontend_svc.metrics.families import DeploymentState, FrontendMetrics
 from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifact_opener
@@ -142,7 +141,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics.register(ModelConfigCollector(lambda: self._snapshot, self._models.names, prefix))
         metrics.register(ArtifactCollector(self._models.artifacts, prefix))
         metrics.register(HitDriftCollector(self._hit_monitor.drift_stats, prefix))
-        metrics.register(ResilienceCollector(self._resilience_stats, prefix))
+        metrics.register(ResilienceCollector(self._resilience_values, prefix))
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=metrics)
         api = build_api(
@@ -210,16 +209,17 @@ class FrontendApp(ServiceApp[FrontendConfig]):
     def _place_locally(self, query: Query) -> RoutingDecision | MeshError:
         return place_locally(self._snapshot, self._engines.open_slots, query, self._rng)
 
-    def _resilience_stats(self) -> ResilienceStats:
+    def _resilience_values(self) -> tuple[float, ...]:
+        """See `ResilienceCollector.METRICS`."""
         retries, migrations = self.gateway.retries, self.gateway.migrations
-        return ResilienceStats(
-            stalled_s=self.gateway.stalled_s(),
-            retries=retries.granted,
-            retries_refused=retries.refused,
-            unrouted=self._router.unrouted,
-            migrations_active=migrations.computing,
-            migrations_waiting=migrations.waiting,
-            excluded_workers=len(self._engines.exclusion_reasons()),
+        return (
+            self.gateway.stalled_s(),
+            retries.granted,
+            retries.refused,
+            self._router.unrouted,
+            migrations.computing,
+            migrations.waiting,
+            len(self._engines.exclusion_reasons()),
         )
 
     def _readiness(self) -> Readiness:

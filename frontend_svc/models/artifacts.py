@@ -18,7 +18,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import structlog
@@ -93,12 +93,10 @@ class ArtifactFetcher:
         self._partial_artifacts: dict[tuple[str, str], _PartialArtifact] = {}
 
     async def complete_card(self, card: ModelCard) -> ModelCard:
-        """The card with all artifacts inline.
-
-        Raises InvalidRequest with reason ARTIFACT_MISMATCH for content that differs from the card,
-        InvalidRequest for a card above the limits, Unavailable without workers, DeadlineExceeded
-        after card_timeout_s, and otherwise the error of the last worker.
-        """
+        """The card with all artifacts inline. Raises InvalidRequest with reason ARTIFACT_MISMATCH
+        for content that differs from the card, InvalidRequest for a card above the limits,
+        Unavailable without workers, DeadlineExceeded after card_timeout_s, and otherwise the error
+        of the last worker."""
         missing = {name: one for name, one in card.artifacts.items() if one.inline is None}
         if not missing:
             return card
@@ -116,7 +114,10 @@ class ArtifactFetcher:
     async def _fetch_all(
         self, card: ModelCard, missing: Mapping[str, Artifact]
     ) -> dict[str, Artifact]:
-        self._evict_other_cards(card.checksum)
+        if sum(len(one) for one in self._partial_artifacts.values()) > CARD_BYTES_MAX:
+            self._partial_artifacts = {
+                key: one for key, one in self._partial_artifacts.items() if key[0] == card.checksum
+            }
         deadline = asyncio.get_running_loop().time() + self._card_timeout_s
         completed: dict[str, Artifact] = {}
         for name, artifact in missing.items():
@@ -129,19 +130,11 @@ class ArtifactFetcher:
                         card.checksum, name, artifact, partial, deadline
                     )
             except TimeoutError:
-                raise DeadlineExceeded(
-                    f"{name}: received {len(partial)}/{artifact.size} bytes within the "
-                    f"{self._card_timeout_s:g} s for one attempt at the card"
-                ) from None
+                text = f"{name}: received {len(partial)}/{artifact.size} bytes within the "
+                text += f"{self._card_timeout_s:g} s for one attempt at the card"
+                raise DeadlineExceeded(text) from None
             completed[name] = replace(artifact, inline=data)
         return completed
-
-    def _evict_other_cards(self, checksum: str) -> None:
-        """Drop partial artifacts of other cards if all of them exceed CARD_BYTES_MAX."""
-        if sum(len(one) for one in self._partial_artifacts.values()) > CARD_BYTES_MAX:
-            self._partial_artifacts = {
-                key: one for key, one in self._partial_artifacts.items() if key[0] == checksum
-            }
 
     async def _fetch_artifact(
         self,
@@ -164,11 +157,8 @@ class ArtifactFetcher:
                 async with asyncio.timeout_at(_attempt_deadline(deadline, len(attempts) - number)):
                     return await self._fetch_from(worker, name, artifact, partial)
             except TimeoutError:
-                error = Unavailable(
-                    f"worker {worker.id} is too slow: received {len(partial)}/{artifact.size} "
-                    f"bytes of {name}",
-                    1.0,
-                )
+                received = f"received {len(partial)}/{artifact.size} bytes of {name}"
+                error = Unavailable(f"worker {worker.id} is too slow: {received}", 1.0)
                 log.warning("artifact_slow", name=name, worker_id=worker.id, reason=error.message)
             except MeshError as failure:
                 log.warning(
@@ -204,9 +194,10 @@ class ArtifactFetcher:
                     break
         if len(data) < artifact.size:
             raise Unavailable(f"{name} ended after {len(data)}/{artifact.size} bytes", 1.0)
+        completed = bytes(data)
         try:
             # In a thread: a large artifact takes half a second.
-            completed = await asyncio.to_thread(_verify, name, artifact, data)
+            await asyncio.to_thread(verify_artifact, name, artifact, completed)
         except InvalidRequest as error:
             source_ids = set(partial.source_ids)
             partial.reset()
@@ -230,19 +221,19 @@ class ArtifactFetcher:
         return partial.last_mismatch
 
 
+@dataclass(slots=True)
 class _PartialArtifact:
     """The received part of one artifact. lock: held during an attempt. source_ids: workers that
     sent `data`. mismatched_workers: workers with content other than the card's. is_resume_disabled:
     each worker has to send the whole."""
 
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.data = bytearray()
-        self.completed: bytes | None = None
-        self.source_ids: set[int] = set()
-        self.mismatched_workers: set[int] = set()
-        self.is_resume_disabled = False
-        self.last_mismatch: InvalidRequest | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    data: bytearray = field(default_factory=bytearray)
+    completed: bytes | None = None
+    source_ids: set[int] = field(default_factory=set)
+    mismatched_workers: set[int] = field(default_factory=set)
+    is_resume_disabled: bool = False
+    last_mismatch: InvalidRequest | None = None
 
     def __len__(self) -> int:
         return len(self.data) + len(self.completed or b"")
@@ -250,12 +241,6 @@ class _PartialArtifact:
     def reset(self) -> None:
         self.data.clear()
         self.source_ids.clear()
-
-
-def _verify(name: str, artifact: Artifact, data: bytearray) -> bytes:
-    completed = bytes(data)
-    verify_artifact(name, artifact, completed)
-    return completed
 
 
 def _attempt_deadline(deadline: float, attempts: int) -> float | None:
@@ -267,10 +252,8 @@ def _attempt_deadline(deadline: float, attempts: int) -> float | None:
 def _check_bounds(card: ModelCard) -> None:
     for name, artifact in card.artifacts.items():
         if artifact.size > ARTIFACT_BYTES_MAX:
-            raise InvalidRequest(
-                f"artifact {name} too large: {artifact.size}/{ARTIFACT_BYTES_MAX} bytes",
-                f"artifacts.{name}.size",
-            )
+            text = f"artifact {name} too large: {artifact.size}/{ARTIFACT_BYTES_MAX} bytes"
+            raise InvalidRequest(text, f"artifacts.{name}.size")
     total = sum(artifact.size for artifact in card.artifacts.values())
     if total > CARD_BYTES_MAX:
         raise InvalidRequest(f"artifacts too large: {total}/{CARD_BYTES_MAX} bytes", "artifacts")

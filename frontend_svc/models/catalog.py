@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import structlog
 
@@ -25,7 +24,7 @@ from common.errors import (
 from common.registry.card import ModelCard
 from common.registry.instances import Instance, Snapshot
 from common.runtime.tasks import TaskGroup
-from frontend_svc.core.models.adapters import Adapters, find_adapters, serving
+from frontend_svc.core.models.adapters import find_adapters, serving
 from frontend_svc.core.models.model_watch import (
     MODEL_KEY_PREFIX,
     Action,
@@ -64,10 +63,6 @@ def _wrong_endpoint_error(name: str, table: Table) -> Unsupported:
     return Unsupported("model", f"{name!r} is not served for {table}")
 
 
-def _loading_error(name: str) -> Unavailable:
-    return Unavailable(f"{name!r} is being loaded", 1.0, reason="MODEL_LOADING")
-
-
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A model in one table. model: None if the client's JSON passes through unchanged."""
@@ -82,12 +77,9 @@ class Engine:
 
 class ModelCatalog:
     """The serving table, updated from registry snapshots; `core/models/model_watch.py` decides.
-
-    Cards are loaded concurrently: a slow one delays only its own model.
-
-    get_card: returns a card by checksum. now_s: Unix time, for `created`. open_artifact: fetches
-    artifacts that a card does not carry from a worker; by default over gRPC, without a token.
-    """
+    Cards are loaded concurrently: a slow one delays only its own model. get_card: returns a card by
+    checksum. now_s: Unix time, for `created`. open_artifact: fetches artifacts that a card does not
+    carry from a worker; by default over gRPC, without a token."""
 
     def __init__(
         self,
@@ -97,14 +89,16 @@ class ModelCatalog:
         mesh_key: bytes,
         open_artifact: OpenArtifact | None = None,
     ) -> None:
+        self._get_card = get_card
         self._now_s = now_s
         self._mesh_key = mesh_key
         self.artifacts = ArtifactFetcher(
             self._workers_with_card, open_artifact=open_artifact or grpc_artifact_opener()
         )
-        self._builder = _EngineBuilder(get_card, self.artifacts, now_s, mesh_key)
+        # A build takes a whole core and a thread that other calls need.
+        self._build_lock = asyncio.Lock()
         self._table: ModelManager[Engine] = ModelManager()
-        self._watch = ModelWatchState(MODEL_KEY_PREFIX, self._table, self._builder)
+        self._watch = ModelWatchState(MODEL_KEY_PREFIX, self._table, get_card)
         self._snapshot = Snapshot()
         self._removed_at: dict[str, float] = {}
         # By model: its last entry and the engines built from it.
@@ -112,21 +106,17 @@ class ModelCatalog:
         self._adapters: dict[str, ServedModel] = {}
         # Adapter -> model, including models that are not served yet.
         self._adapter_bases: Mapping[str, str] = {}
-        self._hidden: Mapping[tuple[str, str], str] = {}
-
-    @property
-    def hidden(self) -> Mapping[tuple[str, str], str]:
-        """(adapter, model) of adapters that cannot be requested -> reason."""
-        return MappingProxyType(self._hidden)
+        # (adapter, model) of adapters that cannot be requested -> reason.
+        self.hidden: Mapping[tuple[str, str], str] = {}
 
     @property
     def loading(self) -> frozenset[str]:
-        return self._watch.building
+        return frozenset(self._watch.building)
 
     @property
     def not_ready(self) -> Mapping[str, str]:
         """Models that workers offer and that are not served -> reason."""
-        return MappingProxyType(self._watch.not_ready)
+        return self._watch.not_ready
 
     def get_for(self, name: str, table: Table) -> ServedModel:
         """`get` for one kind of request; an adapter has the tables of its model. Raises the errors
@@ -208,7 +198,7 @@ class ModelCatalog:
 
     def _missing_model_error(self, name: str) -> MeshError:
         if self._watch.is_pending(self._adapter_bases.get(name, name)):
-            return _loading_error(name)
+            return Unavailable(f"{name!r} is being loaded", 1.0, reason="MODEL_LOADING")
         if self._now_s() - self._removed_at.get(name, -math.inf) < RECENTLY_SERVED_S:
             return no_worker_error(name)
         return UnknownModel(name)
@@ -258,7 +248,10 @@ class ModelCatalog:
         for adapter, adapter_model in self._adapters.items():
             if adapter not in previous or previous[adapter].base != adapter_model.base:
                 log.info("adapter_added", model=adapter, base=adapter_model.base)
-        self._log_hidden_adapters(found)
+        for (adapter, model), reason in found.hidden.items():
+            if self.hidden.get((adapter, model)) != reason:
+                log.error("adapter_hidden", adapter=adapter, model=model, reason=reason)
+        self.hidden = found.hidden
 
     def _get_or_make_adapter_model(self, adapter: str, model: ServedModel) -> ServedModel:
         existing = self._adapters.get(adapter)
@@ -266,12 +259,6 @@ class ModelCatalog:
             return existing
         created = int(self._now_s())
         return model.adapter_model(adapter, created=created, mesh_key=self._mesh_key)
-
-    def _log_hidden_adapters(self, found: Adapters) -> None:
-        for (adapter, model), reason in found.hidden.items():
-            if self._hidden.get((adapter, model)) != reason:
-                log.error("adapter_hidden", adapter=adapter, model=model, reason=reason)
-        self._hidden = found.hidden
 
     def _execute(self, action: Action, builds: list[Build]) -> None:
         match action:
@@ -300,7 +287,7 @@ class ModelCatalog:
 
     async def _build_once(self, build: Build) -> list[Action]:
         try:
-            engines = await self._builder.engines(build.entry)
+            engines = await self._build_engines(build.entry)
             if any(engine.model is not None for engine in engines.values()):
                 self._build_cache[build.entry.model.name] = build.entry, engines
             return self._watch.build_succeeded(build, engines)
@@ -321,25 +308,7 @@ class ModelCatalog:
             log.error("model_build_failed", model=name, exc_info=error)
         return self._watch.build_failed(build, rejection)
 
-
-class _EngineBuilder:
-    """Loads cards concurrently and builds engines one after the other."""
-
-    def __init__(
-        self,
-        get_card: Callable[[str], Awaitable[ModelCard]],
-        artifacts: ArtifactFetcher,
-        now_s: Callable[[], float],
-        mesh_key: bytes,
-    ) -> None:
-        self._get_card = get_card
-        self._artifacts = artifacts
-        self._now_s = now_s
-        self._mesh_key = mesh_key
-        # A build takes a whole core and a thread that other calls need.
-        self._build_lock = asyncio.Lock()
-
-    async def engines(self, entry: Entry) -> dict[Table, Engine]:
+    async def _build_engines(self, entry: Entry) -> dict[Table, Engine]:
         """One engine per table, all with the same immutable model."""
         card, no_card_reason = await self._card(entry)
         pipelines = plan_pipelines(entry, card, no_card_reason)
@@ -360,7 +329,7 @@ class _EngineBuilder:
         try:
             card = await self._get_card(entry.checksum)
             if entry.model.requires_preprocessing():
-                card = await self._artifacts.complete_card(card)
+                card = await self.artifacts.complete_card(card)
         except MeshError as error:
             missing = isinstance(error, NotFound)
             card_error = card_missing(entry) if missing else card_unreadable(entry, error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from frontend_svc.core.peers.placement_query import PlacementKey, Query
 from frontend_svc.peers.router_session import key_to_proto
@@ -11,12 +10,6 @@ from kvmesh.router.v1 import router_pb2
 
 # A booking is sent again this often: routers expire bookings that are not renewed.
 RENEW_INTERVAL_S = 100.0
-
-
-@dataclass(slots=True)
-class _UnsentOutput:
-    blocks: int = 0
-    decay_fraction: float | None = None
 
 
 class HeldBookings:
@@ -32,9 +25,9 @@ class HeldBookings:
         self._bookings: dict[PlacementKey, router_pb2.Booking] = {}
         self._renewed_at: dict[PlacementKey, float] = {}  # oldest first
         self._unsent_prefills_done: list[PlacementKey] = []
-        self._unsent_outputs: dict[PlacementKey, _UnsentOutput] = {}
+        self._unsent_outputs: dict[PlacementKey, router_pb2.OutputBlocks] = {}
         self._unsent_frees: list[PlacementKey] = []
-        self._is_output_tracked = False
+        self.is_output_tracked = False  # by the router
         self.is_session_open = False
 
     def __len__(self) -> int:
@@ -71,14 +64,14 @@ class HeldBookings:
         """The output grew by `blocks`; ignored if the router does not track output. decay_fraction:
         share of the expected output still to come, 0..1; None: unknown."""
         booking = self._bookings.get(key)
-        if booking is None or not self._is_output_tracked:
+        if booking is None or not self.is_output_tracked:
             return
         booking.decode_blocks += blocks
         if decay_fraction is not None:
             booking.decay_fraction = decay_fraction
         unsent = self._unsent_outputs.get(key)
         if unsent is None:
-            unsent = self._unsent_outputs[key] = _UnsentOutput()
+            unsent = self._unsent_outputs[key] = router_pb2.OutputBlocks(key=booking.key)
             booking.revision += 1  # once a message: unsent output goes out as one message
         unsent.blocks += blocks
         if decay_fraction is not None:
@@ -100,22 +93,11 @@ class HeldBookings:
         self.is_session_open = True
         return self._bookings.values()
 
-    def session_accepted(self, *, is_output_tracked: bool) -> None:
-        self._is_output_tracked = is_output_tracked
-
-    def end_session(self) -> None:
-        self.is_session_open = False
-
     def move_changes_to(self, frame: router_pb2.SessionRequest) -> None:
         """Adds all unsent changes and due renewals to a frame."""
         frame.announced.extend(self._take_due_renewals())
         frame.prefills_done.extend(map(key_to_proto, self._unsent_prefills_done))
-        frame.outputs.extend(
-            router_pb2.OutputBlocks(
-                key=key_to_proto(key), blocks=output.blocks, decay_fraction=output.decay_fraction
-            )
-            for key, output in self._unsent_outputs.items()
-        )
+        frame.outputs.extend(self._unsent_outputs.values())
         frame.frees.extend(map(key_to_proto, self._unsent_frees))
         self._unsent_outputs.clear()
         self._unsent_prefills_done, self._unsent_frees = [], []

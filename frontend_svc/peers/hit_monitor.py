@@ -6,12 +6,12 @@ publishes KV events, with cached tokens reported by the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import structlog
 
 from common.registry.instances import Instance, Snapshot
-from frontend_svc.core.peers.hit_drift import WINDOW_S, HitDriftMonitor, LabelledDrift, Source
+from frontend_svc.core.peers.hit_drift import WINDOW_S, DriftStats, HitDriftMonitor, Source
 from frontend_svc.core.request.types import RequestOutcome
 
 log = structlog.get_logger()
@@ -53,20 +53,24 @@ class HitMonitor:
 
     def degraded(self) -> list[str]:
         return [
-            f"worker {entry.worker} rank {entry.dp_rank}: predicted and actual cached tokens of "
-            f"{entry.model} differ by {entry.stats.ratio:.1%} over {WINDOW_S:g} s"
-            for entry in self.drift_stats()
-            if entry.stats.is_degraded
+            f"worker {_name(worker)} rank {stats.source[1]}: predicted and actual cached tokens of "
+            f"{worker.model} differ by {stats.ratio:.1%} over {WINDOW_S:g} s"
+            for worker, stats in self._drift_of_workers()
+            if stats.is_degraded
         ]
 
-    def drift_stats(self) -> list[LabelledDrift]:
-        """Returns the drift of all sources of live workers."""
-        instances = self._snapshot().instances
+    def drift_stats(self) -> list[tuple[tuple[str, str, str], DriftStats]]:
+        """Model, worker and rank of all sources of live workers, and their drift."""
         return [
-            LabelledDrift(worker.model, _name(worker), stats.source[1], stats)
-            for stats in self._drift.drift_stats(self._clock())
-            if (worker := instances.get(stats.source[0])) is not None
+            ((worker.model, _name(worker), str(stats.source[1])), stats)
+            for worker, stats in self._drift_of_workers()
         ]
+
+    def _drift_of_workers(self) -> Iterator[tuple[Instance, DriftStats]]:
+        instances = self._snapshot().instances
+        for stats in self._drift.drift_stats(self._clock()):
+            if (worker := instances.get(stats.source[0])) is not None:
+                yield worker, stats
 
 
 def _predicted_and_actual(outcome: RequestOutcome) -> tuple[Source, int, int] | None:

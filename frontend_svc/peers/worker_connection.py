@@ -36,14 +36,14 @@ log = structlog.get_logger()
 
 
 class ConnectionObserver(Protocol):
-    """Receives what a connection observes of its worker."""
+    """Receives what a connection observes of its worker.
 
-    def failed(self, worker_id: int, reason: str, *, is_hung: bool = False) -> None:
-        """The stream was lost, a request was not accepted, or the engine hangs. is_hung: the worker
-        is silent or its engine hangs; it may recover soon."""
+    failed: the stream was lost, a request was not accepted, or the engine hangs. is_hung: the
+    worker is silent or its engine hangs; it may recover soon. progressed: the engine makes steps.
+    """
 
-    def progressed(self, worker_id: int) -> None:
-        """The engine makes steps."""
+    def failed(self, worker_id: int, reason: str, *, is_hung: bool = False) -> None: ...
+    def progressed(self, worker_id: int) -> None: ...
 
 
 class ProbeResult(Enum):
@@ -115,11 +115,8 @@ class WorkerConnection:
     @property
     def silent_s(self) -> float:
         """Seconds since the last frame, without the stalls of this process."""
-        return (
-            self._loop.time()
-            - self._last_received_at
-            - (self._stalled_s() - self._stalled_before_s)
-        )
+        stalled_s = self._stalled_s() - self._stalled_before_s
+        return self._loop.time() - self._last_received_at - stalled_s
 
     def submit(self, leg_request: LegRequest, sink: LegSink) -> int:
         """Queues a request; returns its slot."""

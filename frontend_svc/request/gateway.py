@@ -16,14 +16,16 @@ from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.peers.stall_clock import never_stalled
 from frontend_svc.core.request.retry_policy import MigrationLimiter, RetryBudget
 from frontend_svc.core.request.types import RequestPlan
-from frontend_svc.request.handle import RequestContext, RequestHandle
+from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.ports import ResponseSink, RouterPort, WorkerPort
 from frontend_svc.request.worker_pool import WorkerPool
 
 
 class Gateway:
     """Opens requests and keeps track of them. snapshot: returns the current members of the mesh.
-    stalled_s, silent_s: see RequestContext. recently_left: see WorkerPool."""
+    stalled_s: seconds for which this process has stalled so far, see `core/peers/stall_clock.py`.
+    silent_s: seconds since the last frame of a worker. recently_left: see WorkerPool. rng: also
+    makes span ids."""
 
     def __init__(
         self,
@@ -37,22 +39,16 @@ class Gateway:
         recently_left: Container[int] | None = None,
         migrations: MigrationLimiter[RequestHandle] | None = None,
     ) -> None:
+        self.router = router_port
+        self.workers = workers
+        self.pool = WorkerPool(snapshot, workers, recently_left)
+        self.rng = Random() if rng is None else rng
         self.stalled_s = stalled_s
+        self.silent_s = silent_s
         self.retries = RetryBudget()
         self.migrations = MigrationLimiter[RequestHandle]() if migrations is None else migrations
         self._loop = asyncio.get_running_loop()
         self._open: set[RequestHandle] = set()
-        self._context = RequestContext(
-            router=router_port,
-            workers=workers,
-            pool=WorkerPool(snapshot, workers, recently_left),
-            retries=self.retries,
-            migrations=self.migrations,
-            rng=Random() if rng is None else rng,
-            stalled_s=stalled_s,
-            silent_s=silent_s,
-            on_closed=self._open.discard,
-        )
 
     @property
     def open_requests(self) -> int:
@@ -61,10 +57,14 @@ class Gateway:
     def open(self, plan: RequestPlan, query: Query, sink: ResponseSink) -> RequestHandle:
         """Starts a request. A plan with a body needs a ChunkSink."""
         self.retries.count_request(self._loop.time())
-        handle = RequestHandle(self._context, plan, query, sink)
+        handle = RequestHandle(self, plan, query, sink)
         self._open.add(handle)
         handle.machine.start()
         return handle
+
+    def closed(self, handle: RequestHandle) -> None:
+        """The request has ended."""
+        self._open.discard(handle)
 
     def abort_all(self, error: MeshError) -> list[str]:
         """Ends every open request with `error`; returns their ids."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from common.errors import MeshError, NotFound, Unavailable, UnknownModel
+from common.errors import MeshError, Unavailable
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints
 from frontend_svc.core.models.adapters import serving
-from frontend_svc.core.peers.placement_query import UNKNOWN_ADAPTER, Query
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.models.catalog import no_worker_error
 
@@ -54,13 +54,6 @@ def has_workers(snapshot: Snapshot, query: Query) -> bool:
 def adapter_of(query: Query) -> str:
     """The adapter that a query names, "" if none."""
     return (query.routing.lora_name or "") if query.routing is not None else ""
-
-
-def is_unknown_model(reply: RoutingDecision | MeshError) -> bool:
-    """Whether the router has no worker with the query's model or adapter."""
-    if isinstance(reply, NotFound) and reply.reason == UNKNOWN_ADAPTER:
-        return True
-    return isinstance(reply, UnknownModel)
 
 
 def _restricts_workers(routing: RoutingHints) -> bool:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from common.errors import Overloaded
+from common.errors import MeshError, Overloaded
 from common.request.preprocessed import TokenLogprob
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.metrics.families import RequestMeter
-from frontend_svc.request.handle import RequestHandle
 
 # Unread tokens after which a request of a slow client is ended.
 UNREAD_TOKENS_MAX = 65_536
@@ -23,15 +22,17 @@ TOKENS_PER_CHUNK = 64
 
 class ResponseBuffer:
     """The ResponseSink of one request, read by one task. clock: of the meter, monotonic seconds.
-    unread_max: if more tokens are unread, the request ends."""
+    fail: ends the request with an error, if more than unread_max tokens are unread."""
 
     def __init__(
         self,
         meter: RequestMeter,
         clock: Callable[[], float],
+        fail: Callable[[MeshError, str], None],
         *,
         unread_max: int = UNREAD_TOKENS_MAX,
     ) -> None:
+        self._fail = fail
         self._unread_max = unread_max
         self._loop = asyncio.get_running_loop()
         self._clock = clock
@@ -43,7 +44,6 @@ class ResponseBuffer:
         self._waiter: asyncio.Future[None] | None = None
         self.first_token_at: float | None = None
         self.outcome: RequestOutcome | None = None
-        self.handle: RequestHandle | None = None
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
         self._record_tokens(len(token_ids))
@@ -88,13 +88,8 @@ class ResponseBuffer:
         self._meter.tokens(tokens, now)
 
     def _fail_slow_reader(self) -> None:
-        if self.handle is not None:
-            error = Overloaded(
-                None,
-                f"more than {self._unread_max} tokens unread by the client",
-                reason="SLOW_READER",
-            )
-            self.handle.fail(error, "slow_reader")
+        message = f"more than {self._unread_max} tokens unread by the client"
+        self._fail(Overloaded(None, message, reason="SLOW_READER"), "slow_reader")
 
     def _notify(self) -> None:
         waiter = self._waiter

@@ -228,7 +228,7 @@ class NeverPingsItsRouter(ObservedRouterClient):
     async def _ping(self) -> None:
         await asyncio.sleep(400.0)
 
-    async def _run_local_placement(self) -> None:
+    async def _run_unrouted_placement(self) -> None:
         await asyncio.sleep(400.0)
 
 

@@ -227,12 +227,10 @@ Action = Build | ModelAdded | ModelRemoved | LogEvent
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The stages between client and engine for one table.
-
-    stages: in the order in which a request passes them. request, chunk: types of the client's
-    request and of its response. order: the field of `Attach.LegRequest` that carries the request
-    to the worker. response: the call of `Attach.LegSink` that brings its result.
-    """
+    """The stages between client and engine for one table. stages: in the order in which a request
+    passes them. request, chunk: types of the client's request and of its response. order: the field
+    of `Attach.LegRequest` that carries the request to the worker. response: the call of
+    `Attach.LegSink` that brings its result."""
 
     table: Table
     stages: tuple[Stage, ...]
@@ -320,16 +318,12 @@ class ModelWatchState(Generic[E]):
     not_ready: dict[str, str] = field(default_factory=dict)
     _entries: dict[str, Entry] = field(default_factory=dict)
     _served: dict[str, Entry] = field(default_factory=dict)
-    _building: dict[str, Build] = field(default_factory=dict)
-
-    @property
-    def building(self) -> frozenset[str]:
-        return frozenset(self._building)
+    building: dict[str, Build] = field(default_factory=dict)
 
     def is_pending(self, name: str) -> bool:
         """Whether workers offer a model that is not served: its Build is in progress or failed.
         False for a model that is served, even if some worker's card for it is rejected."""
-        if name not in self._building and name not in self.not_ready:
+        if name not in self.building and name not in self.not_ready:
             return False
         return any(entry.model.name == name for entry in self._entries.values())
 
@@ -361,9 +355,9 @@ class ModelWatchState(Generic[E]):
     def build_succeeded(self, build: Build, engines: Mapping[Table, E]) -> list[Action]:
         """Add a built model to all of its tables, or to none if one of them has the name."""
         name = build.entry.model.name
-        if self._building.get(name) is not build:
+        if self.building.get(name) is not build:
             return [LogEvent("info", "model_build_outdated", {"model": name, "key": build.key})]
-        del self._building[name]
+        del self.building[name]
         if build.entry not in self._entries.values():
             return self._build_if_new(name)
         try:
@@ -377,9 +371,9 @@ class ModelWatchState(Generic[E]):
     def build_failed(self, build: Build, error: MeshError) -> list[Action]:
         """Record a failed Build: the entry stays, and `retry` builds again."""
         name = build.entry.model.name
-        if self._building.get(name) is not build:
+        if self.building.get(name) is not build:
             return []
-        del self._building[name]
+        del self.building[name]
         if build.entry not in self._entries.values():
             return self._build_if_new(name)
         return self._not_ready(build, error.message)
@@ -398,10 +392,10 @@ class ModelWatchState(Generic[E]):
         if oldest_entry is None:
             self.not_ready.pop(name, None)
             return []
-        if self.manager.has_model_any(name) or name in self._building:
+        if self.manager.has_model_any(name) or name in self.building:
             return []
         build = Build(self.prefix + oldest_entry[0], oldest_entry[1])
-        self._building[name] = build
+        self.building[name] = build
         if self.drt is None:
             return self.build_failed(
                 build, MeshError("there is no discovery client to load cards with")
@@ -413,7 +407,8 @@ class ModelWatchState(Generic[E]):
         served = self._served.get(name)
         actions: list[Action] = []
         if served is not None and served not in self._entries.values():
-            self._unregister(name)
+            for table in self.manager.engines(name):
+                self.manager.remove(table, name)
             del self._served[name]
             actions.append(ModelRemoved(name))
         return actions + self._build_if_new(name)
@@ -428,10 +423,6 @@ class ModelWatchState(Generic[E]):
             for table in added_tables:
                 self.manager.remove(table, name)
             raise
-
-    def _unregister(self, name: str) -> None:
-        for table in self.manager.engines(name):
-            self.manager.remove(table, name)
 
     def _not_ready(self, build: Build, reason: str) -> list[Action]:
         """Record why a model is not served; a repeated reason is not logged."""
@@ -451,20 +442,15 @@ def model_watcher(state: ModelWatchState[E], events: Iterable[WatchEvent]) -> It
         try:
             match event:
                 case Put(kv):
+                    fields = {"key": kv.key, "value": kv.value.to_json().decode()}
                     actions = state.handle_put(kv)
                 case Delete(key):
+                    fields = {"key": key}
                     actions = state.handle_delete(key)
         except MeshError as error:
-            yield LogEvent("error", "model_event_rejected", _rejection_fields(event, error))
+            yield LogEvent("error", "model_event_rejected", fields | {"error": error.message})
         else:
             yield from actions
-
-
-def _rejection_fields(event: WatchEvent, error: MeshError) -> dict[str, object]:
-    if isinstance(event, Delete):
-        return {"key": event.key, "error": error.message}
-    value = event.kv.value.to_json().decode()
-    return {"key": event.kv.key, "value": value, "error": error.message}
 
 
 def _pipeline(table: Table, *, tokens: bool) -> Pipeline:

@@ -201,16 +201,11 @@ def _response_body(
 ) -> bytes:
     message, param, code = INTERNAL_MESSAGE, None, mapping.code
     if isinstance(error, MeshError) and mapping is not _TABLE[InternalError]:
-        code = _error_code(error, mapping)
+        if code is None:
+            code = _INVALID_VALUE if error.reason == error.kind else error.reason.lower()
         message, param = client_message(error, headers)
     details = {"message": message, "type": mapping.type, "param": param, "code": code}
     return orjson.dumps({"error": details})
-
-
-def _error_code(error: MeshError, mapping: _ErrorMapping) -> str:
-    if mapping.code is not None:
-        return mapping.code
-    return _INVALID_VALUE if error.reason == error.kind else error.reason.lower()
 
 
 def _response_headers(error: BaseException, mapping: _ErrorMapping) -> tuple[tuple[str, str], ...]:

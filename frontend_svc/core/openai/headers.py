@@ -63,18 +63,18 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Nvext | None:
     for raw_name, raw in kvmesh_headers:
         name = raw_name.decode("latin-1")
         if name not in HEADER_FIELDS:
-            raise InvalidRequest(
-                f"Unknown header: '{name[:_DISPLAY_CHARS_MAX]}'; known headers are "
-                f"{', '.join(HEADER_FIELDS)}.",
-                name[:_DISPLAY_CHARS_MAX],
-                reason="UNKNOWN_PARAMETER",
-            )
+            shown, known = name[:_DISPLAY_CHARS_MAX], ", ".join(HEADER_FIELDS)
+            text = f"Unknown header: '{shown}'; known headers are {known}."
+            raise InvalidRequest(text, shown, reason="UNKNOWN_PARAMETER")
         if name in seen:
             raise _invalid_header(name, "it is present more than once")
         seen.add(name)
         value = _parse_value(name, raw)
-        _check_value(name, value)
         *part, field_name = HEADER_FIELDS[name]
+        try:
+            (_NESTED_OBJECTS[part[0]] if part else Nvext).model_validate({field_name: value})
+        except ValidationError as error:
+            raise invalid_value(error, name) from None
         target = requested.setdefault(part[0], {}) if part else requested
         target[field_name] = value
     return Nvext.model_validate(requested)
@@ -89,15 +89,6 @@ def _parse_value(name: str, raw: bytes) -> str | int:
     if not _INTEGER.fullmatch(text):
         raise _invalid_header(name, f"expected an integer, but got {text[:_DISPLAY_CHARS_MAX]!r}")
     return int(text)
-
-
-def _check_value(name: str, value: str | int) -> None:
-    *part, field_name = HEADER_FIELDS[name]
-    model = _NESTED_OBJECTS[part[0]] if part else Nvext
-    try:
-        model.model_validate({field_name: value})
-    except ValidationError as error:
-        raise invalid_value(error, name) from None
 
 
 def _invalid_header(name: str, message: str) -> InvalidRequest:

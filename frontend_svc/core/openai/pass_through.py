@@ -79,25 +79,17 @@ def _merge_delta(target: dict[str, Json], piece: dict[str, Json]) -> None:
         previous = target.get(name)
         if value is None:
             target.setdefault(name, None)
+        elif isinstance(value, list):  # merged by `index` from the first piece
+            target[name] = previous or []
+            _merge_list(target[name], value)
         elif previous is None:
-            target[name] = _first_piece(value)
+            target[name] = value
         elif isinstance(value, dict):
             _merge_delta(previous, value)
-        elif isinstance(value, list):
-            _merge_list(previous, value)
         elif name in _STREAMED_TEXT_FIELDS:
             target[name] = previous + value
         else:
             target[name] = value
-
-
-def _first_piece(value: Json) -> Json:
-    """The first piece of a value; its lists are merged by `index` from the start."""
-    if not isinstance(value, list):
-        return value
-    merged: list[Json] = []
-    _merge_list(merged, value)
-    return merged
 
 
 def _merge_list(target: list[Json], pieces: list[Json]) -> None:

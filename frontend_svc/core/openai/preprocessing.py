@@ -84,11 +84,8 @@ def _checked_prompt(
         raise InvalidRequest(f"Invalid '{field}': the prompt has no tokens.", field)
     if vocab_size is not None and int(prompt.array.max()) >= vocab_size:
         index = int(np.argmax(prompt.array >= vocab_size))
-        raise InvalidRequest(
-            f"Invalid '{field}': token {prompt[index]} at position {index} is not in the"
-            f" vocabulary of {vocab_size}.",
-            field,
-        )
+        text = f"token {prompt[index]} at position {index} is not in the vocabulary of {vocab_size}"
+        raise InvalidRequest(f"Invalid '{field}': {text}.", field)
     return prompt
 
 

@@ -52,8 +52,6 @@ class RouterSelector:
     def __init__(self, frontend_id: int) -> None:
         self._frontend_id = frontend_id
         self._failed_at: dict[int, float] = {}
-        self._last_inputs: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
-        self._home: int | None = None
 
     def mark_failed(self, router_id: int, now: float) -> None:
         self._failed_at[router_id] = now
@@ -61,11 +59,8 @@ class RouterSelector:
     def choose(self, frontends: Iterable[int], routers: Iterable[int], now: float) -> int | None:
         """The home router; if avoided, the best other one; if all are, the one that failed first.
         None without routers."""
-        inputs = frozenset(frontends), frozenset(routers)
-        if inputs != self._last_inputs:
-            self._last_inputs, self._home = inputs, home_router(self._frontend_id, *inputs)
-            self._failed_at = {r: at for r, at in self._failed_at.items() if r in inputs[1]}
-        present = inputs[1]
+        present = frozenset(routers)
+        self._failed_at = {r: at for r, at in self._failed_at.items() if r in present}
         if not present:
             return None
         not_avoided = [
@@ -73,8 +68,9 @@ class RouterSelector:
             for r in present
             if now - self._failed_at.get(r, -AVOID_FAILED_ROUTER_S) >= AVOID_FAILED_ROUTER_S
         ]
-        if self._home in not_avoided:
-            return self._home
+        home = home_router(self._frontend_id, frontends, present)
+        if home in not_avoided:
+            return home
         if not_avoided:
             return max(not_avoided, key=lambda router: rendezvous_weight(self._frontend_id, router))
         return min(present, key=lambda router: self._failed_at[router])

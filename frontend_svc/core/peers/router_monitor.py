@@ -88,14 +88,11 @@ class RouterMonitor:
         self.is_stale = False
         self._last_received_at = self._last_responsive_at = self._session_opened_at = now
         self._queue_wait_s: float | None = None
-        self._left_stale_router_at = -math.inf
+        self.left_stale_router_at = -math.inf
 
     def session_opening(self, now: RunningTime) -> None:
         self.is_stale = False
         self._last_received_at = now
-
-    def session_closed(self) -> None:
-        self.is_connected = False
 
     def hello_received(self, now: RunningTime, queue_wait_s: float | None) -> None:
         """The router acknowledged the session. queue_wait_s: how long it may queue a query; 0: it
@@ -136,27 +133,22 @@ class RouterMonitor:
             pending.unknown_since = now
         is_overdue = now.since(pending.unknown_since) >= STALE_ROUTER_AFTER_S
         # Not back and forth all the time: possibly no router ever sees the workers.
-        may_leave = now.at - self._left_stale_router_at >= AVOID_FAILED_ROUTER_S
+        may_leave = now.at - self.left_stale_router_at >= AVOID_FAILED_ROUTER_S
         if is_overdue and may_leave and has_other_router:
             self.is_stale = True
         delay_s = REQUERY_DELAY_MAX_S * rng.uniform(0.5, 1.0) if is_overdue else REQUERY_DELAY_S
         pending.requery_at = now._replace(at=now.at + delay_s)
         return pending.requery_at.at
 
-    def stale_router_left(self, now: RunningTime) -> None:
-        self._left_stale_router_at = now.at
-
     def overdue(self, pending: Mapping[int, PendingPlacement], now: RunningTime) -> list[int]:
         """Returns the ids of the queries to place without a router."""
         is_settling = self.is_connected and now.since(self._session_opened_at) < SESSION_SETTLE_S
-        return [
-            query_id
-            for query_id, placement in pending.items()
-            if now.since(self._unresponsive_since(placement, now)) >= UNROUTED_AFTER_S
-            and not (is_settling and not placement.is_reported_unknown(now))
-        ]
-
-    def _unresponsive_since(self, pending: PendingPlacement, now: RunningTime) -> RunningTime:
-        if pending.unknown_since is not None and pending.is_reported_unknown(now):
-            return pending.unknown_since
-        return max(pending.sent_at, self._last_responsive_at)
+        found = []
+        for query_id, placement in pending.items():
+            is_unknown = placement.is_reported_unknown(now)
+            since = max(placement.sent_at, self._last_responsive_at)
+            if is_unknown and placement.unknown_since is not None:
+                since = placement.unknown_since
+            if now.since(since) >= UNROUTED_AFTER_S and (is_unknown or not is_settling):
+                found.append(query_id)
+        return found

@@ -81,7 +81,7 @@ def leg_request(
     )
 
 
-def migration_blockers(request: PreprocessedRequest) -> str:
+def migration_blockers(plan: RequestPlan) -> str:
     """Why a started response cannot continue on another worker, "" if it can.
 
     It cannot if prompt and generated tokens are not the whole state: guided decoding (state of the
@@ -90,7 +90,12 @@ def migration_blockers(request: PreprocessedRequest) -> str:
     (a prompt that ids cannot extend). min_tokens is no obstacle: it is reduced by the tokens
     generated.
     """
-    sampling = request.sampling_options
+    if plan.body is not None:
+        return "its pass-through body"
+    if not plan.migratable:
+        return "its settings"
+    request = plan.request
+    sampling, extra = request.sampling_options, request.extra_args
     blockers = {
         "guided decoding": sampling.guided_decoding is not None,
         "n": sampling.n not in (None, 1),
@@ -99,12 +104,8 @@ def migration_blockers(request: PreprocessedRequest) -> str:
         "presence_penalty": bool(sampling.presence_penalty),
         "frequency_penalty": bool(sampling.frequency_penalty),
         "repetition_penalty": sampling.repetition_penalty not in (None, 1.0),
-        "a custom logits processor": _has_custom_logits_processor(request),
+        "a custom logits processor": isinstance(extra, dict)
+        and any("processor" in key for key in extra),
         "prompt_embeds": request.prompt_embeds is not None,
     }
     return ", ".join(name for name, is_blocking in blockers.items() if is_blocking)
-
-
-def _has_custom_logits_processor(request: PreprocessedRequest) -> bool:
-    extra = request.extra_args
-    return isinstance(extra, dict) and any("processor" in key for key in extra)

@@ -73,46 +73,30 @@ USAGE_WAIT_S = 0.2
 
 
 class RequestPorts(Protocol):
-    """Actions of the machine. No call blocks; results arrive as events."""
+    """Actions of the machine. No call blocks; results arrive as events.
 
-    def place(self, attempt: int, excluded: frozenset[int]) -> None:
-        """Requests a placement; the result is `placed` or `placement_failed` of this attempt."""
+    place: the result is `placed` or `placement_failed` of this attempt. submit: `leg` is the sink,
+    never called from within `submit`. prefill_done: the first token is there. free: of the
+    attempt's booking. emit_chunk: of the response to a pass-through body. wake_at: schedules
+    `on_timer`, in place of the time set before. now: seconds, on the deadline's clock. take_retry:
+    whether the retry budget allows one more retry; if so, counts it. stalled_s: seconds for which
+    this process has stalled, see `core/peers/stall_clock.py`. silent_s: seconds since the last
+    frame of the worker; infinite without an open stream.
+    """
 
-    def submit(self, worker_id: int, leg_request: LegRequest, leg: Leg) -> None:
-        """Submits a leg; `leg` is its sink, which is never called from within `submit`."""
-
-    def abort(self, leg: Leg, reason: str) -> None:
-        """Ends a submitted leg."""
-
-    def prefill_done(self, attempt: int) -> None:
-        """Reports the first token to the router."""
-
-    def free(self, attempt: int) -> None:
-        """Frees the attempt's booking at the router."""
-
-    def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """Sends tokens to the client."""
-
-    def emit_chunk(self, json: bytes) -> None:
-        """Sends a chunk of the response to a pass-through body to the client."""
-
-    def finish(self, outcome: RequestOutcome) -> None:
-        """Reports the end of the request."""
-
-    def wake_at(self, at: float) -> None:
-        """Schedules `on_timer`; replaces the time set before."""
-
-    def now(self) -> float:
-        """Seconds, on the deadline's clock."""
-
-    def take_retry(self) -> bool:
-        """Whether the retry budget allows one more retry; if so, counts it."""
-
-    def stalled_s(self) -> float:
-        """Seconds for which this process has stalled; see `core/peers/stall_clock.py`."""
-
-    def silent_s(self, worker_id: int) -> float:
-        """Seconds since the last frame of the worker; infinite without an open stream."""
+    def place(self, attempt: int, excluded: frozenset[int]) -> None: ...
+    def submit(self, worker_id: int, leg_request: LegRequest, leg: Leg) -> None: ...
+    def abort(self, leg: Leg, reason: str) -> None: ...
+    def prefill_done(self, attempt: int) -> None: ...
+    def free(self, attempt: int) -> None: ...
+    def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None: ...
+    def emit_chunk(self, json: bytes) -> None: ...
+    def finish(self, outcome: RequestOutcome) -> None: ...
+    def wake_at(self, at: float) -> None: ...
+    def now(self) -> float: ...
+    def take_retry(self) -> bool: ...
+    def stalled_s(self) -> float: ...
+    def silent_s(self, worker_id: int) -> float: ...
 
 
 class Leg:
@@ -149,9 +133,7 @@ class Leg:
         if self.is_live:
             self._machine.leg_ended(self, terminal)
 
-    def lost(self, error: MeshError) -> None:
-        if self.is_live:
-            self._machine.leg_failed(self, error)
+    lost = rejected
 
 
 class RequestMachine:
@@ -165,7 +147,7 @@ class RequestMachine:
         self.is_finished = False
         self._ports = ports
         self._rng = rng
-        self._attempt = -1
+        self.attempt = -1  # number of the current attempt, from 0
         self._main_leg: Leg | None = None
         self._prefill_leg: Leg | None = None
         self._prefill_tokens: list[int] = []
@@ -216,7 +198,7 @@ class RequestMachine:
         if not self.is_awaiting_placement(attempt):
             return
         self._booked = False
-        is_last = self._attempt + 1 >= self.plan.attempts_max
+        is_last = self.attempt + 1 >= self.plan.attempts_max
         if error.reason == ALL_EXCLUDED and self._excluded and not is_last:
             # No other worker is left: one that failed the request may have recovered.
             self._excluded = frozenset()
@@ -415,31 +397,24 @@ class RequestMachine:
             and remaining_tokens(self.plan.request, len(self.generated)) == 0
         ):
             self._finish(FinishReason.LENGTH, None)  # only the terminal was lost
-        elif not error.retryable or self._attempt + 1 >= self.plan.attempts_max:
+        elif not error.retryable or self.attempt + 1 >= self.plan.attempts_max:
             self._finish(FinishReason.ERROR, error)
-        elif (self.generated or self._chunks) and (blocker := self._migration_blocker()):
-            self._finish(FinishReason.ERROR, _not_migratable(error, blocker))
+        elif (self.generated or self._chunks) and (blockers := migration_blockers(self.plan)):
+            message = f"{error.message}; the response had started and cannot continue on another "
+            message += f"worker because of {blockers}"
+            lost = WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)
+            self._finish(FinishReason.ERROR, lost)
         elif self._ports.take_retry():
             self._start_attempt()
         else:
             message = f"retry budget exhausted after: {error.message}; retry after 1 s"
             self._finish(FinishReason.ERROR, Unavailable(message, 1.0, reason="RETRY_BUDGET"))
 
-    def _migration_blocker(self) -> str:
-        if self.plan.body is not None:
-            return "its pass-through body"
-        return migration_blockers(self.plan.request) if self.plan.migratable else "its settings"
-
     # -- actions --------------------------------------------------------------------------------
-
-    @property
-    def attempt(self) -> int:
-        """Number of the current attempt, from 0; -1 before the first."""
-        return self._attempt
 
     def is_awaiting_placement(self, attempt: int) -> bool:
         is_placed = self._main_leg is not None or self._prefill_leg is not None
-        return not self.is_finished and attempt == self._attempt and not is_placed
+        return not self.is_finished and attempt == self.attempt and not is_placed
 
     def _live_legs(self) -> list[Leg]:
         """Live legs, prefill first: the order in which they are aborted."""
@@ -448,12 +423,12 @@ class RequestMachine:
         ]
 
     def _start_attempt(self) -> None:
-        self._attempt += 1
+        self.attempt += 1
         self._booked = True
         self._prefill_tokens, self._prefill_logprobs = [], []
         self._prefill_result, self._prefill_reported = None, False
         self._ports.wake_at(self.plan.deadline)
-        self._ports.place(self._attempt, self._excluded)
+        self._ports.place(self.attempt, self._excluded)
 
     def _await_acceptance(self, now: float, accept_timeout_s: float) -> None:
         self._submitted_at, self._accept_timeout_s = now, accept_timeout_s
@@ -490,7 +465,7 @@ class RequestMachine:
             assert self._rng is not None, "a traced request needs a generator for its span ids"
             span_id = f"{self._rng.getrandbits(64) or 1:016x}"
         self._worker_ids.append(worker_id)
-        return Leg(self, self._attempt, worker_id, phase, span_id)
+        return Leg(self, self.attempt, worker_id, phase, span_id)
 
     def _submit(self, leg: Leg, request: PreprocessedRequest, now: float) -> None:
         message = leg_request(
@@ -514,7 +489,7 @@ class RequestMachine:
     def _free_booking(self) -> None:
         if self._booked:
             self._booked = False
-            self._ports.free(self._attempt)
+            self._ports.free(self.attempt)
 
     def _finish(self, finish_reason: FinishReason | None, error: MeshError | None) -> None:
         assert not self.is_finished, "a request ends once"
@@ -528,7 +503,7 @@ class RequestMachine:
                 finish_reason=finish_reason,
                 error=error,
                 usage=self.usage(),
-                attempts=self._attempt + 1,
+                attempts=self.attempt + 1,
                 worker_ids=tuple(self._worker_ids),
                 placed=self._placed,
             )
@@ -553,11 +528,3 @@ class RequestMachine:
 def _cached_tokens(terminal: Terminal) -> int | None:
     details = terminal.usage.prompt_tokens_details if terminal.usage is not None else None
     return None if details is None else details.cached_tokens
-
-
-def _not_migratable(error: MeshError, blocker: str) -> WorkerLost:
-    message = (
-        f"{error.message}; the response had started and cannot continue on another worker because "
-        f"of {blocker}"
-    )
-    return WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)

@@ -183,12 +183,10 @@ class MigrationLimiter(Generic[K]):
 
 
 class ExclusionPolicy:
-    """Decides which workers one request avoids, and when it waits for a circuit to close.
-
-    If every worker that the request may use has an open circuit, the request waits: usually a
-    connection was cut for a moment, and a short wait costs less than a failure. A worker that
-    failed the request may be used again if its circuit closes during the wait.
-    """
+    """Decides which workers one request avoids, and when it waits for a circuit to close. If every
+    worker that the request may use has an open circuit, the request waits: usually a connection was
+    cut for a moment, and a short wait costs less than a failure. A worker that failed the request
+    may be used again if its circuit closes during the wait."""
 
     def __init__(self) -> None:
         self._waits_left = EXCLUDED_RETRY_ATTEMPTS

@@ -60,18 +60,14 @@ class _Decoder:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Bytes and texts of all token ids, shared by all requests of a model.
-
-    raw: id -> bytes. texts: id -> str for tokens that are complete characters, "" for special
-    tokens; missing ids depend on their neighbours, or are unknown. texts_with_special: the same
-    with the texts of special tokens. fallback_bytes: ids that are one byte of a byte-fallback
-    tokenizer. strip: character removed from the start of a text, at most strip_count times.
-    """
+    """Bytes and texts of all token ids, shared by all requests of a model. raw: id -> bytes. texts:
+    id -> str for tokens that are complete characters, "" for special tokens; missing ids depend on
+    their neighbours, or are unknown. fallback_bytes: ids that are one byte of a byte-fallback
+    tokenizer. strip: character removed from the start of a text, at most strip_count times."""
 
     kind: TokenizerKind
     raw: Mapping[int, bytes]
     texts: Mapping[int, str]
-    texts_with_special: Mapping[int, str]
     special_ids: frozenset[int]
     fallback_bytes: frozenset[int]
     strip: str
@@ -89,12 +85,10 @@ class Vocabulary:
         except (LookupError, TypeError, AttributeError, UnicodeError) as error:
             raise UnsupportedTokenizer(f"vocab or added_tokens: {error!r}") from error
         special = frozenset(i for i, token in tokens.items() if token in special_contents)
-        full_texts = dict(_complete_texts(table))
         return cls(
             kind=decoder.kind,
             raw=table,
-            texts=full_texts | dict.fromkeys(special, ""),
-            texts_with_special=full_texts,
+            texts=dict(_complete_texts(table)) | dict.fromkeys(special, ""),
             special_ids=special,
             fallback_bytes=fallback_ids,
             strip=decoder.strip,
@@ -105,15 +99,12 @@ class Vocabulary:
 class Detokenizer:
     """Converts the ids of one response to text; see the module for its invariants."""
 
-    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._texts = vocabulary.texts if skip_special_tokens else vocabulary.texts_with_special
-        self._lookup: Callable[[int], str] = self._texts.__getitem__
-        self._skipped_ids = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
+        self._lookup: Callable[[int], str] = vocabulary.texts.__getitem__
         self._pending = b""  # bytes of an incomplete character
-        self._in_invalid_run = (
-            False  # inside a run of byte tokens with an invalid byte (byte-fallback)
-        )
+        # Inside a run of byte tokens with an invalid byte (byte-fallback).
+        self._in_invalid_run = False
         self._strip_left = vocabulary.strip_count
         self._is_stateless = not self._strip_left  # no token depends on the tokens before it
 
@@ -139,10 +130,11 @@ class Detokenizer:
         join = self._join_byte_level if byte_level else self._join_fallback
         pieces = []
         for token_id in token_ids:
-            text = self._texts.get(token_id)
+            text = self._vocabulary.texts.get(token_id)
             if text is None or self._pending or self._in_invalid_run:
                 # A skipped or unknown token does not end the character around it.
-                raw = None if token_id in self._skipped_ids else self._vocabulary.raw.get(token_id)
+                is_special = token_id in self._vocabulary.special_ids
+                raw = None if is_special else self._vocabulary.raw.get(token_id)
                 text = "" if raw is None else join(token_id, raw)
             pieces.append(text)
         if self._strip_left:
@@ -192,7 +184,7 @@ class Detokenizer:
 class TokenDecoder(Protocol):
     """The method of `tokenizers.Tokenizer` that StreamDetokenizer calls."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class StreamDetokenizer:
@@ -204,9 +196,8 @@ class StreamDetokenizer:
     the text is valid UTF-8 and the decoding of a window does not depend on the text before it.
     """
 
-    def __init__(self, tokenizer: TokenDecoder, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: TokenDecoder) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special_tokens
         self._prefix_ids: list[int] = []  # the last tokens with returned text
         self._prefix_text = ""
         self._withheld_ids: list[int] = []
@@ -244,7 +235,7 @@ class StreamDetokenizer:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+        return self._tokenizer.decode(ids)
 
 
 def _parse_spec(raw: str | bytes) -> dict[str, Any]:

@@ -11,11 +11,8 @@ from frontend_svc.core.text.stop_strings import StopStringMatcher
 class DetokenizerLike(Protocol):
     """Detokenizer or StreamDetokenizer."""
 
-    def feed(self, token_ids: Sequence[int]) -> list[str]:
-        """One text piece per token."""
-
-    def finish(self) -> str:
-        """The rest of the text."""
+    def feed(self, token_ids: Sequence[int]) -> list[str]: ...
+    def finish(self) -> str: ...
 
 
 class TextStream:
@@ -53,8 +50,6 @@ class TextStream:
         tail = self._detokenizer.finish()
         if self._stop_matcher is None:
             return tail
-        match_step = self._stop_matcher.feed(tail) if tail else None
-        if match_step is not None and match_step.matched is not None:
-            self.matched_stop = match_step.matched
-            return match_step.emit
-        return (match_step.emit if match_step is not None else "") + self._stop_matcher.finish()
+        match_step = self._stop_matcher.feed(tail)
+        self.matched_stop = match_step.matched
+        return match_step.emit + self._stop_matcher.finish()
