@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -92,8 +92,11 @@ class GenerationEndpoint:
             try:
                 if self._active_requests > (limit := self._config.requests_max):
                     raise Overloaded(1.0, f"too many concurrent requests: {limit}/{limit}")
-                raw = await self._receive_body_with_timeout(context.headers, receive)
+                raw = await self._receive_body(context)
                 context.body = self._parse_body(raw, scope["headers"])
+            except TimeoutError:
+                message = f"The body was not complete within {BODY_TIMEOUT_S:g} s."
+                raise DeadlineExceeded(message) from None
             finally:
                 name = context.body.model if context.body is not None else ""
                 is_stream = context.body is not None and context.body.is_stream
@@ -117,13 +120,12 @@ class GenerationEndpoint:
         headers = dict(scope["headers"])
         request_id = uuid.uuid4().hex
         client_id = headers.get(b"x-request-id", b"")
+        traceparent = headers.get(b"traceparent", b"").decode("latin-1")
         return HttpRequest(
             endpoint=self._endpoint,
             request_id=request_id,
             client_id=client_id if _REQUEST_ID.fullmatch(client_id) else request_id.encode(),
-            span=start_request_span(
-                scope["path"], headers.get(b"traceparent", b"").decode("latin-1")
-            ),
+            span=start_request_span(scope["path"], traceparent),
             started_at_s=self._state.clock(),
             headers=headers,
             receive=receive,
@@ -145,35 +147,25 @@ class GenerationEndpoint:
         except MeshError:  # the ordinary path reports the error
             return False
 
-    async def _receive_body_with_timeout(
-        self, headers: Mapping[bytes, bytes], receive: Receive
-    ) -> bytes:
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._receive_body(headers, receive)
-        except TimeoutError:
-            message = f"The body was not complete within {BODY_TIMEOUT_S:g} s."
-            raise DeadlineExceeded(message) from None
-
-    async def _receive_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+    async def _receive_body(self, context: HttpRequest) -> bytes:
         limit = self._config.body_limit_mb << 20
-        content_length = headers.get(b"content-length", b"0")
-        too_large = InvalidRequest(
-            f"The body is larger than {self._config.body_limit_mb} MB.", reason=BODY_TOO_LARGE
-        )
+        content_length = context.headers.get(b"content-length", b"0")
+        text = f"The body is larger than {self._config.body_limit_mb} MB."
+        too_large = InvalidRequest(text, reason=BODY_TOO_LARGE)
         if content_length.isdigit() and int(content_length) > limit:
             raise too_large
         parts, size = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise RequestCancelled("The client disconnected before its body was complete.")
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > limit:
-                raise too_large
-            if not message.get("more_body"):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await context.receive()
+                if message["type"] == "http.disconnect":
+                    raise RequestCancelled("The client disconnected before its body was complete.")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limit:
+                    raise too_large
+                if not message.get("more_body"):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _serve(
         self,
@@ -200,7 +192,16 @@ class GenerationEndpoint:
         self, context: HttpRequest, body: ChatRequest | CompletionRequest, meter: RequestMeter
     ) -> None:
         model = self._models.get_for(body.model, self._table)
-        request = await self._preprocess(body, model)
+        request = to_preprocessed(
+            body,
+            await _tokenize(body, model) if body.token_data is None else body.token_data,
+            eos_token_ids=model.card.eos_token_ids,
+            mdc_sum=model.checksum,
+            context_length=model.card.context_length or 0,
+            default_max_tokens=model.card.default_max_tokens,
+            vocab_size=model.vocab_size,
+            adapter=model.adapter,
+        )
         meter.prompt(len(request.token_ids))
         flow = TextStream(model.detokenizer(), body.stop_strings)
         plan = self._make_plan(context, request)
@@ -246,20 +247,6 @@ class GenerationEndpoint:
                 await writer.relay_chunks()
             else:
                 await writer.send_merged_chunks()
-
-    async def _preprocess(
-        self, body: ChatRequest | CompletionRequest, model: ServedModel
-    ) -> PreprocessedRequest:
-        return to_preprocessed(
-            body,
-            await _tokenize(body, model) if body.token_data is None else body.token_data,
-            eos_token_ids=model.card.eos_token_ids,
-            mdc_sum=model.checksum,
-            context_length=model.card.context_length or 0,
-            default_max_tokens=model.card.default_max_tokens,
-            vocab_size=model.vocab_size,
-            adapter=model.adapter,
-        )
 
     def _make_plan(self, context: HttpRequest, request: PreprocessedRequest) -> RequestPlan:
         now = asyncio.get_running_loop().time()
@@ -310,14 +297,12 @@ def _prompt_text(body: ChatRequest | CompletionRequest, model: ServedModel) -> s
     if isinstance(body, CompletionRequest):
         return body.prompt_text or ""
     if model.template is None:
-        raise InvalidRequest(
-            f"The model {model.name!r} has no chat template; use /v1/completions.", "model"
-        )
+        text = f"The model {model.name!r} has no chat template; use /v1/completions."
+        raise InvalidRequest(text, "model")
     try:
+        messages, template_kwargs = body.template_messages(), body.chat_template_kwargs
         return model.template.render(
-            body.template_messages(),
-            template_kwargs=body.chat_template_kwargs,
-            now=datetime.now(UTC),
+            messages, template_kwargs=template_kwargs, now=datetime.now(UTC)
         )
     except TemplateError as error:
         raise InvalidRequest(str(error), "messages") from error

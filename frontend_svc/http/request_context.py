@@ -55,7 +55,6 @@ class HttpRequest:
 
     @property
     def id_header(self) -> tuple[bytes, bytes]:
-        """The header that every response carries."""
         return b"x-request-id", self.client_id
 
     @property

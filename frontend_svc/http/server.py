@@ -42,7 +42,6 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Installs no signal handlers."""
         yield
 
 

@@ -76,7 +76,6 @@ class ResponseWriter:
         await self._end_stream(b"".join(events))
 
     async def send_text(self, handle: RequestHandle, flow: TextStream, model: str) -> None:
-        """Sends the complete text as one JSON body."""
         pieces: list[str] = []
         while True:
             token_ids = await self._response.next()

@@ -42,7 +42,7 @@ PREFIX = "kvmesh_frontend"
 OTHER_MODEL = "other"
 
 DURATION_BUCKETS_S = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
-_INPUT_TOKEN_BUCKETS = log_buckets(50, 128_000, 12)
+_INPUT_TOKENS = (50, 128_000, 12)
 
 
 class _Label(StrEnum):
@@ -62,10 +62,6 @@ class RequestType(_Label):
 
     UNARY = "unary"
     STREAM = "stream"
-
-    @classmethod
-    def of(cls, streaming: bool) -> RequestType:
-        return cls.STREAM if streaming else cls.UNARY
 
 
 class Status(_Label):
@@ -156,7 +152,8 @@ class Metrics:
         self, model: str, endpoint: Endpoint, streaming: bool, *, clock: Clock = time.monotonic
     ) -> InflightGuard:
         """Counts a request as begun; the caller closes the guard."""
-        return InflightGuard(self, model, endpoint, RequestType.of(streaming), clock)
+        request_type = RequestType.STREAM if streaming else RequestType.UNARY
+        return InflightGuard(self, model, endpoint, request_type, clock)
 
 
 class InflightGuard(_Closing):
@@ -212,7 +209,7 @@ class ModelSeries:
     itl: SingleThreadHistogramChild
 
 
-# By attribute of ModelSeries: name, help, and buckets of a histogram.
+# By attribute of ModelSeries: name, help, and arguments of `log_buckets` for a histogram.
 _GAUGES = {
     "inflight": ("inflight_requests", "Requests begun and not ended"),
     "queued": ("queued_requests", "Requests begun and without a first token"),
@@ -228,29 +225,21 @@ _HISTOGRAMS = {
     "duration": (
         "request_duration_seconds",
         "Time from the start to the end of a request",
-        log_buckets(1, 512, 10),
+        (1, 512, 10),
     ),
-    "input_tokens": ("input_sequence_tokens", "Tokens of a prompt", _INPUT_TOKEN_BUCKETS),
-    "output_tokens": (
-        "output_sequence_tokens",
-        "Tokens of a response",
-        log_buckets(50, 32_000, 10),
-    ),
+    "input_tokens": ("input_sequence_tokens", "Tokens of a prompt", _INPUT_TOKENS),
+    "output_tokens": ("output_sequence_tokens", "Tokens of a response", (50, 32_000, 10)),
     "cached_tokens": (
         "cached_tokens",
         "Tokens of a prompt that were in the KV cache",
-        _INPUT_TOKEN_BUCKETS,
+        _INPUT_TOKENS,
     ),
     "ttft": (
         "time_to_first_token_seconds",
         "Time from the start of a request to its first token",
-        log_buckets(0.001, 480, 18),
+        (0.001, 480, 18),
     ),
-    "itl": (
-        "inter_token_latency_seconds",
-        "Time between tokens of a request",
-        log_buckets(0.001, 80, 20),
-    ),
+    "itl": ("inter_token_latency_seconds", "Time between tokens of a request", (0.001, 80, 20)),
 }
 
 
@@ -270,8 +259,9 @@ class FrontendMetrics:
         }
         for attribute, (name, text) in _GAUGES.items():
             by_model[attribute] = Gauge(f"{prefix}_{name}", text, ("model",), registry=None)
-        for attribute, (name, text, buckets) in _HISTOGRAMS.items():
-            by_model[attribute] = SingleThreadHistogram(f"{prefix}_{name}", text, buckets)
+        for attribute, (name, text, range_) in _HISTOGRAMS.items():
+            bounds = log_buckets(*range_)
+            by_model[attribute] = SingleThreadHistogram(f"{prefix}_{name}", text, bounds)
 
         @cache
         def series(model: str) -> ModelSeries:
@@ -281,23 +271,8 @@ class FrontendMetrics:
         self.collectors: tuple[Collector, ...] = (started, ended, failures, *by_model.values())
         self.model = series
         # Children are cached: see `Metrics`.
-        self._started, self._ended = cache(started.labels), cache(ended.labels)
-        self._failures = cache(failures.labels)
-
-    def count_started(self, model: str, endpoint: Endpoint, request_type: RequestType) -> None:
-        self._started(model, endpoint, request_type).inc()
-
-    def count_ended(
-        self,
-        model: str,
-        endpoint: Endpoint,
-        request_type: RequestType,
-        status: Status,
-        error_type: ErrorType,
-    ) -> None:
-        self._ended(model, endpoint, request_type, status, error_type).inc()
-        if status is Status.ERROR:
-            self._failures(model, endpoint, error_type).inc()
+        self.started, self.ended = cache(started.labels), cache(ended.labels)
+        self.failures = cache(failures.labels)
 
 
 class RequestMeter(_Closing):
@@ -314,7 +289,7 @@ class RequestMeter(_Closing):
         self._is_closed = False
         self._last_s = guard.timer
         self._output_tokens = 0
-        frontend.count_started(guard.model, guard.endpoint, guard.request_type)
+        frontend.started(guard.model, guard.endpoint, guard.request_type).inc()
         self._model.inflight.inc()
         self._model.queued.inc()
 
@@ -363,11 +338,12 @@ class RequestMeter(_Closing):
         else:
             model.queued.dec()
         model.duration.observe(self._clock() - guard.timer)
-        is_ok = guard.status is Status.SUCCESS
-        error_type = ErrorType.NONE if is_ok else self._error_type
-        self._frontend.count_ended(
-            guard.model, guard.endpoint, guard.request_type, guard.status, error_type
-        )
+        labels, frontend = (guard.model, guard.endpoint), self._frontend
+        if guard.status is Status.SUCCESS:
+            self._error_type = ErrorType.NONE
+        else:
+            frontend.failures(*labels, self._error_type).inc()
+        frontend.ended(*labels, guard.request_type, guard.status, self._error_type).inc()
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +377,6 @@ class DeploymentState:
 
 
 def _register(registry: MetricsRegistry, collectors: Sequence[Collector]) -> None:
-    """Registers all collectors or none."""
     registered: list[Collector] = []
     for collector in collectors:
         try:

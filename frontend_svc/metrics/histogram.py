@@ -16,12 +16,8 @@ def log_buckets(low: float, high: float, count: int) -> tuple[float, ...]:
     assert 0 < low < high, "bounds must be positive and ascending"
     assert count > 1, "two ends need at least two bounds"
     ratio = high / low
-    bounds = {_round_to_two_digits(low * ratio ** (step / (count - 1))) for step in range(count)}
-    return (0.0, *sorted(bounds))
-
-
-def _round_to_two_digits(value: float) -> float:
-    return round(value, 1 - math.floor(math.log10(value)))
+    bounds = [low * ratio ** (step / (count - 1)) for step in range(count)]
+    return (0.0, *sorted({round(bound, 1 - math.floor(math.log10(bound))) for bound in bounds}))
 
 
 class SingleThreadHistogramChild:

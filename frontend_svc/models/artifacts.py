@@ -51,7 +51,6 @@ OpenArtifact: TypeAlias = Callable[[Instance, str, int], AbstractAsyncContextMan
 
 
 def grpc_artifact_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenArtifact:
-    """GetArtifact over gRPC, with a channel per call."""
 
     @asynccontextmanager
     async def open_artifact(worker: Instance, name: str, offset: int) -> AsyncIterator[Chunks]:
@@ -161,10 +160,8 @@ class ArtifactFetcher:
                 error = Unavailable(f"worker {worker.id} is too slow: {received}", 1.0)
                 log.warning("artifact_slow", name=name, worker_id=worker.id, reason=error.message)
             except MeshError as failure:
-                log.warning(
-                    "artifact_failed", name=name, worker_id=worker.id, reason=failure.message
-                )
                 error = failure
+                log.warning("artifact_failed", name=name, worker_id=worker.id, reason=error.message)
         if partial.last_mismatch is not None and partial.mismatched_workers:
             raise partial.last_mismatch
         if isinstance(error, NotFound):  # NotFound would mean that the card is missing.
@@ -185,18 +182,17 @@ class ArtifactFetcher:
             async for chunk in _with_chunk_timeout(chunks, name, self._chunk_timeout_s):
                 if is_first and (chunk.sha256, chunk.size) != (artifact.sha256, artifact.size):
                     partial.source_ids.discard(worker.id)
-                    raise self._record_mismatch(
-                        partial, {worker.id}, f"{name} of worker {worker.id} differs from its card"
-                    )
+                    text = f"{name} of worker {worker.id} differs from its card"
+                    raise self._record_mismatch(partial, {worker.id}, text)
                 is_first = False
                 data += chunk.data
                 if len(data) > artifact.size:
                     break
         if len(data) < artifact.size:
             raise Unavailable(f"{name} ended after {len(data)}/{artifact.size} bytes", 1.0)
-        completed = bytes(data)
+        # In a thread: a large artifact takes half a second.
+        completed = await asyncio.to_thread(bytes, data)
         try:
-            # In a thread: a large artifact takes half a second.
             await asyncio.to_thread(verify_artifact, name, artifact, completed)
         except InvalidRequest as error:
             source_ids = set(partial.source_ids)

@@ -213,16 +213,12 @@ class ModelCatalog:
     def _evict_builds(self) -> None:
         """Keep the builds of served models and of the last few that left recently."""
         cutoff_s = self._now_s() - RECENTLY_SERVED_S
-        removed_at = {
-            n: self._removed_at.get(n, -math.inf)
-            for n in self._build_cache.keys() - self._table.names()
-        }
-        recent = sorted(
-            (name for name in removed_at if removed_at[name] > cutoff_s),
-            key=lambda name: removed_at[name],
-        )
-        for name in removed_at.keys() - recent[-CACHED_BUILDS_MAX:]:
-            del self._build_cache[name]
+        unserved = self._build_cache.keys() - self._table.names()
+        removed_at = {name: self._removed_at.get(name, -math.inf) for name in unserved}
+        recent = sorted(unserved, key=removed_at.__getitem__)[-CACHED_BUILDS_MAX:]
+        for name in unserved:
+            if name not in recent or removed_at[name] <= cutoff_s:
+                del self._build_cache[name]
 
     def _first_engines(self) -> Iterator[Engine]:
         for name in self._table.names():
@@ -232,7 +228,6 @@ class ModelCatalog:
         return {one.name: one.model for one in self._first_engines() if one.model is not None}
 
     def _follow_adapters(self) -> None:
-        """Update the adapters after a change of the table or of the workers."""
         pass_through_names = {engine.name for engine in self.pass_through()}
         found = find_adapters(self._snapshot.of("worker"), pass_through_names)
         self._adapter_bases = found.models
@@ -298,15 +293,11 @@ class ModelCatalog:
             self._watch.build_failed(build, MeshError(f"the build was interrupted: {error!r}"))
             raise
         except BaseException as error:  # A panic of the tokenizer library is not an Exception.
-            return self._reject_card(build, error)
-
-    def _reject_card(self, build: Build, error: BaseException) -> list[Action]:
-        """Fail the model of an unusable card; all other models continue."""
-        rejection = InvalidRequest(f"the card cannot be used: {error!r}", "card")
-        name = build.entry.model.name
-        if self._watch.not_ready.get(name) != rejection.message:  # A retry repeats it.
-            log.error("model_build_failed", model=name, exc_info=error)
-        return self._watch.build_failed(build, rejection)
+            rejection = InvalidRequest(f"the card cannot be used: {error!r}", "card")
+            name = build.entry.model.name
+            if self._watch.not_ready.get(name) != rejection.message:  # A retry repeats it.
+                log.error("model_build_failed", model=name, exc_info=error)
+            return self._watch.build_failed(build, rejection)
 
     async def _build_engines(self, entry: Entry) -> dict[Table, Engine]:
         """One engine per table, all with the same immutable model."""

@@ -31,13 +31,11 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Everything that requests for one model or adapter need.
-
-    checksum: of the card. created: Unix time. vocabulary: None for tokenizers that need the slow
-    detokenizer. vocab_size: token ids are below it. max_bytes_per_token: see
-    `core/text/token_bound.py`. template: None if the card has none. adapter: "" for the model
-    itself; an adapter differs from its model only in name and hasher.
-    """
+    """Everything that requests for one model or adapter need. checksum: of the card. created: Unix
+    time. vocabulary: None for tokenizers that need the slow detokenizer. vocab_size: token ids are
+    below it. max_bytes_per_token: see `core/text/token_bound.py`. template: None if the card has
+    none. adapter: "" for the model itself; an adapter differs from its model only in name and
+    hasher."""
 
     card: ModelCard
     checksum: str
@@ -156,13 +154,11 @@ def _template(card: ModelCard, config: Mapping[str, Any]) -> ChatTemplate | None
         text = f"chat_template must be one template as text, not a {type(source).__name__}"
         raise InvalidRequest(text, "artifacts.tokenizer_config.json")
     try:
-        return ChatTemplate(
-            source, bos_token=_text(config, "bos_token"), eos_token=_text(config, "eos_token")
-        )
+        bos_token, eos_token = _text(config, "bos_token"), _text(config, "eos_token")
+        return ChatTemplate(source, bos_token=bos_token, eos_token=eos_token)
     except TemplateError as error:
-        raise InvalidRequest(
-            f"chat_template: {error}", "artifacts.tokenizer_config.json"
-        ) from error
+        text = f"chat_template: {error}"
+        raise InvalidRequest(text, "artifacts.tokenizer_config.json") from error
 
 
 def _text(config: Mapping[str, Any], name: str) -> str | None:

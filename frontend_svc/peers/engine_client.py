@@ -97,7 +97,6 @@ class EngineClient:
         return self._breaker.excluded(pool)
 
     def exclusion_reasons(self) -> dict[int, str]:
-        """Returns the workers with an open circuit, and why it is open."""
         return self._breaker.reasons()
 
     def retain(self, members: Iterable[int]) -> None:
@@ -157,15 +156,13 @@ class EngineClient:
             # Without requests the engine makes no step, so its heartbeats prove nothing.
             if await connection.probe(PROBE_TIMEOUT_S) is ProbeResult.ANSWERED:
                 self.progressed(worker_id)
-            self._breaker.record_probe(
-                worker_id, worker_id not in self._hung_workers, self._loop.time()
-            )
+            is_healthy = worker_id not in self._hung_workers
+            self._breaker.record_probe(worker_id, is_healthy, self._loop.time())
             return
         connection.received.clear()
         # On an open stream the next heartbeat is due within HEARTBEAT_S.
-        received = await connection.wait_for_event(
-            connection.received, PROBE_TIMEOUT_S + HEARTBEAT_S
-        )
+        timeout_s = PROBE_TIMEOUT_S + HEARTBEAT_S
+        received = await connection.wait_for_event(connection.received, timeout_s)
         is_healthy = received and not connection.is_closed and worker_id not in self._hung_workers
         self._breaker.record_probe(worker_id, is_healthy, self._loop.time())
         if is_healthy:

@@ -167,7 +167,6 @@ class RouterClient:
         return False
 
     async def _return_to_home_router(self, router: Instance) -> None:
-        """Ends the session when the home is another router, and answers."""
         while True:
             await asyncio.sleep(PING_INTERVAL_S)
             if (home := self._choose()) is None or home.id == router.id:
@@ -262,9 +261,8 @@ class RouterClient:
                 pending = self._waiting.get(query_id)
                 if pending is not None:
                     waited_ms = round((self._loop.time() - pending.query.arrived_at) * 1000)
-                    frame.news.append(
-                        query_to_proto(query_id, pending.key, pending.query, waited_ms)
-                    )
+                    new = query_to_proto(query_id, pending.key, pending.query, waited_ms)
+                    frame.news.append(new)
             self._unsent_queries = []
             self._held_bookings.move_changes_to(frame)
             await session.write(frame)

@@ -36,11 +36,9 @@ log = structlog.get_logger()
 
 
 class ConnectionObserver(Protocol):
-    """Receives what a connection observes of its worker.
-
-    failed: the stream was lost, a request was not accepted, or the engine hangs. is_hung: the
-    worker is silent or its engine hangs; it may recover soon. progressed: the engine makes steps.
-    """
+    """Receives what a connection observes of its worker. failed: the stream was lost, a request was
+    not accepted, or the engine hangs. is_hung: the worker is silent or its engine hangs; it may
+    recover soon. progressed: the engine makes steps."""
 
     def failed(self, worker_id: int, reason: str, *, is_hung: bool = False) -> None: ...
     def progressed(self, worker_id: int) -> None: ...

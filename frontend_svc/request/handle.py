@@ -14,11 +14,7 @@ from common.request.token_stream import LegRequest
 from frontend_svc.core.peers.placement_query import UNKNOWN_ADAPTER, PlacementKey, Query
 from frontend_svc.core.request.machine import Leg, RequestMachine
 from frontend_svc.core.request.output_blocks import OutputBlockCounter
-from frontend_svc.core.request.retry_policy import (
-    EXCLUDED_RETRY_S,
-    ExclusionPolicy,
-    Permit,
-)
+from frontend_svc.core.request.retry_policy import EXCLUDED_RETRY_S, ExclusionPolicy, Permit
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
 from frontend_svc.models.catalog import no_worker_error
 from frontend_svc.request.local_placement import adapter_of
@@ -78,7 +74,7 @@ class RequestHandle:
             self._place_later(attempt)
             return
         if excluded:
-            query = query.excluding(excluded)
+            query = replace(query, excluded=excluded)
         gateway.router.place(self._key(attempt), query, partial(self._on_decision, attempt))
 
     def _on_decision(self, attempt: int, reply: RoutingDecision | MeshError) -> None:
@@ -116,10 +112,8 @@ class RequestHandle:
             query.model, self, query.arrived_at, self._count_available, adapter_of(query)
         )
         if permit is Permit.QUEUE_FULL:
-            message = (
-                f"retry queue full: {migrations.waiting}/{migrations.waiting_max} requests; "
-                "retry after 1 s"
-            )
+            fill = f"{migrations.waiting}/{migrations.waiting_max}"
+            message = f"retry queue full: {fill} requests; retry after 1 s"
             error = Unavailable(message, 1.0, reason="REROUTES_FULL")
             self._loop.call_soon(self.machine.placement_failed, attempt, error)
         return permit is Permit.GRANTED

@@ -46,18 +46,12 @@ class ResponseBuffer:
         self.outcome: RequestOutcome | None = None
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        self._record_tokens(len(token_ids))
         self._unread += token_ids
-        self._notify()
-        if len(self._unread) > self._unread_max:
-            self._fail_slow_reader()
+        self._received(len(token_ids), len(self._unread))
 
     def chunk(self, json: bytes) -> None:
-        self._record_tokens(1)
         self._chunks.append(json)
-        self._notify()
-        if len(self._chunks) * TOKENS_PER_CHUNK > self._unread_max:
-            self._fail_slow_reader()
+        self._received(1, len(self._chunks) * TOKENS_PER_CHUNK)
 
     def finished(self, outcome: RequestOutcome) -> None:
         self.outcome = outcome
@@ -81,44 +75,42 @@ class ResponseBuffer:
             return
         self._idle_timer = self._loop.call_later(self._idle_s, self._on_idle)
 
-    def _record_tokens(self, tokens: int) -> None:
+    def _received(self, tokens: int, unread: int) -> None:
         now = self._clock()
         if self.first_token_at is None:
             self.first_token_at = now
         self._meter.tokens(tokens, now)
-
-    def _fail_slow_reader(self) -> None:
-        message = f"more than {self._unread_max} tokens unread by the client"
-        self._fail(Overloaded(None, message, reason="SLOW_READER"), "slow_reader")
+        self._notify()
+        if unread > self._unread_max:
+            message = f"more than {self._unread_max} tokens unread by the client"
+            self._fail(Overloaded(None, message, reason="SLOW_READER"), "slow_reader")
 
     def _notify(self) -> None:
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def next(self) -> list[int]:
         """The tokens since the last call: at least one, unless `outcome` is set or the idle time of
         `wake_when_idle` is over."""
-        if not self._unread and self.outcome is None:
-            await self._wait()
+        await self._wait(self._unread)
         unread, self._unread = self._unread, []
         return unread
 
     async def next_chunks(self) -> list[bytes]:
         """As `next`, for chunks."""
-        if not self._chunks and self.outcome is None:
-            await self._wait()
+        await self._wait(self._chunks)
         unread, self._chunks = self._chunks, []
         return unread
 
     async def end(self) -> RequestOutcome:
+        """Waits for the end; discards tokens."""
         while self.outcome is None:
             await self.next()
         return self.outcome
 
-    async def _wait(self) -> None:
-        self._waiting_since = self._loop.time()
-        self._waiter = self._loop.create_future()
-        await self._waiter
+    async def _wait(self, unread: Sequence[object]) -> None:
+        if not unread and self.outcome is None:
+            self._waiting_since = self._loop.time()
+            self._waiter = self._loop.create_future()
+            await self._waiter

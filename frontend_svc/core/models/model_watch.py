@@ -109,9 +109,8 @@ class Entry:
             model_type = EntryType(reported_type)
         except ValueError as error:
             known = ", ".join(EntryType)
-            raise InvalidRequest(
-                f"model_type {reported_type!r} is not one of {known}", f"meta.{MODEL_TYPE_KEY}"
-            ) from error
+            text = f"model_type {reported_type!r} is not one of {known}"
+            raise InvalidRequest(text, f"meta.{MODEL_TYPE_KEY}") from error
         endpoint = EndpointId(instance.namespace, instance.service, ENDPOINT_NAME)
         return Entry(ModelEntry(instance.model, endpoint, model_type), instance.card_checksum)
 
@@ -263,15 +262,12 @@ def plan_pipelines(
             if card is None:
                 reason = no_card_reason or "the worker has no card_checksum"
                 raise InvalidRequest(f"missing model deployment card: {reason}", "card_checksum")
-    table_by_type: dict[ModelType, Table] = {
-        ModelType.CHAT: "chat",
-        ModelType.COMPLETIONS: "completions",
-    }
+    table_by_type: dict[ModelType, Table]
+    table_by_type = {ModelType.CHAT: "chat", ModelType.COMPLETIONS: "completions"}
     tables = [table for flag, table in table_by_type.items() if flag in card.model_type]
     if not tables:
-        raise InvalidRequest(
-            f"the card of {card.name!r} offers neither chat nor completions", "model_type"
-        )
+        text = f"the card of {card.name!r} offers neither chat nor completions"
+        raise InvalidRequest(text, "model_type")
     return tuple(_pipeline(table, tokens=card.requires_preprocessing) for table in tables)
 
 
@@ -397,9 +393,8 @@ class ModelWatchState(Generic[E]):
         build = Build(self.prefix + oldest_entry[0], oldest_entry[1])
         self.building[name] = build
         if self.drt is None:
-            return self.build_failed(
-                build, MeshError("there is no discovery client to load cards with")
-            )
+            error = MeshError("there is no discovery client to load cards with")
+            return self.build_failed(build, error)
         return [build]
 
     def _reconcile(self, name: str) -> list[Action]:
@@ -429,10 +424,8 @@ class ModelWatchState(Generic[E]):
         name = build.entry.model.name
         is_new_reason = self.not_ready.get(name) != reason
         self.not_ready[name] = reason
-        note = LogEvent(
-            "error", "model_not_ready", {"model": name, "key": build.key, "reason": reason}
-        )
-        return [note] if is_new_reason else []
+        fields = {"model": name, "key": build.key, "reason": reason}
+        return [LogEvent("error", "model_not_ready", fields)] if is_new_reason else []
 
 
 def model_watcher(state: ModelWatchState[E], events: Iterable[WatchEvent]) -> Iterator[Action]:

@@ -11,7 +11,10 @@ def missing_role(workers: Sequence[Instance]) -> str:
     """The missing role as text, "" if some worker or pair can serve. An aggregated worker serves
     alone, and so does a decode worker with local_prefill. Otherwise a prefill and a decode worker
     of one transfer group are needed."""
-    return "" if any(map(_can_serve_alone, workers)) else _missing_in_pair(workers)
+    for worker in workers:
+        if worker.role == "aggregated" or (worker.role == "decode" and worker.local_prefill):
+            return ""
+    return _missing_in_pair(workers)
 
 
 def missing_pair_role(workers: Sequence[Instance]) -> str:
@@ -20,10 +23,6 @@ def missing_pair_role(workers: Sequence[Instance]) -> str:
     if missing_role(workers) or all(worker.role == "aggregated" for worker in workers):
         return ""
     return _missing_in_pair(workers)
-
-
-def _can_serve_alone(worker: Instance) -> bool:
-    return worker.role == "aggregated" or (worker.role == "decode" and worker.local_prefill)
 
 
 def _missing_in_pair(workers: Iterable[Instance]) -> str:

@@ -96,13 +96,10 @@ def _invalid_header(name: str, message: str) -> InvalidRequest:
 
 
 def with_headers(request: R, requested: Nvext | None) -> R:
-    """The request with the hints of its headers in place of the same fields of its `nvext`."""
     if requested is None:
         return request
-    nvext = request.nvext
-    return request.model_copy(
-        update={"nvext": requested if nvext is None else _merge(nvext, requested)}
-    )
+    nvext = requested if request.nvext is None else _merge(request.nvext, requested)
+    return request.model_copy(update={"nvext": nvext})
 
 
 def _merge(nvext: Nvext, requested: Nvext) -> Nvext:

@@ -61,9 +61,8 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(_json_error_message(body, error), reason=INVALID_JSON) from None
     if not isinstance(value, dict):
-        raise InvalidRequest(
-            f"The body must be a JSON object, not {type_name(value)}.", reason=INVALID_TYPE
-        )
+        text = f"The body must be a JSON object, not {type_name(value)}."
+        raise InvalidRequest(text, reason=INVALID_TYPE)
     return value
 
 

@@ -61,9 +61,8 @@ def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsag
                 _merge_delta(choices.setdefault(choice["index"], {}), choice)
             response |= {name: value for name, value in chunk.items() if value is not None}
         except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
-            raise WorkerLost(
-                f"the worker sent an invalid chunk: {error!r}", retryable=False, reason="BAD_CHUNK"
-            ) from error
+            text = f"the worker sent an invalid chunk: {error!r}"
+            raise WorkerLost(text, retryable=False, reason="BAD_CHUNK") from error
     if kind is ChunkKind.CHAT:
         response["object"] = "chat.completion"
         for choice in choices.values():

@@ -416,7 +416,6 @@ class ChatRequest(GenerationRequest):
         return self.max_completion_tokens, "max_completion_tokens"
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages for the chat template, without absent fields."""
         return [message.model_dump(exclude_none=True) for message in self.messages]
 
 

@@ -89,7 +89,6 @@ class HitDriftMonitor:
         return stats
 
     def drift_stats(self, now: float) -> list[DriftStats]:
-        """Statistics of all sources, in the order of their first request."""
         found = []
         for source, counters in self._counters.items():
             counters.advance_window(now)
@@ -97,7 +96,6 @@ class HitDriftMonitor:
         return found
 
     def retain(self, present: Iterable[int]) -> None:
-        """Removes the sources of all workers but these."""
         present = set(present)
         for source in [s for s in self._counters if s[0] not in present]:
             del self._counters[source]

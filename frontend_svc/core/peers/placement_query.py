@@ -61,6 +61,3 @@ class Query:
             prefix_hashes=self.prefix_hashes + hashes_to_bytes(hashes),
             chain=ChainState(self.chain.position + len(chained_hashes), int(chained_hashes[-1])),
         )
-
-    def excluding(self, excluded: frozenset[int]) -> Query:
-        return replace(self, excluded=excluded)

@@ -10,6 +10,7 @@ always a present router.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 # How long a failed router is avoided if there is another one.
@@ -63,11 +64,8 @@ class RouterSelector:
         self._failed_at = {r: at for r, at in self._failed_at.items() if r in present}
         if not present:
             return None
-        not_avoided = [
-            r
-            for r in present
-            if now - self._failed_at.get(r, -AVOID_FAILED_ROUTER_S) >= AVOID_FAILED_ROUTER_S
-        ]
+        avoided_since = now - AVOID_FAILED_ROUTER_S
+        not_avoided = [r for r in present if self._failed_at.get(r, -math.inf) <= avoided_since]
         home = home_router(self._frontend_id, frontends, present)
         if home in not_avoided:
             return home

@@ -119,9 +119,8 @@ class RouterMonitor:
             return
         open_s = now.since(max(oldest.sent_at, self._session_opened_at))
         if open_s > self._queue_wait_s + SILENCE_TIMEOUT_S:
-            raise WorkerLost(
-                f"the router has not answered a query for {open_s:.1f} s", retryable=True
-            )
+            text = f"the router has not answered a query for {open_s:.1f} s"
+            raise WorkerLost(text, retryable=True)
 
     def unknown_reported(
         self, pending: PendingPlacement, now: RunningTime, *, has_other_router: bool, rng: Random

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.request.preprocessed import PreprocessedRequest, RoutingHints, TraceLink
-from common.request.token_stream import LegRequest
-from frontend_svc.core.request.types import RequestPlan, RoutingDecision
+from common.request.preprocessed import PreprocessedRequest
+from frontend_svc.core.request.types import RequestPlan
 
 
 def continued_request(
@@ -44,52 +43,12 @@ def prefill_request(request: PreprocessedRequest) -> PreprocessedRequest:
     return replace(request, stop_conditions=replace(stop, max_tokens=1, min_tokens=min_tokens))
 
 
-def placed_request(
-    request: PreprocessedRequest, placed: RoutingDecision, dp_rank: int, link: TraceLink | None
-) -> PreprocessedRequest:
-    if dp_rank:
-        hints = replace(request.routing or RoutingHints(), dp_rank=dp_rank)
-        request = replace(request, routing=hints)
-    if placed.bootstrap is not None:
-        request = replace(request, bootstrap_info=placed.bootstrap)
-    return request if link is None else replace(request, migration_link=link)
-
-
-def leg_request(
-    plan: RequestPlan,
-    request: PreprocessedRequest,
-    *,
-    attempt: int,
-    phase: str,
-    span_id: str,
-    now: float,
-) -> LegRequest:
-    """The message that submits a leg: `request`, or the plan's pass-through body."""
-    body = plan.body
-    return LegRequest(
-        request_id=plan.request_id,
-        attempt=attempt,
-        timeout_s=max(0.001, plan.deadline - now),
-        traceparent=plan.traceparent,
-        span_id=span_id,
-        tenant=plan.tenant,
-        priority=plan.priority,
-        request=request if body is None else None,
-        chat_json=body.json if body is not None and body.is_chat else None,
-        completion_json=body.json if body is not None and not body.is_chat else None,
-        phase=phase,
-    )
-
-
 def migration_blockers(plan: RequestPlan) -> str:
-    """Why a started response cannot continue on another worker, "" if it can.
-
-    It cannot if prompt and generated tokens are not the whole state: guided decoding (state of the
-    grammar), several choices or beams, penalties (they count output apart from the prompt; no
-    engine takes an output prefix yet), custom logits processors (their state), and prompt_embeds
-    (a prompt that ids cannot extend). min_tokens is no obstacle: it is reduced by the tokens
-    generated.
-    """
+    """Why a started response cannot continue on another worker, "" if it can. It cannot if prompt
+    and generated tokens are not the whole state: guided decoding (state of the grammar), several
+    choices or beams, penalties (they count output apart from the prompt; no engine takes an output
+    prefix yet), custom logits processors (their state), and prompt_embeds (a prompt that ids cannot
+    extend). min_tokens is no obstacle: it is reduced by the tokens generated."""
     if plan.body is not None:
         return "its pass-through body"
     if not plan.migratable:

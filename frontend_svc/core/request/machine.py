@@ -40,6 +40,7 @@ from common.request.preprocessed import (
     PrefillResult,
     PreprocessedRequest,
     PromptTokensDetails,
+    RoutingHints,
     TokenLogprob,
     TraceLink,
     usage,
@@ -47,9 +48,7 @@ from common.request.preprocessed import (
 from common.request.token_stream import LegRequest, Terminal
 from frontend_svc.core.request.leg_request import (
     continued_request,
-    leg_request,
     migration_blockers,
-    placed_request,
     prefill_request,
     remaining_tokens,
 )
@@ -176,7 +175,6 @@ class RequestMachine:
             self._start_attempt()
 
     def placed(self, attempt: int, placed: RoutingDecision, now: float) -> None:
-        """Submits the legs of a booked placement."""
         if not self.is_awaiting_placement(attempt):
             return  # freed when the attempt was abandoned
         self._placed = placed
@@ -259,9 +257,8 @@ class RequestMachine:
             return
         if now >= self.plan.deadline:
             self._abandon_attempt("deadline")
-            self._finish(
-                FinishReason.ERROR, DeadlineExceeded("the request exceeded its time limit")
-            )
+            late = DeadlineExceeded("the request exceeded its time limit")
+            self._finish(FinishReason.ERROR, late)
             return
         self._check_acceptance(now)
 
@@ -418,9 +415,8 @@ class RequestMachine:
 
     def _live_legs(self) -> list[Leg]:
         """Live legs, prefill first: the order in which they are aborted."""
-        return [
-            leg for leg in (self._prefill_leg, self._main_leg) if leg is not None and leg.is_live
-        ]
+        legs = (self._prefill_leg, self._main_leg)
+        return [leg for leg in legs if leg is not None and leg.is_live]
 
     def _start_attempt(self) -> None:
         self.attempt += 1
@@ -453,11 +449,17 @@ class RequestMachine:
         self._submit(leg, request, now)
 
     def _placed_request(self, request: PreprocessedRequest, dp_rank: int) -> PreprocessedRequest:
+        """The request with the rank, the bootstrap and the trace link of its placement."""
         assert self._placed is not None, "a leg follows a placement"
-        link = None
-        if self._linked_span_id:
-            link = TraceLink(trace_id=self.plan.trace_id, span_id=self._linked_span_id)
-        return placed_request(request, self._placed, dp_rank, link)
+        if dp_rank:
+            hints = replace(request.routing or RoutingHints(), dp_rank=dp_rank)
+            request = replace(request, routing=hints)
+        if self._placed.bootstrap is not None:
+            request = replace(request, bootstrap_info=self._placed.bootstrap)
+        if not self._linked_span_id:
+            return request
+        link = TraceLink(trace_id=self.plan.trace_id, span_id=self._linked_span_id)
+        return replace(request, migration_link=link)
 
     def _new_leg(self, worker_id: int, phase: str) -> Leg:
         span_id = ""
@@ -468,8 +470,19 @@ class RequestMachine:
         return Leg(self, self.attempt, worker_id, phase, span_id)
 
     def _submit(self, leg: Leg, request: PreprocessedRequest, now: float) -> None:
-        message = leg_request(
-            self.plan, request, attempt=leg.attempt, phase=leg.phase, span_id=leg.span_id, now=now
+        plan, body = self.plan, self.plan.body
+        message = LegRequest(
+            request_id=plan.request_id,
+            attempt=leg.attempt,
+            timeout_s=max(0.001, plan.deadline - now),
+            traceparent=plan.traceparent,
+            span_id=leg.span_id,
+            tenant=plan.tenant,
+            priority=plan.priority,
+            request=request if body is None else None,
+            chat_json=body.json if body is not None and body.is_chat else None,
+            completion_json=body.json if body is not None and not body.is_chat else None,
+            phase=leg.phase,
         )
         self._ports.submit(leg.worker_id, message, leg)
 

@@ -121,7 +121,6 @@ class MigrationLimiter(Generic[K]):
 
     @property
     def computing(self) -> int:
-        """Requests with a permit and without a first token."""
         return sum(len(queue.computing) for queue in self._queues.values())
 
     @property

@@ -25,7 +25,6 @@ import re
 from codecs import utf_8_decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
@@ -41,18 +40,11 @@ class UnsupportedTokenizer(ValueError):
     """A table cannot decode this tokenizer; the message names the unsupported part."""
 
 
-class TokenizerKind(Enum):
-    """Representation of bytes that are not valid UTF-8."""
-
-    BYTE_LEVEL = "byte_level"  # one U+FFFD per maximal invalid part (WHATWG)
-    BYTE_FALLBACK = "byte_fallback"  # one U+FFFD per byte
-
-
 @dataclass(frozen=True, slots=True)
 class _Decoder:
     """The decoder section of a tokenizer.json, as far as a table supports it."""
 
-    kind: TokenizerKind
+    is_byte_level: bool
     replacements: tuple[tuple[str, str], ...] = ()
     strip: str = ""  # character removed from the start of the text, ...
     strip_count: int = 0  # ... at most this many times
@@ -60,12 +52,15 @@ class _Decoder:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Bytes and texts of all token ids, shared by all requests of a model. raw: id -> bytes. texts:
-    id -> str for tokens that are complete characters, "" for special tokens; missing ids depend on
-    their neighbours, or are unknown. fallback_bytes: ids that are one byte of a byte-fallback
-    tokenizer. strip: character removed from the start of a text, at most strip_count times."""
+    """Bytes and texts of all token ids, shared by all requests of a model.
 
-    kind: TokenizerKind
+    is_byte_level: else byte-fallback. raw: id -> bytes. texts: id -> str for tokens that are
+    complete characters, "" for special tokens; missing ids depend on their neighbours, or are
+    unknown. fallback_bytes: ids that are one byte of a byte-fallback tokenizer. strip: character
+    removed from the start of a text, at most strip_count times.
+    """
+
+    is_byte_level: bool
     raw: Mapping[int, bytes]
     texts: Mapping[int, str]
     special_ids: frozenset[int]
@@ -86,7 +81,7 @@ class Vocabulary:
             raise UnsupportedTokenizer(f"vocab or added_tokens: {error!r}") from error
         special = frozenset(i for i, token in tokens.items() if token in special_contents)
         return cls(
-            kind=decoder.kind,
+            is_byte_level=decoder.is_byte_level,
             raw=table,
             texts=dict(_complete_texts(table)) | dict.fromkeys(special, ""),
             special_ids=special,
@@ -121,13 +116,14 @@ class Detokenizer:
         """The rest after the last token: U+FFFD for bytes of an incomplete character."""
         pending, self._pending = self._pending, b""
         self._in_invalid_run = False
-        if self._vocabulary.kind is TokenizerKind.BYTE_FALLBACK:
-            return REPLACEMENT * len(pending)
-        return pending.decode("utf-8", "replace")
+        if self._vocabulary.is_byte_level:
+            # One U+FFFD per maximal invalid part (WHATWG).
+            return pending.decode("utf-8", "replace")
+        return REPLACEMENT * len(pending)  # one U+FFFD per byte
 
     def _feed_stateful(self, token_ids: Sequence[int]) -> list[str]:
-        byte_level = self._vocabulary.kind is TokenizerKind.BYTE_LEVEL
-        join = self._join_byte_level if byte_level else self._join_fallback
+        is_byte_level = self._vocabulary.is_byte_level
+        join = self._join_byte_level if is_byte_level else self._join_fallback
         pieces = []
         for token_id in token_ids:
             text = self._vocabulary.texts.get(token_id)
@@ -188,13 +184,11 @@ class TokenDecoder(Protocol):
 
 
 class StreamDetokenizer:
-    """The interface of `Detokenizer` for any tokenizer, at about a microsecond per token.
-
-    Decodes a window with and without the new tokens, and returns the difference once it does not
-    end in U+FFFD, or after `WITHHELD_TOKENS_MAX` tokens. (`DecodeStream` of `tokenizers` is similar
-    and faster, but cannot return withheld text at the end, and withholds without limit.) Exact if
-    the text is valid UTF-8 and the decoding of a window does not depend on the text before it.
-    """
+    """The interface of `Detokenizer` for any tokenizer, at about a microsecond per token. Decodes a
+    window with and without the new tokens, and returns the difference once it does not end in
+    U+FFFD, or after `WITHHELD_TOKENS_MAX` tokens. (`DecodeStream` of `tokenizers` is similar and
+    faster, but cannot return withheld text at the end, and withholds without limit.) Exact if the
+    text is valid UTF-8 and the decoding of a window does not depend on the text before it."""
 
     def __init__(self, tokenizer: TokenDecoder) -> None:
         self._tokenizer = tokenizer
@@ -254,14 +248,13 @@ def _read_decoder(spec: Any) -> _Decoder:
     # The steps process tokens until Fuse joins them, so their order matters.
     order = " ".join(str(step.get("type")) for step in steps)
     if re.fullmatch(r"ByteLevel( Fuse)?", order):
-        return _Decoder(TokenizerKind.BYTE_LEVEL)
+        return _Decoder(is_byte_level=True)
     if not re.fullmatch(r"(Replace )*ByteFallback( Fuse( Strip)?)?", order):
-        raise UnsupportedTokenizer(
-            f"decoder: {order} is neither ByteLevel nor Replace, ByteFallback, Fuse, Strip"
-        )
+        text = f"decoder: {order} is neither ByteLevel nor Replace, ByteFallback, Fuse, Strip"
+        raise UnsupportedTokenizer(text)
     replacements = tuple(_read_replacement(step) for step in steps if step["type"] == "Replace")
     strip, strip_count = _read_strip(steps[-1]) if order.endswith("Strip") else ("", 0)
-    return _Decoder(TokenizerKind.BYTE_FALLBACK, replacements, strip, strip_count)
+    return _Decoder(False, replacements, strip, strip_count)
 
 
 def _decoder_steps(spec: Any) -> list[dict[str, Any]]:
@@ -310,16 +303,13 @@ def _read_tokens(spec: dict[str, Any]) -> tuple[dict[int, str], frozenset[str]]:
     for entry in spec.get("added_tokens") or []:
         content = entry["content"]
         if content not in added:
-            added[content] = ids.get(content, _next_added_id(added, len(tokens)))
+            # The library assigns the id of a new token and ignores the id in the file.
+            next_id = max(len(tokens), max(added.values(), default=-1) + 1)
+            added[content] = ids.get(content, next_id)
         if entry.get("special"):
             special.add(content)
     tokens.update((token_id, content) for content, token_id in added.items())
     return tokens, frozenset(special)
-
-
-def _next_added_id(added: Mapping[str, int], vocab_size: int) -> int:
-    """The id of a new token: the library assigns it and ignores the id in the file."""
-    return max(vocab_size, max(added.values(), default=-1) + 1)
 
 
 def _byte_alphabet() -> dict[int, int]:
@@ -346,7 +336,7 @@ def _read_bytes(
     tokens: Mapping[int, str], decoder: _Decoder
 ) -> tuple[dict[int, bytes], frozenset[int]]:
     """Id -> bytes, and the ids that are one byte of a byte-fallback tokenizer."""
-    if decoder.kind is TokenizerKind.BYTE_LEVEL:
+    if decoder.is_byte_level:
         return {i: _byte_level_bytes(token) for i, token in tokens.items()}, frozenset()
     table: dict[int, bytes] = {}
     fallback_ids = set()

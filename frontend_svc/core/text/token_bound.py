@@ -75,7 +75,6 @@ def _shrink_factor(normalizer: Any) -> int | None:
 
 
 def _is_lossless(step: Any) -> bool:
-    """Whether a pre-tokenizer keeps all text."""
     match step:
         case {"type": "ByteLevel" | "Metaspace" | "Digits"}:
             return True
