@@ -28,7 +28,6 @@ from frontend_svc.metrics.collectors import (
     HitDriftCollector,
     ModelConfigCollector,
     ResilienceCollector,
-    ResilienceStats,
 )
 from frontend_svc.metrics.families import DeploymentState, FrontendMetrics
 from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifact_opener
@@ -96,9 +95,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             silent_s=self._engines.silent_s,
             recently_left=self._recently_left,
         )
-        self._state = DeploymentState(
-            self._models.names, frontend=FrontendMetrics(config.metrics_prefix)
-        )
+        metrics = FrontendMetrics(config.metrics_prefix)
+        self._state = DeploymentState(self._models.names, frontend=metrics)
         self._hit_monitor = HitMonitor(lambda: self._snapshot, loop.time, config.kv_drift_max)
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
@@ -106,7 +104,6 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         self.http_address = ""
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
-        """Follows the registry, loads models, serves HTTP."""
         self._lifecycle = lifecycle
         config = self._config
         port = self._bind(lifecycle)
@@ -114,17 +111,14 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         http_port = listen_socket.getsockname()[1]
         self.http_address = rpc.join_address(config.advertise_host or config.http_host, http_port)
         self._stall_clock.tick(asyncio.get_running_loop().time())
-        own, own_security = own_address(config, port), own_security_of(config, self._security)
-        lifecycle.spawn(
-            run_stall_monitor(self._stall_clock, own, own_security), name="stall monitor"
-        )
+        own, security = own_address(config, port), own_security_of(config, self._security)
+        lifecycle.spawn(run_stall_monitor(self._stall_clock, own, security), name="stall monitor")
         client_started = asyncio.Event()
         lifecycle.spawn(self._run_engine_client(client_started), name="engine client")
         await client_started.wait()
         models_loaded = asyncio.Event()
-        lifecycle.spawn(
-            follow(self._registry, self._config.namespace, self._on_snapshot), name="registry watch"
-        )
+        registry_watch = follow(self._registry, self._config.namespace, self._on_snapshot)
+        lifecycle.spawn(registry_watch, name="registry watch")
         lifecycle.spawn(self._watch_models(models_loaded), name="models")
         lifecycle.spawn(self._router.run(), name="router session")
         with contextlib.suppress(TimeoutError):
@@ -142,7 +136,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics.register(ModelConfigCollector(lambda: self._snapshot, self._models.names, prefix))
         metrics.register(ArtifactCollector(self._models.artifacts, prefix))
         metrics.register(HitDriftCollector(self._hit_monitor.drift_stats, prefix))
-        metrics.register(ResilienceCollector(self._resilience_stats, prefix))
+        metrics.register(ResilienceCollector(self._resilience_values, prefix))
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=metrics)
         api = build_api(
@@ -210,16 +204,16 @@ class FrontendApp(ServiceApp[FrontendConfig]):
     def _place_locally(self, query: Query) -> RoutingDecision | MeshError:
         return place_locally(self._snapshot, self._engines.open_slots, query, self._rng)
 
-    def _resilience_stats(self) -> ResilienceStats:
+    def _resilience_values(self) -> tuple[float, ...]:
         retries, migrations = self.gateway.retries, self.gateway.migrations
-        return ResilienceStats(
-            stalled_s=self.gateway.stalled_s(),
-            retries=retries.granted,
-            retries_refused=retries.refused,
-            unrouted=self._router.unrouted,
-            migrations_active=migrations.computing,
-            migrations_waiting=migrations.waiting,
-            excluded_workers=len(self._engines.exclusion_reasons()),
+        return (
+            self.gateway.stalled_s(),
+            retries.granted,
+            retries.refused,
+            self._router.unrouted,
+            migrations.computing,
+            migrations.waiting,
+            len(self._engines.exclusion_reasons()),
         )
 
     def _readiness(self) -> Readiness:

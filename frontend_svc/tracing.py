@@ -15,13 +15,8 @@ SPAN_NAME = "http-request"
 
 
 class RequestSpan:
-    """The span of one request. It costs almost nothing if it is not sampled.
-
-    traceparent: sent to the other services; "" without a trace. trace_id: 32 hex digits; "" if not
-    sampled.
-    """
-
-    __slots__ = ("_span", "trace_id", "traceparent")
+    """The span of one request. It costs almost nothing if it is not sampled. traceparent: sent to
+    the other services; "" without a trace. trace_id: 32 hex digits; "" if not sampled."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span

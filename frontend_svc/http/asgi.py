@@ -23,7 +23,6 @@ BODY_END: Message = {"type": "http.response.body", "body": b"", "more_body": Fal
 
 
 def response_start(status: int, headers: Headers) -> Message:
-    """Returns the message that begins a response."""
     return {"type": "http.response.start", "status": status, "headers": headers}
 
 
@@ -33,7 +32,6 @@ def body_part(data: bytes) -> Message:
 
 
 async def send_response(send: Send, status: int, headers: Headers, body: bytes) -> None:
-    """Sends a whole response."""
     length = (b"content-length", str(len(body)).encode())
     await send(response_start(status, (*headers, length)))
     await send({"type": "http.response.body", "body": body})

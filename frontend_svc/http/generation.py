@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -41,7 +41,7 @@ from frontend_svc.core.request.types import PassThroughPayload, RequestOutcome, 
 from frontend_svc.core.text.output_text import TextStream
 from frontend_svc.core.text.prompt import TemplateError
 from frontend_svc.http.asgi import Receive, Scope, Send
-from frontend_svc.http.request_context import RequestContext, log_request, span_attributes
+from frontend_svc.http.request_context import HttpRequest, log_request, span_attributes
 from frontend_svc.http.streaming import ResponseWriter, send_error
 from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog
@@ -85,26 +85,30 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. It is counted, and gets a log line, however it ends."""
-        context = self._make_context(scope)
+        context = self._make_context(scope, receive, send)
         meter: RequestMeter | None = None
         self._active_requests += 1
         try:
             try:
-                self._check_active_requests()
-                raw = await self._receive_body_with_timeout(context.headers, receive)
+                if self._active_requests > (limit := self._config.requests_max):
+                    raise Overloaded(1.0, f"too many concurrent requests: {limit}/{limit}")
+                raw = await self._receive_body(context)
                 context.body = self._parse_body(raw, scope["headers"])
+            except TimeoutError:
+                message = f"The body was not complete within {BODY_TIMEOUT_S:g} s."
+                raise DeadlineExceeded(message) from None
             finally:
                 name = context.body.model if context.body is not None else ""
                 is_stream = context.body is not None and context.body.is_stream
                 meter = self._state.begin(name, self._endpoint, is_stream)
-            await self._serve(context, context.body, meter, receive, send)
+            await self._serve(context, context.body, meter)
         except MeshError as error:
-            await _fail(context, meter, error, send)
+            await _fail(context, meter, error)
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # a panic of the tokenizer library is no Exception
             log.exception("request_failed", request_id=context.request_id)
-            await _fail(context, meter, InternalError("see the frontend's log"), send)
+            await _fail(context, meter, InternalError("see the frontend's log"))
         finally:
             self._active_requests -= 1
             if meter is not None:
@@ -112,25 +116,21 @@ class GenerationEndpoint:
             context.span.end(partial(span_attributes, context), context.final_error)
             log_request(context, self._state.clock())
 
-    def _make_context(self, scope: Scope) -> RequestContext:
+    def _make_context(self, scope: Scope, receive: Receive, send: Send) -> HttpRequest:
         headers = dict(scope["headers"])
         request_id = uuid.uuid4().hex
         client_id = headers.get(b"x-request-id", b"")
-        return RequestContext(
+        traceparent = headers.get(b"traceparent", b"").decode("latin-1")
+        return HttpRequest(
             endpoint=self._endpoint,
             request_id=request_id,
             client_id=client_id if _REQUEST_ID.fullmatch(client_id) else request_id.encode(),
-            span=start_request_span(
-                scope["path"], headers.get(b"traceparent", b"").decode("latin-1")
-            ),
+            span=start_request_span(scope["path"], traceparent),
             started_at_s=self._state.clock(),
             headers=headers,
+            receive=receive,
+            send=send,
         )
-
-    def _check_active_requests(self) -> None:
-        limit = self._config.requests_max
-        if self._active_requests > limit:
-            raise Overloaded(1.0, f"too many concurrent requests: {limit}/{limit}")
 
     def _parse_body(
         self, raw: bytes, headers: Iterable[tuple[bytes, bytes]]
@@ -147,49 +147,36 @@ class GenerationEndpoint:
         except MeshError:  # the ordinary path reports the error
             return False
 
-    async def _receive_body_with_timeout(
-        self, headers: Mapping[bytes, bytes], receive: Receive
-    ) -> bytes:
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._receive_body(headers, receive)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"The body was not complete within {BODY_TIMEOUT_S:g} s."
-            ) from None
-
-    async def _receive_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+    async def _receive_body(self, context: HttpRequest) -> bytes:
         limit = self._config.body_limit_mb << 20
-        content_length = headers.get(b"content-length", b"0")
-        too_large = InvalidRequest(
-            f"The body is larger than {self._config.body_limit_mb} MB.", reason=BODY_TOO_LARGE
-        )
+        content_length = context.headers.get(b"content-length", b"0")
+        text = f"The body is larger than {self._config.body_limit_mb} MB."
+        too_large = InvalidRequest(text, reason=BODY_TOO_LARGE)
         if content_length.isdigit() and int(content_length) > limit:
             raise too_large
         parts, size = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise RequestCancelled("The client disconnected before its body was complete.")
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > limit:
-                raise too_large
-            if not message.get("more_body"):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await context.receive()
+                if message["type"] == "http.disconnect":
+                    raise RequestCancelled("The client disconnected before its body was complete.")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limit:
+                    raise too_large
+                if not message.get("more_body"):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _serve(
         self,
-        context: RequestContext,
+        context: HttpRequest,
         body: ChatRequest | CompletionRequest | PassThroughRequest,
         meter: RequestMeter,
-        receive: Receive,
-        send: Send,
     ) -> None:
         if isinstance(body, PassThroughRequest):
-            await self._pass_through(context, body, meter, receive, send)
+            await self._pass_through(context, body, meter)
         else:
-            await self._generate(context, body, meter, receive, send)
+            await self._generate(context, body, meter)
         outcome = context.outcome
         assert outcome is not None, "both paths wait for the outcome"
         self._on_request_end(outcome)
@@ -202,15 +189,19 @@ class GenerationEndpoint:
             meter.mark_failed(error_type(outcome.error))
 
     async def _generate(
-        self,
-        context: RequestContext,
-        body: ChatRequest | CompletionRequest,
-        meter: RequestMeter,
-        receive: Receive,
-        send: Send,
+        self, context: HttpRequest, body: ChatRequest | CompletionRequest, meter: RequestMeter
     ) -> None:
         model = self._models.get_for(body.model, self._table)
-        request = await self._preprocess(body, model)
+        request = to_preprocessed(
+            body,
+            await _tokenize(body, model) if body.token_data is None else body.token_data,
+            eos_token_ids=model.card.eos_token_ids,
+            mdc_sum=model.checksum,
+            context_length=model.card.context_length or 0,
+            default_max_tokens=model.card.default_max_tokens,
+            vocab_size=model.vocab_size,
+            adapter=model.adapter,
+        )
         meter.prompt(len(request.token_ids))
         flow = TextStream(model.detokenizer(), body.stop_strings)
         plan = self._make_plan(context, request)
@@ -226,20 +217,15 @@ class GenerationEndpoint:
             strict_priority=strict_priority(body.nvext),
             hasher=model.hasher,
         ).extended(request.token_ids, len(request.token_ids))
-        async with self._open_request(context, plan, query, meter, receive) as (handle, response):
-            writer = ResponseWriter(context, response, send, self._config.keep_alive_s)
+        async with self._open_request(context, plan, query, meter) as (handle, response):
+            writer = ResponseWriter(context, response, self._config.keep_alive_s)
             if body.is_stream:
                 await writer.stream_text(handle, flow, model.name, body.include_usage)
             else:
                 await writer.send_text(handle, flow, model.name)
 
     async def _pass_through(
-        self,
-        context: RequestContext,
-        body: PassThroughRequest,
-        meter: RequestMeter,
-        receive: Receive,
-        send: Send,
+        self, context: HttpRequest, body: PassThroughRequest, meter: RequestMeter
     ) -> None:
         _reject_rank_headers(body)
         payload = PassThroughPayload(body.json, self._is_chat)
@@ -255,31 +241,14 @@ class GenerationEndpoint:
             traceparent=context.span.traceparent,
             strict_priority=strict_priority(body.nvext),
         )
-        async with self._open_request(context, plan, query, meter, receive) as (_, response):
-            writer = ResponseWriter(context, response, send, self._config.keep_alive_s)
+        async with self._open_request(context, plan, query, meter) as (_, response):
+            writer = ResponseWriter(context, response, self._config.keep_alive_s)
             if body.is_stream:
                 await writer.relay_chunks()
             else:
                 await writer.send_merged_chunks()
 
-    async def _preprocess(
-        self, body: ChatRequest | CompletionRequest, model: ServedModel
-    ) -> PreprocessedRequest:
-        token_ids = body.token_data
-        if token_ids is None:
-            token_ids = await _tokenize(body, model)
-        return to_preprocessed(
-            body,
-            token_ids,
-            eos_token_ids=model.card.eos_token_ids,
-            mdc_sum=model.checksum,
-            context_length=model.card.context_length or 0,
-            default_max_tokens=model.card.default_max_tokens,
-            vocab_size=model.vocab_size,
-            adapter=model.adapter,
-        )
-
-    def _make_plan(self, context: RequestContext, request: PreprocessedRequest) -> RequestPlan:
+    def _make_plan(self, context: HttpRequest, request: PreprocessedRequest) -> RequestPlan:
         now = asyncio.get_running_loop().time()
         return RequestPlan(
             request_id=context.request_id,
@@ -294,20 +263,18 @@ class GenerationEndpoint:
 
     @asynccontextmanager
     async def _open_request(
-        self,
-        context: RequestContext,
-        plan: RequestPlan,
-        query: Query,
-        meter: RequestMeter,
-        receive: Receive,
+        self, context: HttpRequest, plan: RequestPlan, query: Query, meter: RequestMeter
     ) -> AsyncIterator[tuple[RequestHandle, ResponseBuffer]]:
         """Runs the request while its client is connected; leaving ends what still runs."""
-        response = context.response = ResponseBuffer(meter, self._state.clock)
+
+        def fail(error: MeshError, reason: str) -> None:
+            handle.fail(error, reason)
+
+        response = context.response = ResponseBuffer(meter, self._state.clock, fail)
         handle = self._gateway.open(plan, query, response)
-        response.handle = handle
         # Not a TaskGroup: it would wrap what the body raises.
         disconnect_watch = asyncio.get_running_loop().create_task(
-            _await_disconnect(receive, handle, meter)
+            _await_disconnect(context.receive, handle, meter)
         )
         try:
             yield handle, response
@@ -330,14 +297,12 @@ def _prompt_text(body: ChatRequest | CompletionRequest, model: ServedModel) -> s
     if isinstance(body, CompletionRequest):
         return body.prompt_text or ""
     if model.template is None:
-        raise InvalidRequest(
-            f"The model {model.name!r} has no chat template; use /v1/completions.", "model"
-        )
+        text = f"The model {model.name!r} has no chat template; use /v1/completions."
+        raise InvalidRequest(text, "model")
     try:
+        messages, template_kwargs = body.template_messages(), body.chat_template_kwargs
         return model.template.render(
-            body.template_messages(),
-            template_kwargs=body.chat_template_kwargs,
-            now=datetime.now(UTC),
+            messages, template_kwargs=template_kwargs, now=datetime.now(UTC)
         )
     except TemplateError as error:
         raise InvalidRequest(str(error), "messages") from error
@@ -359,10 +324,8 @@ async def _await_disconnect(receive: Receive, handle: RequestHandle, meter: Requ
         handle.client_gone()
 
 
-async def _fail(
-    context: RequestContext, meter: RequestMeter | None, error: MeshError, send: Send
-) -> None:
+async def _fail(context: HttpRequest, meter: RequestMeter | None, error: MeshError) -> None:
     context.error = error
     if meter is not None:
         meter.mark_failed(error_type(error))
-    await send_error(context, error, send)
+    await send_error(context, error)

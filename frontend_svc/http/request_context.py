@@ -13,6 +13,7 @@ from frontend_svc.core.openai.errors import client_message
 from frontend_svc.core.openai.pass_through import PassThroughRequest
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.request.types import RequestOutcome
+from frontend_svc.http.asgi import Receive, Send
 from frontend_svc.metrics.families import Endpoint
 from frontend_svc.request.response import ResponseBuffer
 from frontend_svc.tracing import RequestSpan
@@ -23,14 +24,11 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class RequestContext:
-    """One request to a generation endpoint.
-
-    request_id: unique, made by the frontend. client_id: the client's x-request-id, or request_id.
-    started_at_s: on the clock of the metrics. headers: of the client. base_model: the model itself,
-    or the base model of an adapter; "" if passed through or not known yet. status: HTTP status
-    sent to the client, 0 before it is sent.
-    """
+class HttpRequest:
+    """One request to a generation endpoint. request_id: unique, made by the frontend. client_id:
+    the client's x-request-id, or request_id. started_at_s: on the clock of the metrics. headers: of
+    the client. base_model: the model itself, or the base model of an adapter; "" if passed through
+    or not known yet. status: HTTP status sent to the client, 0 before it is sent."""
 
     endpoint: Endpoint
     request_id: str
@@ -38,6 +36,8 @@ class RequestContext:
     span: RequestSpan
     started_at_s: float
     headers: Mapping[bytes, bytes]
+    receive: Receive
+    send: Send
     body: ChatRequest | CompletionRequest | PassThroughRequest | None = None
     base_model: str = ""
     response: ResponseBuffer | None = None
@@ -51,12 +51,10 @@ class RequestContext:
 
     @property
     def response_id(self) -> str:
-        """The id in the response body."""
         return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.request_id}"
 
     @property
     def id_header(self) -> tuple[bytes, bytes]:
-        """The header that every response carries."""
         return b"x-request-id", self.client_id
 
     @property
@@ -78,8 +76,7 @@ class RequestContext:
         return self.response.first_token_at - self.started_at_s
 
 
-def span_attributes(context: RequestContext) -> dict[str, AttributeValue]:
-    """Returns the attributes of a request's span at its end."""
+def span_attributes(context: HttpRequest) -> dict[str, AttributeValue]:
     fields: dict[str, AttributeValue] = {
         "request_id": context.request_id,
         "x_request_id": context.client_id.decode("latin-1"),
@@ -109,7 +106,7 @@ def span_attributes(context: RequestContext) -> dict[str, AttributeValue]:
     return fields
 
 
-def log_request(context: RequestContext, now_s: float) -> None:
+def log_request(context: HttpRequest, now_s: float) -> None:
     """Writes the one log line of a request. now_s: on the clock of `started_at_s`."""
     fields: dict[str, object] = {
         "request_id": context.request_id,

@@ -15,13 +15,8 @@ from starlette.routing import Route, Router
 
 from common.errors import MeshError
 from frontend_svc.config import FrontendConfig
-from frontend_svc.core.openai.errors import (
-    http_error,
-)
-from frontend_svc.core.openai.responses import (
-    model_list,
-    model_object,
-)
+from frontend_svc.core.openai.errors import http_error
+from frontend_svc.core.openai.responses import model_list, model_object
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.request_context import MODEL_OWNER
@@ -37,10 +32,8 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether the frontend can serve requests now.
-
-    reasons: why not. degraded: what is served, but impaired. models_not_ready: reason by model.
-    """
+    """Whether the frontend can serve requests now. reasons: why not. degraded: what is served, but
+    impaired. models_not_ready: reason by model."""
 
     is_ready: bool
     reasons: tuple[str, ...]
@@ -66,11 +59,8 @@ def build_api(
     readiness: Callable[[], Readiness],
     on_request_end: Callable[[RequestOutcome], None],
 ) -> Starlette:
-    """Returns the whole HTTP API.
-
-    registry: the registry behind /metrics. on_request_end: called once for each request that was
-    sent to workers.
-    """
+    """Returns the whole HTTP API. registry: the registry behind /metrics. on_request_end: called
+    once for each request that was sent to workers."""
 
     async def health(_: Request) -> Response:
         now = readiness()
@@ -148,9 +138,7 @@ def metrics_router(
     encode: Callable[[CollectorRegistry], bytes] = generate_latest,
 ) -> tuple[list[RouteDoc], Router]:
     """Returns the scrape route of `registry` at `path` (default `/metrics`) with its documentation.
-
-    A registry that cannot be encoded as UTF-8 text returns 500 and is logged.
-    """
+    A registry that cannot be encoded as UTF-8 text returns 500 and is logged."""
     route_path = path or METRICS_PATH
 
     # Not a coroutine: Starlette runs it in a thread, so a large scrape does not delay streams.

@@ -42,7 +42,6 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Installs no signal handlers."""
         yield
 
 
@@ -65,10 +64,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _close_connections_on_drain(api: AsgiApp, is_draining: Callable[[], bool]) -> AsgiApp:
-    """The same API, but during a drain each response ends its connection.
-
-    Clients then connect to another frontend before the server closes idle connections.
-    """
+    """The same API, but during a drain each response ends its connection. Clients then connect to
+    another frontend before the server closes idle connections."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_close(message: MutableMapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from common.errors import MeshError
 from common.request.preprocessed import CompletionUsage
 from frontend_svc.core.openai.errors import error_event, http_error
 from frontend_svc.core.openai.pass_through import merge_chunks
-from frontend_svc.core.openai.responses import OpenAIFinishReason, chat_completion, text_completion
+from frontend_svc.core.openai.responses import OpenAIFinishReason, completion_json
 from frontend_svc.core.openai.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter, event
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.core.text.output_text import TextStream
@@ -17,29 +17,24 @@ from frontend_svc.http.asgi import (
     BODY_END,
     JSON_HEADER,
     STREAM_HEADERS,
-    Send,
     body_part,
     response_start,
     send_response,
 )
-from frontend_svc.http.request_context import RequestContext
+from frontend_svc.http.request_context import HttpRequest
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.response import ResponseBuffer
 
 
 class ResponseWriter:
-    """Writes what a ResponseBuffer receives. keep_alive_s: pause before a comment is sent.
+    """Writes what a ResponseBuffer receives. keep_alive_s: pause before a comment is sent. Every
+    method raises the request's error if it ends before the first byte: it becomes an ordinary HTTP
+    error then."""
 
-    Every method raises the request's error if it ends before the first byte: it becomes an ordinary
-    HTTP error then.
-    """
-
-    def __init__(
-        self, context: RequestContext, response: ResponseBuffer, send: Send, keep_alive_s: float
-    ) -> None:
+    def __init__(self, context: HttpRequest, response: ResponseBuffer, keep_alive_s: float) -> None:
         self._context = context
         self._response = response
-        self._send = send
+        self._send = context.send
         self._keep_alive_s = keep_alive_s
         self._chunk_kind = ChunkKind.CHAT if context.is_chat else ChunkKind.COMPLETION
 
@@ -81,7 +76,6 @@ class ResponseWriter:
         await self._end_stream(b"".join(events))
 
     async def send_text(self, handle: RequestHandle, flow: TextStream, model: str) -> None:
-        """Sends the complete text as one JSON body."""
         pieces: list[str] = []
         while True:
             token_ids = await self._response.next()
@@ -95,20 +89,19 @@ class ResponseWriter:
         if outcome.error is not None and flow.matched_stop is None:
             raise outcome.error
         pieces.append(flow.finish())
-        build = chat_completion if self._context.is_chat else text_completion
         await self._send_json(
-            build(
+            completion_json(
                 self._context.response_id,
                 model,
                 _now_s(),
                 "".join(pieces),
                 _openai_finish_reason(flow, outcome),
                 _usage(flow, outcome),
+                is_chat=self._context.is_chat,
             )
         )
 
     async def relay_chunks(self) -> None:
-        """Sends the worker's chunks as they come."""
         response = self._response
         response.wake_when_idle(self._keep_alive_s)
         chunks = await response.next_chunks()
@@ -121,7 +114,6 @@ class ResponseWriter:
         await self._end_stream(DONE if error is None else error_event(error))
 
     async def send_merged_chunks(self) -> None:
-        """Sends the worker's chunks as one JSON body."""
         chunks: list[bytes] = []
         while batch := await self._response.next_chunks():
             chunks += batch
@@ -150,18 +142,18 @@ class ResponseWriter:
         await send_response(self._send, 200, (JSON_HEADER, self._context.id_header), payload)
 
 
-async def send_error(context: RequestContext, error: MeshError, send: Send) -> None:
+async def send_error(context: HttpRequest, error: MeshError) -> None:
     """Sends an error as an HTTP response, or as the last event if the stream has begun."""
     if context.is_response_complete:
         return
     if context.status:
-        await send(body_part(error_event(error)))
-        await send(BODY_END)
+        await context.send(body_part(error_event(error)))
+        await context.send(BODY_END)
         return
     response = http_error(error, context.headers)
     context.status = response.status
     headers = tuple((k.encode(), v.encode()) for k, v in response.headers)
-    await send_response(send, response.status, (*headers, context.id_header), response.body)
+    await send_response(context.send, response.status, (*headers, context.id_header), response.body)
 
 
 def _now_s() -> int:
@@ -194,7 +186,5 @@ def _usage(flow: TextStream, outcome: RequestOutcome) -> CompletionUsage:
     if flow.matched_stop is None:
         return usage
     return replace(
-        usage,
-        completion_tokens=flow.consumed,
-        total_tokens=usage.prompt_tokens + flow.consumed,
+        usage, completion_tokens=flow.consumed, total_tokens=usage.prompt_tokens + flow.consumed
     )

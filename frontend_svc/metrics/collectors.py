@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from common.registry.instances import Instance, Snapshot
-from frontend_svc.core.peers.hit_drift import LabelledDrift
+from frontend_svc.core.peers.hit_drift import DriftStats
 from frontend_svc.metrics.families import ServedModels
 
 
 class ModelConfigCollector(Collector):
-    """What the workers of each served model advertise.
-
-    A size that no worker advertises has no sample. prefix: of the metric names.
-    """
+    """What the workers of each served model advertise. A size that no worker advertises has no
+    sample. prefix: of the metric names."""
 
     SUMS = ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens")
     MINIMA = ("context_length", "block_size")
@@ -69,7 +66,11 @@ class HitDriftCollector(Collector):
         (GaugeMetricFamily, "kv_degraded", "1 if kv_drift_ratio is above kv_drift_max"),
     )
 
-    def __init__(self, drift_stats: Callable[[], Iterable[LabelledDrift]], prefix: str) -> None:
+    def __init__(
+        self,
+        drift_stats: Callable[[], Iterable[tuple[tuple[str, str, str], DriftStats]]],
+        prefix: str,
+    ) -> None:
         self._drift_stats = drift_stats
         self._prefix = prefix
 
@@ -78,35 +79,15 @@ class HitDriftCollector(Collector):
             family(f"{self._prefix}_{name}", text, labels=self.LABELS)
             for family, name, text in self.METRICS
         ]
-        for entry in self._drift_stats():
-            labels, stats = (entry.model, entry.worker, str(entry.dp_rank)), entry.stats
+        for labels, stats in self._drift_stats():
             values = (stats.predicted, stats.actual, stats.requests, stats.ratio, stats.is_degraded)
             for family, value in zip(families, values, strict=True):
                 family.add_metric(labels, float(value))
         yield from families
 
 
-@dataclass(frozen=True, slots=True)
-class ResilienceStats:
-    """What this frontend did to save requests; counts since its start.
-
-    stalled_s: seconds its event loop has stalled. retries, retries_refused: attempts after the
-    first, within and beyond the retry budget. unrouted: placements without a router.
-    migrations_active, migrations_waiting: migrated requests that have no token yet, and those that
-    wait for a permit. excluded_workers: workers that get no requests.
-    """
-
-    stalled_s: float
-    retries: int
-    retries_refused: int
-    unrouted: int
-    migrations_active: int
-    migrations_waiting: int
-    excluded_workers: int
-
-
 class ResilienceCollector(Collector):
-    """The ResilienceStats at a scrape; METRICS has the order of their fields."""
+    """What this frontend did to save requests. read_values: one value for each of METRICS."""
 
     METRICS = (
         (
@@ -126,11 +107,10 @@ class ResilienceCollector(Collector):
         (GaugeMetricFamily, "excluded_workers", "Workers that get no requests now"),
     )
 
-    def __init__(self, read_stats: Callable[[], ResilienceStats], prefix: str) -> None:
-        self._read_stats = read_stats
+    def __init__(self, read_values: Callable[[], Iterable[float]], prefix: str) -> None:
+        self._read_values = read_values
         self._prefix = prefix
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        values = astuple(self._read_stats())
-        for (family, name, text), value in zip(self.METRICS, values, strict=True):
+        for (family, name, text), value in zip(self.METRICS, self._read_values(), strict=True):
             yield family(f"{self._prefix}_{name}", text, value)

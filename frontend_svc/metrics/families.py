@@ -42,7 +42,7 @@ PREFIX = "kvmesh_frontend"
 OTHER_MODEL = "other"
 
 DURATION_BUCKETS_S = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
-_INPUT_TOKEN_BUCKETS = log_buckets(50, 128_000, 12)
+_INPUT_TOKENS = (50, 128_000, 12)
 
 
 class _Label(StrEnum):
@@ -62,10 +62,6 @@ class RequestType(_Label):
 
     UNARY = "unary"
     STREAM = "stream"
-
-    @classmethod
-    def of(cls, streaming: bool) -> RequestType:
-        return cls.STREAM if streaming else cls.UNARY
 
 
 class Status(_Label):
@@ -96,11 +92,9 @@ class _Closing:
 
 
 class Metrics:
-    """Requests, inflight and duration by model.
-
-    `model` arguments are label values; `DeploymentState` maps the model of a body to one. Children
-    are cached: `labels()` costs more than the counting.
-    """
+    """Requests, inflight and duration by model. `model` arguments are label values;
+    `DeploymentState` maps the model of a body to one. Children are cached: `labels()` costs more
+    than the counting."""
 
     def __init__(self, prefix: str = LEGACY_PREFIX) -> None:
         service = f"{prefix}_http_service"
@@ -111,10 +105,7 @@ class Metrics:
             registry=None,
         )
         self._inflight = Gauge(
-            f"{service}_inflight_requests",
-            "Number of inflight requests",
-            ("model",),
-            registry=None,
+            f"{service}_inflight_requests", "Number of inflight requests", ("model",), registry=None
         )
         self._durations = Histogram(
             f"{service}_request_duration_seconds",
@@ -128,7 +119,6 @@ class Metrics:
         self._durations_child = cache(self._durations.labels)
 
     def register(self, registry: MetricsRegistry) -> None:
-        """Exposes the three collectors. Raises Conflict if a name is taken."""
         _register(registry, self.collectors)
 
     @property
@@ -142,7 +132,6 @@ class Metrics:
         return _sample_value(self._requests, (model, endpoint, request_type, status))
 
     def get_inflight_count(self, model: str) -> int:
-        """Returns the number of open guards; creates no series."""
         return _sample_value(self._inflight, (model,))
 
     def inc_request_counter(
@@ -163,26 +152,14 @@ class Metrics:
         self, model: str, endpoint: Endpoint, streaming: bool, *, clock: Clock = time.monotonic
     ) -> InflightGuard:
         """Counts a request as begun; the caller closes the guard."""
-        return InflightGuard(self, model, endpoint, RequestType.of(streaming), clock)
+        request_type = RequestType.STREAM if streaming else RequestType.UNARY
+        return InflightGuard(self, model, endpoint, request_type, clock)
 
 
 class InflightGuard(_Closing):
-    """One request in flight, from construction to `close`.
-
-    Close it where the request is owned, not in the generator that writes the response: a generator
-    that was never started never reaches its `finally`. timer: seconds of `clock` at the start.
-    """
-
-    __slots__ = (
-        "_clock",
-        "_closed",
-        "endpoint",
-        "metrics",
-        "model",
-        "request_type",
-        "status",
-        "timer",
-    )
+    """One request in flight, from construction to `close`. Close it where the request is owned, not
+    in the generator that writes the response: a generator that was never started never reaches its
+    `finally`. timer: seconds of `clock` at the start."""
 
     def __init__(
         self,
@@ -203,7 +180,6 @@ class InflightGuard(_Closing):
         metrics.inc_inflight_gauge(model)
 
     def mark_ok(self) -> None:
-        """The response is complete; without this call the request counts as an error."""
         self.status = Status.SUCCESS
 
     def close(self) -> None:
@@ -218,10 +194,8 @@ class InflightGuard(_Closing):
 
 @dataclass(frozen=True, slots=True)
 class ModelSeries:
-    """All series of one model that a request updates, looked up once.
-
-    inflight: begun and not ended. queued: begun and without a first token yet.
-    """
+    """All series of one model that a request updates, looked up once. inflight: begun and not
+    ended. queued: begun and without a first token yet."""
 
     inflight: Gauge
     queued: Gauge
@@ -235,7 +209,7 @@ class ModelSeries:
     itl: SingleThreadHistogramChild
 
 
-# By attribute of ModelSeries: name, help, and buckets of a histogram.
+# By attribute of ModelSeries: name, help, and arguments of `log_buckets` for a histogram.
 _GAUGES = {
     "inflight": ("inflight_requests", "Requests begun and not ended"),
     "queued": ("queued_requests", "Requests begun and without a first token"),
@@ -251,29 +225,21 @@ _HISTOGRAMS = {
     "duration": (
         "request_duration_seconds",
         "Time from the start to the end of a request",
-        log_buckets(1, 512, 10),
+        (1, 512, 10),
     ),
-    "input_tokens": ("input_sequence_tokens", "Tokens of a prompt", _INPUT_TOKEN_BUCKETS),
-    "output_tokens": (
-        "output_sequence_tokens",
-        "Tokens of a response",
-        log_buckets(50, 32_000, 10),
-    ),
+    "input_tokens": ("input_sequence_tokens", "Tokens of a prompt", _INPUT_TOKENS),
+    "output_tokens": ("output_sequence_tokens", "Tokens of a response", (50, 32_000, 10)),
     "cached_tokens": (
         "cached_tokens",
         "Tokens of a prompt that were in the KV cache",
-        _INPUT_TOKEN_BUCKETS,
+        _INPUT_TOKENS,
     ),
     "ttft": (
         "time_to_first_token_seconds",
         "Time from the start of a request to its first token",
-        log_buckets(0.001, 480, 18),
+        (0.001, 480, 18),
     ),
-    "itl": (
-        "inter_token_latency_seconds",
-        "Time between tokens of a request",
-        log_buckets(0.001, 80, 20),
-    ),
+    "itl": ("inter_token_latency_seconds", "Time between tokens of a request", (0.001, 80, 20)),
 }
 
 
@@ -293,8 +259,9 @@ class FrontendMetrics:
         }
         for attribute, (name, text) in _GAUGES.items():
             by_model[attribute] = Gauge(f"{prefix}_{name}", text, ("model",), registry=None)
-        for attribute, (name, text, buckets) in _HISTOGRAMS.items():
-            by_model[attribute] = SingleThreadHistogram(f"{prefix}_{name}", text, buckets)
+        for attribute, (name, text, range_) in _HISTOGRAMS.items():
+            bounds = log_buckets(*range_)
+            by_model[attribute] = SingleThreadHistogram(f"{prefix}_{name}", text, bounds)
 
         @cache
         def series(model: str) -> ModelSeries:
@@ -304,42 +271,14 @@ class FrontendMetrics:
         self.collectors: tuple[Collector, ...] = (started, ended, failures, *by_model.values())
         self.model = series
         # Children are cached: see `Metrics`.
-        self._started, self._ended = cache(started.labels), cache(ended.labels)
-        self._failures = cache(failures.labels)
-
-    def count_started(self, model: str, endpoint: Endpoint, request_type: RequestType) -> None:
-        self._started(model, endpoint, request_type).inc()
-
-    def count_ended(
-        self,
-        model: str,
-        endpoint: Endpoint,
-        request_type: RequestType,
-        status: Status,
-        error_type: ErrorType,
-    ) -> None:
-        self._ended(model, endpoint, request_type, status, error_type).inc()
-        if status is Status.ERROR:
-            self._failures(model, endpoint, error_type).inc()
+        self.started, self.ended = cache(started.labels), cache(ended.labels)
+        self.failures = cache(failures.labels)
 
 
 class RequestMeter(_Closing):
-    """Counts one request in both families, from construction to `close`.
-
-    Close it where the request is owned; see InflightGuard. `now` arguments are seconds of the clock
-    of the `DeploymentState`.
-    """
-
-    __slots__ = (
-        "_clock",
-        "_error_type",
-        "_frontend",
-        "_guard",
-        "_is_closed",
-        "_last_s",
-        "_model",
-        "_output_tokens",
-    )
+    """Counts one request in both families, from construction to `close`. Close it where the request
+    is owned; see InflightGuard. `now` arguments are seconds of the clock of the
+    `DeploymentState`."""
 
     def __init__(self, guard: InflightGuard, frontend: FrontendMetrics, clock: Clock) -> None:
         self._guard = guard
@@ -350,12 +289,11 @@ class RequestMeter(_Closing):
         self._is_closed = False
         self._last_s = guard.timer
         self._output_tokens = 0
-        frontend.count_started(guard.model, guard.endpoint, guard.request_type)
+        frontend.started(guard.model, guard.endpoint, guard.request_type).inc()
         self._model.inflight.inc()
         self._model.queued.inc()
 
     def prompt(self, tokens: int) -> None:
-        """Records the prompt's length; once a request."""
         self._model.input_tokens.observe(tokens)
 
     def cached(self, tokens: int) -> None:
@@ -363,10 +301,8 @@ class RequestMeter(_Closing):
         self._model.cached_tokens.observe(tokens)
 
     def tokens(self, count: int, now: float) -> None:
-        """Records `count` >= 1 tokens of content, reasoning or tool call.
-
-        The first call is the time to first token. Tokens of one call share the gap.
-        """
+        """Records `count` >= 1 tokens of content, reasoning or tool call. The first call is the
+        time to first token. Tokens of one call share the gap."""
         gap_s = now - self._last_s
         self._last_s = now
         if self._output_tokens:
@@ -377,7 +313,6 @@ class RequestMeter(_Closing):
         self._output_tokens += count
 
     def mark_ok(self) -> None:
-        """The response is complete."""
         self._guard.mark_ok()
 
     def mark_failed(self, error_type: ErrorType) -> None:
@@ -403,19 +338,18 @@ class RequestMeter(_Closing):
         else:
             model.queued.dec()
         model.duration.observe(self._clock() - guard.timer)
-        is_ok = guard.status is Status.SUCCESS
-        error_type = ErrorType.NONE if is_ok else self._error_type
-        self._frontend.count_ended(
-            guard.model, guard.endpoint, guard.request_type, guard.status, error_type
-        )
+        labels, frontend = (guard.model, guard.endpoint), self._frontend
+        if guard.status is Status.SUCCESS:
+            self._error_type = ErrorType.NONE
+        else:
+            frontend.failures(*labels, self._error_type).inc()
+        frontend.ended(*labels, guard.request_type, guard.status, self._error_type).inc()
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentState:
-    """Both families over the models served now.
-
-    served: the only source of `model` label values. clock: monotonic seconds.
-    """
+    """Both families over the models served now. served: the only source of `model` label values.
+    clock: monotonic seconds."""
 
     served: ServedModels
     metrics: Metrics = field(default_factory=Metrics)
@@ -425,7 +359,6 @@ class DeploymentState:
     def register(
         self, registry: MetricsRegistry, *, legacy: bool = True, current: bool = True
     ) -> None:
-        """Exposes one family or both; both always count. Raises Conflict if a name is taken."""
         legacy_collectors = self.metrics.collectors if legacy else ()
         current_collectors = self.frontend.collectors if current else ()
         _register(registry, (*legacy_collectors, *current_collectors))
@@ -444,7 +377,6 @@ class DeploymentState:
 
 
 def _register(registry: MetricsRegistry, collectors: Sequence[Collector]) -> None:
-    """Registers all collectors or none."""
     registered: list[Collector] = []
     for collector in collectors:
         try:

@@ -11,25 +11,17 @@ from prometheus_client.registry import Collector
 
 
 def log_buckets(low: float, high: float, count: int) -> tuple[float, ...]:
-    """Returns 0, then `count` bounds from low to high, evenly spaced in the logarithm.
-
-    bound(i) = low · (high / low)^(i / (count - 1)), rounded to 2 digits. Equal bounds are merged.
-    """
+    """Returns 0, then `count` bounds from low to high, evenly spaced in the logarithm. bound(i) =
+    low · (high / low)^(i / (count - 1)), rounded to 2 digits. Equal bounds are merged."""
     assert 0 < low < high, "bounds must be positive and ascending"
     assert count > 1, "two ends need at least two bounds"
     ratio = high / low
-    bounds = {_round_to_two_digits(low * ratio ** (step / (count - 1))) for step in range(count)}
-    return (0.0, *sorted(bounds))
-
-
-def _round_to_two_digits(value: float) -> float:
-    return round(value, 1 - math.floor(math.log10(value)))
+    bounds = [low * ratio ** (step / (count - 1)) for step in range(count)]
+    return (0.0, *sorted({round(bound, 1 - math.floor(math.log10(bound))) for bound in bounds}))
 
 
 class SingleThreadHistogramChild:
     """The counts of one model. `observe` costs a bisection and two additions."""
-
-    __slots__ = ("_bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -53,11 +45,9 @@ class SingleThreadHistogramChild:
 
 
 class SingleThreadHistogram(Collector):
-    """A histogram by model that one thread writes without locks, once a token.
-
-    prometheus_client's takes 5 locks and a linear search an observation, and cannot add several
-    equal values at once.
-    """
+    """A histogram by model that one thread writes without locks, once a token. prometheus_client's
+    takes 5 locks and a linear search an observation, and cannot add several equal values at
+    once."""
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
         self._name = name

@@ -18,7 +18,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import structlog
@@ -51,7 +51,6 @@ OpenArtifact: TypeAlias = Callable[[Instance, str, int], AbstractAsyncContextMan
 
 
 def grpc_artifact_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenArtifact:
-    """GetArtifact over gRPC, with a channel per call."""
 
     @asynccontextmanager
     async def open_artifact(worker: Instance, name: str, offset: int) -> AsyncIterator[Chunks]:
@@ -71,11 +70,9 @@ def grpc_artifact_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenArtifact
 
 
 class ArtifactFetcher:
-    """Completes cards, several at once.
-
-    workers_with_card: the workers that serve the card of a checksum now. counters: fetched
-    artifacts, their bytes, resumed transfers, failed attempts, and mismatches.
-    """
+    """Completes cards, several at once. workers_with_card: the workers that serve the card of a
+    checksum now. counters: fetched artifacts, their bytes, resumed transfers, failed attempts, and
+    mismatches."""
 
     def __init__(
         self,
@@ -95,12 +92,10 @@ class ArtifactFetcher:
         self._partial_artifacts: dict[tuple[str, str], _PartialArtifact] = {}
 
     async def complete_card(self, card: ModelCard) -> ModelCard:
-        """The card with all artifacts inline.
-
-        Raises InvalidRequest with reason ARTIFACT_MISMATCH for content that differs from the card,
-        InvalidRequest for a card above the limits, Unavailable without workers, DeadlineExceeded
-        after card_timeout_s, and otherwise the error of the last worker.
-        """
+        """The card with all artifacts inline. Raises InvalidRequest with reason ARTIFACT_MISMATCH
+        for content that differs from the card, InvalidRequest for a card above the limits,
+        Unavailable without workers, DeadlineExceeded after card_timeout_s, and otherwise the error
+        of the last worker."""
         missing = {name: one for name, one in card.artifacts.items() if one.inline is None}
         if not missing:
             return card
@@ -118,7 +113,10 @@ class ArtifactFetcher:
     async def _fetch_all(
         self, card: ModelCard, missing: Mapping[str, Artifact]
     ) -> dict[str, Artifact]:
-        self._evict_other_cards(card.checksum)
+        if sum(len(one) for one in self._partial_artifacts.values()) > CARD_BYTES_MAX:
+            self._partial_artifacts = {
+                key: one for key, one in self._partial_artifacts.items() if key[0] == card.checksum
+            }
         deadline = asyncio.get_running_loop().time() + self._card_timeout_s
         completed: dict[str, Artifact] = {}
         for name, artifact in missing.items():
@@ -131,19 +129,11 @@ class ArtifactFetcher:
                         card.checksum, name, artifact, partial, deadline
                     )
             except TimeoutError:
-                raise DeadlineExceeded(
-                    f"{name}: received {len(partial)}/{artifact.size} bytes within the "
-                    f"{self._card_timeout_s:g} s for one attempt at the card"
-                ) from None
+                text = f"{name}: received {len(partial)}/{artifact.size} bytes within the "
+                text += f"{self._card_timeout_s:g} s for one attempt at the card"
+                raise DeadlineExceeded(text) from None
             completed[name] = replace(artifact, inline=data)
         return completed
-
-    def _evict_other_cards(self, checksum: str) -> None:
-        """Drop partial artifacts of other cards if all of them exceed CARD_BYTES_MAX."""
-        if sum(len(one) for one in self._partial_artifacts.values()) > CARD_BYTES_MAX:
-            self._partial_artifacts = {
-                key: one for key, one in self._partial_artifacts.items() if key[0] == checksum
-            }
 
     async def _fetch_artifact(
         self,
@@ -166,17 +156,12 @@ class ArtifactFetcher:
                 async with asyncio.timeout_at(_attempt_deadline(deadline, len(attempts) - number)):
                     return await self._fetch_from(worker, name, artifact, partial)
             except TimeoutError:
-                error = Unavailable(
-                    f"worker {worker.id} is too slow: received {len(partial)}/{artifact.size} "
-                    f"bytes of {name}",
-                    1.0,
-                )
+                received = f"received {len(partial)}/{artifact.size} bytes of {name}"
+                error = Unavailable(f"worker {worker.id} is too slow: {received}", 1.0)
                 log.warning("artifact_slow", name=name, worker_id=worker.id, reason=error.message)
             except MeshError as failure:
-                log.warning(
-                    "artifact_failed", name=name, worker_id=worker.id, reason=failure.message
-                )
                 error = failure
+                log.warning("artifact_failed", name=name, worker_id=worker.id, reason=error.message)
         if partial.last_mismatch is not None and partial.mismatched_workers:
             raise partial.last_mismatch
         if isinstance(error, NotFound):  # NotFound would mean that the card is missing.
@@ -197,18 +182,18 @@ class ArtifactFetcher:
             async for chunk in _with_chunk_timeout(chunks, name, self._chunk_timeout_s):
                 if is_first and (chunk.sha256, chunk.size) != (artifact.sha256, artifact.size):
                     partial.source_ids.discard(worker.id)
-                    raise self._record_mismatch(
-                        partial, {worker.id}, f"{name} of worker {worker.id} differs from its card"
-                    )
+                    text = f"{name} of worker {worker.id} differs from its card"
+                    raise self._record_mismatch(partial, {worker.id}, text)
                 is_first = False
                 data += chunk.data
                 if len(data) > artifact.size:
                     break
         if len(data) < artifact.size:
             raise Unavailable(f"{name} ended after {len(data)}/{artifact.size} bytes", 1.0)
+        # In a thread: a large artifact takes half a second.
+        completed = await asyncio.to_thread(bytes, data)
         try:
-            # In a thread: a large artifact takes half a second.
-            completed = await asyncio.to_thread(_verify, name, artifact, data)
+            await asyncio.to_thread(verify_artifact, name, artifact, completed)
         except InvalidRequest as error:
             source_ids = set(partial.source_ids)
             partial.reset()
@@ -232,31 +217,19 @@ class ArtifactFetcher:
         return partial.last_mismatch
 
 
+@dataclass(slots=True)
 class _PartialArtifact:
-    """The received part of one artifact.
+    """The received part of one artifact. lock: held during an attempt. source_ids: workers that
+    sent `data`. mismatched_workers: workers with content other than the card's. is_resume_disabled:
+    each worker has to send the whole."""
 
-    lock: held during an attempt. source_ids: workers that sent `data`. mismatched_workers: workers
-    with content other than the card's. is_resume_disabled: each worker has to send the whole.
-    """
-
-    __slots__ = (
-        "completed",
-        "data",
-        "is_resume_disabled",
-        "last_mismatch",
-        "lock",
-        "mismatched_workers",
-        "source_ids",
-    )
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.data = bytearray()
-        self.completed: bytes | None = None
-        self.source_ids: set[int] = set()
-        self.mismatched_workers: set[int] = set()
-        self.is_resume_disabled = False
-        self.last_mismatch: InvalidRequest | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    data: bytearray = field(default_factory=bytearray)
+    completed: bytes | None = None
+    source_ids: set[int] = field(default_factory=set)
+    mismatched_workers: set[int] = field(default_factory=set)
+    is_resume_disabled: bool = False
+    last_mismatch: InvalidRequest | None = None
 
     def __len__(self) -> int:
         return len(self.data) + len(self.completed or b"")
@@ -264,12 +237,6 @@ class _PartialArtifact:
     def reset(self) -> None:
         self.data.clear()
         self.source_ids.clear()
-
-
-def _verify(name: str, artifact: Artifact, data: bytearray) -> bytes:
-    completed = bytes(data)
-    verify_artifact(name, artifact, completed)
-    return completed
 
 
 def _attempt_deadline(deadline: float, attempts: int) -> float | None:
@@ -281,10 +248,8 @@ def _attempt_deadline(deadline: float, attempts: int) -> float | None:
 def _check_bounds(card: ModelCard) -> None:
     for name, artifact in card.artifacts.items():
         if artifact.size > ARTIFACT_BYTES_MAX:
-            raise InvalidRequest(
-                f"artifact {name} too large: {artifact.size}/{ARTIFACT_BYTES_MAX} bytes",
-                f"artifacts.{name}.size",
-            )
+            text = f"artifact {name} too large: {artifact.size}/{ARTIFACT_BYTES_MAX} bytes"
+            raise InvalidRequest(text, f"artifacts.{name}.size")
     total = sum(artifact.size for artifact in card.artifacts.values())
     if total > CARD_BYTES_MAX:
         raise InvalidRequest(f"artifacts too large: {total}/{CARD_BYTES_MAX} bytes", "artifacts")
@@ -312,7 +277,6 @@ class ArtifactCollector(Collector):
         self._prefix = prefix
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """See prometheus_client."""
         counters = self._artifacts.counters
         family = CounterMetricFamily(
             f"{self._prefix}_card_artifacts",

@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import structlog
 
@@ -25,7 +24,7 @@ from common.errors import (
 from common.registry.card import ModelCard
 from common.registry.instances import Instance, Snapshot
 from common.runtime.tasks import TaskGroup
-from frontend_svc.core.models.adapters import Adapters, find_adapters, serving
+from frontend_svc.core.models.adapters import find_adapters, serving
 from frontend_svc.core.models.model_watch import (
     MODEL_KEY_PREFIX,
     Action,
@@ -64,10 +63,6 @@ def _wrong_endpoint_error(name: str, table: Table) -> Unsupported:
     return Unsupported("model", f"{name!r} is not served for {table}")
 
 
-def _loading_error(name: str) -> Unavailable:
-    return Unavailable(f"{name!r} is being loaded", 1.0, reason="MODEL_LOADING")
-
-
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A model in one table. model: None if the client's JSON passes through unchanged."""
@@ -82,12 +77,9 @@ class Engine:
 
 class ModelCatalog:
     """The serving table, updated from registry snapshots; `core/models/model_watch.py` decides.
-
-    Cards are loaded concurrently: a slow one delays only its own model.
-
-    get_card: returns a card by checksum. now_s: Unix time, for `created`. open_artifact: fetches
-    artifacts that a card does not carry from a worker; by default over gRPC, without a token.
-    """
+    Cards are loaded concurrently: a slow one delays only its own model. get_card: returns a card by
+    checksum. now_s: Unix time, for `created`. open_artifact: fetches artifacts that a card does not
+    carry from a worker; by default over gRPC, without a token."""
 
     def __init__(
         self,
@@ -97,14 +89,16 @@ class ModelCatalog:
         mesh_key: bytes,
         open_artifact: OpenArtifact | None = None,
     ) -> None:
+        self._get_card = get_card
         self._now_s = now_s
         self._mesh_key = mesh_key
         self.artifacts = ArtifactFetcher(
             self._workers_with_card, open_artifact=open_artifact or grpc_artifact_opener()
         )
-        self._builder = _EngineBuilder(get_card, self.artifacts, now_s, mesh_key)
+        # A build takes a whole core and a thread that other calls need.
+        self._build_lock = asyncio.Lock()
         self._table: ModelManager[Engine] = ModelManager()
-        self._watch = ModelWatchState(MODEL_KEY_PREFIX, self._table, self._builder)
+        self._watch = ModelWatchState(MODEL_KEY_PREFIX, self._table, get_card)
         self._snapshot = Snapshot()
         self._removed_at: dict[str, float] = {}
         # By model: its last entry and the engines built from it.
@@ -112,39 +106,29 @@ class ModelCatalog:
         self._adapters: dict[str, ServedModel] = {}
         # Adapter -> model, including models that are not served yet.
         self._adapter_bases: Mapping[str, str] = {}
-        self._hidden: Mapping[tuple[str, str], str] = {}
-
-    @property
-    def hidden(self) -> Mapping[tuple[str, str], str]:
-        """(adapter, model) of adapters that cannot be requested -> reason."""
-        return MappingProxyType(self._hidden)
+        # (adapter, model) of adapters that cannot be requested -> reason.
+        self.hidden: Mapping[tuple[str, str], str] = {}
 
     @property
     def loading(self) -> frozenset[str]:
-        """Models with a build in progress."""
-        return self._watch.building
+        return frozenset(self._watch.building)
 
     @property
     def not_ready(self) -> Mapping[str, str]:
         """Models that workers offer and that are not served -> reason."""
-        return MappingProxyType(self._watch.not_ready)
+        return self._watch.not_ready
 
     def get_for(self, name: str, table: Table) -> ServedModel:
-        """`get` for one kind of request; an adapter has the tables of its model.
-
-        Raises the errors of `get`, and Unsupported if the card does not offer that kind.
-        """
+        """`get` for one kind of request; an adapter has the tables of its model. Raises the errors
+        of `get`, and Unsupported if the card does not offer that kind."""
         model = self.get(name)
         if self._table.engine(model.base if model.adapter else name, table) is None:
             raise _wrong_endpoint_error(name, table)
         return model
 
     def get(self, name: str) -> ServedModel:
-        """The tokenized model or adapter of that name.
-
-        Raises UnknownModel, Unavailable if it was served recently or is being loaded, Unsupported
-        if only pass-through workers serve it.
-        """
+        """The tokenized model or adapter of that name. Raises UnknownModel, Unavailable if it was
+        served recently or is being loaded, Unsupported if only pass-through workers serve it."""
         engines = self._table.engines(name)
         if not engines:
             adapter_model = self._adapters.get(name)
@@ -157,11 +141,8 @@ class ModelCatalog:
         raise Unsupported("model", f"{name!r} is served by pass-through workers only")
 
     def engine(self, name: str, table: Table) -> Engine:
-        """The engine of a name for one kind of request.
-
-        Raises UnknownModel, Unavailable if it was served recently or is being loaded, Unsupported
-        if it is served for the other kind only.
-        """
+        """The engine of a name for one kind of request. Raises UnknownModel, Unavailable if it was
+        served recently or is being loaded, Unsupported if it is served for the other kind only."""
         engine = self._table.engine(name, table)
         if engine is not None:
             return engine
@@ -178,22 +159,18 @@ class ModelCatalog:
         return [engine for engine in self._first_engines() if engine.model is None]
 
     def names(self) -> frozenset[str]:
-        """Names of all models and adapters in service."""
         return frozenset(self._table.names()) | self._adapters.keys()
 
     def workers(self, name: str) -> tuple[Instance, ...]:
-        """The workers that serve the model or adapter of that name."""
         adapter_model = self._adapters.get(name)
         if adapter_model is None:
             return self._snapshot.serving(name)
         return serving(self._snapshot.serving(adapter_model.base), name)
 
     async def follow(self, snapshot: Snapshot) -> bool:
-        """Update the table from `snapshot`; returns False if some model needs another attempt.
-
-        The table changes at once, except for models with cards to load; this waits for
-        them. Concurrent calls are allowed.
-        """
+        """Update the table from `snapshot`; returns False if some model needs another attempt. The
+        table changes at once, except for models with cards to load; this waits for them. Concurrent
+        calls are allowed."""
         events = list(events_between(self._snapshot, snapshot))
         self._snapshot = snapshot
         pending = tuple(self._watch.not_ready)
@@ -221,7 +198,7 @@ class ModelCatalog:
 
     def _missing_model_error(self, name: str) -> MeshError:
         if self._watch.is_pending(self._adapter_bases.get(name, name)):
-            return _loading_error(name)
+            return Unavailable(f"{name!r} is being loaded", 1.0, reason="MODEL_LOADING")
         if self._now_s() - self._removed_at.get(name, -math.inf) < RECENTLY_SERVED_S:
             return no_worker_error(name)
         return UnknownModel(name)
@@ -236,16 +213,12 @@ class ModelCatalog:
     def _evict_builds(self) -> None:
         """Keep the builds of served models and of the last few that left recently."""
         cutoff_s = self._now_s() - RECENTLY_SERVED_S
-        removed_at = {
-            n: self._removed_at.get(n, -math.inf)
-            for n in self._build_cache.keys() - self._table.names()
-        }
-        recent = sorted(
-            (name for name in removed_at if removed_at[name] > cutoff_s),
-            key=lambda name: removed_at[name],
-        )
-        for name in removed_at.keys() - recent[-CACHED_BUILDS_MAX:]:
-            del self._build_cache[name]
+        unserved = self._build_cache.keys() - self._table.names()
+        removed_at = {name: self._removed_at.get(name, -math.inf) for name in unserved}
+        recent = sorted(unserved, key=removed_at.__getitem__)[-CACHED_BUILDS_MAX:]
+        for name in unserved:
+            if name not in recent or removed_at[name] <= cutoff_s:
+                del self._build_cache[name]
 
     def _first_engines(self) -> Iterator[Engine]:
         for name in self._table.names():
@@ -255,7 +228,6 @@ class ModelCatalog:
         return {one.name: one.model for one in self._first_engines() if one.model is not None}
 
     def _follow_adapters(self) -> None:
-        """Update the adapters after a change of the table or of the workers."""
         pass_through_names = {engine.name for engine in self.pass_through()}
         found = find_adapters(self._snapshot.of("worker"), pass_through_names)
         self._adapter_bases = found.models
@@ -271,7 +243,10 @@ class ModelCatalog:
         for adapter, adapter_model in self._adapters.items():
             if adapter not in previous or previous[adapter].base != adapter_model.base:
                 log.info("adapter_added", model=adapter, base=adapter_model.base)
-        self._log_hidden_adapters(found)
+        for (adapter, model), reason in found.hidden.items():
+            if self.hidden.get((adapter, model)) != reason:
+                log.error("adapter_hidden", adapter=adapter, model=model, reason=reason)
+        self.hidden = found.hidden
 
     def _get_or_make_adapter_model(self, adapter: str, model: ServedModel) -> ServedModel:
         existing = self._adapters.get(adapter)
@@ -279,12 +254,6 @@ class ModelCatalog:
             return existing
         created = int(self._now_s())
         return model.adapter_model(adapter, created=created, mesh_key=self._mesh_key)
-
-    def _log_hidden_adapters(self, found: Adapters) -> None:
-        for (adapter, model), reason in found.hidden.items():
-            if self._hidden.get((adapter, model)) != reason:
-                log.error("adapter_hidden", adapter=adapter, model=model, reason=reason)
-        self._hidden = found.hidden
 
     def _execute(self, action: Action, builds: list[Build]) -> None:
         match action:
@@ -313,7 +282,7 @@ class ModelCatalog:
 
     async def _build_once(self, build: Build) -> list[Action]:
         try:
-            engines = await self._builder.engines(build.entry)
+            engines = await self._build_engines(build.entry)
             if any(engine.model is not None for engine in engines.values()):
                 self._build_cache[build.entry.model.name] = build.entry, engines
             return self._watch.build_succeeded(build, engines)
@@ -324,35 +293,13 @@ class ModelCatalog:
             self._watch.build_failed(build, MeshError(f"the build was interrupted: {error!r}"))
             raise
         except BaseException as error:  # A panic of the tokenizer library is not an Exception.
-            return self._reject_card(build, error)
+            rejection = InvalidRequest(f"the card cannot be used: {error!r}", "card")
+            name = build.entry.model.name
+            if self._watch.not_ready.get(name) != rejection.message:  # A retry repeats it.
+                log.error("model_build_failed", model=name, exc_info=error)
+            return self._watch.build_failed(build, rejection)
 
-    def _reject_card(self, build: Build, error: BaseException) -> list[Action]:
-        """Fail the model of an unusable card; all other models continue."""
-        rejection = InvalidRequest(f"the card cannot be used: {error!r}", "card")
-        name = build.entry.model.name
-        if self._watch.not_ready.get(name) != rejection.message:  # A retry repeats it.
-            log.error("model_build_failed", model=name, exc_info=error)
-        return self._watch.build_failed(build, rejection)
-
-
-class _EngineBuilder:
-    """Loads cards concurrently and builds engines one after the other."""
-
-    def __init__(
-        self,
-        get_card: Callable[[str], Awaitable[ModelCard]],
-        artifacts: ArtifactFetcher,
-        now_s: Callable[[], float],
-        mesh_key: bytes,
-    ) -> None:
-        self._get_card = get_card
-        self._artifacts = artifacts
-        self._now_s = now_s
-        self._mesh_key = mesh_key
-        # A build takes a whole core and a thread that other calls need.
-        self._build_lock = asyncio.Lock()
-
-    async def engines(self, entry: Entry) -> dict[Table, Engine]:
+    async def _build_engines(self, entry: Entry) -> dict[Table, Engine]:
         """One engine per table, all with the same immutable model."""
         card, no_card_reason = await self._card(entry)
         pipelines = plan_pipelines(entry, card, no_card_reason)
@@ -373,7 +320,7 @@ class _EngineBuilder:
         try:
             card = await self._get_card(entry.checksum)
             if entry.model.requires_preprocessing():
-                card = await self._artifacts.complete_card(card)
+                card = await self.artifacts.complete_card(card)
         except MeshError as error:
             missing = isinstance(error, NotFound)
             card_error = card_missing(entry) if missing else card_unreadable(entry, error)

@@ -31,13 +31,11 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Everything that requests for one model or adapter need.
-
-    checksum: of the card. created: Unix time. vocabulary: None for tokenizers that need the slow
-    detokenizer. vocab_size: token ids are below it. max_bytes_per_token: see
-    `core/text/token_bound.py`. template: None if the card has none. adapter: "" for the model
-    itself; an adapter differs from its model only in name and hasher.
-    """
+    """Everything that requests for one model or adapter need. checksum: of the card. created: Unix
+    time. vocabulary: None for tokenizers that need the slow detokenizer. vocab_size: token ids are
+    below it. max_bytes_per_token: see `core/text/token_bound.py`. template: None if the card has
+    none. adapter: "" for the model itself; an adapter differs from its model only in name and
+    hasher."""
 
     card: ModelCard
     checksum: str
@@ -52,12 +50,10 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The name in client requests."""
         return self.adapter or self.card.name
 
     @property
     def base(self) -> str:
-        """The model's name for workers and routers."""
         return self.card.name
 
     def adapter_model(self, adapter: str, *, created: int, mesh_key: bytes) -> ServedModel:
@@ -81,11 +77,10 @@ class ServedModel:
         ids: list[int] = batch[0].ids
         return ids
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer | StreamDetokenizer:
-        """A new detokenizer for one response."""
+    def detokenizer(self) -> Detokenizer | StreamDetokenizer:
         if self.vocabulary is None:
-            return StreamDetokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
-        return Detokenizer(self.vocabulary, skip_special_tokens=skip_special_tokens)
+            return StreamDetokenizer(self.tokenizer)
+        return Detokenizer(self.vocabulary)
 
 
 def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedModel:
@@ -145,32 +140,25 @@ def _json_artifact(card: ModelCard, name: str) -> Mapping[str, Any]:
     return value
 
 
-def _utf8_artifact(card: ModelCard, name: str) -> str:
-    try:
-        return _artifact(card, name).decode()
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{name} is not UTF-8: {error}", f"artifacts.{name}") from error
-
-
 def _template(card: ModelCard, config: Mapping[str, Any]) -> ChatTemplate | None:
     source = config.get("chat_template")
     if "chat_template.jinja" in card.artifacts:
-        source = _utf8_artifact(card, "chat_template.jinja")
+        try:
+            source = _artifact(card, "chat_template.jinja").decode()
+        except UnicodeDecodeError as error:
+            text = f"chat_template.jinja is not UTF-8: {error}"
+            raise InvalidRequest(text, "artifacts.chat_template.jinja") from error
     if not source:
         return None
     if not isinstance(source, str):
-        raise InvalidRequest(
-            f"chat_template must be one template as text, not a {type(source).__name__}",
-            "artifacts.tokenizer_config.json",
-        )
+        text = f"chat_template must be one template as text, not a {type(source).__name__}"
+        raise InvalidRequest(text, "artifacts.tokenizer_config.json")
     try:
-        return ChatTemplate(
-            source, bos_token=_text(config, "bos_token"), eos_token=_text(config, "eos_token")
-        )
+        bos_token, eos_token = _text(config, "bos_token"), _text(config, "eos_token")
+        return ChatTemplate(source, bos_token=bos_token, eos_token=eos_token)
     except TemplateError as error:
-        raise InvalidRequest(
-            f"chat_template: {error}", "artifacts.tokenizer_config.json"
-        ) from error
+        text = f"chat_template: {error}"
+        raise InvalidRequest(text, "artifacts.tokenizer_config.json") from error
 
 
 def _text(config: Mapping[str, Any], name: str) -> str | None:

@@ -16,23 +16,19 @@ from kvmesh.engine.v1 import engine_pb2_grpc
 
 
 class Transport(Protocol):
-    """One open Attach stream."""
+    """One open Attach stream, which `close` ends in any state. `read` returns None at its end.
+    `write` returns when the transport can take the next frame. Both raise MeshError if it failed.
+    """
 
-    async def read(self) -> ResponseFrame | None:
-        """Returns the next frame; None at the end of the stream. Raises MeshError if it failed."""
-
-    async def write(self, frame: RequestFrame) -> None:
-        """Sends a frame; returns when the transport can take the next one. Raises MeshError."""
-
-    async def close(self) -> None:
-        """Ends the stream in any state."""
+    async def read(self) -> ResponseFrame | None: ...
+    async def write(self, frame: RequestFrame) -> None: ...
+    async def close(self) -> None: ...
 
 
 class Dialer(Protocol):
-    """Opens Attach streams."""
+    """Opens Attach streams to workers. Raises MeshError."""
 
-    async def dial(self, address: str) -> Transport:
-        """Returns a stream to the worker at `address`. Raises MeshError."""
+    async def dial(self, address: str) -> Transport: ...
 
 
 class GrpcTransport:

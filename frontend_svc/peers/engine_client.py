@@ -45,10 +45,8 @@ class Submission:
 
 
 class EngineClient:
-    """All Attach streams of a frontend process. Use as an async context manager.
-
-    stalled_s: seconds the event loop has stalled so far; they do not count against workers.
-    """
+    """All Attach streams of a frontend process. Use as an async context manager. stalled_s: seconds
+    the event loop has stalled so far; they do not count against workers."""
 
     def __init__(
         self,
@@ -99,7 +97,6 @@ class EngineClient:
         return self._breaker.excluded(pool)
 
     def exclusion_reasons(self) -> dict[int, str]:
-        """Returns the workers with an open circuit, and why it is open."""
         return self._breaker.reasons()
 
     def retain(self, members: Iterable[int]) -> None:
@@ -114,7 +111,6 @@ class EngineClient:
                 del self._stream_seq[worker_id]
 
     def failed(self, worker_id: int, reason: str, *, is_hung: bool = False) -> None:
-        """See ConnectionObserver."""
         if is_hung:
             self._hung_workers.add(worker_id)
         if self._breaker.open_circuit(worker_id, reason, self._loop.time(), is_hung=is_hung):
@@ -136,7 +132,6 @@ class EngineClient:
 
     @property
     def open_slots(self) -> dict[int, int]:
-        """Open slots by worker."""
         return {worker_id: c.link.open_slots for worker_id, (c, _) in self._connections.items()}
 
     async def _probe_open_circuits(self) -> None:
@@ -161,15 +156,13 @@ class EngineClient:
             # Without requests the engine makes no step, so its heartbeats prove nothing.
             if await connection.probe(PROBE_TIMEOUT_S) is ProbeResult.ANSWERED:
                 self.progressed(worker_id)
-            self._breaker.record_probe(
-                worker_id, worker_id not in self._hung_workers, self._loop.time()
-            )
+            is_healthy = worker_id not in self._hung_workers
+            self._breaker.record_probe(worker_id, is_healthy, self._loop.time())
             return
         connection.received.clear()
         # On an open stream the next heartbeat is due within HEARTBEAT_S.
-        received = await connection.wait_for_event(
-            connection.received, PROBE_TIMEOUT_S + HEARTBEAT_S
-        )
+        timeout_s = PROBE_TIMEOUT_S + HEARTBEAT_S
+        received = await connection.wait_for_event(connection.received, timeout_s)
         is_healthy = received and not connection.is_closed and worker_id not in self._hung_workers
         self._breaker.record_probe(worker_id, is_healthy, self._loop.time())
         if is_healthy:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from frontend_svc.core.peers.placement_query import PlacementKey, Query
 from frontend_svc.peers.router_session import key_to_proto
@@ -13,17 +12,9 @@ from kvmesh.router.v1 import router_pb2
 RENEW_INTERVAL_S = 100.0
 
 
-@dataclass(slots=True)
-class _UnsentOutput:
-    blocks: int = 0
-    decay_fraction: float | None = None
-
-
 class HeldBookings:
-    """Bookings by key. now: loop time; on_change: called when there is something to send.
-
-    A session begins with all bookings, so prefills and frees are recorded only while one is open.
-    """
+    """Bookings by key. now: loop time; on_change: called when there is something to send. A session
+    begins with all bookings, so prefills and frees are recorded only while one is open."""
 
     def __init__(
         self, frontend_id: int, now: Callable[[], float], on_change: Callable[[], None]
@@ -34,16 +25,15 @@ class HeldBookings:
         self._bookings: dict[PlacementKey, router_pb2.Booking] = {}
         self._renewed_at: dict[PlacementKey, float] = {}  # oldest first
         self._unsent_prefills_done: list[PlacementKey] = []
-        self._unsent_outputs: dict[PlacementKey, _UnsentOutput] = {}
+        self._unsent_outputs: dict[PlacementKey, router_pb2.OutputBlocks] = {}
         self._unsent_frees: list[PlacementKey] = []
-        self._is_output_tracked = False
+        self.is_output_tracked = False  # by the router
         self.is_session_open = False
 
     def __len__(self) -> int:
         return len(self._bookings)
 
     def add(self, key: PlacementKey, query: Query, decision: router_pb2.Decision) -> None:
-        """A router booked a placement."""
         routing, session_revision = query.routing, decision.session_revision
         session, lora_name = None, None
         if routing is not None and session_revision:
@@ -64,7 +54,6 @@ class HeldBookings:
         self._renewed_at[key] = self._now()
 
     def prefill_done(self, key: PlacementKey) -> None:
-        """The request has its first token."""
         booking = self._bookings.get(key)
         if booking is not None:
             booking.prefill_tokens = 0
@@ -72,19 +61,17 @@ class HeldBookings:
             self._record(self._unsent_prefills_done, key)
 
     def output(self, key: PlacementKey, blocks: int, decay_fraction: float | None) -> None:
-        """The output grew by `blocks`; ignored if the router does not track output.
-
-        decay_fraction: share of the expected output still to come, 0..1; None: unknown.
-        """
+        """The output grew by `blocks`; ignored if the router does not track output. decay_fraction:
+        share of the expected output still to come, 0..1; None: unknown."""
         booking = self._bookings.get(key)
-        if booking is None or not self._is_output_tracked:
+        if booking is None or not self.is_output_tracked:
             return
         booking.decode_blocks += blocks
         if decay_fraction is not None:
             booking.decay_fraction = decay_fraction
         unsent = self._unsent_outputs.get(key)
         if unsent is None:
-            unsent = self._unsent_outputs[key] = _UnsentOutput()
+            unsent = self._unsent_outputs[key] = router_pb2.OutputBlocks(key=booking.key)
             booking.revision += 1  # once a message: unsent output goes out as one message
         unsent.blocks += blocks
         if decay_fraction is not None:
@@ -106,24 +93,11 @@ class HeldBookings:
         self.is_session_open = True
         return self._bookings.values()
 
-    def session_accepted(self, *, is_output_tracked: bool) -> None:
-        """The router acknowledged the session."""
-        self._is_output_tracked = is_output_tracked
-
-    def end_session(self) -> None:
-        """The session has ended."""
-        self.is_session_open = False
-
     def move_changes_to(self, frame: router_pb2.SessionRequest) -> None:
         """Adds all unsent changes and due renewals to a frame."""
         frame.announced.extend(self._take_due_renewals())
         frame.prefills_done.extend(map(key_to_proto, self._unsent_prefills_done))
-        frame.outputs.extend(
-            router_pb2.OutputBlocks(
-                key=key_to_proto(key), blocks=output.blocks, decay_fraction=output.decay_fraction
-            )
-            for key, output in self._unsent_outputs.items()
-        )
+        frame.outputs.extend(self._unsent_outputs.values())
         frame.frees.extend(map(key_to_proto, self._unsent_frees))
         self._unsent_outputs.clear()
         self._unsent_prefills_done, self._unsent_frees = [], []

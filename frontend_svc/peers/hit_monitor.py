@@ -6,22 +6,20 @@ publishes KV events, with cached tokens reported by the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import structlog
 
 from common.registry.instances import Instance, Snapshot
-from frontend_svc.core.peers.hit_drift import WINDOW_S, HitDriftMonitor, LabelledDrift, Source
+from frontend_svc.core.peers.hit_drift import WINDOW_S, DriftStats, HitDriftMonitor, Source
 from frontend_svc.core.request.types import RequestOutcome
 
 log = structlog.get_logger()
 
 
 class HitMonitor:
-    """Observes the end of each request.
-
-    clock: monotonic seconds. ratio_max: see `HitDriftMonitor`.
-    """
+    """Observes the end of each request. clock: monotonic seconds. ratio_max: see
+    `HitDriftMonitor`."""
 
     def __init__(
         self, snapshot: Callable[[], Snapshot], clock: Callable[[], float], ratio_max: float
@@ -31,7 +29,6 @@ class HitMonitor:
         self._drift = HitDriftMonitor(ratio_max)
 
     def on_request_end(self, outcome: RequestOutcome) -> None:
-        """A request ended, with success or not."""
         comparison = _predicted_and_actual(outcome)
         if comparison is None:
             return
@@ -52,26 +49,28 @@ class HitMonitor:
             )
 
     def follow(self, snapshot: Snapshot) -> None:
-        """The members of the mesh changed."""
         self._drift.retain(snapshot.instances)
 
     def degraded(self) -> list[str]:
-        """Returns a message for each source with too many wrong predictions now."""
         return [
-            f"worker {entry.worker} rank {entry.dp_rank}: predicted and actual cached tokens of "
-            f"{entry.model} differ by {entry.stats.ratio:.1%} over {WINDOW_S:g} s"
-            for entry in self.drift_stats()
-            if entry.stats.is_degraded
+            f"worker {_name(worker)} rank {stats.source[1]}: predicted and actual cached tokens of "
+            f"{worker.model} differ by {stats.ratio:.1%} over {WINDOW_S:g} s"
+            for worker, stats in self._drift_of_workers()
+            if stats.is_degraded
         ]
 
-    def drift_stats(self) -> list[LabelledDrift]:
-        """Returns the drift of all sources of live workers."""
-        instances = self._snapshot().instances
+    def drift_stats(self) -> list[tuple[tuple[str, str, str], DriftStats]]:
+        """Model, worker and rank of all sources of live workers, and their drift."""
         return [
-            LabelledDrift(worker.model, _name(worker), stats.source[1], stats)
-            for stats in self._drift.drift_stats(self._clock())
-            if (worker := instances.get(stats.source[0])) is not None
+            ((worker.model, _name(worker), str(stats.source[1])), stats)
+            for worker, stats in self._drift_of_workers()
         ]
+
+    def _drift_of_workers(self) -> Iterator[tuple[Instance, DriftStats]]:
+        instances = self._snapshot().instances
+        for stats in self._drift.drift_stats(self._clock()):
+            if (worker := instances.get(stats.source[0])) is not None:
+                yield worker, stats
 
 
 def _predicted_and_actual(outcome: RequestOutcome) -> tuple[Source, int, int] | None:

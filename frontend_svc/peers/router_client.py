@@ -57,12 +57,10 @@ log = structlog.get_logger()
 
 
 class RouterClient:
-    """Keeps one Session with one of the routers in discovery.
-
-    routers, frontends: the live instances. place_locally: places a query without a router.
-    has_workers: whether this frontend sees workers for a query. stalled_s: seconds the event loop
-    has stalled so far; they do not count against a router.
-    """
+    """Keeps one Session with one of the routers in discovery. routers, frontends: the live
+    instances. place_locally: places a query without a router. has_workers: whether this frontend
+    sees workers for a query. stalled_s: seconds the event loop has stalled so far; they do not
+    count against a router."""
 
     def __init__(
         self,
@@ -99,7 +97,6 @@ class RouterClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a router has acknowledged the session."""
         return self._monitor.is_connected
 
     def place(self, key: PlacementKey, query: Query, callback: PlacementCallback) -> None:
@@ -115,11 +112,9 @@ class RouterClient:
         self._send_query(self._last_query_id)
 
     def prefill_done(self, key: PlacementKey) -> None:
-        """The request has its first token."""
         self._held_bookings.prefill_done(key)
 
     def output(self, key: PlacementKey, blocks: int, decay_fraction: float | None) -> None:
-        """See HeldBookings."""
         self._held_bookings.output(key, blocks, decay_fraction)
 
     def free(self, key: PlacementKey) -> None:
@@ -144,7 +139,6 @@ class RouterClient:
             self._wake.set()
 
     def _choose(self) -> Instance | None:
-        """Returns the router to use now, if there is one."""
         routers = {router.id: router for router in self._routers()}
         frontends = [frontend.id for frontend in self._frontends()]
         chosen = self._choice.choose(frontends, routers, self._loop.time())
@@ -169,12 +163,10 @@ class RouterClient:
             self._choice.mark_failed(router.id, self._loop.time())
             log.warning("router_lost", router_id=router.id, reason=str(error))
         finally:
-            self._monitor.session_closed()
-            self._held_bookings.end_session()
+            self._monitor.is_connected = self._held_bookings.is_session_open = False
         return False
 
     async def _return_to_home_router(self, router: Instance) -> None:
-        """Ends the session when the home is another router, and answers."""
         while True:
             await asyncio.sleep(PING_INTERVAL_S)
             if (home := self._choose()) is None or home.id == router.id:
@@ -183,10 +175,8 @@ class RouterClient:
             if (home := self._choose()) is None or home.id == router.id:
                 continue
             if await self._is_reachable(home):
-                raise Unavailable(
-                    f"this frontend returns to its home router {home.id}",
-                    reason=_HOME_ROUTER_REACHABLE,
-                )
+                text = f"this frontend returns to its home router {home.id}"
+                raise Unavailable(text, reason=_HOME_ROUTER_REACHABLE)
             self._choice.mark_failed(home.id, self._loop.time())
 
     async def _is_reachable(self, router: Instance) -> bool:
@@ -209,7 +199,7 @@ class RouterClient:
             for result in frame.results:
                 self._on_result(result)
             if self._monitor.is_stale:
-                self._monitor.stale_router_left(self._now())
+                self._monitor.left_stale_router_at = self._loop.time()
                 raise WorkerLost("the router does not know a model that is served", retryable=True)
         raise WorkerLost("the router closed the session", retryable=True)
 
@@ -219,17 +209,13 @@ class RouterClient:
         if hello_ack.router_id != router.id:
             message = f"{router.address} is now the address of router {hello_ack.router_id}"
             raise WorkerLost(message, retryable=True)
-        has_queue_wait = hello_ack.HasField("queue_wait_ms")
-        self._monitor.hello_received(
-            now, hello_ack.queue_wait_ms / 1000 if has_queue_wait else None
-        )
-        self._held_bookings.session_accepted(is_output_tracked=hello_ack.track_output_blocks)
+        has_wait = hello_ack.HasField("queue_wait_ms")
+        self._monitor.hello_received(now, hello_ack.queue_wait_ms / 1000 if has_wait else None)
+        self._held_bookings.is_output_tracked = hello_ack.track_output_blocks
 
     async def _ping(self) -> None:
-        """Sends heartbeats: the router returns an empty frame for an empty frame only.
-
-        gRPC's keepalive is slower and does not detect a process that hangs.
-        """
+        """Sends heartbeats: the router returns an empty frame for an empty frame only. gRPC's
+        keepalive is slower and does not detect a process that hangs."""
         while True:
             await asyncio.sleep(PING_INTERVAL_S)
             self._monitor.check(self._now(), self._waiting.values())
@@ -245,7 +231,10 @@ class RouterClient:
             if error.reason == "ASKED_AGAIN":
                 return  # the result of the repeated query has the same id
             if is_unknown_model(error) and self._has_workers(pending.query):
-                self._requery_later(result.id, pending)
+                at = self._monitor.unknown_reported(
+                    pending, self._now(), has_other_router=len(self._routers()) > 1, rng=self._rng
+                )
+                self._loop.call_at(at, self._requery, result.id, self._generation)
                 return
             self._remove_pending(result.id, pending)
             pending.callback(error)
@@ -258,12 +247,6 @@ class RouterClient:
         del self._waiting[query_id]
         if self._query_ids.get(pending.key) == query_id:
             del self._query_ids[pending.key]
-
-    def _requery_later(self, query_id: int, pending: PendingPlacement) -> None:
-        at = self._monitor.unknown_reported(
-            pending, self._now(), has_other_router=len(self._routers()) > 1, rng=self._rng
-        )
-        self._loop.call_at(at, self._requery, query_id, self._generation)
 
     def _requery(self, query_id: int, generation: int) -> None:
         # A later session has sent all queries already.
@@ -278,9 +261,8 @@ class RouterClient:
                 pending = self._waiting.get(query_id)
                 if pending is not None:
                     waited_ms = round((self._loop.time() - pending.query.arrived_at) * 1000)
-                    frame.news.append(
-                        query_to_proto(query_id, pending.key, pending.query, waited_ms)
-                    )
+                    new = query_to_proto(query_id, pending.key, pending.query, waited_ms)
+                    frame.news.append(new)
             self._unsent_queries = []
             self._held_bookings.move_changes_to(frame)
             await session.write(frame)

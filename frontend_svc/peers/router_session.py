@@ -20,13 +20,11 @@ from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 
 
 class Session(Protocol):
-    """One open Session, as messages."""
+    """One open Session. `read` returns None at its end. `write` returns when the next frame can be
+    taken. Both raise MeshError if the session failed."""
 
-    async def read(self) -> router_pb2.SessionResponse | None:
-        """Returns the next frame; None at the end of the stream. Raises MeshError if it failed."""
-
-    async def write(self, frame: router_pb2.SessionRequest) -> None:
-        """Sends a frame; returns when the next one can be taken. Raises MeshError."""
+    async def read(self) -> router_pb2.SessionResponse | None: ...
+    async def write(self, frame: router_pb2.SessionRequest) -> None: ...
 
 
 # Opens a Session with a router; leaving the context ends it.
@@ -35,8 +33,7 @@ OpenRouterSession = Callable[[Instance], AbstractAsyncContextManager[Session]]
 
 class _GrpcSession:
     def __init__(
-        self,
-        call: grpc.aio.StreamStreamCall[router_pb2.SessionRequest, router_pb2.SessionResponse],
+        self, call: grpc.aio.StreamStreamCall[router_pb2.SessionRequest, router_pb2.SessionResponse]
     ) -> None:
         self._call = call
 

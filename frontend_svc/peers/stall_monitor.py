@@ -27,10 +27,8 @@ _LOOPBACK_BY_WILDCARD = {"": "127.0.0.1", "*": "127.0.0.1", "0.0.0.0": "127.0.0.
 
 
 def own_address(config: ServiceConfig, port: int) -> str:
-    """Returns where this process reaches its own server, `host:port`.
-
-    This is the bound address. Many hosts do not route to themselves by the advertised address.
-    """
+    """Returns where this process reaches its own server, `host:port`. This is the bound address.
+    Many hosts do not route to themselves by the advertised address."""
     host = config.host.strip("[]")
     host = _LOOPBACK_BY_WILDCARD.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -42,11 +40,9 @@ def own_security_of(config: ServiceConfig, security: rpc.Security) -> rpc.Securi
 
 
 async def run_stall_monitor(stall_clock: StallClock, address: str, security: rpc.Security) -> None:
-    """Ticks the clock until it is cancelled. address: where this process serves gRPC.
-
-    Before the first reply, and after a failed call, only the loop is measured: an address without
-    replies proves nothing about this process.
-    """
+    """Ticks the clock until it is cancelled. address: where this process serves gRPC. Before the
+    first reply, and after a failed call, only the loop is measured: an address without replies
+    proves nothing about this process."""
     loop = asyncio.get_running_loop()
     channel = rpc.channel(address, security=security)
     stub: Any = health_pb2_grpc.HealthStub(channel)  # the package has no types
@@ -70,7 +66,6 @@ async def run_stall_monitor(stall_clock: StallClock, address: str, security: rpc
 
 
 async def _is_reachable(stub: Any, security: rpc.Security) -> bool:
-    """Returns whether a call of the own server succeeds."""
     request = health_pb2.HealthCheckRequest()
     try:
         await rpc.unary(stub.Check, request, timeout_s=PROBE_TIMEOUT_S, security=security)

@@ -36,16 +36,12 @@ log = structlog.get_logger()
 
 
 class ConnectionObserver(Protocol):
-    """Receives what a connection observes of its worker."""
+    """Receives what a connection observes of its worker. failed: the stream was lost, a request was
+    not accepted, or the engine hangs. is_hung: the worker is silent or its engine hangs; it may
+    recover soon. progressed: the engine makes steps."""
 
-    def failed(self, worker_id: int, reason: str, *, is_hung: bool = False) -> None:
-        """The stream was lost, a request was not accepted, or the engine hangs.
-
-        is_hung: the worker is silent or its engine hangs; it may recover soon.
-        """
-
-    def progressed(self, worker_id: int) -> None:
-        """The engine makes steps."""
+    def failed(self, worker_id: int, reason: str, *, is_hung: bool = False) -> None: ...
+    def progressed(self, worker_id: int) -> None: ...
 
 
 class ProbeResult(Enum):
@@ -87,11 +83,9 @@ class _ProbeSink:
 
 
 class WorkerConnection:
-    """One Attach stream from its first request to its end.
-
-    stalled_s: seconds the event loop has stalled so far; they do not count against the worker.
-    received: set when a frame arrives, and at the end.
-    """
+    """One Attach stream from its first request to its end. stalled_s: seconds the event loop has
+    stalled so far; they do not count against the worker. received: set when a frame arrives, and at
+    the end."""
 
     def __init__(
         self,
@@ -119,11 +113,8 @@ class WorkerConnection:
     @property
     def silent_s(self) -> float:
         """Seconds since the last frame, without the stalls of this process."""
-        return (
-            self._loop.time()
-            - self._last_received_at
-            - (self._stalled_s() - self._stalled_before_s)
-        )
+        stalled_s = self._stalled_s() - self._stalled_before_s
+        return self._loop.time() - self._last_received_at - stalled_s
 
     def submit(self, leg_request: LegRequest, sink: LegSink) -> int:
         """Queues a request; returns its slot."""
@@ -133,7 +124,6 @@ class WorkerConnection:
         return slot
 
     def abort(self, slot: int, reason: str) -> None:
-        """Requests the end of a slot; no effect if it has ended."""
         if reason == "not_accepted":
             self._observer.failed(self.link.worker_id, "did not accept a request in time")
         self.link.abort(slot, reason)
@@ -187,7 +177,6 @@ class WorkerConnection:
         return True
 
     def _running_time(self) -> float:
-        """Loop time without stalls."""
         return self._loop.time() - self._stalled_s()
 
     async def _serve(self) -> None:

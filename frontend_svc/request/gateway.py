@@ -12,21 +12,57 @@ from random import Random
 
 from common.errors import MeshError
 from common.registry.instances import Snapshot
+from frontend_svc.core.models.adapters import serving
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.peers.stall_clock import never_stalled
 from frontend_svc.core.request.retry_policy import MigrationLimiter, RetryBudget
 from frontend_svc.core.request.types import RequestPlan
-from frontend_svc.request.handle import RequestContext, RequestHandle
+from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.ports import ResponseSink, RouterPort, WorkerPort
-from frontend_svc.request.worker_pool import WorkerPool
+
+
+class WorkerPool:
+    """Answers which workers serve a model. snapshot: returns the current members of the mesh.
+    recently_left: workers that have left the mesh; None: a worker that is not in the snapshot is
+    never contacted."""
+
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        workers: WorkerPort,
+        recently_left: Container[int] | None = None,
+    ) -> None:
+        self._snapshot = snapshot
+        self._workers = workers
+        self._recently_left = recently_left
+
+    def members(self, model: str, adapter: str = "") -> tuple[frozenset[int], frozenset[int]]:
+        """Workers that serve a model, and those among them with an open circuit. adapter: only
+        workers that have it; "" is the model itself."""
+        pool = frozenset(i.id for i in serving(self._snapshot().serving(model), adapter))
+        return pool, self._workers.excluded_workers(pool)
+
+    def count_available(self, model: str, adapter: str = "") -> int:
+        """Number of workers that compute prompts and have a closed circuit; see `members`."""
+        serving_workers = serving(self._snapshot().serving(model), adapter)
+        eligible = [i.id for i in serving_workers if i.role != "decode"]
+        return len(eligible) - len(self._workers.excluded_workers(eligible))
+
+    def address(self, worker_id: int, routers_address: str) -> str:
+        """Address of a worker, "" if it has left. routers_address: used for a worker that discovery
+        does not show yet; the router may see a new worker first."""
+        instance = self._snapshot().instances.get(worker_id)
+        if instance is not None:
+            return instance.address
+        has_left = self._recently_left is None or worker_id in self._recently_left
+        return "" if has_left else routers_address
 
 
 class Gateway:
-    """Opens requests and keeps track of them.
-
-    snapshot: returns the current members of the mesh. stalled_s, silent_s: see RequestContext.
-    recently_left: see WorkerPool.
-    """
+    """Opens requests and keeps track of them. snapshot: returns the current members of the mesh.
+    stalled_s: seconds for which this process has stalled so far, see `core/peers/stall_clock.py`.
+    silent_s: seconds since the last frame of a worker. recently_left: see WorkerPool. rng: also
+    makes span ids."""
 
     def __init__(
         self,
@@ -40,35 +76,31 @@ class Gateway:
         recently_left: Container[int] | None = None,
         migrations: MigrationLimiter[RequestHandle] | None = None,
     ) -> None:
+        self.router = router_port
+        self.workers = workers
+        self.pool = WorkerPool(snapshot, workers, recently_left)
+        self.rng = Random() if rng is None else rng
         self.stalled_s = stalled_s
+        self.silent_s = silent_s
         self.retries = RetryBudget()
         self.migrations = MigrationLimiter[RequestHandle]() if migrations is None else migrations
         self._loop = asyncio.get_running_loop()
         self._open: set[RequestHandle] = set()
-        self._context = RequestContext(
-            router=router_port,
-            workers=workers,
-            pool=WorkerPool(snapshot, workers, recently_left),
-            retries=self.retries,
-            migrations=self.migrations,
-            rng=Random() if rng is None else rng,
-            stalled_s=stalled_s,
-            silent_s=silent_s,
-            on_closed=self._open.discard,
-        )
 
     @property
     def open_requests(self) -> int:
-        """Number of open requests."""
         return len(self._open)
 
     def open(self, plan: RequestPlan, query: Query, sink: ResponseSink) -> RequestHandle:
         """Starts a request. A plan with a body needs a ChunkSink."""
         self.retries.count_request(self._loop.time())
-        handle = RequestHandle(self._context, plan, query, sink)
+        handle = RequestHandle(self, plan, query, sink)
         self._open.add(handle)
         handle.machine.start()
         return handle
+
+    def closed(self, handle: RequestHandle) -> None:
+        self._open.discard(handle)
 
     def abort_all(self, error: MeshError) -> list[str]:
         """Ends every open request with `error`; returns their ids."""

@@ -3,64 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from random import Random
+from typing import TYPE_CHECKING
 
-from common.errors import MeshError, Unavailable, WorkerLost
+from common.errors import MeshError, NotFound, Unavailable, UnknownModel, WorkerLost
 from common.request.preprocessed import PreprocessedRequest, TokenLogprob
 from common.request.token_stream import LegRequest
-from frontend_svc.core.peers.placement_query import PlacementKey, Query
+from frontend_svc.core.peers.placement_query import UNKNOWN_ADAPTER, PlacementKey, Query
 from frontend_svc.core.request.machine import Leg, RequestMachine
 from frontend_svc.core.request.output_blocks import OutputBlockCounter
-from frontend_svc.core.request.retry_policy import (
-    EXCLUDED_RETRY_S,
-    ExclusionPolicy,
-    MigrationLimiter,
-    Permit,
-    RetryBudget,
-)
+from frontend_svc.core.request.retry_policy import EXCLUDED_RETRY_S, ExclusionPolicy, Permit
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
 from frontend_svc.models.catalog import no_worker_error
-from frontend_svc.request.local_placement import adapter_of, is_unknown_model
-from frontend_svc.request.ports import (
-    AbortHandle,
-    ChunkSink,
-    ResponseSink,
-    RouterPort,
-    WorkerPort,
-)
-from frontend_svc.request.worker_pool import WorkerPool
+from frontend_svc.request.local_placement import adapter_of
+from frontend_svc.request.ports import AbortHandle, ChunkSink, ResponseSink
 
-
-@dataclass(frozen=True, slots=True)
-class RequestContext:
-    """What all requests of a gateway share.
-
-    rng: makes span ids. stalled_s: seconds for which this process has stalled so far, see
-    `core/peers/stall_clock.py`. silent_s: seconds since the last frame of a worker. on_closed:
-    called once when a request ends.
-    """
-
-    router: RouterPort
-    workers: WorkerPort
-    pool: WorkerPool
-    retries: RetryBudget
-    migrations: MigrationLimiter[RequestHandle]
-    rng: Random
-    stalled_s: Callable[[], float]
-    silent_s: Callable[[int], float]
-    on_closed: Callable[[RequestHandle], None]
+if TYPE_CHECKING:  # it imports this module
+    from frontend_svc.request.gateway import Gateway
 
 
 class RequestHandle:
     """An open request: the ports of its machine, and the handle that its owner keeps."""
 
     def __init__(
-        self, context: RequestContext, plan: RequestPlan, query: Query, sink: ResponseSink
+        self, gateway: Gateway, plan: RequestPlan, query: Query, sink: ResponseSink
     ) -> None:
-        self._context = context
+        self._gateway = gateway
         self._query = query = _with_request_hints(query, plan.request)
         self._block_counter = _block_counter_of(query)
         # How many of the generated tokens are part of the current attempt's prompt.
@@ -74,14 +44,12 @@ class RequestHandle:
         self._decision_addresses: dict[int, str] = {}
         # The retried attempt that has or waits for a permit of the migration limiter.
         self._migrating_attempt: int | None = None
-        self.machine = RequestMachine(plan, self, context.rng)
+        self.machine = RequestMachine(plan, self, gateway.rng)
 
     def stop(self) -> None:
-        """Ends the request because a stop string completed the response."""
         self.machine.stop()
 
     def client_gone(self) -> None:
-        """Ends the request because the client disconnected."""
         self.machine.client_gone()
 
     def fail(self, error: MeshError, reason: str) -> None:
@@ -91,7 +59,6 @@ class RequestHandle:
     # -- RequestPorts ---------------------------------------------------------------------------
 
     def place(self, attempt: int, excluded: frozenset[int]) -> None:
-        """See RequestPorts."""
         self._exclusions.start_attempt(excluded)
         self._place(attempt)
 
@@ -101,17 +68,19 @@ class RequestHandle:
         if attempt and not self._acquire_permit(attempt):
             return
         self._append_generated_to_query()
-        query, context = self._query, self._context
-        excluded = self._exclusions.excluded(*context.pool.members(query.model, adapter_of(query)))
+        query, gateway = self._query, self._gateway
+        excluded = self._exclusions.excluded(*gateway.pool.members(query.model, adapter_of(query)))
         if excluded is None:
             self._place_later(attempt)
             return
         if excluded:
-            query = query.excluding(excluded)
-        context.router.place(self._key(attempt), query, partial(self._on_decision, attempt))
+            query = replace(query, excluded=excluded)
+        gateway.router.place(self._key(attempt), query, partial(self._on_decision, attempt))
 
     def _on_decision(self, attempt: int, reply: RoutingDecision | MeshError) -> None:
-        if is_unknown_model(reply):  # this frontend has seen it: its last worker has just left
+        is_unknown = isinstance(reply, NotFound) and reply.reason == UNKNOWN_ADAPTER
+        if is_unknown or isinstance(reply, UnknownModel):
+            # This frontend has seen it: its last worker has just left.
             reply = no_worker_error(adapter_of(self._query) or self._query.model)
         if not isinstance(reply, MeshError):
             self._decision_addresses[reply.worker_id] = reply.address
@@ -137,22 +106,19 @@ class RequestHandle:
 
     def _acquire_permit(self, attempt: int) -> bool:
         """Whether the attempt may be placed now; else `permit_granted` places it, or it fails."""
-        query, migrations = self._query, self._context.migrations
+        query, migrations = self._query, self._gateway.migrations
         self._migrating_attempt = attempt
         permit = migrations.request_permit(
             query.model, self, query.arrived_at, self._count_available, adapter_of(query)
         )
         if permit is Permit.QUEUE_FULL:
-            message = (
-                f"retry queue full: {migrations.waiting}/{migrations.waiting_max} requests; "
-                "retry after 1 s"
-            )
+            fill = f"{migrations.waiting}/{migrations.waiting_max}"
+            message = f"retry queue full: {fill} requests; retry after 1 s"
             error = Unavailable(message, 1.0, reason="REROUTES_FULL")
             self._loop.call_soon(self.machine.placement_failed, attempt, error)
         return permit is Permit.GRANTED
 
     def permit_granted(self) -> None:
-        """Places the attempt that waited for a permit."""
         if self._migrating_attempt is not None:
             self._loop.call_soon(self._place, self._migrating_attempt)
 
@@ -160,82 +126,70 @@ class RequestHandle:
         if self._migrating_attempt is not None:
             self._migrating_attempt = None
             model = self._query.model
-            migrations = self._context.migrations
+            migrations = self._gateway.migrations
             for admitted in migrations.release(model, self, self._count_available):
                 admitted.permit_granted()
 
     def _count_available(self, adapter: str) -> int:
-        return self._context.pool.count_available(self._query.model, adapter)
+        return self._gateway.pool.count_available(self._query.model, adapter)
 
     def submit(self, worker_id: int, leg_request: LegRequest, leg: Leg) -> None:
-        """See RequestPorts."""
-        context = self._context
-        address = context.pool.address(worker_id, self._decision_addresses.get(worker_id, ""))
+        gateway = self._gateway
+        address = gateway.pool.address(worker_id, self._decision_addresses.get(worker_id, ""))
         if not address:
             error = WorkerLost(f"worker {worker_id} has left the mesh", retryable=True)
             self._loop.call_soon(leg.lost, error)
             return
-        self._submitted[leg] = context.workers.submit(worker_id, address, leg_request, leg)
+        self._submitted[leg] = gateway.workers.submit(worker_id, address, leg_request, leg)
 
     def abort(self, leg: Leg, reason: str) -> None:
-        """See RequestPorts."""
         submitted = self._submitted.pop(leg, None)
         if submitted is not None:
             submitted.abort(reason)
 
     def prefill_done(self, attempt: int) -> None:
-        """See RequestPorts."""
         self._release_permit()
-        self._context.router.prefill_done(self._key(attempt))
+        self._gateway.router.prefill_done(self._key(attempt))
 
     def free(self, attempt: int) -> None:
-        """See RequestPorts."""
         self._release_permit()
-        self._context.router.free(self._key(attempt))
+        self._gateway.router.free(self._key(attempt))
 
     def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """See RequestPorts."""
         generated = len(self.machine.generated) - self._generated_in_prompt
         extended = self._block_counter.advance_to(generated)
         if extended is not None:
             key = self._key(self.machine.attempt)
-            self._context.router.output(key, extended.blocks, extended.decay_fraction)
+            self._gateway.router.output(key, extended.blocks, extended.decay_fraction)
         self._sink.tokens(token_ids, logprobs)
 
     def emit_chunk(self, json: bytes) -> None:
-        """See RequestPorts."""
         assert isinstance(self._sink, ChunkSink), "a pass-through body needs a ChunkSink"
         self._sink.chunk(json)
 
     def finish(self, outcome: RequestOutcome) -> None:
-        """See RequestPorts."""
         if self._timer is not None:
             self._timer.cancel()
         self._release_permit()
-        self._context.on_closed(self)
+        self._gateway.closed(self)
         self._sink.finished(outcome)
 
     def wake_at(self, at: float) -> None:
-        """See RequestPorts."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(at, self._on_timer)
 
     def now(self) -> float:
-        """See RequestPorts."""
         return self._loop.time()
 
     def take_retry(self) -> bool:
-        """See RequestPorts."""
-        return self._context.retries.take(self._loop.time())
+        return self._gateway.retries.take(self._loop.time())
 
     def stalled_s(self) -> float:
-        """See RequestPorts."""
-        return self._context.stalled_s()
+        return self._gateway.stalled_s()
 
     def silent_s(self, worker_id: int) -> float:
-        """See RequestPorts."""
-        return self._context.silent_s(worker_id)
+        return self._gateway.silent_s(worker_id)
 
     def _on_timer(self) -> None:
         self.machine.on_timer(self._loop.time())

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from common.errors import MeshError, NotFound, Unavailable, UnknownModel
+from common.errors import MeshError, Unavailable
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints
 from frontend_svc.core.models.adapters import serving
-from frontend_svc.core.peers.placement_query import UNKNOWN_ADAPTER, Query
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.models.catalog import no_worker_error
 
@@ -18,10 +18,8 @@ def place_locally(
     snapshot: Snapshot, open_slots: dict[int, int], query: Query, rng: Random
 ) -> RoutingDecision | MeshError:
     """Places a request without a router: the better of two random workers, by own open slots.
-
     Candidates are aggregated workers; if there are none, decode workers that can prefill. If the
-    query names an adapter, they have it.
-    """
+    query names an adapter, they have it."""
     adapter = adapter_of(query)
     workers = serving(snapshot.serving(query.model), adapter)
     if not workers:
@@ -50,7 +48,6 @@ def place_locally(
 
 
 def has_workers(snapshot: Snapshot, query: Query) -> bool:
-    """Whether a worker serves the query's model and adapter."""
     return bool(serving(snapshot.serving(query.model), adapter_of(query)))
 
 
@@ -59,18 +56,9 @@ def adapter_of(query: Query) -> str:
     return (query.routing.lora_name or "") if query.routing is not None else ""
 
 
-def is_unknown_model(reply: RoutingDecision | MeshError) -> bool:
-    """Whether the router has no worker with the query's model or adapter."""
-    if isinstance(reply, NotFound) and reply.reason == UNKNOWN_ADAPTER:
-        return True
-    return isinstance(reply, UnknownModel)
-
-
 def _restricts_workers(routing: RoutingHints) -> bool:
-    """Whether the hints exclude workers, other than those without the adapter.
-
-    Priorities, expected length, sessions and preferences exclude none.
-    """
+    """Whether the hints exclude workers, other than those without the adapter. Priorities, expected
+    length, sessions and preferences exclude none."""
     constraints = routing.routing_constraints
     if constraints is not None and constraints.required_taints:
         return True

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
-from common.errors import MeshError
 from common.request.preprocessed import TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
-from frontend_svc.core.peers.placement_query import PlacementKey, Query
-from frontend_svc.core.request.types import RequestOutcome, RoutingDecision
+from frontend_svc.core.peers.placement_query import PlacementCallback, PlacementKey, Query
+from frontend_svc.core.request.types import RequestOutcome
 
 
 class RouterPort(Protocol):
     """Source of placements: a RouterClient, or the simulation's."""
 
-    def place(
-        self, key: PlacementKey, query: Query, reply: Callable[[RoutingDecision | MeshError], None]
-    ) -> None:
-        """See RouterClient."""
-
-    def prefill_done(self, key: PlacementKey) -> None:
-        """See RouterClient."""
-
-    def output(self, key: PlacementKey, blocks: int, decay_fraction: float | None) -> None:
-        """See RouterClient."""
-
-    def free(self, key: PlacementKey) -> None:
-        """See RouterClient."""
+    def place(self, key: PlacementKey, query: Query, reply: PlacementCallback) -> None: ...
+    def prefill_done(self, key: PlacementKey) -> None: ...
+    def output(self, key: PlacementKey, blocks: int, decay_fraction: float | None) -> None: ...
+    def free(self, key: PlacementKey) -> None: ...
 
 
 class AbortHandle(Protocol):
     """A submitted leg."""
 
-    def abort(self, reason: str) -> None:
-        """See Submission."""
+    def abort(self, reason: str) -> None: ...
 
 
 class WorkerPort(Protocol):
@@ -42,30 +31,21 @@ class WorkerPort(Protocol):
 
     def submit(
         self, worker_id: int, address: str, leg_request: LegRequest, sink: LegSink
-    ) -> AbortHandle:
-        """See EngineClient."""
-
+    ) -> AbortHandle: ...
     @property
-    def open_slots(self) -> dict[int, int]:
-        """See EngineClient."""
-
-    def excluded_workers(self, pool: Iterable[int]) -> frozenset[int]:
-        """See EngineClient."""
+    def open_slots(self) -> dict[int, int]: ...
+    def excluded_workers(self, pool: Iterable[int]) -> frozenset[int]: ...
 
 
 class ResponseSink(Protocol):
     """Receives a response. Calls come from the event loop, never from within `Gateway.open`."""
 
-    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """Receives the next tokens."""
-
-    def finished(self, outcome: RequestOutcome) -> None:
-        """Receives the end."""
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None: ...
+    def finished(self, outcome: RequestOutcome) -> None: ...
 
 
 @runtime_checkable
 class ChunkSink(ResponseSink, Protocol):
     """Receives the response to a pass-through body."""
 
-    def chunk(self, json: bytes) -> None:
-        """Receives the next chunk."""
+    def chunk(self, json: bytes) -> None: ...

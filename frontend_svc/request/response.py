@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from common.errors import Overloaded
+from common.errors import MeshError, Overloaded
 from common.request.preprocessed import TokenLogprob
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.metrics.families import RequestMeter
-from frontend_svc.request.handle import RequestHandle
 
 # Unread tokens after which a request of a slow client is ended.
 UNREAD_TOKENS_MAX = 65_536
@@ -22,34 +21,18 @@ TOKENS_PER_CHUNK = 64
 
 
 class ResponseBuffer:
-    """The ResponseSink of one request, read by one task.
-
-    clock: of the meter, monotonic seconds. unread_max: if more tokens are unread, the request ends.
-    """
-
-    __slots__ = (
-        "_chunks",
-        "_clock",
-        "_idle_s",
-        "_idle_timer",
-        "_loop",
-        "_meter",
-        "_unread",
-        "_unread_max",
-        "_waiter",
-        "_waiting_since",
-        "first_token_at",
-        "handle",
-        "outcome",
-    )
+    """The ResponseSink of one request, read by one task. clock: of the meter, monotonic seconds.
+    fail: ends the request with an error, if more than unread_max tokens are unread."""
 
     def __init__(
         self,
         meter: RequestMeter,
         clock: Callable[[], float],
+        fail: Callable[[MeshError, str], None],
         *,
         unread_max: int = UNREAD_TOKENS_MAX,
     ) -> None:
+        self._fail = fail
         self._unread_max = unread_max
         self._loop = asyncio.get_running_loop()
         self._clock = clock
@@ -61,26 +44,16 @@ class ResponseBuffer:
         self._waiter: asyncio.Future[None] | None = None
         self.first_token_at: float | None = None
         self.outcome: RequestOutcome | None = None
-        self.handle: RequestHandle | None = None
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """See ResponseSink."""
-        self._record_tokens(len(token_ids))
         self._unread += token_ids
-        self._notify()
-        if len(self._unread) > self._unread_max:
-            self._fail_slow_reader()
+        self._received(len(token_ids), len(self._unread))
 
     def chunk(self, json: bytes) -> None:
-        """See ChunkSink."""
-        self._record_tokens(1)
         self._chunks.append(json)
-        self._notify()
-        if len(self._chunks) * TOKENS_PER_CHUNK > self._unread_max:
-            self._fail_slow_reader()
+        self._received(1, len(self._chunks) * TOKENS_PER_CHUNK)
 
     def finished(self, outcome: RequestOutcome) -> None:
-        """See ResponseSink."""
         self.outcome = outcome
         if self._idle_timer is not None:
             self._idle_timer.cancel()
@@ -102,41 +75,31 @@ class ResponseBuffer:
             return
         self._idle_timer = self._loop.call_later(self._idle_s, self._on_idle)
 
-    def _record_tokens(self, tokens: int) -> None:
+    def _received(self, tokens: int, unread: int) -> None:
         now = self._clock()
         if self.first_token_at is None:
             self.first_token_at = now
         self._meter.tokens(tokens, now)
-
-    def _fail_slow_reader(self) -> None:
-        if self.handle is not None:
-            error = Overloaded(
-                None,
-                f"more than {self._unread_max} tokens unread by the client",
-                reason="SLOW_READER",
-            )
-            self.handle.fail(error, "slow_reader")
+        self._notify()
+        if unread > self._unread_max:
+            message = f"more than {self._unread_max} tokens unread by the client"
+            self._fail(Overloaded(None, message, reason="SLOW_READER"), "slow_reader")
 
     def _notify(self) -> None:
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def next(self) -> list[int]:
         """The tokens since the last call: at least one, unless `outcome` is set or the idle time of
-        `wake_when_idle` is over.
-        """
-        if not self._unread and self.outcome is None:
-            await self._wait()
+        `wake_when_idle` is over."""
+        await self._wait(self._unread)
         unread, self._unread = self._unread, []
         return unread
 
     async def next_chunks(self) -> list[bytes]:
         """As `next`, for chunks."""
-        if not self._chunks and self.outcome is None:
-            await self._wait()
+        await self._wait(self._chunks)
         unread, self._chunks = self._chunks, []
         return unread
 
@@ -146,7 +109,8 @@ class ResponseBuffer:
             await self.next()
         return self.outcome
 
-    async def _wait(self) -> None:
-        self._waiting_since = self._loop.time()
-        self._waiter = self._loop.create_future()
-        await self._waiter
+    async def _wait(self, unread: Sequence[object]) -> None:
+        if not unread and self.outcome is None:
+            self._waiting_since = self._loop.time()
+            self._waiter = self._loop.create_future()
+            await self._waiter

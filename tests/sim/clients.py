@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, cast
 
+from common.errors import MeshError
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher
 from common.request.preprocessed import (
     FinishReason,
@@ -156,8 +157,12 @@ class Client:
         self.frontend, self.began_at = frontend, loop.time()
         # Any: a meter has many methods, a ResponseBuffer uses one.
         unread_limit = UNREAD_TOKENS_MAX if spec.unread_max is None else spec.unread_max
+
+        def fail(error: MeshError, reason: str) -> None:
+            handle.fail(error, reason)
+
         response = self._buffer = ResponseBuffer(
-            cast(Any, _NullMeter()), loop.time, unread_max=unread_limit
+            cast(Any, _NullMeter()), loop.time, fail, unread_max=unread_limit
         )
         request = PreprocessedRequest(
             model=spec.model,
@@ -177,7 +182,7 @@ class Client:
             strict_priority=spec.strict_priority,
             hasher=hasher,
         ).extended(request.token_ids, len(request.token_ids))
-        self.handle = response.handle = frontend.gateway.open(plan, query, self)
+        handle = self.handle = frontend.gateway.open(plan, query, self)
         disconnect_timer = None
         if spec.disconnect_after_s is not None:
             disconnect_timer = loop.call_later(spec.disconnect_after_s, self._disconnect)

@@ -109,18 +109,15 @@ class Entry:
             model_type = EntryType(reported_type)
         except ValueError as error:
             known = ", ".join(EntryType)
-            raise InvalidRequest(
-                f"model_type {reported_type!r} is not one of {known}", f"meta.{MODEL_TYPE_KEY}"
-            ) from error
+            text = f"model_type {reported_type!r} is not one of {known}"
+            raise InvalidRequest(text, f"meta.{MODEL_TYPE_KEY}") from error
         endpoint = EndpointId(instance.namespace, instance.service, ENDPOINT_NAME)
         return Entry(ModelEntry(instance.model, endpoint, model_type), instance.card_checksum)
 
 
 def load_entry(key: str, values: Sequence[Instance]) -> Entry:
-    """The entry under `key`, from the first of several values.
-
-    Raises NotFound if there is none, InvalidRequest if it is invalid; both name the key.
-    """
+    """The entry under `key`, from the first of several values. Raises NotFound if there is none,
+    InvalidRequest if it is invalid; both name the key."""
     if not values:
         raise NotFound(f"there is no model entry {key}", field="key")
     try:
@@ -130,7 +127,6 @@ def load_entry(key: str, values: Sequence[Instance]) -> Entry:
 
 
 def card_key(entry: Entry) -> str:
-    """The store's key of an entry's card."""
     return f"{CARD_BUCKET}/{entry.checksum}"
 
 
@@ -198,7 +194,6 @@ class Build:
 
     @property
     def endpoint(self) -> EndpointId:
-        """The endpoint whose instances serve the model."""
         return self.entry.model.endpoint
 
 
@@ -231,12 +226,10 @@ Action = Build | ModelAdded | ModelRemoved | LogEvent
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The stages between client and engine for one table.
-
-    stages: in the order in which a request passes them. request, chunk: types of the client's
-    request and of its response. order: the field of `Attach.LegRequest` that carries the request
-    to the worker. response: the call of `Attach.LegSink` that brings its result.
-    """
+    """The stages between client and engine for one table. stages: in the order in which a request
+    passes them. request, chunk: types of the client's request and of its response. order: the field
+    of `Attach.LegRequest` that carries the request to the worker. response: the call of
+    `Attach.LegSink` that brings its result."""
 
     table: Table
     stages: tuple[Stage, ...]
@@ -247,7 +240,6 @@ class Pipeline:
 
     @property
     def response_stages(self) -> tuple[Stage, ...]:
-        """The stages in the order in which a response passes them."""
         return self.stages[::-1]
 
     @property
@@ -259,10 +251,8 @@ class Pipeline:
 def plan_pipelines(
     entry: Entry, card: ModelCard | None, no_card_reason: str = ""
 ) -> tuple[Pipeline, ...]:
-    """The pipelines of an entry, one per table. no_card_reason: why `card` is None.
-
-    Raises InvalidRequest for a Backend without a card, and for a card of neither kind.
-    """
+    """The pipelines of an entry, one per table. no_card_reason: why `card` is None. Raises
+    InvalidRequest for a Backend without a card, and for a card of neither kind."""
     match entry.model.model_type:
         case EntryType.CHAT:
             return (_pipeline("chat", tokens=False),)
@@ -272,15 +262,12 @@ def plan_pipelines(
             if card is None:
                 reason = no_card_reason or "the worker has no card_checksum"
                 raise InvalidRequest(f"missing model deployment card: {reason}", "card_checksum")
-    table_by_type: dict[ModelType, Table] = {
-        ModelType.CHAT: "chat",
-        ModelType.COMPLETIONS: "completions",
-    }
+    table_by_type: dict[ModelType, Table]
+    table_by_type = {ModelType.CHAT: "chat", ModelType.COMPLETIONS: "completions"}
     tables = [table for flag, table in table_by_type.items() if flag in card.model_type]
     if not tables:
-        raise InvalidRequest(
-            f"the card of {card.name!r} offers neither chat nor completions", "model_type"
-        )
+        text = f"the card of {card.name!r} offers neither chat nor completions"
+        raise InvalidRequest(text, "model_type")
     return tuple(_pipeline(table, tokens=card.requires_preprocessing) for table in tables)
 
 
@@ -291,7 +278,6 @@ class ModelManager(Generic[E]):
         self._tables: dict[Table, dict[str, E]] = {"chat": {}, "completions": {}}
 
     def has_model_any(self, name: str) -> bool:
-        """Whether the name is in any table."""
         return any(name in table for table in self._tables.values())
 
     def add(self, table: Table, name: str, engine: E) -> None:
@@ -306,11 +292,9 @@ class ModelManager(Generic[E]):
             raise NotFound(f"the model {name!r} is not in the table of {table}", field="model")
 
     def engine(self, name: str, table: Table) -> E | None:
-        """The engine of a name in one table, or None."""
         return self._tables[table].get(name)
 
     def engines(self, name: str) -> dict[Table, E]:
-        """All engines of a name."""
         return {t: engines[name] for t, engines in self._tables.items() if name in engines}
 
     def names(self) -> tuple[str, ...]:
@@ -321,10 +305,8 @@ class ModelManager(Generic[E]):
 @dataclass(slots=True)
 class ModelWatchState(Generic[E]):
     """State of the watcher. prefix: of all keys; drt: the port that loads and builds, or None.
-
     not_ready: model -> why it is offered and not served. Only the presence of `drt` matters here;
-    the catalog calls it.
-    """
+    the catalog calls it."""
 
     prefix: str
     manager: ModelManager[E]
@@ -332,19 +314,12 @@ class ModelWatchState(Generic[E]):
     not_ready: dict[str, str] = field(default_factory=dict)
     _entries: dict[str, Entry] = field(default_factory=dict)
     _served: dict[str, Entry] = field(default_factory=dict)
-    _building: dict[str, Build] = field(default_factory=dict)
-
-    @property
-    def building(self) -> frozenset[str]:
-        """Models with a Build in progress."""
-        return frozenset(self._building)
+    building: dict[str, Build] = field(default_factory=dict)
 
     def is_pending(self, name: str) -> bool:
         """Whether workers offer a model that is not served: its Build is in progress or failed.
-
-        False for a model that is served, even if some worker's card for it is rejected.
-        """
-        if name not in self._building and name not in self.not_ready:
+        False for a model that is served, even if some worker's card for it is rejected."""
+        if name not in self.building and name not in self.not_ready:
             return False
         return any(entry.model.name == name for entry in self._entries.values())
 
@@ -366,10 +341,8 @@ class ModelWatchState(Generic[E]):
         return [*actions, LogEvent("debug", "model_already_known", {"model": name, "key": kv.key})]
 
     def handle_delete(self, key: str) -> list[Action]:
-        """Remove an entry; with the last one of its card, the model leaves all tables.
-
-        Raises NotFound for a key that was never put.
-        """
+        """Remove an entry; with the last one of its card, the model leaves all tables. Raises
+        NotFound for a key that was never put."""
         entry = self._entries.pop(self.instance_name(key), None)
         if entry is None:
             raise NotFound(f"there is no model entry {key}", field="key")
@@ -378,9 +351,9 @@ class ModelWatchState(Generic[E]):
     def build_succeeded(self, build: Build, engines: Mapping[Table, E]) -> list[Action]:
         """Add a built model to all of its tables, or to none if one of them has the name."""
         name = build.entry.model.name
-        if self._building.get(name) is not build:
+        if self.building.get(name) is not build:
             return [LogEvent("info", "model_build_outdated", {"model": name, "key": build.key})]
-        del self._building[name]
+        del self.building[name]
         if build.entry not in self._entries.values():
             return self._build_if_new(name)
         try:
@@ -394,9 +367,9 @@ class ModelWatchState(Generic[E]):
     def build_failed(self, build: Build, error: MeshError) -> list[Action]:
         """Record a failed Build: the entry stays, and `retry` builds again."""
         name = build.entry.model.name
-        if self._building.get(name) is not build:
+        if self.building.get(name) is not build:
             return []
-        del self._building[name]
+        del self.building[name]
         if build.entry not in self._entries.values():
             return self._build_if_new(name)
         return self._not_ready(build, error.message)
@@ -415,14 +388,13 @@ class ModelWatchState(Generic[E]):
         if oldest_entry is None:
             self.not_ready.pop(name, None)
             return []
-        if self.manager.has_model_any(name) or name in self._building:
+        if self.manager.has_model_any(name) or name in self.building:
             return []
         build = Build(self.prefix + oldest_entry[0], oldest_entry[1])
-        self._building[name] = build
+        self.building[name] = build
         if self.drt is None:
-            return self.build_failed(
-                build, MeshError("there is no discovery client to load cards with")
-            )
+            error = MeshError("there is no discovery client to load cards with")
+            return self.build_failed(build, error)
         return [build]
 
     def _reconcile(self, name: str) -> list[Action]:
@@ -430,7 +402,8 @@ class ModelWatchState(Generic[E]):
         served = self._served.get(name)
         actions: list[Action] = []
         if served is not None and served not in self._entries.values():
-            self._unregister(name)
+            for table in self.manager.engines(name):
+                self.manager.remove(table, name)
             del self._served[name]
             actions.append(ModelRemoved(name))
         return actions + self._build_if_new(name)
@@ -446,44 +419,31 @@ class ModelWatchState(Generic[E]):
                 self.manager.remove(table, name)
             raise
 
-    def _unregister(self, name: str) -> None:
-        for table in self.manager.engines(name):
-            self.manager.remove(table, name)
-
     def _not_ready(self, build: Build, reason: str) -> list[Action]:
         """Record why a model is not served; a repeated reason is not logged."""
         name = build.entry.model.name
         is_new_reason = self.not_ready.get(name) != reason
         self.not_ready[name] = reason
-        note = LogEvent(
-            "error", "model_not_ready", {"model": name, "key": build.key, "reason": reason}
-        )
-        return [note] if is_new_reason else []
+        fields = {"model": name, "key": build.key, "reason": reason}
+        return [LogEvent("error", "model_not_ready", fields)] if is_new_reason else []
 
 
 def model_watcher(state: ModelWatchState[E], events: Iterable[WatchEvent]) -> Iterator[Action]:
     """The actions of each event, until the events end. An invalid event is logged and skipped.
-
-    Lazy: the result of a Build may be reported before the next event is read.
-    """
+    Lazy: the result of a Build may be reported before the next event is read."""
     for event in events:
         try:
             match event:
                 case Put(kv):
+                    fields = {"key": kv.key, "value": kv.value.to_json().decode()}
                     actions = state.handle_put(kv)
                 case Delete(key):
+                    fields = {"key": key}
                     actions = state.handle_delete(key)
         except MeshError as error:
-            yield LogEvent("error", "model_event_rejected", _rejection_fields(event, error))
+            yield LogEvent("error", "model_event_rejected", fields | {"error": error.message})
         else:
             yield from actions
-
-
-def _rejection_fields(event: WatchEvent, error: MeshError) -> dict[str, object]:
-    if isinstance(event, Delete):
-        return {"key": event.key, "error": error.message}
-    value = event.kv.value.to_json().decode()
-    return {"key": event.kv.key, "value": value, "error": error.message}
 
 
 def _pipeline(table: Table, *, tokens: bool) -> Pipeline:

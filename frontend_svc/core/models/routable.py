@@ -8,26 +8,21 @@ from common.registry.instances import Instance
 
 
 def missing_role(workers: Sequence[Instance]) -> str:
-    """The missing role as text, "" if some worker or pair can serve.
-
-    An aggregated worker serves alone, and so does a decode worker with local_prefill. Otherwise a
-    prefill and a decode worker of one transfer group are needed.
-    """
-    return "" if any(map(_can_serve_alone, workers)) else _missing_in_pair(workers)
-
-
-def missing_pair_role(workers: Sequence[Instance]) -> str:
-    """Why a model with prefill or decode workers is served by aggregated requests only.
-
-    "" if pairs can serve, if it has no such workers, or if it is not served at all.
-    """
-    if missing_role(workers) or all(worker.role == "aggregated" for worker in workers):
-        return ""
+    """The missing role as text, "" if some worker or pair can serve. An aggregated worker serves
+    alone, and so does a decode worker with local_prefill. Otherwise a prefill and a decode worker
+    of one transfer group are needed."""
+    for worker in workers:
+        if worker.role == "aggregated" or (worker.role == "decode" and worker.local_prefill):
+            return ""
     return _missing_in_pair(workers)
 
 
-def _can_serve_alone(worker: Instance) -> bool:
-    return worker.role == "aggregated" or (worker.role == "decode" and worker.local_prefill)
+def missing_pair_role(workers: Sequence[Instance]) -> str:
+    """Why a model with prefill or decode workers is served by aggregated requests only. "" if pairs
+    can serve, if it has no such workers, or if it is not served at all."""
+    if missing_role(workers) or all(worker.role == "aggregated" for worker in workers):
+        return ""
+    return _missing_in_pair(workers)
 
 
 def _missing_in_pair(workers: Iterable[Instance]) -> str:

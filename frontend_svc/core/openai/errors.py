@@ -88,7 +88,7 @@ class HttpError:
 
 
 @dataclass(frozen=True, slots=True)
-class _ErrorMapping:
+class _Mapping:
     """code: OpenAI's `code`; None: the error's reason, or _INVALID_VALUE without one."""
 
     status: int
@@ -109,43 +109,37 @@ _FIELD_PREFIXES = (
 )
 _HEADER_BY_FIELD = {".".join(("nvext", *path)): header for header, path in HEADER_FIELDS.items()}
 
-_TENANT_LIMIT = _ErrorMapping(
-    429, "rate_limit_error", "rate_limit_exceeded", ErrorType.RATE_LIMITED
-)
-_TOO_LARGE = _ErrorMapping(413, _INVALID, "body_too_large", ErrorType.VALIDATION)
-_WORKER_LOST_FINAL = _ErrorMapping(502, "server_error", "worker_lost", ErrorType.WORKER_LOST)
-_NOT_MIGRATABLE = _ErrorMapping(503, "server_error", "not_migratable", ErrorType.WORKER_LOST)
+_TENANT_LIMIT = _Mapping(429, "rate_limit_error", "rate_limit_exceeded", ErrorType.RATE_LIMITED)
+_TOO_LARGE = _Mapping(413, _INVALID, "body_too_large", ErrorType.VALIDATION)
+_WORKER_LOST_FINAL = _Mapping(502, "server_error", "worker_lost", ErrorType.WORKER_LOST)
+_NOT_MIGRATABLE = _Mapping(503, "server_error", "not_migratable", ErrorType.WORKER_LOST)
 
-_TABLE: dict[type[MeshError], _ErrorMapping] = {
-    InvalidRequest: _ErrorMapping(400, _INVALID, None, ErrorType.VALIDATION),
-    Unsupported: _ErrorMapping(400, _INVALID, "unsupported_parameter", ErrorType.VALIDATION),
-    PromptTooLong: _ErrorMapping(400, _INVALID, "context_length_exceeded", ErrorType.VALIDATION),
-    NotFound: _ErrorMapping(404, _INVALID, "not_found", ErrorType.NOT_FOUND),
-    UnknownModel: _ErrorMapping(404, _INVALID, "model_not_found", ErrorType.NOT_FOUND),
-    Conflict: _ErrorMapping(409, _INVALID, "conflict", ErrorType.VALIDATION),
-    Unauthenticated: _ErrorMapping(401, _INVALID, "invalid_api_key", ErrorType.UNAUTHORIZED),
-    PermissionDenied: _ErrorMapping(
+_TABLE: dict[type[MeshError], _Mapping] = {
+    InvalidRequest: _Mapping(400, _INVALID, None, ErrorType.VALIDATION),
+    Unsupported: _Mapping(400, _INVALID, "unsupported_parameter", ErrorType.VALIDATION),
+    PromptTooLong: _Mapping(400, _INVALID, "context_length_exceeded", ErrorType.VALIDATION),
+    NotFound: _Mapping(404, _INVALID, "not_found", ErrorType.NOT_FOUND),
+    UnknownModel: _Mapping(404, _INVALID, "model_not_found", ErrorType.NOT_FOUND),
+    Conflict: _Mapping(409, _INVALID, "conflict", ErrorType.VALIDATION),
+    Unauthenticated: _Mapping(401, _INVALID, "invalid_api_key", ErrorType.UNAUTHORIZED),
+    PermissionDenied: _Mapping(
         403, "permission_error", "permission_denied", ErrorType.UNAUTHORIZED
     ),
-    Overloaded: _ErrorMapping(503, "server_error", "overloaded", ErrorType.OVERLOAD),
-    Unavailable: _ErrorMapping(503, "server_error", "unavailable", ErrorType.UNAVAILABLE),
-    WorkerLost: _ErrorMapping(503, "server_error", "worker_lost", ErrorType.WORKER_LOST),
-    DeadlineExceeded: _ErrorMapping(
+    Overloaded: _Mapping(503, "server_error", "overloaded", ErrorType.OVERLOAD),
+    Unavailable: _Mapping(503, "server_error", "unavailable", ErrorType.UNAVAILABLE),
+    WorkerLost: _Mapping(503, "server_error", "worker_lost", ErrorType.WORKER_LOST),
+    DeadlineExceeded: _Mapping(
         504, "timeout_error", "deadline_exceeded", ErrorType.RESPONSE_TIMEOUT
     ),
-    RequestCancelled: _ErrorMapping(
-        499, "request_cancelled", "request_cancelled", ErrorType.CANCELLED
-    ),
-    Unimplemented: _ErrorMapping(501, _INVALID, "not_implemented", ErrorType.NOT_IMPLEMENTED),
-    InternalError: _ErrorMapping(500, "server_error", "internal_error", ErrorType.INTERNAL),
+    RequestCancelled: _Mapping(499, "request_cancelled", "request_cancelled", ErrorType.CANCELLED),
+    Unimplemented: _Mapping(501, _INVALID, "not_implemented", ErrorType.NOT_IMPLEMENTED),
+    InternalError: _Mapping(500, "server_error", "internal_error", ErrorType.INTERNAL),
 }
 
 
 def http_error(error: BaseException, headers: Container[bytes] = ()) -> HttpError:
     """The response for `error`; any exception that is not a MeshError counts as InternalError.
-
-    headers: names of the request's headers.
-    """
+    headers: names of the request's headers."""
     mapping = _mapping_of(error)
     return HttpError(
         mapping.status,
@@ -174,7 +168,6 @@ def client_message(error: MeshError, headers: Container[bytes] = ()) -> tuple[st
 
 
 def error_type(error: BaseException) -> ErrorType:
-    """The metric label of `error`."""
     return _mapping_of(error).error_type
 
 
@@ -183,7 +176,7 @@ def error_event(error: BaseException) -> bytes:
     return b"data: " + _response_body(error, _mapping_of(error), ()) + b"\n\n"
 
 
-def _mapping_of(error: BaseException) -> _ErrorMapping:
+def _mapping_of(error: BaseException) -> _Mapping:
     match error:
         case Overloaded() if error.reason.startswith(TENANT_REASON_PREFIX):
             return _TENANT_LIMIT
@@ -199,24 +192,17 @@ def _mapping_of(error: BaseException) -> _ErrorMapping:
     return _TABLE[InternalError]
 
 
-def _response_body(
-    error: BaseException, mapping: _ErrorMapping, headers: Container[bytes]
-) -> bytes:
+def _response_body(error: BaseException, mapping: _Mapping, headers: Container[bytes]) -> bytes:
     message, param, code = INTERNAL_MESSAGE, None, mapping.code
     if isinstance(error, MeshError) and mapping is not _TABLE[InternalError]:
-        code = _error_code(error, mapping)
+        if code is None:
+            code = _INVALID_VALUE if error.reason == error.kind else error.reason.lower()
         message, param = client_message(error, headers)
     details = {"message": message, "type": mapping.type, "param": param, "code": code}
     return orjson.dumps({"error": details})
 
 
-def _error_code(error: MeshError, mapping: _ErrorMapping) -> str:
-    if mapping.code is not None:
-        return mapping.code
-    return _INVALID_VALUE if error.reason == error.kind else error.reason.lower()
-
-
-def _response_headers(error: BaseException, mapping: _ErrorMapping) -> tuple[tuple[str, str], ...]:
+def _response_headers(error: BaseException, mapping: _Mapping) -> tuple[tuple[str, str], ...]:
     retryable = isinstance(error, MeshError) and error.retryable
     headers = [
         ("content-type", "application/json"),

@@ -51,11 +51,9 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Nvext | None:
-    """The hints in the headers; None without `x-kvmesh-` headers. Names are in lower case.
-
-    Raises InvalidRequest, which names the header, if it is unknown, repeated, or has a value that
-    is invalid for its field.
-    """
+    """The hints in the headers; None without `x-kvmesh-` headers. Names are in lower case. Raises
+    InvalidRequest, which names the header, if it is unknown, repeated, or has a value that is
+    invalid for its field."""
     kvmesh_headers = [(name, raw) for name, raw in headers if name.startswith(HEADER_PREFIX)]
     if not kvmesh_headers:
         return None
@@ -65,18 +63,18 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Nvext | None:
     for raw_name, raw in kvmesh_headers:
         name = raw_name.decode("latin-1")
         if name not in HEADER_FIELDS:
-            raise InvalidRequest(
-                f"Unknown header: '{name[:_DISPLAY_CHARS_MAX]}'; known headers are "
-                f"{', '.join(HEADER_FIELDS)}.",
-                name[:_DISPLAY_CHARS_MAX],
-                reason="UNKNOWN_PARAMETER",
-            )
+            shown, known = name[:_DISPLAY_CHARS_MAX], ", ".join(HEADER_FIELDS)
+            text = f"Unknown header: '{shown}'; known headers are {known}."
+            raise InvalidRequest(text, shown, reason="UNKNOWN_PARAMETER")
         if name in seen:
             raise _invalid_header(name, "it is present more than once")
         seen.add(name)
         value = _parse_value(name, raw)
-        _check_value(name, value)
         *part, field_name = HEADER_FIELDS[name]
+        try:
+            (_NESTED_OBJECTS[part[0]] if part else Nvext).model_validate({field_name: value})
+        except ValidationError as error:
+            raise invalid_value(error, name) from None
         target = requested.setdefault(part[0], {}) if part else requested
         target[field_name] = value
     return Nvext.model_validate(requested)
@@ -93,28 +91,15 @@ def _parse_value(name: str, raw: bytes) -> str | int:
     return int(text)
 
 
-def _check_value(name: str, value: str | int) -> None:
-    """Raises InvalidRequest, which names the header, if the value is invalid for its field."""
-    *part, field_name = HEADER_FIELDS[name]
-    model = _NESTED_OBJECTS[part[0]] if part else Nvext
-    try:
-        model.model_validate({field_name: value})
-    except ValidationError as error:
-        raise invalid_value(error, name) from None
-
-
 def _invalid_header(name: str, message: str) -> InvalidRequest:
     return InvalidRequest(f"Invalid header '{name}': {message}.", name, reason="INVALID_VALUE")
 
 
 def with_headers(request: R, requested: Nvext | None) -> R:
-    """The request with the hints of its headers in place of the same fields of its `nvext`."""
     if requested is None:
         return request
-    nvext = request.nvext
-    return request.model_copy(
-        update={"nvext": requested if nvext is None else _merge(nvext, requested)}
-    )
+    nvext = requested if request.nvext is None else _merge(request.nvext, requested)
+    return request.model_copy(update={"nvext": nvext})
 
 
 def _merge(nvext: Nvext, requested: Nvext) -> Nvext:

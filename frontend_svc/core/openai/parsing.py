@@ -27,21 +27,15 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """Returns a validated chat request.
-
-    Raises InvalidRequest with the path of the first invalid field, and Unsupported for a known
-    field or value that the server does not support.
-    """
+    """Returns a validated chat request. Raises InvalidRequest with the path of the first invalid
+    field, and Unsupported for a known field or value that the server does not support."""
     request = _parse(ChatRequest, body)
     for index, message in enumerate(request.messages):
         _check_message(message, f"messages[{index}]")
     limit, other = request.max_completion_tokens, request.max_tokens
     if limit is not None and other is not None and limit != other:
-        raise InvalidRequest(
-            "'max_tokens' and 'max_completion_tokens' differ; set only one.",
-            "max_tokens",
-            reason=INVALID_VALUE,
-        )
+        text = "'max_tokens' and 'max_completion_tokens' differ; set only one."
+        raise InvalidRequest(text, "max_tokens", reason=INVALID_VALUE)
     return request
 
 
@@ -67,9 +61,8 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(_json_error_message(body, error), reason=INVALID_JSON) from None
     if not isinstance(value, dict):
-        raise InvalidRequest(
-            f"The body must be a JSON object, not {type_name(value)}.", reason=INVALID_TYPE
-        )
+        text = f"The body must be a JSON object, not {type_name(value)}."
+        raise InvalidRequest(text, reason=INVALID_TYPE)
     return value
 
 
@@ -83,22 +76,15 @@ def _json_error_message(body: bytes, error: orjson.JSONDecodeError) -> str:
 
 def _check_combinations(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.is_stream:
-        raise InvalidRequest(
-            "'stream_options' is only allowed when 'stream' is true.",
-            "stream_options",
-            reason=INVALID_VALUE,
-        )
+        text = "'stream_options' is only allowed when 'stream' is true."
+        raise InvalidRequest(text, "stream_options", reason=INVALID_VALUE)
     if request.n is not None and request.n > 1:
         raise Unsupported("n", "there is only one choice per request; send several requests")
     if top_level_or_nvext(request, "ignore_eos"):
         for name in ("stop", "stop_token_ids"):
             if getattr(request, name):
-                raise InvalidRequest(
-                    f"'{name}' cannot be combined with 'ignore_eos': only the token limit"
-                    " ends such a response.",
-                    name,
-                    reason=INVALID_VALUE,
-                )
+                text = f"'{name}' cannot be combined with 'ignore_eos': only the token limit ends "
+                raise InvalidRequest(text + "such a response.", name, reason=INVALID_VALUE)
     limit, field = request.max_output_tokens
     if limit is not None:
         check_min_tokens(request, limit, f"'{field}' ({limit})")
@@ -107,36 +93,30 @@ def _check_combinations(request: GenerationRequest) -> None:
 def check_min_tokens(request: GenerationRequest, limit: int, limit_text: str) -> None:
     """Raises InvalidRequest if `min_tokens` exceeds the limit. limit_text: names the limit."""
     if request.min_tokens is not None and request.min_tokens > limit:
-        raise InvalidRequest(
-            f"Invalid 'min_tokens': {request.min_tokens} is more than {limit_text}.",
-            "min_tokens",
-            reason=INVALID_VALUE,
-        )
+        text = f"{request.min_tokens} is more than {limit_text}"
+        raise _invalid_field("min_tokens", text)
 
 
 def _check_message(message: ChatMessage, path: str) -> None:
     if message.tool_calls and message.role != "assistant":
-        raise _invalid_message(
-            f"{path}.tool_calls", "only messages of role 'assistant' have tool calls"
-        )
+        text = "only messages of role 'assistant' have tool calls"
+        raise _invalid_field(f"{path}.tool_calls", text)
     if message.tool_call_id is not None and message.role != "tool":
-        raise _invalid_message(
-            f"{path}.tool_call_id", "only messages of role 'tool' have a tool_call_id"
-        )
+        text = "only messages of role 'tool' have a tool_call_id"
+        raise _invalid_field(f"{path}.tool_call_id", text)
     if message.tool_call_id is None and message.role == "tool":
         raise missing_parameter(f"{path}.tool_call_id")
     if message.content is None and not message.tool_calls:
         raise missing_parameter(f"{path}.content")
 
 
-def _invalid_message(path: str, message: str) -> InvalidRequest:
+def _invalid_field(path: str, message: str) -> InvalidRequest:
     return InvalidRequest(f"Invalid '{path}': {message}.", path, reason=INVALID_VALUE)
 
 
 # Any: the type of the named field.
 def top_level_or_nvext(
-    request: GenerationRequest,
-    name: Literal["ignore_eos", "top_k", "min_p", "repetition_penalty"],
+    request: GenerationRequest, name: Literal["ignore_eos", "top_k", "min_p", "repetition_penalty"]
 ) -> Any:
     """A field of the top level or, if absent there, of `nvext`."""
     top_level = getattr(request, name)

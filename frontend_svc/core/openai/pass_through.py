@@ -29,10 +29,8 @@ Json = Any
 
 @dataclass(frozen=True, slots=True)
 class PassThroughRequest:
-    """A pass-through body: the fields that the gateway reads, and its bytes.
-
-    nvext: hints of the request's headers; the worker reads those of the body.
-    """
+    """A pass-through body: the fields that the gateway reads, and its bytes. nvext: hints of the
+    request's headers; the worker reads those of the body."""
 
     model: str
     is_stream: bool
@@ -52,10 +50,8 @@ def read_body(raw: bytes) -> PassThroughRequest:
 
 
 def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsage | None) -> bytes:
-    """Merges chunks into a whole response as JSON.
-
-    usage: counts of the engine, used if no chunk has any. Raises WorkerLost for an invalid chunk.
-    """
+    """Merges chunks into a whole response as JSON. usage: counts of the engine, used if no chunk
+    has any. Raises WorkerLost for an invalid chunk."""
     response: dict[str, Json] = {}
     choices: dict[int, dict[str, Json]] = {}
     for raw in chunks:
@@ -65,11 +61,8 @@ def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsag
                 _merge_delta(choices.setdefault(choice["index"], {}), choice)
             response |= {name: value for name, value in chunk.items() if value is not None}
         except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
-            raise WorkerLost(
-                f"the worker sent an invalid chunk: {error!r}",
-                retryable=False,
-                reason="BAD_CHUNK",
-            ) from error
+            text = f"the worker sent an invalid chunk: {error!r}"
+            raise WorkerLost(text, retryable=False, reason="BAD_CHUNK") from error
     if kind is ChunkKind.CHAT:
         response["object"] = "chat.completion"
         for choice in choices.values():
@@ -81,30 +74,21 @@ def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsag
 
 
 def _merge_delta(target: dict[str, Json], piece: dict[str, Json]) -> None:
-    """Adds a piece of an object to the pieces merged so far."""
     for name, value in piece.items():
         previous = target.get(name)
         if value is None:
             target.setdefault(name, None)
+        elif isinstance(value, list):  # merged by `index` from the first piece
+            target[name] = previous or []
+            _merge_list(target[name], value)
         elif previous is None:
-            target[name] = _first_piece(value)
+            target[name] = value
         elif isinstance(value, dict):
             _merge_delta(previous, value)
-        elif isinstance(value, list):
-            _merge_list(previous, value)
         elif name in _STREAMED_TEXT_FIELDS:
             target[name] = previous + value
         else:
             target[name] = value
-
-
-def _first_piece(value: Json) -> Json:
-    """The first piece of a value; its lists are merged by `index` from the start."""
-    if not isinstance(value, list):
-        return value
-    merged: list[Json] = []
-    _merge_list(merged, value)
-    return merged
 
 
 def _merge_list(target: list[Json], pieces: list[Json]) -> None:

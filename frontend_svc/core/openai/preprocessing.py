@@ -84,19 +84,14 @@ def _checked_prompt(
         raise InvalidRequest(f"Invalid '{field}': the prompt has no tokens.", field)
     if vocab_size is not None and int(prompt.array.max()) >= vocab_size:
         index = int(np.argmax(prompt.array >= vocab_size))
-        raise InvalidRequest(
-            f"Invalid '{field}': token {prompt[index]} at position {index} is not in the"
-            f" vocabulary of {vocab_size}.",
-            field,
-        )
+        text = f"token {prompt[index]} at position {index} is not in the vocabulary of {vocab_size}"
+        raise InvalidRequest(f"Invalid '{field}': {text}.", field)
     return prompt
 
 
 def check_prompt_length(request: GenerationRequest, tokens_min: int, context_length: int) -> None:
     """Raises PromptTooLong if a prompt of at least `tokens_min` tokens leaves none for output.
-
-    context_length: as in `to_preprocessed`, which checks the tokenized prompt.
-    """
+    context_length: as in `to_preprocessed`, which checks the tokenized prompt."""
     if context_length and tokens_min >= context_length:
         raise _prompt_too_long(request, f"at least {tokens_min}", context_length)
 

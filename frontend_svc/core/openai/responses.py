@@ -12,45 +12,25 @@ from common.request.preprocessed import CompletionUsage, to_json_value
 OpenAIFinishReason = Literal["stop", "length", "content_filter", "tool_calls"]
 
 
-def chat_completion(
-    response_id: str,
-    model: str,
-    created: int,
-    content: str,
-    finish_reason: OpenAIFinishReason,
-    usage: CompletionUsage,
-) -> bytes:
-    """A `chat.completion` as JSON; response_id: `chatcmpl-<uuid>`; created: Unix seconds."""
-    message = {"role": "assistant", "content": content, "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-    return _completion_json("chat.completion", response_id, model, created, choice, usage)
-
-
-def text_completion(
+def completion_json(
     response_id: str,
     model: str,
     created: int,
     text: str,
     finish_reason: OpenAIFinishReason,
     usage: CompletionUsage,
+    *,
+    is_chat: bool,
 ) -> bytes:
-    """A `text_completion` as JSON; response_id: `cmpl-<uuid>`; created: Unix seconds."""
-    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
-    return _completion_json("text_completion", response_id, model, created, choice, usage)
-
-
-def _completion_json(
-    kind: str,
-    response_id: str,
-    model: str,
-    created: int,
-    choice: dict[str, object],
-    usage: CompletionUsage,
-) -> bytes:
+    """A `chat.completion` or a `text_completion`. response_id: `chatcmpl-<uuid>` or `cmpl-<uuid>`;
+    created: Unix seconds."""
+    message = {"role": "assistant", "content": text, "refusal": None}
+    content: dict[str, object] = {"message": message} if is_chat else {"text": text}
+    choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
     return orjson.dumps(
         {
             "id": response_id,
-            "object": kind,
+            "object": "chat.completion" if is_chat else "text_completion",
             "created": created,
             "model": model,
             "system_fingerprint": None,
@@ -69,10 +49,8 @@ def usage_object(usage: CompletionUsage) -> dict[str, object]:
 def model_object(
     model: str, created: int, owned_by: str, *, base: str | None = None
 ) -> dict[str, object]:
-    """One entry of `/v1/models`, and the response of `/v1/models/{model}`.
-
-    base: base model of an adapter, sent as `root` and `parent`.
-    """
+    """One entry of `/v1/models`, and the response of `/v1/models/{model}`. base: base model of an
+    adapter, sent as `root` and `parent`."""
     value: dict[str, object] = {
         "id": model,
         "object": "model",
@@ -83,5 +61,4 @@ def model_object(
 
 
 def model_list(models: Iterable[dict[str, object]]) -> bytes:
-    """The response of `/v1/models`."""
     return orjson.dumps({"object": "list", "data": list(models)})

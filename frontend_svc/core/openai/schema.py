@@ -68,15 +68,19 @@ _EXPECTED_TEMPLATE: LiteralString = "{expected}"
 _DECIMAL = re.compile(r"[0-9]{1,20}")
 
 
-def _unsupported_unless(message: str, *no_op_values: object) -> AfterValidator:
-    """Accepts null and `no_op_values` as None; refuses anything else by name."""
+def _refuse(message: str, *no_op_values: object) -> AfterValidator:
+    """Refuses all values by name but null and `no_op_values`, which become None."""
 
     def check(value: object) -> None:
         if value is None or any(type(value) is type(one) and value == one for one in no_op_values):
             return
-        raise PydanticCustomError("unsupported", "{message}", {"message": message})
+        raise _unsupported(message)
 
     return AfterValidator(check)
+
+
+def _unsupported(message: str) -> PydanticCustomError:
+    return PydanticCustomError("unsupported", "{message}", {"message": message})
 
 
 _NO_TOOLS = "tool calls are not available yet"
@@ -95,9 +99,7 @@ Weight: TypeAlias = Annotated[float, Field(ge=-1000, le=1000)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 MinP: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty: TypeAlias = Annotated[float, Field(gt=0, le=2)]
-UnsupportedField: TypeAlias = Annotated[
-    object, _unsupported_unless("this server has no such feature")
-]
+UnsupportedField: TypeAlias = Annotated[object, _refuse("this server has no such feature")]
 
 # Tags of the branches of a union. pydantic puts them into the path of an error, from which
 # `validation_errors` removes them; the NUL distinguishes them from keys that a client sends.
@@ -186,8 +188,7 @@ class _StrictModel(BaseModel):
 
 def _check_part_type(value: object) -> object:
     if value != "text":
-        message = "only parts of type 'text' are available"
-        raise PydanticCustomError("unsupported", "{message}", {"message": message})
+        raise _unsupported("only parts of type 'text' are available")
     return value
 
 
@@ -234,27 +235,23 @@ class ChatMessage(_StrictModel):
 
     # Clients often return an assistant's message as the SDK serialises it.
     refusal: UnsupportedField = None
-    audio: Annotated[object, _unsupported_unless(_NO_AUDIO)] = None
-    function_call: Annotated[object, _unsupported_unless("use tool_calls")] = None
-    annotations: Annotated[object, _unsupported_unless("only an empty list is accepted", [])] = None
+    audio: Annotated[object, _refuse(_NO_AUDIO)] = None
+    function_call: Annotated[object, _refuse("use tool_calls")] = None
+    annotations: Annotated[object, _refuse("only an empty list is accepted", [])] = None
 
 
 class StreamOptions(_StrictModel):
     include_usage: bool | None = None
-    include_obfuscation: Annotated[object, _unsupported_unless("chunks are not padded", False)] = (
-        None
-    )
+    include_obfuscation: Annotated[object, _refuse("chunks are not padded", False)] = None
     continuous_usage_stats: Annotated[
-        object, _unsupported_unless("usage is sent once, in the last chunk", False)
+        object, _refuse("usage is sent once, in the last chunk", False)
     ] = None
 
 
 class AgentHints(_StrictModel):
     """priority: if positive, moves the request forward in the queue; the engine receives it too.
-
     strict_priority: level in the router's queue; a higher level goes first. osl: expected output
-    tokens.
-    """
+    tokens."""
 
     priority: I32 | None = None
     strict_priority: U32 | None = None
@@ -297,17 +294,17 @@ class Nvext(_StrictModel):
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
 
-    greed_sampling: Annotated[object, _unsupported_unless("set temperature to 0", False)] = None
-    use_raw_prompt: Annotated[object, _unsupported_unless(_NO_NVEXT, False)] = None
-    annotations: Annotated[object, _unsupported_unless(_NO_NVEXT, [])] = None
-    extra_fields: Annotated[object, _unsupported_unless(_NO_NVEXT, [])] = None
-    max_thinking_tokens: Annotated[object, _unsupported_unless(_NO_NVEXT)] = None
-    cache_control: Annotated[object, _unsupported_unless(_NO_NVEXT)] = None
-    cache_salt: Annotated[object, _unsupported_unless(_NO_NVEXT)] = None
-    router: Annotated[object, _unsupported_unless(_NO_NVEXT)] = None
-    agent_context: Annotated[object, _unsupported_unless(_NO_NVEXT)] = None
-    metadata_upload: Annotated[object, _unsupported_unless(_NO_NVEXT)] = None
-    request_timestamp_ms: Annotated[object, _unsupported_unless(_NO_NVEXT)] = None
+    greed_sampling: Annotated[object, _refuse("set temperature to 0", False)] = None
+    use_raw_prompt: Annotated[object, _refuse(_NO_NVEXT, False)] = None
+    annotations: Annotated[object, _refuse(_NO_NVEXT, [])] = None
+    extra_fields: Annotated[object, _refuse(_NO_NVEXT, [])] = None
+    max_thinking_tokens: Annotated[object, _refuse(_NO_NVEXT)] = None
+    cache_control: Annotated[object, _refuse(_NO_NVEXT)] = None
+    cache_salt: Annotated[object, _refuse(_NO_NVEXT)] = None
+    router: Annotated[object, _refuse(_NO_NVEXT)] = None
+    agent_context: Annotated[object, _refuse(_NO_NVEXT)] = None
+    metadata_upload: Annotated[object, _refuse(_NO_NVEXT)] = None
+    request_timestamp_ms: Annotated[object, _refuse(_NO_NVEXT)] = None
 
 
 class GenerationRequest(_StrictModel):
@@ -346,7 +343,7 @@ class GenerationRequest(_StrictModel):
     nvext: Nvext | None = None
 
     user: str | None = None
-    logit_bias: Annotated[object, _unsupported_unless("tokens cannot be biased yet", {})] = None
+    logit_bias: Annotated[object, _refuse("tokens cannot be biased yet", {})] = None
 
     @property
     def is_stream(self) -> bool:
@@ -360,7 +357,6 @@ class GenerationRequest(_StrictModel):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings, possibly none."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -388,28 +384,25 @@ class ChatRequest(GenerationRequest):
     prompt_cache_key: str | None = None
     parallel_tool_calls: bool | None = None
 
-    tools: Annotated[object, _unsupported_unless(_NO_TOOLS, [])] = None
-    tool_choice: Annotated[object, _unsupported_unless(_NO_TOOLS, "none", "auto")] = None
-    functions: Annotated[object, _unsupported_unless(_NO_TOOLS, [])] = None
-    function_call: Annotated[object, _unsupported_unless(_NO_TOOLS, "none", "auto")] = None
-    logprobs: Annotated[object, _unsupported_unless(_NO_LOGPROBS, False, 0)] = None
-    top_logprobs: Annotated[object, _unsupported_unless(_NO_LOGPROBS, 0)] = None
-    response_format: Annotated[object, _unsupported_unless(_NO_GUIDED, {"type": "text"})] = None
-    modalities: Annotated[object, _unsupported_unless(_NO_AUDIO, ["text"])] = None
-    audio: Annotated[object, _unsupported_unless(_NO_AUDIO)] = None
-    store: Annotated[object, _unsupported_unless("responses are not stored", False)] = None
+    tools: Annotated[object, _refuse(_NO_TOOLS, [])] = None
+    tool_choice: Annotated[object, _refuse(_NO_TOOLS, "none", "auto")] = None
+    functions: Annotated[object, _refuse(_NO_TOOLS, [])] = None
+    function_call: Annotated[object, _refuse(_NO_TOOLS, "none", "auto")] = None
+    logprobs: Annotated[object, _refuse(_NO_LOGPROBS, False, 0)] = None
+    top_logprobs: Annotated[object, _refuse(_NO_LOGPROBS, 0)] = None
+    response_format: Annotated[object, _refuse(_NO_GUIDED, {"type": "text"})] = None
+    modalities: Annotated[object, _refuse(_NO_AUDIO, ["text"])] = None
+    audio: Annotated[object, _refuse(_NO_AUDIO)] = None
+    store: Annotated[object, _refuse("responses are not stored", False)] = None
     service_tier: Annotated[
-        object, _unsupported_unless("there is only one service tier", "auto", "default")
+        object, _refuse("there is only one service tier", "auto", "default")
     ] = None
     prompt_cache_retention: Annotated[
-        object, _unsupported_unless("caches are kept in memory", "in_memory", "in-memory")
+        object, _refuse("caches are kept in memory", "in_memory", "in-memory")
     ] = None
-    verbosity: Annotated[object, _unsupported_unless("the models do not support it", "medium")] = (
-        None
-    )
+    verbosity: Annotated[object, _refuse("the models do not support it", "medium")] = None
     reasoning_effort: Annotated[
-        object,
-        _unsupported_unless("use the settings of the model's template in chat_template_kwargs"),
+        object, _refuse("use the settings of the model's template in chat_template_kwargs")
     ] = None
     prediction: UnsupportedField = None
     web_search_options: UnsupportedField = None
@@ -423,7 +416,6 @@ class ChatRequest(GenerationRequest):
         return self.max_completion_tokens, "max_completion_tokens"
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages for the chat template, without absent fields."""
         return [message.model_dump(exclude_none=True) for message in self.messages]
 
 
@@ -436,22 +428,18 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[U32], Field(fail_fast=True), Tag(_TOKEN_IDS)]
         | Annotated[
             Any,
-            _unsupported_unless("only one prompt per request; send one request per prompt"),
+            _refuse("only one prompt per request; send one request per prompt"),
             Tag(_MANY_PROMPTS),
         ]
         | Annotated[Any, _wrong_type("a string or a list of token ids"), Tag(_WRONG_TYPE)],
         Discriminator(_prompt_kind),
     ]
 
-    echo: Annotated[
-        object, _unsupported_unless("the prompt is not part of the response", False)
-    ] = None
-    best_of: Annotated[object, _unsupported_unless("there is only one choice per request", 1)] = (
-        None
-    )
-    suffix: Annotated[object, _unsupported_unless("insertion is not available", "")] = None
+    echo: Annotated[object, _refuse("the prompt is not part of the response", False)] = None
+    best_of: Annotated[object, _refuse("there is only one choice per request", 1)] = None
+    suffix: Annotated[object, _refuse("insertion is not available", "")] = None
     # 0 requests the log probabilities of the generated tokens, so it is not a no-op.
-    logprobs: Annotated[object, _unsupported_unless(_NO_LOGPROBS)] = None
+    logprobs: Annotated[object, _refuse(_NO_LOGPROBS)] = None
 
     @property
     def prompt_text(self) -> str | None:

@@ -29,7 +29,6 @@ _TEXT_PLACEHOLDER_JSON = orjson.dumps(_TEXT_PLACEHOLDER)
 
 
 def event(chunk: bytes) -> bytes:
-    """The event of a serialised chunk."""
     return b"data: " + chunk + b"\n\n"
 
 
@@ -42,16 +41,6 @@ class ChunkKind(StrEnum):
 
 class ChunkWriter:
     """Writes the events of one response; created: Unix seconds, the same in every chunk."""
-
-    __slots__ = (
-        "_after_text",
-        "_before_text",
-        "_common_fields",
-        "_failed",
-        "_finished",
-        "_include_usage",
-        "_kind",
-    )
 
     def __init__(
         self,
@@ -71,45 +60,39 @@ class ChunkWriter:
             "model": model,
             "system_fingerprint": None,
         }
-        self._finished = False
+        self.is_finished = False  # a finish reason or an error has been written
         self._failed = False
         # From the right: an id before the placeholder may contain the same text.
         template = self._event([self._choice(_TEXT_PLACEHOLDER, None)], None)
         self._before_text, _, self._after_text = template.rpartition(_TEXT_PLACEHOLDER_JSON)
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether a finish reason or an error has been written."""
-        return self._finished
-
     def content(self, text: str) -> bytes:
         """One chunk of text. Raises TypeError for a lone surrogate, which is not valid UTF-8."""
-        assert not self._finished, "content after the end"
+        assert not self.is_finished, "content after the end"
         return b"".join((self._before_text, orjson.dumps(text), self._after_text))
 
     def role(self) -> bytes:
         """The first chunk of a chat response, with the role; completions have none."""
         assert self._kind is ChunkKind.CHAT, "only chat has roles"
-        assert not self._finished, "role after the end"
+        assert not self.is_finished, "role after the end"
         delta = {"role": "assistant", "content": "", "refusal": None}
         return self._event([_chat_choice(delta, None)], None)
 
     def finish(self, reason: OpenAIFinishReason) -> bytes:
-        """The chunk with the finish reason."""
-        assert not self._finished, "a stream finishes once"
-        self._finished = True
+        assert not self.is_finished, "a stream finishes once"
+        self.is_finished = True
         return self._event([self._choice(None, reason)], None)
 
     def usage(self, usage: CompletionUsage) -> bytes:
         """The chunk with the counts, after `finish`; empty unless the client requested it."""
-        assert self._finished, "the counts come after the finish reason"
+        assert self.is_finished, "the counts come after the finish reason"
         assert not self._failed, "an error is the last event"
         return self._event([], usage) if self._include_usage else b""
 
     def error(self, error: BaseException) -> bytes:
         """The last event of a failed response; no `DONE` may follow it."""
-        assert not self._finished, "an error after the end"
-        self._finished = self._failed = True
+        assert not self.is_finished, "an error after the end"
+        self.is_finished = self._failed = True
         return error_event(error)
 
     def _choice(self, text: str | None, reason: OpenAIFinishReason | None) -> dict[str, object]:

@@ -64,18 +64,14 @@ def _to_invalid_request(error: ErrorDetails, path: str) -> InvalidRequest:
         return InvalidRequest(f"Unknown parameter: '{path}'.", path, reason=UNKNOWN_PARAMETER)
     expected = context.get("expected") if kind == "expected_type" else _EXPECTED_TYPES.get(kind)
     if expected is not None:
-        text = (
-            f"Invalid type for '{path}': expected {expected}, but got {type_name(actual)} instead."
-        )
-        return InvalidRequest(text, path, reason=INVALID_TYPE)
+        text = f"expected {expected}, but got {type_name(actual)} instead"
+        return InvalidRequest(f"Invalid type for '{path}': {text}.", path, reason=INVALID_TYPE)
     if kind in _BOUNDS:
         name, phrase = _BOUNDS[kind]
-        text = (
-            f"Invalid '{path}': expected {phrase.format(context[name])}, but got "
-            f"{_describe_value(actual)}."
-        )
-        return InvalidRequest(text, path, reason=INVALID_VALUE)
-    return InvalidRequest(f"Invalid '{path}': {error['msg']}.", path, reason=INVALID_VALUE)
+        text = f"expected {phrase.format(context[name])}, but got {_describe_value(actual)}"
+    else:
+        text = error["msg"]
+    return InvalidRequest(f"Invalid '{path}': {text}.", path, reason=INVALID_VALUE)
 
 
 def _field_path(location: tuple[int | str, ...], ends_in_key: bool) -> str:

@@ -47,10 +47,9 @@ class CircuitBreaker:
             # A hung worker that is then lost counts as lost.
             found.reason, found.is_hung = reason, found.is_hung and is_hung
             return False
-        probe_at = now + self._jittered(FIRST_PROBE_INTERVAL_S)
-        self._open_circuits[worker_id] = _OpenCircuit(
-            reason, is_hung, FIRST_PROBE_INTERVAL_S, probe_at
-        )
+        interval_s = FIRST_PROBE_INTERVAL_S
+        opened = _OpenCircuit(reason, is_hung, interval_s, now + self._jittered(interval_s))
+        self._open_circuits[worker_id] = opened
         return True
 
     def close_circuit(self, worker_id: int) -> bool:
@@ -84,26 +83,22 @@ class CircuitBreaker:
             circuit.is_probing = False
 
     def retain(self, present: Iterable[int]) -> None:
-        """Removes all workers but these."""
         present = set(present)
         for worker_id in [w for w in self._open_circuits if w not in present]:
             del self._open_circuits[worker_id]
 
     def excluded(self, pool: Iterable[int]) -> frozenset[int]:
-        """Workers of a model's pool that get no request.
-
-        Of the hung ones, at most HUNG_FRACTION_MAX of the pool and at least one, in the order
-        in which their circuits opened.
-        """
+        """Workers of a model's pool that get no request. Of the hung ones, at most
+        HUNG_FRACTION_MAX of the pool and at least one, in the order in which their circuits
+        opened."""
         if not self._open_circuits:
             return frozenset()
         pool = set(pool)
         open_in_pool = [(w, circuit) for w, circuit in self._open_circuits.items() if w in pool]
         hung = [w for w, circuit in open_in_pool if circuit.is_hung]
         hung_max = max(1, int(HUNG_FRACTION_MAX * len(pool)))
-        return frozenset(
-            [w for w, circuit in open_in_pool if not circuit.is_hung] + hung[:hung_max]
-        )
+        lost = [w for w, circuit in open_in_pool if not circuit.is_hung]
+        return frozenset(lost + hung[:hung_max])
 
     def _jittered(self, seconds: float) -> float:
         return seconds * (0.75 + 0.5 * self._rng.random())

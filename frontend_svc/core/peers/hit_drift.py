@@ -17,7 +17,7 @@ source is reported at most once per window; sources of workers that left are rem
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 WINDOW_S = 60.0
 # Fewer requests in a window are no evidence: for example a burst with a common prefix.
@@ -29,11 +29,9 @@ Source = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class DriftStats:
-    """Predictions and results of one source.
-
-    predicted, actual, requests: tokens and requests since the first one. ratio: drift of the
-    window. is_degraded: the drift is above the limit, with at least REQUESTS_MIN requests.
-    """
+    """Predictions and results of one source. predicted, actual, requests: tokens and requests since
+    the first one. ratio: drift of the window. is_degraded: the drift is above the limit, with at
+    least REQUESTS_MIN requests."""
 
     source: Source
     predicted: int
@@ -43,50 +41,24 @@ class DriftStats:
     is_degraded: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LabelledDrift:
-    """The drift of a worker's rank. model, worker: label values."""
-
-    model: str
-    worker: str
-    dp_rank: int
-    stats: DriftStats
-
-
-@dataclass(slots=True)
-class _HalfWindow:
-    requests: int = 0
-    error_tokens: int = 0
-    compared_tokens: int = 0
-
-
 @dataclass(slots=True)
 class _SourceCounters:
     began_at: float
     predicted: int = 0
     actual: int = 0
     requests: int = 0
-    # The previous half window and the current one.
-    half_windows: list[_HalfWindow] = field(default_factory=lambda: [_HalfWindow(), _HalfWindow()])
+    # Of the previous half window and of the current one: requests, wrong tokens, compared tokens.
+    previous: tuple[int, int, int] = (0, 0, 0)
+    current: tuple[int, int, int] = (0, 0, 0)
     reported_at: float = float("-inf")
 
     def advance_window(self, now: float) -> None:
         half = WINDOW_S / 2
         elapsed = now - self.began_at
-        if elapsed < half:
-            return
-        self.half_windows = [
-            self.half_windows[1] if elapsed < 2 * half else _HalfWindow(),
-            _HalfWindow(),
-        ]
-        self.began_at = now - elapsed % half
-
-    def window_drift(self) -> tuple[int, float]:
-        """Number of requests in the window, and their drift."""
-        requests = sum(half.requests for half in self.half_windows)
-        compared_tokens = sum(half.compared_tokens for half in self.half_windows)
-        error_tokens = sum(half.error_tokens for half in self.half_windows)
-        return requests, error_tokens / compared_tokens if compared_tokens else 0.0
+        if elapsed >= half:
+            self.previous = self.current if elapsed < 2 * half else (0, 0, 0)
+            self.current = (0, 0, 0)
+            self.began_at = now - elapsed % half
 
 
 class HitDriftMonitor:
@@ -105,10 +77,9 @@ class HitDriftMonitor:
         counters.predicted += predicted
         counters.actual += actual
         counters.requests += 1
-        current = counters.half_windows[1]
-        current.requests += 1
-        current.error_tokens += abs(predicted - actual)
-        current.compared_tokens += max(predicted, actual)
+        requests, wrong, compared = counters.current
+        compared += max(predicted, actual)
+        counters.current = (requests + 1, wrong + abs(predicted - actual), compared)
         if now - counters.reported_at < WINDOW_S:
             return None
         stats = self._drift_stats(source, counters)
@@ -118,7 +89,6 @@ class HitDriftMonitor:
         return stats
 
     def drift_stats(self, now: float) -> list[DriftStats]:
-        """Statistics of all sources, in the order of their first request."""
         found = []
         for source, counters in self._counters.items():
             counters.advance_window(now)
@@ -126,13 +96,13 @@ class HitDriftMonitor:
         return found
 
     def retain(self, present: Iterable[int]) -> None:
-        """Removes the sources of all workers but these."""
         present = set(present)
         for source in [s for s in self._counters if s[0] not in present]:
             del self._counters[source]
 
     def _drift_stats(self, source: Source, counters: _SourceCounters) -> DriftStats:
-        requests, ratio = counters.window_drift()
+        requests, wrong, compared = map(sum, zip(counters.previous, counters.current, strict=True))
+        ratio = wrong / compared if compared else 0.0
         return DriftStats(
             source=source,
             predicted=counters.predicted,

@@ -22,11 +22,9 @@ PlacementCallback = Callable[[RoutingDecision | MeshError], None]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What to place.
-
-    arrived_at: loop time, seconds. hasher: extends the prefix hashes when the prompt grows; None:
-    no hashes are added. chain: the state of the hash chain after `prefix_hashes`.
-    """
+    """What to place. arrived_at: loop time, seconds. hasher: extends the prefix hashes when the
+    prompt grows; None: no hashes are added. chain: the state of the hash chain after
+    `prefix_hashes`."""
 
     model: str
     total_tokens: int
@@ -44,10 +42,8 @@ class Query:
     chain: ChainState = ROOT_CHAIN
 
     def extended(self, token_ids: TokenIds, count: int) -> Query:
-        """Returns the query for a longer prompt. The last `count` of `token_ids` are new.
-
-        New tokens no longer count as expected output. Only blocks without a hash are hashed.
-        """
+        """Returns the query for a longer prompt. The last `count` of `token_ids` are new. New
+        tokens no longer count as expected output. Only blocks without a hash are hashed."""
         expected = self.expected_output_tokens
         extended = replace(
             self,
@@ -65,7 +61,3 @@ class Query:
             prefix_hashes=self.prefix_hashes + hashes_to_bytes(hashes),
             chain=ChainState(self.chain.position + len(chained_hashes), int(chained_hashes[-1])),
         )
-
-    def excluding(self, excluded: frozenset[int]) -> Query:
-        """Returns the query with other excluded workers."""
-        return replace(self, excluded=excluded)

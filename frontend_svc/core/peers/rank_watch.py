@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from common.kv.load import Load
-from frontend_svc.core.peers.hang_detector import HangDetector
 
 # How long an engine may make no step with work before its requests go elsewhere.
 HANG_TIMEOUT_S = 2.0
@@ -27,23 +26,27 @@ class EngineProgress(IntEnum):
 
 
 class _RankWatch:
+    """A rank is late if it makes no step for HANG_TIMEOUT_S while its work is of one kind."""
+
     def __init__(self) -> None:
-        self._running_detector = HangDetector(HANG_TIMEOUT_S - HEARTBEAT_JITTER_S)
-        self._waiting_detector = HangDetector(HANG_TIMEOUT_S - HEARTBEAT_JITTER_S)
         self._last_step: int | None = None
+        # What the rank has come to once `_since` is HANG_TIMEOUT_S ago.
+        self._without_step = EngineProgress.UNKNOWN
+        self._since = 0.0
 
     def received(self, load: Load, now: float) -> EngineProgress:
-        is_hung = self._running_detector.received(load.engine_step, load.running, now)
-        waiting_while_idle = 0 if load.running else load.waiting
-        is_stalled = self._waiting_detector.received(load.engine_step, waiting_while_idle, now)
-        # An idle engine makes no step, and may still hang.
-        has_stepped = self._last_step is not None and load.engine_step != self._last_step
-        self._last_step = load.engine_step
-        if is_hung:
-            return EngineProgress.HUNG
-        if is_stalled:
-            return EngineProgress.STALLED
-        return EngineProgress.STEPPED if has_stepped else EngineProgress.UNKNOWN
+        without_step = EngineProgress.UNKNOWN
+        if load.running:
+            without_step = EngineProgress.HUNG
+        elif load.waiting:
+            without_step = EngineProgress.STALLED
+        last_step, self._last_step = self._last_step, load.engine_step
+        if load.engine_step != last_step or without_step is not self._without_step:
+            self._without_step, self._since = without_step, now
+        if last_step is not None and load.engine_step != last_step:
+            return EngineProgress.STEPPED
+        is_late = now - self._since >= HANG_TIMEOUT_S - HEARTBEAT_JITTER_S
+        return without_step if is_late else EngineProgress.UNKNOWN
 
 
 class EngineWatch:
@@ -53,10 +56,8 @@ class EngineWatch:
         self._ranks: dict[int, _RankWatch] = {}
 
     def received(self, loads: Sequence[Load], now: float) -> EngineProgress:
-        """A heartbeat came; returns the most urgent progress of its ranks.
-
-        now: loop time without stalls, seconds.
-        """
+        """A heartbeat came; returns the most urgent progress of its ranks. now: loop time without
+        stalls, seconds."""
         return max(
             (
                 self._ranks.setdefault(load.dp_rank, _RankWatch()).received(load, now)

@@ -21,7 +21,6 @@ class RecentlyLeft:
         self._left: dict[int, None] = {}  # oldest first
 
     def follow(self, present: Collection[int]) -> None:
-        """Updates the set with the instances of the newest snapshot."""
         newest = frozenset(present)
         for instance_id in self._present - newest:
             self._left[instance_id] = None

@@ -10,6 +10,7 @@ always a present router.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 # How long a failed router is avoided if there is another one.
@@ -19,10 +20,8 @@ _MASK = 2**64 - 1
 
 
 def home_router(frontend_id: int, frontends: Iterable[int], routers: Collection[int]) -> int | None:
-    """The home of a frontend, which may be missing in `frontends`; None without routers.
-
-    In order of their ids, each frontend takes the highest-weighted router below its quota.
-    """
+    """The home of a frontend, which may be missing in `frontends`; None without routers. In order
+    of their ids, each frontend takes the highest-weighted router below its quota."""
     all_frontends = sorted({frontend_id, *frontends})
     if not routers:
         return None
@@ -54,32 +53,22 @@ class RouterSelector:
     def __init__(self, frontend_id: int) -> None:
         self._frontend_id = frontend_id
         self._failed_at: dict[int, float] = {}
-        self._last_inputs: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
-        self._home: int | None = None
 
     def mark_failed(self, router_id: int, now: float) -> None:
-        """Records a failure of a router."""
         self._failed_at[router_id] = now
 
     def choose(self, frontends: Iterable[int], routers: Iterable[int], now: float) -> int | None:
         """The home router; if avoided, the best other one; if all are, the one that failed first.
-
-        None without routers.
-        """
-        inputs = frozenset(frontends), frozenset(routers)
-        if inputs != self._last_inputs:
-            self._last_inputs, self._home = inputs, home_router(self._frontend_id, *inputs)
-            self._failed_at = {r: at for r, at in self._failed_at.items() if r in inputs[1]}
-        present = inputs[1]
+        None without routers."""
+        present = frozenset(routers)
+        self._failed_at = {r: at for r, at in self._failed_at.items() if r in present}
         if not present:
             return None
-        not_avoided = [
-            r
-            for r in present
-            if now - self._failed_at.get(r, -AVOID_FAILED_ROUTER_S) >= AVOID_FAILED_ROUTER_S
-        ]
-        if self._home in not_avoided:
-            return self._home
+        avoided_since = now - AVOID_FAILED_ROUTER_S
+        not_avoided = [r for r in present if self._failed_at.get(r, -math.inf) <= avoided_since]
+        home = home_router(self._frontend_id, frontends, present)
+        if home in not_avoided:
+            return home
         if not_avoided:
             return max(not_avoided, key=lambda router: rendezvous_weight(self._frontend_id, router))
         return min(present, key=lambda router: self._failed_at[router])

@@ -48,17 +48,13 @@ class RunningTime(NamedTuple):
     stalled_before_s: float
 
     def since(self, earlier: RunningTime) -> float:
-        """Returns the seconds since `earlier` without the stalls."""
         return self.at - earlier.at - (self.stalled_before_s - earlier.stalled_before_s)
 
 
 @dataclass(slots=True)
 class PendingPlacement:
-    """A query without a decision.
-
-    unknown_since: since when routers report its model or adapter as unknown. requery_at: when it
-    is, or was, sent again for that reason.
-    """
+    """A query without a decision. unknown_since: since when routers report its model or adapter as
+    unknown. requery_at: when it is, or was, sent again for that reason."""
 
     key: PlacementKey
     query: Query
@@ -72,10 +68,8 @@ class PendingPlacement:
         return max(self.since, self.requery_at or self.since)
 
     def is_reported_unknown(self, now: RunningTime) -> bool:
-        """Returns whether the router reports it unknown.
-
-        A repeated query without an immediate reply is queued, so its model is known.
-        """
+        """Returns whether the router reports it unknown. A repeated query without an immediate
+        reply is queued, so its model is known."""
         return self.requery_at is not None and now.since(self.requery_at) < SESSION_SETTLE_S
 
 
@@ -85,33 +79,24 @@ def is_unknown_model(error: MeshError) -> bool:
 
 
 class RouterMonitor:
-    """What a frontend has observed of its router.
-
-    is_connected: a hello was acknowledged. is_stale: the frontend should leave this router, because
-    it reports models as unknown that this frontend sees served.
-    """
+    """What a frontend has observed of its router. is_connected: a hello was acknowledged. is_stale:
+    the frontend should leave this router, because it reports models as unknown that this frontend
+    sees served."""
 
     def __init__(self, now: RunningTime) -> None:
         self.is_connected = False
         self.is_stale = False
         self._last_received_at = self._last_responsive_at = self._session_opened_at = now
         self._queue_wait_s: float | None = None
-        self._left_stale_router_at = -math.inf
+        self.left_stale_router_at = -math.inf
 
     def session_opening(self, now: RunningTime) -> None:
-        """A session is being opened."""
         self.is_stale = False
         self._last_received_at = now
 
-    def session_closed(self) -> None:
-        """The session has ended."""
-        self.is_connected = False
-
     def hello_received(self, now: RunningTime, queue_wait_s: float | None) -> None:
-        """The router acknowledged the session.
-
-        queue_wait_s: how long it may queue a query; 0: it has no queue; None: unknown.
-        """
+        """The router acknowledged the session. queue_wait_s: how long it may queue a query; 0: it
+        has no queue; None: unknown."""
         self.is_connected, self._session_opened_at = True, now
         self._queue_wait_s = queue_wait_s
 
@@ -122,10 +107,8 @@ class RouterMonitor:
             self._last_responsive_at = now
 
     def check(self, now: RunningTime, pending: Iterable[PendingPlacement]) -> None:
-        """Raises WorkerLost if the router is silent or leaves a query open for too long.
-
-        pending: oldest first.
-        """
+        """Raises WorkerLost if the router is silent or leaves a query open for too long. pending:
+        oldest first."""
         silent_s = now.since(self._last_received_at)
         if silent_s > SILENCE_TIMEOUT_S:
             raise WorkerLost(f"no message from the router for {silent_s:.1f} s", retryable=True)
@@ -136,44 +119,35 @@ class RouterMonitor:
             return
         open_s = now.since(max(oldest.sent_at, self._session_opened_at))
         if open_s > self._queue_wait_s + SILENCE_TIMEOUT_S:
-            raise WorkerLost(
-                f"the router has not answered a query for {open_s:.1f} s", retryable=True
-            )
+            text = f"the router has not answered a query for {open_s:.1f} s"
+            raise WorkerLost(text, retryable=True)
 
     def unknown_reported(
         self, pending: PendingPlacement, now: RunningTime, *, has_other_router: bool, rng: Random
     ) -> float:
-        """The router reported a served model as unknown; returns when to repeat the query.
-
-        The result is a loop time. The router may see the workers at any moment, or another router
-        may have seen them.
-        """
+        """The router reported a served model as unknown; returns when to repeat the query. The
+        result is a loop time. The router may see the workers at any moment, or another router may
+        have seen them."""
         if pending.unknown_since is None or not pending.is_reported_unknown(now):
             pending.unknown_since = now
         is_overdue = now.since(pending.unknown_since) >= STALE_ROUTER_AFTER_S
         # Not back and forth all the time: possibly no router ever sees the workers.
-        may_leave = now.at - self._left_stale_router_at >= AVOID_FAILED_ROUTER_S
+        may_leave = now.at - self.left_stale_router_at >= AVOID_FAILED_ROUTER_S
         if is_overdue and may_leave and has_other_router:
             self.is_stale = True
         delay_s = REQUERY_DELAY_MAX_S * rng.uniform(0.5, 1.0) if is_overdue else REQUERY_DELAY_S
         pending.requery_at = now._replace(at=now.at + delay_s)
         return pending.requery_at.at
 
-    def stale_router_left(self, now: RunningTime) -> None:
-        """The frontend leaves this router because it is stale."""
-        self._left_stale_router_at = now.at
-
     def overdue(self, pending: Mapping[int, PendingPlacement], now: RunningTime) -> list[int]:
         """Returns the ids of the queries to place without a router."""
         is_settling = self.is_connected and now.since(self._session_opened_at) < SESSION_SETTLE_S
-        return [
-            query_id
-            for query_id, placement in pending.items()
-            if now.since(self._unresponsive_since(placement, now)) >= UNROUTED_AFTER_S
-            and not (is_settling and not placement.is_reported_unknown(now))
-        ]
-
-    def _unresponsive_since(self, pending: PendingPlacement, now: RunningTime) -> RunningTime:
-        if pending.unknown_since is not None and pending.is_reported_unknown(now):
-            return pending.unknown_since
-        return max(pending.sent_at, self._last_responsive_at)
+        found = []
+        for query_id, placement in pending.items():
+            is_unknown = placement.is_reported_unknown(now)
+            since = max(placement.sent_at, self._last_responsive_at)
+            if is_unknown and placement.unknown_since is not None:
+                since = placement.unknown_since
+            if now.since(since) >= UNROUTED_AFTER_S and (is_unknown or not is_settling):
+                found.append(query_id)
+        return found

@@ -29,7 +29,6 @@ class StallClock:
         self._stalled_s = 0.0
 
     def tick(self, now: float) -> None:
-        """Records a tick; called every TICK_S."""
         self._stalled_s = self.stalled_s(now)
         self._ticked_at = now
 

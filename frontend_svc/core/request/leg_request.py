@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.request.preprocessed import PreprocessedRequest, RoutingHints, TraceLink
-from common.request.token_stream import LegRequest
-from frontend_svc.core.request.types import RequestPlan, RoutingDecision
+from common.request.preprocessed import PreprocessedRequest
+from frontend_svc.core.request.types import RequestPlan
 
 
 def continued_request(
@@ -44,54 +43,18 @@ def prefill_request(request: PreprocessedRequest) -> PreprocessedRequest:
     return replace(request, stop_conditions=replace(stop, max_tokens=1, min_tokens=min_tokens))
 
 
-def placed_request(
-    request: PreprocessedRequest, placed: RoutingDecision, dp_rank: int, link: TraceLink | None
-) -> PreprocessedRequest:
-    """The request with the rank, the bootstrap and the trace link of its placement."""
-    if dp_rank:
-        hints = replace(request.routing or RoutingHints(), dp_rank=dp_rank)
-        request = replace(request, routing=hints)
-    if placed.bootstrap is not None:
-        request = replace(request, bootstrap_info=placed.bootstrap)
-    return request if link is None else replace(request, migration_link=link)
-
-
-def leg_request(
-    plan: RequestPlan,
-    request: PreprocessedRequest,
-    *,
-    attempt: int,
-    phase: str,
-    span_id: str,
-    now: float,
-) -> LegRequest:
-    """The message that submits a leg: `request`, or the plan's pass-through body."""
-    body = plan.body
-    return LegRequest(
-        request_id=plan.request_id,
-        attempt=attempt,
-        timeout_s=max(0.001, plan.deadline - now),
-        traceparent=plan.traceparent,
-        span_id=span_id,
-        tenant=plan.tenant,
-        priority=plan.priority,
-        request=request if body is None else None,
-        chat_json=body.json if body is not None and body.is_chat else None,
-        completion_json=body.json if body is not None and not body.is_chat else None,
-        phase=phase,
-    )
-
-
-def migration_blockers(request: PreprocessedRequest) -> str:
-    """Why a started response cannot continue on another worker, "" if it can.
-
-    It cannot if prompt and generated tokens are not the whole state: guided decoding (state of the
-    grammar), several choices or beams, penalties (they count output apart from the prompt; no
-    engine takes an output prefix yet), custom logits processors (their state), and prompt_embeds
-    (a prompt that ids cannot extend). min_tokens is no obstacle: it is reduced by the tokens
-    generated.
-    """
-    sampling = request.sampling_options
+def migration_blockers(plan: RequestPlan) -> str:
+    """Why a started response cannot continue on another worker, "" if it can. It cannot if prompt
+    and generated tokens are not the whole state: guided decoding (state of the grammar), several
+    choices or beams, penalties (they count output apart from the prompt; no engine takes an output
+    prefix yet), custom logits processors (their state), and prompt_embeds (a prompt that ids cannot
+    extend). min_tokens is no obstacle: it is reduced by the tokens generated."""
+    if plan.body is not None:
+        return "its pass-through body"
+    if not plan.migratable:
+        return "its settings"
+    request = plan.request
+    sampling, extra = request.sampling_options, request.extra_args
     blockers = {
         "guided decoding": sampling.guided_decoding is not None,
         "n": sampling.n not in (None, 1),
@@ -100,13 +63,8 @@ def migration_blockers(request: PreprocessedRequest) -> str:
         "presence_penalty": bool(sampling.presence_penalty),
         "frequency_penalty": bool(sampling.frequency_penalty),
         "repetition_penalty": sampling.repetition_penalty not in (None, 1.0),
-        "a custom logits processor": _has_custom_logits_processor(request),
+        "a custom logits processor": isinstance(extra, dict)
+        and any("processor" in key for key in extra),
         "prompt_embeds": request.prompt_embeds is not None,
     }
     return ", ".join(name for name, is_blocking in blockers.items() if is_blocking)
-
-
-def _has_custom_logits_processor(request: PreprocessedRequest) -> bool:
-    """Whether engine-specific arguments name a custom logits processor."""
-    extra = request.extra_args
-    return isinstance(extra, dict) and any("processor" in key for key in extra)

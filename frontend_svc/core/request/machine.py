@@ -40,6 +40,7 @@ from common.request.preprocessed import (
     PrefillResult,
     PreprocessedRequest,
     PromptTokensDetails,
+    RoutingHints,
     TokenLogprob,
     TraceLink,
     usage,
@@ -47,18 +48,11 @@ from common.request.preprocessed import (
 from common.request.token_stream import LegRequest, Terminal
 from frontend_svc.core.request.leg_request import (
     continued_request,
-    leg_request,
     migration_blockers,
-    placed_request,
     prefill_request,
     remaining_tokens,
 )
-from frontend_svc.core.request.types import (
-    Placement,
-    RequestOutcome,
-    RequestPlan,
-    RoutingDecision,
-)
+from frontend_svc.core.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
 
 # Failures of a leg that are the fault of the other leg's worker.
 PEER_FAULT_REASONS = frozenset(
@@ -78,53 +72,34 @@ USAGE_WAIT_S = 0.2
 
 
 class RequestPorts(Protocol):
-    """Actions of the machine. No call blocks; results arrive as events."""
+    """Actions of the machine. No call blocks; results arrive as events.
 
-    def place(self, attempt: int, excluded: frozenset[int]) -> None:
-        """Requests a placement; the result is `placed` or `placement_failed` of this attempt."""
+    place: the result is `placed` or `placement_failed` of this attempt. submit: `leg` is the sink,
+    never called from within `submit`. prefill_done: the first token is there. free: of the
+    attempt's booking. emit_chunk: of the response to a pass-through body. wake_at: schedules
+    `on_timer`, in place of the time set before. now: seconds, on the deadline's clock. take_retry:
+    whether the retry budget allows one more retry; if so, counts it. stalled_s: seconds for which
+    this process has stalled, see `core/peers/stall_clock.py`. silent_s: seconds since the last
+    frame of the worker; infinite without an open stream.
+    """
 
-    def submit(self, worker_id: int, leg_request: LegRequest, leg: Leg) -> None:
-        """Submits a leg; `leg` is its sink, which is never called from within `submit`."""
-
-    def abort(self, leg: Leg, reason: str) -> None:
-        """Ends a submitted leg."""
-
-    def prefill_done(self, attempt: int) -> None:
-        """Reports the first token to the router."""
-
-    def free(self, attempt: int) -> None:
-        """Frees the attempt's booking at the router."""
-
-    def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """Sends tokens to the client."""
-
-    def emit_chunk(self, json: bytes) -> None:
-        """Sends a chunk of the response to a pass-through body to the client."""
-
-    def finish(self, outcome: RequestOutcome) -> None:
-        """Reports the end of the request."""
-
-    def wake_at(self, at: float) -> None:
-        """Schedules `on_timer`; replaces the time set before."""
-
-    def now(self) -> float:
-        """Seconds, on the deadline's clock."""
-
-    def take_retry(self) -> bool:
-        """Whether the retry budget allows one more retry; if so, counts it."""
-
-    def stalled_s(self) -> float:
-        """Seconds for which this process has stalled; see `core/peers/stall_clock.py`."""
-
-    def silent_s(self, worker_id: int) -> float:
-        """Seconds since the last frame of the worker; infinite without an open stream."""
+    def place(self, attempt: int, excluded: frozenset[int]) -> None: ...
+    def submit(self, worker_id: int, leg_request: LegRequest, leg: Leg) -> None: ...
+    def abort(self, leg: Leg, reason: str) -> None: ...
+    def prefill_done(self, attempt: int) -> None: ...
+    def free(self, attempt: int) -> None: ...
+    def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None: ...
+    def emit_chunk(self, json: bytes) -> None: ...
+    def finish(self, outcome: RequestOutcome) -> None: ...
+    def wake_at(self, at: float) -> None: ...
+    def now(self) -> float: ...
+    def take_retry(self) -> bool: ...
+    def stalled_s(self) -> float: ...
+    def silent_s(self, worker_id: int) -> float: ...
 
 
 class Leg:
     """One submission of an attempt, and the sink of its slot. phase: "", "prefill" or "decode"."""
-
-    __slots__ = ("_machine", "attempt", "delivered", "is_accepted", "is_live", "phase", "span_id",
-                 "worker_id")  # fmt: skip
 
     def __init__(
         self, machine: RequestMachine, attempt: int, worker_id: int, phase: str, span_id: str
@@ -139,33 +114,25 @@ class Leg:
         self.delivered = 0
 
     def accepted(self) -> None:
-        """Handles the worker's acceptance."""
         self.is_accepted = True
 
     def rejected(self, error: MeshError) -> None:
-        """Handles the worker's refusal; nothing ran."""
         if self.is_live:
             self._machine.leg_failed(self, error)
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """Handles the next tokens."""
         if self.is_live:
             self._machine.leg_tokens(self, token_ids, logprobs)
 
     def chunk(self, json: bytes) -> None:
-        """Handles the next chunk."""
         if self.is_live:
             self._machine.leg_chunk(self, json)
 
     def terminal(self, terminal: Terminal) -> None:
-        """Handles the end."""
         if self.is_live:
             self._machine.leg_ended(self, terminal)
 
-    def lost(self, error: MeshError) -> None:
-        """Handles the loss of the stream."""
-        if self.is_live:
-            self._machine.leg_failed(self, error)
+    lost = rejected
 
 
 class RequestMachine:
@@ -179,7 +146,7 @@ class RequestMachine:
         self.is_finished = False
         self._ports = ports
         self._rng = rng
-        self._attempt = -1
+        self.attempt = -1  # number of the current attempt, from 0
         self._main_leg: Leg | None = None
         self._prefill_leg: Leg | None = None
         self._prefill_tokens: list[int] = []
@@ -204,12 +171,10 @@ class RequestMachine:
     # -- events ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the first attempt."""
         if not self.is_finished:
             self._start_attempt()
 
     def placed(self, attempt: int, placed: RoutingDecision, now: float) -> None:
-        """Submits the legs of a booked placement."""
         if not self.is_awaiting_placement(attempt):
             return  # freed when the attempt was abandoned
         self._placed = placed
@@ -231,7 +196,7 @@ class RequestMachine:
         if not self.is_awaiting_placement(attempt):
             return
         self._booked = False
-        is_last = self._attempt + 1 >= self.plan.attempts_max
+        is_last = self.attempt + 1 >= self.plan.attempts_max
         if error.reason == ALL_EXCLUDED and self._excluded and not is_last:
             # No other worker is left: one that failed the request may have recovered.
             self._excluded = frozenset()
@@ -241,7 +206,6 @@ class RequestMachine:
         self._finish(FinishReason.ERROR, error)
 
     def client_gone(self, reason: str = "client_gone") -> None:
-        """Ends the request because the client disconnected."""
         if self.is_finished:
             return
         self._abandon_attempt(reason)
@@ -283,7 +247,6 @@ class RequestMachine:
         self._finish(FinishReason.ERROR, error)
 
     def on_timer(self, now: float) -> None:
-        """Handles the time set by `wake_at`."""
         if self.is_finished:
             return
         if self._pending_finish_reason is not None:
@@ -294,9 +257,8 @@ class RequestMachine:
             return
         if now >= self.plan.deadline:
             self._abandon_attempt("deadline")
-            self._finish(
-                FinishReason.ERROR, DeadlineExceeded("the request exceeded its time limit")
-            )
+            late = DeadlineExceeded("the request exceeded its time limit")
+            self._finish(FinishReason.ERROR, late)
             return
         self._check_acceptance(now)
 
@@ -325,7 +287,6 @@ class RequestMachine:
     # -- legs -----------------------------------------------------------------------------------
 
     def leg_tokens(self, leg: Leg, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """Handles tokens of a live leg."""
         leg.delivered += len(token_ids)
         self._report_prefill_done(leg.attempt)
         if leg is self._prefill_leg:
@@ -338,7 +299,6 @@ class RequestMachine:
         self._ports.emit(token_ids, logprobs)
 
     def leg_chunk(self, leg: Leg, json: bytes) -> None:
-        """Handles a chunk of a live leg."""
         assert self.plan.body is not None, "a preprocessed request received a pass-through chunk"
         leg.delivered += 1
         self._report_prefill_done(leg.attempt)
@@ -346,7 +306,6 @@ class RequestMachine:
         self._ports.emit_chunk(json)
 
     def leg_ended(self, leg: Leg, terminal: Terminal) -> None:
-        """Handles the end of a live leg."""
         error: MeshError | None = terminal.error
         if error is None and terminal.finish_reason in (None, FinishReason.ERROR):
             error = WorkerLost("the worker reported a failure without an error", retryable=False)
@@ -435,46 +394,37 @@ class RequestMachine:
             and remaining_tokens(self.plan.request, len(self.generated)) == 0
         ):
             self._finish(FinishReason.LENGTH, None)  # only the terminal was lost
-        elif not error.retryable or self._attempt + 1 >= self.plan.attempts_max:
+        elif not error.retryable or self.attempt + 1 >= self.plan.attempts_max:
             self._finish(FinishReason.ERROR, error)
-        elif (self.generated or self._chunks) and (blocker := self._migration_blocker()):
-            self._finish(FinishReason.ERROR, _not_migratable(error, blocker))
+        elif (self.generated or self._chunks) and (blockers := migration_blockers(self.plan)):
+            message = f"{error.message}; the response had started and cannot continue on another "
+            message += f"worker because of {blockers}"
+            lost = WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)
+            self._finish(FinishReason.ERROR, lost)
         elif self._ports.take_retry():
             self._start_attempt()
         else:
             message = f"retry budget exhausted after: {error.message}; retry after 1 s"
             self._finish(FinishReason.ERROR, Unavailable(message, 1.0, reason="RETRY_BUDGET"))
 
-    def _migration_blocker(self) -> str:
-        if self.plan.body is not None:
-            return "its pass-through body"
-        return migration_blockers(self.plan.request) if self.plan.migratable else "its settings"
-
     # -- actions --------------------------------------------------------------------------------
 
-    @property
-    def attempt(self) -> int:
-        """Number of the current attempt, from 0; -1 before the first."""
-        return self._attempt
-
     def is_awaiting_placement(self, attempt: int) -> bool:
-        """Whether the machine waits for a routing decision for this attempt."""
         is_placed = self._main_leg is not None or self._prefill_leg is not None
-        return not self.is_finished and attempt == self._attempt and not is_placed
+        return not self.is_finished and attempt == self.attempt and not is_placed
 
     def _live_legs(self) -> list[Leg]:
         """Live legs, prefill first: the order in which they are aborted."""
-        return [
-            leg for leg in (self._prefill_leg, self._main_leg) if leg is not None and leg.is_live
-        ]
+        legs = (self._prefill_leg, self._main_leg)
+        return [leg for leg in legs if leg is not None and leg.is_live]
 
     def _start_attempt(self) -> None:
-        self._attempt += 1
+        self.attempt += 1
         self._booked = True
         self._prefill_tokens, self._prefill_logprobs = [], []
         self._prefill_result, self._prefill_reported = None, False
         self._ports.wake_at(self.plan.deadline)
-        self._ports.place(self._attempt, self._excluded)
+        self._ports.place(self.attempt, self._excluded)
 
     def _await_acceptance(self, now: float, accept_timeout_s: float) -> None:
         self._submitted_at, self._accept_timeout_s = now, accept_timeout_s
@@ -499,11 +449,17 @@ class RequestMachine:
         self._submit(leg, request, now)
 
     def _placed_request(self, request: PreprocessedRequest, dp_rank: int) -> PreprocessedRequest:
+        """The request with the rank, the bootstrap and the trace link of its placement."""
         assert self._placed is not None, "a leg follows a placement"
-        link = None
-        if self._linked_span_id:
-            link = TraceLink(trace_id=self.plan.trace_id, span_id=self._linked_span_id)
-        return placed_request(request, self._placed, dp_rank, link)
+        if dp_rank:
+            hints = replace(request.routing or RoutingHints(), dp_rank=dp_rank)
+            request = replace(request, routing=hints)
+        if self._placed.bootstrap is not None:
+            request = replace(request, bootstrap_info=self._placed.bootstrap)
+        if not self._linked_span_id:
+            return request
+        link = TraceLink(trace_id=self.plan.trace_id, span_id=self._linked_span_id)
+        return replace(request, migration_link=link)
 
     def _new_leg(self, worker_id: int, phase: str) -> Leg:
         span_id = ""
@@ -511,16 +467,22 @@ class RequestMachine:
             assert self._rng is not None, "a traced request needs a generator for its span ids"
             span_id = f"{self._rng.getrandbits(64) or 1:016x}"
         self._worker_ids.append(worker_id)
-        return Leg(self, self._attempt, worker_id, phase, span_id)
+        return Leg(self, self.attempt, worker_id, phase, span_id)
 
     def _submit(self, leg: Leg, request: PreprocessedRequest, now: float) -> None:
-        message = leg_request(
-            self.plan,
-            request,
+        plan, body = self.plan, self.plan.body
+        message = LegRequest(
+            request_id=plan.request_id,
             attempt=leg.attempt,
-            phase=leg.phase,
+            timeout_s=max(0.001, plan.deadline - now),
+            traceparent=plan.traceparent,
             span_id=leg.span_id,
-            now=now,
+            tenant=plan.tenant,
+            priority=plan.priority,
+            request=request if body is None else None,
+            chat_json=body.json if body is not None and body.is_chat else None,
+            completion_json=body.json if body is not None and not body.is_chat else None,
+            phase=leg.phase,
         )
         self._ports.submit(leg.worker_id, message, leg)
 
@@ -530,7 +492,6 @@ class RequestMachine:
             self._ports.prefill_done(attempt)
 
     def _abandon_attempt(self, reason: str) -> None:
-        """Aborts the attempt's live legs and frees its booking."""
         for leg in self._live_legs():
             leg.is_live = False
             self._ports.abort(leg, reason)
@@ -541,7 +502,7 @@ class RequestMachine:
     def _free_booking(self) -> None:
         if self._booked:
             self._booked = False
-            self._ports.free(self._attempt)
+            self._ports.free(self.attempt)
 
     def _finish(self, finish_reason: FinishReason | None, error: MeshError | None) -> None:
         assert not self.is_finished, "a request ends once"
@@ -555,17 +516,15 @@ class RequestMachine:
                 finish_reason=finish_reason,
                 error=error,
                 usage=self.usage(),
-                attempts=self._attempt + 1,
+                attempts=self.attempt + 1,
                 worker_ids=tuple(self._worker_ids),
                 placed=self._placed,
             )
         )
 
     def usage(self) -> CompletionUsage:
-        """Tokens of the client's prompt and of the delivered completion.
-
-        For a pass-through body: the engine's counts, if it sent any.
-        """
+        """Tokens of the client's prompt and of the delivered completion. For a pass-through body:
+        the engine's counts, if it sent any."""
         if self._engine_usage is not None:
             return self._engine_usage
         counts = usage(len(self.plan.request.token_ids), len(self.generated))
@@ -582,11 +541,3 @@ class RequestMachine:
 def _cached_tokens(terminal: Terminal) -> int | None:
     details = terminal.usage.prompt_tokens_details if terminal.usage is not None else None
     return None if details is None else details.cached_tokens
-
-
-def _not_migratable(error: MeshError, blocker: str) -> WorkerLost:
-    message = (
-        f"{error.message}; the response had started and cannot continue on another worker because "
-        f"of {blocker}"
-    )
-    return WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)

@@ -34,9 +34,7 @@ WorkerCount = Callable[[str], int]
 
 class RetryBudget:
     """Limits the retries of a frontend to RETRY_FRACTION of its requests of the last WINDOW_S.
-
-    RETRIES_MIN retries are allowed in any case. granted, refused: totals since the start.
-    """
+    RETRIES_MIN retries are allowed in any case. granted, refused: totals since the start."""
 
     RETRY_FRACTION = 0.1
     RETRIES_MIN = 64
@@ -51,7 +49,6 @@ class RetryBudget:
         self._retries = [0, 0]
 
     def count_request(self, now: float) -> None:
-        """Counts a new request."""
         self._advance_window(now)
         self._requests[1] += 1
 
@@ -124,21 +121,17 @@ class MigrationLimiter(Generic[K]):
 
     @property
     def computing(self) -> int:
-        """Requests with a permit and without a first token."""
         return sum(len(queue.computing) for queue in self._queues.values())
 
     @property
     def waiting(self) -> int:
-        """Requests without a permit."""
         return sum(len(queue.waiting) for queue in self._queues.values())
 
     def request_permit(
         self, model: str, request: K, arrived_at: float, workers: WorkerCount, adapter: str = ""
     ) -> Permit:
-        """Grants the request a permit or queues it. A request with a permit keeps it.
-
-        arrived_at: when the client sent the request, seconds.
-        """
+        """Grants the request a permit or queues it. A request with a permit keeps it. arrived_at:
+        when the client sent the request, seconds."""
         queue = self._queues.setdefault(model, _ModelQueue())
         if request in queue.computing:
             return Permit.GRANTED
@@ -157,10 +150,8 @@ class MigrationLimiter(Generic[K]):
         return Permit.QUEUED
 
     def release(self, model: str, request: K, workers: WorkerCount) -> list[K]:
-        """Removes a request (first token, or end) and returns those that now have a permit.
-
-        An unknown request is ignored.
-        """
+        """Removes a request (first token, or end) and returns those that now have a permit. An
+        unknown request is ignored."""
         queue = self._queues.get(model)
         if queue is None:
             return []
@@ -191,12 +182,10 @@ class MigrationLimiter(Generic[K]):
 
 
 class ExclusionPolicy:
-    """Decides which workers one request avoids, and when it waits for a circuit to close.
-
-    If every worker that the request may use has an open circuit, the request waits: usually a
-    connection was cut for a moment, and a short wait costs less than a failure. A worker that
-    failed the request may be used again if its circuit closes during the wait.
-    """
+    """Decides which workers one request avoids, and when it waits for a circuit to close. If every
+    worker that the request may use has an open circuit, the request waits: usually a connection was
+    cut for a moment, and a short wait costs less than a failure. A worker that failed the request
+    may be used again if its circuit closes during the wait."""
 
     def __init__(self) -> None:
         self._waits_left = EXCLUDED_RETRY_ATTEMPTS
@@ -206,16 +195,13 @@ class ExclusionPolicy:
         self._awaited: frozenset[int] = frozenset()
 
     def start_attempt(self, failed: frozenset[int]) -> None:
-        """Sets the workers that failed the request so far."""
         self._failed = failed
 
     def excluded(
         self, pool: frozenset[int], open_circuits: frozenset[int]
     ) -> frozenset[int] | None:
-        """Workers that the router must not choose; None: ask again after EXCLUDED_RETRY_S.
-
-        pool: workers that serve the request's model and adapter; open_circuits: a subset of it.
-        """
+        """Workers that the router must not choose; None: ask again after EXCLUDED_RETRY_S. pool:
+        workers that serve the request's model and adapter; open_circuits: a subset of it."""
         closed_circuits = self._awaited - open_circuits
         self._failed -= closed_circuits
         self._awaited -= closed_circuits
@@ -226,10 +212,8 @@ class ExclusionPolicy:
         return self._failed | open_circuits
 
     def waits_after(self, error: MeshError) -> bool:
-        """Whether to ask the router again after EXCLUDED_RETRY_S although it returned `error`.
-
-        The router may lack workers that this frontend has, with an open circuit.
-        """
+        """Whether to ask the router again after EXCLUDED_RETRY_S although it returned `error`. The
+        router may lack workers that this frontend has, with an open circuit."""
         return isinstance(error, Unavailable) and bool(self._open_circuits) and self._take_wait()
 
     def _take_wait(self) -> bool:

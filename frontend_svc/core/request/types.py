@@ -58,13 +58,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class RoutingDecision:
-    """The router's decision, as far as the machine needs it.
-
-    worker_id, dp_rank, address: where the whole request, or its decode, runs; see Placement.
-    prefill: where its prefill runs, None when it is not split. bootstrap: how prefill and decode
-    connect; None: prefill completes first. is_unrouted: decided without a router and without a
-    prediction.
-    """
+    """The router's decision, as far as the machine needs it. worker_id, dp_rank, address: where the
+    whole request, or its decode, runs; see Placement. prefill: where its prefill runs, None when it
+    is not split. bootstrap: how prefill and decode connect; None: prefill completes first.
+    is_unrouted: decided without a router and without a prediction."""
 
     worker_id: int
     dp_rank: int = 0
@@ -79,11 +76,8 @@ class RoutingDecision:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """How a request ended.
-
-    error: why it failed, None on success. usage: as reported to the client. worker_ids: the workers
-    that received it, in order.
-    """
+    """How a request ended. error: why it failed, None on success. usage: as reported to the client.
+    worker_ids: the workers that received it, in order."""
 
     finish_reason: FinishReason | None
     error: MeshError | None

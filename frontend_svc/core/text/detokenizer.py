@@ -25,7 +25,6 @@ import re
 from codecs import utf_8_decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
@@ -41,18 +40,11 @@ class UnsupportedTokenizer(ValueError):
     """A table cannot decode this tokenizer; the message names the unsupported part."""
 
 
-class TokenizerKind(Enum):
-    """Representation of bytes that are not valid UTF-8."""
-
-    BYTE_LEVEL = "byte_level"  # one U+FFFD per maximal invalid part (WHATWG)
-    BYTE_FALLBACK = "byte_fallback"  # one U+FFFD per byte
-
-
 @dataclass(frozen=True, slots=True)
 class _Decoder:
     """The decoder section of a tokenizer.json, as far as a table supports it."""
 
-    kind: TokenizerKind
+    is_byte_level: bool
     replacements: tuple[tuple[str, str], ...] = ()
     strip: str = ""  # character removed from the start of the text, ...
     strip_count: int = 0  # ... at most this many times
@@ -62,16 +54,15 @@ class _Decoder:
 class Vocabulary:
     """Bytes and texts of all token ids, shared by all requests of a model.
 
-    raw: id -> bytes. texts: id -> str for tokens that are complete characters, "" for special
-    tokens; missing ids depend on their neighbours, or are unknown. texts_with_special: the same
-    with the texts of special tokens. fallback_bytes: ids that are one byte of a byte-fallback
-    tokenizer. strip: character removed from the start of a text, at most strip_count times.
+    is_byte_level: else byte-fallback. raw: id -> bytes. texts: id -> str for tokens that are
+    complete characters, "" for special tokens; missing ids depend on their neighbours, or are
+    unknown. fallback_bytes: ids that are one byte of a byte-fallback tokenizer. strip: character
+    removed from the start of a text, at most strip_count times.
     """
 
-    kind: TokenizerKind
+    is_byte_level: bool
     raw: Mapping[int, bytes]
     texts: Mapping[int, str]
-    texts_with_special: Mapping[int, str]
     special_ids: frozenset[int]
     fallback_bytes: frozenset[int]
     strip: str
@@ -79,11 +70,8 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer_json(cls, raw: str | bytes) -> Vocabulary:
-        """Reads the text of a `tokenizer.json`.
-
-        Raises UnsupportedTokenizer if it is not one, or if its decoder is neither byte-level nor
-        byte-fallback.
-        """
+        """Reads the text of a `tokenizer.json`. Raises UnsupportedTokenizer if it is not one, or if
+        its decoder is neither byte-level nor byte-fallback."""
         spec = _parse_spec(raw)
         decoder = _read_decoder(spec.get("decoder"))
         try:
@@ -92,12 +80,10 @@ class Vocabulary:
         except (LookupError, TypeError, AttributeError, UnicodeError) as error:
             raise UnsupportedTokenizer(f"vocab or added_tokens: {error!r}") from error
         special = frozenset(i for i, token in tokens.items() if token in special_contents)
-        full_texts = dict(_complete_texts(table))
         return cls(
-            kind=decoder.kind,
+            is_byte_level=decoder.is_byte_level,
             raw=table,
-            texts=full_texts | dict.fromkeys(special, ""),
-            texts_with_special=full_texts,
+            texts=dict(_complete_texts(table)) | dict.fromkeys(special, ""),
             special_ids=special,
             fallback_bytes=fallback_ids,
             strip=decoder.strip,
@@ -108,31 +94,12 @@ class Vocabulary:
 class Detokenizer:
     """Converts the ids of one response to text; see the module for its invariants."""
 
-    __slots__ = (
-        "_in_invalid_run",
-        "_is_stateless",
-        "_lookup",
-        "_pending",
-        "_skipped_ids",
-        "_strip_left",
-        "_texts",
-        "_vocabulary",
-    )
-
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        *,
-        skip_special_tokens: bool = True,
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._texts = vocabulary.texts if skip_special_tokens else vocabulary.texts_with_special
-        self._lookup: Callable[[int], str] = self._texts.__getitem__
-        self._skipped_ids = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
+        self._lookup: Callable[[int], str] = vocabulary.texts.__getitem__
         self._pending = b""  # bytes of an incomplete character
-        self._in_invalid_run = (
-            False  # inside a run of byte tokens with an invalid byte (byte-fallback)
-        )
+        # Inside a run of byte tokens with an invalid byte (byte-fallback).
+        self._in_invalid_run = False
         self._strip_left = vocabulary.strip_count
         self._is_stateless = not self._strip_left  # no token depends on the tokens before it
 
@@ -149,19 +116,21 @@ class Detokenizer:
         """The rest after the last token: U+FFFD for bytes of an incomplete character."""
         pending, self._pending = self._pending, b""
         self._in_invalid_run = False
-        if self._vocabulary.kind is TokenizerKind.BYTE_FALLBACK:
-            return REPLACEMENT * len(pending)
-        return pending.decode("utf-8", "replace")
+        if self._vocabulary.is_byte_level:
+            # One U+FFFD per maximal invalid part (WHATWG).
+            return pending.decode("utf-8", "replace")
+        return REPLACEMENT * len(pending)  # one U+FFFD per byte
 
     def _feed_stateful(self, token_ids: Sequence[int]) -> list[str]:
-        byte_level = self._vocabulary.kind is TokenizerKind.BYTE_LEVEL
-        join = self._join_byte_level if byte_level else self._join_fallback
+        is_byte_level = self._vocabulary.is_byte_level
+        join = self._join_byte_level if is_byte_level else self._join_fallback
         pieces = []
         for token_id in token_ids:
-            text = self._texts.get(token_id)
+            text = self._vocabulary.texts.get(token_id)
             if text is None or self._pending or self._in_invalid_run:
                 # A skipped or unknown token does not end the character around it.
-                raw = None if token_id in self._skipped_ids else self._vocabulary.raw.get(token_id)
+                is_special = token_id in self._vocabulary.special_ids
+                raw = None if is_special else self._vocabulary.raw.get(token_id)
                 text = "" if raw is None else join(token_id, raw)
             pieces.append(text)
         if self._strip_left:
@@ -211,23 +180,18 @@ class Detokenizer:
 class TokenDecoder(Protocol):
     """The method of `tokenizers.Tokenizer` that StreamDetokenizer calls."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class StreamDetokenizer:
-    """The interface of `Detokenizer` for any tokenizer, at about a microsecond per token.
+    """The interface of `Detokenizer` for any tokenizer, at about a microsecond per token. Decodes a
+    window with and without the new tokens, and returns the difference once it does not end in
+    U+FFFD, or after `WITHHELD_TOKENS_MAX` tokens. (`DecodeStream` of `tokenizers` is similar and
+    faster, but cannot return withheld text at the end, and withholds without limit.) Exact if the
+    text is valid UTF-8 and the decoding of a window does not depend on the text before it."""
 
-    Decodes a window with and without the new tokens, and returns the difference once it does not
-    end in U+FFFD, or after `WITHHELD_TOKENS_MAX` tokens. (`DecodeStream` of `tokenizers` is similar
-    and faster, but cannot return withheld text at the end, and withholds without limit.) Exact if
-    the text is valid UTF-8 and the decoding of a window does not depend on the text before it.
-    """
-
-    __slots__ = ("_prefix_ids", "_prefix_text", "_skip_special", "_tokenizer", "_withheld_ids")
-
-    def __init__(self, tokenizer: TokenDecoder, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: TokenDecoder) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special_tokens
         self._prefix_ids: list[int] = []  # the last tokens with returned text
         self._prefix_text = ""
         self._withheld_ids: list[int] = []
@@ -265,7 +229,7 @@ class StreamDetokenizer:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+        return self._tokenizer.decode(ids)
 
 
 def _parse_spec(raw: str | bytes) -> dict[str, Any]:
@@ -284,14 +248,13 @@ def _read_decoder(spec: Any) -> _Decoder:
     # The steps process tokens until Fuse joins them, so their order matters.
     order = " ".join(str(step.get("type")) for step in steps)
     if re.fullmatch(r"ByteLevel( Fuse)?", order):
-        return _Decoder(TokenizerKind.BYTE_LEVEL)
+        return _Decoder(is_byte_level=True)
     if not re.fullmatch(r"(Replace )*ByteFallback( Fuse( Strip)?)?", order):
-        raise UnsupportedTokenizer(
-            f"decoder: {order} is neither ByteLevel nor Replace, ByteFallback, Fuse, Strip"
-        )
+        text = f"decoder: {order} is neither ByteLevel nor Replace, ByteFallback, Fuse, Strip"
+        raise UnsupportedTokenizer(text)
     replacements = tuple(_read_replacement(step) for step in steps if step["type"] == "Replace")
     strip, strip_count = _read_strip(steps[-1]) if order.endswith("Strip") else ("", 0)
-    return _Decoder(TokenizerKind.BYTE_FALLBACK, replacements, strip, strip_count)
+    return _Decoder(False, replacements, strip, strip_count)
 
 
 def _decoder_steps(spec: Any) -> list[dict[str, Any]]:
@@ -340,23 +303,18 @@ def _read_tokens(spec: dict[str, Any]) -> tuple[dict[int, str], frozenset[str]]:
     for entry in spec.get("added_tokens") or []:
         content = entry["content"]
         if content not in added:
-            added[content] = ids.get(content, _next_added_id(added, len(tokens)))
+            # The library assigns the id of a new token and ignores the id in the file.
+            next_id = max(len(tokens), max(added.values(), default=-1) + 1)
+            added[content] = ids.get(content, next_id)
         if entry.get("special"):
             special.add(content)
     tokens.update((token_id, content) for content, token_id in added.items())
     return tokens, frozenset(special)
 
 
-def _next_added_id(added: Mapping[str, int], vocab_size: int) -> int:
-    """The id of a new token: the library assigns it and ignores the id in the file."""
-    return max(vocab_size, max(added.values(), default=-1) + 1)
-
-
 def _byte_alphabet() -> dict[int, int]:
     """Byte-level BPE's characters for bytes (GPT-2), as a translation to Latin-1 code points.
-
-    Printable Latin-1 characters are unchanged; the other bytes are U+0100 and up, in order.
-    """
+    Printable Latin-1 characters are unchanged; the other bytes are U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     # Characters outside the alphabet must not become bytes: map them beyond Latin-1.
@@ -378,7 +336,7 @@ def _read_bytes(
     tokens: Mapping[int, str], decoder: _Decoder
 ) -> tuple[dict[int, bytes], frozenset[int]]:
     """Id -> bytes, and the ids that are one byte of a byte-fallback tokenizer."""
-    if decoder.kind is TokenizerKind.BYTE_LEVEL:
+    if decoder.is_byte_level:
         return {i: _byte_level_bytes(token) for i, token in tokens.items()}, frozenset()
     table: dict[int, bytes] = {}
     fallback_ids = set()

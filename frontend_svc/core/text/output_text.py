@@ -11,21 +11,13 @@ from frontend_svc.core.text.stop_strings import StopStringMatcher
 class DetokenizerLike(Protocol):
     """Detokenizer or StreamDetokenizer."""
 
-    def feed(self, token_ids: Sequence[int]) -> list[str]:
-        """One text piece per token."""
-
-    def finish(self) -> str:
-        """The rest of the text."""
+    def feed(self, token_ids: Sequence[int]) -> list[str]: ...
+    def finish(self) -> str: ...
 
 
 class TextStream:
-    """The text of one response.
-
-    consumed: tokens of the response, without those after a stop string. matched_stop: the stop
-    string that ended the response, or None.
-    """
-
-    __slots__ = ("_detokenizer", "_stop_matcher", "consumed", "matched_stop")
+    """The text of one response. consumed: tokens of the response, without those after a stop
+    string. matched_stop: the stop string that ended the response, or None."""
 
     def __init__(self, detokenizer: DetokenizerLike, stop_strings: Sequence[str]) -> None:
         self._detokenizer = detokenizer
@@ -58,8 +50,6 @@ class TextStream:
         tail = self._detokenizer.finish()
         if self._stop_matcher is None:
             return tail
-        match_step = self._stop_matcher.feed(tail) if tail else None
-        if match_step is not None and match_step.matched is not None:
-            self.matched_stop = match_step.matched
-            return match_step.emit
-        return (match_step.emit if match_step is not None else "") + self._stop_matcher.finish()
+        match_step = self._stop_matcher.feed(tail)
+        self.matched_stop = match_step.matched
+        return match_step.emit + self._stop_matcher.finish()

@@ -54,11 +54,8 @@ class MessageShape:
 
 class ChatTemplate:
     """The compiled chat template of a model. Raises TemplateError if the source is invalid Jinja.
-
-    bos_token, eos_token: None if the tokenizer has none; they are then undefined in the template.
-    """
-
-    __slots__ = ("_template", "_tokens", "shape")
+    bos_token, eos_token: None if the tokenizer has none; they are then undefined in the
+    template."""
 
     def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
         tokens = {"bos_token": bos_token, "eos_token": eos_token}
@@ -73,18 +70,13 @@ class ChatTemplate:
         self,
         messages: Sequence[TemplateMessage],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         now: datetime,
     ) -> str:
-        """The prompt text.
-
-        template_kwargs: more variables of the template (for example `enable_thinking`). now: the
-        time that `strftime_now` formats. Raises TemplateError if the template refuses the messages
-        (`raise_exception`) or fails, for content that is not text, and for `template_kwargs` that
-        would replace an argument.
-        """
+        """The prompt text. template_kwargs: more variables of the template (for example
+        `enable_thinking`). now: the time that `strftime_now` formats. Raises TemplateError if the
+        template refuses the messages (`raise_exception`) or fails, for content that is not text,
+        and for `template_kwargs` that would replace an argument."""
         extra = template_kwargs or {}
         for name in _RESERVED_KWARGS:
             if name in extra:
@@ -92,8 +84,8 @@ class ChatTemplate:
         variables: dict[str, Any] = {
             "documents": None,
             **extra,
-            "tools": list(tools) if tools else None,
-            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "add_generation_prompt": True,
         }
         return self._render(normalise_messages(messages, self.shape), variables, now)
 
@@ -116,81 +108,41 @@ class ChatTemplate:
 def normalise_messages(
     messages: Sequence[TemplateMessage], shape: MessageShape | None = None
 ) -> list[dict[str, Any]]:
-    """Copies of `messages` in the format of a template (default: plain strings).
-
-    Null values are omitted, since templates test for the presence of keys; null or missing content
-    becomes "". Raises TemplateError with the field for messages without a role, parts that are not
-    text, and tool call arguments that are not a JSON object.
-    """
+    """Copies of validated `messages` in the format of a template (default: plain strings). Null
+    values are omitted, since templates test for the presence of keys; null content becomes "".
+    Raises TemplateError with the field for tool call arguments that are not a JSON object."""
     shape = shape or MessageShape()
-    return [
-        _normalise_message(message, f"messages[{index}]", shape)
-        for index, message in enumerate(messages)
-    ]
-
-
-def _normalise_message(message: TemplateMessage, field: str, shape: MessageShape) -> dict[str, Any]:
-    if not isinstance(message.get("role"), str):
-        raise TemplateError(f"{field}.role: missing, or not a string")
-    normalised = {key: value for key, value in message.items() if value is not None}
-    normalised["content"] = _normalise_content(message.get("content"), f"{field}.content", shape)
-    if "tool_calls" in normalised:
-        calls = normalised["tool_calls"]
-        if not isinstance(calls, list):
-            raise TemplateError(f"{field}.tool_calls: not a list")
-        normalised["tool_calls"] = [
-            _normalise_call(call, f"{field}.tool_calls[{index}]", shape)
-            for index, call in enumerate(calls)
-        ]
+    normalised = []
+    for index, message in enumerate(messages):
+        copy = {key: value for key, value in message.items() if value is not None}
+        copy["content"] = _normalise_content(message.get("content"), shape)
+        if "tool_calls" in copy:
+            copy["tool_calls"] = [
+                _normalise_call(call, f"messages[{index}].tool_calls[{number}]", shape)
+                for number, call in enumerate(copy["tool_calls"])
+            ]
+        normalised.append(copy)
     return normalised
 
 
-def _normalise_content(content: Any, field: str, shape: MessageShape) -> str | list[dict[str, str]]:
-    match content:
-        case None:
-            texts = [""]
-        case str():
-            texts = [content]
-        case list():
-            texts = [_part_text(part, f"{field}[{i}]") for i, part in enumerate(content)]
-        case _:
-            raise TemplateError(f"{field}: neither a string nor a list of parts")
-    as_parts = shape.part_content and (isinstance(content, list) or not shape.text_content)
-    if as_parts:
+def _normalise_content(content: Any, shape: MessageShape) -> str | list[dict[str, str]]:
+    is_list = isinstance(content, list)
+    texts = [part["text"] for part in content] if is_list else [content or ""]
+    if shape.part_content and (is_list or not shape.text_content):
         return [{"type": "text", "text": text} for text in texts]
     return PART_SEPARATOR.join(texts)
 
 
-def _part_text(part: Any, field: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind != "text":
-        raise TemplateError(f"{field}: part of type {kind!r}; this model supports only text parts")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise TemplateError(f"{field}.text: missing, or not a string")
-    return text
-
-
 def _normalise_call(call: Any, field: str, shape: MessageShape) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise TemplateError(f"{field}.function: missing, or not an object")
-    arguments = _arguments_object(function.get("arguments"), f"{field}.function.arguments")
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError) as error:
+        raise TemplateError(f"{field}.function.arguments: not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise TemplateError(f"{field}.function.arguments: not a JSON object")
     formatted_arguments = _to_json(arguments) if shape.text_arguments else arguments
     return {**call, "function": {**function, "arguments": formatted_arguments}}
-
-
-def _arguments_object(arguments: Any, field: str) -> dict[str, Any]:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise TemplateError(f"{field}: not JSON: {error}") from error
-    if arguments is None:
-        return {}
-    if not isinstance(arguments, Mapping):
-        raise TemplateError(f"{field}: not a JSON object")
-    return dict(arguments)
 
 
 class _GenerationBlocks(Extension):

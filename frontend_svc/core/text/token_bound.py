@@ -20,10 +20,8 @@ _BYTE_VALUES = 256
 
 
 def max_bytes_per_token(tokenizer_json: str | bytes) -> int | None:
-    """Maximum number of bytes of a text per token; None if unknown.
-
-    Raises ValueError if the text is not JSON.
-    """
+    """Maximum number of bytes of a text per token; None if unknown. Raises ValueError if the text
+    is not JSON."""
     spec = json.loads(tokenizer_json)
     try:
         return _max_bytes_per_token(spec)
@@ -77,7 +75,6 @@ def _shrink_factor(normalizer: Any) -> int | None:
 
 
 def _is_lossless(step: Any) -> bool:
-    """Whether a pre-tokenizer keeps all text."""
     match step:
         case {"type": "ByteLevel" | "Metaspace" | "Digits"}:
             return True

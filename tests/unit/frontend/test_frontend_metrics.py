@@ -20,7 +20,6 @@ from frontend_svc.metrics import families
 from frontend_svc.metrics.collectors import (
     ModelConfigCollector,
     ResilienceCollector,
-    ResilienceStats,
 )
 from frontend_svc.metrics.families import (
     DURATION_BUCKETS_S,
@@ -650,17 +649,9 @@ def test_advertised_sizes_are_gauges_and_missing_ones_have_no_sample() -> None:
 
 
 def test_resilience_stats_are_read_at_each_scrape() -> None:
-    counts = dict.fromkeys(
-        ("retries", "retries_refused", "migrations_active", "migrations_waiting"), 0
-    )
     unrouted = 0
     registry = CollectorRegistry()
-    registry.register(
-        ResilienceCollector(
-            lambda: ResilienceStats(stalled_s=0.0, unrouted=unrouted, excluded_workers=1, **counts),
-            "p",
-        )
-    )
+    registry.register(ResilienceCollector(lambda: (0.0, 0, 0, unrouted, 0, 0, 1), "p"))
     for unrouted in (3, 7):
         assert registry.get_sample_value("p_unrouted_total") == unrouted
         assert registry.get_sample_value("p_excluded_workers") == 1

@@ -21,10 +21,9 @@ from frontend_svc.core.openai.errors import http_error
 from frontend_svc.core.openai.parsing import parse_chat, parse_completion
 from frontend_svc.core.openai.preprocessing import to_preprocessed
 from frontend_svc.core.openai.responses import (
-    chat_completion,
+    completion_json,
     model_list,
     model_object,
-    text_completion,
 )
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 
@@ -413,7 +412,7 @@ def test_every_kind_of_message_reaches_the_template_unchanged() -> None:
 
 
 def test_an_assistant_message_may_be_returned_as_the_sdk_serialises_it() -> None:
-    response = chat_completion("chatcmpl-1", "m", 1, "hello", "stop", USAGE)
+    response = completion_json("chatcmpl-1", "m", 1, "hello", "stop", USAGE, is_chat=True)
     dumped = ChatCompletion.model_validate_json(response).choices[0].message.model_dump()
     assert "annotations" in dumped
     request = chat(messages=[*HI, dumped, *HI])
@@ -659,7 +658,7 @@ def test_n_above_one_is_refused_by_name() -> None:
 
 
 def test_a_chat_completion_has_the_types_of_the_sdk() -> None:
-    body = chat_completion("chatcmpl-1", "m", 1_700_000_000, 'a "b"', "length", USAGE)
+    body = completion_json("chatcmpl-1", "m", 1_700_000_000, 'a "b"', "length", USAGE, is_chat=True)
     response = ChatCompletion.model_validate_json(body, strict=True)
     assert (response.id, response.object, response.created) == (
         "chatcmpl-1",
@@ -674,7 +673,9 @@ def test_a_chat_completion_has_the_types_of_the_sdk() -> None:
 
 
 def test_a_text_completion_has_the_types_of_the_sdk() -> None:
-    body = text_completion("cmpl-1", "m", 1_700_000_000, "text", "stop", CompletionUsage(1, 2, 3))
+    body = completion_json(
+        "cmpl-1", "m", 1_700_000_000, "text", "stop", CompletionUsage(1, 2, 3), is_chat=False
+    )
     response = Completion.model_validate_json(body, strict=True)
     assert (response.id, response.object) == ("cmpl-1", "text_completion")
     assert (response.choices[0].text, response.choices[0].finish_reason) == ("text", "stop")

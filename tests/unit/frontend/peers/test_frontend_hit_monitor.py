@@ -103,9 +103,9 @@ def test_the_prediction_for_a_pair_counts_for_the_prefill_rank() -> None:
     monitor, _ = monitored(instance(WORKER), instance(PREFILL))
     placed = RoutingDecision(WORKER, prefill=Placement(PREFILL, 1), predicted_cached_tokens=64)
     monitor.on_request_end(outcome(0, 64, placed=placed))
-    (one,) = monitor.drift_stats()
-    assert one.stats.source == (PREFILL, 1)
-    assert (one.worker, one.dp_rank) == (str(PREFILL), 1)
+    ((labels, stats),) = monitor.drift_stats()
+    assert stats.source == (PREFILL, 1)
+    assert labels[1:] == (str(PREFILL), "1")
 
 
 def test_drift_metrics_are_by_worker_and_end_with_it() -> None:

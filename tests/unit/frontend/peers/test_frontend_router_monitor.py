@@ -80,7 +80,7 @@ def test_a_router_that_keeps_reporting_a_served_model_unknown_is_left_now_and_th
     assert report(0.9) == pytest.approx(REQUERY_DELAY_S)
     assert not must_leave(1.0)
     assert must_leave(1.0 + STALE_ROUTER_AFTER_S)
-    monitor.stale_router_left(at(2.0))
+    monitor.left_stale_router_at = 2.0
     monitor.session_opening(at(2.0))
     now = 2.0
     while now + STALE_ROUTER_AFTER_S < 2.0 + AVOID_FAILED_ROUTER_S:

@@ -606,7 +606,7 @@ def test_a_request_for_zero_tokens_is_complete_only_after_the_workers_terminal()
 )
 def test_a_response_with_all_its_state_in_tokens_can_migrate(sampling: dict[str, Any]) -> None:
     one = replace(plan().request, sampling_options=SamplingOptions(**sampling))
-    assert migration_blockers(one) == ""
+    assert migration_blockers(replace(plan(), request=one)) == ""
 
 
 @pytest.mark.parametrize(
@@ -624,18 +624,26 @@ def test_a_response_with_all_its_state_in_tokens_can_migrate(sampling: dict[str,
 def test_a_response_with_state_outside_its_tokens_cannot_migrate(sampling: dict[str, Any]) -> None:
     one = replace(plan().request, sampling_options=SamplingOptions(**sampling))
     (named,) = sampling
-    assert migration_blockers(one) == named.replace("guided_decoding", "guided decoding")
+    assert migration_blockers(replace(plan(), request=one)) == named.replace(
+        "guided_decoding", "guided decoding"
+    )
 
 
 def test_a_prompt_of_embeddings_cannot_migrate() -> None:
-    assert migration_blockers(replace(plan().request, prompt_embeds="AA==")) == "prompt_embeds"
+    assert (
+        migration_blockers(replace(plan(), request=replace(plan().request, prompt_embeds="AA==")))
+        == "prompt_embeds"
+    )
 
 
 @pytest.mark.parametrize("name", ["logits_processors", "custom_logit_processor"])
 def test_a_custom_logits_processor_cannot_migrate(name: str) -> None:
     one = replace(plan().request, extra_args={name: "module:Class"})
-    assert "processor" in migration_blockers(one)
-    assert migration_blockers(replace(one, extra_args={"chunked": True})) == ""
+    assert "processor" in migration_blockers(replace(plan(), request=one))
+    assert (
+        migration_blockers(replace(plan(), request=replace(one, extra_args={"chunked": True})))
+        == ""
+    )
 
 
 def test_the_error_names_what_prevents_a_migration() -> None:

@@ -17,10 +17,12 @@ from tests.sim.loop import run_virtually
 DONE = RequestOutcome(FinishReason.STOP, None, usage(1, 1), 1, (7,), None)
 
 
-def new_response() -> ResponseBuffer:
+def new_response(
+    fail: Callable[[MeshError, str], None] = lambda error, reason: None,
+) -> ResponseBuffer:
     clock = asyncio.get_running_loop().time
     state = DeploymentState(lambda: ("m",), clock=clock)
-    return ResponseBuffer(state.begin("m", Endpoint.COMPLETIONS, True), clock)
+    return ResponseBuffer(state.begin("m", Endpoint.COMPLETIONS, True), clock, fail)
 
 
 def later(after_s: float, what: Callable[[], None]) -> None:
@@ -86,25 +88,17 @@ def test_an_ended_response_leaves_no_timer() -> None:
     run_virtually(main())
 
 
-class RequestHandle:
-    def __init__(self) -> None:
-        self.why = ""
-
-    def fail(self, error: MeshError, reason: str) -> None:
-        self.why = reason
-
-
 @pytest.mark.parametrize("kind", ["tokens", "chunks"])
 def test_the_unread_tokens_of_a_client_are_bounded(kind: str) -> None:
     async def main() -> None:
-        response, handle = new_response(), RequestHandle()
-        response.handle = handle  # type: ignore[assignment]  # the only attribute used
+        reasons: list[str] = []
+        response = new_response(lambda error, reason: reasons.append(reason))
         most = UNREAD_TOKENS_MAX if kind == "tokens" else UNREAD_TOKENS_MAX // TOKENS_PER_CHUNK
         for _ in range(most):
             response.tokens([1], ()) if kind == "tokens" else response.chunk(b"{}")
-        assert handle.why == ""
+        assert reasons == []
         response.tokens([1], ()) if kind == "tokens" else response.chunk(b"{}")
-        assert handle.why == "slow_reader"
+        assert reasons == ["slow_reader"]
 
     run_virtually(main())
 

@@ -92,13 +92,13 @@ def streamed(
     return "".join(pieces) + detokenizer.finish()
 
 
-def expected_fallback(ids: Sequence[int], skip: bool) -> str:
+def expected_fallback(ids: Sequence[int]) -> str:
     """The tokenizer's decoding, with complete characters before a run's first invalid byte."""
     parts: list[str] = []
     run = b""
     for token_id in [*ids, None]:
         token = None if token_id is None else FALLBACK.id_to_token(token_id)
-        if token_id is not None and (token is None or (skip and token_id == BOS)):
+        if token_id is not None and (token is None or token_id == BOS):
             continue
         byte = 10 if token == "<0x+A>" else token_id
         if byte is not None and byte < 256:
@@ -125,23 +125,23 @@ fallback_ids = st.lists(
 
 
 @settings(max_examples=200)
-@given(ids=sim_ids, cuts=positions, skip=st.booleans())
+@given(ids=sim_ids, cuts=positions)
 def test_joined_pieces_equal_the_decoding_of_the_sim_tokenizer(
-    ids: list[int], cuts: list[int], skip: bool
+    ids: list[int], cuts: list[int]
 ) -> None:
-    detokenizer = Detokenizer(SIM_VOCABULARY, skip_special_tokens=skip)
+    detokenizer = Detokenizer(SIM_VOCABULARY)
 
-    assert streamed(detokenizer, ids, cuts) == SIM.decode(ids, skip_special_tokens=skip)
+    assert streamed(detokenizer, ids, cuts) == SIM.decode(ids)
 
 
 @settings(max_examples=200)
-@given(ids=byte_ids, cuts=positions, skip=st.booleans())
+@given(ids=byte_ids, cuts=positions)
 def test_invalid_utf8_is_replaced_like_in_the_byte_level_decoder(
-    ids: list[int], cuts: list[int], skip: bool
+    ids: list[int], cuts: list[int]
 ) -> None:
-    detokenizer = Detokenizer(BYTES_VOCABULARY, skip_special_tokens=skip)
+    detokenizer = Detokenizer(BYTES_VOCABULARY)
 
-    assert streamed(detokenizer, ids, cuts) == BYTES.decode(ids, skip_special_tokens=skip)
+    assert streamed(detokenizer, ids, cuts) == BYTES.decode(ids)
 
 
 @settings(max_examples=200)
@@ -152,13 +152,13 @@ def test_python_and_the_tokenizer_agree_on_every_maximal_invalid_part(raw: list[
 
 
 @settings(max_examples=200)
-@given(ids=fallback_ids, cuts=positions, skip=st.booleans())
+@given(ids=fallback_ids, cuts=positions)
 def test_byte_fallback_equals_the_tokenizer_except_for_characters_already_sent(
-    ids: list[int], cuts: list[int], skip: bool
+    ids: list[int], cuts: list[int]
 ) -> None:
-    detokenizer = Detokenizer(FALLBACK_VOCABULARY, skip_special_tokens=skip)
+    detokenizer = Detokenizer(FALLBACK_VOCABULARY)
 
-    assert streamed(detokenizer, ids, cuts) == expected_fallback(ids, skip)
+    assert streamed(detokenizer, ids, cuts) == expected_fallback(ids)
 
 
 @settings(max_examples=200)
@@ -170,15 +170,14 @@ def test_byte_fallback_equals_the_tokenizer_except_for_characters_already_sent(
         max_size=8,
     ),
     cuts=positions,
-    skip=st.booleans(),
 )
 def test_byte_fallback_is_exact_unless_a_run_becomes_invalid_after_a_complete_character(
-    parts: list[list[int]], cuts: list[int], skip: bool
+    parts: list[list[int]], cuts: list[int]
 ) -> None:
     ids = [token_id for part in parts for token_id in [*part, 260]]
-    detokenizer = Detokenizer(FALLBACK_VOCABULARY, skip_special_tokens=skip)
+    detokenizer = Detokenizer(FALLBACK_VOCABULARY)
 
-    assert streamed(detokenizer, ids, cuts) == FALLBACK.decode(ids, skip_special_tokens=skip)
+    assert streamed(detokenizer, ids, cuts) == FALLBACK.decode(ids)
 
 
 def test_characters_before_the_first_invalid_byte_of_a_run_are_kept() -> None:
@@ -215,13 +214,6 @@ def test_a_skipped_special_token_does_not_end_the_character_around_it() -> None:
 
     assert Detokenizer(BYTES_VOCABULARY).feed([0xC3, end, 0xA9]) == ["", "", "é"]
     assert Detokenizer(FALLBACK_VOCABULARY).feed([0xC3, BOS, 0xA9]) == ["", "", "é"]
-
-
-def test_special_tokens_have_text_on_request() -> None:
-    end = id_of(SIM, "<|im_end|>")
-
-    assert Detokenizer(SIM_VOCABULARY).feed([end]) == [""]
-    assert Detokenizer(SIM_VOCABULARY, skip_special_tokens=False).feed([end]) == ["<|im_end|>"]
 
 
 def test_unknown_ids_have_no_text_and_no_bytes() -> None:

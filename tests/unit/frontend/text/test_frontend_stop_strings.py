@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,11 +117,6 @@ def test_without_stop_strings_the_matcher_returns_the_text() -> None:
 
     assert matcher.feed(text).emit is text
     assert matcher.finish() == ""
-
-
-def test_an_empty_stop_string_is_refused_with_its_index() -> None:
-    with pytest.raises(ValueError, match=r"stop\[1\]"):
-        StopStringMatcher(["a", ""])
 
 
 def test_time_is_linear_for_a_long_periodic_stop_string() -> None:
