@@ -74,6 +74,9 @@ ABANDONED_AFTER_S = 60.0
 _ENTRY_NAME = re.compile(r"[0-9a-f]{16}\.json")
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 
+# An entry may be replaced this often during one attempt to open it.
+OPEN_ATTEMPTS_MAX = 16
+
 LOG = structlog.get_logger(__name__)
 
 
@@ -383,7 +386,7 @@ class _NamespaceView:
         """Load the file under `name` if its owner lives, else remove it; returns which."""
         path = self.directory / name
         try:
-            while True:
+            for _ in range(OPEN_ATTEMPTS_MAX):
                 fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
                 if is_locked(fd):
                     entry = self._read_entry(name, fd)
@@ -406,6 +409,7 @@ class _NamespaceView:
         except OSError as error:
             self._warn_once(name, "registry_entry_unreadable", error)
             return False
+        return name in self.entries  # The owner updates it all the time: it lives.
 
     def _read_entry(self, name: str, fd: int) -> _Entry:
         inode = os.fstat(fd).st_ino
