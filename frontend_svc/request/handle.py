@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from random import Random
+from typing import Protocol
 
 from common.errors import MeshError, NotFound, Unavailable, UnknownModel, WorkerLost
 from common.request.preprocessed import PreprocessedRequest, TokenLogprob
@@ -14,21 +15,42 @@ from common.request.token_stream import LegRequest
 from frontend_svc.core.peers.placement_query import UNKNOWN_ADAPTER, PlacementKey, Query
 from frontend_svc.core.request.machine import Leg, RequestMachine
 from frontend_svc.core.request.output_blocks import OutputBlockCounter
-from frontend_svc.core.request.retry_policy import EXCLUDED_RETRY_S, ExclusionPolicy, Permit
+from frontend_svc.core.request.retry_policy import (
+    EXCLUDED_RETRY_S,
+    ExclusionPolicy,
+    MigrationLimiter,
+    Permit,
+    RetryBudget,
+)
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
 from frontend_svc.models.catalog import no_worker_error
 from frontend_svc.request.local_placement import adapter_of
-from frontend_svc.request.ports import AbortHandle, ChunkSink, ResponseSink
+from frontend_svc.request.ports import AbortHandle, ChunkSink, ResponseSink, RouterPort, WorkerPort
+from frontend_svc.request.worker_pool import WorkerPool
 
-if TYPE_CHECKING:  # it imports this module
-    from frontend_svc.request.gateway import Gateway
+
+class SharedParts(Protocol):
+    """What all requests of a frontend share; `Gateway` provides it."""
+
+    router: RouterPort
+    workers: WorkerPort
+    pool: WorkerPool
+    rng: Random
+    retries: RetryBudget
+    migrations: MigrationLimiter[RequestHandle]
+
+    def stalled_s(self) -> float: ...
+
+    def silent_s(self, worker_id: int, /) -> float: ...
+
+    def closed(self, handle: RequestHandle) -> None: ...
 
 
 class RequestHandle:
     """An open request: the ports of its machine, and the handle that its owner keeps."""
 
     def __init__(
-        self, gateway: Gateway, plan: RequestPlan, query: Query, sink: ResponseSink
+        self, gateway: SharedParts, plan: RequestPlan, query: Query, sink: ResponseSink
     ) -> None:
         self._gateway = gateway
         self._query = query = _with_request_hints(query, plan.request)

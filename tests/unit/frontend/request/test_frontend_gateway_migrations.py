@@ -14,8 +14,9 @@ from frontend_svc.core.openai.errors import http_error
 from frontend_svc.core.peers.placement_query import PlacementKey, Query
 from frontend_svc.core.request.retry_policy import MigrationLimiter
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
-from frontend_svc.request.gateway import Gateway, WorkerPool
+from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.worker_pool import WorkerPool
 from tests.sim.loop import run_virtually
 
 MODEL = "model"

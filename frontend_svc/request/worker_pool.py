@@ -1,0 +1,46 @@
+"""The workers that serve a model, from the snapshot of members and the open circuits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+from common.registry.instances import Snapshot
+from frontend_svc.core.models.adapters import serving
+from frontend_svc.request.ports import WorkerPort
+
+
+class WorkerPool:
+    """Answers which workers serve a model. snapshot: returns the current members of the mesh.
+    recently_left: workers that have left the mesh; None: a worker that is not in the snapshot is
+    never contacted."""
+
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        workers: WorkerPort,
+        recently_left: Container[int] | None = None,
+    ) -> None:
+        self._snapshot = snapshot
+        self._workers = workers
+        self._recently_left = recently_left
+
+    def members(self, model: str, adapter: str = "") -> tuple[frozenset[int], frozenset[int]]:
+        """Workers that serve a model, and those among them with an open circuit. adapter: only
+        workers that have it; "" is the model itself."""
+        pool = frozenset(i.id for i in serving(self._snapshot().serving(model), adapter))
+        return pool, self._workers.excluded_workers(pool)
+
+    def count_available(self, model: str, adapter: str = "") -> int:
+        """Number of workers that compute prompts and have a closed circuit; see `members`."""
+        serving_workers = serving(self._snapshot().serving(model), adapter)
+        eligible = [i.id for i in serving_workers if i.role != "decode"]
+        return len(eligible) - len(self._workers.excluded_workers(eligible))
+
+    def address(self, worker_id: int, routers_address: str) -> str:
+        """Address of a worker, "" if it has left. routers_address: used for a worker that discovery
+        does not show yet; the router may see a new worker first."""
+        instance = self._snapshot().instances.get(worker_id)
+        if instance is not None:
+            return instance.address
+        has_left = self._recently_left is None or worker_id in self._recently_left
+        return "" if has_left else routers_address
