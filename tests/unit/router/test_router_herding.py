@@ -42,7 +42,7 @@ class World:
             Router(SELECTORS["kv"](), load_tracker=load_tracker) for load_tracker in load_trackers
         ]
         self.sessions = [load_tracker.open_session(FRONTEND) for load_tracker in load_trackers]
-        self.tellings: list[tuple[OutboundSync, Replica, int, int]] = []
+        self.links: list[tuple[OutboundSync, Replica, int, int]] = []
         fields = {"model": "m", "block_size": 16}
         instances = {
             n: Instance(n, "n", "worker", "", "127.0.0.1:1", **fields)  # type: ignore[arg-type]
