@@ -243,7 +243,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             outbox.close()
 
     def _hello_ack(self) -> router_pb2.SessionHelloAck:
-        queue = self._router.queue.policy
+        queue = self._router.queue.settings
         return router_pb2.SessionHelloAck(
             router_id=self._router_id,
             track_output_blocks=self._track_output_blocks,

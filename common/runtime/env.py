@@ -1,4 +1,4 @@
-"""The process environment. Only this module reads it."""
+"""The process environment; the services read it only here."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ class QueuedRequest:
 class AdmissionQueue:
     """All queued requests of one router. Times are seconds of one clock."""
 
-    def __init__(self, policy: QueueSettings = NO_QUEUE) -> None:
-        self.policy = policy
+    def __init__(self, settings: QueueSettings = NO_QUEUE) -> None:
+        self.settings = settings
         self.tokens = 0  # Prompt tokens of the queued requests.
         self._queued: dict[BookingKey, QueuedRequest] = {}  # In order of enqueuing.
         self._classes: dict[ConstraintClass, list[tuple[QueueOrder, QueuedRequest]]] = {}
@@ -136,7 +136,7 @@ class AdmissionQueue:
         assert key not in self._queued, "a queued key must be withdrawn first"
         self._check_limits(query.model)
         self._last_number += 1
-        order = _queue_order(self.policy.policy, query, now, cached_tokens, self._last_number)
+        order = _queue_order(self.settings.policy, query, now, cached_tokens, self._last_number)
         queued = QueuedRequest(
             order, constraint_class or constraint_class_of(query), key, query, session, now
         )
@@ -170,7 +170,7 @@ class AdmissionQueue:
         return self._withdraw_all([p for p in self._queued.values() if p.session == session])
 
     def pop_overdue(self, now: float) -> list[QueuedRequest]:
-        wait_max_s = self.policy.wait_max_s
+        wait_max_s = self.settings.wait_max_s
         overdue = takewhile(lambda q: now - q.queued_at >= wait_max_s, self._queued.values())
         return self._withdraw_all(list(overdue))
 
@@ -255,8 +255,8 @@ class AdmissionQueue:
 
     def _check_limits(self, model: str) -> None:
         limits = (
-            ("requests", "requests", len(self._queued), self.policy.requests_max),
-            ("tokens", "prompt tokens", self.tokens, self.policy.tokens_max),
+            ("requests", "requests", len(self._queued), self.settings.requests_max),
+            ("tokens", "prompt tokens", self.tokens, self.settings.tokens_max),
         )
         for kind, unit, current, limit in limits:
             if current >= limit:

@@ -1,4 +1,4 @@
-"""Decides whether and when a failed request is placed again (pure).
+"""Limits of retries and migrations; the machine beside it decides each retry (pure).
 
 Three limits protect the workers that are left when others fail:
 
@@ -22,7 +22,7 @@ from common.errors import MeshError, Unavailable
 K = TypeVar("K", bound=Hashable)
 
 # A worker computes prompts almost one after the other; more at once only delays new requests.
-PER_WORKER = 32
+PERMITS_PER_WORKER = 32
 WAITING_MAX = 1024
 # While all workers a request may use have an open circuit, it waits up to 30 * 0.1 s = 3 s.
 EXCLUDED_RETRY_S = 0.1
@@ -113,7 +113,9 @@ class MigrationLimiter(Generic[K]):
     its model computes, so the release of that one admits it.
     """
 
-    def __init__(self, per_worker: int = PER_WORKER, waiting_max: int = WAITING_MAX) -> None:
+    def __init__(
+        self, per_worker: int = PERMITS_PER_WORKER, waiting_max: int = WAITING_MAX
+    ) -> None:
         self._per_worker = per_worker
         self.waiting_max = waiting_max
         self._queues: dict[str, _ModelQueue[K]] = {}

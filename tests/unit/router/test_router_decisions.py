@@ -290,7 +290,7 @@ def test_the_periodic_rescan_rejects_overdue_requests(loop: HandLoop) -> None:
     bed = Bed()
     bed.submit("a")
     bed.submit("b")
-    bed.now += bed.router.queue.policy.wait_max_s
+    bed.now += bed.router.queue.settings.wait_max_s
     bed.decisions.serve_queue()
     assert isinstance(bed.outcomes["b"], Overloaded)
 
