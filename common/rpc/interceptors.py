@@ -418,18 +418,23 @@ def _unpack_details(
     info, field, retry_after_s = None, None, None
     raw = trailing.get(STATUS_DETAILS_KEY) if trailing is not None else None
     try:
-        for detail in status_pb2.Status.FromString(raw).details if isinstance(raw, bytes) else ():
-            error_info = error_details_pb2.ErrorInfo()
-            bad_request = error_details_pb2.BadRequest()
-            retry = error_details_pb2.RetryInfo()
+        details = status_pb2.Status.FromString(raw).details if isinstance(raw, bytes) else ()
+    except DecodeError:
+        LOG.debug("status_details_unreadable")
+        return info, field, retry_after_s
+    for detail in details:
+        error_info = error_details_pb2.ErrorInfo()
+        bad_request = error_details_pb2.BadRequest()
+        retry = error_details_pb2.RetryInfo()
+        try:
             if detail.Unpack(error_info) and error_info.domain == ERROR_DOMAIN:
                 info = error_info
             elif detail.Unpack(bad_request) and bad_request.field_violations:
                 field = bad_request.field_violations[0].field
             elif detail.Unpack(retry):
                 retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
-    except DecodeError:
-        LOG.debug("status_details_unreadable")
+        except DecodeError:
+            LOG.debug("status_detail_unreadable", type=detail.type_url)
     return info, field, retry_after_s
 
 

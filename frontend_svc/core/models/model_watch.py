@@ -435,12 +435,15 @@ def model_watcher(state: ModelWatchState[E], events: Iterable[WatchEvent]) -> It
         try:
             match event:
                 case Put(kv):
-                    fields = {"key": kv.key, "value": kv.value.to_json().decode()}
                     actions = state.handle_put(kv)
                 case Delete(key):
-                    fields = {"key": key}
                     actions = state.handle_delete(key)
         except MeshError as error:
+            fields = (
+                {"key": event.key}
+                if isinstance(event, Delete)
+                else {"key": event.kv.key, "value": event.kv.value.to_json().decode()}
+            )
             yield LogEvent("error", "model_event_rejected", fields | {"error": error.message})
         else:
             yield from actions

@@ -53,6 +53,8 @@ class RouterSelector:
     def __init__(self, frontend_id: int) -> None:
         self._frontend_id = frontend_id
         self._failed_at: dict[int, float] = {}
+        self._home: int | None = None
+        self._home_inputs: tuple[frozenset[int], frozenset[int]] | None = None
 
     def mark_failed(self, router_id: int, now: float) -> None:
         self._failed_at[router_id] = now
@@ -66,7 +68,11 @@ class RouterSelector:
             return None
         avoided_since = now - AVOID_FAILED_ROUTER_S
         not_avoided = [r for r in present if self._failed_at.get(r, -math.inf) <= avoided_since]
-        home = home_router(self._frontend_id, frontends, present)
+        inputs = (frozenset(frontends), present)
+        if inputs != self._home_inputs:  # O(frontends * routers), every 0.5 s.
+            self._home_inputs = inputs
+            self._home = home_router(self._frontend_id, *inputs)
+        home = self._home
         if home in not_avoided:
             return home
         if not_avoided:

@@ -139,6 +139,8 @@ def _normalise_call(call: Any, field: str, shape: MessageShape) -> dict[str, Any
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError) as error:
         raise TemplateError(f"{field}.function.arguments: not JSON: {error}") from error
+    if arguments is None:  # Some clients send "null" for a call without arguments.
+        arguments = {}
     if not isinstance(arguments, dict):
         raise TemplateError(f"{field}.function.arguments: not a JSON object")
     formatted_arguments = _to_json(arguments) if shape.text_arguments else arguments

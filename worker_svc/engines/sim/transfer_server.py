@@ -490,14 +490,14 @@ class HandoffManager:
         pages, size = machine.pull.pages, self._config.chunk_pages
         try:
             await self._wait_for_link(machine, self._timing.scaled(self._config.latency_s))
+            rows = zip(transfer.blocks, handoff.stamps, strict=True)
             for start in range(0, len(pages), size):
                 part = pages[start : start + size]
                 await self._wait_for_link(machine, self._reserve_link_s(len(part)))
-                rows = zip(transfer.blocks, handoff.stamps, strict=True)
                 # The stamp that is read is sent: a corrupt block arrives corrupt.
                 stamps = [
                     stamp if self._blocks.read(block) == block.stamp else -1
-                    for block, stamp in islice(rows, start, start + size)
+                    for block, stamp in islice(rows, len(part))
                 ]
                 connection.send(to_bytes(Write(part, stamps)))
                 self._counters["pages_written"] += len(part)

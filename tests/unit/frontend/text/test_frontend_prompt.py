@@ -199,7 +199,7 @@ def test_null_keys_are_omitted_and_null_content_is_empty() -> None:
 
 @pytest.mark.parametrize(
     ("given", "passed"),
-    [('{"city": "Köln"}', {"city": "Köln"}), ("", {})],
+    [("null", {}), ('{"city": "Köln"}', {"city": "Köln"}), ("", {})],
 )
 def test_tool_call_arguments_become_an_object(given: Any, passed: dict[str, Any]) -> None:
     message = {"role": "assistant", "tool_calls": [call(given)]}
