@@ -17,10 +17,11 @@ Requests of one *constraint class* may run on exactly the same ranks, so the hea
 of them (head-of-line blocking), and a request that is pinned to a busy worker delays no other
 class. Preferences (a soft session, a preferred adapter) make no class.
 
-A class is *dirty* if its head may have a rank with capacity now. A rescan tries the heads of the
-dirty classes in rounds: one head per class and round, in queue order, so that it reaches every
-class; across classes the order is approximate. A class that was tried in vain is clean until
-capacity is freed for its model, the fleet changes, or the periodic rescan.
+A class is *dirty* if its head may have a rank with capacity now. A rescan tries the dirty classes
+in rounds, in the queue order of their heads: a class stays in its round while its heads leave the
+queue, and is clean once one stays, until capacity is freed for its model, the fleet changes, or the
+periodic rescan. A class that becomes dirty during a round is tried in the next one, so that a
+rescan reaches every class; across classes the order is approximate.
 
 Invariants: a key is queued at most once; every class has a request and is in order; `tokens` is the
 sum over the queued requests; none is queued beyond `requests_max`, nor once `tokens_max` is
@@ -30,8 +31,9 @@ reached.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
@@ -113,7 +115,8 @@ class AdmissionQueue:
         self._keys_by_session: dict[SessionName, set[BookingKey]] = {}
         self._dirty_models: set[str] = set()  # Each class of these is dirty.
         self._dirty_classes: set[ConstraintClass] = set()
-        self._round: deque[ConstraintClass] = deque()  # Dirty classes of the present round.
+        # A heap of the dirty classes of the present round, with the heads that they had.
+        self._round: list[tuple[QueueOrder, ConstraintClass]] = []
         self._last_number = 0
 
     def __len__(self) -> int:
@@ -187,7 +190,8 @@ class AdmissionQueue:
         return (
             constraint_class in self._classes
             or model in self._dirty_models
-            or any(dirty.model == model for dirty in (*self._round, *self._dirty_classes))
+            or any(dirty.model == model for _, dirty in self._round)
+            or any(dirty.model == model for dirty in self._dirty_classes)
         )
 
     @property
@@ -213,9 +217,14 @@ class AdmissionQueue:
         while self.has_dirty:
             if not self._round:
                 self._start_round()
-            elif (head := self._classes.get(self._round.popleft())) is not None:
-                return head[0][1]
+            elif (entries := self._classes.get(heappop(self._round)[1])) is not None:
+                return entries[0][1]
         return None
+
+    def continue_round(self, constraint_class: ConstraintClass) -> None:
+        """The head that `next_dirty` returned has left the queue: try the next one of its class."""
+        if (entries := self._classes.get(constraint_class)) is not None:
+            heappush(self._round, (entries[0][0], constraint_class))
 
     def reclassify(self, queued: QueuedRequest, constraint_class: ConstraintClass) -> None:
         """Move a request to another class, after its session moved; both classes are dirty."""
@@ -235,7 +244,8 @@ class AdmissionQueue:
             dirty.update(c for c in self._classes if c.model in self._dirty_models)
         self._dirty_classes.clear()
         self._dirty_models.clear()
-        self._round.extend(sorted(dirty, key=lambda c: self._classes[c][0][0]))
+        self._round = [(self._classes[c][0][0], c) for c in dirty]
+        heapify(self._round)
 
     def _insert(self, queued: QueuedRequest) -> None:
         entries = self._classes.setdefault(queued.constraint_class, [])

@@ -265,7 +265,7 @@ class Router:
             outcome.__cause__ = error
         if outcome is not None:
             self.queue.withdraw(queued.key)
-            self.queue.mark_dirty(queued.constraint_class)
+            self.queue.continue_round(queued.constraint_class)
         return outcome
 
     def _try_admit(self, queued: QueuedRequest, now: float, rng: Random) -> Decision | None:

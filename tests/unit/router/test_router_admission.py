@@ -1017,6 +1017,23 @@ def test_a_rescan_that_is_stopped_early_continues_with_the_other_classes() -> No
     assert tried[:25] == [f"r{number}" for number in range(25)]
 
 
+def test_a_class_is_served_while_it_has_capacity_though_many_others_wait_in_vain() -> None:
+    bed = Bed(worker(1), worker(2))
+    placed(bed.admit("fills 1", backend_instance_id=1))
+    placed(bed.admit("fills 2", backend_instance_id=2))
+    for number in range(25):
+        queued(bed.admit(f"r{number}", allowed_worker_ids=frozenset({1, 100 + number})))
+    for number in range(20):
+        queued(bed.admit(f"any {number}", 10))
+    bed.free("fills 2")
+    left: list[str] = []
+    for _ in range(5):
+        bed.router.load_tracker.report(1, 0, Load(), bed.now)  # Marks all classes dirty again.
+        part = islice(bed.router.rescan(bed.now, Random(0)), 10)
+        left += [one.key.request_id for one, outcome in part if outcome is not None]
+    assert left == [f"any {number}" for number in range(20)]
+
+
 def test_a_class_that_was_tried_in_vain_is_not_tried_again_without_an_event() -> None:
     selector = Counting()
     bed = Bed(selector=selector)
