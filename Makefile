@@ -20,7 +20,7 @@ RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test demo status sim chaos storm churn router-kills setup setup-sglang test-sglang lint fmt types proto rows bench-index bench-gateway lock clean
+.PHONY: help run test demo status sim chaos storm soak churn router-kills setup setup-sglang test-sglang lint fmt types proto rows bench-index bench-gateway lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -75,6 +75,9 @@ chaos: $(VENV)/.dev ## Faults on real processes under load, one JSON line a case
 
 storm: $(VENV)/.dev ## 2,000 requests whose clients disconnect; checks that nothing remains
 	$(BIN)/python -m tests.chaos.storm $(ARGS)
+
+soak: $(VENV)/.dev ## Mixed load, a kill every 30 s; checks errors and growth, ARGS='--minutes 20'
+	$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 churn: $(VENV)/.dev ## 20 of 120 workers replaced under load (two minutes)
 	$(BIN)/python -m tests.chaos.churn $(ARGS)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from random import Random
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client import CollectorRegistry
 
 from common.errors import MeshError, Unavailable
 from common.registry.instances import Instance, Snapshot
@@ -17,6 +17,7 @@ from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
+from common.service.metrics_server import add_process_metrics
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.peers.recently_left import RecentlyLeft
@@ -137,8 +138,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics.register(ArtifactCollector(self._models.artifacts, prefix))
         metrics.register(HitDriftCollector(self._hit_monitor.drift_stats, prefix))
         metrics.register(ResilienceCollector(self._resilience_values, prefix))
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=metrics)
+        add_process_metrics(metrics)
         api = build_api(
             self.gateway,
             self._models,

@@ -17,7 +17,7 @@ from common.rpc.interceptors import RunningCalls
 from common.runtime import env
 from common.runtime.config import ServiceConfig, read_config_or_exit
 from common.service.lifecycle import App, Lifecycle, ServiceInfo, run_service
-from common.service.metrics_server import serve_metrics
+from common.service.metrics_server import add_process_metrics, serve_metrics
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 ConfigT_contra = TypeVar("ConfigT_contra", bound=ServiceConfig, contravariant=True)
@@ -100,6 +100,7 @@ class ServiceApp(Generic[ConfigT]):
 
     def _serve_metrics(self, metrics: CollectorRegistry, port: int | None) -> None:
         if port is not None:
+            add_process_metrics(metrics)
             self.metrics_address, self._close_metrics = serve_metrics(
                 metrics, self._config.host, port
             )

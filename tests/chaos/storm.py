@@ -91,7 +91,7 @@ class Storm:
         took_s = time.monotonic() - began
         for channel in self._channels.values():
             await channel.close()
-        left = await asyncio.to_thread(self._wait_until_idle)
+        left = await asyncio.to_thread(find_leftovers, self._mesh, REST_S)
         return {
             "cancelled": dict(sorted(self._cancel_methods.items())),
             "s": round(took_s, 1),
@@ -166,35 +166,6 @@ class Storm:
         reply = await fetch(self._mesh.url, Reply("A control", 20), stream=stream)
         return reply.error or _VARIABLE_FIELDS.sub("", content_of(reply.raw)[1])
 
-    # -- leftovers ------------------------------------------------------------------------------
-
-    def _wait_until_idle(self) -> dict[str, int]:
-        deadline = time.monotonic() + REST_S
-        while (left := self._find_leftovers()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return left
-
-    def _find_leftovers(self) -> dict[str, int]:
-        """Returns the resources still held, by holder; empty if there are none."""
-        left: Counter[str] = Counter()
-        for worker in self._mesh.workers:
-            load, counts = worker.load(), worker.counters()
-            ended = sum(
-                counts.get(outcome, 0) for outcome in ("finished", "stopped", "failed", "closed")
-            )
-            left[f"{worker.name} slots"] = load.open_slots
-            left[f"{worker.name} uncounted"] = counts.get("accepted", 0) - ended
-            for row in load.loads:
-                left[f"{worker.name} requests"] += row.running + row.waiting
-                left[f"{worker.name} blocks"] += row.kv_used_blocks
-                left[f"{worker.name} rooms"] += row.rooms_open
-        for router in self._mesh.running("router"):
-            left[f"{router.name} bookings"] = router.bookings()
-        for url in self._mesh.urls:
-            shown = self._mesh.http.get(f"{url}/metrics").text
-            left["in flight"] += sum(map(int, _INFLIGHT.findall(shown)))
-        return {what: count for what, count in left.items() if count}
-
     def _growth(self) -> dict[str, dict[str, float]]:
         """Returns the growth of each service since BASELINE_AT."""
         figures = {}
@@ -202,6 +173,35 @@ class Storm:
             before, now = self._baseline[service.name], _figures(service)
             figures[service.name] = {name: round(now[name] - before[name], 1) for name in now}
         return figures
+
+
+def find_leftovers(mesh: Mesh, rest_s: float) -> dict[str, int]:
+    """Waits up to rest_s until the mesh is idle; returns the resources still held, by holder."""
+    deadline = time.monotonic() + rest_s
+    while (left := _held(mesh)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _held(mesh: Mesh) -> dict[str, int]:
+    left: Counter[str] = Counter()
+    for worker in mesh.workers:
+        load, counts = worker.load(), worker.counters()
+        ended = sum(
+            counts.get(outcome, 0) for outcome in ("finished", "stopped", "failed", "closed")
+        )
+        left[f"{worker.name} slots"] = load.open_slots
+        left[f"{worker.name} uncounted"] = counts.get("accepted", 0) - ended
+        for row in load.loads:
+            left[f"{worker.name} requests"] += row.running + row.waiting
+            left[f"{worker.name} blocks"] += row.kv_used_blocks
+            left[f"{worker.name} rooms"] += row.rooms_open
+    for router in mesh.running("router"):
+        left[f"{router.name} bookings"] = router.bookings()
+    for url in mesh.urls:
+        shown = mesh.http.get(f"{url}/metrics").text
+        left["in flight"] += sum(map(int, _INFLIGHT.findall(shown)))
+    return {what: count for what, count in left.items() if count}
 
 
 def _figures(service: Service) -> dict[str, float]:

@@ -237,6 +237,7 @@ class Mesh:
         worker_flags: Sequence[str] = (),
         frontend_flags: Sequence[str] = (),
         router_flags: Sequence[str] = (),
+        indexer_flags: Sequence[str] = (),
         worker_module: str = "",
     ) -> None:
         self._folder = folder
@@ -245,7 +246,7 @@ class Mesh:
         self._flags = {
             "frontend": ["--http-port=0", *frontend_flags],
             "router": list(router_flags),
-            "indexer": ["--notice-s=0.3"],
+            "indexer": ["--notice-s=0.3", *indexer_flags],
             "worker": ["--notice-s=0.3", *worker_flags],
         }
         self._modules = {"worker": worker_module}
