@@ -216,10 +216,12 @@ async def test_a_new_connection_without_proof_of_continuity_counts_as_lost_event
         losses = reader.counts["losses"]
         assert losses == 1
         await wire.restart()
-        while reader.counts["losses"] == losses:
+        await until(lambda: reader.counts["losses"] > losses, "the new connection is noticed")
+        await mesh.holds(app, PROMPT, 0)
+        await wire.publish(CLEARED, reaches=False)
+        while await mesh.depths(app, OTHER) != (3, 3, 3):
             await wire.publish(stored([21, 22, 23], None, OTHER))
             await asyncio.sleep(0.02)
-        await mesh.holds(app, OTHER, 3)
         assert await mesh.depths(app, PROMPT) == (0, 0, 0)
         assert mesh.state(app) == "degraded"
 
