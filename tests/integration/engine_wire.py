@@ -34,7 +34,7 @@ from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import EngineConfig
 from worker_svc.engines.echo import EchoConfig, EchoEngine
 from worker_svc.engines.sglang.kv_events import TOPIC, KvEventEndpoints, KvEventReader
-from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, KvEventSink
+from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat, KvEventSink
 
 BLOCK = 4
 EVENT_FORMAT = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)

@@ -26,7 +26,7 @@ from tests.integration.engine_wire import (
     wired_mesh,
 )
 from tests.living import until
-from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat
+from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat
 
 PROMPT = list(range(100, 100 + 5 * BLOCK))
 OTHER = list(range(900, 900 + 3 * BLOCK))

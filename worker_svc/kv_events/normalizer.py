@@ -30,17 +30,26 @@ then in set 0; a block that moves to the host is removed from set 0 only.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from itertools import islice, repeat
-from typing import Protocol, TypeAlias
+from itertools import islice
+from typing import TypeAlias
 
 import numpy as np
 
 from common.kv.events import EventKind, KvEvent, Tier
-from common.kv.hashing import ChainState, PrefixHasher
+from worker_svc.kv_events.external_events import (
+    TOKEN_BYTES,
+    DuplicatePolicy,
+    ExternalEvent,
+    HasherFactory,
+    KvEventFormat,
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+)
+from worker_svc.kv_events.page_tree import ROOT, Page, PageNamer, by_depth
 
 # Limit of pages with unknown parent.
 ORPHANS_MAX = 65_536
@@ -50,212 +59,6 @@ PAGES_MAX = 1 << 22
 _PAGE_NAMERS_MAX = 64
 
 _U64 = 2**64 - 1
-_TOKEN_BYTES = 4
-
-
-class DuplicatePolicy(StrEnum):
-    """Meaning of a second report that a page is stored.
-
-    counted: needs as many removals. idempotent: no effect, one removal is enough.
-    """
-
-    COUNTED = "counted"
-    IDEMPOTENT = "idempotent"
-
-
-@dataclass(frozen=True, slots=True)
-class PagesStored:
-    """Pages are now held, each the child of the one before.
-
-    hashes: external, one per page, signed or unsigned 64 bits. parent: external hash of the page
-    before the first; None at the start of a prompt. token_ids: of all pages, 4 B little endian
-    each. page_size: tokens per page. lora, salt: "" means none, None means unknown. scope: a
-    namespace of the hashes beyond rank and tier, if they are not unique (a salt).
-
-    Raises ValueError naming the field if sizes disagree.
-    """
-
-    hashes: Sequence[int]
-    parent: int | None
-    token_ids: bytes
-    page_size: int
-    tier: Tier = Tier.DEVICE
-    rank: int = 0
-    lora: str | None = ""
-    salt: str | None = ""
-    scope: str = ""
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ValueError(f"page_size: {self.page_size} is below 1")
-        expected_bytes = len(self.hashes) * self.page_size * _TOKEN_BYTES
-        if len(self.token_ids) != expected_bytes:
-            raise ValueError(
-                f"token_ids: {len(self.token_ids)} bytes, not {expected_bytes} for "
-                f"{len(self.hashes)} pages of {self.page_size} tokens"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class PagesRemoved:
-    """Pages are no longer held on this tier; in any order."""
-
-    hashes: Sequence[int]
-    tier: Tier = Tier.DEVICE
-    rank: int = 0
-    scope: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PagesCleared:
-    """The rank's cache is empty, on all tiers."""
-
-    rank: int = 0
-
-
-ExternalEvent: TypeAlias = PagesStored | PagesRemoved | PagesCleared
-
-
-class KvEventSink(Protocol):
-    """Receives the cache events of an engine."""
-
-    def take(self, events: Iterable[ExternalEvent]) -> None:
-        """Applies events, in order."""
-
-    def record_loss(self, rank: int, reason: str) -> None:
-        """Records that events of a rank are lost and cannot be repaired."""
-
-    def reset(self, rank: int) -> None:
-        """Records that the engine of a rank restarted with an empty cache."""
-
-
-# Returns the hasher for (lora, salt, tokens per block); None: do not publish such blocks.
-HasherFactory: TypeAlias = Callable[[str, str, int], PrefixHasher | None]
-
-
-@dataclass(frozen=True, slots=True)
-class KvEventFormat:
-    """How an engine's events are read; its adapter sets it.
-
-    page_size: tokens per page; a divisor or a multiple of block_size. tiers: number of tiers.
-    Raises ValueError naming the value that is out of range.
-    """
-
-    block_size: int
-    page_size: int
-    duplicates: DuplicatePolicy
-    tiers: int = 1
-
-    def __post_init__(self) -> None:
-        if self.block_size < 1 or self.page_size < 1:
-            raise ValueError("block_size, page_size: must be at least 1")
-        if self.block_size % self.page_size and self.page_size % self.block_size:
-            raise ValueError(
-                f"page_size: {self.page_size} neither divides block_size {self.block_size} nor is "
-                "a multiple of it"
-            )
-        if not 1 <= self.tiers <= len(Tier):
-            raise ValueError(f"tiers: {self.tiers} is not in 1..{len(Tier)}")
-
-
-@dataclass(slots=True, eq=False)
-class _Page:
-    """A page, identified by content. names: the blocks that end in it.
-
-    total: running sum of its chain. tail, block_total: for pages smaller than a block, the tokens
-    since the end of the last block, and the running sum of the block chain there. ref_counts:
-    external hashes that hold it, by tier. A page without holders stays while it has held
-    descendants.
-    """
-
-    key: int
-    total: int
-    names: tuple[int, ...]
-    tail: bytes
-    block_total: int
-    parent: _Page | None
-    depth: int
-    ref_counts: list[int]
-    level: int
-    is_withheld: bool = False
-    # Children form a linked list: a set per page would double the memory.
-    child: _Page | None = None
-    next_sibling: _Page | None = None
-    previous_sibling: _Page | None = None
-
-    def add_child(self, page: _Page) -> None:
-        page.next_sibling = self.child
-        if self.child is not None:
-            self.child.previous_sibling = page
-        self.child = page
-
-    def remove_child(self, page: _Page) -> None:
-        if page.previous_sibling is None:
-            self.child = page.next_sibling
-        else:
-            page.previous_sibling.next_sibling = page.next_sibling
-        if page.next_sibling is not None:
-            page.next_sibling.previous_sibling = page.previous_sibling
-
-    def children(self) -> Iterator[_Page]:
-        page = self.child
-        while page is not None:
-            yield page
-            page = page.next_sibling
-
-
-# key, total, names, tail, block_total: see `_Page`.
-_PageSpec: TypeAlias = tuple[int, int, tuple[int, ...], bytes, int]
-_ROOT: _PageSpec = (0, 0, (), b"", 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _PageNamer:
-    """Computes page names of one adapter and salt. pages: hasher of pages smaller than a block."""
-
-    event_format: KvEventFormat
-    blocks: PrefixHasher
-    pages: PrefixHasher | None
-
-    def specs(self, parent: _Page, token_ids: bytes) -> Iterator[_PageSpec]:
-        """Yields the specs of the pages that follow `parent`."""
-        if self.pages is not None:
-            return self._small_page_specs(self.pages, parent, token_ids)
-        blocks_per_page = self.event_format.page_size // self.event_format.block_size
-        state = ChainState(parent.depth * blocks_per_page, parent.total)
-        hashes, sums = self.blocks.extend(state, token_ids)
-        rows = hashes.tolist()
-        names: Iterable[tuple[int, ...]] = zip(rows)
-        if blocks_per_page > 1:
-            names = map(tuple, hashes.reshape(-1, blocks_per_page).tolist())
-        last = slice(blocks_per_page - 1, None, blocks_per_page)
-        keys, totals = rows[last], sums[last].tolist()
-        return zip(keys, totals, names, repeat(b""), repeat(0), strict=False)
-
-    def _small_page_specs(
-        self, pages: PrefixHasher, parent: _Page, token_ids: bytes
-    ) -> Iterator[_PageSpec]:
-        pages_per_block = self.event_format.block_size // self.event_format.page_size
-        keys, totals = pages.extend(ChainState(parent.depth, parent.total), token_ids)
-        tokens = parent.tail + token_ids
-        state = ChainState(parent.depth // pages_per_block, parent.block_total)
-        hashes, sums = self.blocks.extend(state, tokens)
-        names, block_totals = hashes.tolist(), sums.tolist()
-        page_bytes = self.event_format.page_size * _TOKEN_BYTES
-        block_total, start = parent.block_total, 0
-        page_in_block = parent.depth % pages_per_block
-        finished_blocks = 0
-        for key, total in zip(keys.tolist(), totals.tolist(), strict=True):
-            page_in_block += 1
-            if page_in_block < pages_per_block:
-                tail = tokens[start : start + page_in_block * page_bytes]
-                yield key, total, (), tail, block_total
-                continue
-            block_total = block_totals[finished_blocks]
-            yield key, total, (names[finished_blocks],), b"", block_total
-            finished_blocks += 1
-            page_in_block = 0
-            start += pages_per_block * page_bytes
 
 
 @dataclass(slots=True)
@@ -264,7 +67,7 @@ class _Orphan:
 
     parent: int
     token_ids: bytes
-    page_namer: _PageNamer
+    page_namer: PageNamer
     count: int
 
 
@@ -293,16 +96,16 @@ class Normalizer:
         self.counts: Counter[str] = Counter()
         self.is_incomplete = False
         self._hasher_factory = hasher_factory
-        self._page_namers: dict[tuple[str, str], _PageNamer | None] = {}
+        self._page_namers: dict[tuple[str, str], PageNamer | None] = {}
         self._changes: list[tuple[EventKind, int, list[int]]] = []
         # Discarded maps that are not freed yet.
-        self._deferred_frees: deque[dict[int, _Page]] = deque()
+        self._deferred_frees: deque[dict[int, Page]] = deque()
         self._reset_state()
 
     def _reset_state(self) -> None:
-        self._root = _Page(*_ROOT, None, 0, [0] * self.event_format.tiers, 0)
-        self._pages: dict[int, _Page] = {}
-        self._page_by_hash: dict[tuple[int, str], dict[int, _Page]] = {}
+        self._root = Page(*ROOT, None, 0, [0] * self.event_format.tiers, 0)
+        self._pages: dict[int, Page] = {}
+        self._page_by_hash: dict[tuple[int, str], dict[int, Page]] = {}
         self._hash_count = 0
         # Number of stores of a page if above 1; for counted duplicates only.
         self._repeats: dict[_ExternalKey, int] = {}
@@ -316,7 +119,7 @@ class Normalizer:
         # Number of withheld pages, and the pages that `resize` has still to visit.
         self._withheld_count = 0
         self._is_growing = False
-        self._resize_order: Iterator[_Page | None] | None = None
+        self._resize_order: Iterator[Page | None] | None = None
 
     @property
     def entry_count(self) -> int:
@@ -380,7 +183,7 @@ class Normalizer:
         bound = self.published_blocks if self._blocks_max is None else self._blocks_max
         self._blocks_max = max(0, min(self.published_blocks, bound) - blocks)
         self._is_growing = False
-        self._resize_order = _by_depth(tuple(self._pages.values()), deepest_first=True)
+        self._resize_order = by_depth(tuple(self._pages.values()), deepest_first=True)
 
     def grow(self, blocks: int) -> None:
         """Raises the bound of `shrink`, and removes it when no block is withheld any more.
@@ -393,7 +196,7 @@ class Normalizer:
         # otherwise shrinking continues, or there is no capacity
         if self.published_blocks < self._blocks_max:
             self._is_growing = True
-            self._resize_order = _by_depth(tuple(self._pages.values()), deepest_first=False)
+            self._resize_order = by_depth(tuple(self._pages.values()), deepest_first=False)
 
     def resize(self, pages: int) -> int:
         """Resizes over `pages` pages. Returns the blocks published, negative if withdrawn.
@@ -415,7 +218,7 @@ class Normalizer:
                 self._blocks_max = None
         return self.published_blocks - before
 
-    def _withdraw_deepest(self, part: Iterable[_Page | None]) -> None:
+    def _withdraw_deepest(self, part: Iterable[Page | None]) -> None:
         """Withdraws pages until the bound holds. Their descendants are withdrawn already."""
         blocks_max, tiers = self._blocks_max, self.event_format.tiers
         assert blocks_max is not None, "shrinking has a bound"
@@ -431,7 +234,7 @@ class Normalizer:
             self._withhold(page)
         self._emit_removed(withdrawn)
 
-    def _republish_withheld(self, part: Iterable[_Page | None]) -> None:
+    def _republish_withheld(self, part: Iterable[Page | None]) -> None:
         """Publishes withheld pages and their descendants while there is capacity."""
         blocks_max = self._blocks_max
         assert blocks_max is not None, "growing has a bound"
@@ -458,11 +261,11 @@ class Normalizer:
             self._store_run(event, hashes, page_namer)
             self._flush_pending_stored()
 
-    def _store_run(self, event: PagesStored, hashes: list[int], page_namer: _PageNamer) -> None:
+    def _store_run(self, event: PagesStored, hashes: list[int], page_namer: PageNamer) -> None:
         """Stores pages one by one while the parent is unknown, then the rest in one pass."""
         tier, scope = int(event.tier), event.scope
         parent = None if event.parent is None else event.parent & _U64
-        page_bytes = event.page_size * _TOKEN_BYTES
+        page_bytes = event.page_size * TOKEN_BYTES
         for index, value in enumerate(hashes):
             start = index * page_bytes
             page = self._root if parent is None else self._find(tier, scope, parent)
@@ -480,7 +283,7 @@ class Normalizer:
                 self._add_orphan(external_key, _Orphan(parent, token_ids, page_namer, 1))
             parent = value
 
-    def _find(self, tier: int, scope: str, value: int) -> _Page | None:
+    def _find(self, tier: int, scope: str, value: int) -> Page | None:
         """Returns the page of this hash: on its own tier, else on the fastest other."""
         page = self._page_by_hash.get((tier, scope), {}).get(value)
         if page is not None or self.event_format.tiers == 1:
@@ -493,10 +296,10 @@ class Normalizer:
 
     def _store_children(
         self,
-        page: _Page,
+        page: Page,
         hashes: Sequence[int],
         token_ids: bytes,
-        page_namer: _PageNamer,
+        page_namer: PageNamer,
         tier: int,
         scope: str,
     ) -> None:
@@ -505,7 +308,7 @@ class Normalizer:
         for index, (value, spec) in enumerate(zip(hashes, specs, strict=True)):
             child = pages.get(spec[0])
             if child is None:
-                child = _Page(*spec, page, page.depth + 1, [0] * tiers, tiers)
+                child = Page(*spec, page, page.depth + 1, [0] * tiers, tiers)
                 pages[child.key] = child
                 page.add_child(child)
             elif child.parent is not page:
@@ -516,7 +319,7 @@ class Normalizer:
             if self._orphans_by_parent:
                 self._adopt_orphans(scope, value, page)
 
-    def _bind(self, external_key: _ExternalKey, page: _Page, count: int) -> None:
+    def _bind(self, external_key: _ExternalKey, page: Page, count: int) -> None:
         """Binds the external hash to `page`, which it then holds."""
         tier, scope, value = external_key
         if self._orphans and external_key in self._orphans:
@@ -573,7 +376,7 @@ class Normalizer:
             del self._orphans_by_parent[key]
         return orphan
 
-    def _adopt_orphans(self, scope: str, value: int, page: _Page) -> None:
+    def _adopt_orphans(self, scope: str, value: int, page: Page) -> None:
         """Attaches orphans of this hash, and their orphans in turn."""
         stack, tiers = [(value, page)], self.event_format.tiers
         while stack:
@@ -589,7 +392,7 @@ class Normalizer:
                     self._mark_incomplete("collisions", 1)
                     continue
                 if known is None:
-                    known = _Page(*spec, page, page.depth + 1, [0] * tiers, tiers)
+                    known = Page(*spec, page, page.depth + 1, [0] * tiers, tiers)
                     self._pages[known.key] = known
                     page.add_child(known)
                 self._bind((tier, scope, child), known, orphan.count)
@@ -632,7 +435,7 @@ class Normalizer:
             self._drop_orphan(external_key)
         return True
 
-    def _release_page(self, page: _Page, tier: int) -> None:
+    def _release_page(self, page: Page, tier: int) -> None:
         page.ref_counts[tier] -= 1
         assert page.ref_counts[tier] >= 0, "a page is released as often as it was held"
         if page.ref_counts[tier]:
@@ -649,7 +452,7 @@ class Normalizer:
 
     # Levels.
 
-    def _level_of(self, page: _Page) -> int:
+    def _level_of(self, page: Page) -> int:
         """Returns the level by the module's formula; `tiers` means in no set."""
         assert page.parent is not None, "the root's level is fixed"
         if page.is_withheld:
@@ -660,14 +463,14 @@ class Normalizer:
                 return max(level, tier)
         return self.event_format.tiers
 
-    def _update_level(self, page: _Page) -> None:
+    def _update_level(self, page: Page) -> None:
         level = self._level_of(page)
         if level < page.level:
             self._publish_subtree(page)
         elif level > page.level:
             self._withdraw_subtree(page)
 
-    def _publish_subtree(self, page: _Page) -> None:
+    def _publish_subtree(self, page: Page) -> None:
         """Publishes the page, then its descendants."""
         stack = [page]
         while stack:
@@ -684,7 +487,7 @@ class Normalizer:
             if page.child is not None:
                 stack.extend(page.children())
 
-    def _publish_page(self, page: _Page, level: int) -> None:
+    def _publish_page(self, page: Page, level: int) -> None:
         """Moves one page to a faster level."""
         if page.names:
             if page.level == self.event_format.tiers:
@@ -692,7 +495,7 @@ class Normalizer:
             self._pending_stored.append((page.names, level, page.level))
         page.level = level
 
-    def _withdraw_subtree(self, page: _Page) -> None:
+    def _withdraw_subtree(self, page: Page) -> None:
         """Withdraws the descendants of the page, then the page."""
         self._flush_pending_stored()
         withdrawn: list[_Withdrawn] = []
@@ -744,12 +547,12 @@ class Normalizer:
 
     # Limits.
 
-    def _withhold(self, page: _Page) -> None:
+    def _withhold(self, page: Page) -> None:
         page.is_withheld = True
         self._withheld_count += 1
         self.counts["withheld"] += 1
 
-    def _clear_withheld(self, page: _Page) -> None:
+    def _clear_withheld(self, page: Page) -> None:
         page.is_withheld = False
         self._withheld_count -= 1
 
@@ -757,7 +560,7 @@ class Normalizer:
         self.counts[reason] += count
         self.is_incomplete = True
 
-    def _find_page_namer(self, lora: str | None, salt: str | None) -> _PageNamer | None:
+    def _find_page_namer(self, lora: str | None, salt: str | None) -> PageNamer | None:
         if lora is None or salt is None:
             return None
         page_namers, identity = self._page_namers, (lora, salt)
@@ -767,21 +570,11 @@ class Normalizer:
             page_namers[identity] = self._create_page_namer(lora, salt)
         return page_namers[identity]
 
-    def _create_page_namer(self, lora: str, salt: str) -> _PageNamer | None:
+    def _create_page_namer(self, lora: str, salt: str) -> PageNamer | None:
         block_size, page_size = self.event_format.block_size, self.event_format.page_size
         blocks, pages = self._hasher_factory(lora, salt, block_size), None
         if blocks is None:
             return None
         if page_size < block_size:
             pages = self._hasher_factory(lora, salt, page_size)
-        return _PageNamer(self.event_format, blocks, pages)
-
-
-def _by_depth(pages: Sequence[_Page], *, deepest_first: bool) -> Iterator[_Page | None]:
-    """Yields one None per page, then the pages by depth: even work per item."""
-    rows: defaultdict[int, list[_Page]] = defaultdict(list)
-    for page in pages:
-        rows[page.depth].append(page)
-        yield None
-    for depth in sorted(rows, reverse=deepest_first):
-        yield from rows.pop(depth)
+        return PageNamer(self.event_format, blocks, pages)

@@ -41,7 +41,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from common.kv.events import Tier
-from worker_svc.kv_events.normalizer import (
+from worker_svc.kv_events.external_events import (
     ExternalEvent,
     KvEventSink,
     PagesCleared,

@@ -32,15 +32,15 @@ from common.kv.events import (
 from common.kv.hashing import ChainState, PrefixHasher, TokenIdsLike
 from worker_svc.kv_events import normalizer
 from worker_svc.kv_events.event_log import RING_BATCHES, EventLog, SourceFeed
-from worker_svc.kv_events.normalizer import (
+from worker_svc.kv_events.external_events import (
     DuplicatePolicy,
     ExternalEvent,
     KvEventFormat,
-    Normalizer,
     PagesCleared,
     PagesRemoved,
     PagesStored,
 )
+from worker_svc.kv_events.normalizer import Normalizer
 
 SOURCE = Source(7)
 B = 4
@@ -918,7 +918,7 @@ def test_an_event_log_equals_the_sum_of_its_batches() -> None:
 
 
 def live_pages() -> int:
-    return sum(type(one).__name__ == "_Page" for one in gc.get_objects())
+    return sum(type(one).__name__ == "Page" for one in gc.get_objects())
 
 
 def test_discarded_pages_are_freed_in_parts_without_garbage_collection() -> None:

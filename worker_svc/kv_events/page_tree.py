@@ -1,0 +1,122 @@
+"""The pages of an engine's cache as a tree, identified by content. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TypeAlias
+
+from common.kv.hashing import ChainState, PrefixHasher
+from worker_svc.kv_events.external_events import TOKEN_BYTES, KvEventFormat
+
+
+@dataclass(slots=True, eq=False)
+class Page:
+    """A page, identified by content. names: the blocks that end in it.
+
+    total: running sum of its chain. tail, block_total: for pages smaller than a block, the tokens
+    since the end of the last block, and the running sum of the block chain there. ref_counts:
+    external hashes that hold it, by tier. A page without holders stays while it has held
+    descendants.
+    """
+
+    key: int
+    total: int
+    names: tuple[int, ...]
+    tail: bytes
+    block_total: int
+    parent: Page | None
+    depth: int
+    ref_counts: list[int]
+    level: int
+    is_withheld: bool = False
+    # Children form a linked list: a set per page would double the memory.
+    child: Page | None = None
+    next_sibling: Page | None = None
+    previous_sibling: Page | None = None
+
+    def add_child(self, page: Page) -> None:
+        page.next_sibling = self.child
+        if self.child is not None:
+            self.child.previous_sibling = page
+        self.child = page
+
+    def remove_child(self, page: Page) -> None:
+        if page.previous_sibling is None:
+            self.child = page.next_sibling
+        else:
+            page.previous_sibling.next_sibling = page.next_sibling
+        if page.next_sibling is not None:
+            page.next_sibling.previous_sibling = page.previous_sibling
+
+    def children(self) -> Iterator[Page]:
+        page = self.child
+        while page is not None:
+            yield page
+            page = page.next_sibling
+
+
+# key, total, names, tail, block_total: see `Page`.
+PageSpec: TypeAlias = tuple[int, int, tuple[int, ...], bytes, int]
+ROOT: PageSpec = (0, 0, (), b"", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PageNamer:
+    """Computes page names of one adapter and salt. pages: hasher of pages smaller than a block."""
+
+    event_format: KvEventFormat
+    blocks: PrefixHasher
+    pages: PrefixHasher | None
+
+    def specs(self, parent: Page, token_ids: bytes) -> Iterator[PageSpec]:
+        """Yields the specs of the pages that follow `parent`."""
+        if self.pages is not None:
+            return self._small_page_specs(self.pages, parent, token_ids)
+        blocks_per_page = self.event_format.page_size // self.event_format.block_size
+        state = ChainState(parent.depth * blocks_per_page, parent.total)
+        hashes, sums = self.blocks.extend(state, token_ids)
+        rows = hashes.tolist()
+        names: Iterable[tuple[int, ...]] = zip(rows)
+        if blocks_per_page > 1:
+            names = map(tuple, hashes.reshape(-1, blocks_per_page).tolist())
+        last = slice(blocks_per_page - 1, None, blocks_per_page)
+        keys, totals = rows[last], sums[last].tolist()
+        return zip(keys, totals, names, repeat(b""), repeat(0), strict=False)
+
+    def _small_page_specs(
+        self, pages: PrefixHasher, parent: Page, token_ids: bytes
+    ) -> Iterator[PageSpec]:
+        pages_per_block = self.event_format.block_size // self.event_format.page_size
+        keys, totals = pages.extend(ChainState(parent.depth, parent.total), token_ids)
+        tokens = parent.tail + token_ids
+        state = ChainState(parent.depth // pages_per_block, parent.block_total)
+        hashes, sums = self.blocks.extend(state, tokens)
+        names, block_totals = hashes.tolist(), sums.tolist()
+        page_bytes = self.event_format.page_size * TOKEN_BYTES
+        block_total, start = parent.block_total, 0
+        page_in_block = parent.depth % pages_per_block
+        finished_blocks = 0
+        for key, total in zip(keys.tolist(), totals.tolist(), strict=True):
+            page_in_block += 1
+            if page_in_block < pages_per_block:
+                tail = tokens[start : start + page_in_block * page_bytes]
+                yield key, total, (), tail, block_total
+                continue
+            block_total = block_totals[finished_blocks]
+            yield key, total, (names[finished_blocks],), b"", block_total
+            finished_blocks += 1
+            page_in_block = 0
+            start += pages_per_block * page_bytes
+
+
+def by_depth(pages: Sequence[Page], *, deepest_first: bool) -> Iterator[Page | None]:
+    """Yields one None per page, then the pages by depth: even work per item."""
+    rows: defaultdict[int, list[Page]] = defaultdict(list)
+    for page in pages:
+        rows[page.depth].append(page)
+        yield None
+    for depth in sorted(rows, reverse=deepest_first):
+        yield from rows.pop(depth)
