@@ -8,7 +8,7 @@ and publishes the result.
 A page is identified by the *content* of the whole prefix up to its end. All external hashes of
 equal content mean one page, which counts once regardless of how often it is held. If pages are
 smaller than a routing block, the block is held when its last page and all pages before are held. A
-page of n blocks is n blocks.
+page of n blocks is n pages of one block: each is held while a page that contains it is held.
 
 The *level* of a page is the slowest tier on the path from the root, each page counted with the
 fastest tier that holds it:
@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import TypeAlias
 
@@ -49,7 +48,8 @@ from worker_svc.kv_events.external_events import (
     PagesRemoved,
     PagesStored,
 )
-from worker_svc.kv_events.page_tree import ROOT, Page, PageNamer, by_depth
+from worker_svc.kv_events.orphans import ExternalKey, Orphan, Orphans
+from worker_svc.kv_events.page_tree import ROOT, Page, PageNamer, PageSpec, by_depth
 
 # Limit of pages with unknown parent.
 ORPHANS_MAX = 65_536
@@ -61,20 +61,8 @@ _PAGE_NAMERS_MAX = 64
 _U64 = 2**64 - 1
 
 
-@dataclass(slots=True)
-class _Orphan:
-    """A page with unknown parent. count: how often it was stored."""
-
-    parent: int
-    token_ids: bytes
-    page_namer: PageNamer
-    count: int
-
-
-# Names, previous level, new level.
-_Withdrawn: TypeAlias = tuple[tuple[int, ...], int, int]
-# Tier, scope and external hash.
-_ExternalKey: TypeAlias = tuple[int, str, int]
+# Name, previous level, new level.
+_LevelChange: TypeAlias = tuple[int, int, int]
 
 
 class Normalizer:
@@ -100,6 +88,8 @@ class Normalizer:
         self._changes: list[tuple[EventKind, int, list[int]]] = []
         # Discarded maps that are not freed yet.
         self._deferred_frees: deque[dict[int, Page]] = deque()
+        # Number of pages that an external hash holds.
+        self._pages_per_hash = max(1, event_format.page_size // event_format.block_size)
         self._reset_state()
 
     def _reset_state(self) -> None:
@@ -108,12 +98,10 @@ class Normalizer:
         self._page_by_hash: dict[tuple[int, str], dict[int, Page]] = {}
         self._hash_count = 0
         # Number of stores of a page if above 1; for counted duplicates only.
-        self._repeats: dict[_ExternalKey, int] = {}
-        self._orphans: dict[_ExternalKey, _Orphan] = {}
-        # Orphans by the scope and hash of their missing parent.
-        self._orphans_by_parent: dict[tuple[str, int], dict[_ExternalKey, None]] = {}
-        # Names, new level, previous level; not yet in `_changes`.
-        self._pending_stored: list[tuple[tuple[int, ...], int, int]] = []
+        self._repeats: dict[ExternalKey, int] = {}
+        self._orphans = Orphans()
+        # Not yet in `_changes`.
+        self._pending_stored: list[_LevelChange] = []
         self.published_blocks = 0
         self._blocks_max: int | None = None
         # Number of withheld pages, and the pages that `resize` has still to visit.
@@ -125,7 +113,7 @@ class Normalizer:
     def entry_count(self) -> int:
         """Returns the number of entries in all maps; 0 when nothing is held."""
         known = len(self._pages) + len(self._page_by_hash) + self._hash_count
-        return known + len(self._repeats) + len(self._orphans) + len(self._orphans_by_parent)
+        return known + len(self._repeats) + self._orphans.entry_count
 
     def apply(self, event: ExternalEvent) -> None:
         """Applies one event; `take` returns the changes that result."""
@@ -222,14 +210,15 @@ class Normalizer:
         """Withdraws pages until the bound holds. Their descendants are withdrawn already."""
         blocks_max, tiers = self._blocks_max, self.event_format.tiers
         assert blocks_max is not None, "shrinking has a bound"
-        withdrawn = []
+        withdrawn: list[_LevelChange] = []
         for page in part:
             if self.published_blocks <= blocks_max:
                 break
             if page is None or page.level == tiers:
                 continue
-            withdrawn.append((page.names, page.level, tiers))
-            self.published_blocks -= len(page.names)
+            if page.name is not None:
+                withdrawn.append((page.name, page.level, tiers))
+                self.published_blocks -= 1
             page.level = tiers
             self._withhold(page)
         self._emit_removed(withdrawn)
@@ -255,11 +244,15 @@ class Normalizer:
             self.counts["ignored"] += len(hashes)
         elif event.page_size != event_format.page_size or event.tier >= event_format.tiers:
             self._mark_incomplete("misfits", len(hashes))
-        elif max(len(self._pages), self._hash_count) + len(hashes) > PAGES_MAX:
+        elif self._is_over_limit(len(hashes)):
             self._mark_incomplete("over_limit", len(hashes))
         else:
             self._store_run(event, hashes, page_namer)
             self._flush_pending_stored()
+
+    def _is_over_limit(self, hash_count: int) -> bool:
+        page_count = len(self._pages) + hash_count * self._pages_per_hash
+        return max(page_count, self._hash_count + hash_count) > PAGES_MAX
 
     def _store_run(self, event: PagesStored, hashes: list[int], page_namer: PageNamer) -> None:
         """Stores pages one by one while the parent is unknown, then the rest in one pass."""
@@ -280,7 +273,7 @@ class Normalizer:
                 self._count_repeat(external_key, 1)
             else:
                 token_ids = event.token_ids[start : start + page_bytes]
-                self._add_orphan(external_key, _Orphan(parent, token_ids, page_namer, 1))
+                self._add_orphan(external_key, Orphan(parent, token_ids, page_namer, 1))
             parent = value
 
     def _find(self, tier: int, scope: str, value: int) -> Page | None:
@@ -303,28 +296,46 @@ class Normalizer:
         tier: int,
         scope: str,
     ) -> None:
-        pages, tiers = self._pages, self.event_format.tiers
         specs = page_namer.specs(page, token_ids)
-        for index, (value, spec) in enumerate(zip(hashes, specs, strict=True)):
+        for index, value in enumerate(hashes):
+            last = self._extend(page, islice(specs, self._pages_per_hash))
+            if last is None:
+                self._mark_incomplete("collisions", len(hashes) - index)
+                return
+            page = last
+            self._bind((tier, scope, value), page, 1)
+            if self._orphans:
+                self._adopt_orphans(scope, value, page)
+
+    def _extend(self, page: Page, specs: Iterable[PageSpec]) -> Page | None:
+        """Returns the last page of a chain, which is added if unknown; None after a collision."""
+        pages, tiers = self._pages, self.event_format.tiers
+        for spec in specs:
             child = pages.get(spec[0])
             if child is None:
                 child = Page(*spec, page, page.depth + 1, [0] * tiers, tiers)
                 pages[child.key] = child
                 page.add_child(child)
             elif child.parent is not page:
-                self._mark_incomplete("collisions", len(hashes) - index)
-                return
+                self._discard_unused(page)
+                return None
             page = child
-            self._bind((tier, scope, value), page, 1)
-            if self._orphans_by_parent:
-                self._adopt_orphans(scope, value, page)
+        return page
 
-    def _bind(self, external_key: _ExternalKey, page: Page, count: int) -> None:
+    def _pages_of(self, last: Page) -> Sequence[Page]:
+        """Returns the pages of the external hash whose last page this is, deepest first."""
+        pages = [last]
+        while len(pages) < self._pages_per_hash:
+            assert pages[-1].parent is not None, "the root has no external hash"
+            pages.append(pages[-1].parent)
+        return pages
+
+    def _bind(self, external_key: ExternalKey, page: Page, count: int) -> None:
         """Binds the external hash to `page`, which it then holds."""
         tier, scope, value = external_key
         if self._orphans and external_key in self._orphans:
             self.counts["duplicates"] += 1
-            count += self._drop_orphan(external_key).count
+            count += self._orphans.drop(external_key).count
         bound = self._page_by_hash.setdefault((tier, scope), {})
         before = bound.get(value)
         if before is page:
@@ -332,6 +343,21 @@ class Normalizer:
             self._count_repeat(external_key, count)
             return
         bound[value] = page
+        if self._pages_per_hash == 1:
+            self._hold_page(page, tier)
+        else:
+            for part in reversed(self._pages_of(page)):
+                self._hold_page(part, tier)
+        if before is None:
+            self._hash_count += 1
+        else:
+            self.counts["contradictions"] += 1
+            self._repeats.pop(external_key, None)
+            self._release(before, tier)
+        if count > 1:
+            self._count_repeat(external_key, count - 1)
+
+    def _hold_page(self, page: Page, tier: int) -> None:
         page.ref_counts[tier] += 1
         if page.child is not None or self._blocks_max is not None:
             self._update_level(page)
@@ -341,62 +367,37 @@ class Normalizer:
             level = max(page.parent.level, tier)
             if level < page.level:
                 self._publish_page(page, level)
-        if before is None:
-            self._hash_count += 1
-        else:
-            self.counts["contradictions"] += 1
-            self._repeats.pop(external_key, None)
-            self._release_page(before, tier)
-        if count > 1:
-            self._count_repeat(external_key, count - 1)
 
-    def _count_repeat(self, external_key: _ExternalKey, count: int) -> None:
+    def _count_repeat(self, external_key: ExternalKey, count: int) -> None:
         if self.event_format.duplicates is DuplicatePolicy.COUNTED:
             self._repeats[external_key] = self._repeats.get(external_key, 1) + count
 
     # Orphans.
 
-    def _add_orphan(self, external_key: _ExternalKey, orphan: _Orphan) -> None:
+    def _add_orphan(self, external_key: ExternalKey, orphan: Orphan) -> None:
         if external_key in self._orphans:
-            orphan.count += self._drop_orphan(external_key).count
+            orphan.count += self._orphans.drop(external_key).count
             self.counts["duplicates"] += 1
         elif len(self._orphans) >= ORPHANS_MAX:
-            self._drop_orphan(next(iter(self._orphans)))
+            self._orphans.drop_oldest()
             self._mark_incomplete("orphans_dropped", 1)
-        self._orphans[external_key] = orphan
-        siblings = self._orphans_by_parent.setdefault((external_key[1], orphan.parent), {})
-        siblings[external_key] = None
-
-    def _drop_orphan(self, external_key: _ExternalKey) -> _Orphan:
-        orphan = self._orphans.pop(external_key)
-        key = (external_key[1], orphan.parent)
-        siblings = self._orphans_by_parent[key]
-        del siblings[external_key]
-        if not siblings:
-            del self._orphans_by_parent[key]
-        return orphan
+        self._orphans.add(external_key, orphan)
 
     def _adopt_orphans(self, scope: str, value: int, page: Page) -> None:
         """Attaches orphans of this hash, and their orphans in turn."""
-        stack, tiers = [(value, page)], self.event_format.tiers
+        stack = [(value, page)]
         while stack:
             value, page = stack.pop()
-            for external_key in tuple(self._orphans_by_parent.get((scope, value), ())):
+            for external_key in self._orphans.children(scope, value):
                 if external_key not in self._orphans:
                     continue
-                orphan = self._drop_orphan(external_key)
-                tier, _, child = external_key
-                (spec,) = orphan.page_namer.specs(page, orphan.token_ids)
-                known = self._pages.get(spec[0])
-                if known is not None and known.parent is not page:
+                orphan = self._orphans.drop(external_key)
+                last = self._extend(page, orphan.page_namer.specs(page, orphan.token_ids))
+                if last is None:
                     self._mark_incomplete("collisions", 1)
                     continue
-                if known is None:
-                    known = Page(*spec, page, page.depth + 1, [0] * tiers, tiers)
-                    self._pages[known.key] = known
-                    page.add_child(known)
-                self._bind((tier, scope, child), known, orphan.count)
-                stack.append((child, known))
+                self._bind(external_key, last, orphan.count)
+                stack.append((external_key[2], last))
 
     # Removed.
 
@@ -407,7 +408,7 @@ class Normalizer:
             if not self._remove_bound(external_key) and not self._remove_orphan(external_key):
                 self.counts["unknown_removals"] += 1
 
-    def _remove_bound(self, external_key: _ExternalKey) -> bool:
+    def _remove_bound(self, external_key: ExternalKey) -> bool:
         tier, scope, value = external_key
         bound = self._page_by_hash.get((tier, scope), {})
         page = bound.get(value)
@@ -423,17 +424,22 @@ class Normalizer:
         self._hash_count -= 1
         if not bound:
             del self._page_by_hash[tier, scope]
-        self._release_page(page, tier)
+        self._release(page, tier)
         return True
 
-    def _remove_orphan(self, external_key: _ExternalKey) -> bool:
+    def _remove_orphan(self, external_key: ExternalKey) -> bool:
         orphan = self._orphans.get(external_key)
         if orphan is None:
             return False
         orphan.count -= 1
         if orphan.count == 0 or self.event_format.duplicates is DuplicatePolicy.IDEMPOTENT:
-            self._drop_orphan(external_key)
+            self._orphans.drop(external_key)
         return True
+
+    def _release(self, last: Page, tier: int) -> None:
+        """Releases the pages of an external hash."""
+        for page in self._pages_of(last):
+            self._release_page(page, tier)
 
     def _release_page(self, page: Page, tier: int) -> None:
         page.ref_counts[tier] -= 1
@@ -445,6 +451,10 @@ class Normalizer:
             return
         if page.is_withheld:
             self._clear_withheld(page)
+        self._discard_unused(page)
+
+    def _discard_unused(self, page: Page) -> None:
+        """Discards the page and its ancestors as far as neither they nor descendants are held."""
         while page.child is None and page.parent is not None and not any(page.ref_counts):
             del self._pages[page.key]
             page.parent.remove_child(page)
@@ -478,8 +488,8 @@ class Normalizer:
             level = self._level_of(page)
             if level >= page.level:
                 continue
-            published, blocks_max = self.published_blocks + len(page.names), self._blocks_max
-            is_full = blocks_max is not None and published > blocks_max
+            published = self.published_blocks + (page.name is not None)
+            is_full = self._blocks_max is not None and published > self._blocks_max
             if is_full and page.level == self.event_format.tiers:
                 self._withhold(page)
                 continue
@@ -489,40 +499,36 @@ class Normalizer:
 
     def _publish_page(self, page: Page, level: int) -> None:
         """Moves one page to a faster level."""
-        if page.names:
+        if page.name is not None:
             if page.level == self.event_format.tiers:
-                self.published_blocks += len(page.names)
-            self._pending_stored.append((page.names, level, page.level))
+                self.published_blocks += 1
+            self._pending_stored.append((page.name, page.level, level))
         page.level = level
 
     def _withdraw_subtree(self, page: Page) -> None:
         """Withdraws the descendants of the page, then the page."""
         self._flush_pending_stored()
-        withdrawn: list[_Withdrawn] = []
+        withdrawn: list[_LevelChange] = []
         stack = [page]
         while stack:
             page = stack.pop()
             level = self._level_of(page)
             if level <= page.level:
                 continue
-            if level == self.event_format.tiers:
-                self.published_blocks -= len(page.names)
-            withdrawn.append((page.names, page.level, level))
+            if page.name is not None:
+                if level == self.event_format.tiers:
+                    self.published_blocks -= 1
+                withdrawn.append((page.name, page.level, level))
             page.level = level
             if page.child is not None:
                 stack.extend(page.children())
         withdrawn.reverse()
         self._emit_removed(withdrawn)
 
-    def _emit_removed(self, withdrawn: Sequence[_Withdrawn]) -> None:
+    def _emit_removed(self, withdrawn: Sequence[_LevelChange]) -> None:
         """Emits removals in the given order: deepest first."""
         for tier in range(self.event_format.tiers):
-            hashes = [
-                name
-                for names, before, level in withdrawn
-                if before <= tier < level
-                for name in reversed(names)
-            ]
+            hashes = [name for name, before, level in withdrawn if before <= tier < level]
             self._emit(EventKind.REMOVED, tier, hashes)
 
     def _flush_pending_stored(self) -> None:
@@ -531,12 +537,7 @@ class Normalizer:
         pending_stored, self._pending_stored = self._pending_stored, []
         # Slower tiers first: a faster set must be a subset of them at every point.
         for tier in reversed(range(self.event_format.tiers)):
-            hashes = [
-                name
-                for names, level, before in pending_stored
-                if level <= tier < before
-                for name in names
-            ]
+            hashes = [name for name, before, level in pending_stored if level <= tier < before]
             self._emit(EventKind.STORED, tier, hashes)
 
     def _emit(self, kind: EventKind, tier: int, hashes: list[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import TypeAlias
@@ -14,7 +14,9 @@ from worker_svc.kv_events.external_events import TOKEN_BYTES, KvEventFormat
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """A page, identified by content. names: the blocks that end in it.
+    """A page of at most one block, identified by content. name: the block that ends in it, or None.
+
+    A larger page of an engine is several pages here, so that others may share its first blocks.
 
     total: running sum of its chain. tail, block_total: for pages smaller than a block, the tokens
     since the end of the last block, and the running sum of the block chain there. ref_counts:
@@ -24,7 +26,7 @@ class Page:
 
     key: int
     total: int
-    names: tuple[int, ...]
+    name: int | None
     tail: bytes
     block_total: int
     parent: Page | None
@@ -58,9 +60,9 @@ class Page:
             page = page.next_sibling
 
 
-# key, total, names, tail, block_total: see `Page`.
-PageSpec: TypeAlias = tuple[int, int, tuple[int, ...], bytes, int]
-ROOT: PageSpec = (0, 0, (), b"", 0)
+# key, total, name, tail, block_total: see `Page`.
+PageSpec: TypeAlias = tuple[int, int, int | None, bytes, int]
+ROOT: PageSpec = (0, 0, None, b"", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +77,10 @@ class PageNamer:
         """Yields the specs of the pages that follow `parent`."""
         if self.pages is not None:
             return self._small_page_specs(self.pages, parent, token_ids)
-        blocks_per_page = self.event_format.page_size // self.event_format.block_size
-        state = ChainState(parent.depth * blocks_per_page, parent.total)
+        state = ChainState(parent.depth, parent.total)
         hashes, sums = self.blocks.extend(state, token_ids)
-        rows = hashes.tolist()
-        names: Iterable[tuple[int, ...]] = zip(rows)
-        if blocks_per_page > 1:
-            names = map(tuple, hashes.reshape(-1, blocks_per_page).tolist())
-        last = slice(blocks_per_page - 1, None, blocks_per_page)
-        keys, totals = rows[last], sums[last].tolist()
-        return zip(keys, totals, names, repeat(b""), repeat(0), strict=False)
+        names = hashes.tolist()
+        return zip(names, sums.tolist(), names, repeat(b""), repeat(0), strict=False)
 
     def _small_page_specs(
         self, pages: PrefixHasher, parent: Page, token_ids: bytes
@@ -103,10 +99,10 @@ class PageNamer:
             page_in_block += 1
             if page_in_block < pages_per_block:
                 tail = tokens[start : start + page_in_block * page_bytes]
-                yield key, total, (), tail, block_total
+                yield key, total, None, tail, block_total
                 continue
             block_total = block_totals[finished_blocks]
-            yield key, total, (names[finished_blocks],), b"", block_total
+            yield key, total, names[finished_blocks], b"", block_total
             finished_blocks += 1
             page_in_block = 0
             start += pages_per_block * page_bytes
