@@ -10,12 +10,8 @@ equal content mean one page, which counts once regardless of how often it is hel
 smaller than a routing block, the block is held when its last page and all pages before are held. A
 page of n blocks is n pages of one block: each is held while a page that contains it is held.
 
-The *level* of a page is the slowest tier on the path from the root, each page counted with the
-fastest tier that holds it:
-
-    level(page) = max(level(parent), fastest tier that holds the page)     level(root) = 0
-
-The page is in set t if level <= t. Invariants, after every event and every hash of it:
+A page has a level (`page_tree.py`) and is in set t if level <= t. Invariants, after every event
+and every hash of it:
 - Set t = all blocks with all pages, from the root on, held on a tier <= t, unless withheld.
 - Therefore sets are prefix-closed and cumulative: set 0 is a subset of set 1, set 1 of set 2.
 - A block is stored after its parent and removed before it. If a page in the middle is removed, its
@@ -23,21 +19,16 @@ The page is in set t if level <= t. Invariants, after every event and every hash
 - Pages that are not held are kept only for held descendants: after all was removed all maps are
   empty. Every map has a bound.
 - Published blocks are held. If events could not be used, blocks may be missing: `is_incomplete`.
-
-Tiers are published separately: with two tiers a block stored on the device is stored in set 1 and
-then in set 0; a block that moves to the host is removed from set 0 only.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TypeAlias
 
-import numpy as np
-
-from common.kv.events import EventKind, KvEvent, Tier
+from common.kv.events import KvEvent
+from worker_svc.kv_events.changes import Changes, LevelChange
 from worker_svc.kv_events.external_events import (
     TOKEN_BYTES,
     DuplicatePolicy,
@@ -49,20 +40,21 @@ from worker_svc.kv_events.external_events import (
     PagesStored,
 )
 from worker_svc.kv_events.orphans import ExternalKey, Orphan, Orphans
-from worker_svc.kv_events.page_tree import ROOT, Page, PageNamer, PageSpec, by_depth
+from worker_svc.kv_events.page_tree import (
+    ROOT,
+    DiscardedPages,
+    Page,
+    PageNamer,
+    PageNamers,
+    PageSpec,
+    by_depth,
+)
 
 # Limit of pages with unknown parent.
 ORPHANS_MAX = 65_536
 # Limit of pages and of external hashes: far above any engine, unless it never reports removals.
 PAGES_MAX = 1 << 22
-# Limit of cached hashers, one per adapter and salt.
-_PAGE_NAMERS_MAX = 64
-
 _U64 = 2**64 - 1
-
-
-# Name, previous level, new level.
-_LevelChange: TypeAlias = tuple[int, int, int]
 
 
 class Normalizer:
@@ -83,11 +75,9 @@ class Normalizer:
         self.event_format = event_format
         self.counts: Counter[str] = Counter()
         self.is_incomplete = False
-        self._hasher_factory = hasher_factory
-        self._page_namers: dict[tuple[str, str], PageNamer | None] = {}
-        self._changes: list[tuple[EventKind, int, list[int]]] = []
-        # Discarded maps that are not freed yet.
-        self._deferred_frees: deque[dict[int, Page]] = deque()
+        self._page_namers = PageNamers(event_format, hasher_factory)
+        self._changes = Changes(event_format.tiers)
+        self._discarded = DiscardedPages()
         # Number of pages that an external hash holds.
         self._pages_per_hash = max(1, event_format.page_size // event_format.block_size)
         self._reset_state()
@@ -100,8 +90,7 @@ class Normalizer:
         # Number of stores of a page if above 1; for counted duplicates only.
         self._repeats: dict[ExternalKey, int] = {}
         self._orphans = Orphans()
-        # Not yet in `_changes`.
-        self._pending_stored: list[_LevelChange] = []
+        self._changes.discard_pending()
         self.published_blocks = 0
         self._blocks_max: int | None = None
         # Number of withheld pages, and the pages that `resize` has still to visit.
@@ -127,35 +116,22 @@ class Normalizer:
 
     def take(self) -> list[KvEvent]:
         """Returns the changes since the last call; equal kinds and tiers are merged."""
-        changes, self._changes = self._changes, []
-        return [
-            KvEvent(kind, np.array(hashes, dtype=np.uint64), Tier(tier))
-            for kind, tier, hashes in changes
-        ]
+        return self._changes.take()
 
     def clear(self) -> None:
         """Discards everything, including the bound of `shrink`, and emits CLEARED."""
         self.discard_all()
-        self._changes.append((EventKind.CLEARED, Tier.DEVICE, []))
+        self._changes.add_cleared()
 
     def discard_all(self) -> None:
         """As `clear`, without an event. `free_deferred` frees the memory."""
-        self._deferred_frees.extend((*self._page_by_hash.values(), self._pages))
+        self._discarded.add(*self._page_by_hash.values(), self._pages)
         self._reset_state()
         self.is_incomplete = False
 
     def free_deferred(self, pages: int) -> bool:
         """Frees about this many discarded pages. Returns whether more remain."""
-        deferred_frees = self._deferred_frees
-        while deferred_frees and pages > 0:
-            if not deferred_frees[0]:
-                deferred_frees.popleft()
-                continue
-            _, page = deferred_frees[0].popitem()
-            # Pages reference each other.
-            page.parent = page.child = page.next_sibling = page.previous_sibling = None
-            pages -= 1
-        return bool(deferred_frees)
+        return self._discarded.free(pages)
 
     @property
     def is_resizing(self) -> bool:
@@ -210,7 +186,7 @@ class Normalizer:
         """Withdraws pages until the bound holds. Their descendants are withdrawn already."""
         blocks_max, tiers = self._blocks_max, self.event_format.tiers
         assert blocks_max is not None, "shrinking has a bound"
-        withdrawn: list[_LevelChange] = []
+        withdrawn: list[LevelChange] = []
         for page in part:
             if self.published_blocks <= blocks_max:
                 break
@@ -221,7 +197,7 @@ class Normalizer:
                 self.published_blocks -= 1
             page.level = tiers
             self._withhold(page)
-        self._emit_removed(withdrawn)
+        self._changes.add_removed(withdrawn)
 
     def _republish_withheld(self, part: Iterable[Page | None]) -> None:
         """Publishes withheld pages and their descendants while there is capacity."""
@@ -233,13 +209,13 @@ class Normalizer:
             if page is not None and page.is_withheld:
                 self._clear_withheld(page)
                 self._update_level(page)
-        self._flush_pending_stored()
+        self._changes.flush_stored()
 
     # Stored.
 
     def _store(self, event: PagesStored) -> None:
         hashes = [value & _U64 for value in event.hashes]
-        page_namer, event_format = self._find_page_namer(event.lora, event.salt), self.event_format
+        page_namer, event_format = self._page_namers.find(event.lora, event.salt), self.event_format
         if page_namer is None:
             self.counts["ignored"] += len(hashes)
         elif event.page_size != event_format.page_size or event.tier >= event_format.tiers:
@@ -248,7 +224,7 @@ class Normalizer:
             self._mark_incomplete("over_limit", len(hashes))
         else:
             self._store_run(event, hashes, page_namer)
-            self._flush_pending_stored()
+            self._changes.flush_stored()
 
     def _is_over_limit(self, hash_count: int) -> bool:
         page_count = len(self._pages) + hash_count * self._pages_per_hash
@@ -405,7 +381,9 @@ class Normalizer:
         tier, scope = int(event.tier), event.scope
         for value in event.hashes:
             external_key = (tier, scope, value & _U64)
-            if not self._remove_bound(external_key) and not self._remove_orphan(external_key):
+            if not self._remove_bound(external_key) and not self._orphans.remove(
+                external_key, self.event_format.duplicates
+            ):
                 self.counts["unknown_removals"] += 1
 
     def _remove_bound(self, external_key: ExternalKey) -> bool:
@@ -425,15 +403,6 @@ class Normalizer:
         if not bound:
             del self._page_by_hash[tier, scope]
         self._release(page, tier)
-        return True
-
-    def _remove_orphan(self, external_key: ExternalKey) -> bool:
-        orphan = self._orphans.get(external_key)
-        if orphan is None:
-            return False
-        orphan.count -= 1
-        if orphan.count == 0 or self.event_format.duplicates is DuplicatePolicy.IDEMPOTENT:
-            self._orphans.drop(external_key)
         return True
 
     def _release(self, last: Page, tier: int) -> None:
@@ -462,19 +431,8 @@ class Normalizer:
 
     # Levels.
 
-    def _level_of(self, page: Page) -> int:
-        """Returns the level by the module's formula; `tiers` means in no set."""
-        assert page.parent is not None, "the root's level is fixed"
-        if page.is_withheld:
-            return self.event_format.tiers
-        level = page.parent.level
-        for tier in range(self.event_format.tiers):
-            if page.ref_counts[tier]:
-                return max(level, tier)
-        return self.event_format.tiers
-
     def _update_level(self, page: Page) -> None:
-        level = self._level_of(page)
+        level = page.level_now()
         if level < page.level:
             self._publish_subtree(page)
         elif level > page.level:
@@ -485,7 +443,7 @@ class Normalizer:
         stack = [page]
         while stack:
             page = stack.pop()
-            level = self._level_of(page)
+            level = page.level_now()
             if level >= page.level:
                 continue
             published = self.published_blocks + (page.name is not None)
@@ -502,17 +460,17 @@ class Normalizer:
         if page.name is not None:
             if page.level == self.event_format.tiers:
                 self.published_blocks += 1
-            self._pending_stored.append((page.name, page.level, level))
+            self._changes.add_stored((page.name, page.level, level))
         page.level = level
 
     def _withdraw_subtree(self, page: Page) -> None:
         """Withdraws the descendants of the page, then the page."""
-        self._flush_pending_stored()
-        withdrawn: list[_LevelChange] = []
+        self._changes.flush_stored()
+        withdrawn: list[LevelChange] = []
         stack = [page]
         while stack:
             page = stack.pop()
-            level = self._level_of(page)
+            level = page.level_now()
             if level <= page.level:
                 continue
             if page.name is not None:
@@ -523,28 +481,7 @@ class Normalizer:
             if page.child is not None:
                 stack.extend(page.children())
         withdrawn.reverse()
-        self._emit_removed(withdrawn)
-
-    def _emit_removed(self, withdrawn: Sequence[_LevelChange]) -> None:
-        """Emits removals in the given order: deepest first."""
-        for tier in range(self.event_format.tiers):
-            hashes = [name for name, before, level in withdrawn if before <= tier < level]
-            self._emit(EventKind.REMOVED, tier, hashes)
-
-    def _flush_pending_stored(self) -> None:
-        if not self._pending_stored:
-            return
-        pending_stored, self._pending_stored = self._pending_stored, []
-        # Slower tiers first: a faster set must be a subset of them at every point.
-        for tier in reversed(range(self.event_format.tiers)):
-            hashes = [name for name, before, level in pending_stored if level <= tier < before]
-            self._emit(EventKind.STORED, tier, hashes)
-
-    def _emit(self, kind: EventKind, tier: int, hashes: list[int]) -> None:
-        if hashes and self._changes and self._changes[-1][:2] == (kind, tier):
-            self._changes[-1][2].extend(hashes)
-        elif hashes:
-            self._changes.append((kind, tier, hashes))
+        self._changes.add_removed(withdrawn)
 
     # Limits.
 
@@ -560,22 +497,3 @@ class Normalizer:
     def _mark_incomplete(self, reason: str, count: int) -> None:
         self.counts[reason] += count
         self.is_incomplete = True
-
-    def _find_page_namer(self, lora: str | None, salt: str | None) -> PageNamer | None:
-        if lora is None or salt is None:
-            return None
-        page_namers, identity = self._page_namers, (lora, salt)
-        if identity not in page_namers:
-            if len(page_namers) >= _PAGE_NAMERS_MAX:
-                del page_namers[next(iter(page_namers))]
-            page_namers[identity] = self._create_page_namer(lora, salt)
-        return page_namers[identity]
-
-    def _create_page_namer(self, lora: str, salt: str) -> PageNamer | None:
-        block_size, page_size = self.event_format.block_size, self.event_format.page_size
-        blocks, pages = self._hasher_factory(lora, salt, block_size), None
-        if blocks is None:
-            return None
-        if page_size < block_size:
-            pages = self._hasher_factory(lora, salt, page_size)
-        return PageNamer(self.event_format, blocks, pages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from worker_svc.kv_events.external_events import DuplicatePolicy
 from worker_svc.kv_events.page_tree import PageNamer
 
 # Tier, scope and external hash.
@@ -39,9 +40,6 @@ class Orphans:
         """Returns the number of entries in all maps."""
         return len(self._orphans) + len(self._keys_by_parent)
 
-    def get(self, key: ExternalKey) -> Orphan | None:
-        return self._orphans.get(key)
-
     def children(self, scope: str, parent: int) -> tuple[ExternalKey, ...]:
         """Returns the keys of the orphans whose missing parent has this hash."""
         return tuple(self._keys_by_parent.get((scope, parent), ()))
@@ -60,6 +58,16 @@ class Orphans:
         if not siblings:
             del self._keys_by_parent[parent]
         return orphan
+
+    def remove(self, key: ExternalKey, duplicates: DuplicatePolicy) -> bool:
+        """Removes an orphan once. Returns whether there was one."""
+        orphan = self._orphans.get(key)
+        if orphan is None:
+            return False
+        orphan.count -= 1
+        if orphan.count == 0 or duplicates is DuplicatePolicy.IDEMPOTENT:
+            self.drop(key)
+        return True
 
     def drop_oldest(self) -> None:
         self.drop(next(iter(self._orphans)))

@@ -1,15 +1,24 @@
-"""The pages of an engine's cache as a tree, identified by content. Pure."""
+"""The pages of an engine's cache as a tree, identified by content. Pure.
+
+The *level* of a page is the slowest tier on the path from the root, each page counted with the
+fastest tier that holds it:
+
+    level(page) = max(level(parent), fastest tier that holds the page)     level(root) = 0
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import TypeAlias
 
 from common.kv.hashing import ChainState, PrefixHasher
-from worker_svc.kv_events.external_events import TOKEN_BYTES, KvEventFormat
+from worker_svc.kv_events.external_events import TOKEN_BYTES, HasherFactory, KvEventFormat
+
+# Limit of cached namers.
+_PAGE_NAMERS_MAX = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +47,15 @@ class Page:
     child: Page | None = None
     next_sibling: Page | None = None
     previous_sibling: Page | None = None
+
+    def level_now(self) -> int:
+        """Returns the level by the module's formula; the number of tiers means in no set."""
+        assert self.parent is not None, "the root's level is fixed"
+        if not self.is_withheld:
+            for tier, count in enumerate(self.ref_counts):
+                if count:
+                    return max(self.parent.level, tier)
+        return len(self.ref_counts)
 
     def add_child(self, page: Page) -> None:
         page.next_sibling = self.child
@@ -108,6 +126,35 @@ class PageNamer:
             start += pages_per_block * page_bytes
 
 
+class PageNamers:
+    """The namers in use, one per adapter and salt."""
+
+    def __init__(self, event_format: KvEventFormat, hasher_factory: HasherFactory) -> None:
+        self._event_format = event_format
+        self._hasher_factory = hasher_factory
+        self._page_namers: dict[tuple[str, str], PageNamer | None] = {}
+
+    def find(self, lora: str | None, salt: str | None) -> PageNamer | None:
+        """Returns the namer; None if such blocks are unknown or not to be published."""
+        if lora is None or salt is None:
+            return None
+        page_namers, identity = self._page_namers, (lora, salt)
+        if identity not in page_namers:
+            if len(page_namers) >= _PAGE_NAMERS_MAX:
+                del page_namers[next(iter(page_namers))]
+            page_namers[identity] = self._create(lora, salt)
+        return page_namers[identity]
+
+    def _create(self, lora: str, salt: str) -> PageNamer | None:
+        block_size, page_size = self._event_format.block_size, self._event_format.page_size
+        blocks, pages = self._hasher_factory(lora, salt, block_size), None
+        if blocks is None:
+            return None
+        if page_size < block_size:
+            pages = self._hasher_factory(lora, salt, page_size)
+        return PageNamer(self._event_format, blocks, pages)
+
+
 def by_depth(pages: Sequence[Page], *, deepest_first: bool) -> Iterator[Page | None]:
     """Yields one None per page, then the pages by depth: even work per item."""
     rows: defaultdict[int, list[Page]] = defaultdict(list)
@@ -116,3 +163,25 @@ def by_depth(pages: Sequence[Page], *, deepest_first: bool) -> Iterator[Page | N
         yield None
     for depth in sorted(rows, reverse=deepest_first):
         yield from rows.pop(depth)
+
+
+class DiscardedPages:
+    """Maps of discarded pages, which are freed in parts."""
+
+    def __init__(self) -> None:
+        self._maps: deque[dict[int, Page]] = deque()
+
+    def add(self, *maps: dict[int, Page]) -> None:
+        self._maps.extend(maps)
+
+    def free(self, pages: int) -> bool:
+        """Frees about this many pages. Returns whether more remain."""
+        while self._maps and pages > 0:
+            if not self._maps[0]:
+                self._maps.popleft()
+                continue
+            _, page = self._maps[0].popitem()
+            # Pages reference each other.
+            page.parent = page.child = page.next_sibling = page.previous_sibling = None
+            pages -= 1
+        return bool(self._maps)
