@@ -47,6 +47,8 @@ class Changes:
 
     def flush_stored(self) -> None:
         """Adds the stored blocks, slower tiers first: a faster set is a subset at every point."""
+        if not self._pending_stored:
+            return
         for tier in reversed(range(self._tiers)):
             hashes = [
                 name for name, before, level in self._pending_stored if level <= tier < before
