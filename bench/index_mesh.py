@@ -32,13 +32,13 @@ from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from worker_svc.kv_events.event_log import SourceFeed
-from worker_svc.kv_events.normalizer import (
+from worker_svc.kv_events.external_events import (
     DuplicatePolicy,
     KvEventFormat,
-    Normalizer,
     PagesRemoved,
     PagesStored,
 )
+from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publisher import Publisher
 
 NAMESPACE = "default"

@@ -30,7 +30,8 @@ from worker_svc.engines.contract import (
     PagedEngine,
 )
 from worker_svc.kv_events.event_log import SourceFeed
-from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, Normalizer
+from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat
+from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publisher import Publisher
 from worker_svc.metrics import worker_registry
 from worker_svc.serving.attach_server import AttachServer

@@ -45,7 +45,7 @@ from worker_svc.engines.echo import EchoConfig, EchoEngine
 from worker_svc.engines.sim.config import SimConfig, SimHandoffConfig
 from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
-from worker_svc.kv_events.normalizer import (
+from worker_svc.kv_events.external_events import (
     DuplicatePolicy,
     ExternalEvent,
     KvEventFormat,

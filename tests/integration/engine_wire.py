@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -34,7 +34,7 @@ from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import EngineConfig
 from worker_svc.engines.echo import EchoConfig, EchoEngine
 from worker_svc.engines.sglang.kv_events import TOPIC, KvEventEndpoints, KvEventReader
-from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, KvEventSink
+from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat, KvEventSink
 
 BLOCK = 4
 EVENT_FORMAT = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
@@ -69,6 +69,17 @@ def removed(*hashes: int | bytes, medium: str | None = None) -> WireEvent:
 
 
 CLEARED: WireEvent = {"type": "AllBlocksCleared"}
+
+
+class Wire(Protocol):
+    """The events of one rank of an engine."""
+
+    rank: int
+    endpoints: KvEventEndpoints
+
+    async def serve(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class EngineWire:
@@ -168,9 +179,7 @@ def _port(socket: zmq.asyncio.Socket) -> int:
 class WiredEngine(EchoEngine):
     """An engine with KV events over the wire."""
 
-    def __init__(
-        self, wires: Sequence[EngineWire], event_format: KvEventFormat, model: str
-    ) -> None:
+    def __init__(self, wires: Sequence[Wire], event_format: KvEventFormat, model: str) -> None:
         super().__init__(EchoConfig(model=model))
         self.kv_event_format = event_format
         self.kv_events_off_reason = ""
@@ -216,7 +225,7 @@ class WiredMesh:
     async def worker(
         self,
         worker_id: int,
-        *wires: EngineWire,
+        *wires: Wire,
         event_format: KvEventFormat = EVENT_FORMAT,
         model: str = "m",
     ) -> AsyncIterator[WorkerApp]:

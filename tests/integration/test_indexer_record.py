@@ -49,14 +49,14 @@ from indexer_svc.tools.record import Recorder, record
 from kvmesh.indexer.v1.indexer_pb2 import SubscribeResponse
 from tests.living import WAIT_S, living, until
 from worker_svc.kv_events.event_log import SourceFeed
-from worker_svc.kv_events.normalizer import (
+from worker_svc.kv_events.external_events import (
     DuplicatePolicy,
     KvEventFormat,
-    Normalizer,
     PagesCleared,
     PagesRemoved,
     PagesStored,
 )
+from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publisher import Publisher
 
 NS = "default"

@@ -26,7 +26,7 @@ from tests.integration.engine_wire import (
     wired_mesh,
 )
 from tests.living import until
-from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat
+from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat
 
 PROMPT = list(range(100, 100 + 5 * BLOCK))
 OTHER = list(range(900, 900 + 3 * BLOCK))
@@ -216,10 +216,12 @@ async def test_a_new_connection_without_proof_of_continuity_counts_as_lost_event
         losses = reader.counts["losses"]
         assert losses == 1
         await wire.restart()
-        while reader.counts["losses"] == losses:
+        await until(lambda: reader.counts["losses"] > losses, "the new connection is noticed")
+        await mesh.holds(app, PROMPT, 0)
+        await wire.publish(CLEARED, reaches=False)
+        while await mesh.depths(app, OTHER) != (3, 3, 3):
             await wire.publish(stored([21, 22, 23], None, OTHER))
             await asyncio.sleep(0.02)
-        await mesh.holds(app, OTHER, 3)
         assert await mesh.depths(app, PROMPT) == (0, 0, 0)
         assert mesh.state(app) == "degraded"
 

@@ -37,14 +37,14 @@ from worker_svc.engines.sim.timing import Timing
 from worker_svc.kv_events import publish_link
 from worker_svc.kv_events import publisher as publisher_module
 from worker_svc.kv_events.event_log import RING_BATCHES, SourceFeed
-from worker_svc.kv_events.normalizer import (
+from worker_svc.kv_events.external_events import (
     DuplicatePolicy,
     KvEventFormat,
-    Normalizer,
     PagesCleared,
     PagesRemoved,
     PagesStored,
 )
+from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publish_link import UNACKED_BATCHES_MAX
 from worker_svc.kv_events.publisher import Publisher
 

@@ -30,14 +30,14 @@ from worker_svc.engines.sglang.kv_events import (
     KvEventReader,
 )
 from worker_svc.kv_events.event_log import SourceFeed
-from worker_svc.kv_events.normalizer import (
+from worker_svc.kv_events.external_events import (
     DuplicatePolicy,
     ExternalEvent,
     KvEventFormat,
-    Normalizer,
     PagesRemoved,
     PagesStored,
 )
+from worker_svc.kv_events.normalizer import Normalizer
 
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCK)
 

@@ -14,13 +14,13 @@ from common.runtime.free_ports import free_ports
 from tests.sglang.sglang_workers import WAIT_S, greedy_request, until
 from worker_svc.engines.contract import EngineContext, GenerateContext, PreprocessedRequest
 from worker_svc.kv_events.event_log import SourceFeed
-from worker_svc.kv_events.normalizer import (
+from worker_svc.kv_events.external_events import (
     ExternalEvent,
-    Normalizer,
     PagesCleared,
     PagesRemoved,
     PagesStored,
 )
+from worker_svc.kv_events.normalizer import Normalizer
 
 if TYPE_CHECKING:
     from worker_svc.engines.sglang.engine import SglangEngine

@@ -31,7 +31,7 @@ from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.sim.transfer import Action, DecodeMachine, ReleaseBlocks
 from worker_svc.engines.sim.transfer import HandoffOutcome as RoomOutcome
-from worker_svc.kv_events.normalizer import ExternalEvent, PagesRemoved
+from worker_svc.kv_events.external_events import ExternalEvent, PagesRemoved
 from worker_svc.kv_events.publisher import Publisher
 
 pytestmark = pytest.mark.slow

@@ -28,7 +28,7 @@ from worker_svc.conformance.harness import (
     run_within,
 )
 from worker_svc.engines.contract import FinishReason, LLMEngineOutput, PagedEngine
-from worker_svc.kv_events.normalizer import PagesStored
+from worker_svc.kv_events.external_events import PagesStored
 from worker_svc.serving.probe import probe_request
 
 CONCURRENT = 8

@@ -21,7 +21,12 @@ from worker_svc.engines.contract import (
     SamplingOptions,
     StopConditions,
 )
-from worker_svc.kv_events.normalizer import ExternalEvent, PagesCleared, PagesRemoved, PagesStored
+from worker_svc.kv_events.external_events import (
+    ExternalEvent,
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+)
 
 WORKER_ID = 0x5EED
 # Interval of checks for a condition.

@@ -38,7 +38,7 @@ from common.request.preprocessed import (
     unsupported_fields as unsupported_fields,
     usage as usage,
 )
-from worker_svc.kv_events.normalizer import KvEventFormat, KvEventSink
+from worker_svc.kv_events.external_events import KvEventFormat, KvEventSink
 
 # `kv_events_off_reason` of an engine that reuses prefixes but is configured not to report them.
 KV_EVENTS_OFF = "kv_events is off"

@@ -18,7 +18,8 @@ from common.kv.events import (
     SourcePosition,
     Tier,
 )
-from worker_svc.kv_events.normalizer import ExternalEvent, Normalizer, PagesCleared
+from worker_svc.kv_events.external_events import ExternalEvent, PagesCleared
+from worker_svc.kv_events.normalizer import Normalizer
 
 # Batches that an event log keeps for gap repair.
 RING_BATCHES = 1024

@@ -8,14 +8,10 @@ and publishes the result.
 A page is identified by the *content* of the whole prefix up to its end. All external hashes of
 equal content mean one page, which counts once regardless of how often it is held. If pages are
 smaller than a routing block, the block is held when its last page and all pages before are held. A
-page of n blocks is n blocks.
+page of n blocks is n pages of one block: each is held while a page that contains it is held.
 
-The *level* of a page is the slowest tier on the path from the root, each page counted with the
-fastest tier that holds it:
-
-    level(page) = max(level(parent), fastest tier that holds the page)     level(root) = 0
-
-The page is in set t if level <= t. Invariants, after every event and every hash of it:
+A page has a level (`page_tree.py`) and is in set t if level <= t. Invariants, after every event
+and every hash of it:
 - Set t = all blocks with all pages, from the root on, held on a tier <= t, unless withheld.
 - Therefore sets are prefix-closed and cumulative: set 0 is a subset of set 1, set 1 of set 2.
 - A block is stored after its parent and removed before it. If a page in the middle is removed, its
@@ -23,255 +19,42 @@ The page is in set t if level <= t. Invariants, after every event and every hash
 - Pages that are not held are kept only for held descendants: after all was removed all maps are
   empty. Every map has a bound.
 - Published blocks are held. If events could not be used, blocks may be missing: `is_incomplete`.
-
-Tiers are published separately: with two tiers a block stored on the device is stored in set 1 and
-then in set 0; a block that moves to the host is removed from set 0 only.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from itertools import islice, repeat
-from typing import Protocol, TypeAlias
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
-import numpy as np
-
-from common.kv.events import EventKind, KvEvent, Tier
-from common.kv.hashing import ChainState, PrefixHasher
+from common.kv.events import KvEvent
+from worker_svc.kv_events.changes import Changes, LevelChange
+from worker_svc.kv_events.external_events import (
+    TOKEN_BYTES,
+    DuplicatePolicy,
+    ExternalEvent,
+    HasherFactory,
+    KvEventFormat,
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+)
+from worker_svc.kv_events.orphans import ExternalKey, Orphan, Orphans
+from worker_svc.kv_events.page_tree import (
+    ROOT,
+    DiscardedPages,
+    Page,
+    PageNamer,
+    PageNamers,
+    PageSpec,
+    by_depth,
+)
 
 # Limit of pages with unknown parent.
 ORPHANS_MAX = 65_536
 # Limit of pages and of external hashes: far above any engine, unless it never reports removals.
 PAGES_MAX = 1 << 22
-# Limit of cached hashers, one per adapter and salt.
-_PAGE_NAMERS_MAX = 64
-
 _U64 = 2**64 - 1
-_TOKEN_BYTES = 4
-
-
-class DuplicatePolicy(StrEnum):
-    """Meaning of a second report that a page is stored.
-
-    counted: needs as many removals. idempotent: no effect, one removal is enough.
-    """
-
-    COUNTED = "counted"
-    IDEMPOTENT = "idempotent"
-
-
-@dataclass(frozen=True, slots=True)
-class PagesStored:
-    """Pages are now held, each the child of the one before.
-
-    hashes: external, one per page, signed or unsigned 64 bits. parent: external hash of the page
-    before the first; None at the start of a prompt. token_ids: of all pages, 4 B little endian
-    each. page_size: tokens per page. lora, salt: "" means none, None means unknown. scope: a
-    namespace of the hashes beyond rank and tier, if they are not unique (a salt).
-
-    Raises ValueError naming the field if sizes disagree.
-    """
-
-    hashes: Sequence[int]
-    parent: int | None
-    token_ids: bytes
-    page_size: int
-    tier: Tier = Tier.DEVICE
-    rank: int = 0
-    lora: str | None = ""
-    salt: str | None = ""
-    scope: str = ""
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ValueError(f"page_size: {self.page_size} is below 1")
-        expected_bytes = len(self.hashes) * self.page_size * _TOKEN_BYTES
-        if len(self.token_ids) != expected_bytes:
-            raise ValueError(
-                f"token_ids: {len(self.token_ids)} bytes, not {expected_bytes} for "
-                f"{len(self.hashes)} pages of {self.page_size} tokens"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class PagesRemoved:
-    """Pages are no longer held on this tier; in any order."""
-
-    hashes: Sequence[int]
-    tier: Tier = Tier.DEVICE
-    rank: int = 0
-    scope: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PagesCleared:
-    """The rank's cache is empty, on all tiers."""
-
-    rank: int = 0
-
-
-ExternalEvent: TypeAlias = PagesStored | PagesRemoved | PagesCleared
-
-
-class KvEventSink(Protocol):
-    """Receives the cache events of an engine."""
-
-    def take(self, events: Iterable[ExternalEvent]) -> None:
-        """Applies events, in order."""
-
-    def record_loss(self, rank: int, reason: str) -> None:
-        """Records that events of a rank are lost and cannot be repaired."""
-
-    def reset(self, rank: int) -> None:
-        """Records that the engine of a rank restarted with an empty cache."""
-
-
-# Returns the hasher for (lora, salt, tokens per block); None: do not publish such blocks.
-HasherFactory: TypeAlias = Callable[[str, str, int], PrefixHasher | None]
-
-
-@dataclass(frozen=True, slots=True)
-class KvEventFormat:
-    """How an engine's events are read; its adapter sets it.
-
-    page_size: tokens per page; a divisor or a multiple of block_size. tiers: number of tiers.
-    Raises ValueError naming the value that is out of range.
-    """
-
-    block_size: int
-    page_size: int
-    duplicates: DuplicatePolicy
-    tiers: int = 1
-
-    def __post_init__(self) -> None:
-        if self.block_size < 1 or self.page_size < 1:
-            raise ValueError("block_size, page_size: must be at least 1")
-        if self.block_size % self.page_size and self.page_size % self.block_size:
-            raise ValueError(
-                f"page_size: {self.page_size} neither divides block_size {self.block_size} nor is "
-                "a multiple of it"
-            )
-        if not 1 <= self.tiers <= len(Tier):
-            raise ValueError(f"tiers: {self.tiers} is not in 1..{len(Tier)}")
-
-
-@dataclass(slots=True, eq=False)
-class _Page:
-    """A page, identified by content. names: the blocks that end in it.
-
-    total: running sum of its chain. tail, block_total: for pages smaller than a block, the tokens
-    since the end of the last block, and the running sum of the block chain there. ref_counts:
-    external hashes that hold it, by tier. A page without holders stays while it has held
-    descendants.
-    """
-
-    key: int
-    total: int
-    names: tuple[int, ...]
-    tail: bytes
-    block_total: int
-    parent: _Page | None
-    depth: int
-    ref_counts: list[int]
-    level: int
-    is_withheld: bool = False
-    # Children form a linked list: a set per page would double the memory.
-    child: _Page | None = None
-    next_sibling: _Page | None = None
-    previous_sibling: _Page | None = None
-
-    def add_child(self, page: _Page) -> None:
-        page.next_sibling = self.child
-        if self.child is not None:
-            self.child.previous_sibling = page
-        self.child = page
-
-    def remove_child(self, page: _Page) -> None:
-        if page.previous_sibling is None:
-            self.child = page.next_sibling
-        else:
-            page.previous_sibling.next_sibling = page.next_sibling
-        if page.next_sibling is not None:
-            page.next_sibling.previous_sibling = page.previous_sibling
-
-    def children(self) -> Iterator[_Page]:
-        page = self.child
-        while page is not None:
-            yield page
-            page = page.next_sibling
-
-
-# key, total, names, tail, block_total: see `_Page`.
-_PageSpec: TypeAlias = tuple[int, int, tuple[int, ...], bytes, int]
-_ROOT: _PageSpec = (0, 0, (), b"", 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _PageNamer:
-    """Computes page names of one adapter and salt. pages: hasher of pages smaller than a block."""
-
-    event_format: KvEventFormat
-    blocks: PrefixHasher
-    pages: PrefixHasher | None
-
-    def specs(self, parent: _Page, token_ids: bytes) -> Iterator[_PageSpec]:
-        """Yields the specs of the pages that follow `parent`."""
-        if self.pages is not None:
-            return self._small_page_specs(self.pages, parent, token_ids)
-        blocks_per_page = self.event_format.page_size // self.event_format.block_size
-        state = ChainState(parent.depth * blocks_per_page, parent.total)
-        hashes, sums = self.blocks.extend(state, token_ids)
-        rows = hashes.tolist()
-        names: Iterable[tuple[int, ...]] = zip(rows)
-        if blocks_per_page > 1:
-            names = map(tuple, hashes.reshape(-1, blocks_per_page).tolist())
-        last = slice(blocks_per_page - 1, None, blocks_per_page)
-        keys, totals = rows[last], sums[last].tolist()
-        return zip(keys, totals, names, repeat(b""), repeat(0), strict=False)
-
-    def _small_page_specs(
-        self, pages: PrefixHasher, parent: _Page, token_ids: bytes
-    ) -> Iterator[_PageSpec]:
-        pages_per_block = self.event_format.block_size // self.event_format.page_size
-        keys, totals = pages.extend(ChainState(parent.depth, parent.total), token_ids)
-        tokens = parent.tail + token_ids
-        state = ChainState(parent.depth // pages_per_block, parent.block_total)
-        hashes, sums = self.blocks.extend(state, tokens)
-        names, block_totals = hashes.tolist(), sums.tolist()
-        page_bytes = self.event_format.page_size * _TOKEN_BYTES
-        block_total, start = parent.block_total, 0
-        page_in_block = parent.depth % pages_per_block
-        finished_blocks = 0
-        for key, total in zip(keys.tolist(), totals.tolist(), strict=True):
-            page_in_block += 1
-            if page_in_block < pages_per_block:
-                tail = tokens[start : start + page_in_block * page_bytes]
-                yield key, total, (), tail, block_total
-                continue
-            block_total = block_totals[finished_blocks]
-            yield key, total, (names[finished_blocks],), b"", block_total
-            finished_blocks += 1
-            page_in_block = 0
-            start += pages_per_block * page_bytes
-
-
-@dataclass(slots=True)
-class _Orphan:
-    """A page with unknown parent. count: how often it was stored."""
-
-    parent: int
-    token_ids: bytes
-    page_namer: _PageNamer
-    count: int
-
-
-# Names, previous level, new level.
-_Withdrawn: TypeAlias = tuple[tuple[int, ...], int, int]
-# Tier, scope and external hash.
-_ExternalKey: TypeAlias = tuple[int, str, int]
 
 
 class Normalizer:
@@ -292,37 +75,34 @@ class Normalizer:
         self.event_format = event_format
         self.counts: Counter[str] = Counter()
         self.is_incomplete = False
-        self._hasher_factory = hasher_factory
-        self._page_namers: dict[tuple[str, str], _PageNamer | None] = {}
-        self._changes: list[tuple[EventKind, int, list[int]]] = []
-        # Discarded maps that are not freed yet.
-        self._deferred_frees: deque[dict[int, _Page]] = deque()
+        self._page_namers = PageNamers(event_format, hasher_factory)
+        self._changes = Changes(event_format.tiers)
+        self._discarded = DiscardedPages()
+        # Number of pages that an external hash holds.
+        self._pages_per_hash = max(1, event_format.page_size // event_format.block_size)
         self._reset_state()
 
     def _reset_state(self) -> None:
-        self._root = _Page(*_ROOT, None, 0, [0] * self.event_format.tiers, 0)
-        self._pages: dict[int, _Page] = {}
-        self._page_by_hash: dict[tuple[int, str], dict[int, _Page]] = {}
+        self._root = Page(*ROOT, None, 0, [0] * self.event_format.tiers, 0)
+        self._pages: dict[int, Page] = {}
+        self._page_by_hash: dict[tuple[int, str], dict[int, Page]] = {}
         self._hash_count = 0
         # Number of stores of a page if above 1; for counted duplicates only.
-        self._repeats: dict[_ExternalKey, int] = {}
-        self._orphans: dict[_ExternalKey, _Orphan] = {}
-        # Orphans by the scope and hash of their missing parent.
-        self._orphans_by_parent: dict[tuple[str, int], dict[_ExternalKey, None]] = {}
-        # Names, new level, previous level; not yet in `_changes`.
-        self._pending_stored: list[tuple[tuple[int, ...], int, int]] = []
+        self._repeats: dict[ExternalKey, int] = {}
+        self._orphans = Orphans()
+        self._changes.discard_pending()
         self.published_blocks = 0
         self._blocks_max: int | None = None
         # Number of withheld pages, and the pages that `resize` has still to visit.
         self._withheld_count = 0
         self._is_growing = False
-        self._resize_order: Iterator[_Page | None] | None = None
+        self._resize_order: Iterator[Page | None] | None = None
 
     @property
     def entry_count(self) -> int:
         """Returns the number of entries in all maps; 0 when nothing is held."""
         known = len(self._pages) + len(self._page_by_hash) + self._hash_count
-        return known + len(self._repeats) + len(self._orphans) + len(self._orphans_by_parent)
+        return known + len(self._repeats) + self._orphans.entry_count
 
     def apply(self, event: ExternalEvent) -> None:
         """Applies one event; `take` returns the changes that result."""
@@ -336,35 +116,22 @@ class Normalizer:
 
     def take(self) -> list[KvEvent]:
         """Returns the changes since the last call; equal kinds and tiers are merged."""
-        changes, self._changes = self._changes, []
-        return [
-            KvEvent(kind, np.array(hashes, dtype=np.uint64), Tier(tier))
-            for kind, tier, hashes in changes
-        ]
+        return self._changes.take()
 
     def clear(self) -> None:
         """Discards everything, including the bound of `shrink`, and emits CLEARED."""
         self.discard_all()
-        self._changes.append((EventKind.CLEARED, Tier.DEVICE, []))
+        self._changes.add_cleared()
 
     def discard_all(self) -> None:
         """As `clear`, without an event. `free_deferred` frees the memory."""
-        self._deferred_frees.extend((*self._page_by_hash.values(), self._pages))
+        self._discarded.add(*self._page_by_hash.values(), self._pages)
         self._reset_state()
         self.is_incomplete = False
 
     def free_deferred(self, pages: int) -> bool:
         """Frees about this many discarded pages. Returns whether more remain."""
-        deferred_frees = self._deferred_frees
-        while deferred_frees and pages > 0:
-            if not deferred_frees[0]:
-                deferred_frees.popleft()
-                continue
-            _, page = deferred_frees[0].popitem()
-            # Pages reference each other.
-            page.parent = page.child = page.next_sibling = page.previous_sibling = None
-            pages -= 1
-        return bool(deferred_frees)
+        return self._discarded.free(pages)
 
     @property
     def is_resizing(self) -> bool:
@@ -380,7 +147,7 @@ class Normalizer:
         bound = self.published_blocks if self._blocks_max is None else self._blocks_max
         self._blocks_max = max(0, min(self.published_blocks, bound) - blocks)
         self._is_growing = False
-        self._resize_order = _by_depth(tuple(self._pages.values()), deepest_first=True)
+        self._resize_order = by_depth(tuple(self._pages.values()), deepest_first=True)
 
     def grow(self, blocks: int) -> None:
         """Raises the bound of `shrink`, and removes it when no block is withheld any more.
@@ -393,7 +160,7 @@ class Normalizer:
         # otherwise shrinking continues, or there is no capacity
         if self.published_blocks < self._blocks_max:
             self._is_growing = True
-            self._resize_order = _by_depth(tuple(self._pages.values()), deepest_first=False)
+            self._resize_order = by_depth(tuple(self._pages.values()), deepest_first=False)
 
     def resize(self, pages: int) -> int:
         """Resizes over `pages` pages. Returns the blocks published, negative if withdrawn.
@@ -415,23 +182,24 @@ class Normalizer:
                 self._blocks_max = None
         return self.published_blocks - before
 
-    def _withdraw_deepest(self, part: Iterable[_Page | None]) -> None:
+    def _withdraw_deepest(self, part: Iterable[Page | None]) -> None:
         """Withdraws pages until the bound holds. Their descendants are withdrawn already."""
         blocks_max, tiers = self._blocks_max, self.event_format.tiers
         assert blocks_max is not None, "shrinking has a bound"
-        withdrawn = []
+        withdrawn: list[LevelChange] = []
         for page in part:
             if self.published_blocks <= blocks_max:
                 break
             if page is None or page.level == tiers:
                 continue
-            withdrawn.append((page.names, page.level, tiers))
-            self.published_blocks -= len(page.names)
+            if page.name is not None:
+                withdrawn.append((page.name, page.level, tiers))
+                self.published_blocks -= 1
             page.level = tiers
             self._withhold(page)
-        self._emit_removed(withdrawn)
+        self._changes.add_removed(withdrawn)
 
-    def _republish_withheld(self, part: Iterable[_Page | None]) -> None:
+    def _republish_withheld(self, part: Iterable[Page | None]) -> None:
         """Publishes withheld pages and their descendants while there is capacity."""
         blocks_max = self._blocks_max
         assert blocks_max is not None, "growing has a bound"
@@ -441,28 +209,32 @@ class Normalizer:
             if page is not None and page.is_withheld:
                 self._clear_withheld(page)
                 self._update_level(page)
-        self._flush_pending_stored()
+        self._changes.flush_stored()
 
     # Stored.
 
     def _store(self, event: PagesStored) -> None:
         hashes = [value & _U64 for value in event.hashes]
-        page_namer, event_format = self._find_page_namer(event.lora, event.salt), self.event_format
+        page_namer, event_format = self._page_namers.find(event.lora, event.salt), self.event_format
         if page_namer is None:
             self.counts["ignored"] += len(hashes)
         elif event.page_size != event_format.page_size or event.tier >= event_format.tiers:
             self._mark_incomplete("misfits", len(hashes))
-        elif max(len(self._pages), self._hash_count) + len(hashes) > PAGES_MAX:
+        elif self._is_over_limit(len(hashes)):
             self._mark_incomplete("over_limit", len(hashes))
         else:
             self._store_run(event, hashes, page_namer)
-            self._flush_pending_stored()
+            self._changes.flush_stored()
 
-    def _store_run(self, event: PagesStored, hashes: list[int], page_namer: _PageNamer) -> None:
+    def _is_over_limit(self, hash_count: int) -> bool:
+        page_count = len(self._pages) + hash_count * self._pages_per_hash
+        return max(page_count, self._hash_count + hash_count) > PAGES_MAX
+
+    def _store_run(self, event: PagesStored, hashes: list[int], page_namer: PageNamer) -> None:
         """Stores pages one by one while the parent is unknown, then the rest in one pass."""
         tier, scope = int(event.tier), event.scope
         parent = None if event.parent is None else event.parent & _U64
-        page_bytes = event.page_size * _TOKEN_BYTES
+        page_bytes = event.page_size * TOKEN_BYTES
         for index, value in enumerate(hashes):
             start = index * page_bytes
             page = self._root if parent is None else self._find(tier, scope, parent)
@@ -477,10 +249,10 @@ class Normalizer:
                 self._count_repeat(external_key, 1)
             else:
                 token_ids = event.token_ids[start : start + page_bytes]
-                self._add_orphan(external_key, _Orphan(parent, token_ids, page_namer, 1))
+                self._add_orphan(external_key, Orphan(parent, token_ids, page_namer, 1))
             parent = value
 
-    def _find(self, tier: int, scope: str, value: int) -> _Page | None:
+    def _find(self, tier: int, scope: str, value: int) -> Page | None:
         """Returns the page of this hash: on its own tier, else on the fastest other."""
         page = self._page_by_hash.get((tier, scope), {}).get(value)
         if page is not None or self.event_format.tiers == 1:
@@ -493,35 +265,53 @@ class Normalizer:
 
     def _store_children(
         self,
-        page: _Page,
+        page: Page,
         hashes: Sequence[int],
         token_ids: bytes,
-        page_namer: _PageNamer,
+        page_namer: PageNamer,
         tier: int,
         scope: str,
     ) -> None:
-        pages, tiers = self._pages, self.event_format.tiers
         specs = page_namer.specs(page, token_ids)
-        for index, (value, spec) in enumerate(zip(hashes, specs, strict=True)):
+        for index, value in enumerate(hashes):
+            last = self._extend(page, islice(specs, self._pages_per_hash))
+            if last is None:
+                self._mark_incomplete("collisions", len(hashes) - index)
+                return
+            page = last
+            self._bind((tier, scope, value), page, 1)
+            if self._orphans:
+                self._adopt_orphans(scope, value, page)
+
+    def _extend(self, page: Page, specs: Iterable[PageSpec]) -> Page | None:
+        """Returns the last page of a chain, which is added if unknown; None after a collision."""
+        pages, tiers = self._pages, self.event_format.tiers
+        for spec in specs:
             child = pages.get(spec[0])
             if child is None:
-                child = _Page(*spec, page, page.depth + 1, [0] * tiers, tiers)
+                child = Page(*spec, page, page.depth + 1, [0] * tiers, tiers)
                 pages[child.key] = child
                 page.add_child(child)
             elif child.parent is not page:
-                self._mark_incomplete("collisions", len(hashes) - index)
-                return
+                self._discard_unused(page)
+                return None
             page = child
-            self._bind((tier, scope, value), page, 1)
-            if self._orphans_by_parent:
-                self._adopt_orphans(scope, value, page)
+        return page
 
-    def _bind(self, external_key: _ExternalKey, page: _Page, count: int) -> None:
+    def _pages_of(self, last: Page) -> Sequence[Page]:
+        """Returns the pages of the external hash whose last page this is, deepest first."""
+        pages = [last]
+        while len(pages) < self._pages_per_hash:
+            assert pages[-1].parent is not None, "the root has no external hash"
+            pages.append(pages[-1].parent)
+        return pages
+
+    def _bind(self, external_key: ExternalKey, page: Page, count: int) -> None:
         """Binds the external hash to `page`, which it then holds."""
         tier, scope, value = external_key
         if self._orphans and external_key in self._orphans:
             self.counts["duplicates"] += 1
-            count += self._drop_orphan(external_key).count
+            count += self._orphans.drop(external_key).count
         bound = self._page_by_hash.setdefault((tier, scope), {})
         before = bound.get(value)
         if before is page:
@@ -529,6 +319,21 @@ class Normalizer:
             self._count_repeat(external_key, count)
             return
         bound[value] = page
+        if self._pages_per_hash == 1:
+            self._hold_page(page, tier)
+        else:
+            for part in reversed(self._pages_of(page)):
+                self._hold_page(part, tier)
+        if before is None:
+            self._hash_count += 1
+        else:
+            self.counts["contradictions"] += 1
+            self._repeats.pop(external_key, None)
+            self._release(before, tier)
+        if count > 1:
+            self._count_repeat(external_key, count - 1)
+
+    def _hold_page(self, page: Page, tier: int) -> None:
         page.ref_counts[tier] += 1
         if page.child is not None or self._blocks_max is not None:
             self._update_level(page)
@@ -538,62 +343,37 @@ class Normalizer:
             level = max(page.parent.level, tier)
             if level < page.level:
                 self._publish_page(page, level)
-        if before is None:
-            self._hash_count += 1
-        else:
-            self.counts["contradictions"] += 1
-            self._repeats.pop(external_key, None)
-            self._release_page(before, tier)
-        if count > 1:
-            self._count_repeat(external_key, count - 1)
 
-    def _count_repeat(self, external_key: _ExternalKey, count: int) -> None:
+    def _count_repeat(self, external_key: ExternalKey, count: int) -> None:
         if self.event_format.duplicates is DuplicatePolicy.COUNTED:
             self._repeats[external_key] = self._repeats.get(external_key, 1) + count
 
     # Orphans.
 
-    def _add_orphan(self, external_key: _ExternalKey, orphan: _Orphan) -> None:
+    def _add_orphan(self, external_key: ExternalKey, orphan: Orphan) -> None:
         if external_key in self._orphans:
-            orphan.count += self._drop_orphan(external_key).count
+            orphan.count += self._orphans.drop(external_key).count
             self.counts["duplicates"] += 1
         elif len(self._orphans) >= ORPHANS_MAX:
-            self._drop_orphan(next(iter(self._orphans)))
+            self._orphans.drop_oldest()
             self._mark_incomplete("orphans_dropped", 1)
-        self._orphans[external_key] = orphan
-        siblings = self._orphans_by_parent.setdefault((external_key[1], orphan.parent), {})
-        siblings[external_key] = None
+        self._orphans.add(external_key, orphan)
 
-    def _drop_orphan(self, external_key: _ExternalKey) -> _Orphan:
-        orphan = self._orphans.pop(external_key)
-        key = (external_key[1], orphan.parent)
-        siblings = self._orphans_by_parent[key]
-        del siblings[external_key]
-        if not siblings:
-            del self._orphans_by_parent[key]
-        return orphan
-
-    def _adopt_orphans(self, scope: str, value: int, page: _Page) -> None:
+    def _adopt_orphans(self, scope: str, value: int, page: Page) -> None:
         """Attaches orphans of this hash, and their orphans in turn."""
-        stack, tiers = [(value, page)], self.event_format.tiers
+        stack = [(value, page)]
         while stack:
             value, page = stack.pop()
-            for external_key in tuple(self._orphans_by_parent.get((scope, value), ())):
+            for external_key in self._orphans.children(scope, value):
                 if external_key not in self._orphans:
                     continue
-                orphan = self._drop_orphan(external_key)
-                tier, _, child = external_key
-                (spec,) = orphan.page_namer.specs(page, orphan.token_ids)
-                known = self._pages.get(spec[0])
-                if known is not None and known.parent is not page:
+                orphan = self._orphans.drop(external_key)
+                last = self._extend(page, orphan.page_namer.specs(page, orphan.token_ids))
+                if last is None:
                     self._mark_incomplete("collisions", 1)
                     continue
-                if known is None:
-                    known = _Page(*spec, page, page.depth + 1, [0] * tiers, tiers)
-                    self._pages[known.key] = known
-                    page.add_child(known)
-                self._bind((tier, scope, child), known, orphan.count)
-                stack.append((child, known))
+                self._bind(external_key, last, orphan.count)
+                stack.append((external_key[2], last))
 
     # Removed.
 
@@ -601,10 +381,12 @@ class Normalizer:
         tier, scope = int(event.tier), event.scope
         for value in event.hashes:
             external_key = (tier, scope, value & _U64)
-            if not self._remove_bound(external_key) and not self._remove_orphan(external_key):
+            if not self._remove_bound(external_key) and not self._orphans.remove(
+                external_key, self.event_format.duplicates
+            ):
                 self.counts["unknown_removals"] += 1
 
-    def _remove_bound(self, external_key: _ExternalKey) -> bool:
+    def _remove_bound(self, external_key: ExternalKey) -> bool:
         tier, scope, value = external_key
         bound = self._page_by_hash.get((tier, scope), {})
         page = bound.get(value)
@@ -620,19 +402,15 @@ class Normalizer:
         self._hash_count -= 1
         if not bound:
             del self._page_by_hash[tier, scope]
-        self._release_page(page, tier)
+        self._release(page, tier)
         return True
 
-    def _remove_orphan(self, external_key: _ExternalKey) -> bool:
-        orphan = self._orphans.get(external_key)
-        if orphan is None:
-            return False
-        orphan.count -= 1
-        if orphan.count == 0 or self.event_format.duplicates is DuplicatePolicy.IDEMPOTENT:
-            self._drop_orphan(external_key)
-        return True
+    def _release(self, last: Page, tier: int) -> None:
+        """Releases the pages of an external hash."""
+        for page in self._pages_of(last):
+            self._release_page(page, tier)
 
-    def _release_page(self, page: _Page, tier: int) -> None:
+    def _release_page(self, page: Page, tier: int) -> None:
         page.ref_counts[tier] -= 1
         assert page.ref_counts[tier] >= 0, "a page is released as often as it was held"
         if page.ref_counts[tier]:
@@ -642,6 +420,10 @@ class Normalizer:
             return
         if page.is_withheld:
             self._clear_withheld(page)
+        self._discard_unused(page)
+
+    def _discard_unused(self, page: Page) -> None:
+        """Discards the page and its ancestors as far as neither they nor descendants are held."""
         while page.child is None and page.parent is not None and not any(page.ref_counts):
             del self._pages[page.key]
             page.parent.remove_child(page)
@@ -649,34 +431,23 @@ class Normalizer:
 
     # Levels.
 
-    def _level_of(self, page: _Page) -> int:
-        """Returns the level by the module's formula; `tiers` means in no set."""
-        assert page.parent is not None, "the root's level is fixed"
-        if page.is_withheld:
-            return self.event_format.tiers
-        level = page.parent.level
-        for tier in range(self.event_format.tiers):
-            if page.ref_counts[tier]:
-                return max(level, tier)
-        return self.event_format.tiers
-
-    def _update_level(self, page: _Page) -> None:
-        level = self._level_of(page)
+    def _update_level(self, page: Page) -> None:
+        level = page.level_now()
         if level < page.level:
             self._publish_subtree(page)
         elif level > page.level:
             self._withdraw_subtree(page)
 
-    def _publish_subtree(self, page: _Page) -> None:
+    def _publish_subtree(self, page: Page) -> None:
         """Publishes the page, then its descendants."""
         stack = [page]
         while stack:
             page = stack.pop()
-            level = self._level_of(page)
+            level = page.level_now()
             if level >= page.level:
                 continue
-            published, blocks_max = self.published_blocks + len(page.names), self._blocks_max
-            is_full = blocks_max is not None and published > blocks_max
+            published = self.published_blocks + (page.name is not None)
+            is_full = self._blocks_max is not None and published > self._blocks_max
             if is_full and page.level == self.event_format.tiers:
                 self._withhold(page)
                 continue
@@ -684,104 +455,45 @@ class Normalizer:
             if page.child is not None:
                 stack.extend(page.children())
 
-    def _publish_page(self, page: _Page, level: int) -> None:
+    def _publish_page(self, page: Page, level: int) -> None:
         """Moves one page to a faster level."""
-        if page.names:
+        if page.name is not None:
             if page.level == self.event_format.tiers:
-                self.published_blocks += len(page.names)
-            self._pending_stored.append((page.names, level, page.level))
+                self.published_blocks += 1
+            self._changes.add_stored((page.name, page.level, level))
         page.level = level
 
-    def _withdraw_subtree(self, page: _Page) -> None:
+    def _withdraw_subtree(self, page: Page) -> None:
         """Withdraws the descendants of the page, then the page."""
-        self._flush_pending_stored()
-        withdrawn: list[_Withdrawn] = []
+        self._changes.flush_stored()
+        withdrawn: list[LevelChange] = []
         stack = [page]
         while stack:
             page = stack.pop()
-            level = self._level_of(page)
+            level = page.level_now()
             if level <= page.level:
                 continue
-            if level == self.event_format.tiers:
-                self.published_blocks -= len(page.names)
-            withdrawn.append((page.names, page.level, level))
+            if page.name is not None:
+                if level == self.event_format.tiers:
+                    self.published_blocks -= 1
+                withdrawn.append((page.name, page.level, level))
             page.level = level
             if page.child is not None:
                 stack.extend(page.children())
         withdrawn.reverse()
-        self._emit_removed(withdrawn)
-
-    def _emit_removed(self, withdrawn: Sequence[_Withdrawn]) -> None:
-        """Emits removals in the given order: deepest first."""
-        for tier in range(self.event_format.tiers):
-            hashes = [
-                name
-                for names, before, level in withdrawn
-                if before <= tier < level
-                for name in reversed(names)
-            ]
-            self._emit(EventKind.REMOVED, tier, hashes)
-
-    def _flush_pending_stored(self) -> None:
-        if not self._pending_stored:
-            return
-        pending_stored, self._pending_stored = self._pending_stored, []
-        # Slower tiers first: a faster set must be a subset of them at every point.
-        for tier in reversed(range(self.event_format.tiers)):
-            hashes = [
-                name
-                for names, level, before in pending_stored
-                if level <= tier < before
-                for name in names
-            ]
-            self._emit(EventKind.STORED, tier, hashes)
-
-    def _emit(self, kind: EventKind, tier: int, hashes: list[int]) -> None:
-        if hashes and self._changes and self._changes[-1][:2] == (kind, tier):
-            self._changes[-1][2].extend(hashes)
-        elif hashes:
-            self._changes.append((kind, tier, hashes))
+        self._changes.add_removed(withdrawn)
 
     # Limits.
 
-    def _withhold(self, page: _Page) -> None:
+    def _withhold(self, page: Page) -> None:
         page.is_withheld = True
         self._withheld_count += 1
         self.counts["withheld"] += 1
 
-    def _clear_withheld(self, page: _Page) -> None:
+    def _clear_withheld(self, page: Page) -> None:
         page.is_withheld = False
         self._withheld_count -= 1
 
     def _mark_incomplete(self, reason: str, count: int) -> None:
         self.counts[reason] += count
         self.is_incomplete = True
-
-    def _find_page_namer(self, lora: str | None, salt: str | None) -> _PageNamer | None:
-        if lora is None or salt is None:
-            return None
-        page_namers, identity = self._page_namers, (lora, salt)
-        if identity not in page_namers:
-            if len(page_namers) >= _PAGE_NAMERS_MAX:
-                del page_namers[next(iter(page_namers))]
-            page_namers[identity] = self._create_page_namer(lora, salt)
-        return page_namers[identity]
-
-    def _create_page_namer(self, lora: str, salt: str) -> _PageNamer | None:
-        block_size, page_size = self.event_format.block_size, self.event_format.page_size
-        blocks, pages = self._hasher_factory(lora, salt, block_size), None
-        if blocks is None:
-            return None
-        if page_size < block_size:
-            pages = self._hasher_factory(lora, salt, page_size)
-        return _PageNamer(self.event_format, blocks, pages)
-
-
-def _by_depth(pages: Sequence[_Page], *, deepest_first: bool) -> Iterator[_Page | None]:
-    """Yields one None per page, then the pages by depth: even work per item."""
-    rows: defaultdict[int, list[_Page]] = defaultdict(list)
-    for page in pages:
-        rows[page.depth].append(page)
-        yield None
-    for depth in sorted(rows, reverse=deepest_first):
-        yield from rows.pop(depth)

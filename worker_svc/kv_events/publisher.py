@@ -20,7 +20,7 @@ from common.registry.registry import Registry
 from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
 from worker_svc.kv_events.event_log import SourceFeed
-from worker_svc.kv_events.normalizer import ExternalEvent
+from worker_svc.kv_events.external_events import ExternalEvent
 from worker_svc.kv_events.publish_link import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,

@@ -80,7 +80,7 @@ from worker_svc.engines.sglang.server_args import (
     server_arguments,
 )
 from worker_svc.engines.sglang.starvation import StarvationDetector
-from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, KvEventSink
+from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat, KvEventSink
 
 LOAD_INTERVAL_S: Final = 0.1
 WARM_UP_TIMEOUT_S: Final = 120.0

@@ -9,7 +9,9 @@ is reported to the sink.
 Numbers alone do not identify an engine: its successor starts at 0 again and may have reached the
 same number. Therefore every replay starts with the last batch accepted, which must be present and
 equal. If it is not, the engine restarted with an empty cache, and the reader starts over. The
-reader requests such a replay after each reconnect, before it accepts a batch of the new connection.
+reader requests such a replay on each new connection, before it accepts a batch of it. Each
+connection has a socket of its own, so that batches of an engine that has ended are discarded with
+their socket. Without replay, a batch with number 0 proves that all batches of the engine are known.
 
 A replay may have holes, or lack its last batches or its end marker: a ROUTER drops what it cannot
 send at once. The reader requests the rest as long as each replay brings new batches. Only batches
@@ -27,18 +29,19 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import Enum, auto
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgspec
 import numpy as np
 import structlog
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from common.kv.events import Tier
-from worker_svc.kv_events.normalizer import (
+from worker_svc.kv_events.external_events import (
     ExternalEvent,
     KvEventSink,
     PagesCleared,
@@ -53,6 +56,8 @@ BUFFERED_BATCHES: Final = 10_000
 SOCKET_QUEUE_MIN: Final = 1_000
 # Idle time after which the latest batches are requested.
 IDLE_S: Final = 1.0
+# Time between two connections.
+RECONNECT_INTERVAL_S: Final = 0.1
 # Time without a message after which a replay is abandoned. SGLang serves replay requests between
 # batches, at least every 0.1 s.
 REPLAY_TIMEOUT_S: Final = 5.0
@@ -66,6 +71,9 @@ YIELD_INTERVAL_S: Final = 0.002
 PAGES_PER_PART_MAX: Final = 1024
 
 _SEQ_BYTES: Final = 8
+_CONNECTION_EVENTS: Final = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+)
 _TIERS: Final[Mapping[str | None, Tier]] = {
     None: Tier.DEVICE,
     "GPU": Tier.DEVICE,
@@ -117,10 +125,32 @@ def _tcp_address(port: int) -> str:
     return f"tcp://127.0.0.1:{port}"
 
 
-class _ReplayResult(Enum):
-    COMPLETE = auto()
-    TRUNCATED = auto()
-    OTHER_ENGINE = auto()
+class _Reconnect(Exception):
+    """The connection ended, or is not one to the engine that runs now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """A live connection to one engine. ended: done when the connection has ended."""
+
+    context: zmq.asyncio.Context
+    subscriber: zmq.asyncio.Socket
+    ended: asyncio.Future[Any]
+
+    async def receive(self, source: zmq.asyncio.Socket, timeout_s: float) -> list[bytes]:
+        """Returns the next message of `source`. Raises TimeoutError, and _Reconnect."""
+        if self.ended.done():
+            raise _Reconnect
+        receiving = asyncio.ensure_future(source.recv_multipart())
+        if not receiving.done():
+            futures = (receiving, self.ended)
+            await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if receiving.done():
+            return receiving.result()
+        receiving.cancel()
+        if self.ended.done():
+            raise _Reconnect
+        raise TimeoutError
 
 
 class KvEventReader:
@@ -141,6 +171,8 @@ class KvEventReader:
         self._next_seq = 0
         # The last accepted batch; identifies the engine.
         self._last_payload = b""
+        # Whether a loss was reported since the engine's start.
+        self._has_lost = False
         self._now = asyncio.get_running_loop().time
         self._slice_started_at = self._now()
         self._decode = msgspec.msgpack.Decoder().decode
@@ -156,97 +188,103 @@ class KvEventReader:
             await asyncio.sleep(IDLE_S)
 
     async def _read(self) -> None:
+        with zmq.asyncio.Context() as context:
+            while True:
+                with suppress(_Reconnect):
+                    await self._read_connection(context)
+                await asyncio.sleep(RECONNECT_INTERVAL_S)
+
+    async def _read_connection(self, context: zmq.asyncio.Context) -> None:
+        """Reads one connection until it ends. Batches that still wait then are discarded."""
         with (
-            zmq.asyncio.Context() as context,
             context.socket(zmq.SUB) as subscriber,
-            subscriber.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED) as monitor,
+            subscriber.get_monitor_socket(_CONNECTION_EVENTS) as monitor,
         ):
             subscriber.set(zmq.LINGER, 0)
             subscriber.set(zmq.RCVHWM, BUFFERED_BATCHES)
-            subscriber.connect(self._endpoint)
+            # Otherwise batches of the next engine would follow those of this one.
+            subscriber.set(zmq.RECONNECT_IVL, -1)
             subscriber.subscribe(TOPIC.encode())
+            subscriber.connect(self._endpoint)
+            ended = None
             try:
-                while True:
-                    await self._repair_gap(context, 1)
-                    await self._read_live_batches(context, subscriber, monitor)
+                first_event = parse_monitor_message(await monitor.recv_multipart())
+                if first_event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    ended = asyncio.ensure_future(monitor.poll())
+                    await self._follow(_Connection(context, subscriber, ended))
             finally:
+                if ended is not None:
+                    ended.cancel()
                 subscriber.disable_monitor()
 
-    async def _read_live_batches(
-        self,
-        context: zmq.asyncio.Context,
-        subscriber: zmq.asyncio.Socket,
-        monitor: zmq.asyncio.Socket,
-    ) -> None:
-        """Accepts batches until the stream is idle."""
-        while await subscriber.poll(IDLE_S * 1000):
-            _, number, payload = await subscriber.recv_multipart()
+    async def _follow(self, connection: _Connection) -> NoReturn:
+        """Accepts batches. Raises _Reconnect."""
+        if not await self._repair_gap(connection, REPLAY_ATTEMPTS_MAX) and self._next_seq:
+            self._report_loss("reconnected; cannot verify that the engine is the same")
+            self._next_seq = 0
+        while True:
+            try:
+                _, number, payload = await connection.receive(connection.subscriber, IDLE_S)
+            except TimeoutError:
+                await self._repair_gap(connection, 1)
+                continue
             seq = int.from_bytes(number, "big")
-            is_new_connection = await _has_reconnected(monitor)
-            self.counts["gaps"] += seq > self._next_seq
-            if is_new_connection or seq > self._next_seq:
-                is_same_engine = await self._repair_gap(context, REPLAY_ATTEMPTS_MAX)
-                if is_new_connection and not is_same_engine and self._next_seq:
-                    self._report_loss("reconnected; cannot verify that the engine is the same")
-                    self._next_seq = seq
+            if seq > self._next_seq:
+                self.counts["gaps"] += 1
+                await self._repair_gap(connection, REPLAY_ATTEMPTS_MAX)
             await self._accept(seq, payload)
 
-    async def _repair_gap(self, context: zmq.asyncio.Context, attempts_left: int) -> bool:
-        """Replays from the next batch on; from 0 if the engine restarted.
+    async def _repair_gap(self, connection: _Connection, attempts_left: int) -> bool:
+        """Replays from the next batch on. Returns False if the engine does not respond.
 
-        Returns False if the engine does not respond.
+        Raises _Reconnect if the engine is another one.
         """
         if self._replay_endpoint is None:
             return False
         while attempts_left:
             next_at_start = self._next_seq
             try:
-                match await self._request_replay(context, self._replay_endpoint):
-                    case _ReplayResult.COMPLETE:
-                        return True
-                    case _ReplayResult.OTHER_ENGINE:
-                        self._reset()
-                    case _ReplayResult.TRUNCATED:
-                        self.counts["cut"] += 1
+                if await self._request_replay(connection, self._replay_endpoint):
+                    return True
+                self.counts["cut"] += 1
             except TimeoutError:
                 self.counts["unanswered"] += 1
                 log.warning("kv_replay_timed_out", dp_rank=self._rank, next=self._next_seq)
                 attempts_left -= self._next_seq == next_at_start
         return False
 
-    async def _request_replay(self, context: zmq.asyncio.Context, endpoint: str) -> _ReplayResult:
-        """Requests one replay, from the last accepted batch on. Raises TimeoutError.
+    async def _request_replay(self, connection: _Connection, endpoint: str) -> bool:
+        """Requests one replay, from the last accepted batch on.
 
-        Batches of another engine are not accepted. TRUNCATED implies that new ones were accepted.
+        Returns whether it is complete; otherwise new batches were accepted. Batches of another
+        engine are not accepted. Raises TimeoutError, and _Reconnect if the engine is another one.
         """
         next_at_request = self._next_seq
         is_verified = next_at_request == 0
         # A new socket per replay: late messages of an abandoned replay must not end the next one.
-        with context.socket(zmq.DEALER) as dealer:
+        with connection.context.socket(zmq.DEALER) as dealer:
             dealer.set(zmq.LINGER, 0)
             dealer.set(zmq.RCVHWM, BUFFERED_BATCHES)
             dealer.connect(endpoint)
             first = max(0, next_at_request - 1)
             await dealer.send_multipart([b"", first.to_bytes(_SEQ_BYTES, "big")])
             while True:
-                async with asyncio.timeout(REPLAY_TIMEOUT_S):
-                    *_, number, payload = await dealer.recv_multipart()
+                *_, number, payload = await connection.receive(dealer, REPLAY_TIMEOUT_S)
                 seq = int.from_bytes(number, "big", signed=True)
+                is_other_engine = seq < 0 or (seq == first and payload != self._last_payload)
+                if not is_verified and is_other_engine:
+                    self._reset()
+                    raise _Reconnect
                 if seq < 0:
-                    if not is_verified:
-                        return _ReplayResult.OTHER_ENGINE
-                    is_short = self._next_seq - first < SOCKET_QUEUE_MIN
-                    return _ReplayResult.COMPLETE if is_short else _ReplayResult.TRUNCATED
+                    return self._next_seq - first < SOCKET_QUEUE_MIN
                 if not is_verified:
-                    if seq == first and payload != self._last_payload:
-                        return _ReplayResult.OTHER_ENGINE
                     is_verified = True
                     if seq > first:
                         # The last batch left the ring, so nothing identifies the engine.
                         self._report_loss(f"batches from {first} on are no longer kept")
                         self._next_seq = seq
                 if seq > self._next_seq > next_at_request:
-                    return _ReplayResult.TRUNCATED
+                    return False
                 self.counts["replayed"] += seq >= self._next_seq
                 await self._accept(seq, payload)
 
@@ -260,12 +298,16 @@ class KvEventReader:
         log.warning("kv_engine_restarted", dp_rank=self._rank, next_at_request=self._next_seq)
         self.counts["resets"] += 1
         self._next_seq, self._last_payload = 0, b""
+        self._has_lost = False
         self._sink.reset(self._rank)
 
     async def _accept(self, seq: int, payload: bytes) -> None:
         await self._yield_if_due()
         if seq < self._next_seq:
             return
+        if seq == 0 and self._has_lost:
+            # The first batch of an engine: its cache was empty before.
+            self._reset()
         if seq > self._next_seq:
             self._report_loss(f"batches {self._next_seq} to {seq - 1} are no longer kept")
         self._next_seq, self._last_payload = seq + 1, payload
@@ -283,17 +325,8 @@ class KvEventReader:
 
     def _report_loss(self, reason: str) -> None:
         self.counts["losses"] += 1
+        self._has_lost = True
         self._sink.record_loss(self._rank, reason)
-
-
-async def _has_reconnected(monitor: zmq.asyncio.Socket) -> bool:
-    """Whether the connection changed since the last call."""
-    has_changed = False
-    # Messages of a connection arrive after its monitor event.
-    while await monitor.poll(0):
-        await monitor.recv_multipart()
-        has_changed = True
-    return has_changed
 
 
 def _split_event(event: ExternalEvent) -> Iterator[ExternalEvent]:

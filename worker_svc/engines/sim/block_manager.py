@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from worker_svc.kv_events.normalizer import PagesRemoved, PagesStored
+from worker_svc.kv_events.external_events import PagesRemoved, PagesStored
 
 
 @dataclass(slots=True, eq=False)

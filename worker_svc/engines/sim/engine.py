@@ -59,7 +59,7 @@ from worker_svc.engines.sim.transfer_server import (
     HandoffManager,
     PrefillHandoff,
 )
-from worker_svc.kv_events.normalizer import (
+from worker_svc.kv_events.external_events import (
     DuplicatePolicy,
     KvEventFormat,
     KvEventSink,

@@ -21,7 +21,7 @@ from worker_svc.engines.sim.block_manager import (
     BlockManager,
     BlockTable,
 )
-from worker_svc.kv_events.normalizer import PagesRemoved, PagesStored
+from worker_svc.kv_events.external_events import PagesRemoved, PagesStored
 
 TOTAL = 9
 SIZE = 4

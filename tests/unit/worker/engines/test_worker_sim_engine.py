@@ -50,7 +50,7 @@ from worker_svc.engines.sim.config import SIM_MODEL_DIR, SimConfig, SimModel, lo
 from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
-from worker_svc.kv_events.normalizer import ExternalEvent, PagesRemoved, PagesStored
+from worker_svc.kv_events.external_events import ExternalEvent, PagesRemoved, PagesStored
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
 TOKEN_ORACLE = TokenOracle(MODEL.word_ids, 2)

@@ -16,7 +16,7 @@ from worker_svc.engines.sim.scheduler import Job, SimScheduler, SimSequence
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.stop_tokens import StopToken
-from worker_svc.kv_events.normalizer import PagesStored
+from worker_svc.kv_events.external_events import PagesStored
 
 EOS = 2
 SIZE = 4

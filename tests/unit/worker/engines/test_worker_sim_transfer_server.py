@@ -55,7 +55,7 @@ from worker_svc.engines.sim.network import Connection, ConnectionHandler, Listen
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.sim.transfer import Action, DecodeMachine, ReleaseBlocks
-from worker_svc.kv_events.normalizer import PagesRemoved, PagesStored
+from worker_svc.kv_events.external_events import PagesRemoved, PagesStored
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
 TOKEN_ORACLE = TokenOracle(MODEL.word_ids, 2)
