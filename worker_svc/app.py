@@ -83,7 +83,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         self._card = await asyncio.to_thread(
             build_card, resolve_model_dir(config), engine_config, config.serve
         )
-        self.runner.card_checksum = self._card.checksum
+        self.runner.model, self.runner.card_checksum = self._card.name, self._card.checksum
         # After the card: it is the same on workers with and without KV events.
         engine_config = self._resolve_kv_index(engine_config)
         self.publisher = self._build_publisher(engine_config, self._card)

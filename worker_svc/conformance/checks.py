@@ -27,7 +27,12 @@ from worker_svc.conformance.harness import (
     require,
     run_within,
 )
-from worker_svc.engines.contract import FinishReason, LLMEngineOutput, PagedEngine
+from worker_svc.engines.contract import (
+    FinishReason,
+    LLMEngineOutput,
+    OutputOptions,
+    PagedEngine,
+)
 from worker_svc.kv_events.external_events import PagesStored
 from worker_svc.serving.probe import probe_request
 
@@ -176,11 +181,17 @@ async def refuses_long_prompt(harness: EngineHarness) -> None:
 
 async def refuses_unknown(harness: EngineHarness) -> None:
     """an unsupported field is rejected with Unsupported, by name"""
-    request = harness.request(harness.prompt(8), 1, extra_args={"no_engine_knows_this": 1})
-    error = await harness.expect_refusal(request)
-    require(isinstance(error, Unsupported), f"it raised {type(error).__name__}")
-    names_field = (error.field or "").startswith("extra_args")
-    require(names_field, f"it named {error.field}, expected extra_args")
+    fields: dict[str, object] = {
+        "extra_args": {"no_engine_knows_this": 1},
+        # For other components than engines.
+        "annotations": ("mark",),
+        "output_options": OutputOptions(formatted_prompt=True),
+    }
+    for name, value in fields.items():
+        error = await harness.expect_refusal(harness.request(harness.prompt(8), 1, **{name: value}))
+        require(isinstance(error, Unsupported), f"{name}: it raised {type(error).__name__}")
+        names_field = (error.field or "").startswith(name)
+        require(names_field, f"it named {error.field}, expected {name}")
 
 
 async def stop_in_answer(harness: EngineHarness) -> str:

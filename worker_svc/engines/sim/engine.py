@@ -8,12 +8,13 @@ Semantics of requests:
 - The output is that of `token_oracle.py`. The model's distribution is a point mass, so temperature,
   top_p, top_k, min_p, seed and every finite change of logits (penalties, logit_bias) are accepted
   without effect, and every log probability is 0, with no alternatives.
-- The frontend applies stop strings and max_thinking_tokens; this model does not reason. A hidden
-  stop token or EOS ends the output and is excluded from it and from the counts.
+- max_thinking_tokens has no effect: this model does not reason. A hidden stop token or EOS ends the
+  output and is excluded from it and from the counts.
 - Each configured adapter has its own cache, block names and output.
 - `routing.priority`, else the context's: the larger goes first.
 - Unsupported fields are rejected by name: guided decoding, n, best_of, beam search, embeddings,
-  media, prompt log probabilities, engine arguments, handoffs of another role.
+  media, stop strings and other options of the text, prompt log probabilities, engine arguments,
+  handoffs of another role.
 - A probe gets one token, ahead of the queue, and neither reads nor fills the prefix cache.
 
 Prefill and decode (`transfer.py` has the protocol, `transfer_server.py` the network). A prefill leg

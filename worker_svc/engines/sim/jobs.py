@@ -12,17 +12,17 @@ from common.kv.hashing import PrefixHasher
 from common.request.preprocessed import PreprocessedRequest, unsupported_fields
 from worker_svc.engines.sim.config import SimConfig, SimModel
 from worker_svc.engines.sim.scheduler import Job
-from worker_svc.engines.stop_tokens import stop_tokens_of
+from worker_svc.engines.stop_tokens import TOKEN_STOP_CONDITIONS, stop_tokens_of
 
 _PROBE_PRIORITY: Final = 2**31
 
 _SUPPORTED_FIELDS: Final = frozenset(
     {
-        "stop_conditions",
+        *(f"stop_conditions.{name}" for name in TOKEN_STOP_CONDITIONS),
+        # The model does not reason.
+        "stop_conditions.max_thinking_tokens",
         "routing.lora_name",
-        *(f"output_options.{name}" for name in ("logprobs", "skip_special_tokens")),
-        *(f"output_options.{name}" for name in ("formatted_prompt", "return_tokens_as_token_ids")),
-        "output_options.include_stop_str_in_output",
+        "output_options.logprobs",
         *(f"sampling_options.{name}_penalty" for name in ("presence", "frequency", "repetition")),
         *(f"sampling_options.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
         *(f"sampling_options.{name}" for name in ("seed", "logit_bias")),
