@@ -10,17 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from common.errors import MeshError
-from common.rpc.interceptors import mesh_error_from_rpc
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
-from tests.e2e.mesh import WAIT_S, Oracle, Service
+from tests.e2e.mesh import WAIT_S, Oracle, Service, mesh_error
 
 PROMPT = [5, 6, 7]
 OUTPUT = Oracle().tokens(PROMPT, 4)
@@ -105,7 +103,7 @@ EFFECTS: dict[str, Callable[[Result], bool]] = {
 # The effect is not in the output of one request; the test that shows it.
 SHOWN_ELSEWHERE = {
     "request_id": "test_abort_ends_a_request_by_its_id",
-    "request.routing.priority": "test_the_larger_priority_goes_first_and_the_hint_outweighs_the_context",
+    "request.routing.priority": "test_the_larger_priority_goes_first_and_the_hint_outweighs_the_context",  # noqa: E501
     "request.migration_link.trace_id": "test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill",
     "request.migration_link.span_id": "test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill",
 }
@@ -170,9 +168,7 @@ def generate(worker: Service, message: pb.GenerateRequest) -> Result:
     try:
         return list(stub.Generate(message, timeout=WAIT_S))
     except grpc.RpcError as error:
-        trailing = grpc.aio.Metadata(*error.trailing_metadata())  # type: ignore[arg-type]
-        status = grpc.aio.AioRpcError(error.code(), grpc.aio.Metadata(), trailing, error.details())
-        raise mesh_error_from_rpc(status) from error
+        raise mesh_error(error) from error
 
 
 def refusal(worker: Service, *names: str) -> MeshError | None:
