@@ -94,8 +94,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         async with self._lock:
             if self._is_asleep:
                 raise Conflict("the engine sleeps; call Wake first")
-            await self._membership.rejoin()
-            self._runner.is_draining = False
+            was_draining = self._runner.is_draining
+            self._runner.is_draining = False  # before a peer sees the worker
+            try:
+                await self._membership.rejoin()
+            except BaseException:
+                self._runner.is_draining = was_draining
+                raise
         return admin_pb2.ResumeResponse()
 
     async def FlushCache(
