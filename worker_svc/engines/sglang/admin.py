@@ -5,7 +5,9 @@ SGLang's results are unions of successes and failures; here a failure is a typed
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from common.errors import Conflict, InvalidRequest, Unimplemented
@@ -46,7 +48,11 @@ async def load_lora(manager: Any, name: str, uri: str) -> frozenset[str]:
 
     if not uri:
         raise InvalidRequest("uri must not be empty", "uri")
-    request = LoadLoRAAdapterReqInput(lora_name=name, lora_path=uri.removeprefix("file://"))
+    path = uri.removeprefix("file://")
+    # SGLang would search the Hugging Face Hub.
+    if path != uri and not await asyncio.to_thread(Path(path).is_dir):
+        raise InvalidRequest(f"the worker has no folder {path}", "uri")
+    request = LoadLoRAAdapterReqInput(lora_name=name, lora_path=path)
     return _adapters_of(await manager.load_lora_adapter(request), "uri")
 
 
