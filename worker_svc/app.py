@@ -18,7 +18,7 @@ from common.registry.registry import Registry
 from common.rpc import channel as rpc
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
-from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
+from kvmesh.engine.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 from worker_svc.card import build_card, card_differences, read_vocab_size
 from worker_svc.config import WorkerConfig
 from worker_svc.engine_factory import build_engine, resolve_model_dir
@@ -34,6 +34,7 @@ from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat
 from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publisher import Publisher
 from worker_svc.metrics import worker_registry
+from worker_svc.serving.admin import AdminServicer
 from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.probe import EngineProbe
 from worker_svc.serving.runner import Runner
@@ -41,6 +42,7 @@ from worker_svc.serving.service import EngineServicer
 from worker_svc.tracing import GenerateSpans
 
 SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
+ADMIN_SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 # Time for the last frames of ended requests to reach their frontends.
 FINAL_FRAMES_TIMEOUT_S = 1.0
 
@@ -64,13 +66,14 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         self.runner = Runner(self.engine, max_requests=config.requests_max, role=config.role)
         self._attach = AttachServer(self.instance_id, self.runner)
         self._engine_started = False
+        self._lifecycle: Lifecycle | None = None
         self._card: ModelCard | None = None
         self._registered_instance: Instance | None = None
         self.publisher: Publisher | None = None
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
         """Starts the engine, builds its card and serves gRPC."""
-        config = self._config
+        config, self._lifecycle = self._config, lifecycle
         self._engine_started = True
         started_at = time.monotonic()
         engine_config = await self.engine.start(self.instance_id)
@@ -83,11 +86,11 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         self._card = await asyncio.to_thread(
             build_card, resolve_model_dir(config), engine_config, config.serve
         )
-        self.runner.card_checksum = self._card.checksum
+        self.runner.model, self.runner.card_checksum = self._card.name, self._card.checksum
         # After the card: it is the same on workers with and without KV events.
         engine_config = self._resolve_kv_index(engine_config)
         self.publisher = self._build_publisher(engine_config, self._card)
-        self._bind(lifecycle, [SERVICE_NAME])
+        self._bind(lifecycle, [SERVICE_NAME, ADMIN_SERVICE_NAME])
         self._registered_instance = self._instance_of(engine_config, self._card)
         self.runner.spans = GenerateSpans(self._card.name, config.role)
         servicer = EngineServicer(
@@ -101,6 +104,15 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             vocab_size=await asyncio.to_thread(read_vocab_size, self._card),
         )
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, self._server)
+        admin = AdminServicer(
+            self.runner,
+            self,
+            self._engine_name,
+            model=self._card.name,
+            loras=engine_config.loras,
+            notice_s=config.notice_s,
+        )
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         await self._server.start()
         lifecycle.spawn(self.publisher.run(), name="kv publisher")
         await lifecycle.health.set(SERVICE_NAME, True)
@@ -225,6 +237,19 @@ class WorkerApp(ServiceApp[WorkerConfig]):
                 reason=error.reason,
                 metadata=error.metadata,
             ) from error
+
+    async def rejoin(self) -> None:
+        """Registers again after `deregister`. Raises Conflict if the process stops."""
+        if self._lifecycle is None or self._lifecycle.is_draining:
+            raise Conflict("the worker stops")
+        if self._lease is None:
+            await self.register()
+
+    async def advertise_loras(self, loras: frozenset[str]) -> None:
+        """Advertises these adapters, now or with the next registration."""
+        self._registered_instance = replace(self._instance(), loras=loras)
+        if self._lease is not None:
+            await self._lease.update(self._instance())
 
     async def _card_differences(self, card: ModelCard, checksum: str) -> str:
         """Differences between our card and the served one; "" if that is not available."""

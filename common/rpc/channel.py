@@ -54,11 +54,13 @@ _Options = list[tuple[str, Any]]  # Values are ints or strings.
 class Security:
     """Credentials that a process sends to its peers and requires of them; by default none.
 
-    token: the mesh token; cert, key, ca: PEM, all three for mutual TLS; server_name: the name in
-    the peers' certificates if it is not their address; insecure: allow an open bind without either.
+    token: the mesh token; admin_token: required of callers of AdminService, never sent; cert, key,
+    ca: PEM, all three for mutual TLS; server_name: the name in the peers' certificates if it is not
+    their address; insecure: allow an open bind without either.
     """
 
     token: str | None = field(default=None, repr=False)
+    admin_token: str | None = field(default=None, repr=False)
     cert: bytes | None = field(default=None, repr=False)
     key: bytes | None = field(default=None, repr=False)
     ca: bytes | None = field(default=None, repr=False)
@@ -77,6 +79,7 @@ def security_from_config(config: ServiceConfig) -> Security:
     """The security of a configuration. Raises InvalidRequest with an unreadable file's setting."""
     return Security(
         token=config.mesh_token,
+        admin_token=config.admin_token,
         cert=_read_pem(config.tls_cert_path, "tls_cert_path"),
         key=_read_pem(config.tls_key_path, "tls_key_path"),
         ca=_read_pem(config.tls_ca_path, "tls_ca_path"),
@@ -114,7 +117,9 @@ def server(
     tracer: trace.Tracer | None = None,
 ) -> grpc.aio.Server:
     """A server with `MeshInterceptor`."""
-    interceptor = MeshInterceptor(token=security.token, calls=calls, tracer=tracer)
+    interceptor = MeshInterceptor(
+        token=security.token, admin_token=security.admin_token, calls=calls, tracer=tracer
+    )
     return grpc.aio.server(interceptors=[interceptor], options=_server_options())
 
 

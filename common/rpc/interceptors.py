@@ -70,6 +70,8 @@ _UNAUTHENTICATED_SERVICES = (
     "/grpc.reflection.v1.ServerReflection/",
     "/grpc.reflection.v1alpha.ServerReflection/",
 )
+# Operations on a process. They need the admin token, on loopback too.
+_ADMIN_SERVICE = "/kvmesh.engine.v1.AdminService/"
 
 _GRPC_CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 # For a status that carries no details of ours: proxies, the gRPC library, other servers.
@@ -231,18 +233,21 @@ class RunningCalls:
 class MeshInterceptor(grpc.aio.ServerInterceptor):
     """Wraps each handler as described above.
 
-    token: the mesh token that callers must send as `authorization: Bearer ...`, or None. calls:
-    tracks running calls. tracer: makes the SERVER spans; None: of the global provider.
+    token: the mesh token that callers must send as `authorization: Bearer ...`, or None.
+    admin_token: the token that callers of AdminService send in its place; None: they are refused.
+    calls: tracks running calls. tracer: makes the SERVER spans; None: of the global provider.
     """
 
     def __init__(
         self,
         *,
         token: str | None = None,
+        admin_token: str | None = None,
         calls: RunningCalls | None = None,
         tracer: trace.Tracer | None = None,
     ) -> None:
-        self._expected_authorization = None if token is None else f"Bearer {token}".encode()
+        self._expected_authorization = _authorization(token)
+        self._admin_authorization = _authorization(admin_token)
         self._calls = RunningCalls() if calls is None else calls
         self._tracer = trace.get_tracer("kvmesh") if tracer is None else tracer
         # By method; bounded, since unknown methods have no handler.
@@ -296,16 +301,35 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
         )
 
     def _authenticate(self, method: str, headers: Mapping[str, str | bytes], peer: str) -> None:
+        header = headers.get(AUTHORIZATION_KEY)
+        header = header.encode() if isinstance(header, str) else header
+        if method.startswith(_ADMIN_SERVICE):
+            self._authorize_admin(header)
+            LOG.info("admin_call", method=method, peer=peer)
+            return
         if self._expected_authorization is None or (
             method.startswith(_UNAUTHENTICATED_SERVICES) and _is_local_peer(peer)
         ):
             return
-        header_value = headers.get(AUTHORIZATION_KEY)
-        if header_value is None:
+        if header is None:
             raise errors.Unauthenticated("a mesh token is required")
-        header_value = header_value if isinstance(header_value, bytes) else header_value.encode()
-        if not hmac.compare_digest(header_value, self._expected_authorization):
+        if not hmac.compare_digest(header, self._expected_authorization):
             raise errors.Unauthenticated("the mesh token is wrong")
+
+    def _authorize_admin(self, header: bytes | None) -> None:
+        if self._admin_authorization is None:
+            raise errors.PermissionDenied(
+                "AdminService is off: start the process with --admin-token to permit it"
+            )
+        if header is None:
+            raise errors.Unauthenticated("an admin token is required: authorization: Bearer ...")
+        if hmac.compare_digest(header, self._admin_authorization):
+            return
+        if self._expected_authorization and hmac.compare_digest(
+            header, self._expected_authorization
+        ):
+            raise errors.PermissionDenied("the mesh token does not permit AdminService")
+        raise errors.Unauthenticated("the admin token is wrong")
 
     @contextmanager
     def _server_span(self, method: str, headers: Mapping[str, str | bytes]) -> Iterator[None]:
@@ -379,6 +403,11 @@ async def _abort_call(method: str, error: Exception, context: Context) -> None:
         )
     code, status = mesh_error_to_status(known)
     await context.abort(code, status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+
+
+def _authorization(token: str | None) -> bytes | None:
+    """The header that carries the token."""
+    return None if token is None else f"Bearer {token}".encode()
 
 
 def _bind_incoming_request_id(headers: Mapping[str, str | bytes]) -> str:

@@ -137,6 +137,9 @@ class ServiceConfig(BaseModel):
     """ACL token for Consul."""
     mesh_token: str | None = Field(default=None, repr=False)
     """Secret shared by all services. Set it if a port is open to other hosts."""
+    admin_token: str | None = Field(default=None, repr=False)
+    """Secret that callers of AdminService send in place of the mesh token. Unset: its operations
+    are refused."""
     tls_cert_path: Path | None = None
     """PEM certificate chain. With key and CA it enables mutual TLS."""
     tls_key_path: Path | None = None
@@ -183,6 +186,8 @@ class ServiceConfig(BaseModel):
                 f"host: {self.host!r} is open to other hosts; set --mesh-token, or the three"
                 " --tls paths, or --insecure"
             )
+        if self.admin_token is not None and self.admin_token == self.mesh_token:
+            found.append("admin_token: must differ from --mesh-token, which every service has")
         if self.host in ("", "*", "0.0.0.0", "::", "[::]") and not self.advertise_host:
             found.append(f"advertise_host: required, because peers cannot connect to {self.host!r}")
         return found

@@ -78,6 +78,7 @@ class ServiceApp(Generic[ConfigT]):
     async def deregister(self) -> None:
         if self._lease is not None:
             await self._lease.close()
+            self._lease = None
 
     async def drain(self, grace_s: float) -> Sequence[str]:
         return await rpc.stop(self._server, grace_s, self._calls)

@@ -92,10 +92,10 @@ def sim(**settings: Any) -> SimEngine:
     ("make", "skipped"),
     [
         (sim, set()),
-        (lambda: sim(prefix_caching=False), {"kv-events"}),
+        (lambda: sim(prefix_caching=False), {"kv-events", "flush-cache"}),
         (lambda: sim(handoff=SimHandoffConfig(role="decode")), set()),
-        (lambda: EchoEngine(EchoConfig(context_length=2048)), {"kv-events"}),
-        (lambda: Counter(), {"kv-events"}),
+        (lambda: EchoEngine(EchoConfig(context_length=2048)), {"kv-events", "flush-cache"}),
+        (lambda: Counter(), {"kv-events", "flush-cache"}),
     ],
     ids=["sim", "sim without a cache", "sim for decode", "echo", "the one of the page"],
 )
@@ -278,6 +278,13 @@ class RemovesUnstoredPage(SimEngine):
     def publish_to(self, sink: KvEventSink) -> None:
         super().publish_to(sink)
         sink.take([PagesRemoved([4711])])
+
+
+class KeepsItsCache(SimEngine):
+    """Does not drop its cache."""
+
+    async def flush_cache(self) -> int:
+        return 0
 
 
 class AdvertisesWithoutEvents(Counter):  # type: ignore[misc]
@@ -465,6 +472,7 @@ BROKEN: Sequence[tuple[str, Callable[[], LLMEngine], str]] = [
         lambda: faulty_sim(RemovesUnstoredPage),
         "page 4711 was removed, which is not held",
     ),
+    ("flush-cache", lambda: faulty_sim(KeepsItsCache), "pages are left after a flush"),
     ("kv-events", AdvertisesWithoutEvents, "is not a PagedEngine"),
     (
         "kv-events",
@@ -520,8 +528,8 @@ def test_the_command_prints_one_line_per_check_and_exits_1_if_one_failed(
     limits = ["--answer-s=60", "--stop-s=30", "--end-s=30"]
     assert main([f"{name}:Counter", "--arg", "context_length=512", *limits]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:-1]].count("PASS") == len(all_checks()) - 1
-    assert lines[-1] == f"{len(all_checks()) - 1} pass, 0 fail, 1 skip"
+    assert [line.split()[0] for line in lines[:-1]].count("PASS") == len(all_checks()) - 2
+    assert lines[-1] == f"{len(all_checks()) - 2} pass, 0 fail, 2 skip"
     assert main([f"{name}:IgnoresStops", *limits]) == 1
     assert "FAIL shape: drain is not a coroutine function; rule: " in capsys.readouterr().out
     sys.modules.pop(name)

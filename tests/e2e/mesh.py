@@ -25,10 +25,13 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 import grpc
+import grpc.aio
 import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from common.errors import MeshError
+from common.rpc.interceptors import mesh_error_from_rpc
 from frontend_svc.core.text.prompt import ChatTemplate
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
@@ -60,6 +63,14 @@ def wait_for(condition: Callable[[], T], description: str, timeout_s: float = WA
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {description}"
         time.sleep(POLL_S)
     return value
+
+
+def mesh_error(error: grpc.RpcError) -> MeshError:
+    """Returns the error that the server of a blocking call raised."""
+    trailing = grpc.aio.Metadata(*error.trailing_metadata())  # type: ignore[arg-type]
+    return mesh_error_from_rpc(
+        grpc.aio.AioRpcError(error.code(), grpc.aio.Metadata(), trailing, error.details())
+    )
 
 
 class Service:
@@ -431,6 +442,11 @@ class Oracle:
         """Returns the token ids of a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
         return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of token ids."""
+        text: str = self._tokenizer.decode(tokens)
+        return text
 
     def _expected_response(
         self, prompt: Sequence[int], max_tokens: int, stop: str = "", *, ignore_eos: bool = False

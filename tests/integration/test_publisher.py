@@ -776,7 +776,7 @@ async def test_an_indexer_holds_exactly_what_the_sim_engine_has_cached(
             (*indexer.position, "device")
         }
         assert isinstance(app.engine, SimEngine)
-        app.engine.flush_cache()
+        await app.engine.flush_cache()
         await until(lambda: not indexer.held, "the cache is flushed")
         assert cached_by(app) == set()
         assert app.publisher.feeds[0].normalizer.entry_count == 0

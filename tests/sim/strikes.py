@@ -629,5 +629,5 @@ class FaultInjector:
         if worker is not None and worker.publisher is not None:
             self._record(fault, worker.stable_name)
             worker.has_dropped_entries = True
-            worker.engine.flush_cache()
+            await worker.engine.flush_cache()
             worker.publisher.reset(0)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from common.errors import InvalidRequest, MeshError, Unsupported
+from common.errors import Conflict, InvalidRequest, MeshError, Unsupported
 from worker_svc.conformance.harness import (
     POLL_S,
     WORKER_ID,
@@ -27,7 +27,13 @@ from worker_svc.conformance.harness import (
     require,
     run_within,
 )
-from worker_svc.engines.contract import FinishReason, LLMEngineOutput, PagedEngine
+from worker_svc.engines.contract import (
+    FinishReason,
+    FlushableEngine,
+    LLMEngineOutput,
+    OutputOptions,
+    PagedEngine,
+)
 from worker_svc.kv_events.external_events import PagesStored
 from worker_svc.serving.probe import probe_request
 
@@ -176,11 +182,17 @@ async def refuses_long_prompt(harness: EngineHarness) -> None:
 
 async def refuses_unknown(harness: EngineHarness) -> None:
     """an unsupported field is rejected with Unsupported, by name"""
-    request = harness.request(harness.prompt(8), 1, extra_args={"no_engine_knows_this": 1})
-    error = await harness.expect_refusal(request)
-    require(isinstance(error, Unsupported), f"it raised {type(error).__name__}")
-    names_field = (error.field or "").startswith("extra_args")
-    require(names_field, f"it named {error.field}, expected extra_args")
+    fields: dict[str, object] = {
+        "extra_args": {"no_engine_knows_this": 1},
+        # For other components than engines.
+        "annotations": ("mark",),
+        "output_options": OutputOptions(formatted_prompt=True),
+    }
+    for name, value in fields.items():
+        error = await harness.expect_refusal(harness.request(harness.prompt(8), 1, **{name: value}))
+        require(isinstance(error, Unsupported), f"{name}: it raised {type(error).__name__}")
+        names_field = (error.field or "").startswith(name)
+        require(names_field, f"it named {error.field}, expected {name}")
 
 
 async def stop_in_answer(harness: EngineHarness) -> str:
@@ -314,6 +326,26 @@ async def kv_events(harness: EngineHarness) -> str:
     return f"{page_count} pages reported"
 
 
+async def flush_cache(harness: EngineHarness) -> None:
+    """a flush without requests removes every page, and the next prompt is computed again"""
+    engine = harness.engine
+    if not isinstance(engine, FlushableEngine) or harness.page_checker is None:
+        raise CheckSkipped("the engine has no flush_cache or reports no pages")
+    harness.require_aggregated()
+    page_checker, prompt = harness.page_checker, harness.prompt(256, seed=4)
+    await harness.expect_success(harness.request(prompt, 1))
+    page = page_checker.page_size
+    await _wait_for_pages(harness, prompt[: len(prompt) // page * page])
+    deadline = asyncio.get_running_loop().time() + harness.limits.end_s
+    while page_checker.held:
+        with suppress(Conflict):  # its scheduler may still hold the last request
+            await run_within(harness.limits.answer_s, engine.flush_cache(), "no flush")
+        late = asyncio.get_running_loop().time() > deadline
+        require(not late, f"{len(page_checker.held)} pages are left after a flush")
+        await asyncio.sleep(POLL_S)
+    _check_cached(await harness.expect_success(harness.request(prompt, 1)), 0)
+
+
 async def _wait_for_pages(harness: EngineHarness, prompt: list[int]) -> int:
     """Waits until the prompt's pages are reported. Returns the number of held pages."""
     assert harness.page_checker is not None
@@ -439,7 +471,7 @@ _CHECKS: tuple[CheckFunction, ...] = (
     *(shape, start, loads, generate, max_tokens, usage, concurrent),
     *(refuses_empty_prompt, refuses_long_prompt, refuses_unknown),
     *(stop_in_answer, stop_before_answer, abort, closes_early, cancelled_task),
-    *(probes, kv_events, rest, drain, cleanup, cleanup_twice, after_cleanup),
+    *(probes, kv_events, flush_cache, rest, drain, cleanup, cleanup_twice, after_cleanup),
     *(cleanup_without_start, cleanup_after_cut_start),
 )
 # Checks that apply to engines for prefill or decode legs, too.

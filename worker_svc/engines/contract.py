@@ -306,6 +306,42 @@ class FailureReportingEngine(Protocol):
         """Waits for such a failure and raises WorkerLost. Called after `start`."""
 
 
+@runtime_checkable
+class FlushableEngine(Protocol):
+    """An engine whose prefix cache can be dropped."""
+
+    async def flush_cache(self) -> int:
+        """Drops the cached KV blocks that no request uses, and reports them as removed.
+
+        Returns how many; 0 also if the engine does not count. Raises Conflict if it cannot now.
+        """
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """An engine that loads and unloads LoRA adapters while it runs.
+
+    Both methods return all adapters that are loaded afterwards. uri: as in LoadLoraRequest.
+    """
+
+    async def load_lora(self, name: str, uri: str) -> frozenset[str]:
+        """Loads an adapter that is not loaded. Raises InvalidRequest or Unimplemented."""
+
+    async def unload_lora(self, name: str) -> frozenset[str]:
+        """Unloads a loaded adapter. Raises Unimplemented."""
+
+
+@runtime_checkable
+class SleepingEngine(Protocol):
+    """An engine that can release its memory. Its `generate` raises Unavailable while it sleeps."""
+
+    async def sleep(self) -> None:
+        """Releases the memory; called without requests and transfers. Raises Unimplemented."""
+
+    async def wake(self) -> None:
+        """Allocates the memory again."""
+
+
 async def validate_stream(
     stream: AsyncIterator[LLMEngineOutput], *, request_id: str
 ) -> AsyncGenerator[LLMEngineOutput, None]:

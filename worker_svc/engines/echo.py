@@ -5,7 +5,7 @@ body and streams the last user message (chat) or the prompt (completion) in Open
 word by word. It has no cache, no queue and no KV events.
 
 Output is deterministic, so temperature, top_p, top_k, min_p and seed have no effect. Any other
-unsupported field is rejected by name. The frontend applies stop strings.
+unsupported field is rejected by name.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from worker_svc.engines.contract import (
     chunk,
     usage,
 )
+from worker_svc.engines.stop_tokens import TOKEN_STOP_CONDITIONS
 
 _SUPPORTED_FIELDS: Final = frozenset(
     {
-        "stop_conditions",
-        *(f"output_options.{name}" for name in ("skip_special_tokens", "formatted_prompt")),
-        "output_options.include_stop_str_in_output",
+        *(f"stop_conditions.{name}" for name in TOKEN_STOP_CONDITIONS),
         *(
             f"sampling_options.{name}"
             for name in ("temperature", "top_p", "top_k", "min_p", "seed")

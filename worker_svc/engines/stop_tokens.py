@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from common.request.preprocessed import FinishReason, PreprocessedRequest
+
+# Stop conditions over tokens; frontends match stop strings.
+TOKEN_STOP_CONDITIONS: Final = (
+    *("max_tokens", "min_tokens", "ignore_eos"),
+    *("stop_token_ids_hidden", "stop_token_ids_visible"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from common.errors import (
     InvalidRequest,
     MeshError,
     Unavailable,
+    UnknownModel,
     Unsupported,
 )
 from common.request.token_stream import LegRequest
@@ -64,6 +65,7 @@ class _ActiveRequest:
 class Runner:
     """Admits requests and runs them on one engine.
 
+    model: the public name; "" accepts any.
     max_requests: limit of concurrent requests; more are rejected.
     role: of the engine; used for legs that do not name their phase.
     last_output_at: loop time of the engine's last output; -inf before the first. Cancelled and
@@ -74,11 +76,13 @@ class Runner:
         self,
         engine: LLMEngine,
         *,
+        model: str = "",
         card_checksum: str = "",
         max_requests: int = 4096,
         role: str = "aggregated",
     ) -> None:
         self.engine = engine
+        self.model = model
         self.card_checksum = card_checksum
         self.counters: Counter[str] = Counter()
         self.is_draining = False
@@ -138,6 +142,9 @@ class Runner:
             if not isinstance(self.engine, PassThroughEngine):
                 raise Unsupported("payload", "the engine accepts token ids only, not OpenAI bodies")
             return
+        model, hints = leg_request.request.model, leg_request.request.routing
+        if model and self.model not in ("", model) and (not hints or hints.lora_name != model):
+            raise UnknownModel(model)
         checksum = leg_request.request.mdc_sum
         if checksum and checksum != self.card_checksum:
             raise InvalidRequest(

@@ -166,38 +166,31 @@ class PreprocessedEmbeddingRequest:
         return annotation in self.annotations
 
 
-# Fields that change what an engine does: it must honour or refuse them. The frontend and the router
-# read the others, or they describe the prompt.
-ENGINE_FIELDS = (
-    "prompt_embeds",
-    "multi_modal_data",
-    "stop_conditions",
-    "sampling_options",
-    "output_options",
-    "prefill_result",
-    "bootstrap_info",
-    "extra_args",
-    "mm_processor_kwargs",
+# Fields that every engine takes, and fields that the worker reads for it.
+_ALWAYS_SUPPORTED = frozenset(
+    {
+        *("model", "token_ids", "eos_token_ids", "mdc_sum", "migration_link", "is_probe"),
+        *("routing.dp_rank", "routing.priority"),
+    }
 )
+# Their inner fields are named, not they.
+_OPTION_FIELDS = frozenset({"stop_conditions", "sampling_options", "output_options", "routing"})
 
 
 def unsupported_fields(request: PreprocessedRequest, supported: frozenset[str]) -> list[str]:
-    """Return dotted names of the requested engine features that `supported` does not contain.
+    """Return dotted names of the set fields that an engine must refuse.
 
-    A name in `supported` includes all fields below it; a full path such as
+    These are all fields except the prompt, its EOS ids and its placement, and those that
+    `supported` contains. A name in `supported` includes all fields below it; a full path such as
     `sampling_options.guided_decoding.regex` includes only that field. Values without effect
     (n = 1, top_p = 1, a penalty of 0, ...) request nothing.
     """
-    unsupported = [
+    return [
         name
         for one in wire_fields(PreprocessedRequest)
-        if one.name in ENGINE_FIELDS
+        if one.name not in _ALWAYS_SUPPORTED
         for name in _unsupported_names(one, getattr(request, one.name), one.name, supported)
     ]
-    adapter_name = request.routing is not None and request.routing.lora_name
-    if adapter_name and not supported & {"routing", "routing.lora_name"}:
-        unsupported.append("routing.lora_name")
-    return unsupported
 
 
 def _unsupported_names(
@@ -205,7 +198,9 @@ def _unsupported_names(
 ) -> list[str]:
     if value is None or value == one.default or value in one.no_op_values or name in supported:
         return []
-    options = name in ("stop_conditions", "sampling_options", "output_options")
+    if name in _ALWAYS_SUPPORTED:
+        return []
+    options = name in _OPTION_FIELDS
     is_partly_supported = any(other.startswith(f"{name}.") for other in supported)
     if isinstance(one.kind, ObjectCodec) and (options or is_partly_supported):
         return [

@@ -52,7 +52,6 @@ def to_preprocessed(
         token_ids=prompt,
         stop_conditions=StopConditions(
             max_tokens=max_tokens,
-            stop=request.stop_strings,
             # A requested stop token ends the response and is not part of it, like EOS.
             stop_token_ids_hidden=tuple(dict.fromkeys((*eos, *(request.stop_token_ids or ())))),
             min_tokens=request.min_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.request.preprocessed import PreprocessedRequest
+from common.request.preprocessed import PreprocessedRequest, RoutingHints
 from frontend_svc.core.request.types import RequestPlan
 
 
@@ -41,6 +41,18 @@ def prefill_request(request: PreprocessedRequest) -> PreprocessedRequest:
     stop = request.stop_conditions
     min_tokens = None if stop.min_tokens is None else min(1, stop.min_tokens)
     return replace(request, stop_conditions=replace(stop, max_tokens=1, min_tokens=min_tokens))
+
+
+def worker_hints(routing: RoutingHints | None, dp_rank: int) -> RoutingHints | None:
+    """The hints that a worker reads, for the rank of its leg; None if there are none.
+
+    The other hints chose the worker, which refuses them.
+    """
+    routing = routing or RoutingHints()
+    hints = RoutingHints(
+        dp_rank=dp_rank or None, lora_name=routing.lora_name, priority=routing.priority
+    )
+    return None if hints == RoutingHints() else hints
 
 
 def migration_blockers(plan: RequestPlan) -> str:

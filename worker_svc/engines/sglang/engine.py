@@ -1,4 +1,4 @@
-"""The SGLang adapter, and the only file that imports SGLang (0.5.23).
+"""The SGLang adapter; only it and `admin.py` import SGLang (0.5.23).
 
 `sglang.Engine` runs its schedulers in separate processes; its tokenizer manager, which talks to
 them, runs here in our event loop. `sampling.py` translates requests, `kv_events.py` reads KV
@@ -35,7 +35,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,6 +54,7 @@ from worker_svc.engines.contract import (
     chunk,
 )
 from worker_svc.engines.handoff import HandoffTimeouts, no_blocks_error
+from worker_svc.engines.sglang import admin
 from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
 from worker_svc.engines.sglang.launch import (
     kill_children,
@@ -157,6 +158,9 @@ class SglangEngine:
         self._decode_queue = StarvationDetector(self._timeouts.blocks_timeout_s)
         self._starved: set[str] = set()
         self._is_closed = False
+        self._is_asleep = False
+        # Any: SGLang's server arguments are JSON-like values.
+        self._resolved: Mapping[str, Any] = {}
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Starts SGLang and waits for its first response. Call it on the main thread.
@@ -185,7 +189,7 @@ class SglangEngine:
         finally:
             progress.cancel()
         self._attach_to_loop(loop)
-        resolved: dict[str, Any] = self._engine.server_args.resolved_dict()
+        resolved = self._resolved = self._engine.server_args.resolved_dict()
         self._properties = self._read_properties(resolved)
         await self._warm_up()
         return await self._build_engine_config(resolved)
@@ -330,11 +334,39 @@ class SglangEngine:
         """Returns the load of each rank, at most LOAD_INTERVAL_S old while SGLang is alive."""
         return self._loads
 
-    async def flush_cache(self) -> bool:
-        """Clears the prefix cache. Returns False if requests are running."""
+    async def flush_cache(self) -> int:
+        """Clears the prefix cache. Returns 0, since SGLang does not count. Raises Conflict."""
         self._check_alive()
-        result = await self._engine.tokenizer_manager.flush_cache()
-        return bool(result.success)
+        await admin.flush_cache(self._engine.tokenizer_manager)
+        return 0
+
+    async def load_lora(self, name: str, uri: str) -> frozenset[str]:
+        """See `admin.load_lora`."""
+        self._check_alive()
+        admin.check_adapters(self._resolved)
+        return self._set_loras(await admin.load_lora(self._engine.tokenizer_manager, name, uri))
+
+    async def unload_lora(self, name: str) -> frozenset[str]:
+        """See `admin.unload_lora`."""
+        self._check_alive()
+        admin.check_adapters(self._resolved)
+        return self._set_loras(await admin.unload_lora(self._engine.tokenizer_manager, name))
+
+    def _set_loras(self, loras: frozenset[str]) -> frozenset[str]:
+        self._properties = replace(self._properties, loras=loras)
+        return loras
+
+    async def sleep(self) -> None:
+        """Releases weights and KV cache; `generate` raises Unavailable until `wake`."""
+        self._check_alive()
+        admin.check_sleep(self._resolved)
+        self._is_asleep = True
+        await admin.sleep(self._engine.tokenizer_manager)
+
+    async def wake(self) -> None:
+        """Ends `sleep`."""
+        await admin.wake(self._engine.tokenizer_manager)
+        self._is_asleep = False
 
     def _launch_engine(self) -> Any:
         """Starts SGLang in a thread: imports take seconds, the start takes up to minutes."""
@@ -500,6 +532,8 @@ class SglangEngine:
     def _check_alive(self) -> None:
         if self._engine is None:
             raise Unavailable("the engine has not started")
+        if self._is_asleep:
+            raise Unavailable("the engine sleeps", reason="ASLEEP")
         if self._engine_failure is not None and self._engine_failure.done():
             raise self._engine_failure.result()
 

@@ -3,8 +3,8 @@ import.
 
 Written for SGLang 0.5.23 driven by token ids (`skip_tokenizer_init`): SGLang has no text. Therefore
 
-- the frontend applies stop strings; `min_tokens`, for which SGLang needs a tokenizer, is enforced
-  by `MinTokens`, a logit processor that excludes the stop tokens until then;
+- stop strings and other options of the text are rejected; `min_tokens`, for which SGLang needs a
+  tokenizer, is enforced by `MinTokens`, a logit processor that excludes the stop tokens until then;
 - guided decoding is rejected: SGLang compiles grammars with its tokenizer;
 - `seed` is rejected unless sampling is greedy or SGLang runs with deterministic inference: SGLang's
   sampling seed alone does not make output repeatable;
@@ -45,7 +45,7 @@ from common.request.preprocessed import (
 )
 from worker_svc.engines.contract import LLMEngineOutput
 from worker_svc.engines.handoff import PEER_LOST
-from worker_svc.engines.stop_tokens import StopToken, stop_tokens_of
+from worker_svc.engines.stop_tokens import TOKEN_STOP_CONDITIONS, StopToken, stop_tokens_of
 
 # SGLang's own placeholder for a leg without a partner: it waits for none and hands nothing over.
 NO_PARTNER_HOST: Final = "2.2.2.2"
@@ -69,14 +69,8 @@ SUPPORTED_FIELDS: Final = frozenset(
     {
         *(f"sampling_options.{name}" for name in SAMPLING_PARAMETERS),
         *("sampling_options.logit_bias", "sampling_options.seed"),
-        *("stop_conditions.max_tokens", "stop_conditions.min_tokens"),
-        *("stop_conditions.ignore_eos", "stop_conditions.stop"),
-        *("stop_conditions.stop_token_ids_hidden", "stop_conditions.stop_token_ids_visible"),
+        *(f"stop_conditions.{name}" for name in TOKEN_STOP_CONDITIONS),
         *("output_options.logprobs", "routing.lora_name"),
-        # Applied by the frontend.
-        *("output_options.skip_special_tokens", "output_options.formatted_prompt"),
-        "output_options.include_stop_str_in_output",
-        "output_options.return_tokens_as_token_ids",
     }
 )
 _HANDOFF_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})

@@ -8,12 +8,13 @@ Semantics of requests:
 - The output is that of `token_oracle.py`. The model's distribution is a point mass, so temperature,
   top_p, top_k, min_p, seed and every finite change of logits (penalties, logit_bias) are accepted
   without effect, and every log probability is 0, with no alternatives.
-- The frontend applies stop strings and max_thinking_tokens; this model does not reason. A hidden
-  stop token or EOS ends the output and is excluded from it and from the counts.
-- Each configured adapter has its own cache, block names and output.
+- max_thinking_tokens has no effect: this model does not reason. A hidden stop token or EOS ends the
+  output and is excluded from it and from the counts.
+- Each loaded adapter has its own cache, block names and output.
 - `routing.priority`, else the context's: the larger goes first.
 - Unsupported fields are rejected by name: guided decoding, n, best_of, beam search, embeddings,
-  media, prompt log probabilities, engine arguments, handoffs of another role.
+  media, stop strings and other options of the text, prompt log probabilities, engine arguments,
+  handoffs of another role.
 - A probe gets one token, ahead of the queue, and neither reads nor fills the prefix cache.
 
 Prefill and decode (`transfer.py` has the protocol, `transfer_server.py` the network). A prefill leg
@@ -34,7 +35,15 @@ from typing import Final
 
 import structlog
 
-from common.errors import Conflict, InternalError, MeshError, Overloaded, Unavailable, WorkerLost
+from common.errors import (
+    Conflict,
+    InternalError,
+    MeshError,
+    Overloaded,
+    Unavailable,
+    Unsupported,
+    WorkerLost,
+)
 from common.kv.load import Load
 from worker_svc.engines.contract import (
     EngineConfig,
@@ -76,6 +85,7 @@ _PREFILL_TOKENS_PER_WORK_UNIT: Final = 16
 _EARLY_TOLERANCE_S: Final = 1e-4
 _RETRY_AFTER_MIN_S: Final = 0.05
 _RETRY_AFTER_MAX_S: Final = 30.0
+_ASLEEP: Final = Unavailable("the engine sleeps", reason="ASLEEP")
 
 _COUNTERS: Final = (
     *("accepted", "finished", "cancelled", "closed", "failed", "rejected", "overloaded"),
@@ -289,15 +299,39 @@ class SimEngine:
     @property
     def blocks(self) -> BlockManager:
         """Returns the KV cache, for tests and checkers. Raises Conflict before `start`."""
+        return self._started_core.blocks
+
+    @property
+    def _started_core(self) -> _Core:
         if self._core is None:
             raise Conflict("the engine has not started")
-        return self._core.blocks
+        return self._core
 
-    def flush_cache(self) -> int:
+    async def flush_cache(self) -> int:
         """Evicts all unreferenced blocks. Returns how many."""
         evicted = self.blocks.flush()
         self._publish(self.blocks)
         return evicted
+
+    async def load_lora(self, name: str, uri: str) -> frozenset[str]:
+        """Adds an adapter. Raises Unsupported for a uri: adapters of the sim have no files."""
+        if uri:
+            raise Unsupported("uri", "adapters of the sim have no files; leave it empty")
+        return self._started_core.jobs.add_lora(name)
+
+    async def unload_lora(self, name: str) -> frozenset[str]:
+        """Removes an adapter; requests that use it run to their end."""
+        return self._started_core.jobs.remove_lora(name)
+
+    async def sleep(self) -> None:
+        """Drops the cache and refuses requests until `wake`."""
+        await self.flush_cache()
+        self._unavailable_error = self._unavailable_error or _ASLEEP
+
+    async def wake(self) -> None:
+        """Ends `sleep`."""
+        if self._unavailable_error is _ASLEEP:
+            self._unavailable_error = None
 
     def freeze(self) -> None:
         """Fault for tests: steps stop while everything else continues, like a hung accelerator."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -12,17 +11,17 @@ from common.kv.hashing import PrefixHasher
 from common.request.preprocessed import PreprocessedRequest, unsupported_fields
 from worker_svc.engines.sim.config import SimConfig, SimModel
 from worker_svc.engines.sim.scheduler import Job
-from worker_svc.engines.stop_tokens import stop_tokens_of
+from worker_svc.engines.stop_tokens import TOKEN_STOP_CONDITIONS, stop_tokens_of
 
 _PROBE_PRIORITY: Final = 2**31
 
 _SUPPORTED_FIELDS: Final = frozenset(
     {
-        "stop_conditions",
+        *(f"stop_conditions.{name}" for name in TOKEN_STOP_CONDITIONS),
+        # The model does not reason.
+        "stop_conditions.max_thinking_tokens",
         "routing.lora_name",
-        *(f"output_options.{name}" for name in ("logprobs", "skip_special_tokens")),
-        *(f"output_options.{name}" for name in ("formatted_prompt", "return_tokens_as_token_ids")),
-        "output_options.include_stop_str_in_output",
+        "output_options.logprobs",
         *(f"sampling_options.{name}_penalty" for name in ("presence", "frequency", "repetition")),
         *(f"sampling_options.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
         *(f"sampling_options.{name}" for name in ("seed", "logit_bias")),
@@ -34,26 +33,35 @@ _HANDOFF_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})
 
 @dataclass(frozen=True, slots=True)
 class JobBuilder:
-    """Builds the jobs of one engine. hashers: by adapter, "" for the base model."""
+    """Builds the jobs of one engine. hashers: by loaded adapter, "" for the base model."""
 
     config: SimConfig
     eos_ids: tuple[int, ...]
     context_length: int
-    hashers: Mapping[str, PrefixHasher]
+    hashers: dict[str, PrefixHasher]
 
     @staticmethod
     def create(config: SimConfig, model: SimModel) -> JobBuilder:
-        hashers = {
-            lora: PrefixHasher(
-                mesh_key=config.mesh_key,
-                model=config.model,
-                block_size=config.block_size,
-                lora_name=lora,
-            )
-            for lora in ("", *config.loras)
-        }
         context_length = config.context_length or model.context_length
-        return JobBuilder(config, model.eos_ids, context_length, hashers)
+        builder = JobBuilder(config, model.eos_ids, context_length, {})
+        for lora in ("", *config.loras):
+            builder.add_lora(lora)
+        return builder
+
+    def add_lora(self, name: str) -> frozenset[str]:
+        """Adds an adapter. Returns all adapters."""
+        self.hashers[name] = PrefixHasher(
+            mesh_key=self.config.mesh_key,
+            model=self.config.model,
+            block_size=self.config.block_size,
+            lora_name=name,
+        )
+        return frozenset(self.hashers) - {""}
+
+    def remove_lora(self, name: str) -> frozenset[str]:
+        """Removes an adapter. Returns all others."""
+        del self.hashers[name]
+        return frozenset(self.hashers) - {""}
 
     def build(self, request: PreprocessedRequest, priority: int | None) -> Job:
         """Returns the job of a request. priority: its default. Raises MeshError if rejected."""

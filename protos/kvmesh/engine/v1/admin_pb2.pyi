@@ -127,7 +127,7 @@ class FlushCacheResponse(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
-    """KV blocks dropped."""
+    """KV blocks dropped. 0: none, or the engine does not count them."""
     def __init__(
         self,
         *,
@@ -152,7 +152,7 @@ class LoadLoraRequest(_message.Message):
     name: _builtins.str
     """Value of `model` in client requests."""
     uri: _builtins.str
-    """Location of its files: file://, or a scheme of the engine."""
+    """Location of its files: file://, or a scheme of the engine. The sim engine has no files: ""."""
     def __init__(
         self,
         *,
@@ -175,7 +175,7 @@ class LoadLoraResponse(_message.Message):
 
     LORA_ID_FIELD_NUMBER: _builtins.int
     lora_id: _builtins.int
-    """The engine's id for it."""
+    """Number of this load on the worker, from 1."""
     def __init__(
         self,
         *,

@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """Operations on a worker. Separate from EngineService, so that access can be restricted separately.
-    An engine without an operation returns UNIMPLEMENTED.
+    """Operations on a worker. Callers send the admin token as `authorization: Bearer ...` in place of
+    the mesh token; a worker without --admin-token returns PERMISSION_DENIED. An engine without an
+    operation returns UNIMPLEMENTED with the names of both.
     """
 
     def __init__(self, channel):
@@ -79,40 +80,41 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """Operations on a worker. Separate from EngineService, so that access can be restricted separately.
-    An engine without an operation returns UNIMPLEMENTED.
+    """Operations on a worker. Callers send the admin token as `authorization: Bearer ...` in place of
+    the mesh token; a worker without --admin-token returns PERMISSION_DENIED. An engine without an
+    operation returns UNIMPLEMENTED with the names of both.
     """
 
     def Drain(self, request, context):
-        """Rejects new requests and waits for the running ones.
+        """Leaves discovery, rejects new requests and waits for the running ones and their transfers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Accepts requests again after Drain.
+        """Accepts requests again after Drain. FAILED_PRECONDITION while the engine sleeps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Drops cached KV blocks. FAILED_PRECONDITION while requests run.
+        """Drops cached KV blocks. FAILED_PRECONDITION while requests or transfers run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadLora(self, request, context):
-        """Loads an adapter.
+        """Loads an adapter and advertises it as a model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadLora(self, request, context):
-        """Unloads an adapter.
+        """Withdraws an adapter from discovery, then unloads it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,7 +128,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Releases the engine's memory.
+        """Releases the engine's memory, and drops cached KV blocks. FAILED_PRECONDITION unless drained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -191,8 +193,9 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """Operations on a worker. Separate from EngineService, so that access can be restricted separately.
-    An engine without an operation returns UNIMPLEMENTED.
+    """Operations on a worker. Callers send the admin token as `authorization: Bearer ...` in place of
+    the mesh token; a worker without --admin-token returns PERMISSION_DENIED. An engine without an
+    operation returns UNIMPLEMENTED with the names of both.
     """
 
     @staticmethod

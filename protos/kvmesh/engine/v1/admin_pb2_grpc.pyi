@@ -27,8 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """Operations on a worker. Separate from EngineService, so that access can be restricted separately.
-    An engine without an operation returns UNIMPLEMENTED.
+    """Operations on a worker. Callers send the admin token as `authorization: Bearer ...` in place of
+    the mesh token; a worker without --admin-token returns PERMISSION_DENIED. An engine without an
+    operation returns UNIMPLEMENTED with the names of both.
     """
 
     @_typing.overload
@@ -36,49 +37,51 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
-    """Rejects new requests and waits for the running ones."""
+    """Leaves discovery, rejects new requests and waits for the running ones and their transfers."""
     Resume: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]
-    """Accepts requests again after Drain."""
+    """Accepts requests again after Drain. FAILED_PRECONDITION while the engine sleeps."""
     FlushCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlushCacheRequest, _admin_pb2.FlushCacheResponse]
-    """Drops cached KV blocks. FAILED_PRECONDITION while requests run."""
+    """Drops cached KV blocks. FAILED_PRECONDITION while requests or transfers run."""
     LoadLora: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadLoraRequest, _admin_pb2.LoadLoraResponse]
-    """Loads an adapter."""
+    """Loads an adapter and advertises it as a model."""
     UnloadLora: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadLoraRequest, _admin_pb2.UnloadLoraResponse]
-    """Unloads an adapter."""
+    """Withdraws an adapter from discovery, then unloads it."""
     ListLoras: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListLorasRequest, _admin_pb2.ListLorasResponse]
     """Lists adapters."""
     Sleep: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SleepRequest, _admin_pb2.SleepResponse]
-    """Releases the engine's memory."""
+    """Releases the engine's memory, and drops cached KV blocks. FAILED_PRECONDITION unless drained."""
     Wake: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WakeRequest, _admin_pb2.WakeResponse]
     """Allocates the memory again."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """Operations on a worker. Separate from EngineService, so that access can be restricted separately.
-    An engine without an operation returns UNIMPLEMENTED.
+    """Operations on a worker. Callers send the admin token as `authorization: Bearer ...` in place of
+    the mesh token; a worker without --admin-token returns PERMISSION_DENIED. An engine without an
+    operation returns UNIMPLEMENTED with the names of both.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
-    """Rejects new requests and waits for the running ones."""
+    """Leaves discovery, rejects new requests and waits for the running ones and their transfers."""
     Resume: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Accepts requests again after Drain."""
+    """Accepts requests again after Drain. FAILED_PRECONDITION while the engine sleeps."""
     FlushCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlushCacheRequest, _admin_pb2.FlushCacheResponse]  # type: ignore[assignment]
-    """Drops cached KV blocks. FAILED_PRECONDITION while requests run."""
+    """Drops cached KV blocks. FAILED_PRECONDITION while requests or transfers run."""
     LoadLora: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadLoraRequest, _admin_pb2.LoadLoraResponse]  # type: ignore[assignment]
-    """Loads an adapter."""
+    """Loads an adapter and advertises it as a model."""
     UnloadLora: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadLoraRequest, _admin_pb2.UnloadLoraResponse]  # type: ignore[assignment]
-    """Unloads an adapter."""
+    """Withdraws an adapter from discovery, then unloads it."""
     ListLoras: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListLorasRequest, _admin_pb2.ListLorasResponse]  # type: ignore[assignment]
     """Lists adapters."""
     Sleep: _aio.UnaryUnaryMultiCallable[_admin_pb2.SleepRequest, _admin_pb2.SleepResponse]  # type: ignore[assignment]
-    """Releases the engine's memory."""
+    """Releases the engine's memory, and drops cached KV blocks. FAILED_PRECONDITION unless drained."""
     Wake: _aio.UnaryUnaryMultiCallable[_admin_pb2.WakeRequest, _admin_pb2.WakeResponse]  # type: ignore[assignment]
     """Allocates the memory again."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Operations on a worker. Separate from EngineService, so that access can be restricted separately.
-    An engine without an operation returns UNIMPLEMENTED.
+    """Operations on a worker. Callers send the admin token as `authorization: Bearer ...` in place of
+    the mesh token; a worker without --admin-token returns PERMISSION_DENIED. An engine without an
+    operation returns UNIMPLEMENTED with the names of both.
     """
 
     @_abc_1.abstractmethod
@@ -87,7 +90,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
-        """Rejects new requests and waits for the running ones."""
+        """Leaves discovery, rejects new requests and waits for the running ones and their transfers."""
 
     @_abc_1.abstractmethod
     def Resume(
@@ -95,7 +98,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ResumeResponse, _abc.Awaitable[_admin_pb2.ResumeResponse]]:
-        """Accepts requests again after Drain."""
+        """Accepts requests again after Drain. FAILED_PRECONDITION while the engine sleeps."""
 
     @_abc_1.abstractmethod
     def FlushCache(
@@ -103,7 +106,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.FlushCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.FlushCacheResponse, _abc.Awaitable[_admin_pb2.FlushCacheResponse]]:
-        """Drops cached KV blocks. FAILED_PRECONDITION while requests run."""
+        """Drops cached KV blocks. FAILED_PRECONDITION while requests or transfers run."""
 
     @_abc_1.abstractmethod
     def LoadLora(
@@ -111,7 +114,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.LoadLoraRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.LoadLoraResponse, _abc.Awaitable[_admin_pb2.LoadLoraResponse]]:
-        """Loads an adapter."""
+        """Loads an adapter and advertises it as a model."""
 
     @_abc_1.abstractmethod
     def UnloadLora(
@@ -119,7 +122,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.UnloadLoraRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UnloadLoraResponse, _abc.Awaitable[_admin_pb2.UnloadLoraResponse]]:
-        """Unloads an adapter."""
+        """Withdraws an adapter from discovery, then unloads it."""
 
     @_abc_1.abstractmethod
     def ListLoras(
@@ -135,7 +138,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SleepResponse, _abc.Awaitable[_admin_pb2.SleepResponse]]:
-        """Releases the engine's memory."""
+        """Releases the engine's memory, and drops cached KV blocks. FAILED_PRECONDITION unless drained."""
 
     @_abc_1.abstractmethod
     def Wake(

@@ -18,6 +18,9 @@ Conventions of this file:
 - Ids of workers, rooms and hashes are full 64 bits. In the JSON form of the same types they
   are JSON integers, not strings.
 - "Set by" names the component that writes a field; all others only read it.
+- A worker honours a set field or refuses it (INVALID_ARGUMENT, reason UNSUPPORTED, with its
+  name). "Refused by workers" in a comment means every worker: the field is for routers, for
+  frontends, or reserved. Values that equal the default are not set.
 """
 
 from collections import abc as _abc
@@ -153,7 +156,9 @@ class PreprocessedRequest(_message.Message):
     REQUEST_TIMESTAMP_MS_FIELD_NUMBER: _builtins.int
     IS_PROBE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model name of the client. "" in engine probes. Set by the frontend."""
+    """Model name of the client: the worker's model or, with routing.lora_name, the adapter. "" in
+    engine probes and for any model. Set by the frontend.
+    """
     token_ids_le: _builtins.bytes
     """Prompt token ids, each 4 bytes little endian: the form the mesh uses, because it parses in
     constant work per request. The length must be a multiple of 4. At most one of token_ids_le
@@ -176,7 +181,7 @@ class PreprocessedRequest(_message.Message):
     """
     request_timestamp_ms: _builtins.float
     """Time of the request, milliseconds since the Unix epoch by the client's clock; may carry
-    a fraction. Set by the client; absent: unknown.
+    a fraction. Refused by workers. Set by the client; absent: unknown.
     """
     is_probe: _builtins.bool
     """True for an engine probe; only the worker's own health check sets it. Such a request runs
@@ -197,7 +202,7 @@ class PreprocessedRequest(_message.Message):
 
     @_builtins.property
     def mm_routing_info(self) -> Global___MmRoutingInfo:
-        """Tokens and media identities for routing a multimodal prompt; unused by engines. Set by the
+        """Tokens and media identities for routing a multimodal prompt. Refused by workers. Set by the
         frontend; absent: route by the prompt's token ids.
         """
 
@@ -221,7 +226,9 @@ class PreprocessedRequest(_message.Message):
 
     @_builtins.property
     def annotations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Free-form `key` or `key:value` marks. Set by the client (nvext.annotations) or the frontend."""
+        """Free-form `key` or `key:value` marks. Refused by workers. Set by the client
+        (nvext.annotations) or the frontend.
+        """
 
     @_builtins.property
     def routing(self) -> Global___RoutingHints:
@@ -229,7 +236,9 @@ class PreprocessedRequest(_message.Message):
 
     @_builtins.property
     def router_config_override(self) -> Global___RouterConfigOverride:
-        """Cost settings for this request. Set by the frontend; absent: the router's configuration."""
+        """Cost settings for this request. Refused by workers. Set by the frontend; absent: the router's
+        configuration.
+        """
 
     @_builtins.property
     def prefill_result(self) -> Global___PrefillResult:
@@ -250,11 +259,13 @@ class PreprocessedRequest(_message.Message):
 
     @_builtins.property
     def router(self) -> Global___RouterParams:
-        """Targets for a router of routers (nvext.router); unused by engines."""
+        """Targets for a router of routers (nvext.router). Refused by workers."""
 
     @_builtins.property
     def agent_context(self) -> Global___AgentContext:
-        """Agent session of the request. Set by the frontend from headers; absent: none."""
+        """Agent session of the request. Refused by workers. Set by the frontend from headers; absent:
+        none.
+        """
 
     def __init__(
         self,
@@ -424,7 +435,9 @@ class StopConditions(_message.Message):
     """Largest number of reasoning tokens. Absent: unlimited."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that end the response; matched by the frontend."""
+        """Texts that end the response. Refused by workers, which return tokens: the frontend matches
+        texts.
+        """
 
     @_builtins.property
     def stop_token_ids_hidden(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -715,13 +728,13 @@ class OutputOptions(_message.Message):
     prompt_logprobs: _builtins.int
     """The same for the prompt's tokens. Absent: none."""
     skip_special_tokens: _builtins.bool
-    """Exclude special tokens from the text. Absent: true."""
+    """Exclude special tokens from the text. Refused by workers. Absent: true."""
     formatted_prompt: _builtins.bool
-    """Return the rendered prompt. Absent: false."""
+    """Return the rendered prompt. Refused by workers. Absent: false."""
     include_stop_str_in_output: _builtins.bool
-    """Keep the matched stop text in the response. Absent: false."""
+    """Keep the matched stop text in the response. Refused by workers. Absent: false."""
     return_tokens_as_token_ids: _builtins.bool
-    """Print tokens as "token_id:N" in log probabilities. Absent: false."""
+    """Print tokens as "token_id:N" in log probabilities. Refused by workers. Absent: false."""
     def __init__(
         self,
         *,
@@ -765,8 +778,8 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
 @_typing.final
 class RoutingHints(_message.Message):
-    """Placement preferences and requirements. Set by the frontend; read by the router, and by the
-    worker if the comment mentions it.
+    """Placement preferences and requirements. Set by the frontend; read by the router. Workers read
+    dp_rank, lora_name and priority and refuse the others.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -790,9 +803,11 @@ class RoutingHints(_message.Message):
     decode_worker_id: _builtins.int
     """Worker to decode on. Absent: the router chooses."""
     dp_rank: _builtins.int
-    """Data-parallel rank on the decode (or aggregated) worker; read by the worker too. Absent: any."""
+    """Data-parallel rank on the decode (or aggregated) worker; in a request to a worker, its rank.
+    Absent: any.
+    """
     prefill_dp_rank: _builtins.int
-    """Data-parallel rank on the prefill worker; read by that worker too. Absent: any."""
+    """Data-parallel rank on the prefill worker. Absent: any."""
     expected_output_tokens: _builtins.int
     """Expected length of the response in tokens, for load estimates only. Absent: unknown."""
     lora_name: _builtins.str

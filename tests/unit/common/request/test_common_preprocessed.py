@@ -387,6 +387,7 @@ def test_unsupported_features_are_listed_by_name() -> None:
         stop_conditions=StopConditions(max_tokens=1, stop=("x",)),
         routing=RoutingHints(lora_name="fr", dp_rank=1),
         extra_args={"k": 1},
+        request_timestamp_ms=1.0,
     )
     honoured = frozenset({"sampling_options.temperature", "stop_conditions.max_tokens"})
     assert unsupported_fields(requested, honoured) == [
@@ -394,8 +395,9 @@ def test_unsupported_features_are_listed_by_name() -> None:
         "stop_conditions.stop",
         "sampling_options.seed",
         "sampling_options.guided_decoding",
-        "extra_args",
         "routing.lora_name",
+        "extra_args",
+        "request_timestamp_ms",
     ]
 
 

@@ -357,6 +357,12 @@ def test_an_empty_token_does_not_protect_an_open_bind() -> None:
     assert problems(flags, {"KVMESH_MESH_TOKEN": ""})[0].startswith("--host:")
 
 
+def test_the_admin_token_differs_from_the_mesh_token_and_an_empty_one_is_none() -> None:
+    (problem,) = problems(["--mesh-token=t"], {"KVMESH_ADMIN_TOKEN": "t"})
+    assert problem.startswith("KVMESH_ADMIN_TOKEN: must differ from --mesh-token")
+    assert read(["--mesh-token=t", "--admin-token="]).admin_token is None
+
+
 def test_tls_needs_all_three_files_and_a_wildcard_bind_needs_an_advertised_host() -> None:
     assert problems(["--tls-cert-path=c", "--host=0.0.0.0", "--insecure"]) == [
         "--tls-cert-path: set all of --tls-cert-path, --tls-key-path, --tls-ca-path, or none",

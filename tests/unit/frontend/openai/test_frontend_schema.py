@@ -507,7 +507,6 @@ def test_every_honoured_field_reaches_the_engine() -> None:
     request = chat(
         max_completion_tokens=20,
         min_tokens=3,
-        stop=["a", "b"],
         stop_token_ids=[9, 2],
         temperature=0,
         top_p=0.5,
@@ -522,9 +521,7 @@ def test_every_honoured_field_reaches_the_engine() -> None:
     assert preprocessed(request) == PreprocessedRequest(
         model="m",
         token_ids=preprocessed(chat()).token_ids,
-        stop_conditions=StopConditions(
-            max_tokens=20, min_tokens=3, stop=("a", "b"), stop_token_ids_hidden=(2, 9)
-        ),
+        stop_conditions=StopConditions(max_tokens=20, min_tokens=3, stop_token_ids_hidden=(2, 9)),
         sampling_options=SamplingOptions(
             n=1,
             temperature=0.0,

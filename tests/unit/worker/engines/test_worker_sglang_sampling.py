@@ -131,8 +131,6 @@ def test_every_sampling_option_is_mapped(
             StopConditions(max_tokens=4, stop_token_ids_hidden=(9,), stop_token_ids_visible=(8,)),
             {"max_new_tokens": 4, "stop_token_ids": [2, 8, 9]},
         ),
-        # The frontend applies stop strings.
-        (StopConditions(max_tokens=4, stop=("end",)), {"max_new_tokens": 4, "stop_token_ids": [2]}),
         (
             StopConditions(max_tokens=4, min_tokens=3),
             {

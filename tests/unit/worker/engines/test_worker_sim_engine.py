@@ -726,7 +726,7 @@ async def test_a_sink_receives_the_blocks_of_the_cache_as_pages() -> None:
         (stored,) = [one for one in sink.events if isinstance(one, PagesStored) and not one.parent]
         assert list(stored.hashes) == engine.blocks.names()[: len(stored.hashes)]
         assert stored.page_size == engine.kv_event_format.page_size == engine.config.block_size
-        engine.flush_cache()
+        await engine.flush_cache()
         assert isinstance(sink.events[-1], PagesRemoved)
 
 
@@ -746,7 +746,7 @@ async def test_cache_changes_are_reported_in_order_and_a_flush_removes_all() -> 
         stored = [one for one in events if isinstance(one, PagesStored)]
         assert [name for one in stored for name in one.hashes] == engine.blocks.names()
         assert len(engine.blocks.names()) == 2
-        assert engine.flush_cache() == 2
+        assert await engine.flush_cache() == 2
         assert engine.blocks.names() == []
         assert len(events) == len(stored) + 1
 

@@ -1,0 +1,200 @@
+"""AdminService over gRPC: operations on a worker. The interceptor authorises the caller.
+
+A drained worker is out of discovery and refuses requests; `Resume` undoes that. Operations that
+change the worker run one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import suppress
+from typing import Any, Protocol
+
+import grpc.aio
+
+from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Unimplemented
+from kvmesh.engine.v1 import admin_pb2, admin_pb2_grpc
+from worker_svc.engines.contract import AdapterEngine, FlushableEngine, SleepingEngine
+from worker_svc.serving.runner import Runner
+
+# Interval of checks for open KV transfers.
+TRANSFER_POLL_S = 0.05
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Membership(Protocol):
+    """The worker's entry in discovery."""
+
+    async def deregister(self) -> None:
+        """Removes the entry. Idempotent."""
+
+    async def rejoin(self) -> None:
+        """Adds the entry if there is none. Raises Conflict if the process stops."""
+
+    async def advertise_loras(self, loras: frozenset[str]) -> None:
+        """Changes the adapters of the entry, or of the next one."""
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """The operations of one worker.
+
+    model: the public name of the base model. loras: the adapters loaded at the start.
+    notice_s: seconds until the slowest peer has seen a change in discovery.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        membership: Membership,
+        engine_name: str,
+        *,
+        model: str,
+        loras: frozenset[str],
+        notice_s: float,
+    ) -> None:
+        self._runner = runner
+        self._membership = membership
+        self._engine_name = engine_name
+        self._model = model
+        self._loras = loras
+        self._notice_s = notice_s
+        self._lora_ids = itertools.count(1)
+        self._is_asleep = False
+        self._lock = asyncio.Lock()
+
+    async def Drain(
+        self, request: admin_pb2.DrainRequest, context: Context
+    ) -> admin_pb2.DrainResponse:
+        timeout_s = request.timeout_ms / 1000 if request.HasField("timeout_ms") else None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._leave()
+                await self._runner.wait_idle()
+                while self._transfers:  # noqa: ASYNC110 - engines report no event
+                    await asyncio.sleep(TRANSFER_POLL_S)
+        return admin_pb2.DrainResponse(
+            running=self._runner.open_requests, transfers=self._transfers
+        )
+
+    async def _leave(self) -> None:
+        async with self._lock:
+            if self._runner.is_draining:
+                return
+            await self._membership.deregister()
+            try:
+                await asyncio.sleep(self._notice_s)  # until then peers may send requests
+            finally:
+                self._runner.is_draining = True
+
+    async def Resume(
+        self, request: admin_pb2.ResumeRequest, context: Context
+    ) -> admin_pb2.ResumeResponse:
+        async with self._lock:
+            if self._is_asleep:
+                raise Conflict("the engine sleeps; call Wake first")
+            was_draining = self._runner.is_draining
+            self._runner.is_draining = False  # before a peer sees the worker
+            try:
+                await self._membership.rejoin()
+            except BaseException:
+                self._runner.is_draining = was_draining
+                raise
+        return admin_pb2.ResumeResponse()
+
+    async def FlushCache(
+        self, request: admin_pb2.FlushCacheRequest, context: Context
+    ) -> admin_pb2.FlushCacheResponse:
+        engine = self._runner.engine
+        if not isinstance(engine, FlushableEngine):
+            raise self._unimplemented("FlushCache")
+        async with self._lock:
+            self._check_idle("retry without traffic, or drain the worker")
+            return admin_pb2.FlushCacheResponse(blocks=await engine.flush_cache())
+
+    async def LoadLora(
+        self, request: admin_pb2.LoadLoraRequest, context: Context
+    ) -> admin_pb2.LoadLoraResponse:
+        engine = self._adapter_engine("LoadLora")
+        name = request.name
+        if not name:
+            raise InvalidRequest("name must not be empty", "name")
+        async with self._lock:
+            if name in self._loras or name == self._model:
+                raise Conflict(f"the name {name!r} is in use on this worker", field="name")
+            self._loras = await engine.load_lora(name, request.uri)
+            await self._membership.advertise_loras(self._loras)
+        return admin_pb2.LoadLoraResponse(lora_id=next(self._lora_ids))
+
+    async def UnloadLora(
+        self, request: admin_pb2.UnloadLoraRequest, context: Context
+    ) -> admin_pb2.UnloadLoraResponse:
+        engine = self._adapter_engine("UnloadLora")
+        name = request.name
+        async with self._lock:
+            if name not in self._loras:
+                raise NotFound(f"no adapter {name!r} is loaded", field="name")
+            await self._membership.advertise_loras(self._loras - {name})
+            try:
+                await asyncio.sleep(self._notice_s)  # until then peers may send requests
+                self._loras = await engine.unload_lora(name)
+            except (MeshError, asyncio.CancelledError):
+                await self._membership.advertise_loras(self._loras)
+                raise
+        return admin_pb2.UnloadLoraResponse()
+
+    async def ListLoras(
+        self, request: admin_pb2.ListLorasRequest, context: Context
+    ) -> admin_pb2.ListLorasResponse:
+        self._adapter_engine("ListLoras")
+        return admin_pb2.ListLorasResponse(names=sorted(self._loras))
+
+    async def Sleep(
+        self, request: admin_pb2.SleepRequest, context: Context
+    ) -> admin_pb2.SleepResponse:
+        engine = self._sleeping_engine("Sleep")
+        async with self._lock:
+            if not self._runner.is_draining:
+                raise Conflict("the worker accepts requests; call Drain first")
+            self._check_idle("call Drain again")
+            if not self._is_asleep:
+                await engine.sleep()
+                self._is_asleep = True
+        return admin_pb2.SleepResponse()
+
+    async def Wake(
+        self, request: admin_pb2.WakeRequest, context: Context
+    ) -> admin_pb2.WakeResponse:
+        engine = self._sleeping_engine("Wake")
+        async with self._lock:
+            if self._is_asleep:
+                await engine.wake()
+                self._is_asleep = False
+        return admin_pb2.WakeResponse()
+
+    @property
+    def _transfers(self) -> int:
+        return sum(load.rooms_open for load in self._runner.engine.loads())
+
+    def _check_idle(self, advice: str) -> None:
+        if self._runner.open_requests or self._transfers:
+            raise Conflict(
+                f"{self._runner.open_requests} requests and {self._transfers} KV transfers run;"
+                f" {advice}"
+            )
+
+    def _adapter_engine(self, operation: str) -> AdapterEngine:
+        engine = self._runner.engine
+        if not isinstance(engine, AdapterEngine):
+            raise self._unimplemented(operation)
+        return engine
+
+    def _sleeping_engine(self, operation: str) -> SleepingEngine:
+        engine = self._runner.engine
+        if not isinstance(engine, SleepingEngine):
+            raise self._unimplemented(operation)
+        return engine
+
+    def _unimplemented(self, operation: str) -> Unimplemented:
+        return Unimplemented(f"the {self._engine_name} engine does not implement {operation}")
