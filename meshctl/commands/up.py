@@ -38,7 +38,15 @@ from meshctl.process.supervise import State, Supervisor
 from meshctl.services import build_service_specs, http_ports
 from meshctl.view import frontend as gateway
 from meshctl.view.members import describe_registry, members
-from meshctl.view.screen import YELLOW, Screen, hints, http_url, should_colour, table
+from meshctl.view.screen import (
+    YELLOW,
+    Screen,
+    describe_log_line,
+    hints,
+    http_url,
+    should_colour,
+    table,
+)
 
 SAMPLE_PROMPT = "Say hello to the mesh."
 SAMPLE_TOKENS = 32
@@ -260,16 +268,15 @@ class _UpCommand:
                 if child.state is not State.STARTING:
                     shown_at.pop(name, None)
                     continue
-                if known == log_bytes[name]:
-                    continue
-                supervisor.extend_start(child)
-                # A service that starts again and again makes no progress.
-                if self.mesh_limit is not None and not child.backoff.failures:
-                    self.mesh_limit.reschedule(now + self.options.ready_s)
+                if known != log_bytes[name]:
+                    supervisor.extend_start(child)
+                    # A service that starts again and again makes no progress.
+                    if self.mesh_limit is not None and not child.backoff.failures:
+                        self.mesh_limit.reschedule(now + self.options.ready_s)
                 if now - shown_at.setdefault(name, now) >= PROGRESS_INTERVAL_S:
                     shown_at[name] = now
-                    last_line = "".join(self.launcher.tail(name)[-1:])
-                    self.screen.print_progress(name, "starting", last_line[:PROGRESS_CHARS_MAX])
+                    line = describe_log_line("".join(self.launcher.tail(name)[-1:]))
+                    self.screen.print_progress(name, "starting", line[:PROGRESS_CHARS_MAX])
 
     async def _await_ready(self, supervisor: Supervisor, http: httpx.AsyncClient) -> str | None:
         """The URL of the first frontend when all frontends serve the model; None on timeout."""

@@ -23,6 +23,9 @@ from meshctl.process.supervise import (
 )
 from meshctl.view.frontend import chat_body
 
+# Of every log line.
+_COMMON_FIELDS = frozenset({"level", "timestamp", "service", "instance", "logger"})
+
 _RED, _GREEN, YELLOW, _PLAIN = "31", "32", "33", ""
 
 
@@ -136,7 +139,18 @@ def find_crash_reason(lines: Sequence[str]) -> str:
         if isinstance(fields, dict) and fields.get("level") == "error":
             error = str(fields.get("exception") or fields.get("error") or "")
             return ": ".join([str(fields.get("event")), *error.strip().splitlines()[-1:]])
-    return lines[-1] if lines else ""
+    return describe_log_line(lines[-1]) if lines else ""
+
+
+def describe_log_line(line: str) -> str:
+    """The event of a JSON log line and its own fields; another line as it is."""
+    try:
+        fields = dict(json.loads(line))
+    except (ValueError, TypeError):
+        return line
+    event = fields.pop("event", "")
+    details = [f"{key}={value}" for key, value in fields.items() if key not in _COMMON_FIELDS]
+    return " ".join([str(event), *details])
 
 
 def describe_status(status: int | None) -> str:
