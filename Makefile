@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 export PYTHONPATH := $(CURDIR)/protos:$(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes
+# Two runs of make install one after the other.
+LOCK_VENV := flock Makefile sh -c
 LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links pyproject.toml
 PROTOS := $(shell cd protos && find kvmesh -name '*.proto' | sort)
 SERVICES := $(shell cd protos && grep -l '^service ' $$(find kvmesh -name '*.proto') | sort)
@@ -102,18 +104,14 @@ lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(LOCK) --extra dev -c requirements/runtime.txt -o requirements/dev.txt
 
 clean: ## Remove environments, caches and state of past runs
-	rm -rf $(VENV) .run .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/bin bench/out
+	rm -rf $(VENV) .venv-sglang .run .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/bin bench/out
 
 $(BIN)/python:
-	@command -v $(PY) >/dev/null || { echo "KVMesh needs Python 3.11 or newer as '$(PY)'; name another with: make PY=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	$(PY) -m venv $(VENV)
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "KVMesh needs Python 3.11 or newer, and $(PY) is $$($(PY) --version 2>/dev/null || echo not found); name another with: make PY=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(LOCK_VENV) '[ -x $@ ] || $(PY) -m venv $(VENV)'
 
 $(VENV)/.runtime: requirements/runtime.txt | $(BIN)/python
-	@echo "installing the runtime dependencies into $(VENV) ..."
-	@$(PIP) -r requirements/runtime.txt
-	@touch $@
+	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the runtime dependencies into $(VENV) ..." && $(PIP) -r $< && touch $@; }'
 
 $(VENV)/.dev: requirements/dev.txt | $(BIN)/python
-	@echo "installing the development dependencies into $(VENV) ..."
-	@$(PIP) -r requirements/dev.txt
-	@touch $@ $(VENV)/.runtime
+	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the development dependencies into $(VENV) ..." && $(PIP) -r $< && touch $@ $(VENV)/.runtime; }'

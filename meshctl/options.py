@@ -7,6 +7,7 @@ which every service inherits.
 from __future__ import annotations
 
 import argparse
+import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,11 @@ class StatusConfig(ServiceConfig):
 
     registry: Literal["file", "consul"] = "file"
     """Service discovery."""
+
+    def problems(self) -> list[str]:
+        # It binds nothing. In a container these variables are meant for the service.
+        is_bind_problem = re.compile(r"(host|advertise_host):").match
+        return [problem for problem in super().problems() if not is_bind_problem(problem)]
 
 
 class UpOptions(ServiceConfig):
@@ -75,7 +81,11 @@ class UpOptions(ServiceConfig):
     log_dir: Path = Path(".run/logs")
     """Folder of the logs: NAME.log, and NAME.log.1 of the previous run."""
     ready_s: PositiveFloat = 60.0
-    """Seconds in which all services must be ready, and each service after a restart."""
+    """Seconds that a service may take to become ready, at first and after a restart. They count
+    from the last line of its log, so a slow start that reports progress is not ended."""
+    live_failures_max: NonNegativeInt = 20
+    """Failed liveness checks in a row, one every 3 s, after which a service that was live is killed
+    and started again. 0: never."""
     sample: bool = False
     """Once ready, send one chat request and print the response as it arrives."""
     once: bool = False
@@ -107,14 +117,6 @@ class UpOptions(ServiceConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class HealthOptions:
-    """address: host:port. service: one gRPC service of it, "" for the process."""
-
-    address: str
-    service: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class StatusOptions:
     config: ServiceConfig
     as_json: bool = False
@@ -125,7 +127,7 @@ class DemoOptions:
     registry: str
 
 
-Options = UpOptions | HealthOptions | StatusOptions | DemoOptions
+Options = UpOptions | StatusOptions | DemoOptions
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
@@ -135,8 +137,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
             return _parse_up(flags, environ)
         case ["status", *flags]:
             return _parse_status(flags, environ)
-        case ["health", *flags]:
-            return _parse_health(flags)
         case ["demo", *flags]:
             return _parse_demo(flags)
         case ["-h" | "--help", *_]:
@@ -184,14 +184,6 @@ class _Parser(argparse.ArgumentParser):
         raise _failure(self.prog, message)
 
 
-def _parse_health(argv: list[str]) -> HealthOptions:
-    parser = _Parser(prog="meshctl health", description=_COMMANDS["health"], allow_abbrev=False)
-    parser.add_argument("address", type=_address, metavar="HOST:PORT")
-    parser.add_argument("--service", default="", metavar="NAME", help="one service of the port")
-    args = parser.parse_args(argv)
-    return HealthOptions(args.address, args.service)
-
-
 def _parse_demo(argv: list[str]) -> DemoOptions:
     parser = _Parser(prog="meshctl demo", description=_COMMANDS["demo"], allow_abbrev=False)
     parser.add_argument(
@@ -201,10 +193,3 @@ def _parse_demo(argv: list[str]) -> DemoOptions:
         help="service discovery; consul starts its own agent, downloaded if necessary",
     )
     return DemoOptions(parser.parse_args(argv).registry)
-
-
-def _address(text: str) -> str:
-    host, colon, port = text.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be HOST:PORT")
-    return text

@@ -87,11 +87,16 @@ _ERROR_BY_CODE: Mapping[grpc.StatusCode, type[MeshError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
     grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    # Not by us, or it would carry details: a failure of the transport.
+    grpc.StatusCode.INTERNAL: errors.Unavailable,
     # Not by us, or there would be no status to read: a stopping server answers so to calls that it
     # has not begun.
     grpc.StatusCode.CANCELLED: errors.Unavailable,
     grpc.StatusCode.UNIMPLEMENTED: errors.Unimplemented,
 }
+
+# What grpc reports for a write on a connection that was reset.
+_RESET_TEXTS = {"Internal error from Core": "the connection was reset"}
 
 # grpc rejects headers above 8 KiB with growing probability, so long errors are cut. Worst case in
 # bytes: the message three times as percent-encoded text, and once in the details; their base64 is
@@ -169,7 +174,7 @@ def mesh_error_to_status(error: MeshError) -> tuple[grpc.StatusCode, status_pb2.
 def mesh_error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
     """The error that a peer raised; without usable details, the class nearest to the status."""
     code = error.code()
-    message = error.details() or code.name
+    message = _RESET_TEXTS.get(error.details() or "", error.details() or code.name)
     info, field, retry_after_s = _unpack_details(error.trailing_metadata())
     cls = errors.ERROR_CLASS_BY_KIND.get(info.metadata[_KIND_KEY]) if info is not None else None
     if info is not None and cls is not None:

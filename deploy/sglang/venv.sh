@@ -62,6 +62,10 @@ if [ $needs_handoff = yes ] && [ "${memory_gb:-99}" -lt 6 ]; then
     skip "$memory_gb GB of memory are free; SGLang's engines need 6"
 fi
 
+# Two runs install one after the other.
+exec 9<requirements/runtime.txt
+flock 9
+
 # The inputs of the installation; a change of any of them installs again.
 stamp=$({
     echo "$kind $sglang $mooncake"
@@ -74,6 +78,10 @@ disk_gb=$(df -Pk . | awk 'END {print int($4 / 1000000)}')
 [ "$disk_gb" -ge 8 ] || skip "$disk_gb GB of disk are free; SGLang and torch need 8 to install"
 
 echo "installing SGLang $sglang ($kind) into $venv ..."
+"${PYTHON:-python3.11}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "KVMesh needs Python 3.11 or newer as '${PYTHON:-python3.11}'" >&2
+    exit 1
+}
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3.11}" -m venv "$venv"
 pip() {
     for pause_s in 5 20 0; do

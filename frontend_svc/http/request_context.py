@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import structlog
 from opentelemetry.util.types import AttributeValue
 
 from common.errors import MeshError
-from frontend_svc.core.openai.errors import client_message
+from frontend_svc.core.openai.errors import client_message, is_server_fault
 from frontend_svc.core.openai.pass_through import PassThroughRequest
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.request.types import RequestOutcome
@@ -131,7 +132,9 @@ def log_request(context: HttpRequest, now_s: float) -> None:
         fields |= {"failure": error.reason, "error": message}
         if param is not None:
             fields["param"] = param
-    log.info("request", **fields)
+    # Also if the response had begun, with status 200.
+    level = logging.WARNING if error is not None and is_server_fault(error) else logging.INFO
+    log.log(level, "request", **fields)
 
 
 def _outcome_fields(outcome: RequestOutcome) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
@@ -13,7 +14,15 @@ import structlog
 from common.errors import InvalidRequest, MeshError, WorkerLost
 from common.kv.load import Load
 from common.request.preprocessed import PreprocessedRequest, StopConditions, TokenIds, TokenLogprob
-from common.request.token_stream import FrontendLink, Hello, LegRequest, LegSink, Terminal
+from common.request.token_stream import (
+    HEARTBEAT_S,
+    MISSED_HEARTBEATS_MAX,
+    FrontendLink,
+    Hello,
+    LegRequest,
+    LegSink,
+    Terminal,
+)
 from common.runtime.tasks import TaskGroup
 from frontend_svc.core.peers.rank_watch import EngineProgress, EngineWatch
 from frontend_svc.core.peers.stall_clock import never_stalled
@@ -26,7 +35,9 @@ PROBE_TIMEOUT_S = 1.0
 # A shorter timer could expire within the same loop time again and again.
 _TIMER_MIN_S = 0.001
 # Ends of a stream that do not mean that its worker failed.
-_BENIGN_CLOSE_REASONS = frozenset({"IDLE", "CLOSED", "REPLACED"})
+_BENIGN_CLOSE_REASONS = frozenset({"IDLE", "CLOSED", "REPLACED", "STALLED"})
+# A stall of this process after which workers end its streams: they miss its heartbeats.
+_OWN_STALL_S = (MISSED_HEARTBEATS_MAX - 1) * HEARTBEAT_S
 # One token, ahead of the queue, without the cache.
 _PROBE_REQUEST = PreprocessedRequest(
     token_ids=TokenIds.of([1]), stop_conditions=StopConditions(max_tokens=1), is_probe=True
@@ -97,6 +108,8 @@ class WorkerConnection:
     ) -> None:
         self._stalled_s = stalled_s
         self._last_received_at, self._stalled_before_s = 0.0, stalled_s()
+        # `stalled_s` at each tick of the last second of running time.
+        self._recent_stalled_s = deque([stalled_s()], maxlen=round(1 / TICK_S))
         self._is_unresponsive = False
         self._loop = asyncio.get_running_loop()
         self.link = FrontendLink(hello, self._loop.time())
@@ -141,8 +154,16 @@ class WorkerConnection:
             message, reason = "internal error; see the frontend's log", "BUG"
         finally:
             worker_id = self.link.worker_id
+            own_stall_s = self._stalled_s() - self._recent_stalled_s[0]
+            if reason not in _BENIGN_CLOSE_REASONS and own_stall_s >= _OWN_STALL_S:
+                message = f"the frontend did not run for {own_stall_s:.1f} s ({message})"
+                reason = "STALLED"
             if self.link.open_slots:
-                log.warning("worker_lost", worker_id=worker_id, reason=reason, error=message)
+                fields = {"worker_id": worker_id, "reason": reason, "error": message}
+                if reason in _BENIGN_CLOSE_REASONS:
+                    log.info("worker_stream_closed", **fields)
+                else:
+                    log.warning("worker_lost", **fields)
             self.is_closed = True
             self.received.set()
             if reason not in _BENIGN_CLOSE_REASONS:
@@ -239,6 +260,7 @@ class WorkerConnection:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self._recent_stalled_s.append(self._stalled_s())
             now = self._loop.time()
             lost = self.link.tick(now - (self._stalled_s() - self._stalled_before_s))
             if lost is not None:

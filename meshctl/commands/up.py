@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import SystemRandom
 
@@ -26,16 +27,26 @@ import httpx
 from common.errors import MeshError
 from common.registry.open import open_registry
 from common.registry.registry import Registry
+from common.rpc.channel import security_from_config
 from common.runtime.config import ServiceConfig
 from common.runtime.tasks import TaskGroup
 from meshctl.options import UpOptions
 from meshctl.process.child import ProcessLauncher, with_parent_guard
+from meshctl.process.liveness import is_live
 from meshctl.process.stop_requests import StopAction, StopRequests
 from meshctl.process.supervise import State, Supervisor
 from meshctl.services import build_service_specs, http_ports
 from meshctl.view import frontend as gateway
 from meshctl.view.members import describe_registry, members
-from meshctl.view.screen import YELLOW, Screen, hints, http_url, should_colour, table
+from meshctl.view.screen import (
+    YELLOW,
+    Screen,
+    describe_log_line,
+    hints,
+    http_url,
+    should_colour,
+    table,
+)
 
 SAMPLE_PROMPT = "Say hello to the mesh."
 SAMPLE_TOKENS = 32
@@ -44,6 +55,10 @@ COMMAND_STOP_TIMEOUT_S = 5.0
 # Limit for reading the existing members.
 LOOKUP_TIMEOUT_S = 2.0
 NAMES_SHOWN_MAX = 8
+# A service that starts for longer than the interval shows the last line of its log.
+LOG_POLL_S = 1.0
+PROGRESS_INTERVAL_S = 10.0
+PROGRESS_CHARS_MAX = 120
 EXIT_NOT_STARTED = 2
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -145,6 +160,8 @@ class _UpCommand:
     screen: Screen
     session_status: int = 0
     kill_signal: int | None = None
+    # Until all services are ready.
+    mesh_limit: asyncio.Timeout | None = None
 
     async def run(self) -> int:
         mesh = self.options
@@ -152,6 +169,10 @@ class _UpCommand:
             registry = open_registry(mesh)
         except MeshError as error:
             raise CannotStart(f"--registry {mesh.registry}: {error.message}") from error
+        try:
+            security = security_from_config(mesh)
+        except MeshError as error:
+            raise CannotStart(error.message) from error
         supervisor = Supervisor(
             build_service_specs(mesh),
             self.launcher.start,
@@ -161,6 +182,8 @@ class _UpCommand:
             clock=time.monotonic,
             rng=SystemRandom(),
             start_s=mesh.ready_s,
+            is_live=partial(is_live, security=security),
+            live_failures_max=mesh.live_failures_max,
         )
         self._install_signal_handlers(supervisor)
         kinds = {
@@ -181,8 +204,10 @@ class _UpCommand:
             async with TaskGroup() as group:
                 group.create_task(supervisor.run())
                 session = group.create_task(self._run_session(supervisor))
+                log_watch = group.create_task(self._watch_slow_starts(supervisor))
                 await supervisor.wait_for_stop()
                 session.cancel()
+                log_watch.cancel()
         finally:
             await registry.close()
         if self.kill_signal is not None:
@@ -230,11 +255,34 @@ class _UpCommand:
                 self.session_status = status
                 supervisor.stop()
 
+    async def _watch_slow_starts(self, supervisor: Supervisor) -> None:
+        """Extend the limits of starting services whose logs grow; show the last line at times."""
+        log_bytes: dict[str, int] = {}
+        shown_at: dict[str, float] = {}
+        while True:
+            await asyncio.sleep(LOG_POLL_S)
+            now = asyncio.get_running_loop().time()
+            for child in supervisor.children:
+                name = child.spec.name
+                known, log_bytes[name] = log_bytes.get(name), self.launcher.log_bytes(name)
+                if child.state is not State.STARTING:
+                    shown_at.pop(name, None)
+                    continue
+                if known != log_bytes[name]:
+                    supervisor.extend_start(child)
+                    # A service that starts again and again makes no progress.
+                    if self.mesh_limit is not None and not child.backoff.failures:
+                        self.mesh_limit.reschedule(now + self.options.ready_s)
+                if now - shown_at.setdefault(name, now) >= PROGRESS_INTERVAL_S:
+                    shown_at[name] = now
+                    line = describe_log_line("".join(self.launcher.tail(name)[-1:]))
+                    self.screen.print_progress(name, "starting", line[:PROGRESS_CHARS_MAX])
+
     async def _await_ready(self, supervisor: Supervisor, http: httpx.AsyncClient) -> str | None:
         """The URL of the first frontend when all frontends serve the model; None on timeout."""
         missing = ""
         try:
-            async with asyncio.timeout(self.options.ready_s):
+            async with asyncio.timeout(self.options.ready_s) as self.mesh_limit:
                 while True:
                     await supervisor.wait_all_ready()
                     urls = [url for child in supervisor.children if (url := http_url(child.line))]
@@ -252,6 +300,8 @@ class _UpCommand:
         except TimeoutError:
             self._report_not_ready(supervisor, missing)
             return None
+        finally:
+            self.mesh_limit = None
 
     def _report_not_ready(self, supervisor: Supervisor, missing: str) -> None:
         not_ready = [child for child in supervisor.children if child.state is not State.READY]
@@ -262,7 +312,8 @@ class _UpCommand:
 
     async def _sample(self, http: httpx.AsyncClient, url: str) -> int:
         body = gateway.chat_body(self.options.model_name, SAMPLE_PROMPT, SAMPLE_TOKENS)
-        self.screen.print_line(f"> {SAMPLE_PROMPT}")
+        note = "   (the sim engine runs no model: its words are random)"
+        self.screen.print_line(f"> {SAMPLE_PROMPT}{note if self.options.engine == 'sim' else ''}")
         try:
             async with aclosing(gateway.chat(http, url, body)) as pieces:
                 async for piece in pieces:

@@ -177,6 +177,13 @@ class ProcessLauncher:
             return [f"(its log cannot be read: {error})"]
         return lines[-TAIL_LINES:]
 
+    def log_bytes(self, name: str) -> int:
+        """The size of the service's current log; 0 without one."""
+        try:
+            return self.log_path(name).stat().st_size
+        except OSError:
+            return 0
+
     def _popen(self, name: str, command: Sequence[str], fd: int) -> subprocess.Popen[bytes]:
         path = self.log_path(name)
         path.parent.mkdir(parents=True, exist_ok=True)

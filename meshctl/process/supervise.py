@@ -28,6 +28,7 @@ from meshctl.services import ServiceSpec
 DEREGISTER_TIMEOUT_S = 3.0
 # From SIGKILL to the exit; longer only in an uninterruptible system call.
 KILL_TIMEOUT_S = 5.0
+LIVE_INTERVAL_S = 3.0
 
 
 class Process(Protocol):
@@ -133,6 +134,7 @@ class Child:
     """The state of one service; read-only outside the supervisor.
 
     start_error: why its last start failed, as the service reported it; "" if it did not.
+    start_limit: of the present start, while it is not ready.
     """
 
     spec: ServiceSpec
@@ -141,6 +143,7 @@ class Child:
     process: Process | None = None
     line: ReadyLine | None = None
     start_error: str = ""
+    start_limit: asyncio.Timeout | None = None
     started_at: float = 0.0
     stop_requested_at: float | None = None
     killed: bool = False
@@ -150,7 +153,9 @@ class Supervisor:
     """Keeps `specs` running until `stop`; reports events by `on_event`.
 
     start: starts a service; raises OSError. deregister: see `Registry`. start_s: a service that is
-    not ready after this time is killed, which counts as an exit. clock: monotonic seconds.
+    not ready after this time is killed, which counts as an exit. is_live: whether a ready service
+    answers; one that was live and then failed `live_failures_max` checks in a row is killed. clock:
+    monotonic seconds.
     """
 
     def __init__(
@@ -165,6 +170,9 @@ class Supervisor:
         rng: Random,
         policy: BackoffPolicy = BackoffPolicy(),  # noqa: B008  # frozen
         start_s: float = 60.0,
+        is_live: Callable[[ReadyLine], Awaitable[bool]] | None = None,
+        live_failures_max: int = 0,
+        live_interval_s: float = LIVE_INTERVAL_S,
     ) -> None:
         self.children: Sequence[Child] = [Child(spec, Backoff(policy, rng)) for spec in specs]
         self.is_clean = True
@@ -174,6 +182,9 @@ class Supervisor:
         self._on_event = on_event
         self._clock = clock
         self._ready_timeout_s = start_s
+        self._is_live = is_live
+        self._live_failures_max = live_failures_max
+        self._live_interval_s = live_interval_s
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
 
@@ -204,6 +215,12 @@ class Supervisor:
             if child.process is not None:
                 child.killed = True
                 child.process.kill()
+
+    def extend_start(self, child: Child) -> None:
+        """Restart the time limit of a service that is not ready yet."""
+        if child.start_limit is not None:
+            now = asyncio.get_running_loop().time()
+            child.start_limit.reschedule(now + self._ready_timeout_s)
 
     async def wait_for_stop(self) -> None:
         """Wait until `stop` was called or a service exhausted its restarts."""
@@ -236,7 +253,13 @@ class Supervisor:
         child.process = process
         try:
             reason = await self._await_ready(child, process)
-            status = await process.wait()
+            liveness_watch = asyncio.create_task(self._kill_when_hung(child, process))
+            try:
+                status = await process.wait()
+            finally:
+                liveness_watch.cancel()
+            if liveness_watch.done() and not liveness_watch.cancelled():
+                reason = reason or liveness_watch.result()
         except BaseException:
             # The process must not outlive the task that supervises it.
             process.kill()
@@ -253,13 +276,15 @@ class Supervisor:
     async def _await_ready(self, child: Child, process: Process) -> str:
         """Wait for the ready line; the reason of a failure, "" if ready or exited."""
         try:
-            async with asyncio.timeout(self._ready_timeout_s):
+            async with asyncio.timeout(self._ready_timeout_s) as child.start_limit:
                 line = await process.ready()
+                child.start_limit = None
                 if not isinstance(line, ReadyLine):
                     child.start_error = line.error if line is not None else ""
                     await process.wait()
                     return ""
         except TimeoutError:
+            child.start_limit = None
             process.kill()
             return f"not ready within {self._ready_timeout_s:g} s"
         except InvalidRequest as error:
@@ -269,6 +294,20 @@ class Supervisor:
         child.backoff.ready(self._clock())
         self._set_state(child, State.READY if child.stop_requested_at is None else State.STOPPING)
         self._on_event(BecameReady(child.spec.name, line, self._clock() - child.started_at))
+        return ""
+
+    async def _kill_when_hung(self, child: Child, process: Process) -> str:
+        """Kill a process that was live and does not answer any more; the reason, "" if ended."""
+        was_live, failures = False, 0
+        while child.line is not None and self._is_live is not None and self._live_failures_max:
+            await asyncio.sleep(self._live_interval_s)
+            if child.state is not State.READY:
+                break
+            is_live = await self._is_live(child.line)
+            was_live, failures = was_live or is_live, 0 if is_live else failures + 1
+            if was_live and failures >= self._live_failures_max and child.state is State.READY:
+                process.kill()
+                return f"it did not answer {failures} liveness checks in a row"
         return ""
 
     def _record_death(self, child: Child, status: int | None, reason: str) -> float | None:

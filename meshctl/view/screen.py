@@ -23,6 +23,9 @@ from meshctl.process.supervise import (
 )
 from meshctl.view.frontend import chat_body
 
+# Of every log line.
+_COMMON_FIELDS = frozenset({"level", "timestamp", "service", "instance", "logger"})
+
 _RED, _GREEN, YELLOW, _PLAIN = "31", "32", "33", ""
 
 
@@ -79,10 +82,15 @@ class Screen:
                 detail = f"after {after_s:.1f} s, pid {line.pid}, {addresses}"
                 self.print_progress(name, "ready", detail, colour=_GREEN)
             case Died():
-                self.print_progress(event.service, "died", self._describe_exit(event), colour=_RED)
-                if event.start_error not in self._printed_errors:
-                    self._printed_errors.add(event.start_error)
-                    self._print_quoted(event.start_error.splitlines())
+                label, colour = ("died", _RED) if event.status else ("ended", YELLOW)
+                self.print_progress(event.service, label, self._describe_exit(event), colour=colour)
+                error = event.start_error
+                # Of a clean exit or a kill from outside, the log has no reason.
+                if not error and event.status not in (None, 0, -signal.SIGKILL, -signal.SIGTERM):
+                    error = find_crash_reason(self.tail(event.service))
+                if error not in self._printed_errors:
+                    self._printed_errors.add(error)
+                    self._print_quoted(error.splitlines())
             case RestartsExhausted(name, is_retryable=False):
                 self.print_error(f"{name} has an invalid configuration")
             case RestartsExhausted(name, attempts, start_error=error):
@@ -119,6 +127,30 @@ class Screen:
             # The reader is gone (`meshctl up | head`); the mesh continues without output.
             with open(os.devnull, "wb") as devnull:
                 os.dup2(devnull.fileno(), stream.fileno())
+
+
+def find_crash_reason(lines: Sequence[str]) -> str:
+    """The last line of a log, or its last error if it is JSON; "" if the log is empty."""
+    for line in reversed(lines):
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            return line  # of a traceback, or of a crash outside Python
+        if isinstance(fields, dict) and fields.get("level") == "error":
+            error = str(fields.get("exception") or fields.get("error") or "")
+            return ": ".join([str(fields.get("event")), *error.strip().splitlines()[-1:]])
+    return describe_log_line(lines[-1]) if lines else ""
+
+
+def describe_log_line(line: str) -> str:
+    """The event of a JSON log line and its own fields; another line as it is."""
+    try:
+        fields = dict(json.loads(line))
+    except (ValueError, TypeError):
+        return line
+    event = fields.pop("event", "")
+    details = [f"{key}={value}" for key, value in fields.items() if key not in _COMMON_FIELDS]
+    return " ".join([str(event), *details])
 
 
 def describe_status(status: int | None) -> str:

@@ -64,6 +64,27 @@ def test_every_folder_that_the_dockerfile_copies_is_there() -> None:
         assert (ROOT / source).exists(), source
 
 
+def test_status_runs_with_the_variables_of_the_images(tmp_path: Path) -> None:
+    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
+    variables = dict(re.findall(r"\b(KVMESH_\w+)=(\S+)", dockerfile))
+    assert variables["KVMESH_HOST"] == "0.0.0.0"
+    done = subprocess.run(
+        [sys.executable, "-m", "meshctl", "status", "--registry-path", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**variables, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"},
+    )
+    assert (done.returncode, done.stderr) == (1, ""), done.stdout
+    assert done.stdout.startswith("no instance in namespace 'default'")
+
+
+def test_environments_stay_out_of_the_images_and_are_removed_by_make_clean() -> None:
+    assert {".venv", ".venv-*"} <= set((ROOT / ".dockerignore").read_text().split())
+    (clean,) = re.findall(r"^\trm -rf (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"$(VENV)", ".venv-sglang"} <= set(clean.split())
+
+
 def load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

@@ -23,7 +23,7 @@ WAIT_S = 20.0
 # Written to the working directory, so that `python -m worker_svc` imports it instead of the real
 # service.
 FAKE = """
-import json, os, random, signal, subprocess, sys, threading
+import json, os, random, signal, subprocess, sys, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -65,6 +65,10 @@ def main(kind):
     if mode == "crash":
         print("ImportError: no grpc", flush=True)
         sys.exit(3)
+    if mode == "slow":
+        for step in range(10):
+            print("loading part", step, flush=True)
+            time.sleep(0.6)
     ended = threading.Event()
     def on_term(*_):
         note("ended", name)
@@ -80,6 +84,10 @@ def main(kind):
         server = ThreadingHTTPServer(("127.0.0.1", int(flags["--http-port"])), Api)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         addresses["http"] = "http://127.0.0.1:%d" % server.server_address[1]
+    if mode == "crashes":
+        error = {"event": "task_failed", "level": "error", "exception": "x\\nOSError: no disk"}
+        print(json.dumps(error), flush=True)
+        threading.Timer(3, lambda: os._exit(3)).start()
     instance = random.SystemRandom().randrange(1, 2**63)
     folder = Path(flags["--registry-path"], flags["--namespace"], "instances")
     folder.mkdir(parents=True, exist_ok=True)
@@ -230,6 +238,47 @@ async def test_a_dead_worker_is_deregistered_and_replaced(folder: Path) -> None:
         assert len(mesh.pids("worker-1")) == 2
         mesh.process.send_signal(signal.SIGTERM)
         assert await mesh.end() == 0
+
+
+async def test_a_frontend_that_hangs_is_killed_and_started_again(folder: Path) -> None:
+    async with meshctl(folder, "--live-failures-max", "1") as mesh:
+        await mesh.line("mesh", "ready")
+        await asyncio.sleep(4)  # until it was live once
+        os.kill(mesh.pids("frontend-0")[0], signal.SIGSTOP)
+        died = await mesh.line("frontend-0", "died")
+        assert "killed by SIGKILL (it did not answer 1 liveness checks in a row)" in died
+        await mesh.line("frontend-0", "ready")
+        mesh.process.send_signal(signal.SIGTERM)
+        assert await mesh.end() == 0
+        # The other fake services never answer: they were never live.
+        assert len(mesh.pids("worker-0")) == len(mesh.pids("router")) == 1
+
+
+async def test_a_service_that_exits_by_itself_with_status_0_has_ended(folder: Path) -> None:
+    async with meshctl(folder) as mesh:
+        await mesh.line("mesh", "ready")
+        os.kill(mesh.pids("worker-0")[0], signal.SIGTERM)
+        assert "exit status 0" in await mesh.line("worker-0", "ended")
+        await mesh.line("worker-0", "ready")
+        mesh.process.send_signal(signal.SIGTERM)
+        assert await mesh.end() == 0
+        assert await mesh.errors() == ""
+
+
+async def test_a_crash_after_the_start_shows_the_last_error_of_the_log(folder: Path) -> None:
+    (folder / "worker-0.mode").write_text("crashes")
+    async with meshctl(folder) as mesh:
+        await mesh.line("worker-0", "died", "exit status 3")
+        mesh.process.send_signal(signal.SIGTERM)
+        await mesh.end()
+        assert "  | task_failed: OSError: no disk\n" in await mesh.errors()
+
+
+async def test_a_slow_start_that_reports_progress_is_not_ended(folder: Path) -> None:
+    (folder / "worker-0.mode").write_text("slow")
+    async with meshctl(folder, "--ready-s", "3", "--once") as mesh:
+        assert await mesh.end() == 0, await mesh.errors()
+        assert len(mesh.pids("worker-0")) == 1
 
 
 async def test_consecutive_deaths_lengthen_the_pause(folder: Path) -> None:

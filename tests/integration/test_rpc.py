@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -265,6 +266,36 @@ async def test_an_unreachable_peer_is_unavailable_and_retryable() -> None:
     assert caught.value.retryable
 
 
+async def test_a_write_on_a_connection_that_was_reset_is_not_an_internal_error() -> None:
+    def reset(listener: socket.socket) -> None:
+        listener.settimeout(10)
+        peer, _ = listener.accept()
+        with peer:
+            peer.sendall(bytes.fromhex("000000040000000000"))  # SETTINGS of HTTP/2
+            peer.recv(65_536)
+            # Without lingering, a close is a reset.
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    found = set()
+    # The write is in progress in nearly all attempts, and between two writes in the others.
+    for _ in range(10):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            async with rpc.channel(f"127.0.0.1:{listener.getsockname()[1]}") as channel:
+                call: Any = channel.stream_stream("/test.Echo/stream_stream")()
+                async with asyncio.timeout(10), TaskGroup() as tasks:
+                    tasks.create_task(asyncio.to_thread(reset, listener))
+                    try:
+                        while True:
+                            await call.write(bytes(1_000_000))
+                    except grpc.aio.AioRpcError as error:
+                        got = interceptors.mesh_error_from_rpc(error)
+                        assert isinstance(got, errors.Unavailable), got
+                        found.add(got.message)
+                    except asyncio.InvalidStateError:
+                        pass
+    assert "the connection was reset" in found
+
+
 @pytest.mark.parametrize(
     ("code", "cls"),
     [
@@ -274,7 +305,7 @@ async def test_an_unreachable_peer_is_unavailable_and_retryable() -> None:
         (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineExceeded),
         (grpc.StatusCode.UNIMPLEMENTED, errors.Unimplemented),
         (grpc.StatusCode.UNKNOWN, errors.InternalError),
-        (grpc.StatusCode.INTERNAL, errors.InternalError),
+        (grpc.StatusCode.INTERNAL, errors.Unavailable),
     ],
 )
 def test_a_status_without_details_becomes_the_nearest_error_class(

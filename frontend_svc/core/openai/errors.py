@@ -171,6 +171,11 @@ def error_type(error: BaseException) -> ErrorType:
     return _mapping_of(error).error_type
 
 
+def is_server_fault(error: BaseException) -> bool:
+    """Whether the status of the response is 5xx."""
+    return _mapping_of(error).status >= 500
+
+
 def error_event(error: BaseException) -> bytes:
     """The last SSE event of a stream that fails after its first byte."""
     return b"data: " + _response_body(error, _mapping_of(error), ()) + b"\n\n"

@@ -7,17 +7,24 @@ an open circuit gets no request. Probes at growing intervals decide when the cir
 client's request is the test.
 
 Invariants: a worker has at most one open circuit; its probe interval never shrinks until the
-circuit closes; workers that left are removed.
+circuit closes; a worker whose circuits open every few seconds gets probes at growing first
+intervals; workers that left are removed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
 FIRST_PROBE_INTERVAL_S = 0.2
 PROBE_INTERVAL_MAX_S = 8.0
+# A circuit that opens this soon after the worker's last one starts with twice its first interval:
+# a worker that is late at every request but sends heartbeats passes each probe.
+REOPENED_WITHIN_S = 8.0
+# Below the time that a request waits while all workers have an open circuit.
+REOPENED_PROBE_INTERVAL_MAX_S = 2.0
 # Fraction of a pool that may be excluded as hung: a common cause must not empty the pool.
 HUNG_FRACTION_MAX = 0.25
 
@@ -37,6 +44,8 @@ class CircuitBreaker:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._open_circuits: dict[int, _OpenCircuit] = {}
+        # Worker -> when its last circuit opened, and the first probe interval of that.
+        self._last_opened: dict[int, tuple[float, float]] = {}
 
     def open_circuit(
         self, worker_id: int, reason: str, now: float, *, is_hung: bool = False
@@ -48,6 +57,10 @@ class CircuitBreaker:
             found.reason, found.is_hung = reason, found.is_hung and is_hung
             return False
         interval_s = FIRST_PROBE_INTERVAL_S
+        opened_at, last_interval_s = self._last_opened.get(worker_id, (-math.inf, 0.0))
+        if now - opened_at < REOPENED_WITHIN_S:
+            interval_s = min(2 * last_interval_s, REOPENED_PROBE_INTERVAL_MAX_S)
+        self._last_opened[worker_id] = now, interval_s
         opened = _OpenCircuit(reason, is_hung, interval_s, now + self._jittered(interval_s))
         self._open_circuits[worker_id] = opened
         return True
@@ -84,8 +97,9 @@ class CircuitBreaker:
 
     def retain(self, present: Iterable[int]) -> None:
         present = set(present)
-        for worker_id in [w for w in self._open_circuits if w not in present]:
-            del self._open_circuits[worker_id]
+        for state in (self._open_circuits, self._last_opened):
+            for worker_id in state.keys() - present:
+                del state[worker_id]
 
     def excluded(self, pool: Iterable[int]) -> frozenset[int]:
         """Workers of a model's pool that get no request. Of the hung ones, at most

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshctl.options import HealthOptions, StatusOptions, UpOptions, parse
+from meshctl.options import StatusOptions, UpOptions, parse
 
 
 def up(*argv: str, **environ: str) -> UpOptions:
@@ -115,11 +115,6 @@ def test_variables_of_meshctl_itself_do_not_exist_and_are_refused(
             "  --zzz: no such flag\n"
             "  --registry: 'memory': input should be 'file' or 'consul'",
         ),
-        (
-            ["health", "localhost"],
-            "meshctl health: argument HOST:PORT: 'localhost': must be HOST:PORT"
-            " (see meshctl health --help)",
-        ),
     ],
 )
 def test_an_error_names_the_argument_and_a_similar_one(
@@ -131,7 +126,7 @@ def test_an_error_names_the_argument_and_a_similar_one(
     assert capsys.readouterr().err == f"{error}\n"
 
 
-@pytest.mark.parametrize("command", ["up", "status", "health", "demo"])
+@pytest.mark.parametrize("command", ["up", "status", "demo"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for argv in ([command, "--help"], ["--help"]):
         with pytest.raises(SystemExit) as exit_:
@@ -159,6 +154,8 @@ def test_status_prints_json_on_request() -> None:
     assert not options.as_json
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:7001", "[::1]:7001", "worker:1"])
-def test_an_address_is_a_host_and_a_port(address: str) -> None:
-    assert parse(["health", address], {}) == HealthOptions(address)
+def test_status_does_not_need_what_a_service_needs_to_bind() -> None:
+    """In the shipped images the variables of the service apply to every command."""
+    environ = {"KVMESH_HOST": "0.0.0.0", "KVMESH_PORT": "7000", "KVMESH_HEALTH_PORT": "7001"}
+    options = parse(["status"], environ)
+    assert isinstance(options, StatusOptions)

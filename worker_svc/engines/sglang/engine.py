@@ -58,7 +58,6 @@ from worker_svc.engines.sglang import admin
 from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
 from worker_svc.engines.sglang.launch import (
     kill_children,
-    log_progress,
     make_tiny_model,
     model_checksum,
     preserve_process_state,
@@ -175,7 +174,6 @@ class SglangEngine:
         if self.config.model_path is None:
             await make_tiny_model(self.config.model_dir)
         self._launch = loop.run_in_executor(None, self._launch_engine)
-        progress = asyncio.create_task(log_progress(worker_id), name="sglang start progress")
         try:
             self._engine = await asyncio.shield(self._launch)
         except MeshError:
@@ -186,8 +184,6 @@ class SglangEngine:
             ) from error
         except Exception as error:
             raise Unavailable(f"SGLang did not start: {error}") from error
-        finally:
-            progress.cancel()
         self._attach_to_loop(loop)
         resolved = self._resolved = self._engine.server_args.resolved_dict()
         self._properties = self._read_properties(resolved)

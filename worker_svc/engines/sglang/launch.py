@@ -9,7 +9,6 @@ import json
 import logging
 import multiprocessing
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -18,7 +17,6 @@ import structlog
 
 from common.errors import Unavailable
 
-PROGRESS_INTERVAL_S: Final = 5.0
 # Bytes of each weight file, at its start and its end, that enter the model checksum.
 _SAMPLED_BYTES: Final = 1 << 16
 
@@ -35,14 +33,6 @@ async def make_tiny_model(folder: Path) -> None:
     )
     if await process.wait():
         raise Unavailable("the tiny model could not be built; the log has the reason")
-
-
-async def log_progress(worker_id: int) -> None:
-    """Logs the elapsed time of a start until cancelled."""
-    started = time.monotonic()
-    while True:
-        await asyncio.sleep(PROGRESS_INTERVAL_S)
-        log.info("sglang_starting", worker_id=worker_id, s=round(time.monotonic() - started, 1))
 
 
 @contextlib.contextmanager

@@ -254,6 +254,18 @@ async def test_an_endpoint_that_the_card_does_not_offer_is_refused(
         assert mesh.router.queries == []
 
 
+async def test_a_request_that_ends_with_5xx_is_logged_as_a_warning() -> None:
+    async with served("Backend") as mesh:
+        with capture_logs() as logs:
+            await mesh.http.post(CHAT, json=chat_body("one"))
+            await mesh.http.post(CHAT, json=chat_body("one", model="other"))
+    lines = [line for line in logs if line["event"] == "request"]
+    assert [(line["status"], line["log_level"]) for line in lines] == [
+        (503, "warning"),
+        (404, "info"),
+    ]
+
+
 async def test_a_model_without_its_card_is_a_503_with_retry_after() -> None:
     async with served("Backend") as mesh:
         for answer in (

@@ -38,6 +38,28 @@ def test_probe_intervals_grow_up_to_a_limit() -> None:
     assert max(gaps) <= PROBE_INTERVAL_MAX_S * 1.26
 
 
+def test_a_circuit_that_opens_again_and_again_is_probed_less_often() -> None:
+    breaker = CircuitBreaker(Random(3))
+    now, opened = 0.0, 0
+    while now < 60.0:
+        opened += breaker.open_circuit(1, "did not accept a request in time", now)
+        for worker_id in breaker.due(now):
+            breaker.record_probe(worker_id, True, now)
+        now += 0.05
+    assert opened < 45, "at a constant interval of 0.2 s it would open 200 times"
+    breaker.retain([])
+    assert breaker.open_circuit(1, "lost", now + 1)
+    assert breaker.due(now + 1.3) == [1], "a worker that left has no history"
+
+
+def test_a_circuit_that_opens_again_much_later_is_probed_soon() -> None:
+    breaker = CircuitBreaker(Random(3))
+    for now in (0.0, 20.0, 40.0):
+        assert breaker.open_circuit(1, "lost", now)
+        assert breaker.due(now + 0.3) == [1]
+        breaker.record_probe(1, True, now + 0.3)
+
+
 def test_at_most_a_quarter_of_a_pool_is_excluded_as_hung() -> None:
     breaker = CircuitBreaker(Random(3))
     for worker_id in range(8):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 from typing import TypeVar
@@ -139,8 +139,18 @@ def silent(process: FakeProcess) -> None:
 
 @asynccontextmanager
 async def running(
-    world: World, *specs: ServiceSpec, policy: BackoffPolicy = FAST, start_s: float = WAIT_S
+    world: World,
+    *specs: ServiceSpec,
+    policy: BackoffPolicy = FAST,
+    start_s: float = WAIT_S,
+    answers: Sequence[bool] = (),
 ) -> AsyncIterator[Supervisor]:
+    remaining = list(answers)
+
+    async def is_live(_line: ReadyLine) -> bool:
+        world.log.write(f"CHECK {len(remaining)} left")
+        return remaining.pop(0) if remaining else True
+
     supervisor = Supervisor(
         specs,
         world.start,
@@ -151,6 +161,9 @@ async def running(
         rng=Random(1),
         policy=policy,
         start_s=start_s,
+        is_live=is_live,
+        live_failures_max=3 if answers else 0,
+        live_interval_s=0.001,
     )
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
         group.create_task(supervisor.run())
@@ -354,3 +367,21 @@ async def test_no_process_outlives_a_cancelled_supervisor() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert world.log.entries == ["START a", "KILL a"]
+
+
+async def test_a_service_that_was_live_and_stops_to_answer_is_killed_and_restarted() -> None:
+    world = World(born=becomes_ready)
+    answers = [False, True, False, False, True, False, False, False]
+    async with running(world, spec("frontend-0"), answers=answers):
+        died = await world.next_event(Died)
+        assert (died.status, died.reason) == (-9, "it did not answer 3 liveness checks in a row")
+        await world.next_event(BecameReady)
+    assert world.log.entries.count("KILL frontend-0") == 1
+    assert "CHECK 1 left" in world.log.entries, "two failures in a row are not enough"
+
+
+async def test_a_service_that_was_never_live_is_not_killed() -> None:
+    world = World(born=becomes_ready)
+    async with running(world, spec("frontend-0"), answers=[False] * 20):
+        await world.log.has("CHECK 0 left")
+    assert world.log.entries[-1] == "TERM frontend-0"

@@ -13,7 +13,16 @@ from meshctl.process.backoff import Backoff, BackoffPolicy
 from meshctl.process.child import ReadyLine
 from meshctl.process.supervise import BecameReady, Child, Died, Event, RestartsExhausted, Stopped
 from meshctl.services import ServiceSpec
-from meshctl.view.screen import Screen, describe_status, hints, http_url, should_colour, table
+from meshctl.view.screen import (
+    Screen,
+    describe_log_line,
+    describe_status,
+    find_crash_reason,
+    hints,
+    http_url,
+    should_colour,
+    table,
+)
 
 LINE = ReadyLine("worker", 7, "1", {"grpc": "127.0.0.1:1"})
 
@@ -134,3 +143,21 @@ def test_no_color_disables_colours(environ: dict[str, str]) -> None:
     assert should_colour(Terminal(), {})
     assert not should_colour(Terminal(), environ)
     assert not should_colour(io.StringIO(), {})
+
+
+def test_a_log_line_is_shown_as_its_event_and_its_own_fields() -> None:
+    line = '{"event":"loading","shard":3,"service":"worker","level":"info","timestamp":"t"}'
+    assert describe_log_line(line) == "loading shard=3"
+    for other in ("plain text", "", "[1]", "3"):
+        assert describe_log_line(other) == other
+
+
+def test_the_reason_of_a_crash_is_the_last_error_of_the_log() -> None:
+    stopped = '{"event":"stopped","status":1,"level":"info"}'
+    failed = '{"event":"task_failed","level":"error","exception":"Traceback\\nOSError: no disk"}'
+    assert find_crash_reason([failed, stopped]) == "task_failed: OSError: no disk"
+    assert find_crash_reason([failed, "Fatal Python error: Aborted"]) == (
+        "Fatal Python error: Aborted"
+    )
+    assert find_crash_reason([stopped]) == "stopped status=1"
+    assert find_crash_reason([]) == ""
