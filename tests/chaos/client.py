@@ -18,7 +18,7 @@ from tests.e2e.mesh import MODEL
 
 _EVENT = b"data: {"
 _DONE = "data: [DONE]"
-CALL_S = 30.0
+CALL_S = 120.0
 
 
 @dataclass(slots=True)
