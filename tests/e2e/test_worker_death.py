@@ -186,10 +186,10 @@ async def test_streams_of_a_killed_worker_migrate_without_an_error(
         assert all(len(r["workers"]) == r["attempts"] for r in migrated)
 
 
-async def test_without_a_worker_requests_get_503_with_a_reason_until_one_is_back(
+async def test_without_a_worker_and_a_wait_requests_get_503_until_a_worker_is_back(
     start: Any, oracle: Oracle
 ) -> None:
-    with start(workers=1) as mesh:
+    with start(workers=1, frontend_flags=["--worker-wait-s=0"]) as mesh:
         async with open_client(mesh) as client, run_probe(client) as probe:
             async with open_streams(client, 4, LONG_STREAM_TOKENS) as (streams, end):
                 mesh.workers[0].kill()

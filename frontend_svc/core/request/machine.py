@@ -29,7 +29,6 @@ from typing import Protocol
 from common.errors import (
     DeadlineExceeded,
     MeshError,
-    Overloaded,
     RequestCancelled,
     Unavailable,
     Unsupported,
@@ -267,7 +266,9 @@ class RequestMachine:
         # During a stall of this process, acceptances may have arrived without being read.
         submitted_at = self._submitted_at + self._ports.stalled_s() - self._stalled_before
         accept_by = submitted_at + self._accept_timeout_s
-        if now >= accept_by and all(map(self._is_responsive, late)):
+        if now >= accept_by and all(
+            self._ports.silent_s(leg.worker_id) < RESPONSIVE_WITHIN_S for leg in late
+        ):
             accept_by = min(
                 max(accept_by, now + ACCEPT_RECHECK_S), submitted_at + self.plan.accept_timeout_s
             )
@@ -278,13 +279,7 @@ class RequestMachine:
         names = " and ".join(f"worker {leg.worker_id}" for leg in late)
         message = f"{names} did not accept the request within {accept_by - submitted_at:.3g} s"
         self._failures += 1
-        # A worker that sends frames and accepts nothing is overloaded, not lost.
-        is_responsive = all(self._is_responsive(leg) for leg in late)
-        error = Overloaded(1.0, message) if is_responsive else WorkerLost(message, retryable=True)
-        self._retry(error, "not_accepted")
-
-    def _is_responsive(self, leg: Leg) -> bool:
-        return self._ports.silent_s(leg.worker_id) < RESPONSIVE_WITHIN_S
+        self._retry(WorkerLost(message, retryable=True), "not_accepted")
 
     # -- legs -----------------------------------------------------------------------------------
 
