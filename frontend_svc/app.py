@@ -95,6 +95,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             stalled_s=stalled_s,
             silent_s=self._engines.silent_s,
             recently_left=self._recently_left,
+            worker_wait_s=config.worker_wait_s,
         )
         metrics = FrontendMetrics(config.metrics_prefix)
         self._state = DeploymentState(self._models.names, frontend=metrics)
@@ -213,6 +214,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._router.unrouted,
             migrations.computing,
             migrations.waiting,
+            len(self.gateway.worker_waits),
             len(self._engines.exclusion_reasons()),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from common.runtime.config import Port, ServiceConfig, Share, is_loopback
 
@@ -25,7 +25,11 @@ class FrontendConfig(ServiceConfig):
     """Seconds in which a worker must accept a request before the frontend tries another one. Must
     exceed the worst stall of a worker."""
     attempts_max: PositiveInt = 4
-    """Workers tried for one request, including the first."""
+    """Attempts of one request that may fail, including the first. Those that end because their
+    worker stops as planned do not count."""
+    worker_wait_s: NonNegativeFloat = 30.0
+    """Seconds for which a request waits while no worker of its model can serve it, within
+    request_timeout_s. 0: it fails at once. Should exceed the restart of a worker."""
     body_limit_mb: PositiveInt = 45
     """Largest request body in MB. Raise it for very long prompts."""
     requests_max: PositiveInt = 8192

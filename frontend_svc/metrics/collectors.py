@@ -96,13 +96,18 @@ class ResilienceCollector(Collector):
             "Delay of the event loop; peers are not judged by this time",
         ),
         (CounterMetricFamily, "retries", "Attempts after the first"),
-        (CounterMetricFamily, "retries_refused", "Attempts beyond the retry budget"),
+        (CounterMetricFamily, "retries_refused", "Attempts after overload beyond the retry budget"),
         (CounterMetricFamily, "unrouted", "Placements without a router"),
         (GaugeMetricFamily, "rerouted_requests", "Requests tried again, without a token"),
         (
             GaugeMetricFamily,
             "rerouted_waiting_requests",
             "Requests that wait for a permit to be tried again",
+        ),
+        (
+            GaugeMetricFamily,
+            "awaiting_worker_requests",
+            "Requests that wait because no worker of their model can serve them",
         ),
         (GaugeMetricFamily, "excluded_workers", "Workers that get no requests now"),
     )

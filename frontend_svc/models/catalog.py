@@ -46,6 +46,7 @@ from frontend_svc.core.models.model_watch import (
 from frontend_svc.models.artifacts import ArtifactFetcher, OpenArtifact, grpc_artifact_opener
 from frontend_svc.models.served_model import ServedModel, build_model
 
+NO_WORKER = "NO_WORKER"
 # For this long after its last worker left, a model gets 503 instead of 404.
 RECENTLY_SERVED_S = 600.0
 # The builds of this many such models are kept: a returning worker is served at once.
@@ -56,7 +57,7 @@ log = structlog.get_logger()
 
 def no_worker_error(model: str) -> Unavailable:
     """The error for a model that was served recently and has no worker now."""
-    return Unavailable(f"no worker serves {model!r} at the moment", 1.0, reason="NO_WORKER")
+    return Unavailable(f"no worker serves {model!r} at the moment", 1.0, reason=NO_WORKER)
 
 
 def _wrong_endpoint_error(name: str, table: Table) -> Unsupported:
@@ -101,6 +102,8 @@ class ModelCatalog:
         self._watch = ModelWatchState(MODEL_KEY_PREFIX, self._table, get_card)
         self._snapshot = Snapshot()
         self._removed_at: dict[str, float] = {}
+        # Adapter -> model, of adapters removed recently.
+        self._removed_bases: dict[str, str] = {}
         # By model: its last entry and the engines built from it.
         self._build_cache: dict[str, tuple[Entry, Mapping[Table, Engine]]] = {}
         self._adapters: dict[str, ServedModel] = {}
@@ -119,12 +122,31 @@ class ModelCatalog:
         return self._watch.not_ready
 
     def get_for(self, name: str, table: Table) -> ServedModel:
-        """`get` for one kind of request; an adapter has the tables of its model. Raises the errors
-        of `get`, and Unsupported if the card does not offer that kind."""
-        model = self.get(name)
+        """`get` for one kind of request; an adapter has the tables of its model. Also returns a
+        model that was served recently and has no worker: its requests may wait for one. Raises the
+        errors of `get`, and Unsupported if the card does not offer that kind."""
+        try:
+            model = self.get(name)
+        except Unavailable as error:
+            return self._departed_model(name, table, error)
         if self._table.engine(model.base if model.adapter else name, table) is None:
             raise _wrong_endpoint_error(name, table)
         return model
+
+    def _departed_model(self, name: str, table: Table, error: Unavailable) -> ServedModel:
+        """Raises `error` if the model is being loaded, or its build is not kept."""
+        base = name if name in self._build_cache else self._removed_bases.get(name, name)
+        engines = self._table.engines(base) or self._build_cache.get(base, (None, {}))[1]
+        if error.reason != NO_WORKER or not engines:
+            raise error
+        if table not in engines:
+            raise _wrong_endpoint_error(name, table)
+        model = engines[table].model
+        if model is None:
+            raise error
+        if base == name:
+            return model
+        return model.adapter_model(name, created=int(self._now_s()), mesh_key=self._mesh_key)
 
     def get(self, name: str) -> ServedModel:
         """The tokenized model or adapter of that name. Raises UnknownModel, Unavailable if it was
@@ -209,6 +231,9 @@ class ModelCatalog:
             n: at for n, at in self._removed_at.items() if now - at < RECENTLY_SERVED_S
         }
         self._removed_at[name] = now
+        self._removed_bases = {
+            n: b for n, b in self._removed_bases.items() if n in self._removed_at
+        }
 
     def _evict_builds(self) -> None:
         """Keep the builds of served models and of the last few that left recently."""
@@ -239,6 +264,7 @@ class ModelCatalog:
         }
         for adapter in sorted(previous.keys() - self._adapters.keys()):
             self._record_removal(adapter)
+            self._removed_bases[adapter] = previous[adapter].base
             log.info("adapter_removed", model=adapter, base=previous[adapter].base)
         for adapter, adapter_model in self._adapters.items():
             if adapter not in previous or previous[adapter].base != adapter_model.base:

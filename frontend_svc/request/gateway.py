@@ -19,13 +19,16 @@ from frontend_svc.core.request.types import RequestPlan
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.ports import ResponseSink, RouterPort, WorkerPort
 from frontend_svc.request.worker_pool import WorkerPool
+from frontend_svc.request.worker_waits import WorkerWaits
+
+WORKER_WAIT_S = 30.0
 
 
 class Gateway:
     """Opens requests and keeps track of them. snapshot: returns the current members of the mesh.
     stalled_s: seconds for which this process has stalled so far, see `core/peers/stall_clock.py`.
     silent_s: seconds since the last frame of a worker. recently_left: see WorkerPool. rng: also
-    makes span ids."""
+    makes span ids. worker_wait_s: how long a request waits while its model has no worker."""
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Gateway:
         silent_s: Callable[[int], float] = lambda worker_id: math.inf,
         recently_left: Container[int] | None = None,
         migrations: MigrationLimiter[RequestHandle] | None = None,
+        worker_wait_s: float = WORKER_WAIT_S,
     ) -> None:
         self.router = router_port
         self.workers = workers
@@ -47,6 +51,8 @@ class Gateway:
         self.silent_s = silent_s
         self.retries = RetryBudget()
         self.migrations = MigrationLimiter[RequestHandle]() if migrations is None else migrations
+        self.worker_waits = WorkerWaits(self.pool)
+        self.worker_wait_s = worker_wait_s
         self._loop = asyncio.get_running_loop()
         self._open: set[RequestHandle] = set()
 

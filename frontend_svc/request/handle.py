@@ -9,17 +9,15 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
-from common.errors import MeshError, NotFound, Unavailable, UnknownModel, WorkerLost
+from common.errors import MeshError, NotFound, UnknownModel, WorkerLost
 from common.request.preprocessed import PreprocessedRequest, TokenLogprob
 from common.request.token_stream import LegRequest
 from frontend_svc.core.peers.placement_query import UNKNOWN_ADAPTER, PlacementKey, Query
 from frontend_svc.core.request.machine import Leg, RequestMachine
 from frontend_svc.core.request.output_blocks import OutputBlockCounter
 from frontend_svc.core.request.retry_policy import (
-    EXCLUDED_RETRY_S,
     ExclusionPolicy,
     MigrationLimiter,
-    Permit,
     RetryBudget,
 )
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
@@ -27,6 +25,12 @@ from frontend_svc.models.catalog import no_worker_error
 from frontend_svc.request.local_placement import adapter_of
 from frontend_svc.request.ports import AbortHandle, ChunkSink, ResponseSink, RouterPort, WorkerPort
 from frontend_svc.request.worker_pool import WorkerPool
+from frontend_svc.request.worker_waits import WorkerWaits
+
+# Interval at which a waiting request asks the router again; it doubles up to the maximum. A router
+# may see a worker later, or earlier, than this frontend.
+ASK_AGAIN_MIN_S = 0.1
+ASK_AGAIN_MAX_S = 3.0
 
 
 class SharedParts(Protocol):
@@ -38,6 +42,8 @@ class SharedParts(Protocol):
     rng: Random
     retries: RetryBudget
     migrations: MigrationLimiter[RequestHandle]
+    worker_waits: WorkerWaits
+    worker_wait_s: float
 
     def stalled_s(self) -> float: ...
 
@@ -61,6 +67,10 @@ class RequestHandle:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._exclusions = ExclusionPolicy()
+        # Loop time until which the request waits for a worker, since it lacks one; None: it has.
+        self._wait_until: float | None = None
+        self._ask_again_s = ASK_AGAIN_MIN_S
+        self._waiting_attempt = 0
         self._submitted: dict[Leg, AbortHandle] = {}
         # Addresses from routing decisions: a router may see a new worker before this frontend.
         self._decision_addresses: dict[int, str] = {}
@@ -87,16 +97,14 @@ class RequestHandle:
     def _place(self, attempt: int) -> None:
         if not self.machine.is_awaiting_placement(attempt):
             return  # the request ended during a wait
+        query, gateway = self._query, self._gateway
+        members = gateway.pool.members(query.model, adapter_of(query))
+        if self._exclusions.must_wait(*members) and self._wait_for_worker(attempt):
+            return
         if attempt and not self._acquire_permit(attempt):
             return
         self._append_generated_to_query()
-        query, gateway = self._query, self._gateway
-        excluded = self._exclusions.excluded(*gateway.pool.members(query.model, adapter_of(query)))
-        if excluded is None:
-            self._place_later(attempt)
-            return
-        if excluded:
-            query = replace(query, excluded=excluded)
+        query = replace(self._query, excluded=self._exclusions.excluded())
         gateway.router.place(self._key(attempt), query, partial(self._on_decision, attempt))
 
     def _on_decision(self, attempt: int, reply: RoutingDecision | MeshError) -> None:
@@ -109,13 +117,28 @@ class RequestHandle:
             if reply.prefill is not None:
                 self._decision_addresses[reply.prefill.worker_id] = reply.prefill.address
             self.machine.placed(attempt, reply, self._loop.time())
-        elif self._exclusions.waits_after(reply):
-            self._place_later(attempt)
-        else:
+        elif self._exclusions.readmits_after(reply):
+            self._loop.call_soon(self._place, attempt)
+        elif not (self._exclusions.waits_after(reply) and self._wait_for_worker(attempt)):
             self.machine.placement_failed(attempt, reply)
 
-    def _place_later(self, attempt: int) -> None:
-        self._loop.call_later(EXCLUDED_RETRY_S, self._place, attempt)
+    def _wait_for_worker(self, attempt: int) -> bool:
+        """Whether the attempt waits for a worker: not if it has waited long enough."""
+        now, gateway, query = self._loop.time(), self._gateway, self._query
+        if self._wait_until is None:
+            self._wait_until = now + gateway.worker_wait_s
+        if now >= self._wait_until:
+            return False
+        self._release_permit()
+        self._waiting_attempt = attempt
+        until = min(now + self._ask_again_s, self._wait_until)
+        self._ask_again_s = min(2 * self._ask_again_s, ASK_AGAIN_MAX_S)
+        gateway.worker_waits.add(self, query.model, adapter_of(query), until)
+        return True
+
+    def worker_available(self) -> None:
+        """Ends a wait; see WorkerWaits."""
+        self._place(self._waiting_attempt)
 
     def _append_generated_to_query(self) -> None:
         """Adds the generated tokens to the prompt: the next worker computes and holds them too."""
@@ -127,18 +150,12 @@ class RequestHandle:
             self._generated_in_prompt += new
 
     def _acquire_permit(self, attempt: int) -> bool:
-        """Whether the attempt may be placed now; else `permit_granted` places it, or it fails."""
+        """Whether the attempt may be placed now; else `permit_granted` places it."""
         query, migrations = self._query, self._gateway.migrations
         self._migrating_attempt = attempt
-        permit = migrations.request_permit(
+        return migrations.request_permit(
             query.model, self, query.arrived_at, self._count_available, adapter_of(query)
         )
-        if permit is Permit.QUEUE_FULL:
-            fill = f"{migrations.waiting}/{migrations.waiting_max}"
-            message = f"retry queue full: {fill} requests; retry after 1 s"
-            error = Unavailable(message, 1.0, reason="REROUTES_FULL")
-            self._loop.call_soon(self.machine.placement_failed, attempt, error)
-        return permit is Permit.GRANTED
 
     def permit_granted(self) -> None:
         if self._migrating_attempt is not None:
@@ -170,6 +187,7 @@ class RequestHandle:
             submitted.abort(reason)
 
     def prefill_done(self, attempt: int) -> None:
+        self._wait_until, self._ask_again_s = None, ASK_AGAIN_MIN_S
         self._release_permit()
         self._gateway.router.prefill_done(self._key(attempt))
 
@@ -193,6 +211,7 @@ class RequestHandle:
         if self._timer is not None:
             self._timer.cancel()
         self._release_permit()
+        self._gateway.worker_waits.discard(self)
         self._gateway.closed(self)
         self._sink.finished(outcome)
 
@@ -204,8 +223,11 @@ class RequestHandle:
     def now(self) -> float:
         return self._loop.time()
 
-    def take_retry(self) -> bool:
-        return self._gateway.retries.take(self._loop.time())
+    def take_retry(self, error: MeshError) -> bool:
+        return self._gateway.retries.take(self._loop.time(), error)
+
+    def has_left(self, worker_id: int) -> bool:
+        return self._gateway.pool.has_left(worker_id)
 
     def stalled_s(self) -> float:
         return self._gateway.stalled_s()

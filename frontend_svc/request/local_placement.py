@@ -10,6 +10,7 @@ from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints
 from frontend_svc.core.models.adapters import serving
 from frontend_svc.core.peers.placement_query import Query
+from frontend_svc.core.request.retry_policy import NO_ROUTER
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.models.catalog import no_worker_error
 
@@ -29,7 +30,7 @@ def place_locally(
             "no router is available, and only a router can apply the request's constraints on "
             "workers (ids, ranks, taints); retry after 1 s, or send the request without them",
             1.0,
-            reason="NO_ROUTER",
+            reason=NO_ROUTER,
         )
     not_excluded = [w for w in workers if w.id not in query.excluded]
     eligible = [w for w in not_excluded if w.role == "aggregated"]
@@ -39,7 +40,7 @@ def place_locally(
             f"no router is available, and no other worker of {query.model!r} serves whole "
             "requests; retry after 1 s",
             1.0,
-            reason="NO_ROUTER",
+            reason=NO_ROUTER,
         )
     two_candidates: list[Instance] = rng.sample(eligible, min(2, len(eligible)))
     worker = min(two_candidates, key=lambda w: open_slots.get(w.id, 0))

@@ -30,6 +30,11 @@ class WorkerPool:
         pool = frozenset(i.id for i in serving(self._snapshot().serving(model), adapter))
         return pool, self._workers.excluded_workers(pool)
 
+    def available(self, model: str, adapter: str = "") -> frozenset[int]:
+        """Workers that serve a model and have a closed circuit; see `members`."""
+        pool, open_circuits = self.members(model, adapter)
+        return pool - open_circuits
+
     def count_available(self, model: str, adapter: str = "") -> int:
         """Number of workers that compute prompts and have a closed circuit; see `members`."""
         serving_workers = serving(self._snapshot().serving(model), adapter)
@@ -42,5 +47,10 @@ class WorkerPool:
         instance = self._snapshot().instances.get(worker_id)
         if instance is not None:
             return instance.address
-        has_left = self._recently_left is None or worker_id in self._recently_left
-        return "" if has_left else routers_address
+        return "" if self.has_left(worker_id) else routers_address
+
+    def has_left(self, worker_id: int) -> bool:
+        """Whether a worker was in the mesh and is not any more."""
+        if worker_id in self._snapshot().instances:
+            return False
+        return self._recently_left is None or worker_id in self._recently_left

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-FaultAction = Literal["kill", "stop", "freeze", "term", "none"]
+FaultAction = Literal["kill", "stop", "freeze", "term", "cut", "none"]
 
 # Longest pause of a stream by a death, and by a hang. A hang is detected after three missed
 # heartbeats of a second, or when the engine makes no step for two seconds.
 DEATH_PAUSE_S = 1.0
 HANG_PAUSE_S = 3.5
 RECOMPUTE_PAUSE_S = 2.0
+# Time until a worker that recovered, or was started again, serves the requests that wait for it:
+# a probe interval of at most 2.5 s, a probe of 1 s, and the prompts of all streams.
+RETURN_S = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Shape:
 AGGREGATED = Shape(workers=2)
 DISAGGREGATED = Shape(prefill=2, decode=2)
 ONE_PREFILL = Shape(prefill=1, decode=2)
+THREE_WORKERS = Shape(workers=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,9 @@ class Case:
     respawn: start a successor at once, as `meshctl up` does. streams, tokens: the running load;
     fresh requests are sent in addition. fresh_words: length of their prompts. pause_s: longest
     allowed pause of a running stream; None: no limit. rolling: replace each service in turn instead
-    of a fault. migrates: whether streams may migrate.
+    of a fault; kinds: only these. migrates: whether streams may migrate. is_total: the fault hits
+    all processes of the kinds. lasts_s: the fault ends after this time, also while streams wait; 0:
+    when all requests have ended.
     """
 
     name: str
@@ -54,11 +60,23 @@ class Case:
     worker_flags: tuple[str, ...] = ()
     rolling: bool = False
     migrates: bool = True
+    kinds: tuple[str, ...] = ()
+    is_total: bool = False
+    lasts_s: float = 0.0
 
 
 def all_cases() -> list[Case]:
     """Returns all cases in run order."""
-    return [*_for("agg", AGGREGATED, "worker"), *_for("pd", DISAGGREGATED, "decode"), *_pd_only()]
+    return [
+        *_for("agg", AGGREGATED, "worker"),
+        *_for("pd", DISAGGREGATED, "decode"),
+        *_pd_only(),
+        *_many_streams("agg", THREE_WORKERS, "worker", 500),
+        *_many_streams("pd", DISAGGREGATED, "decode", 500),
+        *_many_streams("agg", THREE_WORKERS, "worker", 1500),
+        *_all_workers("agg", Shape(workers=2), "worker"),
+        *_all_workers("pd", Shape(prefill=1, decode=2), "decode"),
+    ]
 
 
 def _for(prefix: str, shape: Shape, decode: str) -> list[Case]:
@@ -131,4 +149,45 @@ def _pd_only() -> list[Case]:
             pause_s=HANG_PAUSE_S,
         ),
         Case("pd/term-prefill", DISAGGREGATED, "term", ("prefill",), fresh_words=long),
+    ]
+
+
+def _many_streams(prefix: str, shape: Shape, kind: str, streams: int) -> list[Case]:
+    """The streams of a lost, or draining, worker all move. Their number sets the length of the
+    pause: the others compute 32 prompts at a time each."""
+    case = Case(
+        f"{prefix}/{streams}",
+        shape,
+        targets=(kind,),
+        streams=streams,
+        tokens=400,
+        pause_s=RETURN_S * streams / 500,
+        worker_flags=("--drain-s=0.2", f"--max-num-seqs={streams}", "--total-kv-blocks=65536"),
+    )
+    return [
+        replace(case, name=f"{case.name}-kill", action="kill"),
+        replace(case, name=f"{case.name}-term", action="term"),
+        replace(case, name=f"{case.name}-rolling", rolling=True, kinds=("worker", "prefill", kind)),
+    ]
+
+
+def _all_workers(prefix: str, shape: Shape, kind: str) -> list[Case]:
+    """No worker of a kind serves for a while: requests wait for one."""
+    case = Case(f"{prefix}/all", shape, targets=(kind,), is_total=True)
+    stop_s, cut_s, restart_s = 6.0, 10.0, 10.0
+    return [
+        replace(
+            case, name=f"{case.name}-stop", action="stop", lasts_s=stop_s, pause_s=stop_s + RETURN_S
+        ),
+        replace(
+            case, name=f"{case.name}-cut", action="cut", lasts_s=cut_s, pause_s=cut_s + RETURN_S
+        ),
+        replace(
+            case,
+            name=f"{prefix}/kill-last",
+            shape=replace(shape, **{kind + "s" if kind == "worker" else kind: 1}),
+            action="kill",
+            respawn=True,
+            pause_s=restart_s + RETURN_S,
+        ),
     ]

@@ -18,7 +18,7 @@ from tests.e2e.mesh import MODEL
 
 _EVENT = b"data: {"
 _DONE = "data: [DONE]"
-CALL_S = 30.0
+CALL_S = 120.0
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ def _read(reply: Reply) -> None:
         return
     if reply.status != 200:
         reply.error = f"{reply.status} {json.loads(text)['error']['message']}"
-    elif text.startswith("data: "):
+    elif text.startswith(("data: ", ":")):
         _read_events(reply, text)
     else:
         choice = json.loads(text)["choices"][0]
@@ -158,7 +158,7 @@ def _read(reply: Reply) -> None:
 
 
 def _read_events(reply: Reply, text: str) -> None:
-    lines = [line for line in text.split("\n") if line]
+    lines = [line for line in text.split("\n") if line and not line.startswith(":")]
     for line in lines:
         if line == _DONE:
             break

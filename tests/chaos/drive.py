@@ -22,6 +22,7 @@ from typing import Any
 
 from tests.chaos.cases import Case
 from tests.chaos.client import Reply, fetch
+from tests.chaos.cut_worker import CUT, MEND
 from tests.chaos.frozen_worker import FREEZE, THAW
 from tests.e2e.mesh import Mesh, Oracle, Service
 from tests.living import until
@@ -32,13 +33,22 @@ FRESH_TOKENS = 8
 FAULT_AT_SHARE = 0.4
 RECOVERY_MAX_S = 20.0
 # Time in which requests are sent during the fault; for a hang, far beyond its detection.
-FAULT_DURATION_S = {"kill": 2.0, "term": 2.0, "stop": 6.0, "freeze": 6.0, "none": 0.0}
+FAULT_DURATION_S = {
+    "kill": 2.0,
+    "term": 2.0,
+    "stop": 6.0,
+    "freeze": 6.0,
+    "cut": 6.0,
+    "none": 0.0,
+}
 REST_S = 15.0
 # Delay of a load balancer before it avoids a draining frontend; below the frontend's notice.
 BALANCER_S = 0.2
 # Clients of a killed frontend. Their streams fail; the work they leave must be freed.
 LOST_STREAMS = 16
 WORKER_MODULE = "tests.chaos.frozen_worker"
+CUT_WORKER_MODULE = "tests.chaos.cut_worker"
+STREAMS_BEGIN_S = 120.0
 STALL_TICK_S = 0.005
 
 _SIGNALS = {
@@ -46,8 +56,9 @@ _SIGNALS = {
     "stop": signal.SIGSTOP,
     "freeze": FREEZE,
     "term": signal.SIGTERM,
+    "cut": CUT,
 }
-_UNDO = {"stop": signal.SIGCONT, "freeze": THAW}
+_UNDO = {"stop": signal.SIGCONT, "freeze": THAW, "cut": MEND}
 
 
 @dataclass(slots=True)
@@ -78,7 +89,7 @@ def run_case(case: Case, *, keep_logs: Path | None = None) -> dict[str, Any]:
             indexers=shape.indexers,
             frontends=shape.frontends,
             worker_flags=case.worker_flags,
-            worker_module=WORKER_MODULE,
+            worker_module=CUT_WORKER_MODULE if case.action == "cut" else WORKER_MODULE,
         ) as mesh:
             observations = asyncio.run(_CaseRun(case, mesh).run())
     line = report(case, observations, Oracle())
@@ -99,6 +110,7 @@ def report(case: Case, observations: Observations, oracle: Oracle) -> dict[str, 
         "errors": len(failed),
         "inexact": len(inexact),
         "longest_pause_ms": round(longest.pause_s * 1000),
+        "pause_limit_ms": None if case.pause_s is None else round(case.pause_s * 1000),
         "recovery_s": None
         if recovered_at is None
         else round(recovered_at - observations.fault_at, 3),
@@ -180,11 +192,14 @@ class _CaseRun:
         await until(
             lambda: sum(r.events for r in observations.streams) >= token_threshold,
             "streams run",
-            30.0,
+            STREAMS_BEGIN_S,
         )
         victims = await asyncio.to_thread(self._select_targets)
         observations.fault_at = time.monotonic()
         await self._inject(victims)
+        if case.lasts_s:
+            await asyncio.sleep(case.lasts_s)
+            self._undo(victims)
         await asyncio.wait(streams)
         await self._await_recovery()
         # A fault that ends before it is detected proves nothing.
@@ -194,12 +209,15 @@ class _CaseRun:
         self._stopping = True
         await fresh
         await asyncio.gather(*self._fetches)
-        for victim in victims:
-            if case.action in _UNDO:
-                victim.send(_UNDO[case.action])
-            if case.action == "term":
-                status = await asyncio.to_thread(victim.wait, REST_S)
-                assert status == 0, victim.tail()
+        if not case.lasts_s:
+            self._undo(victims)
+        for victim in victims if case.action == "term" else ():
+            status = await asyncio.to_thread(victim.wait, REST_S)
+            assert status == 0, victim.tail()
+
+    def _undo(self, victims: list[Service]) -> None:
+        for victim in victims if self._case.action in _UNDO else ():
+            victim.send(_UNDO[self._case.action])
 
     def _safe_urls(self, frontends: list[Service]) -> list[str]:
         """Returns the frontends that must fail no request; a draining one is among them."""
@@ -207,7 +225,10 @@ class _CaseRun:
         return [url for url in self._urls if url not in lost]
 
     def _select_targets(self) -> list[Service]:
-        """Returns one process of each kind: the busiest worker, else the youngest process."""
+        """Returns one process of each kind: the busiest worker, else the youngest process. A total
+        fault has all."""
+        if self._case.is_total:
+            return [one for kind in self._case.targets for one in self._mesh.of_kind(kind)]
 
         def work(service: Service) -> int:
             return service.open_slots() if service.service_name == "worker" else 0
@@ -255,11 +276,18 @@ class _CaseRun:
     async def _roll(self, tasks: asyncio.TaskGroup) -> None:
         case, observations = self._case, self._observations
         clients = [tasks.create_task(self._loop(n)) for n in range(case.streams)]
-        await until(lambda: len(observations.streams) == case.streams, "streams begin", 30.0)
-        await until(lambda: all(r.events for r in observations.streams), "streams run", 30.0)
+        await until(
+            lambda: len(observations.streams) == case.streams, "streams begin", STREAMS_BEGIN_S
+        )
+        await until(
+            lambda: all(r.events for r in observations.streams[: case.streams]),
+            "streams run",
+            STREAMS_BEGIN_S,
+        )
         observations.fault_at = time.monotonic()
         for old in list(self._mesh.services):
-            await self._replace(old)
+            if not case.kinds or old.kind in case.kinds:
+                await self._replace(old)
         self._stopping = True
         await asyncio.wait(clients)
 

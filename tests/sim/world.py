@@ -26,6 +26,7 @@ from common.runtime.tasks import TaskGroup
 from frontend_svc.core.peers.placement_query import PlacementKey
 from frontend_svc.core.request.types import RequestOutcome, RoutingDecision
 from frontend_svc.peers.worker_connection import IDLE_TIMEOUT_S
+from frontend_svc.request.gateway import WORKER_WAIT_S
 from router_svc.app import TICK_S
 from tests.sim.checks import ABORT_S, AFTERMATH_S, REGISTRY_LAG_MAX_S, Checks, Violation
 from tests.sim.clients import Client, ClientSpec, expected_response
@@ -375,13 +376,14 @@ class World:
             await self._request_temporary_model(frontend)
 
     async def _request_temporary_model(self, frontend: SimFrontend) -> None:
-        """Long after the only worker of the other model left."""
+        """Long after the only worker of the other model left. The request waits for a worker."""
         stop = StopConditions(max_tokens=1)
+        deadline_s = 2 * WORKER_WAIT_S
         spec = ClientSpec(
-            2_000_000, 0.0, TOKEN_IDS[:20], stop, deadline_s=20.0, model=TEMPORARY_MODEL
+            2_000_000, 0.0, TOKEN_IDS[:20], stop, deadline_s=deadline_s, model=TEMPORARY_MODEL
         )
         client = self._start_client(spec, frontend)
-        await asyncio.sleep(SETTLE_TIME_S)
+        await asyncio.sleep(WORKER_WAIT_S + SETTLE_TIME_S)
         self.checks.check_departed_model(client)
 
     @property

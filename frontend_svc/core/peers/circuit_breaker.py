@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from random import Random
 
 FIRST_PROBE_INTERVAL_S = 0.2
-PROBE_INTERVAL_MAX_S = 8.0
+# Requests may wait for a worker to recover: a successful probe must not be long after that.
+PROBE_INTERVAL_MAX_S = 2.0
 # A circuit that opens this soon after the worker's last one starts with twice its first interval:
 # a worker that is late at every request but sends heartbeats passes each probe.
 REOPENED_WITHIN_S = 8.0
-# Below the time that a request waits while all workers have an open circuit.
-REOPENED_PROBE_INTERVAL_MAX_S = 2.0
 # Fraction of a pool that may be excluded as hung: a common cause must not empty the pool.
 HUNG_FRACTION_MAX = 0.25
 
@@ -59,7 +58,7 @@ class CircuitBreaker:
         interval_s = FIRST_PROBE_INTERVAL_S
         opened_at, last_interval_s = self._last_opened.get(worker_id, (-math.inf, 0.0))
         if now - opened_at < REOPENED_WITHIN_S:
-            interval_s = min(2 * last_interval_s, REOPENED_PROBE_INTERVAL_MAX_S)
+            interval_s = min(2 * last_interval_s, PROBE_INTERVAL_MAX_S)
         self._last_opened[worker_id] = now, interval_s
         opened = _OpenCircuit(reason, is_hung, interval_s, now + self._jittered(interval_s))
         self._open_circuits[worker_id] = opened
@@ -104,11 +103,13 @@ class CircuitBreaker:
     def excluded(self, pool: Iterable[int]) -> frozenset[int]:
         """Workers of a model's pool that get no request. Of the hung ones, at most
         HUNG_FRACTION_MAX of the pool and at least one, in the order in which their circuits
-        opened."""
+        opened. If all circuits are open, all workers: requests wait for a successful probe."""
         if not self._open_circuits:
             return frozenset()
         pool = set(pool)
         open_in_pool = [(w, circuit) for w, circuit in self._open_circuits.items() if w in pool]
+        if len(open_in_pool) == len(pool):
+            return frozenset(pool)
         hung = [w for w, circuit in open_in_pool if circuit.is_hung]
         hung_max = max(1, int(HUNG_FRACTION_MAX * len(pool)))
         lost = [w for w, circuit in open_in_pool if not circuit.is_hung]

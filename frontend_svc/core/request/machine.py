@@ -52,14 +52,13 @@ from frontend_svc.core.request.leg_request import (
     remaining_tokens,
     worker_hints,
 )
+from frontend_svc.core.request.retry_policy import DRAINING
 from frontend_svc.core.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
 
 # Failures of a leg that are the fault of the other leg's worker.
 PEER_FAULT_REASONS = frozenset(
     {"HANDOFF_NO_PARTNER", "HANDOFF_PEER_ABORTED", "HANDOFF_PEER_LOST", "TRANSFER_EXPIRED"}
 )
-# The router's reason if all workers that could serve the request are excluded.
-ALL_EXCLUDED = "ALL_EXCLUDED"
 # Reason of the error if a started response cannot continue on another worker.
 NOT_MIGRATABLE = "NOT_MIGRATABLE"
 # A worker that sent a frame within this time is slow, not lost: it has `accept_timeout_s`, also in
@@ -78,9 +77,10 @@ class RequestPorts(Protocol):
     never called from within `submit`. prefill_done: the first token is there. free: of the
     attempt's booking. emit_chunk: of the response to a pass-through body. wake_at: schedules
     `on_timer`, in place of the time set before. now: seconds, on the deadline's clock. take_retry:
-    whether the retry budget allows one more retry; if so, counts it. stalled_s: seconds for which
-    this process has stalled, see `core/peers/stall_clock.py`. silent_s: seconds since the last
-    frame of the worker; infinite without an open stream.
+    whether the retry budget allows a retry after this error; if so, counts it. has_left: whether
+    the worker has left the mesh. stalled_s: seconds for which this process has stalled, see
+    `core/peers/stall_clock.py`. silent_s: seconds since the last frame of the worker; infinite
+    without an open stream.
     """
 
     def place(self, attempt: int, excluded: frozenset[int]) -> None: ...
@@ -93,7 +93,8 @@ class RequestPorts(Protocol):
     def finish(self, outcome: RequestOutcome) -> None: ...
     def wake_at(self, at: float) -> None: ...
     def now(self) -> float: ...
-    def take_retry(self) -> bool: ...
+    def take_retry(self, error: MeshError) -> bool: ...
+    def has_left(self, worker_id: int) -> bool: ...
     def stalled_s(self) -> float: ...
     def silent_s(self, worker_id: int) -> float: ...
 
@@ -147,6 +148,8 @@ class RequestMachine:
         self._ports = ports
         self._rng = rng
         self.attempt = -1  # number of the current attempt, from 0
+        # Attempts that failed; those that ended with the departure of their worker do not count.
+        self._failures = 0
         self._main_leg: Leg | None = None
         self._prefill_leg: Leg | None = None
         self._prefill_tokens: list[int] = []
@@ -196,13 +199,6 @@ class RequestMachine:
         if not self.is_awaiting_placement(attempt):
             return
         self._booked = False
-        is_last = self.attempt + 1 >= self.plan.attempts_max
-        if error.reason == ALL_EXCLUDED and self._excluded and not is_last:
-            # No other worker is left: one that failed the request may have recovered.
-            self._excluded = frozenset()
-            if self._ports.take_retry():
-                self._start_attempt()
-                return
         self._finish(FinishReason.ERROR, error)
 
     def client_gone(self, reason: str = "client_gone") -> None:
@@ -282,6 +278,7 @@ class RequestMachine:
         self._excluded |= {leg.worker_id for leg in late}
         names = " and ".join(f"worker {leg.worker_id}" for leg in late)
         message = f"{names} did not accept the request within {accept_by - submitted_at:.3g} s"
+        self._failures += 1
         self._retry(WorkerLost(message, retryable=True), "not_accepted")
 
     # -- legs -----------------------------------------------------------------------------------
@@ -355,6 +352,7 @@ class RequestMachine:
         elif terminal.prefill_result is None:
             missing = WorkerLost("prefill ended without a handoff result", retryable=True)
             self._excluded |= {leg.worker_id}
+            self._failures += 1
             self._retry(missing, "no_handoff")
         else:
             self._prefill_result = terminal.prefill_result
@@ -372,7 +370,11 @@ class RequestMachine:
         if leg is self._prefill_leg and main is not None and main.delivered:
             self._prefill_leg = None  # decode has the prompt's KV
             return
-        self._excluded |= {self._failed_worker(leg, error)}
+        failed_worker = self._failed_worker(leg, error)
+        self._excluded |= {failed_worker}
+        # A worker that stops as planned leaves the mesh, then drains: not the request's fault.
+        has_departed = leg.is_accepted and self._ports.has_left(failed_worker)
+        self._failures += error.reason != DRAINING and not has_departed
         self._retry(error, "peer_failed")
 
     def _failed_worker(self, leg: Leg, error: MeshError) -> int:
@@ -394,14 +396,14 @@ class RequestMachine:
             and remaining_tokens(self.plan.request, len(self.generated)) == 0
         ):
             self._finish(FinishReason.LENGTH, None)  # only the terminal was lost
-        elif not error.retryable or self.attempt + 1 >= self.plan.attempts_max:
+        elif not error.retryable or self._failures >= self.plan.attempts_max:
             self._finish(FinishReason.ERROR, error)
         elif (self.generated or self._chunks) and (blockers := migration_blockers(self.plan)):
             message = f"{error.message}; the response had started and cannot continue on another "
             message += f"worker because of {blockers}"
             lost = WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)
             self._finish(FinishReason.ERROR, lost)
-        elif self._ports.take_retry():
+        elif self._ports.take_retry(error):
             self._start_attempt()
         else:
             message = f"retry budget exhausted after: {error.message}; retry after 1 s"

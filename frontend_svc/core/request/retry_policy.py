@@ -1,40 +1,48 @@
 """Limits of retries and migrations; the machine beside it decides each retry (pure).
 
-Three limits protect the workers that are left when others fail:
+The cause of a failure decides what limits the retry. If a worker was lost or is draining, every
+request of it moves, and only the pace is limited. If the request or overload is the cause, retries
+have a budget.
 
-- `RetryBudget`: retries as a fraction of recent requests, per frontend.
+- `RetryBudget`: retries after overload as a fraction of recent requests, per frontend.
 - `MigrationLimiter`: retried requests that compute their prompt at the same time, per worker.
-- `ExclusionPolicy`: which workers one request avoids, and whether it waits for an open circuit.
+- `ExclusionPolicy`: which workers one request avoids, and whether it waits for a worker.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import cache
+from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-from common.errors import MeshError, Unavailable
+from common.errors import MeshError, Unavailable, WorkerLost
 
 K = TypeVar("K", bound=Hashable)
 
 # A worker computes prompts almost one after the other; more at once only delays new requests.
 PERMITS_PER_WORKER = 32
-WAITING_MAX = 1024
-# While all workers a request may use have an open circuit, it waits up to 30 * 0.1 s = 3 s.
-EXCLUDED_RETRY_S = 0.1
-EXCLUDED_RETRY_ATTEMPTS = 30
+# The worker's reason if it refuses a request because it is about to stop.
+DRAINING = "DRAINING"
+# The router's reason if all workers that could serve the request are excluded.
+ALL_EXCLUDED = "ALL_EXCLUDED"
+NO_ROUTER = "NO_ROUTER"
 
 # Adapter -> available workers of a model that compute prompts and have it; "" counts all of them.
 WorkerCount = Callable[[str], int]
 
 
+def is_worker_loss(error: MeshError) -> bool:
+    """Whether an attempt ended because its worker was lost or is draining, not by overload."""
+    return isinstance(error, WorkerLost) or error.reason == DRAINING
+
+
 class RetryBudget:
-    """Limits the retries of a frontend to RETRY_FRACTION of its requests of the last WINDOW_S.
-    RETRIES_MIN retries are allowed in any case. granted, refused: totals since the start."""
+    """Limits the retries of a frontend after overload to RETRY_FRACTION of its requests of the last
+    WINDOW_S; RETRIES_MIN are allowed in any case. Retries after the loss of a worker have no limit.
+    granted, refused: totals of all retries since the start."""
 
     RETRY_FRACTION = 0.1
     RETRIES_MIN = 64
@@ -52,8 +60,11 @@ class RetryBudget:
         self._advance_window(now)
         self._requests[1] += 1
 
-    def take(self, now: float) -> bool:
-        """Whether the budget allows one more retry; if so, counts it."""
+    def take(self, now: float, error: MeshError) -> bool:
+        """Whether a retry after `error` is allowed; if so, counts it."""
+        if is_worker_loss(error):
+            self.granted += 1
+            return True
         self._advance_window(now)
         if sum(self._retries) >= max(self.RETRIES_MIN, self.RETRY_FRACTION * sum(self._requests)):
             self.refused += 1
@@ -73,39 +84,42 @@ class RetryBudget:
         self._window_start = now - elapsed % half
 
 
-class Permit(Enum):
-    """Result of a permit request."""
-
-    GRANTED = auto()
-    QUEUED = auto()  # `MigrationLimiter.release` grants it later
-    QUEUE_FULL = auto()
-
-
 @dataclass(slots=True)
 class _ModelQueue(Generic[K]):
     # Request -> its adapter, and the number of requests per adapter.
     computing: dict[K, str] = field(default_factory=dict)
     by_adapter: Counter[str] = field(default_factory=Counter)
-    # (arrival, sequence number, request, adapter). The number breaks ties, so that requests
-    # are never compared.
-    waiting: list[tuple[float, int, K, str]] = field(default_factory=list)
+    waiting: set[K] = field(default_factory=set)
+    # Adapter -> heap of (arrival, sequence number, request), with entries of requests that no
+    # longer wait. The number breaks ties, so that requests are never compared.
+    heaps: dict[str, list[tuple[float, int, K]]] = field(default_factory=dict)
 
     def begin(self, request: K, adapter: str) -> None:
         self.computing[request] = adapter
         self.by_adapter[adapter] += 1
 
     def end(self, request: K) -> None:
+        self.waiting.discard(request)
         adapter = self.computing.pop(request, None)
         if adapter is not None:
             self.by_adapter[adapter] -= 1
+
+    def adapters_waiting(self) -> list[str]:
+        """Adapters with a waiting request, the earliest first."""
+        for adapter, heap in list(self.heaps.items()):
+            while heap and heap[0][2] not in self.waiting:
+                heappop(heap)
+            if not heap:
+                del self.heaps[adapter]
+        return sorted(self.heaps, key=lambda adapter: self.heaps[adapter][0][:2])
 
 
 class MigrationLimiter(Generic[K]):
     """Limits how many retried requests of a model compute their prompt at once.
 
     A retried request computes its prompt again, and the tokens generated so far. `per_worker`
-    requests run per available worker; the others wait, ordered by arrival of the request. If
-    `waiting_max` requests wait, the queue is full. An adapter has a limit of its own, by the
+    requests run per available worker; the others wait, ordered by arrival of the request. Their
+    number needs no limit: the frontend has admitted them. An adapter has a limit of its own, by the
     workers that have it, within the limit of its model; a request that waits for one adapter does
     not block requests that can run elsewhere.
 
@@ -113,11 +127,8 @@ class MigrationLimiter(Generic[K]):
     its model computes, so the release of that one admits it.
     """
 
-    def __init__(
-        self, per_worker: int = PERMITS_PER_WORKER, waiting_max: int = WAITING_MAX
-    ) -> None:
+    def __init__(self, per_worker: int = PERMITS_PER_WORKER) -> None:
         self._per_worker = per_worker
-        self.waiting_max = waiting_max
         self._queues: dict[str, _ModelQueue[K]] = {}
         self._sequence = 0
 
@@ -131,25 +142,24 @@ class MigrationLimiter(Generic[K]):
 
     def request_permit(
         self, model: str, request: K, arrived_at: float, workers: WorkerCount, adapter: str = ""
-    ) -> Permit:
-        """Grants the request a permit or queues it. A request with a permit keeps it. arrived_at:
-        when the client sent the request, seconds."""
+    ) -> bool:
+        """Whether the request has a permit; if not, it is queued, and `release` grants it later.
+        arrived_at: when the client sent the request, seconds."""
         queue = self._queues.setdefault(model, _ModelQueue())
         if request in queue.computing:
-            return Permit.GRANTED
+            return True
         workers = cache(workers)
-        adapters_ahead = {waiting_entry[3] for waiting_entry in queue.waiting}
+        adapters_ahead = queue.adapters_waiting()
         would_overtake = adapter in adapters_ahead or any(
             self._has_capacity(queue, a, workers) for a in adapters_ahead
         )
         if not would_overtake and self._has_capacity(queue, adapter, workers):
             queue.begin(request, adapter)
-            return Permit.GRANTED
-        if self.waiting >= self.waiting_max:
-            return Permit.QUEUE_FULL
+            return True
         self._sequence += 1
-        insort(queue.waiting, (arrived_at, self._sequence, request, adapter))
-        return Permit.QUEUED
+        queue.waiting.add(request)
+        heappush(queue.heaps.setdefault(adapter, []), (arrived_at, self._sequence, request))
+        return False
 
     def release(self, model: str, request: K, workers: WorkerCount) -> list[K]:
         """Removes a request (first token, or end) and returns those that now have a permit. An
@@ -159,17 +169,16 @@ class MigrationLimiter(Generic[K]):
             return []
         queue.end(request)
         workers = cache(workers)
-        admitted, still_waiting = [], []
-        for waiting_entry in queue.waiting:
-            _, _, other, adapter = waiting_entry
-            if other == request:
-                continue
-            if self._has_capacity(queue, adapter, workers):
-                queue.begin(other, adapter)
-                admitted.append(other)
-            else:
-                still_waiting.append(waiting_entry)
-        queue.waiting = still_waiting
+        admitted: list[K] = []
+        while True:
+            fitting = (a for a in queue.adapters_waiting() if self._has_capacity(queue, a, workers))
+            adapter = next(fitting, None)
+            if adapter is None:
+                break
+            _, _, other = heappop(queue.heaps[adapter])
+            queue.waiting.discard(other)
+            queue.begin(other, adapter)
+            admitted.append(other)
         if not queue.computing:
             del self._queues[model]
         return admitted
@@ -184,43 +193,41 @@ class MigrationLimiter(Generic[K]):
 
 
 class ExclusionPolicy:
-    """Decides which workers one request avoids, and when it waits for a circuit to close. If every
-    worker that the request may use has an open circuit, the request waits: usually a connection was
-    cut for a moment, and a short wait costs less than a failure. A worker that failed the request
-    may be used again if its circuit closes during the wait."""
+    """Decides which workers one request avoids, and when it waits for a worker. A worker that
+    failed the request is used again if no other worker is left and its circuit is closed."""
 
     def __init__(self) -> None:
-        self._waits_left = EXCLUDED_RETRY_ATTEMPTS
         self._failed: frozenset[int] = frozenset()
         self._open_circuits: frozenset[int] = frozenset()
-        # Workers that failed the request and had an open circuit when a wait began.
-        self._awaited: frozenset[int] = frozenset()
 
     def start_attempt(self, failed: frozenset[int]) -> None:
         self._failed = failed
 
-    def excluded(
-        self, pool: frozenset[int], open_circuits: frozenset[int]
-    ) -> frozenset[int] | None:
-        """Workers that the router must not choose; None: ask again after EXCLUDED_RETRY_S. pool:
-        workers that serve the request's model and adapter; open_circuits: a subset of it."""
-        closed_circuits = self._awaited - open_circuits
-        self._failed -= closed_circuits
-        self._awaited -= closed_circuits
+    def must_wait(self, pool: frozenset[int], open_circuits: frozenset[int]) -> bool:
+        """Whether every worker that could serve the request has an open circuit. pool: workers
+        that serve the request's model and adapter; open_circuits: a subset of it."""
         self._open_circuits = open_circuits
-        not_failed = pool - self._failed
-        if not_failed and not_failed <= open_circuits and self._take_wait():
-            return None
-        return self._failed | open_circuits
+        available = pool - open_circuits
+        if available <= self._failed:
+            self._failed -= available
+        return bool(pool) and not available
+
+    def excluded(self) -> frozenset[int]:
+        """Workers that the router must not choose."""
+        return self._failed | self._open_circuits
+
+    def readmits_after(self, error: MeshError) -> bool:
+        """Whether to ask the router again at once, because workers that failed the request are
+        excluded and have a closed circuit: no other worker of their role is left."""
+        readmitted = self._failed - self._open_circuits
+        if error.reason != ALL_EXCLUDED or not readmitted:
+            return False
+        self._failed -= readmitted
+        return True
 
     def waits_after(self, error: MeshError) -> bool:
-        """Whether to ask the router again after EXCLUDED_RETRY_S although it returned `error`. The
-        router may lack workers that this frontend has, with an open circuit."""
-        return isinstance(error, Unavailable) and bool(self._open_circuits) and self._take_wait()
-
-    def _take_wait(self) -> bool:
-        if not self._waits_left:
+        """Whether a worker that appears or recovers could serve the request that the router
+        refused with `error`. An error with a field is one of the request's own constraints."""
+        if not isinstance(error, Unavailable) or error.field is not None:
             return False
-        self._waits_left -= 1
-        self._awaited |= self._failed & self._open_circuits
-        return True
+        return error.reason != NO_ROUTER or bool(self._open_circuits)

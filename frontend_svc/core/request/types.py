@@ -26,11 +26,12 @@ class RequestPlan:
     """What is fixed for a request's whole life.
 
     deadline: seconds, on the clock of the machine's `now` arguments. migratable: whether a started
-    response may continue on another worker; `migration_blockers` may still forbid it. attempts_max
-    includes the first attempt. accept_timeout_s: how long a worker may take to accept the request
-    before another attempt starts; pair_accept_timeout_s: the same for a silent worker of a prefill
-    and decode pair. trace_id: 32 hex digits, "" when not sampled. body: sent in place of the
-    request; the response then consists of chunks, and token counts are unknown.
+    response may continue on another worker; `migration_blockers` may still forbid it. attempts_max:
+    attempts that may fail; those whose worker left as planned do not count. accept_timeout_s: how
+    long a worker may take to accept the request before another attempt starts;
+    pair_accept_timeout_s: the same for a silent worker of a prefill and decode pair. trace_id: 32
+    hex digits, "" when not sampled. body: sent in place of the request; the response then consists
+    of chunks, and token counts are unknown.
     """
 
     request_id: str

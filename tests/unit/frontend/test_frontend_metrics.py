@@ -651,7 +651,8 @@ def test_advertised_sizes_are_gauges_and_missing_ones_have_no_sample() -> None:
 def test_resilience_stats_are_read_at_each_scrape() -> None:
     unrouted = 0
     registry = CollectorRegistry()
-    registry.register(ResilienceCollector(lambda: (0.0, 0, 0, unrouted, 0, 0, 1), "p"))
+    registry.register(ResilienceCollector(lambda: (0.0, 0, 0, unrouted, 0, 0, 2, 1), "p"))
     for unrouted in (3, 7):
         assert registry.get_sample_value("p_unrouted_total") == unrouted
         assert registry.get_sample_value("p_excluded_workers") == 1
+        assert registry.get_sample_value("p_awaiting_worker_requests") == 2

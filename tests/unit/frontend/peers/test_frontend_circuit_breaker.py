@@ -64,8 +64,15 @@ def test_at_most_a_quarter_of_a_pool_is_excluded_as_hung() -> None:
     breaker = CircuitBreaker(Random(3))
     for worker_id in range(8):
         breaker.open_circuit(worker_id, "hung", 0.0, is_hung=True)
-    assert breaker.excluded(range(8)) == {0, 1}
-    assert breaker.excluded([0, 1]) == {0}, "at least one"
+    assert breaker.excluded(range(9)) == {0, 1}
+    assert breaker.excluded([0, 1, 8]) == {0}, "at least one"
+
+
+def test_without_a_closed_circuit_all_workers_are_excluded() -> None:
+    breaker = CircuitBreaker(Random(3))
+    for worker_id in range(8):
+        breaker.open_circuit(worker_id, "hung", 0.0, is_hung=True)
+    assert breaker.excluded(range(8)) == set(range(8))
 
 
 def test_all_lost_workers_are_excluded() -> None:
@@ -79,12 +86,12 @@ def test_a_hung_worker_that_is_then_lost_counts_as_lost() -> None:
     breaker = CircuitBreaker(Random(4))
     for worker_id in range(4):
         breaker.open_circuit(worker_id, "hung", 0.0, is_hung=True)
-    assert breaker.excluded(range(4)) == {0}, "a quarter"
+    assert breaker.excluded(range(5)) == {0}, "a quarter"
     assert not breaker.open_circuit(3, "its stream was lost", 1.0), "its circuit was open before"
-    assert breaker.excluded(range(4)) == {0, 3}
+    assert breaker.excluded(range(5)) == {0, 3}
     assert breaker.reasons()[3] == "its stream was lost"
     breaker.open_circuit(3, "hung", 2.0, is_hung=True)
-    assert breaker.excluded(range(4)) == {0, 3}, "it counts as lost until its circuit closes"
+    assert breaker.excluded(range(5)) == {0, 3}, "it counts as lost until its circuit closes"
 
 
 def test_a_worker_that_left_is_removed() -> None:

@@ -94,7 +94,7 @@ async def opened(
 
 async def error_of(reply: MeshError, routing: RoutingHints | None) -> MeshError:
     _, sink = await opened(Router(reply), Workers(), mesh(worker(1, "french")), routing)
-    await asyncio.sleep(10.0)
+    await asyncio.sleep(40.0)
     assert sink.outcome is not None
     assert sink.outcome.error is not None
     return sink.outcome.error

@@ -12,7 +12,7 @@ from common.request.preprocessed import PreprocessedRequest, RoutingHints, Token
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.core.openai.errors import http_error
 from frontend_svc.core.peers.placement_query import PlacementKey, Query
-from frontend_svc.core.request.retry_policy import MigrationLimiter
+from frontend_svc.core.request.retry_policy import PERMITS_PER_WORKER, MigrationLimiter
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
@@ -21,6 +21,7 @@ from tests.sim.loop import run_virtually
 
 MODEL = "model"
 DEAD, ALIVE = 1, 2
+LOST = WorkerLost("gone", retryable=True)
 
 
 @dataclass
@@ -107,7 +108,11 @@ async def run_loop() -> None:
 
 
 async def many_lost(
-    gateway: Gateway, engines: Engines, count: int, routing: RoutingHints | None = None
+    gateway: Gateway,
+    engines: Engines,
+    count: int,
+    routing: RoutingHints | None = None,
+    error: MeshError = LOST,
 ) -> list[Client]:
     """Opens `count` requests and loses their worker; number n arrived n seconds before 0."""
     clients = [Client() for _ in range(count)]
@@ -120,7 +125,7 @@ async def many_lost(
     await run_loop()
     assert len(engines.lost_sinks) == count
     for sink in engines.lost_sinks:
-        sink.lost(WorkerLost("gone", retryable=True))
+        sink.lost(error)
     await run_loop()
     return clients
 
@@ -177,26 +182,33 @@ def test_a_request_that_ends_while_it_waits_for_a_permit_is_removed() -> None:
     run_virtually(main())
 
 
-def test_a_full_retry_queue_is_a_503_with_retry_after() -> None:
+def test_all_requests_of_a_lost_worker_are_tried_again() -> None:
     async def main() -> None:
         engines = _AllAvailable()
-        gateway, _ = mesh(engines, MigrationLimiter(per_worker=1, waiting_max=1))
-        clients = await many_lost(gateway, engines, 4)
-        (outcome,) = clients[3].outcomes
-        assert outcome.error is not None
-        assert outcome.error.reason == "REROUTES_FULL"
-        reply = http_error(outcome.error)
-        assert reply.status == 503
-        assert dict(reply.headers)["retry-after"] == "1"
+        gateway, router = mesh(engines)
+        count = 3000
+        clients = await many_lost(gateway, engines, count)
+        placed = 0
+        while placed < count:
+            new = router.retried()[placed:]
+            assert len(new) <= 2 * PERMITS_PER_WORKER, "paced by what the workers compute"
+            placed += len(new)
+            for number in new:
+                engines.sinks[number].accepted()
+                engines.sinks[number].tokens([7], ())
+            await run_loop()
+        assert not any(client.outcomes for client in clients)
+        assert (gateway.retries.granted, gateway.retries.refused) == (count, 0)
 
     run_virtually(main())
 
 
-def test_an_exhausted_retry_budget_is_a_503_with_retry_after() -> None:
+def test_retries_after_overload_beyond_the_budget_are_a_503_with_retry_after() -> None:
     async def main() -> None:
         engines = _AllAvailable()
         gateway, _ = mesh(engines)
-        clients = await many_lost(gateway, engines, gateway.retries.RETRIES_MIN + 1)
+        full = Unavailable("too many concurrent requests", 1.0, reason="FULL")
+        clients = await many_lost(gateway, engines, gateway.retries.RETRIES_MIN + 1, error=full)
         (outcome,) = clients[-1].outcomes
         assert outcome.error is not None
         assert outcome.error.reason == "RETRY_BUDGET"
@@ -271,7 +283,7 @@ def test_without_another_worker_a_failed_one_is_used_again_once_its_circuit_clos
     run_virtually(main(), until=50.0)
 
 
-def test_a_worker_that_refused_the_request_with_a_closed_circuit_stays_excluded() -> None:
+def test_a_busy_worker_is_tried_again_if_the_others_have_an_open_circuit() -> None:
     async def main() -> None:
         engines = _NoneAvailable()
         engines.available = frozenset({DEAD})
@@ -281,9 +293,7 @@ def test_a_worker_that_refused_the_request_with_a_closed_circuit_stays_excluded(
         await run_loop()
         (sink,) = engines.lost_sinks
         sink.rejected(Overloaded(1.0))
-        await asyncio.sleep(2.0)
-        assert len(router.queries) == 1, (
-            "a busy worker is not dead: the request waits for the other one"
-        )
+        await run_loop()
+        assert router.queries[-1][1].excluded == {ALIVE}
 
     run_virtually(main(), until=50.0)

@@ -106,6 +106,7 @@ class Ports:
     wake: float | None = None
     time: float = 0.0
     may_retry: bool = True
+    departed: set[int] = field(default_factory=set)
     lost: float = 0.0
     chunks: list[bytes] = field(default_factory=list)
     on_emit: Callable[[], None] | None = None
@@ -154,7 +155,10 @@ class Ports:
     def now(self) -> float:
         return self.time
 
-    def take_retry(self) -> bool:
+    def has_left(self, worker_id: int) -> bool:
+        return worker_id in self.departed
+
+    def take_retry(self, error: MeshError) -> bool:
         return self.may_retry
 
     def stalled_s(self) -> float:
@@ -487,6 +491,18 @@ def test_attempts_are_counted_and_exclude_workers_that_failed() -> None:
     assert fixture.ports.outcome.error is LOST
     assert fixture.ports.outcome.attempts == 3
     assert fixture.ports.freed == [0, 1, 2]
+
+
+def test_attempts_whose_worker_drains_or_has_left_do_not_count() -> None:
+    fixture = begin(plan(attempts_max=2))
+    fixture.ports.departed = set(range(20, 30))
+    for worker_id in range(20, 30):
+        fixture.run(worker_id).lost(LOST)
+    fixture.place(11).rejected(Unavailable("the worker is draining", reason="DRAINING"))
+    fixture.place(12).lost(LOST)
+    assert not fixture.ports.outcomes
+    fixture.place(13).lost(LOST)
+    assert fixture.ports.outcome.error is LOST
 
 
 def test_a_retry_that_cannot_be_placed_ends_with_the_routers_error() -> None:

@@ -27,7 +27,6 @@ from common.request.token_stream import LegRequest, Terminal
 from frontend_svc.core.openai.errors import http_error
 from frontend_svc.core.request.machine import (
     ACCEPT_RECHECK_S,
-    ALL_EXCLUDED,
     USAGE_WAIT_S,
     Leg,
     RequestMachine,
@@ -97,7 +96,10 @@ class Ports:
     def now(self) -> float:
         return self.time
 
-    def take_retry(self) -> bool:
+    def has_left(self, worker_id: int) -> bool:
+        return False
+
+    def take_retry(self, error: MeshError) -> bool:
         return self.may_retry
 
     def stalled_s(self) -> float:
@@ -381,22 +383,6 @@ def test_a_decode_worker_without_blocks_is_excluded_and_prefill_is_not() -> None
     answer = http_error(outcome.error)
     assert (answer.status, ("retry-after", "10") in answer.headers) == (503, True)
     assert b"overloaded" in answer.body
-
-
-def test_the_only_decode_worker_without_blocks_is_used_twice() -> None:
-    machine, ports = begin(PAIR)
-    all_excluded = Unavailable("all are excluded", reason=ALL_EXCLUDED)
-    ports.last("decode")[0].terminal(full())
-    machine.placement_failed(1, all_excluded)
-    assert ports.places[-1] == (2, frozenset()), "it may have blocks by now"
-    machine.placed(2, PAIR, ports.now())
-    ports.last("decode")[0].terminal(full())
-    machine.placement_failed(3, all_excluded)
-    (outcome,) = ports.outcomes
-    assert outcome.error is not None
-    answer = http_error(outcome.error)
-    assert (answer.status, "retry-after" in dict(answer.headers)) == (503, True)
-    assert ports.freed == [0, 2]
 
 
 def test_a_decode_without_a_handoff_excludes_the_prefill_worker_that_ended() -> None:

@@ -6,12 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from common.errors import Overloaded, Unavailable
+from common.errors import Overloaded, Unavailable, WorkerLost
 from frontend_svc.core.request.retry_policy import (
-    EXCLUDED_RETRY_ATTEMPTS,
+    ALL_EXCLUDED,
+    NO_ROUTER,
     ExclusionPolicy,
     MigrationLimiter,
-    Permit,
     RetryBudget,
     WorkerCount,
 )
@@ -30,7 +30,7 @@ def test_permits_are_limited_per_worker_and_a_release_admits_the_next_request() 
         migrations.request_permit(MODEL, request, float(request), available(2))
         for request in range(6)
     ]
-    assert permits == [Permit.GRANTED] * 4 + [Permit.QUEUED] * 2
+    assert permits == [True] * 4 + [False] * 2
     assert (migrations.computing, migrations.waiting) == (4, 2)
     assert migrations.release(MODEL, 1, available(2)) == [4]
     assert migrations.release(MODEL, 1, available(2)) == [], "the permit is released once"
@@ -38,9 +38,9 @@ def test_permits_are_limited_per_worker_and_a_release_admits_the_next_request() 
 
 def test_the_request_that_arrived_first_is_admitted_first() -> None:
     migrations: MigrationLimiter[str] = MigrationLimiter(per_worker=1)
-    assert migrations.request_permit(MODEL, "first", 50.0, available(1)) == Permit.GRANTED
-    assert migrations.request_permit(MODEL, "young", 90.0, available(1)) == Permit.QUEUED
-    assert migrations.request_permit(MODEL, "old", 10.0, available(1)) == Permit.QUEUED
+    assert migrations.request_permit(MODEL, "first", 50.0, available(1))
+    assert not migrations.request_permit(MODEL, "young", 90.0, available(1))
+    assert not migrations.request_permit(MODEL, "old", 10.0, available(1))
     assert migrations.release(MODEL, "first", available(1)) == ["old"]
     assert migrations.release(MODEL, "old", available(1)) == ["young"]
 
@@ -49,7 +49,7 @@ def test_a_new_request_does_not_overtake_queued_requests() -> None:
     migrations: MigrationLimiter[int] = MigrationLimiter(per_worker=1)
     migrations.request_permit(MODEL, 1, 1.0, available(1))
     migrations.request_permit(MODEL, 2, 2.0, available(1))
-    assert migrations.request_permit(MODEL, 3, 3.0, available(5)) == Permit.QUEUED, (
+    assert not migrations.request_permit(MODEL, 3, 3.0, available(5)), (
         "there is capacity, and 2 was first"
     )
     assert migrations.release(MODEL, 1, available(5)) == [2, 3]
@@ -57,20 +57,19 @@ def test_a_new_request_does_not_overtake_queued_requests() -> None:
 
 def test_a_request_with_a_permit_keeps_it_when_it_requests_another() -> None:
     migrations: MigrationLimiter[int] = MigrationLimiter(per_worker=1)
-    assert [migrations.request_permit(MODEL, 1, 1.0, available(1)) for _ in range(3)] == [
-        Permit.GRANTED
-    ] * 3
+    assert [migrations.request_permit(MODEL, 1, 1.0, available(1)) for _ in range(3)] == [True] * 3
     assert migrations.computing == 1
 
 
-def test_a_full_queue_refuses_the_next_request() -> None:
-    migrations: MigrationLimiter[int] = MigrationLimiter(per_worker=1, waiting_max=2)
-    assert [migrations.request_permit(MODEL, n, 0.0, available(1)) for n in range(4)] == [
-        Permit.GRANTED,
-        Permit.QUEUED,
-        Permit.QUEUED,
-        Permit.QUEUE_FULL,
-    ]
+def test_ten_thousand_requests_wait_and_all_are_admitted_in_order_of_arrival() -> None:
+    migrations: MigrationLimiter[int] = MigrationLimiter(per_worker=1)
+    count = 10_000
+    permits = [migrations.request_permit(MODEL, n, float(n), available(1)) for n in range(count)]
+    assert permits == [True] + [False] * (count - 1)
+    admitted = [0]
+    for request in admitted:
+        admitted += migrations.release(MODEL, request, available(1))
+    assert admitted == list(range(count))
 
 
 def test_a_request_released_from_the_queue_is_not_admitted_later() -> None:
@@ -83,8 +82,8 @@ def test_a_request_released_from_the_queue_is_not_admitted_later() -> None:
 
 def test_the_limits_of_two_models_are_independent() -> None:
     migrations: MigrationLimiter[int] = MigrationLimiter(per_worker=1)
-    assert migrations.request_permit("a", 1, 1.0, available(1)) == Permit.GRANTED
-    assert migrations.request_permit("b", 2, 2.0, available(1)) == Permit.GRANTED
+    assert migrations.request_permit("a", 1, 1.0, available(1))
+    assert migrations.request_permit("b", 2, 2.0, available(1))
 
 
 def test_an_adapter_on_one_of_many_workers_has_the_limit_of_one_worker() -> None:
@@ -94,7 +93,7 @@ def test_an_adapter_on_one_of_many_workers_has_the_limit_of_one_worker() -> None
         migrations.request_permit(MODEL, request, float(request), workers, "french")
         for request in range(4)
     ]
-    assert permits == [Permit.GRANTED] * 2 + [Permit.QUEUED] * 2
+    assert permits == [True] * 2 + [False] * 2
     assert migrations.release(MODEL, 0, workers) == [2], "one is admitted per release"
 
 
@@ -107,13 +106,13 @@ def test_a_request_queued_for_an_adapter_does_not_block_requests_for_other_worke
         for n, adapter in enumerate(adapters)
     ]
     assert permits == [
-        Permit.GRANTED,
-        Permit.QUEUED,
-        Permit.GRANTED,
-        Permit.GRANTED,
-        Permit.QUEUED,
-        Permit.GRANTED,
-        Permit.QUEUED,
+        True,
+        False,
+        True,
+        True,
+        False,
+        True,
+        False,
     ], "four workers, four at once"
     assert migrations.release(MODEL, 2, workers) == [6], "older requests wait for busy workers"
     assert migrations.release(MODEL, 3, workers) == [4]
@@ -126,7 +125,7 @@ def test_all_adapters_together_stay_within_the_limit_of_their_model() -> None:
         migrations.request_permit(MODEL, n, float(n), available(2), f"adapter {n}")
         for n in range(5)
     ]
-    assert permits == [Permit.GRANTED] * 4 + [Permit.QUEUED]
+    assert permits == [True] * 4 + [False]
 
 
 class LimiterModel(RuleBasedStateMachine):
@@ -134,7 +133,7 @@ class LimiterModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.migrations: MigrationLimiter[int] = MigrationLimiter(per_worker=2, waiting_max=5)
+        self.migrations: MigrationLimiter[int] = MigrationLimiter(per_worker=2)
         self.computing: dict[int, str] = {}
         self.waiting: dict[int, str] = {}
         self.next = 0
@@ -153,16 +152,14 @@ class LimiterModel(RuleBasedStateMachine):
         having = min(having, workers)
         counts = available(workers, french=having)
         permit = self.migrations.request_permit(MODEL, self.next, arrived_at, counts, adapter)
-        if permit == Permit.GRANTED:
+        if permit:
             assert len(self.computing) < 2 * max(1, workers)
             if adapter == "french":
                 assert self.computing_of(adapter) < 2 * max(1, having)
             assert adapter not in self.waiting.values(), "no queued request is overtaken"
             self.computing[self.next] = adapter
-        elif permit == Permit.QUEUED:
-            self.waiting[self.next] = adapter
         else:
-            assert len(self.waiting) == 5
+            self.waiting[self.next] = adapter
 
     @rule(data=st.data(), workers=st.integers(0, 3), having=st.integers(0, 3))
     def release(self, data: st.DataObject, workers: int, having: int) -> None:
@@ -198,23 +195,34 @@ def test_in_any_order_of_events_no_request_is_lost_or_waits_forever() -> None:
 
 # Retry budget
 
+FULL = Unavailable("too many concurrent requests", 1.0, reason="FULL")
+
+
+def test_the_retry_budget_does_not_limit_retries_after_the_loss_of_a_worker() -> None:
+    budget = RetryBudget()
+    lost = WorkerLost("gone", retryable=True)
+    draining = Unavailable("the worker is draining", reason="DRAINING")
+    assert all(budget.take(1.0, error) for error in (lost, draining) * 1000)
+    assert budget.granted == 2000
+    assert budget.take(1.0, FULL), "they take nothing of the budget"
+
 
 def test_the_retry_budget_grants_a_minimum_and_a_fraction_of_the_requests() -> None:
     budget = RetryBudget()
-    assert sum(budget.take(1.0) for _ in range(200)) == RetryBudget.RETRIES_MIN
+    assert sum(budget.take(1.0, FULL) for _ in range(200)) == RetryBudget.RETRIES_MIN
     busy = RetryBudget()
     for _ in range(2000):
         busy.count_request(1.0)
-    assert sum(busy.take(1.0) for _ in range(1000)) == 200
+    assert sum(busy.take(1.0, FULL) for _ in range(1000)) == 200
 
 
 def test_the_retry_budget_is_restored_with_time() -> None:
     budget = RetryBudget()
-    while budget.take(1.0):
+    while budget.take(1.0, FULL):
         pass
-    assert not budget.take(4.9)
-    assert not budget.take(6.0), "the last half window still counts"
-    assert budget.take(11.0)
+    assert not budget.take(4.9, FULL)
+    assert not budget.take(6.0, FULL), "the last half window still counts"
+    assert budget.take(11.0, FULL)
 
 
 # Exclusions
@@ -225,47 +233,52 @@ NONE = frozenset[int]()
 def test_failed_workers_and_open_circuits_are_excluded() -> None:
     policy = ExclusionPolicy()
     policy.start_attempt(frozenset({1}))
-    assert policy.excluded(frozenset({1, 2, 3}), frozenset({2})) == frozenset({1, 2})
+    assert not policy.must_wait(frozenset({1, 2, 3}), frozenset({2}))
+    assert policy.excluded() == frozenset({1, 2})
 
 
-def test_a_request_waits_while_all_other_workers_have_an_open_circuit() -> None:
+def test_a_request_waits_while_all_workers_have_an_open_circuit() -> None:
     policy = ExclusionPolicy()
     policy.start_attempt(frozenset({1}))
     pool = frozenset({1, 2})
-    assert policy.excluded(pool, frozenset({2})) is None
-    assert policy.excluded(pool, NONE) == frozenset({1})
-
-
-def test_a_wait_ends_after_the_maximum_number_of_attempts() -> None:
-    policy = ExclusionPolicy()
-    pool = frozenset({1})
-    waits = [policy.excluded(pool, pool) is None for _ in range(EXCLUDED_RETRY_ATTEMPTS + 1)]
-    assert waits == [True] * EXCLUDED_RETRY_ATTEMPTS + [False]
-
-
-def test_a_failed_worker_is_used_again_once_its_circuit_closes() -> None:
-    policy = ExclusionPolicy()
+    assert policy.must_wait(pool, pool)
+    assert not policy.must_wait(pool, frozenset({2}))
+    assert policy.excluded() == frozenset({2}), "the circuit of the failed worker has closed"
     policy.start_attempt(frozenset({1}))
-    pool = frozenset({1, 2})
-    assert policy.excluded(pool, pool) is None
-    assert policy.excluded(pool, frozenset({2})) == frozenset({2})
-    policy.start_attempt(frozenset({1}))
-    assert policy.excluded(pool, NONE) == frozenset({1}), "it failed the next attempt too"
+    assert not policy.must_wait(pool, NONE)
+    assert policy.excluded() == frozenset({1}), "it failed the next attempt too"
 
 
-def test_a_failed_worker_with_a_closed_circuit_stays_excluded() -> None:
+def test_an_empty_pool_is_left_to_the_router() -> None:
+    assert not ExclusionPolicy().must_wait(NONE, NONE), "it may see a worker earlier"
+
+
+def test_a_failed_worker_is_used_again_if_no_other_is_left() -> None:
     policy = ExclusionPolicy()
-    policy.start_attempt(frozenset({1}))
-    pool = frozenset({1, 2})
-    assert policy.excluded(pool, frozenset({2})) is None
-    assert policy.excluded(pool, frozenset({2})) is None, "a busy worker is not dead"
+    policy.start_attempt(frozenset({1, 2}))
+    assert not policy.must_wait(frozenset({1, 2}), frozenset({2}))
+    assert policy.excluded() == frozenset({2})
 
 
-def test_a_refusal_of_the_router_leads_to_a_wait_only_with_an_open_circuit() -> None:
+def test_a_failed_decode_worker_is_used_again_if_no_other_is_left() -> None:
+    decode, other_decode, prefill = 1, 2, 3
     policy = ExclusionPolicy()
-    policy.start_attempt(NONE)
-    policy.excluded(frozenset({1, 2}), NONE)
-    assert not policy.waits_after(Unavailable("no worker"))
-    policy.excluded(frozenset({1, 2}), frozenset({2}))
+    policy.start_attempt(frozenset({decode, other_decode}))
+    pool = frozenset({decode, other_decode, prefill})
+    assert not policy.must_wait(pool, frozenset({other_decode}))
+    assert policy.excluded() == {decode, other_decode}
+    all_excluded = Unavailable("no decode worker is left", reason=ALL_EXCLUDED)
+    assert not policy.readmits_after(Unavailable("another reason"))
+    assert policy.readmits_after(all_excluded)
+    assert policy.excluded() == {other_decode}
+    assert not policy.readmits_after(all_excluded), "no other failed worker has a closed circuit"
+
+
+def test_a_request_waits_after_a_refusal_that_a_worker_may_end() -> None:
+    policy = ExclusionPolicy()
     assert policy.waits_after(Unavailable("no worker"))
+    assert not policy.waits_after(Unavailable("no such worker", field="query.routing.worker"))
+    assert not policy.waits_after(Unavailable("no router", reason=NO_ROUTER))
     assert not policy.waits_after(Overloaded(1.0))
+    policy.must_wait(frozenset({1, 2}), frozenset({2}))
+    assert policy.waits_after(Unavailable("no router", reason=NO_ROUTER))
