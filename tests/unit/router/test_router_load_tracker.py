@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import InvalidRequest, Overloaded
-from common.kv.load import Load
+from common.kv.load import LOAD_MAX_AGE_S, Load
 from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
-from router_svc.core.rank_load import REPORT_MAX_AGE_S
 from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement
 
 W1, W2 = Placement(1, 0), Placement(2, 0)
@@ -297,12 +296,21 @@ def test_the_estimate_is_never_below_the_bookings() -> None:
     assert load_tracker.load(W1, 1.0) == LoadTotals(100, 7, 1)
 
 
+def test_a_dropped_report_leaves_the_bookings() -> None:
+    load_tracker, session = owned()
+    load_tracker.report(1, 0, Load(running=9, waiting_tokens=900, kv_used_blocks=90), 1.0)
+    load_tracker.book(booking(), session, 1.0)
+    load_tracker.report(1, 0, None, 1.0)
+    assert load_tracker.load(W1, 1.0) == LoadTotals(100, 7, 1)
+    assert load_tracker.ranks.report_age_s(W1, 1.0) is None
+
+
 def test_an_old_report_is_ignored() -> None:
     load_tracker, session = owned()
     load_tracker.report(1, 0, Load(running=9, waiting_tokens=900, kv_used_blocks=90), 1.0)
     load_tracker.book(booking(), session, 1.0)
-    assert load_tracker.load(W1, 1.0 + REPORT_MAX_AGE_S).requests == 10
-    assert load_tracker.load(W1, 1.01 + REPORT_MAX_AGE_S) == LoadTotals(100, 7, 1)
+    assert load_tracker.load(W1, 1.0 + LOAD_MAX_AGE_S).requests == 10
+    assert load_tracker.load(W1, 1.01 + LOAD_MAX_AGE_S) == LoadTotals(100, 7, 1)
     assert load_tracker.ranks.report_age_s(W1, 2.0) == 1.0
     assert load_tracker.ranks.report_age_s(W2, 2.0) is None
 
