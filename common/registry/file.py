@@ -20,7 +20,8 @@ heartbeat, no time-out, no false death under load.
   An *empty* file was withdrawn (`deregister` truncates before it unlinks), even if still locked.
 
 A model's lock file holds the checksum of the card that was registered last. All live instances of
-the model have it, so only a registration with another one reads their entries.
+the model have it. A registration with the same one shares the lock and reads no other entry; any
+other takes the lock for itself and reads the entries.
 
 Instance files have a few hundred bytes; a poll takes 2 µs for each and runs on the event loop. The
 pause between polls grows with their number, so that polls take the same share of a core in a fleet
@@ -206,7 +207,7 @@ class FileRegistry:
     async def _publish_if_card_agrees(
         self, instance: Instance, publish: Callable[[Instance], None]
     ) -> None:
-        """Check the card and publish, under a lock against other registrations of the model."""
+        """Check the card and publish, under a lock against other cards of the model."""
         if not instance.card_checksum:
             publish(instance)
             return
@@ -229,10 +230,12 @@ class FileRegistry:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600)
         try:
-            if not try_lock(fd):
+            if not try_lock(fd, shared=True):
                 return False
             checksum = instance.card_checksum.encode()
             if os.pread(fd, len(checksum) + 1, 0) != checksum:
+                if not try_lock(fd):
+                    return False
                 view = self._view(instance.namespace)
                 view.poll()
                 raise_if_card_conflicts(find_card_conflict(view.instances(), instance), instance)
