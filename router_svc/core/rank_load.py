@@ -136,10 +136,10 @@ class RankLoads:
         return None if rank is None or rank.report is None else now - rank.reported_at
 
     def stale_report_count(self, now: float) -> int:
-        """Ranks with a last report that is too old to count."""
+        """Ranks with a last report that is too old to count. Any thread may call this."""
         return sum(
             rank.report is not None and now - rank.reported_at > LOAD_MAX_AGE_S
-            for rank in self._ranks.values()
+            for rank in list(self._ranks.values())
         )
 
     def discard_if_empty(self, placement: Placement | None) -> None:

@@ -86,7 +86,7 @@ class Scale:
         """Returns the seconds until every worker is routable."""
         options, started_at = self._options, time.monotonic()
         hosts = [self._mesh.spawn("worker") for _ in range(options.workers // options.per_process)]
-        while not await asyncio.to_thread(self._all_routable, services):
+        while await asyncio.to_thread(self._routable_workers, services) != options.workers:
             dead = [host for host in hosts if host.process.poll() is not None]
             waited_s = time.monotonic() - started_at
             assert not dead, self._mesh.logs()
@@ -94,13 +94,13 @@ class Scale:
             await asyncio.sleep(0.1)
         return time.monotonic() - started_at
 
-    def _all_routable(self, services: Mapping[str, Service]) -> bool:
-        workers: int = self._options.workers
+    def _routable_workers(self, services: Mapping[str, Service]) -> int:
         router = services["router"]
-        exact = 'kvmesh_router_index_sources{state="exact"}'
-        if router.metric("kvmesh_router_workers") != workers or router.metric(exact) != workers:
-            return False
-        return len(self._mesh.known_instance_ids("worker")) == workers
+        return min(
+            round(router.metric("kvmesh_router_workers")),
+            round(router.metric('kvmesh_router_index_sources{state="exact"}')),
+            len(self._mesh.known_instance_ids("worker")),
+        )
 
     async def _cpu_percent(
         self, services: Mapping[str, Service], duration_s: float
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--per-process", type=int, default=20)
     parser.add_argument("--idle-s", type=float, default=20.0)
     parser.add_argument("--load-s", type=float, default=20.0)
-    parser.add_argument("--logs", type=Path, help="keep the logs of the services in this folder")
+    parser.add_argument("--logs", type=Path, help="keep the logs in this folder, which exists")
     options = parser.parse_args()
     if options.workers % options.per_process:
         parser.error("--workers must be a multiple of --per-process")

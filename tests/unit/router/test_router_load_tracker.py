@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -449,3 +451,14 @@ class LoadTrackerMachine(RuleBasedStateMachine):
 
 TestLoadTrackerMachine = pytest.mark.slow(LoadTrackerMachine.TestCase)
 TestLoadTrackerMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_scrape_in_another_thread_counts_stale_reports_while_ranks_are_added() -> None:
+    ranks = LoadTracker().ranks
+    for worker_id in range(2000):
+        ranks.report(Placement(worker_id, 0), Load(), 0.0)
+    with ThreadPoolExecutor() as pool:
+        scrapes = pool.submit(lambda: [ranks.stale_report_count(100.0) for _ in range(100)])
+        for worker_id in takewhile(lambda _: not scrapes.done(), range(2000, 100_000)):
+            ranks.report(Placement(worker_id, 0), Load(), 0.0)
+        assert min(scrapes.result()) >= 2000
