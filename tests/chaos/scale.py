@@ -41,7 +41,7 @@ SERVICES = ("indexer", "router", "frontend")
 PREFIX_GROUPS, SHARED_TOKENS, UNIQUE_TOKENS = 60, 384, 16
 # Ids of plain words in the sim model's vocabulary.
 PROMPT_TOKEN_IDS = range(300, 1000)
-START_WAIT_S = 300.0
+START_WAIT_S = 600.0
 # Until the streams that the start opened have settled.
 SETTLE_S = 3.0
 
@@ -96,11 +96,14 @@ class Scale:
 
     def _routable_workers(self, services: Mapping[str, Service]) -> int:
         router = services["router"]
-        return min(
-            round(router.metric("kvmesh_router_workers")),
-            round(router.metric('kvmesh_router_index_sources{state="exact"}')),
-            len(self._mesh.known_instance_ids("worker")),
-        )
+        try:
+            return min(
+                round(router.metric("kvmesh_router_workers")),
+                round(router.metric('kvmesh_router_index_sources{state="exact"}')),
+                len(self._mesh.known_instance_ids("worker")),
+            )
+        except httpx.TransportError:  # The frontend closed an idle connection.
+            return 0
 
     async def _cpu_percent(
         self, services: Mapping[str, Service], duration_s: float
@@ -117,7 +120,8 @@ class Scale:
     async def _send_requests(self, duration_s: float) -> None:
         """Sends RATE requests/s at equal intervals, whether or not responses arrive."""
         url = f"{self._mesh.url}/v1/completions"
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # The frontend closes connections that were idle for 5 s.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         async with (
             httpx.AsyncClient(timeout=60.0, trust_env=False, limits=limits) as http,
             TaskGroup() as tasks,
