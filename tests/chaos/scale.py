@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import tempfile
 import time
@@ -152,12 +153,13 @@ def _decision_buckets(router: Service) -> dict[float, float]:
 
 
 def _quantile(counts: Mapping[float, float], share: float) -> float:
-    """Returns a quantile of cumulative counts, interpolated within its bucket."""
+    """Returns a quantile of cumulative counts, interpolated in its bucket if that has a limit."""
     wanted, low, below = share * max(counts.values()), 0.0, 0.0
     for bound, count in sorted(counts.items()):
-        if count >= wanted:
+        if count >= wanted and math.isfinite(bound):
             return low + (bound - low) * (wanted - below) / max(1.0, count - below)
-        low, below = bound, count
+        if math.isfinite(bound):
+            low, below = bound, count
     return low
 
 
