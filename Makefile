@@ -22,7 +22,7 @@ RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test demo status sim chaos storm soak churn router-kills setup setup-sglang test-sglang lint fmt types proto rows bench-index bench-gateway lock clean
+.PHONY: help run test demo status sim chaos storm soak churn scale router-kills setup setup-sglang test-sglang lint fmt types proto rows bench-index bench-gateway lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -83,6 +83,9 @@ soak: $(VENV)/.dev ## Mixed load, a kill every 30 s; checks errors and growth, A
 
 churn: $(VENV)/.dev ## 20 of 120 workers replaced under load (two minutes)
 	$(BIN)/python -m tests.chaos.churn $(ARGS)
+
+scale: $(VENV)/.dev ## A fleet of WORKERS=300: time until routable, CPU idle and at 200 requests/s, memory
+	$(BIN)/python -m tests.chaos.scale --workers $(or $(WORKERS),300) $(ARGS)
 
 router-kills: $(VENV)/.dev ## One of two routers killed, 40 times, under load; checks the bookings (minutes)
 	$(BIN)/python -m tests.e2e.router_kills $(ARGS)

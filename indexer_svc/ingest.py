@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
-from typing import NamedTuple
 
 import structlog
 
@@ -35,16 +34,10 @@ LOG = structlog.get_logger(__name__)
 SLICE_S = 0.001
 SWEEP_BLOCKS = 2048
 TICK_S = 0.25
+# Loads that arrive within this time leave in one frame per subscriber.
+LOAD_BATCH_S = 0.02
 # An unregistered worker without a stream is removed after this time.
 GONE_GRACE_S = 2.0
-
-
-class ReportedLoad(NamedTuple):
-    """A load with its partition and the time of its arrival."""
-
-    load: Load
-    partition: Partition
-    at: float
 
 
 class Ingest:
@@ -61,7 +54,9 @@ class Ingest:
         self.feed = feed
         self.budget = budget
         self.histories: dict[Source, BatchHistory] = {}
-        self.loads: dict[Source, ReportedLoad] = {}
+        # The last loads of sources with an open stream.
+        self.loads: dict[Source, tuple[Partition, Load]] = {}
+        self._load_wakeup: asyncio.TimerHandle | None = None
         self.publishers: dict[int, PublisherOutbox] = {}
         self.subscribers: dict[Subscriber, asyncio.Event] = {}
         self.first_published = asyncio.Event()
@@ -109,14 +104,23 @@ class Ingest:
             await self.run(self._sweep())
 
     def wake(self) -> None:
+        self._load_wakeup = None
         for event in self.subscribers.values():
             event.set()
 
     def report_load(self, source: Source, partition: Partition, load: Load) -> None:
-        self.loads[source] = ReportedLoad(load, partition, self._clock())
+        self.loads[source] = partition, load
         for subscriber in self.subscribers:
             subscriber.load(source, partition, load)
-        self.wake()
+        if self._load_wakeup is None:
+            self._load_wakeup = asyncio.get_running_loop().call_later(LOAD_BATCH_S, self.wake)
+
+    def publisher_lost(self, worker_id: int) -> None:
+        """Mark the sources of a worker whose stream ended; their loads do not count any more."""
+        for source in self.feed.sources_of(worker_id):
+            self.loads.pop(source, None)
+            self.feed.mark_disconnected(source, self._clock(), "the stream of its publisher ended")
+        self.dispatch_changes()
 
     def _begin_turn(self) -> float:
         """Return when the first work in this turn of the event loop began."""
@@ -165,7 +169,7 @@ class Ingest:
             subscriber.status_changed(source, event.partition, status)
 
     def _forget_gone(self, fleet: FleetWatch, now: float) -> None:
-        known = {source.worker_id for source in (*self.feed.sources(), *self.loads)}
+        known = {source.worker_id for source in self.feed.sources()}
         for worker_id in known:
             since = fleet.absent_since(worker_id)
             if since is None or worker_id in self.publishers:
@@ -175,8 +179,6 @@ class Ingest:
                 fleet.forget(worker_id)
                 for source in self.feed.sources_of(worker_id):
                     self.feed.forget(source, "its worker left")
-                for source in [s for s in self.loads if s.worker_id == worker_id]:
-                    del self.loads[source]
 
     def _enforce_budget(self, now: float) -> None:
         feed, budget_bytes = self.feed, self.budget.budget_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter as Tally
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -52,7 +51,7 @@ class _State(Collector):
             ("subscribers", "Open Subscribe streams.", len(ingest.subscribers)),
         ):
             yield GaugeMetricFamily(f"{prefix}_{name}", text, value=value)
-        states = Tally(feed.status(source).state for source in feed.sources())
+        states = feed.state_counts()
         sources = GaugeMetricFamily(f"{prefix}_sources", "Sources by state.", labels=["state"])
         for state in sorted(SOURCE_STATES):
             sources.add_metric([state], states[state])

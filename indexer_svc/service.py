@@ -17,7 +17,6 @@ import structlog
 
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
 from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourcePosition
-from common.kv.index_feed import STALE_GRACE_S
 from common.kv.source_entry import EXACT
 from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
@@ -130,10 +129,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         finally:
             if hello is not None and publishers.get(hello.worker_id) is outbox:
                 del publishers[hello.worker_id]
-                feed, reason = self._ingest.feed, "the stream of its publisher ended"
-                for source in feed.sources_of(hello.worker_id):
-                    feed.mark_disconnected(source, self._clock(), reason)
-                self._ingest.dispatch_changes()
+                self._ingest.publisher_lost(hello.worker_id)
             outbox.discard_all()
             outbox.close(failure)
 
@@ -232,9 +228,8 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             is_absent=self._fleet.is_absent,
             loads_only=loads_only,
         )
-        for source, reported in ingest.loads.items():
-            if self._clock() - reported.at < STALE_GRACE_S:
-                subscriber.load(source, reported.partition, reported.load)
+        for source, (source_partition, load) in ingest.loads.items():
+            subscriber.load(source, source_partition, load)
         return subscriber
 
     # Queries.

@@ -93,9 +93,9 @@ class RouterApp(ServiceApp[RouterConfig]):
             clock=clock,
         )
 
-    def _report_load(self, worker_id: int, dp_rank: int, load: Load, now: float) -> None:
+    def _report_load(self, worker_id: int, dp_rank: int, load: Load | None, now: float) -> None:
         """Stores a load that an indexer reports, unless the worker has left."""
-        if self.router.fleet.has(Placement(worker_id, dp_rank)):
+        if load is None or self.router.fleet.has(Placement(worker_id, dp_rank)):
             self.router.load_tracker.report(worker_id, dp_rank, load, now)
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:

@@ -4,7 +4,8 @@ The router follows one indexer of discovery at a time. If it loses that one, it 
 from the present position (`SubscribeRequest.resume`). A source without updates becomes stale: it
 counts for 10 s more (`common/kv/index_feed.py`) and is dropped a minute later. Updates are applied
 in slices of about SLICE_S, between which decisions run. Load reports on the stream go to the load
-tracker. A router that uses no KV events subscribes to loads only, so that no events are sent.
+tracker, and count until the stream or that of their publisher ends. A router that uses no KV events
+subscribes to loads only, so that no events are sent.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from common.errors import MeshError, Unavailable
 from common.kv.events import Partition, Source, SourceStatus
 from common.kv.hashing import hashes_from_bytes
 from common.kv.index_feed import IndexFeed, ResendRequest
-from common.kv.load import Load
+from common.kv.load import LOAD_MAX_AGE_S, Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
@@ -47,8 +48,8 @@ LOG = structlog.get_logger(__name__)
 
 # Delay before reconnecting, with jitter, so that routers do not all dial a new indexer at once.
 REDIAL_S = 0.3
-# Workers report load ten times a second, so that a silent indexer has failed.
-SILENCE_TIMEOUT_S = 5.0
+# Workers report an unchanged load each LOAD_HEARTBEAT_S, so that a silent indexer has failed.
+SILENCE_TIMEOUT_S = LOAD_MAX_AGE_S
 TICK_S = 0.25
 # Time of applying after which decisions run.
 SLICE_S = 0.001
@@ -59,7 +60,7 @@ STALE_FORGET_S = 60.0
 _NOT_REPORTED = SourceStatus("gapped", "no status from the indexer yet")
 
 # Takes (worker id, rank, load, now): `LoadTracker.report`.
-ReportLoad = Callable[[int, int, Load, float], None]
+ReportLoad = Callable[[int, int, Load | None, float], None]
 
 
 class Subscription(Protocol):
@@ -169,6 +170,7 @@ class IndexReplica:
             now = self._clock()
             for source in self.feed.sources():
                 self.feed.mark_disconnected(source, now, reason)
+                self._report_load(*source, None, now)
 
     async def _read(self, subscription: Subscription, indexer: Instance) -> None:
         """Apply messages until the stream ends or is unusable; always raises MeshError."""
@@ -218,6 +220,8 @@ class IndexReplica:
             return  # Unchanged.
         else:
             status = _NOT_REPORTED
+        if status.state in ("gone", "stale"):
+            self._report_load(*source, None, now)
         if status.state == "gone":
             self._last_received_at.pop(source, None)
             self.feed.forget(source, status.reason)

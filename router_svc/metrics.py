@@ -12,6 +12,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from common.errors import MESH_ERROR_CLASSES, MeshError
+from common.kv.index_feed import IndexFeed
 from router_svc.core.approx_index import ApproxIndex
 from router_svc.core.decision import Decision
 from router_svc.core.pairing import BYPASS_REASONS
@@ -135,9 +136,6 @@ class Metrics:
     def _add_index_gauges(self, index: IndexReplica) -> None:
         feed = index.feed
 
-        def count(state: str) -> int:
-            return sum(feed.status(source).state == state for source in feed.sources())
-
         blocks_text = "Blocks in the index; a block on n ranks counts n times."
         connected_text = "1 if an indexer is followed, else 0."
         self._add_gauges(
@@ -150,7 +148,7 @@ class Metrics:
             "index_sources",
             "Ranks in the index by state; blocks of gapped ranks are ignored.",
             "state",
-            {state: partial(count, state) for state in SOURCE_STATES},
+            {state: partial(_source_count, feed, state) for state in SOURCE_STATES},
         )
 
     def _add_gauges(self, gauges: Iterable[_Gauge]) -> None:
@@ -175,6 +173,10 @@ class Metrics:
     ) -> dict[str, Counter]:
         counter = self._counter(name, text, label)
         return {value: counter.labels(value) for value in values}
+
+
+def _source_count(feed: IndexFeed, state: str) -> int:
+    return feed.state_counts()[state]
 
 
 def _block_count(index: ApproxIndex | None) -> int:

@@ -30,6 +30,7 @@ if that was interrupted; the buffer holds only batches after `position`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -143,6 +144,10 @@ class IndexFeed:
 
     def sources(self) -> list[Source]:
         return list(self._entries)
+
+    def state_counts(self) -> Counter[str]:
+        """Return the number of sources by state. Any thread may call this."""
+        return Counter(entry.compute_status().state for entry in list(self._entries.values()))
 
     def sources_of(self, worker_id: int) -> list[Source]:
         return [source for source in self._entries if source.worker_id == worker_id]

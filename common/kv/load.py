@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# A worker sends an unchanged load this often; a changed one at the next sample, 0.1 s.
+LOAD_HEARTBEAT_S = 2.0
+# An older load does not count: two heartbeats were missed.
+LOAD_MAX_AGE_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Load:

@@ -1,7 +1,7 @@
 """The registry of a mesh on one host: files in a directory, and kernel locks for liveness.
 
     <path>/<namespace>/instances/<id, 16 hex digits>.json   one per incarnation, locked by its owner
-    <path>/<namespace>/.admission                           locked while a card is checked
+    <path>/<namespace>/models/<slug>                        locked while a card is checked
     <path>/cards/<checksum>.json                            immutable
 
 Local file systems of Linux only. *The lock is the truth*: an instance lives as long as its owner
@@ -19,8 +19,13 @@ heartbeat, no time-out, no false death under load.
   query the locks, and each owner restores its own entry within one poll; nothing else is restored.
   An *empty* file was withdrawn (`deregister` truncates before it unlinks), even if still locked.
 
-Instance files have a few hundred bytes; a poll of 100 of them takes 0.12 ms, so it runs on the
-event loop without thread or lock. Cards have megabytes and are synced to disk in a thread.
+A model's lock file holds the checksum of the card that was registered last. All live instances of
+the model have it. A registration with the same one shares the lock and reads no other entry; any
+other takes the lock for itself and reads the entries.
+
+Instance files have a few hundred bytes; a poll takes 2 µs for each and runs on the event loop. The
+pause between polls grows with their number, so that polls take the same share of a core in a fleet
+of any size. Cards have megabytes and are synced to disk in a thread.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ from pydantic import TypeAdapter
 
 from common.errors import InvalidRequest, MeshError, Unavailable
 from common.namespace import check_namespace
-from common.registry.card import ModelCard, decode_card, encode_card
+from common.registry.card import ModelCard, decode_card, encode_card, model_slug
 from common.registry.file_lock import (
     OPEN_FLAGS,
     acquire_lock,
@@ -64,7 +69,8 @@ from common.registry.registry import (
 )
 
 POLL_INTERVAL_S = 0.05
-# A check takes about a millisecond.
+POLL_S_PER_ENTRY = 0.0005
+# A check takes less than a millisecond.
 CARD_CHECK_WAIT_S = 5.0
 ENTRY_BYTES_MAX = 1 << 20
 LOGGED_CHARS_MAX = 500
@@ -94,7 +100,8 @@ _ENTRY_RECORD_ADAPTER: TypeAdapter[_EntryRecord] = TypeAdapter(_EntryRecord)
 class FileRegistry:
     """`common.registry.registry.Registry` on the directory `path`, created if missing.
 
-    poll_interval_s: how often watches read, and owners check their entries.
+    poll_interval_s: how often owners check their entries, and watches read, the latter at most
+    every POLL_S_PER_ENTRY for each entry.
     card_check_wait_s: how long `register` waits for the card check of another registration.
     After that it raises Unavailable: the other process is stopped or stuck.
     """
@@ -119,8 +126,7 @@ class FileRegistry:
     async def register(self, instance: Instance) -> Lease:
         self._check_open()
         view = self._view(instance.namespace)
-        view.poll()
-        if instance.id in self._leases or _entry_name(instance.id) in view.entries:
+        if instance.id in self._leases or view.load_entry(_entry_name(instance.id)):
             raise instance_exists_error(instance)
         lease = _FileLease(self, view.directory, instance, time.monotonic_ns())
         await self._publish_if_card_agrees(instance, lease.publish)
@@ -134,7 +140,7 @@ class FileRegistry:
     @asynccontextmanager
     async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
         # Polls while `next` is awaited: no task, and errors reach the reader.
-        yield Watch(lambda: self._read(namespace), lambda: asyncio.sleep(self._poll_interval_s))
+        yield Watch(lambda: self._read(namespace), lambda: self._pause(namespace))
 
     async def snapshot(self, namespace: str) -> Snapshot:
         return self._read(namespace)
@@ -179,6 +185,10 @@ class FileRegistry:
         self._check_open()
         return self._view(namespace).poll()
 
+    async def _pause(self, namespace: str) -> None:
+        entry_count = len(self._view(namespace).entries)
+        await asyncio.sleep(max(self._poll_interval_s, POLL_S_PER_ENTRY * entry_count))
+
     def _check_open(self) -> None:
         if self._closed:
             raise registry_closed_error()
@@ -197,39 +207,45 @@ class FileRegistry:
     async def _publish_if_card_agrees(
         self, instance: Instance, publish: Callable[[Instance], None]
     ) -> None:
-        """Check the card and publish, under a lock that excludes other registrations with cards."""
-        view = self._view(instance.namespace)
-        _remove_abandoned_files(view.directory)
+        """Check the card and publish, under a lock against other cards of the model."""
         if not instance.card_checksum:
             publish(instance)
             return
+        path = self._path / instance.namespace / "models" / model_slug(instance.model)
         deadline = time.monotonic() + self._card_check_wait_s
-        while not self._try_publish(view, instance, publish):
+        while not self._try_publish(path, instance, publish):
             if time.monotonic() > deadline:
                 raise Unavailable(
-                    f"another registration holds {view.card_check_lock} for more than "
+                    f"another registration holds {path} for more than "
                     f"{self._card_check_wait_s:g} s",
                     self._poll_interval_s,
                 )
             await asyncio.sleep(self._poll_interval_s / 10)
 
     def _try_publish(
-        self, view: _NamespaceView, instance: Instance, publish: Callable[[Instance], None]
+        self, path: Path, instance: Instance, publish: Callable[[Instance], None]
     ) -> bool:
         self._check_open()  # Again: the wait for the lock may have been long.
-        with _map_os_errors(view.card_check_lock):
-            view.directory.mkdir(parents=True, exist_ok=True)
-            lock_fd = os.open(view.card_check_lock, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600)
+        with _map_os_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600)
         try:
-            if not try_lock(lock_fd):
+            if not try_lock(fd, shared=True):
                 return False
-            view.poll()
-            raise_if_card_conflicts(find_card_conflict(view.instances(), instance), instance)
+            checksum = instance.card_checksum.encode()
+            if os.pread(fd, len(checksum) + 1, 0) != checksum:
+                if not try_lock(fd):
+                    return False
+                view = self._view(instance.namespace)
+                view.poll()
+                raise_if_card_conflicts(find_card_conflict(view.instances(), instance), instance)
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, checksum, 0)
             publish(instance)
             return True
         finally:
-            release_lock(lock_fd)
-            os.close(lock_fd)
+            release_lock(fd)
+            os.close(fd)
 
     async def _reconcile(self) -> None:
         while True:
@@ -330,10 +346,10 @@ class _NamespaceView:
 
     def __init__(self, directory: Path, namespace: str) -> None:
         self.directory = directory
-        self.card_check_lock = directory.parent / ".admission"
         self._namespace = namespace
         self._snapshot = Snapshot()
         self.entries: dict[str, _Entry] = {}
+        self._has_changed = True  # Since the snapshot was made.
         self._warned_names: set[str] = set()
 
     def poll(self) -> Snapshot:
@@ -341,9 +357,10 @@ class _NamespaceView:
         is_listed = self._load_listing()
         for name, entry in tuple(self.entries.items()):
             # An update unlocks the old file after the new one has taken its name.
-            if not is_locked(entry.fd) and not self._load_entry(name):
+            if not is_locked(entry.fd) and not self.load_entry(name):
                 self._drop_entry(name)
-        if is_listed or self._snapshot.revision:
+        if self._has_changed and (is_listed or self._snapshot.revision):
+            self._has_changed = False
             self._snapshot = self._snapshot.next_snapshot(self.instances())
         return self._snapshot
 
@@ -374,15 +391,17 @@ class _NamespaceView:
             if known_entry is not None and known_entry.inode == inode:
                 continue
             if _ENTRY_NAME.fullmatch(name):
-                self._load_entry(name)
-            elif not name.startswith("."):
+                self.load_entry(name)
+            elif name.startswith("."):
+                _remove_if_abandoned(self.directory / name)
+            else:
                 self._warn_once(name, "registry_file_ignored", "the name is not <id>.json")
         for name in self.entries.keys() - listed.keys():
             if os.fstat(self.entries[name].fd).st_size == 0:
                 self._drop_entry(name)
         return True
 
-    def _load_entry(self, name: str) -> bool:
+    def load_entry(self, name: str) -> bool:
         """Load the file under `name` if its owner lives, else remove it; returns which."""
         path = self.directory / name
         try:
@@ -392,6 +411,7 @@ class _NamespaceView:
                     entry = self._read_entry(name, fd)
                     self._drop_entry(name)
                     self.entries[name] = entry
+                    self._has_changed = True
                     return True
                 try:
                     # The order matters: it was unlocked *before* it is found in place here.
@@ -436,6 +456,7 @@ class _NamespaceView:
         entry = self.entries.pop(name, None)
         if entry is not None:
             os.close(entry.fd)
+            self._has_changed = True
 
     def _warn_once(self, name: str, event: str, reason: object) -> None:
         """Log once, until the file is gone."""
@@ -455,12 +476,11 @@ def _decode_or_placeholder(raw: bytes) -> str:
         return "<not UTF-8>"
 
 
-def _remove_abandoned_files(directory: Path) -> None:
-    """Remove hidden files of owners that died between writing and renaming."""
-    with _map_os_errors(directory), contextlib.suppress(FileNotFoundError):
-        for temp_path in directory.glob(".*.json.*"):
-            if time.time() - temp_path.stat().st_mtime > ABANDONED_AFTER_S:
-                temp_path.unlink()
+def _remove_if_abandoned(temp_path: Path) -> None:
+    """Remove the hidden file of an owner that died between writing and renaming."""
+    with contextlib.suppress(OSError):
+        if time.time() - temp_path.stat().st_mtime > ABANDONED_AFTER_S:
+            temp_path.unlink()
 
 
 def _store_card(path: Path, card: ModelCard) -> None:

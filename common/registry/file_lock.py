@@ -15,6 +15,7 @@ OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 # struct flock of 64-bit Linux: type, whence, start, length (0 = all), pid (0 for such locks).
 _FLOCK = struct.Struct("hhqqi4x")
 _WRITE_LOCK = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+_READ_LOCK = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
 _UNLOCK = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
 
 
@@ -23,10 +24,12 @@ def acquire_lock(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WRITE_LOCK)
 
 
-def try_lock(fd: int) -> bool:
-    """Take the write lock if it is free; returns whether it was."""
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """Take the write or (`shared`) read lock, or turn the one into the other, if no lock of another
+    description prevents it; returns whether none did.
+    """
     try:
-        acquire_lock(fd)
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _READ_LOCK if shared else _WRITE_LOCK)
     except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: POSIX allows both.
         return False
     return True

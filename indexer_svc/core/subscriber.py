@@ -139,6 +139,8 @@ class Subscriber:
             self.reconcile(source)
 
     def status_changed(self, source: Source, partition: Partition, status: SourceStatus) -> None:
+        if status.state in ("stale", "gone"):
+            self._loads.pop(source, None)
         if source in self._feed:
             self.reconcile(source)
             return
@@ -146,7 +148,6 @@ class Subscriber:
         if self._includes(partition):
             self._cancel_snapshot(source)
             self._positions.pop(source, None)
-            self._loads.pop(source, None)
             self._put(StatusUpdate(source, partition, status))
 
     def load(self, source: Source, partition: Partition, load: Load) -> None:

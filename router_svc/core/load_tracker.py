@@ -300,9 +300,13 @@ class LoadTracker:
     def load(self, placement: Placement, now: float) -> LoadTotals:
         return self.ranks.load(placement, now)
 
-    def report(self, worker_id: int, dp_rank: int, load: Load, now: float) -> None:
+    def report(self, worker_id: int, dp_rank: int, load: Load | None, now: float) -> None:
+        """Store a load report. None: no other follows the last one, which is dropped."""
         placement = Placement(worker_id, dp_rank)
-        self.ranks.report(placement, load, now)
+        if load is None:
+            self.ranks.drop_report(placement)
+        else:
+            self.ranks.report(placement, load, now)
         self.events.capacity_freed(placement)
 
     def _apply_load(self, entry: _BookingEntry, sign: int) -> None:

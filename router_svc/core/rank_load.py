@@ -8,11 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from common.kv.load import Load
+from common.kv.load import LOAD_MAX_AGE_S, Load
 from router_svc.core.types import LoadTotals, Placement
 
-# Older load reports are ignored.
-REPORT_MAX_AGE_S = 0.5
 # Block weights are integers in units of 1 / 2^16 blocks, so that sums stay exact.
 _WEIGHT_BITS = 16
 _HALF_WEIGHT = 1 << (_WEIGHT_BITS - 1)
@@ -66,7 +64,7 @@ class _RankState:
     def compute_estimate(self, now: float) -> LoadTotals:
         """The load; also sets until when it is valid without changes."""
         booked, since_report, report = self.booked, self.since_report, self.report
-        expires_at = self.reported_at + REPORT_MAX_AGE_S
+        expires_at = self.reported_at + LOAD_MAX_AGE_S
         if report is None or now > expires_at:
             self.estimated_until = math.inf
             return LoadTotals(booked.prefill_tokens, booked.decode_blocks, booked.requests)
@@ -109,16 +107,20 @@ class RankLoads:
         rank.since_report = _LoadSums()
         rank.estimate = None
 
+    def drop_report(self, placement: Placement) -> None:
+        """Forget the report of a rank: no further one follows it."""
+        if (rank := self._ranks.get(placement)) is not None:
+            rank.report = rank.estimate = None
+            self.discard_if_empty(placement)
+
     def worker_left(self, worker_id: int) -> None:
-        for placement, rank in list(self._ranks.items()):
-            if placement.worker_id == worker_id:
-                rank.report = rank.estimate = None
-                self.discard_if_empty(placement)
+        for placement in [p for p in self._ranks if p.worker_id == worker_id]:
+            self.drop_report(placement)
 
     def load(self, placement: Placement, now: float) -> LoadTotals:
         """The estimate, per field: max(last report + bookings newer than it, bookings). A report
         has waiting tokens, KV blocks in use, requests running or waiting; one older than
-        REPORT_MAX_AGE_S counts as 0.
+        LOAD_MAX_AGE_S counts as 0.
         """
         rank = self._ranks.get(placement)
         if rank is None:
@@ -134,10 +136,10 @@ class RankLoads:
         return None if rank is None or rank.report is None else now - rank.reported_at
 
     def stale_report_count(self, now: float) -> int:
-        """Ranks with a last report that is too old to count."""
+        """Ranks with a last report that is too old to count. Any thread may call this."""
         return sum(
-            rank.report is not None and now - rank.reported_at > REPORT_MAX_AGE_S
-            for rank in self._ranks.values()
+            rank.report is not None and now - rank.reported_at > LOAD_MAX_AGE_S
+            for rank in list(self._ranks.values())
         )
 
     def discard_if_empty(self, placement: Placement | None) -> None:

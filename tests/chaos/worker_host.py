@@ -24,7 +24,7 @@ from common.service.lifecycle import freeze_startup_objects, run, run_main
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 
-WORKERS_PER_HOST = 10
+WORKERS_PER_HOST = int(os.environ.get("WORKERS_PER_HOST", "10"))
 # The workers only look for indexers.
 POLL_S = 0.5
 

@@ -24,6 +24,8 @@ from common.runtime.free_ports import free_ports
 ROOT = Path(__file__).parents[2]
 START_S = 15.0
 FETCH_S = 60.0
+# The default is 200 connections per address; a test may have hundreds of clients.
+LIMITS = "-hcl=limits { http_max_conns_per_client = 4096 }"
 PORTS = ("http", "dns", "grpc", "server", "serf-lan", "serf-wan")
 
 
@@ -66,7 +68,7 @@ class ConsulAgent:
             return
         flags = [f"-{n}-port={p}" for n, p in zip(PORTS, self._ports, strict=True)]
         self._process = subprocess.Popen(
-            [self._binary, "agent", "-dev", "-bind=127.0.0.1", "-log-level=err", *flags],
+            [self._binary, "agent", "-dev", "-bind=127.0.0.1", "-log-level=err", LIMITS, *flags],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -252,8 +252,7 @@ class ConsulMesh:
     async def close(self) -> None:
         for owner in self.owners:
             await owner.end()
-        for client in self.clients:
-            await client.close()
+        await asyncio.gather(*(client.close() for client in self.clients))
         self.agent.wipe()
 
 
@@ -566,6 +565,17 @@ async def test_fifty_concurrent_registrations_are_all_seen(mesh: Mesh) -> None:
     assert members.instances == {w.id: w for w in workers}
 
 
+@pytest.mark.slow
+async def test_three_hundred_processes_can_register_at_once(mesh: Mesh) -> None:
+    workers = [worker(f"w{n}", model="m", card_checksum=CARD.checksum) for n in range(300)]
+    clients = [mesh.connect() for _ in workers]
+    async with asyncio.timeout(WAIT_S):
+        pairs = zip(clients, workers, strict=True)
+        await asyncio.gather(*(client.register(one) for client, one in pairs))
+    members = await settled(clients[0], *workers)
+    assert len(members.instances) == 300
+
+
 async def test_any_client_finds_a_card_by_its_checksum(mesh: Mesh) -> None:
     await mesh.connect().put_card(CARD)
     await mesh.connect().put_card(CARD)
@@ -822,7 +832,7 @@ async def test_old_hidden_files_of_dead_owners_are_removed(files: FileMesh) -> N
     for hidden in (old, young):
         hidden.touch()
     os.utime(old, (1, 1))
-    await registry.register(worker())
+    await registry.snapshot(NS)
     assert not old.exists()
     assert young.exists()
 
@@ -859,7 +869,7 @@ async def test_a_change_that_leaves_the_directorys_mtime_unchanged_is_seen(
 
 @contextlib.contextmanager
 def card_check_held(files: FileMesh) -> Iterator[None]:
-    gate = files.path / NS / ".admission"
+    gate = files.path / NS / "models" / "m"
     gate.parent.mkdir(parents=True)
     with gate.open("wb") as file:
         # struct flock: write lock on the whole file, by this open file description.

@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import indexer_svc.app
+import indexer_svc.ingest
 import indexer_svc.verify
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
 from common.kv.events import SNAPSHOT_CHUNK_BLOCKS, Hashes, Partition, Source, SourcePosition
@@ -602,6 +603,36 @@ async def test_a_new_subscriber_receives_the_latest_loads() -> None:
             await until(lambda: replica.loads == {7: 19}, "the last load arrives")
         async with following(Replica(), mesh) as late_replica:
             await until(lambda: late_replica.loads == {7: 19}, "a new subscriber has the load")
+
+
+async def test_loads_of_many_workers_reach_a_subscriber_in_few_frames(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(indexer_svc.ingest, "LOAD_BATCH_S", 1.0)
+    async with AsyncExitStack() as stack:
+        mesh = await stack.enter_async_context(running())
+        publishers = [Publisher(n) for n in range(1, 21)]
+        for publisher in publishers:
+            await stack.enter_async_context(publisher.connected(mesh))
+        replica = await stack.enter_async_context(following(Replica(), mesh))
+        await until(lambda: replica.is_caught_up, "caught up")
+        before = replica.taken
+        for publisher in publishers:
+            publisher.send(loads=[load_pb2.Load(running=publisher.source.worker_id)])
+        await until(lambda: len(replica.loads) == 20, "all loads arrive")
+        assert replica.taken - before <= 5
+
+
+async def test_the_load_of_a_publisher_is_dropped_with_its_stream() -> None:
+    async with running() as mesh:
+        async with Publisher(7).connected(mesh) as publisher:
+            publisher.send(loads=[load_pb2.Load(running=1)])
+            await until(lambda: publisher.source in mesh.app.ingest.loads, "it is received")
+        await until(lambda: mesh.state(publisher.source) == "stale", "its stream has ended")
+        assert mesh.app.ingest.loads == {}
+        async with following(Replica(), mesh) as replica:
+            await until(lambda: replica.is_caught_up, "caught up")
+            assert replica.loads == {}
 
 
 async def test_a_subscriber_of_one_partition_receives_no_other() -> None:

@@ -220,6 +220,8 @@ class Mesh:
         event_format = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
         self.feed = SourceFeed(SOURCE, Normalizer(event_format, hasher_factory))
         self.steps = 0
+        self.samples = 0
+        self.is_idle = False
         self.publisher = Publisher(
             WORKER,
             Partition("m", BLOCK, 1),
@@ -233,7 +235,8 @@ class Mesh:
         self._last = 0
 
     def _loads(self) -> Sequence[Load]:
-        self.steps += 1
+        self.samples += 1
+        self.steps += not self.is_idle
         return (Load(engine_step=self.steps),)
 
     async def indexer(self, **fields: Any) -> FakeIndexer:
@@ -640,7 +643,7 @@ async def test_events_that_cannot_be_applied_do_not_affect_the_engine() -> None:
 
 @pytest.mark.row("S1-03")
 @pytest.mark.slow
-async def test_load_is_reported_ten_times_a_second_to_every_indexer() -> None:
+async def test_a_changing_load_is_reported_ten_times_a_second_to_every_indexer() -> None:
     async with mesh() as m:
         one, other = await m.indexer(), await m.indexer()
         await until(lambda: min(len(i.stream.loads) for i in (one, other)) >= 3, "three reports")
@@ -650,6 +653,28 @@ async def test_load_is_reported_ten_times_a_second_to_every_indexer() -> None:
         began, before = loop.time(), m.steps
         await until(lambda: m.steps >= before + 3, "three more")
         assert 0.15 < loop.time() - began < 3.0
+
+
+@pytest.mark.row("S1-03")
+@pytest.mark.slow
+async def test_an_unchanged_load_is_sent_once_to_each_stream_and_then_as_a_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with mesh() as m:
+        m.is_idle = True
+        indexer = await m.indexer()
+        await until(lambda: m.samples >= 8, "eight samples")
+        assert indexer.stream.loads == [0]
+        other = await m.indexer()
+        await until(lambda: other.stream.loads == [0], "a new stream gets the load at once")
+        monkeypatch.setattr(publish_link, "LOAD_HEARTBEAT_S", 0.3)
+        began, before = asyncio.get_running_loop().time(), m.samples
+        await until(lambda: len(indexer.stream.loads) >= 3, "two heartbeats")
+        assert asyncio.get_running_loop().time() - began >= 0.25
+        assert len(indexer.stream.loads) < m.samples - before
+        m.is_idle = False
+        seen = len(indexer.stream.loads)
+        await until(lambda: len(indexer.stream.loads) >= seen + 2, "changes are sent")
 
 
 async def test_the_stream_to_an_indexer_ends_when_it_leaves_discovery() -> None:

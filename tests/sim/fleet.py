@@ -100,7 +100,7 @@ CLOSING_S = 0.2
 _POLL_S = 0.1
 # Longer than in a real mesh, since half of all events would be reports; short enough to take
 # effect.
-_LOAD_EVERY_S = 0.4
+_LOAD_SAMPLE_S = 0.4
 
 
 class DelayedRegistry(MemoryRegistry):
@@ -499,7 +499,7 @@ class SimWorker:
             NAMESPACE,
             rng=Random(self.id),
             open_call=make_publish_opener(self._net, self.process, kv.garble),
-            load_every_s=_LOAD_EVERY_S,
+            load_sample_s=_LOAD_SAMPLE_S,
         )
         if publishes:
             self.engine.publish_to(publisher)
@@ -841,9 +841,9 @@ class SimRouter:
         self._service.end_sessions()
         await asyncio.sleep(CLOSING_S)
 
-    def _report(self, worker_id: int, dp_rank: int, load: Load, now: float) -> None:
+    def _report(self, worker_id: int, dp_rank: int, load: Load | None, now: float) -> None:
         """Like `RouterApp`."""
-        if self.router.fleet.has(Placement(worker_id, dp_rank)):
+        if load is None or self.router.fleet.has(Placement(worker_id, dp_rank)):
             self.router.load_tracker.report(worker_id, dp_rank, load, now)
 
     @asynccontextmanager

@@ -26,7 +26,7 @@ import structlog
 
 from common.errors import MeshError
 from common.kv.events import Partition, SnapshotChunk, SourcePosition
-from common.kv.load import Load
+from common.kv.load import LOAD_HEARTBEAT_S, Load
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from common.rpc.interceptors import map_rpc_errors
@@ -146,15 +146,20 @@ class Link:
         self._on_shrink = on_shrink
         self._cursors: dict[int, _Cursor] = {}
         self._loads: Sequence[Load] = ()
+        self._reported_loads: Sequence[Load] = ()
+        self._reported_at = 0.0
         self._wakeup = asyncio.Event()
 
     def wake(self) -> None:
         self._wakeup.set()
 
     def report(self, loads: Sequence[Load]) -> None:
-        """Sets the load to send; replaces an unsent one."""
-        self._loads = loads
-        self._wakeup.set()
+        """Sends the load, in place of an unsent one, if it changed or LOAD_HEARTBEAT_S passed."""
+        now = asyncio.get_running_loop().time()
+        if loads != self._reported_loads or now - self._reported_at >= LOAD_HEARTBEAT_S:
+            self._loads = self._reported_loads = loads
+            self._reported_at = now
+            self._wakeup.set()
 
     async def run(self) -> None:
         """Keeps a stream open until cancelled."""
@@ -215,6 +220,7 @@ class Link:
         states: list[SourcePosition] = [feed.event_log.state for feed in publication.feeds.values()]
         self.acked = {}
         self.has_response = False
+        self._reported_loads = ()  # Of this stream.
         # A rank at sequence 0 has no batch that an indexer could miss.
         self._cursors = {
             state.source.dp_rank: _Cursor(

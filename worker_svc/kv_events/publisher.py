@@ -32,7 +32,8 @@ from worker_svc.kv_events.publish_link import (
     log_position,
 )
 
-LOAD_EVERY_S = 0.1
+# Interval of reading the engine's load; a link sends it if it changed.
+LOAD_SAMPLE_S = 0.1
 # After this time without a shrink request, each interval publishes another tenth.
 REGROW_INTERVAL_S = 30.0
 REGROW_DIVISOR = 10
@@ -46,7 +47,7 @@ log = structlog.get_logger()
 class Publisher:
     """Publishes the feeds of one worker's ranks.
 
-    feeds: by rank. loads: returns the load of each rank; called every load_every_s while there are
+    feeds: by rank. loads: returns the load of each rank; called every load_sample_s while there are
     links. open_call: opens a call to an indexer; None uses gRPC.
     counters: streams opened; snapshots and replays (gap repairs) started; batches sealed;
     events_lost; shrunk_blocks, regrown_blocks; unknown_rank (events dropped).
@@ -64,7 +65,7 @@ class Publisher:
         security: rpc.Security = rpc.PLAINTEXT,
         rng: Random | None = None,
         open_call: OpenCall | None = None,
-        load_every_s: float = LOAD_EVERY_S,
+        load_sample_s: float = LOAD_SAMPLE_S,
     ) -> None:
         self.feeds = feeds
         self.counters: Counter[str] = Counter()
@@ -78,7 +79,7 @@ class Publisher:
             self.counters,
         )
         self._loads = loads
-        self._load_every_s = load_every_s
+        self._load_sample_s = load_sample_s
         self._registry = registry
         self._namespace = namespace
         self._links: dict[int, tuple[Link, asyncio.Task[None]]] = {}
@@ -216,7 +217,7 @@ class Publisher:
     async def _report_loads(self) -> None:
         is_failing = False
         while True:
-            await asyncio.sleep(self._load_every_s)
+            await asyncio.sleep(self._load_sample_s)
             if not self._links:
                 continue
             try:

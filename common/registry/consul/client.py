@@ -21,6 +21,7 @@ from common.registry.consul.entries import (
     departure_key,
     parse_listing,
     registration,
+    rivals_filter,
     service_id,
     service_name,
 )
@@ -63,6 +64,13 @@ class ConsulClient:
         """All registered instances now."""
         index, services = await self._consul.health.service(service_name(namespace))
         return parse_listing(namespace, index, services)
+
+    async def list_rivals(self, instance: Instance) -> Listing:
+        """The entry of `instance`, if listed, and those of its model with another card."""
+        index, services = await self._consul.health.service(
+            service_name(instance.namespace), filter_expr=rivals_filter(instance)
+        )
+        return parse_listing(instance.namespace, index, services)
 
     async def wait_for_entries(self, namespace: str, index: int, wait_s: float) -> Listing:
         """Instances once `index` is passed, or after `wait_s` (0: at once); needs no leader."""

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from common.errors import InvalidRequest, Unavailable
-from common.registry.card import ModelCard, decode_card, encode_card
+from common.registry.card import ModelCard, decode_card, encode_card, model_slug
 from common.registry.instances import HEALTH_META_KEY, Instance
 
 CHECK_INTERVAL_S = 1.0
@@ -112,10 +112,22 @@ def _meta(instance: Instance) -> dict[str, str]:
     if len(parts) > META_PARTS_MAX:
         limit = META_PARTS_MAX * META_VALUE_CHARS
         raise InvalidRequest(f"instance too large for Consul: {len(text)}/{limit} bytes", "meta")
-    # The rest is shown on Consul's pages and never read back.
+    # The rest is shown on Consul's pages and never read back; `rivals_filter` uses slug and card.
     shown = {"model": instance.model, "role": instance.role, "stable_name": instance.stable_name}
     readable = {k: v.encode()[:META_VALUE_CHARS].decode(errors="ignore") for k, v in shown.items()}
+    if instance.card_checksum:
+        card = model_slug(instance.card_checksum)
+        readable |= {"slug": model_slug(instance.model), "card": card}
     return readable | {f"json{n:02}": part for n, part in enumerate(parts)}
+
+
+def rivals_filter(instance: Instance) -> str:
+    """A filter for health queries: its own entry, and those of its model with another card."""
+    own = f'Service.ID == "{service_id(instance.namespace, instance.id)}"'
+    if not instance.card_checksum:
+        return own
+    slug, card = model_slug(instance.model), model_slug(instance.card_checksum)
+    return f'{own} or (Service.Meta.slug == "{slug}" and Service.Meta.card != "{card}")'
 
 
 # Any: Consul's JSON.

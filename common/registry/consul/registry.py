@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random, SystemRandom
@@ -17,7 +17,6 @@ from common.namespace import check_namespace
 from common.registry.card import ModelCard, model_slug
 from common.registry.consul.client import ConsulClient
 from common.registry.consul.entries import (
-    Entry,
     Listing,
     card_key,
     departure_key,
@@ -96,10 +95,10 @@ class ConsulRegistry:
         lease = _ConsulLease(self, instance)
         self._leases[instance.id] = lease
         try:
-            listing = await self._retry(partial(self._client.list_entries, instance.namespace))
-            if any(e.instance.id == instance.id for e in listing.entries):
+            rivals = await self._retry(partial(self._client.list_rivals, instance))
+            if any(e.instance.id == instance.id for e in rivals.entries):
                 raise instance_exists_error(instance)
-            await self._raise_if_card_conflicts(listing.entries, instance)
+            await self._raise_if_card_conflicts(rivals, instance)
             await self._sweep_departures(instance.namespace)
         except BaseException:
             self._leases.pop(instance.id, None)
@@ -204,10 +203,9 @@ class ConsulRegistry:
         """Publish, check again once listed. Raises Conflict if an older entry has another card."""
         instance = lease.instance
         self._check_open()
-        listing = await self._retry(partial(self._publish_until_listed, lease))
-        own_order = next(e.order for e in listing.entries if e.instance.id == instance.id)
-        older = [e for e in listing.entries if e.order < own_order]
-        await self._raise_if_card_conflicts(older, instance)
+        rivals = await self._retry(partial(self._publish_until_listed, lease))
+        own_order = next(e.order for e in rivals.entries if e.instance.id == instance.id)
+        await self._raise_if_card_conflicts(rivals, instance, own_order)
         await self._retry(partial(self._publish_model_name, instance))
 
     async def _publish_until_listed(self, lease: _ConsulLease) -> Listing:
@@ -221,20 +219,28 @@ class ConsulRegistry:
         if instance.card_checksum in ("", before.card_checksum) and instance.model == before.model:
             await lease.publish(instance)
             return
-        listing = await self._client.list_entries(instance.namespace)
-        await self._raise_if_card_conflicts(listing.entries, instance)
+        await self._raise_if_card_conflicts(await self._client.list_rivals(instance), instance)
         await lease.publish(instance)
         try:
-            listing = await self._wait_until_listed(instance)
-            await self._raise_if_card_conflicts(listing.entries, instance)
+            await self._raise_if_card_conflicts(await self._wait_until_listed(instance), instance)
             await self._publish_model_name(instance)
         except BaseException:
             await lease.publish(before)
             raise
 
-    async def _raise_if_card_conflicts(self, entries: Sequence[Entry], candidate: Instance) -> None:
-        """Raises Conflict if a living entry serves the candidate's model under another card."""
-        remaining = sorted(entries, key=lambda e: e.order)
+    async def _raise_if_card_conflicts(
+        self, rivals: Listing, candidate: Instance, own_order: tuple[int, int] | None = None
+    ) -> None:
+        """Raises Conflict if a living entry serves the candidate's model under another card.
+
+        rivals: of `list_rivals`; all entries are read only if there are some. own_order: younger
+        entries do not count.
+        """
+        if all(e.instance.id == candidate.id for e in rivals.entries):
+            return
+        listing = await self._client.list_entries(candidate.namespace)
+        counted = (e for e in listing.entries if own_order is None or e.order < own_order)
+        remaining = sorted(counted, key=lambda e: e.order)
         while conflicting := find_card_conflict((e.instance for e in remaining), candidate):
             entry = next(e for e in remaining if e.instance is conflicting)
             if await is_alive(entry):
@@ -242,13 +248,13 @@ class ConsulRegistry:
             remaining.remove(entry)
 
     async def _wait_until_listed(self, instance: Instance) -> Listing:
-        """The first listing that contains `instance`: an agent updates its servers later."""
+        """Its rivals, once `instance` is listed: an agent updates its servers later."""
         deadline = time.monotonic() + LISTED_WITHIN_S
         spacing = SPACING_S
         while True:
-            listing = await self._client.list_entries(instance.namespace)
-            if any(e.instance == instance for e in listing.entries):
-                return listing
+            rivals = await self._client.list_rivals(instance)
+            if any(e.instance == instance for e in rivals.entries):
+                return rivals
             if time.monotonic() > deadline:
                 raise Unavailable(
                     f"Consul does not list instance {instance.id} that its agent accepted", 1.0

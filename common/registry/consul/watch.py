@@ -27,8 +27,10 @@ REPROBE_S = 1.0
 # Long enough for a busy host. A dead process refuses at once, so this delays hung ones only.
 PROBE_TIMEOUT_S = 1.5
 CONCURRENT_PROBES_MAX = 32
-# Pause between queries; the longer one if they bring no change.
+# Pause between queries; the longer one if they bring no change. A listing takes about 50 µs for
+# each entry: while a large fleet starts, queries take a tenth of the time.
 SPACING_S, SPACING_MAX_S = 0.02, 0.5
+SPACING_S_PER_ENTRY = 0.0005
 BACKOFF_S, BACKOFF_MAX_S = 0.05, 1.0
 
 LOG = structlog.get_logger(__name__)
@@ -110,6 +112,7 @@ class NamespaceView:
             elapsed = time.monotonic() - started
             is_idle = elapsed < spacing and not has_changed
             spacing = min(2 * spacing, SPACING_MAX_S) if is_idle else SPACING_S
+            spacing = max(spacing, SPACING_S_PER_ENTRY * len(listing.entries))
             await asyncio.sleep(max(0.0, spacing - elapsed))
 
     async def _apply_if_newer(self, listing: Listing, queried_index: int) -> bool:

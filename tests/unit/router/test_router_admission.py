@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from common.errors import InternalError, InvalidRequest, MeshError, Overloaded, Unavailable
 from common.kv.events import Source
-from common.kv.load import Load
+from common.kv.load import LOAD_MAX_AGE_S, Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import (
@@ -229,7 +229,7 @@ def test_an_expired_load_report_blocks_no_request() -> None:
     bed = Bed()
     bed.router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
     queued(bed.admit("a", 10))
-    bed.now += 0.6
+    bed.now += LOAD_MAX_AGE_S + 0.1
     assert bed.tick() == ["a"]
 
 

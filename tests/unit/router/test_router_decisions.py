@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from common.errors import Conflict, InternalError, InvalidRequest, MeshError, Overloaded
-from common.kv.load import Load
+from common.kv.load import LOAD_MAX_AGE_S, Load
 from common.registry.instances import Instance, Snapshot
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, QueueSettings
@@ -19,7 +19,6 @@ from router_svc.core.decision import Decision
 from router_svc.core.load_tracker import ORPHAN_S
 from router_svc.core.placement import SELECTOR_FAILED
 from router_svc.core.policy import Policy
-from router_svc.core.rank_load import REPORT_MAX_AGE_S
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS, LeastLoadedSelector, Selection, WorkerSelector
 from router_svc.core.sessions import SessionPlacement, SessionRecord, SessionUpdate
@@ -281,7 +280,7 @@ def test_the_periodic_rescan_admits_requests_after_a_load_report_expired(loop: H
     bed = Bed()
     bed.router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=TOO_MUCH), bed.now)
     assert isinstance(bed.submit("a"), QueuedRequest)
-    bed.now += REPORT_MAX_AGE_S + 0.001
+    bed.now += LOAD_MAX_AGE_S + 0.001
     bed.decisions.serve_queue()
     assert list(bed.outcomes) == ["a"]
 

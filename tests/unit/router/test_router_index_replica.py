@@ -106,16 +106,24 @@ class Bed:
     ) -> None:
         self.now = 1000.0
         self.loads: list[tuple[int, int, Load, float]] = []
+        # Sources whose load does not count any more.
+        self.without_load: list[Source] = []
         self.indexers = [Instance(n, "mesh", "indexer", "", f"127.0.0.1:{n}") for n in indexer_ids]
         self.fake = FakeIndexer()
         self.replica = IndexReplica(
             lambda: self.indexers,
-            lambda *report: self.loads.append(report),
+            self._report,
             subscribe=self.fake.subscribe,
             loads_only=loads_only,
             rng=Random(1),
             clock=lambda: self.now,
         )
+
+    def _report(self, worker_id: int, dp_rank: int, load: Load | None, now: float) -> None:
+        if load is None:
+            self.without_load.append(Source(worker_id, dp_rank))
+        else:
+            self.loads.append((worker_id, dp_rank, load, now))
 
     def depth(self, hashes: Hashes, source: Source = ONE) -> int:
         rows = {row.source: row.device_blocks for row in self.replica.match(query(hashes))}
@@ -290,6 +298,19 @@ async def test_loads_go_to_the_load_tracker(bed: Bed) -> None:
     await until(lambda: len(bed.loads) == 1, "the load is reported")
     expected = Load(running=2, waiting=1, waiting_tokens=50, kv_used_blocks=9, kv_total_blocks=99)
     assert bed.loads == [(2, 3, expected, bed.now)]
+
+
+async def test_the_load_of_a_source_ends_with_the_stream_of_its_publisher(bed: Bed) -> None:
+    await bed.feed(status(ONE), status(TWO), load_of(ONE), load_of(TWO))
+    assert bed.without_load == []
+    await bed.feed(status(ONE, "stale"))
+    assert bed.without_load == [ONE]
+
+
+async def test_all_loads_end_with_the_stream_of_the_indexer(bed: Bed) -> None:
+    await bed.feed(status(ONE), status(TWO), load_of(ONE), load_of(TWO))
+    await bed.feed(None)
+    await until(lambda: set(bed.without_load) == {ONE, TWO}, "no load counts")
 
 
 async def test_a_silent_indexer_is_replaced(bed: Bed) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -11,9 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import InvalidRequest, Overloaded
-from common.kv.load import Load
+from common.kv.load import LOAD_MAX_AGE_S, Load
 from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
-from router_svc.core.rank_load import REPORT_MAX_AGE_S
 from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement
 
 W1, W2 = Placement(1, 0), Placement(2, 0)
@@ -297,12 +298,21 @@ def test_the_estimate_is_never_below_the_bookings() -> None:
     assert load_tracker.load(W1, 1.0) == LoadTotals(100, 7, 1)
 
 
+def test_a_dropped_report_leaves_the_bookings() -> None:
+    load_tracker, session = owned()
+    load_tracker.report(1, 0, Load(running=9, waiting_tokens=900, kv_used_blocks=90), 1.0)
+    load_tracker.book(booking(), session, 1.0)
+    load_tracker.report(1, 0, None, 1.0)
+    assert load_tracker.load(W1, 1.0) == LoadTotals(100, 7, 1)
+    assert load_tracker.ranks.report_age_s(W1, 1.0) is None
+
+
 def test_an_old_report_is_ignored() -> None:
     load_tracker, session = owned()
     load_tracker.report(1, 0, Load(running=9, waiting_tokens=900, kv_used_blocks=90), 1.0)
     load_tracker.book(booking(), session, 1.0)
-    assert load_tracker.load(W1, 1.0 + REPORT_MAX_AGE_S).requests == 10
-    assert load_tracker.load(W1, 1.01 + REPORT_MAX_AGE_S) == LoadTotals(100, 7, 1)
+    assert load_tracker.load(W1, 1.0 + LOAD_MAX_AGE_S).requests == 10
+    assert load_tracker.load(W1, 1.01 + LOAD_MAX_AGE_S) == LoadTotals(100, 7, 1)
     assert load_tracker.ranks.report_age_s(W1, 2.0) == 1.0
     assert load_tracker.ranks.report_age_s(W2, 2.0) is None
 
@@ -441,3 +451,14 @@ class LoadTrackerMachine(RuleBasedStateMachine):
 
 TestLoadTrackerMachine = pytest.mark.slow(LoadTrackerMachine.TestCase)
 TestLoadTrackerMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_scrape_in_another_thread_counts_stale_reports_while_ranks_are_added() -> None:
+    ranks = LoadTracker().ranks
+    for worker_id in range(2000):
+        ranks.report(Placement(worker_id, 0), Load(), 0.0)
+    with ThreadPoolExecutor() as pool:
+        scrapes = pool.submit(lambda: [ranks.stale_report_count(100.0) for _ in range(100)])
+        for worker_id in takewhile(lambda _: not scrapes.done(), range(2000, 100_000)):
+            ranks.report(Placement(worker_id, 0), Load(), 0.0)
+        assert min(scrapes.result()) >= 2000

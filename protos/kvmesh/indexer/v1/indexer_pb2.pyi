@@ -133,7 +133,7 @@ class PublishRequest(_message.Message):
 
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[_load_pb2.Load]:
-        """Load, every 100 ms."""
+        """Load: within 100 ms after a change, and every 2 s without one."""
 
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceState]:
