@@ -11,14 +11,17 @@ import pytest
 from tests.e2e.mesh import Mesh, Oracle, wait_for
 
 PREFILL_TOKENS_PER_S = 1000
-STEPS_S = (0.1, 2.0, 3.3, 5.0)
+STEPS_S = (0.1, 2.0, 5.0, 20.0)
 
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     """One worker: a second one would hide a refusal."""
     folder = tmp_path_factory.mktemp("mesh")
-    flags = [f"--prefill-tokens-per-s={PREFILL_TOKENS_PER_S}"]
+    flags = [
+        f"--prefill-tokens-per-s={PREFILL_TOKENS_PER_S}",
+        f"--max-num-batched-tokens={round(STEPS_S[-1] * PREFILL_TOKENS_PER_S)}",
+    ]
     with Mesh(folder, workers=1, worker_flags=flags) as mesh:
         yield mesh
 

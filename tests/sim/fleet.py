@@ -7,6 +7,7 @@ same way.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publisher import Publisher
 from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.runner import Runner
+from worker_svc.serving.step_limit import StepLimits, StepLimitSettings
 
 NAMESPACE = "sim"
 MODEL = "kvmesh-sim"
@@ -446,6 +448,8 @@ class SimWorker:
         """Starts the engine, serves, and registers."""
         config = await self.engine.start(self.id)
         self.local_prefill = config.local_prefill
+        tokens_max = config.max_num_batched_tokens or math.inf
+        self.runner.step_limits = StepLimits(StepLimitSettings(tokens_max=tokens_max))
         if self._kv is not None:
             self.publisher = self._build_publisher(config, self._kv)
             self.process.spawn(self.publisher.run())

@@ -1,15 +1,15 @@
 """The longest plausible duration of an engine's step, measured from the steps so far. Pure.
 
-    expected_s = longest_s + token_s * tokens * max(1, tokens / measured_tokens)
+    expected_s = base_s + token_s * tokens * max(1, tokens / measured_tokens)
     limit_s = min(max(FACTOR * expected_s, min_s), max_s)
 
-longest_s: the longest recent step; it halves every HALF_LIFE_S of computation. tokens: prompt
-tokens that the step in progress can compute. token_s: seconds per prompt token of the last step
-with many of them; measured_tokens: the most tokens of any step. Attention makes a longer prompt
-more than proportionally slow. Without a measured step (graph capture, compilation) the limit is
-max_s.
+tokens: prompt tokens that the step in progress can compute. token_s: seconds per prompt token in
+steps with many of them. measured_tokens: the most tokens of a step so far; attention makes longer
+prompts more than proportionally slow. base_s: the rest of a step. Both are the largest recent
+values: they halve with every HALF_LIFE_S of steps that measure them. Without a measured step (graph
+capture, compilation) the limit is max_s.
 
-A rank is observed about every TICK_S. Durations are rounded up by as much, so several fast steps
+A rank is observed about every TICK_S, so durations are multiples of it, and several fast steps
 count as one.
 """
 
@@ -47,17 +47,17 @@ class _Rank:
         # Of the step in progress: its duration so far, and the prompt tokens it can compute.
         self._elapsed_s = 0.0
         self._tokens = 0.0
-        self._longest_s: float | None = None
+        self._base_s: float | None = None
         self._token_s = 0.0
         self._measured_tokens = 0
 
     @property
     def expected_s(self) -> float:
         """Infinite if unknown."""
-        if self._longest_s is None or (self._tokens and not self._measured_tokens):
+        if self._base_s is None or (self._tokens and not self._measured_tokens):
             return math.inf
         growth = max(1.0, self._tokens / max(self._measured_tokens, 1))
-        return self._longest_s + self._token_s * self._tokens * growth
+        return self._base_s + self._token_s * self._tokens * growth
 
     def observe(self, load: Load, computed_tokens: int, tokens: float, now: float) -> None:
         """computed_tokens: prompt tokens since start. tokens: prompt tokens of the next step."""
@@ -68,18 +68,20 @@ class _Rank:
         is_busy = load.running > 0 or tokens > 0
         # Work that ended without a step was aborted: the step takes at least this long.
         if last is not None and (has_stepped or (self._is_busy and not is_busy)):
-            self._measure(self._elapsed_s + TICK_S, computed_tokens - last[1])
+            self._measure(self._elapsed_s, computed_tokens - last[1])
         # A step contains only prompts that were submitted before it began.
         if has_stepped or not self._is_busy:
             self._elapsed_s, self._tokens = 0.0, tokens
         self._is_busy = is_busy
 
     def _measure(self, duration_s: float, tokens: int) -> None:
-        decayed_s = (self._longest_s or 0.0) * 0.5 ** (duration_s / HALF_LIFE_S)
-        self._longest_s = max(duration_s, decayed_s)
+        decay = 0.5 ** (duration_s / HALF_LIFE_S)
         if tokens > 0 and 2 * tokens >= self._measured_tokens:
-            self._token_s = duration_s / tokens
+            self._token_s = max(duration_s / tokens, decay * self._token_s)
             self._measured_tokens = max(tokens, self._measured_tokens)
+        if self._base_s is None:
+            self._base_s = duration_s
+        self._base_s = max(duration_s - self._token_s * tokens, decay * self._base_s)
 
 
 class StepLimits:

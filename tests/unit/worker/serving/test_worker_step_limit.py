@@ -52,7 +52,7 @@ class Engine:
         for _ in range(round(duration_s / TICK_S) - 1):
             self.observe(tokens + cached_tokens, running=1)
         self._steps, self._computed = self._steps + 1, self._computed + tokens
-        self.observe(running=1)
+        self.observe()
         return limit_s
 
     def rest(self, duration_s: float = 1.0) -> None:
@@ -74,7 +74,7 @@ def test_an_engine_with_short_steps_has_the_smallest_limit() -> None:
 
 
 @pytest.mark.parametrize("step_s", [2.0, 5.0, 15.0])
-def test_the_limit_is_a_multiple_of_the_longest_recent_step(step_s: float) -> None:
+def test_without_prompts_the_limit_is_a_multiple_of_the_longest_recent_step(step_s: float) -> None:
     engine = Engine()
     engine.step(step_s)
     assert engine.limit_s == pytest.approx(FACTOR * step_s, rel=0.15)
@@ -114,6 +114,17 @@ def test_a_cached_prompt_does_not_hide_the_duration_of_a_computed_one() -> None:
     assert engine.limit_s < 3.0
     engine.rest()
     assert engine.begin(3000) > 3.0
+
+
+def test_long_prompts_do_not_extend_the_limit_of_steps_without_them() -> None:
+    engine = Engine()
+    engine.step(0.1)
+    for _ in range(3):
+        engine.step(10.0, tokens=4000)
+    assert engine.begin(4000) > 20.0
+    for _ in range(3):
+        engine.step(0.1)
+    assert engine.limit_s == MIN_S
 
 
 def test_prompts_submitted_during_a_step_do_not_extend_its_limit() -> None:
