@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -121,7 +121,13 @@ class Runner:
 
     def loads(self) -> Sequence[Load]:
         """Returns the load of each rank, with its step limit."""
-        return self.step_limits.add_to(self.engine.loads())
+        loads = self.engine.loads()
+        if len(loads) == 1 and self._pending_tokens and self._role == "aggregated":
+            (load,) = loads
+            # SGLang reports a request that found it idle only after its first step.
+            if not load.running + load.waiting:
+                loads = [replace(load, running=1)]
+        return self.step_limits.add_to(loads)
 
     def admit(self, leg_request: LegRequest) -> int:
         """Admits a request and returns its key for `run`. Raises MeshError if it is rejected."""
