@@ -418,7 +418,7 @@ class SimWorker:
         if kv is not None:
             network = HandoffNetwork(net, self.process, kv.refused, Random(rng.random()))
         self.engine = parts.engine(config, model=model, network=network)
-        self.runner = parts.runner(self.engine, max_requests=requests_max)
+        self.runner = parts.runner(self.engine, max_requests=requests_max, role=self.role)
         self.runner.admitted = lambda: admitted(self)
         self.attach = AttachServer(self.id, self.runner)
         self.discovery = discovery
