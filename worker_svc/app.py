@@ -92,7 +92,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         self.runner.step_limits = StepLimits(
             StepLimitSettings(
                 config.step_limit_s,
-                max(config.step_limit_s, config.step_limit_max_s),
+                config.step_limit_max_s,
                 engine_config.max_num_batched_tokens or math.inf,
             )
         )

@@ -105,6 +105,8 @@ class WorkerConfig(ServiceConfig):
             found.append("role: the echo engine only supports aggregated")
         if self.engine == "sim" and self.max_num_seqs > self.max_num_batched_tokens:
             found.append("max_num_seqs: must be at most --max-num-batched-tokens")
+        if self.step_limit_max_s < self.step_limit_s:
+            found.append("step_limit_max_s: must be at least --step-limit-s")
         if self.loras and self.engine != "sim":
             found.append(f"loras: the {self.engine} engine has no such setting")
         if self.engine == "sglang":

@@ -66,8 +66,10 @@ class _Rank:
         self._observed_at = now
         has_stepped = last is not None and last != self._progress
         is_busy = load.running > 0 or tokens > 0
-        # Work that ended without a step was aborted: the step takes at least this long.
-        if last is not None and (has_stepped or (self._is_busy and not is_busy)):
+        # Work that ended late and without a step was aborted: the step takes at least this long.
+        is_late = self._elapsed_s >= FACTOR * self.expected_s
+        is_aborted = self._is_busy and not is_busy and is_late
+        if last is not None and (has_stepped or is_aborted):
             self._measure(self._elapsed_s, computed_tokens - last[1])
         # A step contains only prompts that were submitted before it began.
         if has_stepped or not self._is_busy:

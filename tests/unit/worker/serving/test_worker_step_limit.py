@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from common.kv.load import Load
+from worker_svc.config import WorkerConfig
 from worker_svc.serving.step_limit import (
     FACTOR,
     HALF_LIFE_S,
@@ -158,6 +159,19 @@ def test_after_aborted_work_the_limit_grows_until_a_long_step_fits() -> None:
     assert limits[-1] > 20.0
 
 
+def test_work_aborted_before_the_limit_is_no_step() -> None:
+    """For example a probe of a hung engine, or a client that disconnects."""
+    engine = Engine()
+    engine.step(5.0)
+    before_s = engine.limit_s
+    for _ in range(10):
+        engine.begin(1)
+        for _ in range(round(before_s / 2 / TICK_S)):
+            engine.observe(1, running=1)
+        engine.rest()
+    assert engine.limit_s == before_s
+
+
 def test_each_rank_has_its_own_limit() -> None:
     limits = StepLimits(StepLimitSettings(MIN_S, MAX_S))
     for tick in range(100):
@@ -165,3 +179,8 @@ def test_each_rank_has_its_own_limit() -> None:
         limits.observe(rows, 0, 0, tick * TICK_S)
     assert [load.step_limit_ms for load in limits.add_to(rows)] == [2000, 60_000]
     assert limits.measured_s == MIN_S
+
+
+def test_the_largest_limit_is_at_least_the_smallest() -> None:
+    problems = WorkerConfig(step_limit_s=5.0, step_limit_max_s=4.0).problems()
+    assert problems == ["step_limit_max_s: must be at least --step-limit-s"]
