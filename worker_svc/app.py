@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.probe import EngineProbe
 from worker_svc.serving.runner import Runner
 from worker_svc.serving.service import EngineServicer
+from worker_svc.serving.step_limit import StepLimits, StepLimitSettings
 from worker_svc.tracing import GenerateSpans
 
 SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
@@ -87,6 +89,13 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             build_card, resolve_model_dir(config), engine_config, config.serve
         )
         self.runner.model, self.runner.card_checksum = self._card.name, self._card.checksum
+        self.runner.step_limits = StepLimits(
+            StepLimitSettings(
+                config.step_limit_s,
+                config.step_limit_max_s,
+                engine_config.max_num_batched_tokens or math.inf,
+            )
+        )
         # After the card: it is the same on workers with and without KV events.
         engine_config = self._resolve_kv_index(engine_config)
         self.publisher = self._build_publisher(engine_config, self._card)

@@ -71,8 +71,14 @@ class WorkerConfig(ServiceConfig):
     canary_idle_s: NonNegativeFloat = 30.0
     """Idle seconds of the engine before a probe. 0: no probes, for engines without them."""
     canary_timeout_s: Annotated[float, Field(ge=0.1)] = 10.0
-    """Seconds until a probe without an answer sets health to NOT_SERVING. Must exceed the longest
-    step."""
+    """Seconds until a probe without an answer sets health to NOT_SERVING. At least the step limit
+    that the worker has measured."""
+    step_limit_s: Annotated[float, Field(ge=0.5)] = 2.0
+    """Seconds without a step after which a frontend moves the requests of an engine whose steps are
+    short. For longer steps the worker measures the limit; docs/operations.md has the formula."""
+    step_limit_max_s: Annotated[float, Field(ge=0.5)] = 60.0
+    """Largest step limit in seconds, also that of the first step of an engine. Must exceed the
+    longest step, graph capture and compilation included."""
     metrics_port: Port | None = None
     """Port for Prometheus metrics over HTTP (0: any). Unset: no metrics server."""
     taints: Names = ()
@@ -99,6 +105,8 @@ class WorkerConfig(ServiceConfig):
             found.append("role: the echo engine only supports aggregated")
         if self.engine == "sim" and self.max_num_seqs > self.max_num_batched_tokens:
             found.append("max_num_seqs: must be at most --max-num-batched-tokens")
+        if self.step_limit_max_s < self.step_limit_s:
+            found.append("step_limit_max_s: must be at least --step-limit-s")
         if self.loras and self.engine != "sim":
             found.append(f"loras: the {self.engine} engine has no such setting")
         if self.engine == "sglang":

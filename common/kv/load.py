@@ -22,3 +22,5 @@ class Load:
     kv_total_blocks: int | None = None
     dp_rank: int = 0
     rooms_open: int = 0
+    prefill_tokens: int = 0
+    step_limit_ms: int = 0

@@ -21,13 +21,14 @@ from frontend_svc.core.peers.circuit_breaker import CircuitBreaker
 from frontend_svc.core.peers.stall_clock import never_stalled
 from frontend_svc.peers.attach_transport import Dialer
 from frontend_svc.peers.worker_connection import (
-    PROBE_TIMEOUT_S,
     TICK_S,
     ProbeResult,
     WorkerConnection,
 )
 
 DIALS_PER_S_MAX = 50
+# Time that a worker has beyond a heartbeat interval to show that it is back.
+REPLY_TIMEOUT_S = 1.0
 
 log = structlog.get_logger()
 
@@ -154,14 +155,14 @@ class EngineClient:
         connection = self._connection(worker_id, address)
         if worker_id in self._hung_workers:
             # Without requests the engine makes no step, so its heartbeats prove nothing.
-            if await connection.probe(PROBE_TIMEOUT_S) is ProbeResult.ANSWERED:
+            if await connection.probe() is ProbeResult.ANSWERED:
                 self.progressed(worker_id)
             is_healthy = worker_id not in self._hung_workers
             self._breaker.record_probe(worker_id, is_healthy, self._loop.time())
             return
         connection.received.clear()
         # On an open stream the next heartbeat is due within HEARTBEAT_S.
-        timeout_s = PROBE_TIMEOUT_S + HEARTBEAT_S
+        timeout_s = REPLY_TIMEOUT_S + HEARTBEAT_S
         received = await connection.wait_for_event(connection.received, timeout_s)
         is_healthy = received and not connection.is_closed and worker_id not in self._hung_workers
         self._breaker.record_probe(worker_id, is_healthy, self._loop.time())

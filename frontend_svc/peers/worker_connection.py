@@ -24,14 +24,12 @@ from common.request.token_stream import (
     Terminal,
 )
 from common.runtime.tasks import TaskGroup
-from frontend_svc.core.peers.rank_watch import EngineProgress, EngineWatch
+from frontend_svc.core.peers.rank_watch import EngineProgress, EngineWatch, step_limit_s
 from frontend_svc.core.peers.stall_clock import never_stalled
 from frontend_svc.peers.attach_transport import Dialer, Transport
 
 IDLE_TIMEOUT_S = 60.0
 TICK_S = 0.1
-# Time a probed worker has to respond.
-PROBE_TIMEOUT_S = 1.0
 # A shorter timer could expire within the same loop time again and again.
 _TIMER_MIN_S = 0.001
 # Ends of a stream that do not mean that its worker failed.
@@ -171,9 +169,10 @@ class WorkerConnection:
             message = f"worker {worker_id} was lost: {message}"
             self.link.close(WorkerLost(message, retryable=True, reason=reason))
 
-    async def probe(self, timeout_s: float) -> ProbeResult:
-        """Sends a probe, which the engine computes ahead of its queue; returns its outcome."""
-        sink = _ProbeSink()
+    async def probe(self) -> ProbeResult:
+        """Sends a probe, which the engine computes ahead of its queue; returns its outcome. It may
+        take half of the step limit, as its step is short."""
+        sink, timeout_s = _ProbeSink(), step_limit_s(self.link.loads) / 2
         try:
             # The deadline of the probe would end it with an error: it must come after the timeout.
             slot = self.submit(
@@ -235,8 +234,8 @@ class WorkerConnection:
 
     async def _probe_stalled_engine(self) -> None:
         """Decides whether a stalled engine hangs: its requests may all wait for KV."""
-        result = await self.probe(PROBE_TIMEOUT_S)
-        # An engine that runs a request by now has HANG_TIMEOUT_S for it.
+        result = await self.probe()
+        # An engine that runs a request by now has the step limit for it.
         if result is ProbeResult.SILENT and not any(load.running for load in self.link.loads):
             self._declare_hung()
 

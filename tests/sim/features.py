@@ -22,7 +22,7 @@ from tests.sim.fleet import TEMPORARY_MODEL
 from tests.sim.net import WINDOW_BYTES
 from tests.sim.scenario import SHORT_RECOVERY_MAX_S, Scenario
 
-# A prompt takes so long to compute that other requests wait, and a step less than a hang.
+# A prompt takes so long to compute that other requests wait.
 SLOW_TOKEN_S = 1e-3
 STEP_TOKENS = 600
 # Prompts that take many such steps are truncated.
@@ -45,6 +45,7 @@ def with_features(scenario: Scenario, rng: Random) -> Scenario:
         (0.04, _temporary_model),
         (0.1, _all_workers_killed),
         (0.2, _slow_subscribers),
+        (0.1, _long_steps),
     )
     for chance, feature in chances:
         if rng.random() < chance:
@@ -233,6 +234,19 @@ def _slow_subscribers(scenario: Scenario, rng: Random) -> Scenario:
     )
     scenario = replace(scenario, subscriber_bytes=subscriber_limit, window_bytes=window)
     return _with_faults(scenario, rng, FaultKind.SUBSCRIBER_SLOW, rng.randrange(1, 4))
+
+
+def _long_steps(scenario: Scenario, rng: Random) -> Scenario:
+    """Steps of several seconds, which must not count as a hang."""
+    client_specs = tuple(
+        replace(spec, prompt=spec.prompt[:PROMPT_MAX]) for spec in scenario.client_specs
+    )
+    return replace(
+        scenario,
+        prefill_token_s=rng.choice((2e-3, 5e-3)),
+        batched_tokens=rng.choice((600, 8192)),
+        client_specs=client_specs,
+    )
 
 
 def _with_faults(scenario: Scenario, rng: Random, kind: FaultKind, count: int) -> Scenario:

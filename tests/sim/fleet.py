@@ -7,6 +7,7 @@ same way.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publisher import Publisher
 from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.runner import Runner
+from worker_svc.serving.step_limit import StepLimits, StepLimitSettings
 
 NAMESPACE = "sim"
 MODEL = "kvmesh-sim"
@@ -416,7 +418,7 @@ class SimWorker:
         if kv is not None:
             network = HandoffNetwork(net, self.process, kv.refused, Random(rng.random()))
         self.engine = parts.engine(config, model=model, network=network)
-        self.runner = parts.runner(self.engine, max_requests=requests_max)
+        self.runner = parts.runner(self.engine, max_requests=requests_max, role=self.role)
         self.runner.admitted = lambda: admitted(self)
         self.attach = AttachServer(self.id, self.runner)
         self.discovery = discovery
@@ -446,6 +448,8 @@ class SimWorker:
         """Starts the engine, serves, and registers."""
         config = await self.engine.start(self.id)
         self.local_prefill = config.local_prefill
+        tokens_max = config.max_num_batched_tokens or math.inf
+        self.runner.step_limits = StepLimits(StepLimitSettings(tokens_max=tokens_max))
         if self._kv is not None:
             self.publisher = self._build_publisher(config, self._kv)
             self.process.spawn(self.publisher.run())

@@ -35,7 +35,7 @@ class Scenario:
 
     With indexers there is a KV plane. workers: number of aggregated ones. prefills: handoff mode of
     each prefill worker. gb_per_s, chunk_pages, local_prefill: see `SimHandoffConfig`.
-    prefill_token_s: see `Timing`; with batched_tokens, a step must take less than a hang.
+    prefill_token_s: see `Timing`.
     budget_bytes, subscriber_bytes: of each indexer, see its config; 0: no limit.
 
     choices: how the routers track caches, in turn. kv_index_modes, adapters: how the caches of

@@ -144,3 +144,27 @@ def test_a_briefly_excluded_worker_is_awaited_after_all_others_were_tried() -> N
     )
     assert report.counts["requests retried"] >= 4
     assert report.counts["requests failed"] == 0
+
+
+@pytest.mark.parametrize("step_s", [0.1, 2.0, 5.0, 20.0])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_engines_with_long_steps_get_no_retries(phase: str, step_s: float) -> None:
+    """Formerly an engine without a step for two seconds was considered hung."""
+    specs = tuple(
+        ClientSpec(
+            number,
+            number * step_s,
+            tuple(1000 * number + place for place in range(1000)),
+            StopConditions(max_tokens=3, ignore_eos=True),
+            deadline_s=600.0,
+        )
+        for number in range(8)
+    )
+    scenario = Scenario(seed=3, client_specs=specs)
+    if phase == "prefill":
+        report = run_scenario(replace(scenario, prefill_token_s=step_s / 1000))
+    else:
+        report = run_scenario(replace(scenario, step_s=step_s))
+    # Responses that take minutes exceed the limits of these two rules.
+    assert {one.rule for one in report.violations} <= {"bounded", "recovered"}, str(report)
+    assert report.counts["requests retried"] == 0

@@ -14,9 +14,8 @@ from common.request.token_stream import RequestFrame, ResponseFrame, StartSlot, 
 from common.runtime.tasks import TaskGroup
 from worker_svc.engines.contract import LLMEngineOutput
 from worker_svc.serving.runner import Runner
+from worker_svc.serving.step_limit import TICK_S
 
-# Interval of deadline and heartbeat checks.
-TICK_S = 0.1
 # Time for the current write to finish before a failed stream closes.
 FINAL_WRITE_TIMEOUT_S = 0.1
 
@@ -146,13 +145,13 @@ class AttachStream:
 
     async def _write_frames(self) -> None:
         """Writes frames, each built after the previous write, so a slow link batches."""
-        engine, link = self._runner.engine, self.link
+        link = self.link
         while True:
             await self._wake.wait()
             self._wake.clear()
             if self._close_error is not None:
                 raise self._close_error
-            while (frame := link.next_frame(self._loop.time(), engine.loads)) is not None:
+            while (frame := link.next_frame(self._loop.time(), self._runner.loads)) is not None:
                 await self._write(frame)
             if self._is_ending and not self.link.open_slots:
                 raise _StreamClosed
@@ -160,6 +159,7 @@ class AttachStream:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self._runner.observe_steps(self._loop.time())
             link_error, overdue_stops = self.link.tick(self._loop.time())
             if link_error is not None:
                 await self._close_with(link_error)

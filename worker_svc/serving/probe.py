@@ -58,7 +58,8 @@ class EngineProbe:
 
     set_serving: called with False when the engine stops responding, with True when it responds
     again. spawn: owns the probe tasks, including hung ones. idle_s: idle time before a probe.
-    timeout_s: limit of one probe. Counts `canaries` and `canaries_failed` in the runner's counters.
+    timeout_s: limit of one probe, or the measured step limit if that is larger. Counts `canaries`
+    and `canaries_failed` in the runner's counters.
     """
 
     runner: Runner
@@ -124,9 +125,10 @@ class EngineProbe:
             return f"{len(self._hung_probes)} earlier probes have not ended"
         name = f"probe-{self.runner.counters['canaries']}"
         started_at = asyncio.get_running_loop().time()
+        timeout_s = max(self.timeout_s, self.runner.step_limits.measured_s)
         task = self.spawn(self._send_probe(name), name=name, essential=False)
         try:
-            await asyncio.wait([task], timeout=self.timeout_s)
+            await asyncio.wait([task], timeout=timeout_s)
         finally:
             # Not awaited: a task that ignores the cancellation must not block the probe loop.
             task.cancel()
@@ -134,7 +136,7 @@ class EngineProbe:
             self._hung_probes.append(task)
             if self.runner.last_output_at > started_at:
                 return ""  # The engine responds to requests.
-            return f"no response within {self.timeout_s:g} s"
+            return f"no response within {timeout_s:g} s"
         if task.cancelled():  # by the engine, else it would not be done yet
             return "the engine cancelled the task that reads its stream"
         return task.result()

@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -29,6 +29,7 @@ from common.errors import (
     UnknownModel,
     Unsupported,
 )
+from common.kv.load import Load
 from common.request.token_stream import LegRequest
 from worker_svc.engines.contract import (
     CountingEngine,
@@ -41,6 +42,7 @@ from worker_svc.engines.contract import (
     chunk,
     validate_stream,
 )
+from worker_svc.serving.step_limit import StepLimits, StepLimitSettings
 from worker_svc.tracing import GenerateSpan, GenerateSpans
 
 # Time for an engine to end a stopped request before its generator is closed.
@@ -57,6 +59,8 @@ log = structlog.get_logger()
 class _ActiveRequest:
     leg_request: LegRequest
     ctx: GenerateContext
+    # Prompt tokens to compute before the first output.
+    pending_tokens: int
     stop_timeout: asyncio.Timeout | None = None
     # Waits for the first token, then calls the engine's `abort`.
     abort_task: asyncio.Task[None] | None = None
@@ -69,7 +73,7 @@ class Runner:
     max_requests: limit of concurrent requests; more are rejected.
     role: of the engine; used for legs that do not name their phase.
     last_output_at: loop time of the engine's last output; -inf before the first. Cancelled and
-    failed ends do not count.
+    failed ends do not count. step_limits: see `observe_steps`.
     """
 
     def __init__(
@@ -88,10 +92,13 @@ class Runner:
         self.is_draining = False
         self.spans: GenerateSpans | None = None
         self.last_output_at = -math.inf
+        self.step_limits = StepLimits(StepLimitSettings())
         self._max_requests = max_requests
         self._role = role
         self._active_requests: dict[int, _ActiveRequest] = {}
         self._last_key = 0
+        # Of the prompts without output, and of all others.
+        self._pending_tokens = self._started_tokens = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -106,6 +113,22 @@ class Runner:
     def open_requests(self) -> int:
         return len(self._active_requests)
 
+    def observe_steps(self, now: float) -> None:
+        """Measures the engine's steps; called every `step_limit.TICK_S` by each Attach stream."""
+        self.step_limits.observe(
+            self.engine.loads(), self._started_tokens, self._pending_tokens, now
+        )
+
+    def loads(self) -> Sequence[Load]:
+        """Returns the load of each rank, with its step limit."""
+        loads = self.engine.loads()
+        if len(loads) == 1 and self._pending_tokens and self._role == "aggregated":
+            (load,) = loads
+            # SGLang reports a request that found it idle only after its first step.
+            if not load.running + load.waiting:
+                loads = [replace(load, running=1)]
+        return self.step_limits.add_to(loads)
+
     def admit(self, leg_request: LegRequest) -> int:
         """Admits a request and returns its key for `run`. Raises MeshError if it is rejected."""
         try:
@@ -114,14 +137,21 @@ class Runner:
             self.counters["rejected"] += 1
             raise
         self._last_key += 1
+        request, is_decode = leg_request.request, (leg_request.phase or self._role) == "decode"
+        is_remote = request is not None and bool(request.bootstrap_info or request.prefill_result)
+        # Of a remote prompt the KV comes from a prefill worker.
+        pending_tokens = 0
+        if request is not None and not (is_decode and is_remote):
+            pending_tokens = len(request.token_ids)
+        self._pending_tokens += pending_tokens
         ctx = GenerateContext(
             EngineContext(leg_request.request_id),
-            asyncio.Event() if (leg_request.phase or self._role) == "decode" else None,
+            asyncio.Event() if is_decode else None,
             traceparent=leg_request.traceparent,
             priority=leg_request.priority,
             tenant=leg_request.tenant,
         )
-        self._active_requests[self._last_key] = _ActiveRequest(leg_request, ctx)
+        self._active_requests[self._last_key] = _ActiveRequest(leg_request, ctx, pending_tokens)
         self.counters["accepted"] += 1
         self._idle.clear()
         return self._last_key
@@ -210,6 +240,8 @@ class Runner:
                     self.last_output_at = now()
                 if output.token_ids:
                     active_request.ctx.notify_first_token()
+                    self._started_tokens += active_request.pending_tokens
+                    self._drop_pending(active_request)
                 if output.finish_reason is None:
                     emit(output)
                 else:
@@ -282,11 +314,16 @@ class Runner:
 
     def _finish(self, key: int, outcome: str) -> None:
         active_request = self._active_requests.pop(key)
+        self._drop_pending(active_request)
         if active_request.abort_task is not None:
             active_request.abort_task.cancel()
         self.counters[outcome] += 1
         if not self._active_requests:
             self._idle.set()
+
+    def _drop_pending(self, active_request: _ActiveRequest) -> None:
+        self._pending_tokens -= active_request.pending_tokens
+        active_request.pending_tokens = 0
 
     def _start_stop_grace(self, stop_timeout: asyncio.Timeout) -> None:
         stop_timeout.reschedule(asyncio.get_running_loop().time() + STOP_GRACE_S)

@@ -196,7 +196,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self, request: engine_pb2.GetLoadRequest, context: Context
     ) -> engine_pb2.GetLoadResponse:
         return engine_pb2.GetLoadResponse(
-            loads=[load_to_proto(load) for load in self.runner.engine.loads()],
+            loads=[load_to_proto(load) for load in self.runner.loads()],
             open_slots=self.runner.open_requests,
         )
 

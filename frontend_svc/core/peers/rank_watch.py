@@ -7,8 +7,8 @@ from enum import IntEnum
 
 from common.kv.load import Load
 
-# How long an engine may make no step with work before its requests go elsewhere.
-HANG_TIMEOUT_S = 2.0
+# The step limit of a worker that reports none.
+DEFAULT_STEP_LIMIT_S = 2.0
 # A heartbeat that a busy frontend reads late shortens the interval to the next one. Without this
 # tolerance the verdict would wait for one more heartbeat, a second.
 HEARTBEAT_JITTER_S = 0.2
@@ -25,12 +25,18 @@ class EngineProgress(IntEnum):
     HUNG = 3
 
 
+def step_limit_s(loads: Sequence[Load]) -> float:
+    """Returns how long an engine may make no step with work before its requests go elsewhere."""
+    limit_ms = max((load.step_limit_ms for load in loads), default=0)
+    return limit_ms / 1000 or DEFAULT_STEP_LIMIT_S
+
+
 class _RankWatch:
-    """A rank is late if it makes no step for HANG_TIMEOUT_S while its work is of one kind."""
+    """A rank is late if it makes no step for its limit while its work is of one kind."""
 
     def __init__(self) -> None:
         self._last_step: int | None = None
-        # What the rank has come to once `_since` is HANG_TIMEOUT_S ago.
+        # What the rank has come to once `_since` is a step limit ago.
         self._without_step = EngineProgress.UNKNOWN
         self._since = 0.0
 
@@ -45,7 +51,7 @@ class _RankWatch:
             self._without_step, self._since = without_step, now
         if last_step is not None and load.engine_step != last_step:
             return EngineProgress.STEPPED
-        is_late = now - self._since >= HANG_TIMEOUT_S - HEARTBEAT_JITTER_S
+        is_late = now - self._since >= step_limit_s((load,)) - HEARTBEAT_JITTER_S
         return without_step if is_late else EngineProgress.UNKNOWN
 
 

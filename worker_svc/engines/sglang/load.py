@@ -52,6 +52,7 @@ def to_load(snapshot: LoadSnapshot, block_size: int, chunks: int) -> Load:
         kv_used_blocks=-(-snapshot.num_used_tokens // block_size),
         kv_total_blocks=snapshot.max_total_num_tokens // block_size or None,
         dp_rank=snapshot.dp_rank,
+        prefill_tokens=snapshot.total_prefill_uncached_tokens,
         rooms_open=0
         if queues is None
         else queues.prefill_bootstrap_queue_reqs

@@ -141,7 +141,7 @@ class SimEngine:
         self._loop_task: asyncio.Task[None] | None = None
         self._wakeup = asyncio.Event()
         self._streams: dict[SimSequence, Stream] = {}
-        self._steps = 0
+        self._steps = self._prefill_tokens = 0
         self._is_frozen = False
         # Why no request is accepted; None while the engine runs.
         self._unavailable_error: MeshError | None = Unavailable("the engine has not started")
@@ -280,6 +280,7 @@ class SimEngine:
                 kv_used_blocks=blocks.used_blocks,
                 kv_total_blocks=blocks.total_blocks,
                 rooms_open=self._handoff_manager.open_rooms if self._handoff_manager else 0,
+                prefill_tokens=self._prefill_tokens,
             ),
         )
 
@@ -530,6 +531,7 @@ class SimEngine:
         while now is not None and due_at <= until and work < _TICK_WORK_MAX:
             advanced.update(dict.fromkeys(core.scheduler.complete(now)))
             self._steps += 1
+            self._prefill_tokens += now.prefill_tokens
             work += (
                 _STEP_WORK_UNITS
                 + len(now.entries)

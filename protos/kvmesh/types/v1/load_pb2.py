@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvmesh/types/v1/load.proto\x12\x0fkvmesh.types.v1\"\xc4\x01\n\x04Load\x12\x13\n\x0b\x65ngine_step\x18\x01 \x01(\x04\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\x04\x12\x16\n\x0ekv_used_blocks\x18\x05 \x01(\x04\x12\x1c\n\x0fkv_total_blocks\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x64p_rank\x18\x07 \x01(\r\x12\x12\n\nrooms_open\x18\x08 \x01(\rB\x12\n\x10_kv_total_blocksb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvmesh/types/v1/load.proto\x12\x0fkvmesh.types.v1\"\xf3\x01\n\x04Load\x12\x13\n\x0b\x65ngine_step\x18\x01 \x01(\x04\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\x04\x12\x16\n\x0ekv_used_blocks\x18\x05 \x01(\x04\x12\x1c\n\x0fkv_total_blocks\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x64p_rank\x18\x07 \x01(\r\x12\x12\n\nrooms_open\x18\x08 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\t \x01(\x04\x12\x15\n\rstep_limit_ms\x18\n \x01(\rB\x12\n\x10_kv_total_blocksb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.types.v1.load_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOAD']._serialized_start=48
-  _globals['_LOAD']._serialized_end=244
+  _globals['_LOAD']._serialized_end=291
 # @@protoc_insertion_point(module_scope)

@@ -30,8 +30,10 @@ class Load(_message.Message):
     KV_TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     DP_RANK_FIELD_NUMBER: _builtins.int
     ROOMS_OPEN_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_LIMIT_MS_FIELD_NUMBER: _builtins.int
     engine_step: _builtins.int
-    """Engine steps since start. No change while running > 0 means a hung engine."""
+    """Engine steps since start. No change for step_limit_ms while running > 0 means a hung engine."""
     running: _builtins.int
     """Requests being computed."""
     waiting: _builtins.int
@@ -46,6 +48,12 @@ class Load(_message.Message):
     """Data-parallel rank of this row."""
     rooms_open: _builtins.int
     """Open handoffs of this rank; 0 when idle."""
+    prefill_tokens: _builtins.int
+    """Prompt tokens computed since start, without cached ones. 0: the engine does not report them."""
+    step_limit_ms: _builtins.int
+    """Longest plausible duration of the step in progress. 0: unknown; 2000 applies. Only set on
+    Attach and GetLoad.
+    """
     def __init__(
         self,
         *,
@@ -57,10 +65,12 @@ class Load(_message.Message):
         kv_total_blocks: _builtins.int | None = ...,
         dp_rank: _builtins.int = ...,
         rooms_open: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        step_limit_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_total_blocks", b"_kv_total_blocks", "kv_total_blocks", b"kv_total_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_total_blocks", b"_kv_total_blocks", "dp_rank", b"dp_rank", "engine_step", b"engine_step", "kv_total_blocks", b"kv_total_blocks", "kv_used_blocks", b"kv_used_blocks", "rooms_open", b"rooms_open", "running", b"running", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_total_blocks", b"_kv_total_blocks", "dp_rank", b"dp_rank", "engine_step", b"engine_step", "kv_total_blocks", b"kv_total_blocks", "kv_used_blocks", b"kv_used_blocks", "prefill_tokens", b"prefill_tokens", "rooms_open", b"rooms_open", "running", b"running", "step_limit_ms", b"step_limit_ms", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kv_total_blocks: _TypeAlias = _typing.Literal["kv_total_blocks"]  # noqa: Y015
     _WhichOneofArgType__kv_total_blocks: _TypeAlias = _typing.Literal["_kv_total_blocks", b"_kv_total_blocks"]  # noqa: Y015

@@ -22,7 +22,7 @@ from common.errors import (
     Unsupported,
 )
 from common.kv.load import Load
-from common.request.preprocessed import TokenIds, usage
+from common.request.preprocessed import BootstrapInfo, TokenIds, usage
 from common.request.token_stream import LegRequest
 from tests.sim.loop import run_virtually
 from worker_svc.engines.contract import (
@@ -592,3 +592,36 @@ def test_the_counters_add_up_for_every_outcome(names: list[str]) -> None:
     assert_idle(runner)
     for outcome in ("finished", "stopped", "closed", "failed"):
         assert runner.counters[outcome] == sum(SCRIPTS[name][1] == outcome for name in names)
+
+
+@pytest.mark.parametrize(("role", "before"), [("aggregated", 1), ("prefill", 0), ("decode", 0)])
+async def test_a_request_that_the_engine_does_not_report_runs_until_its_first_token(
+    role: str, before: int
+) -> None:
+    runner = Runner(ScriptedEngine(a=until_stopped), role=role)
+    key, emitted = runner.admit(leg_request("a")), Emitted()
+    assert [load.running for load in runner.loads()] == [before]
+    task = asyncio.create_task(runner.run(key, emitted))
+    async with asyncio.timeout(WAIT_S):
+        await emitted.first.wait()
+    assert [load.running for load in runner.loads()] == [0]
+    await runner.stop(key, "cancel")
+    await task
+
+
+async def test_the_step_limit_grows_with_prompts_that_the_worker_computes() -> None:
+    """KV of a decode leg comes from a prefill worker."""
+    remote = PreprocessedRequest(
+        token_ids=TokenIds.of([1] * 4000), bootstrap_info=BootstrapInfo("host", 1, 1)
+    )
+    limits = {}
+    for phase in ("decode", "prefill"):
+        runner = Runner(ScriptedEngine(a=two_tokens), role=phase)
+        runner.observe_steps(0.0)
+        await runner.run(runner.admit(leg_request("a")), Emitted())
+        for second in (0.1, 0.2, 0.3):
+            runner.observe_steps(second)
+        runner.admit(LegRequest("long", request=remote, phase=phase))
+        runner.observe_steps(0.4)
+        limits[phase] = runner.loads()[0].step_limit_ms
+    assert limits["decode"] < limits["prefill"]
