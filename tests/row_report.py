@@ -4,7 +4,8 @@ A row is proved
 
 - by a service, if a marked test that passed goes through a running service
   (`tests/service_traffic.py`);
-- in a core, if a marked test passed and the document has the reason beside the row: `*(core: ...)*`.
+- in a core, if a marked test passed and the document has the reason beside the row,
+  `*(core: ...)*`.
 
 Any other row is open, also one with `*(open: ...)*` beside it, whatever its tests do. A row of
 which a marked test failed is open.
@@ -66,13 +67,11 @@ def judge(row: Row, outcomes: Outcomes) -> tuple[Proof, str]:
         return "open", row.reason
     if outcomes.failed:
         return "open", "a marked test failed"
-    if outcomes.through_service:
-        return "service", ""
-    if outcomes.passed and row.kind == "core":
-        return "core", ""
-    if outcomes.passed:
+    if not outcomes.passed:
+        return "open", "no marked test passed"
+    if row.kind == "service" and not outcomes.through_service:
         return "open", "no marked test goes through a running service"
-    return "open", "no marked test passed"
+    return row.kind, ""
 
 
 def report_lines(rows: Iterable[Row], outcomes: Mapping[str, Outcomes]) -> list[str]:
