@@ -56,7 +56,7 @@ proto: $(VENV)/.dev ## Generate the protobuf and gRPC code beside the .proto fil
 	cd protos && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. $(PROTOS)
 	cd protos && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --grpc_python_out=. --mypy_grpc_out=. $(SERVICES)
 
-rows: $(VENV)/.dev ## Mission rows with a passing test, group by group
+rows: $(VENV)/.dev ## Mission rows: proved by a service, in a core, or open
 	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --rows=docs/mission-rows.md -m row --no-header -o console_output_style=classic
 
 bench-index: $(VENV)/.dev ## KV index: restart with 1M blocks, memory under ten times the budget; two lines of JSON

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import grpc._channel  # type: ignore[import-untyped]
+import grpc._channel
 import grpc.aio._channel
 import httpcore
 

@@ -1047,6 +1047,7 @@ async def test_the_process_serves_registers_and_ends_on_sigterm(tmp_path: Path) 
     await check_life("indexer", tmp_path / "registry")
 
 
+@pytest.mark.row("S1-44")
 @pytest.mark.slow
 async def test_a_million_blocks_are_restored_while_queries_are_answered(
     record_property: Callable[[str, object], None],

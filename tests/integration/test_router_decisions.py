@@ -347,7 +347,7 @@ async def test_approximate_entries_expire_after_their_ttl() -> None:
 
 @pytest.mark.row("S1-27", "S1-99", "S1-100")
 async def test_approximate_entries_above_the_size_are_pruned_to_the_target() -> None:
-    limits = {"router_max_tree_size": 40, "router_prune_target_ratio": 0.5}
+    limits: dict[str, Any] = {"router_max_tree_size": 40, "router_prune_target_ratio": 0.5}
     async with running(**limits, **APPROX) as bed:
         await bed.add_workers(1)
 
@@ -389,27 +389,34 @@ async def test_a_worker_that_returns_has_no_entries_on_any_rank() -> None:
 # Settings.
 
 
-@pytest.mark.row("S1-101", "S1-102")
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("--router-event-threads", "4"),
-        ("--router-ttl-secs", "0"),
-        ("--router-max-tree-size", "0"),
-        ("--router-prune-target-ratio", "1.5"),
-        ("--overlap-score-credit", "-1"),
-    ],
-)
-def test_a_value_out_of_range_stops_the_start_and_is_named(
-    flag: str, value: str, tmp_path: Path
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "router_svc", "--registry-path", str(tmp_path), flag, value],
+def start(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Starts a router whose flags are invalid."""
+    return subprocess.run(
+        [sys.executable, "-m", "router_svc", "--registry-path", str(folder), *flags],
         capture_output=True,
         text=True,
         timeout=WAIT_S,
         check=False,
         env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
     )
+
+
+@pytest.mark.row("S1-101")
+def test_event_threads_stop_the_start_and_are_named(tmp_path: Path) -> None:
+    done = start(tmp_path, "--router-event-threads=4")
     assert done.returncode == 2
-    assert flag in done.stderr
+    assert "--router-event-threads" in done.stderr
+
+
+@pytest.mark.row("S1-102")
+def test_values_out_of_range_stop_the_start_and_are_all_named(tmp_path: Path) -> None:
+    values = {
+        "--router-ttl-secs": "0",
+        "--router-max-tree-size": "0",
+        "--router-prune-target-ratio": "1.5",
+        "--overlap-score-credit": "-1",
+    }
+    done = start(tmp_path, *(f"{flag}={value}" for flag, value in values.items()))
+    assert done.returncode == 2
+    for flag in values:
+        assert flag in done.stderr

@@ -33,7 +33,7 @@ from worker_svc.engines.contract import (
 )
 
 U32_MAX = 2**32 - 1
-SIZES = {
+SIZES: dict[str, Any] = {
     "context_length": 8192,
     "kv_cache_block_size": 32,
     "total_kv_blocks": 100,
@@ -148,7 +148,7 @@ async def test_an_engine_can_stop_and_kill_its_own_request() -> None:
         request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         inner = ctx.inner_arc()
-        ctx.stop_generating() if ctx.id == "stop" else inner.kill()  # type: ignore[attr-defined]
+        ctx.stop_generating() if ctx.id == "stop" else inner.kill()
         await ctx.stopped()
         if ctx.id == "kill":
             await inner.killed()
@@ -215,13 +215,13 @@ async def test_the_first_token_signal_exists_on_decode_only_and_fires_by_itself(
 
 @pytest.mark.row("S4-09", "S4-10", "S4-18", "S4-20")
 async def test_what_an_engine_does_not_report_is_absent_and_never_zero() -> None:
-    nothing = dict.fromkeys(("context_length", "kv_cache_block_size"))
+    nothing: dict[str, Any] = dict.fromkeys(("context_length", "kv_cache_block_size"))
     async with working(RecordingEngine(**nothing)) as worker:
         info = await worker.info()
         (entry,) = (await worker.registry.snapshot(NS)).of("worker")
     assert info.model == entry.model == "m", "the name of the model, without a served name"
     for name in ("context_length", "total_kv_blocks", "max_num_seqs", "max_num_batched_tokens"):
-        assert not info.HasField(name), name  # type: ignore[arg-type]
+        assert not info.HasField(name), name
         assert getattr(entry, name) is None
     assert not info.HasField("kv_block_size")
     assert not info.HasField("bootstrap_host")

@@ -58,8 +58,9 @@ Value = Any
 class Worker:
     """A running worker whose engine records its requests."""
 
-    def __init__(self, engine: RecordingEngine, channel: grpc.aio.Channel) -> None:
+    def __init__(self, engine: RecordingEngine, channel: grpc.aio.Channel, checksum: str) -> None:
         self.engine = engine
+        self.checksum = checksum
         self._channel = channel
 
     async def received(self, **fields: Value) -> PreprocessedRequest:
@@ -70,8 +71,9 @@ class Worker:
     async def received_raw(self, message: bytes) -> PreprocessedRequest:
         """The same for an encoded GenerateRequest. Raises its MeshError."""
         try:
-            call = self._channel.unary_stream(GENERATE)(message, timeout=WAIT_S)
-            assert [response async for response in call]
+            call: Any = self._channel.unary_stream(GENERATE)
+            responses = call(message, timeout=WAIT_S)
+            assert [response async for response in responses]
         except grpc.aio.AioRpcError as error:
             raise mesh_error_from_rpc(error) from error
         return self.engine.requests.pop()
@@ -83,7 +85,7 @@ async def working() -> AsyncIterator[Worker]:
     engine = RecordingEngine()
     app = WorkerApp(config, registry=MemoryRegistry(MemoryStore()), engine=engine)
     async with living(app, registered=False), rpc.channel(app.address) as channel:
-        yield Worker(engine, channel)
+        yield Worker(engine, channel, app.runner.card_checksum)
 
 
 STOPS: dict[str, Value] = {
@@ -356,3 +358,13 @@ async def test_no_tracker_of_another_process_reaches_the_engine() -> None:
     assert "tracker" not in names
     async with working() as worker:
         assert (await worker.received()).tracker is None
+
+
+@pytest.mark.row("S2-42")
+async def test_the_checksum_of_another_card_is_refused_and_its_absence_is_not() -> None:
+    async with working() as worker:
+        assert (await worker.received()).mdc_sum is None
+        assert (await worker.received(mdc_sum=worker.checksum)).mdc_sum == worker.checksum
+        with pytest.raises(InvalidRequest) as refused:
+            await worker.received(mdc_sum="0" * 64)
+    assert (refused.value.field, refused.value.reason) == ("mdc_sum", "CARD_MISMATCH")
