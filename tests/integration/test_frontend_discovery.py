@@ -281,7 +281,7 @@ async def routable(frontend: Any, count: int) -> None:
 
 
 @pytest.mark.row("S0-30")
-async def test_a_model_is_served_until_its_last_instance_leaves() -> None:
+async def test_a_model_is_served_until_its_last_instance_leaves(logs: Logs) -> None:
     name = "Name/That.No-Key:Has"
     async with serving() as bed, bed.router():
         async with bed.worker(RecordingEngine(), model_name=name):
@@ -289,7 +289,9 @@ async def test_a_model_is_served_until_its_last_instance_leaves() -> None:
                 await eventually_workers(bed, name, 2)
             await eventually_workers(bed, name, 1)
             assert (await bed.complete(model=name)).status_code == 200
+            assert not of(logs, "model_removed"), "also not for a moment"
         await bed.no_longer_serves(name)
+        assert [line["model"] for line in of(logs, "model_removed")] == [name]
 
 
 async def eventually_workers(bed: Any, name: str, count: int) -> None:
