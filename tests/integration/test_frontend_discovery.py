@@ -309,7 +309,7 @@ async def test_a_model_that_leaves_is_removed_from_both_endpoints_and_logged(log
         (line,) = await logged(logs, "model_removed")
         assert line["model"] == "m"
         for response in (await bed.chat(), await bed.complete()):
-            assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+            assert (response.status_code, "retry-after" in response.headers) == (503, True)
         async with bed.echo() as app:
             async with bed.joined(pass_through(app, "talk", "Chat")):
                 await bed.serves("talk")

@@ -303,9 +303,9 @@ async def test_durations_and_latencies_are_seconds_and_tokens_are_counted() -> N
         gaps = await value(bed, f"{CURRENT}_inter_token_latency_seconds_count", model="m")
     duration, ttft, itl, n_input, n_output = sums.values()
     assert 3 * STEP_S <= duration <= elapsed_s
-    assert STEP_S <= ttft <= duration - 2 * STEP_S
-    # The sum of the gaps: the first token and the gaps make the duration.
-    assert 2 * STEP_S * 0.9 <= itl <= duration - ttft + 1e-6
+    assert STEP_S <= ttft <= duration - STEP_S
+    # The first token and the gaps make the duration.
+    assert STEP_S <= itl <= duration - ttft + 1e-6
     assert (n_input, n_output, gaps) == (3, 3, 2)
 
 
