@@ -131,9 +131,9 @@ MUTANTS = (
     _mutant("S1-92", _TRACKER, "        return entry is not None\n", "        return True\n"),
     _mutant(
         "S1-81",
-        _TRACKER,
-        "tokens = 0 if entry.prefill_done else sign * booking.prefill_tokens",
-        "tokens = sign * booking.prefill_tokens",
+        "router_svc/service.py",
+        "for message in frame.prefills_done:",
+        "for message in ():",
     ),
     _mutant(
         "S1-83",
@@ -162,9 +162,9 @@ MUTANTS = (
     ),
     _mutant(
         "S1-98",
-        _APPROX,
-        "horizon = self._now - self.limits.ttl_s",
-        "horizon = self._now - 2 * self.limits.ttl_s",
+        "router_svc/config.py",
+        "ttl_s=self.router_ttl_secs",
+        "ttl_s=2 * self.router_ttl_secs",
     ),
     _mutant(
         "S1-99",
