@@ -301,7 +301,7 @@ async def following(replica: Replica, mesh: Mesh) -> AsyncIterator[Replica]:
 # Publishing.
 
 
-@pytest.mark.row("S1-02", "S1-32", "S1-33", "S1-37")
+@pytest.mark.row("S1-02", "S1-08", "S1-32", "S1-33", "S1-37")
 async def test_what_is_published_matches_and_is_acknowledged() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(4)

@@ -217,7 +217,12 @@ MUTANTS = (
         "if self.bootstrap_host is None:",
     ),
     _mutant("S4-10", _CONTRACT, "self.served_model_name or self.model", "self.model"),
-    _mutant("S4-35", _CONTRACT, "            if has_terminal:\n", "            if False:\n"),
+    _mutant(
+        "S4-35",
+        _CONTRACT,
+        'raise InternalError(f"request {request_id}: chunk after the terminal chunk")',
+        "return",
+    ),
     _mutant(
         "S4-57",
         "common/request/preprocessed/response.py",
