@@ -77,6 +77,13 @@ MUTANTS = (
         "card_missing(entry) if missing else card_unreadable(entry, error)",
         "card_missing(entry)",
     ),
+    _mutant(
+        "S0-31",
+        _MODEL_WATCH,
+        "return key.removeprefix(self.prefix)",
+        'return key.replace(self.prefix, "")',
+    ),
+    _mutant("S0-45", _MODEL_WATCH, "for table in added_tables:", "for table in ():"),
     # HTTP metrics.
     _mutant("S3-06", _FAMILIES, "Total number of LLM requests processed", "Requests"),
     _mutant("S3-23", _FAMILIES, "self.status = Status.ERROR", "self.status = Status.SUCCESS"),
@@ -127,6 +134,12 @@ MUTANTS = (
         "router_svc/core/eligibility.py",
         "if (allowed := routing.allowed_worker_ids) is not None:",
         "if allowed := routing.allowed_worker_ids:",
+    ),
+    _mutant(
+        "S1-90",
+        "router_svc/core/eligibility.py",
+        "        if routing.lora_name:\n",
+        "        if False:\n",
     ),
     _mutant("S1-92", _TRACKER, "        return entry is not None\n", "        return True\n"),
     _mutant(
@@ -195,6 +208,12 @@ MUTANTS = (
         "SubscribeRequest(resume=resume)",
     ),
     _mutant("S1-08", "indexer_svc/service.py", 'return self._match(request, "")', "raise KeyError"),
+    _mutant(
+        "S1-49",
+        "indexer_svc/service.py",
+        'raise NotFound(f"worker {worker_id} is not in the index", field="worker_id")',
+        "return []",
+    ),
     # The worker.
     _mutant("S4-07", _RUNNER, "active_request.ctx.notify_first_token()", "pass"),
     _mutant(
