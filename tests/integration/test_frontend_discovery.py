@@ -303,7 +303,8 @@ async def eventually_workers(bed: Any, name: str, count: int) -> None:
 
 @pytest.mark.row("S0-29", "S0-32", "S0-33")
 async def test_a_model_that_leaves_is_removed_from_both_endpoints_and_logged(logs: Logs) -> None:
-    async with serving() as bed, bed.router():
+    # A request for a model without workers does not wait for one.
+    async with serving(worker_wait_s=0.0) as bed, bed.router():
         async with bed.worker(RecordingEngine()):
             assert (await bed.chat()).status_code == (await bed.complete()).status_code == 200
         (line,) = await logged(logs, "model_removed")
