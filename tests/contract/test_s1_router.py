@@ -583,11 +583,13 @@ async def test_a_query_carries_constraints_pins_overrides_and_adapters(bed: Bed)
     assert chosen[3].dp_rank == 1
     refused = error_from_proto(results[4].error)
     assert refused.field == "query.config_override.router_temperature", "the request was read"
-    adapter = new(9)
-    adapter.query.routing.lora_name = "an-adapter"
-    (result,) = await running.session(pb.SessionRequest(news=[adapter]))
-    message = error_from_proto(result.error).message if result.HasField("error") else ""
-    assert "adapter" in " ".join([message, *result.decision.reasons]), "known, or rejected by name"
+    await bed.add(running, worker(5, loras=frozenset({"an-adapter"})))
+    adapters = [new(n) for n in range(9, 13)]
+    for one, name in zip(adapters, ["an-adapter"] * 3 + ["unknown"], strict=True):
+        one.query.routing.lora_name = name
+    results = {r.id: r for r in await running.session(pb.SessionRequest(news=adapters))}
+    assert {results[n].decision.worker.worker_id for n in (9, 10, 11)} == {5}
+    assert error_from_proto(results[12].error).field == "query.routing.lora_name"
 
 
 @pytest.mark.row("S1-91", "S1-92")
