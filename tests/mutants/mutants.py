@@ -219,7 +219,7 @@ MUTANTS = (
     _mutant(
         "S4-06",
         _RUNNER,
-        'asyncio.Event() if (leg_request.phase or self._role) == "decode" else None',
+        "asyncio.Event() if is_decode else None",
         "asyncio.Event()",
     ),
     _mutant("S4-33", _RUNNER, "if terminal.finish_reason is FinishReason.ERROR:", "if False:"),
