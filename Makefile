@@ -22,7 +22,7 @@ RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test demo status sim chaos storm soak churn scale router-kills setup setup-sglang test-sglang lint fmt types proto rows bench-index bench-gateway lock clean
+.PHONY: help run test demo status sim chaos storm soak churn scale router-kills setup setup-sglang test-sglang lint fmt types proto rows mutants bench-index bench-gateway lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -56,8 +56,11 @@ proto: $(VENV)/.dev ## Generate the protobuf and gRPC code beside the .proto fil
 	cd protos && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. $(PROTOS)
 	cd protos && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --grpc_python_out=. --mypy_grpc_out=. $(SERVICES)
 
-rows: $(VENV)/.dev ## Mission rows with a passing test, group by group
+rows: $(VENV)/.dev ## Mission rows: proved by a service, in a core, or open
 	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --rows=docs/mission-rows.md -m row --no-header -o console_output_style=classic
+
+mutants: $(VENV)/.dev ## One-line defects of the product; the tests of their rows must fail (ARGS='-j 4 S1-83')
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 bench-index: $(VENV)/.dev ## KV index: restart with 1M blocks, memory under ten times the budget; two lines of JSON
 	$(BIN)/python bench/bench_index_restart.py

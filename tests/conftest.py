@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.row_report import RowReport
+from tests.service_traffic import ServiceTraffic
 
 ROW = re.compile(r"\bS[0-4]-\d{2,3}\b")
 ROWS_A_TEST_MAX = 5
@@ -16,6 +19,7 @@ ROWS_A_TEST_MAX = 5
 RERUN_FOLDERS = {"contract", "integration", "e2e", "chaos", "sglang"}
 # Long tests take many times longer on a busy machine; up to 48 s were measured.
 LONG_TIMEOUT_S = 240
+TRAFFIC = ServiceTraffic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rows",
         type=Path,
         default=None,
-        help="after the run, print which rows of this document have a passing test",
+        help="after the run, print how the rows of this document are proved",
     )
 
 
@@ -46,38 +50,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
 
 
-class RowReport:
-    """Collects outcomes by row. A row is proven if it has tests and all that ran passed."""
-
-    def __init__(self, document: Path) -> None:
-        text = document.read_text()
-        # Only list items count, not mentions in prose.
-        listed = re.findall(r"- \[[ x]\] (?:\*\*\[TRAP\]\*\* )?(S[0-4]-\d{2,3})\b", text)
-        self.rows = sorted(set(listed))
-        self.passed: defaultdict[str, int] = defaultdict(int)
-        self.failed: set[str] = set()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for name, row in report.user_properties:
-            if name != "row":
-                continue
-            if report.failed:
-                self.failed.add(str(row))
-            elif report.when == "call" and report.passed:
-                self.passed[str(row)] += 1
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        write = terminalreporter.write_line
-        proven = {row for row in self.rows if self.passed[row] and row not in self.failed}
-        for group in sorted({row[:2] for row in self.rows}):
-            rows = [row for row in self.rows if row.startswith(group)]
-            missing = [row for row in rows if row not in proven]
-            write(f"{group} {len(rows) - len(missing)}/{len(rows)}")
-            if missing:
-                write(f"   without a passing test: {' '.join(missing)}")
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Records whether a test that proves rows goes through a running service."""
+    TRAFFIC.begin()
+    try:
+        yield
+    finally:
+        if TRAFFIC.is_through_service:
+            item.user_properties.append(("service", True))
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--rows") is not None:
+        TRAFFIC.install()
     if find_spec("hypothesis"):  # the environment of SGLang has none
         from hypothesis import settings
 

@@ -115,9 +115,13 @@ class Instance:
                 raise InvalidRequest(f"{name} must be at least 1 or absent, not {value}", name)
 
     @property
+    def endpoint(self) -> EndpointId:
+        return EndpointId(self.namespace, self.service, ENDPOINT_NAME)
+
+    @property
     def network_name(self) -> ModelNetworkName:
         """Its key, as in the discovery document (S0)."""
-        return EndpointInfo(self.namespace, self.service, ENDPOINT_NAME, self.id).network_name()
+        return ModelNetworkName.from_local(self.endpoint, self.id)
 
     def to_json(self) -> bytes:
         """A JSON object of all fields; `from_json` returns an equal value."""
@@ -267,21 +271,6 @@ class EndpointId:
     namespace: str
     component: str
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointInfo:
-    """One live instance of an endpoint."""
-
-    namespace: str
-    component: str
-    endpoint: str
-    lease_id: int
-
-    def network_name(self) -> ModelNetworkName:
-        return ModelNetworkName.from_parts(
-            self.namespace, self.component, self.endpoint, self.lease_id
-        )
 
 
 def _incarnation_key(instance: Instance) -> tuple[str, str, str, int]:

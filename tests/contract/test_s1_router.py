@@ -215,7 +215,7 @@ async def test_a_router_is_built_from_its_configuration_and_reports_it(bed: Bed)
 
 
 @pytest.mark.slow
-@pytest.mark.row("S1-57")
+@pytest.mark.row("S1-57", "S1-102")
 async def test_an_invalid_configuration_stops_the_start_before_any_work(tmp_path: Path) -> None:
     registry = tmp_path / "registry"
     process = await asyncio.create_subprocess_exec(
@@ -393,6 +393,7 @@ async def test_a_router_that_needs_events_follows_them_without_a_log_line(bed: B
     assert decision.overlap_blocks in (0, 8)
 
 
+@pytest.mark.row("S1-27", "S1-50")
 async def test_a_router_without_events_uses_approximate_entries_over_the_wire(bed: Bed) -> None:
     running = await bed.router(kv_events=False, recent_miss_weight=0.0)
     await bed.add(running, worker(1), worker(2), worker(3))
@@ -562,7 +563,7 @@ async def test_a_query_books_what_its_result_reports(bed: Bed) -> None:
         assert {one.worker.worker_id for one in bookings} == placed
 
 
-@pytest.mark.row("S1-90")
+@pytest.mark.row("S1-65", "S1-71", "S1-90")
 async def test_a_query_carries_constraints_pins_overrides_and_adapters(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(
@@ -582,11 +583,13 @@ async def test_a_query_carries_constraints_pins_overrides_and_adapters(bed: Bed)
     assert chosen[3].dp_rank == 1
     refused = error_from_proto(results[4].error)
     assert refused.field == "query.config_override.router_temperature", "the request was read"
-    adapter = new(9)
-    adapter.query.routing.lora_name = "an-adapter"
-    (result,) = await running.session(pb.SessionRequest(news=[adapter]))
-    message = error_from_proto(result.error).message if result.HasField("error") else ""
-    assert "adapter" in " ".join([message, *result.decision.reasons]), "known, or rejected by name"
+    await bed.add(running, worker(5, loras=frozenset({"an-adapter"})))
+    adapters = [new(n) for n in range(9, 13)]
+    for one, name in zip(adapters, ["an-adapter"] * 3 + ["unknown"], strict=True):
+        one.query.routing.lora_name = name
+    results = {r.id: r for r in await running.session(pb.SessionRequest(news=adapters))}
+    assert {results[n].decision.worker.worker_id for n in (9, 10, 11)} == {5}
+    assert error_from_proto(results[12].error).field == "query.routing.lora_name"
 
 
 @pytest.mark.row("S1-91", "S1-92")

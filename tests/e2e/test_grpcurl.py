@@ -102,6 +102,7 @@ def test_services_and_messages_can_be_described(
     assert "priority" in hints, "messages of imported files can be described"
 
 
+@pytest.mark.row("S1-19", "S1-29")
 def test_the_indexer_reports_its_sources_and_verifies_them(mesh: Mesh) -> None:
     message = {"request": {"token_ids": PROMPT * 20, "stop_conditions": {"max_tokens": 1}}}
     call_method(mesh.workers[0], f"{ENGINE}/Generate", message)

@@ -76,6 +76,7 @@ class BusyWorkers:
             connection.close()
 
 
+@pytest.mark.row("S2-12")
 def test_a_strict_priority_goes_first_and_the_header_overrides_the_body(mesh: Mesh) -> None:
     # One worker for all requests, so that they run one after the other.
     pin_to_worker = {"backend_instance_id": mesh.workers[0].instance_id}
@@ -104,6 +105,7 @@ def test_a_strict_priority_goes_first_and_the_header_overrides_the_body(mesh: Me
     ]
 
 
+@pytest.mark.row("S2-17")
 def test_an_instance_id_from_health_or_the_log_pins_a_request(mesh: Mesh) -> None:
     shown = mesh.http.get(f"{mesh.url}/health").json()["instances"]
     ids = [one["id"] for one in shown if one["service"] == "worker"]
@@ -149,6 +151,7 @@ def test_a_hint_that_no_worker_meets_is_a_503_with_field_and_value(
     assert (line["param"], line["error"]) == (param, error["message"])
 
 
+@pytest.mark.row("S1-20", "S2-05")
 def test_a_header_pins_a_request_and_overrides_the_body(mesh: Mesh) -> None:
     one, other = (worker.instance_id for worker in mesh.workers)
     for number in range(3):
@@ -158,6 +161,7 @@ def test_a_header_pins_a_request_and_overrides_the_body(mesh: Mesh) -> None:
         assert mesh.request_line(name)["workers"] == [str(other)]
 
 
+@pytest.mark.row("S2-16", "S2-89")
 def test_a_session_id_means_the_same_in_header_and_body(mesh: Mesh) -> None:
     header = {"x-kvmesh-session-id": "bob"}
     assert post_completion(mesh, "bob-0", header).status_code == 200

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
+import pytest
 
 from common.registry.card import Artifact, ModelCard
 from common.registry.instances import Instance
@@ -81,6 +82,7 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.row("S0-09")
 async def test_a_slow_card_transfer_does_not_delay_other_models() -> None:
     store = MemoryStore()
     async with AsyncExitStack() as ended:

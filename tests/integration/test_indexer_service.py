@@ -301,7 +301,7 @@ async def following(replica: Replica, mesh: Mesh) -> AsyncIterator[Replica]:
 # Publishing.
 
 
-@pytest.mark.row("S1-02")
+@pytest.mark.row("S1-02", "S1-08", "S1-32", "S1-33", "S1-37")
 async def test_what_is_published_matches_and_is_acknowledged() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(4)
@@ -1047,6 +1047,7 @@ async def test_the_process_serves_registers_and_ends_on_sigterm(tmp_path: Path) 
     await check_life("indexer", tmp_path / "registry")
 
 
+@pytest.mark.row("S1-44")
 @pytest.mark.slow
 async def test_a_million_blocks_are_restored_while_queries_are_answered(
     record_property: Callable[[str, object], None],

@@ -303,7 +303,7 @@ async def test_models_and_block_sizes_have_separate_indexes() -> None:
         assert foreign == []
 
 
-@pytest.mark.row("S1-10")
+@pytest.mark.row("S1-10", "S1-33")
 async def test_each_rank_of_a_worker_is_a_separate_source() -> None:
     wires = [EngineWire(rank=rank) for rank in range(2)]
     async with wired_mesh() as mesh, mesh.worker(1, *wires) as app:

@@ -145,6 +145,7 @@ def stores(worker_id: int, hashes: Hashes) -> indexer_pb2.SubscribeResponse:
     )
 
 
+@pytest.mark.row("S1-69", "S1-80")
 async def test_a_prompt_goes_to_the_worker_that_holds_its_prefix(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
@@ -181,7 +182,7 @@ async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: RouterBed
         assert refused.value.field == "query.block_size"
 
 
-@pytest.mark.row("S1-84", "S1-86")
+@pytest.mark.row("S1-84", "S1-85", "S1-86")
 async def test_potential_loads_use_the_cached_blocks_of_each_worker(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
@@ -242,6 +243,7 @@ async def test_workers_without_kv_events_have_no_cached_blocks(bed: RouterBed) -
         assert "no worker publishes KV events" in explained.decision.reasons[0]
 
 
+@pytest.mark.row("S1-25")
 async def test_if_the_indexer_dies_the_replica_continues_and_finds_another(
     bed: RouterBed,
 ) -> None:
@@ -279,6 +281,7 @@ async def test_ten_seconds_after_the_last_indexer_no_overlap_counts(bed: RouterB
     assert (await place(bed, 1, query(prompt))).decision.overlap_blocks == 0
 
 
+@pytest.mark.row("S1-18")
 async def test_pairs_are_sent_with_their_bootstrap_room(bed: RouterBed) -> None:
     meeting = {"bootstrap_host": "p", "bootstrap_port": 8998}
     await bed.add(
@@ -414,6 +417,7 @@ async def test_without_an_indexer_in_the_fleet_load_alone_decides(bed: RouterBed
     assert {row.source_state for row in explained.candidates} == {"none"}
 
 
+@pytest.mark.row("S1-51")
 async def test_an_unreachable_indexer_does_not_stop_decisions(bed: RouterBed) -> None:
     await bed.add(worker(1), Instance(900, NS, "indexer", "", "127.0.0.1:9"))
     for number in range(3):

@@ -362,7 +362,7 @@ async def test_hints_reach_the_decision(mesh: RouterBed) -> None:
     assert refused.value.reason == "NO_ALLOWED_WORKER"
 
 
-@pytest.mark.row("S1-86")
+@pytest.mark.row("S1-23", "S1-86")
 async def test_potential_loads_include_the_request(mesh: RouterBed) -> None:
     await mesh.add_workers(1, dp_size=2)
     request = pb.PotentialLoadsRequest(query=query_of())

@@ -110,6 +110,7 @@ async def generated(app: WorkerApp, *token_ids: int) -> list[int]:
             return [token async for message in call for token in message.token_ids]
 
 
+@pytest.mark.row("S2-34")
 async def test_generate_rejects_token_ids_outside_the_vocabulary() -> None:
     async with living(worker()) as app:
         assert len(await generated(app, 5, 4095)) == 2
@@ -122,6 +123,7 @@ async def test_generate_rejects_token_ids_outside_the_vocabulary() -> None:
             assert "above the largest token id 4095" in rejected.value.message
 
 
+@pytest.mark.row("S2-91")
 async def test_without_a_known_vocabulary_the_engine_checks_token_ids(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text("{}")

@@ -13,7 +13,7 @@ Names of the discovery document (S0), and what stands for them:
 | `drt`, discovery client         | a port that loads and builds, or None; the catalog calls it  |
 | handle_put, one call            | returns a Build; then `build_succeeded` or `build_failed`    |
 | add_…_model, remove_…_model     | `ModelManager.add`, `remove` with the table as an argument   |
-| client of the entry's endpoint  | named in Build; the router service places all requests       |
+| client of the entry's endpoint  | the router places requests on the workers of a namespace     |
 | router mode Random              | the router's `selector`, also per request                    |
 | engine of a table               | what the port builds: E                                      |
 | "delete the offending key"      | never: it is another process's registration. The entry stays |
@@ -25,23 +25,18 @@ is in all of its tables or in none; at most one Build per name is in progress.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, Literal, TypeVar
 
-from pydantic import TypeAdapter
-
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound
 from common.registry.card import ModelCard, ModelType
 from common.registry.instances import (
-    ENDPOINT_NAME,
     EndpointId,
     Instance,
     Snapshot,
     diff_snapshots,
-    parse_json,
 )
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.openai.sse import ChunkKind
@@ -79,20 +74,6 @@ class ModelEntry:
         """Whether the frontend renders and tokenizes requests for it."""
         return self.model_type is EntryType.BACKEND
 
-    def to_json(self) -> bytes:
-        """A JSON object of the three fields; `from_json` reads an equal value back."""
-        endpoint = {n: getattr(self.endpoint, n) for n in ("namespace", "component", "name")}
-        raw = {"name": self.name, "endpoint": endpoint, "model_type": self.model_type}
-        return json.dumps(raw, separators=(",", ":")).encode()
-
-    @staticmethod
-    def from_json(raw: bytes | str) -> ModelEntry:
-        """The entry in `raw`. Raises InvalidRequest with the field that is missing or unknown."""
-        return parse_json(_MODEL_ENTRY, raw, "model entry")
-
-
-_MODEL_ENTRY: TypeAdapter[ModelEntry] = TypeAdapter(ModelEntry)
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -111,8 +92,8 @@ class Entry:
             known = ", ".join(EntryType)
             text = f"model_type {reported_type!r} is not one of {known}"
             raise InvalidRequest(text, f"meta.{MODEL_TYPE_KEY}") from error
-        endpoint = EndpointId(instance.namespace, instance.service, ENDPOINT_NAME)
-        return Entry(ModelEntry(instance.model, endpoint, model_type), instance.card_checksum)
+        model = ModelEntry(instance.model, instance.endpoint, model_type)
+        return Entry(model, instance.card_checksum)
 
 
 def load_entry(key: str, values: Sequence[Instance]) -> Entry:
@@ -191,10 +172,6 @@ class Build:
 
     key: str
     entry: Entry
-
-    @property
-    def endpoint(self) -> EndpointId:
-        return self.entry.model.endpoint
 
 
 @dataclass(frozen=True, slots=True)

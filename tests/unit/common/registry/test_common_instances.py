@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from common.errors import InvalidRequest
 from common.registry.instances import (
     EndpointId,
-    EndpointInfo,
     Instance,
     ModelNetworkName,
     Snapshot,
@@ -296,10 +295,10 @@ def test_a_lease_above_64_bits_is_rejected(lease: int) -> None:
 
 
 @pytest.mark.row("S0-14", "S0-15")
-def test_a_local_endpoint_and_an_endpoint_info_give_the_key_of_their_parts() -> None:
-    from_parts = ModelNetworkName.from_parts("ns", "cp", "ep", LEASE)
-    assert ModelNetworkName.from_local(EndpointId("ns", "cp", "ep"), LEASE) == from_parts
-    assert EndpointInfo("ns", "cp", "ep", LEASE).network_name() == from_parts
+def test_a_local_endpoint_and_an_instance_give_the_key_of_their_parts() -> None:
+    from_parts = ModelNetworkName.from_parts("ns", "worker", "serve", LEASE)
+    assert ModelNetworkName.from_local(EndpointId("ns", "worker", "serve"), LEASE) == from_parts
+    assert instance(LEASE).network_name == from_parts
 
 
 @pytest.mark.row("S0-21")

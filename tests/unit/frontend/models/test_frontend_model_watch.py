@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import get_args
@@ -135,26 +134,9 @@ def notes(actions: list[Action]) -> list[tuple[str, str]]:
 # Entries and cards.
 
 
-@pytest.mark.row("S0-01", "S0-02", "S0-03")
-def test_a_model_entry_has_three_fields_and_survives_json() -> None:
-    one = ModelEntry("Qwen/A", ENDPOINT, EntryType.CHAT)
-    assert [f.name for f in fields(ModelEntry)] == ["name", "endpoint", "model_type"]
-    assert json.loads(one.to_json()) == {
-        "name": "Qwen/A",
-        "endpoint": {"namespace": "ns", "component": "worker", "name": "serve"},
-        "model_type": "Chat",
-    }
-    assert ModelEntry.from_json(one.to_json()) == one
-    assert one != replace(one, name="B")
-    with pytest.raises(InvalidRequest, match="name"):
-        ModelEntry.from_json(b'{"model_type": "Chat"}')
-
-
 @pytest.mark.row("S0-04")
 def test_an_unknown_model_type_is_an_error_of_that_entry_only() -> None:
     assert [t.value for t in EntryType] == ["Backend", "Chat", "Completion"]
-    with pytest.raises(InvalidRequest, match="model_type"):
-        ModelEntry.from_json(entry().model.to_json().replace(b"Backend", b"Realtime"))
     shell = Shell()
     done = shell.feed(put(worker(1, "new", model_type="Realtime")), put(worker(2, "m")))
     assert notes(done) == [("error", "model_event_rejected")]
@@ -414,13 +396,6 @@ def test_an_entry_added_during_a_build_is_built_after_that_build_fails() -> None
 
 
 # Results of handle_put.
-
-
-@pytest.mark.row("S0-34")
-def test_a_build_names_the_endpoint_of_the_model() -> None:
-    (build,) = Shell().state.handle_put(put(worker(1)).kv)
-    assert isinstance(build, Build)
-    assert build.endpoint == ENDPOINT
 
 
 @pytest.mark.row("S0-35")

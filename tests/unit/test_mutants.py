@@ -1,0 +1,17 @@
+"""The list of mutants fits the code."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutants.__main__ import DOCUMENT, ROOT, mutated
+from tests.mutants.mutants import MUTANTS, Mutant
+from tests.row_report import read_rows
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
+def test_the_text_of_a_mutant_occurs_once_and_its_rows_are_proved(mutant: Mutant) -> None:
+    text = (ROOT / mutant.path).read_text()
+    compile(mutated(mutant, text), mutant.path, "exec")
+    proved = {row.id for row in read_rows(DOCUMENT.read_text()) if row.kind != "open"}
+    assert set(mutant.rows) <= proved

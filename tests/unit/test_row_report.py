@@ -1,0 +1,106 @@
+"""The row report, and the detection of running services on which it relies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.row_report import Outcomes, Row, judge, read_rows, report_lines
+
+TEXT = """
+A mention of S1-04 in prose.
+- [ ] S1-01 shown
+- [ ] S1-02 a type *(open: no service has it)*  - [ ] **[TRAP]** S1-03 part *(core: not shown)*
+- [ ] S1-10 without a test
+"""
+
+
+def test_rows_and_reasons_are_read_from_list_items() -> None:
+    assert read_rows(TEXT) == [
+        Row("S1-01", "service", ""),
+        Row("S1-02", "open", "no service has it"),
+        Row("S1-03", "core", "not shown"),
+        Row("S1-10", "service", ""),
+    ]
+    with pytest.raises(ValueError, match="S1-01"):
+        read_rows(TEXT + "- [ ] S1-01 again\n")
+
+
+PASSED, THROUGH, FAILED = Outcomes(passed=1), Outcomes(1, 1), Outcomes(1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcomes", "proof"),
+    [
+        ("service", THROUGH, "service"),
+        ("service", PASSED, "open"),
+        ("service", FAILED, "open"),
+        ("service", Outcomes(), "open"),
+        ("core", PASSED, "core"),
+        ("core", Outcomes(), "open"),
+        ("core", FAILED, "open"),
+        ("open", THROUGH, "open"),
+    ],
+)
+def test_a_row_counts_only_by_a_service_or_with_a_reason(
+    kind: str, outcomes: Outcomes, proof: str
+) -> None:
+    assert judge(Row("S1-01", kind, "a reason"), outcomes)[0] == proof  # type: ignore[arg-type]
+
+
+def test_the_report_has_one_line_a_group_and_one_an_open_row() -> None:
+    outcomes = {"S1-01": THROUGH, "S1-02": PASSED, "S1-03": PASSED}
+    assert report_lines(read_rows(TEXT), outcomes) == [
+        "S1 2/4 (service 1, core 1, open 2)",
+        "   S1-02 open: no service has it",
+        "   S1-10 open: no marked test passed",
+    ]
+
+
+SCRIPT = """
+import asyncio, http.server, threading
+import httpx
+from tests.service_traffic import ServiceTraffic
+
+traffic = ServiceTraffic()
+traffic.install()
+from kvmesh.router.v1 import router_pb2
+from tests.integration.router_bed import running
+
+def seen():
+    found = traffic.is_through_service
+    traffic.begin()
+    return found
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+httpx.get(f"http://127.0.0.1:{server.server_port}/", trust_env=False)
+print("another server", seen())
+
+async def main():
+    async with running() as bed:
+        await bed.add_workers(1)
+        print("no call", seen())
+        await bed.unary("Dump", router_pb2.DumpRequest())
+        print("a call", seen())
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_only_calls_to_services_of_the_product_are_detected() -> None:
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.endswith((" True", " False"))]
+    assert lines == ["another server False", "no call False", "a call True"], done.stderr
