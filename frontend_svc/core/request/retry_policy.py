@@ -194,7 +194,8 @@ class MigrationLimiter(Generic[K]):
 
 class ExclusionPolicy:
     """Decides which workers one request avoids, and when it waits for a worker. A worker that
-    failed the request is used again if no other worker is left and its circuit is closed."""
+    failed the request is used again if its circuit was open and is closed, or if no other worker
+    is left."""
 
     def __init__(self) -> None:
         self._failed: frozenset[int] = frozenset()
@@ -206,11 +207,12 @@ class ExclusionPolicy:
     def must_wait(self, pool: frozenset[int], open_circuits: frozenset[int]) -> bool:
         """Whether every worker that could serve the request has an open circuit. pool: workers
         that serve the request's model and adapter; open_circuits: a subset of it."""
+        self._failed -= self._open_circuits - open_circuits
         self._open_circuits = open_circuits
-        available = pool - open_circuits
-        if available <= self._failed:
-            self._failed -= available
-        return bool(pool) and not available
+        if pool <= self._failed:
+            self._failed &= open_circuits
+        not_failed = pool - self._failed
+        return bool(pool) and not_failed <= open_circuits
 
     def excluded(self) -> frozenset[int]:
         """Workers that the router must not choose."""
