@@ -155,10 +155,12 @@ class Service:
     def wait_ready(self, timeout_s: float = START_S) -> Service:
         """Waits until it reports ready. Raises AssertionError with its log."""
         deadline = time.monotonic() + timeout_s
+        poll = select.poll()  # select.select refuses descriptors above 1,023.
+        poll.register(self._ready_fd, select.POLLIN)
         line = b""
         while not line.endswith(b"\n"):
             remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0 or not select.select([self._ready_fd], [], [], remaining_s)[0]:
+            if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
                 raise AssertionError(f"{self.name} is not ready in {timeout_s:g} s\n{self.tail()}")
             part = os.read(self._ready_fd, 4096)
             if not part:
