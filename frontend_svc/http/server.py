@@ -14,6 +14,9 @@ from common.errors import Conflict
 from frontend_svc.http.asgi import Receive, Scope, Send
 
 BACKLOG = 4096
+# Clients and load balancers close idle connections after 4 to 60 s. If the server closed one first,
+# a request that the client sends at the same moment would be lost.
+IDLE_CONNECTION_S = 75
 # Time for the last bytes of aborted responses to reach their clients.
 FINAL_WRITE_TIMEOUT_S = 1.0
 
@@ -35,6 +38,7 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 date_header=False,
                 backlog=BACKLOG,
+                timeout_keep_alive=IDLE_CONNECTION_S,
                 # Longer than `drain` waits: aborted responses still send their error.
                 timeout_graceful_shutdown=math.ceil(drain_s + FINAL_WRITE_TIMEOUT_S),
             )
