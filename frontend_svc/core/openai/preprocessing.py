@@ -17,8 +17,9 @@ from common.request.preprocessed import (
     StopConditions,
     TokenIds,
 )
+from frontend_svc.core.openai.nvext import AgentHints, Nvext
 from frontend_svc.core.openai.parsing import check_min_tokens, top_level_or_nvext
-from frontend_svc.core.openai.schema import AgentHints, ChatRequest, GenerationRequest, Nvext
+from frontend_svc.core.openai.schema import ChatRequest, GenerationRequest
 
 
 def to_preprocessed(
