@@ -26,6 +26,7 @@ from common.request.preprocessed import PreprocessedRequest, TokenIds
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.models.model_watch import Table
 from frontend_svc.core.openai.errors import BODY_TOO_LARGE, error_type
+from frontend_svc.core.openai.guided import requested_constraint
 from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
 from frontend_svc.core.openai.parsing import parse_chat, parse_completion
 from frontend_svc.core.openai.pass_through import PassThroughRequest, read_body
@@ -45,6 +46,7 @@ from frontend_svc.http.request_context import HttpRequest, log_request, span_att
 from frontend_svc.http.streaming import ResponseWriter, send_error
 from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.constraints import ConstraintChecks
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
@@ -82,6 +84,7 @@ class GenerationEndpoint:
         self._config = config
         self._on_request_end = on_request_end
         self._active_requests = 0
+        self._constraints = ConstraintChecks(config.grammar_compile_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. It is counted, and gets a log line, however it ends."""
@@ -192,6 +195,9 @@ class GenerationEndpoint:
         self, context: HttpRequest, body: ChatRequest | CompletionRequest, meter: RequestMeter
     ) -> None:
         model = self._models.get_for(body.model, self._table)
+        constraint = requested_constraint(body)
+        if constraint is not None:
+            await self._constraints.check(constraint)
         request = to_preprocessed(
             body,
             await _tokenize(body, model) if body.token_data is None else body.token_data,
@@ -201,6 +207,7 @@ class GenerationEndpoint:
             default_max_tokens=model.card.default_max_tokens,
             vocab_size=model.vocab_size,
             adapter=model.adapter,
+            guided=constraint.guided if constraint is not None else None,
         )
         meter.prompt(len(request.token_ids))
         flow = TextStream(model.detokenizer(), body.stop_strings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, LiteralString, NoReturn, TypeAlias
+from typing import Annotated, Any, LiteralString, NoReturn, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -17,6 +17,7 @@ TAINTS_MAX = 64
 TAINT_CHARS_MAX = 256
 SESSION_ID_CHARS_MAX = 256
 METADATA_PAIRS_MAX = 16
+CHOICES_MAX = 1024
 # No model has half as many. Without a limit, one body could cause millions of error reports.
 KEYS_MAX = 64
 _EXPECTED_TEMPLATE: LiteralString = "{expected}"
@@ -40,7 +41,6 @@ def unsupported(message: str) -> PydanticCustomError:
 
 NO_TOOLS = "tool calls are not available yet"
 NO_LOGPROBS = "log probabilities are not available yet"
-NO_GUIDED = 'only {"type": "text"} is available yet'
 NO_AUDIO = "only text is available"
 
 U32: TypeAlias = Annotated[int, Field(ge=0, le=2**32 - 1)]
@@ -53,6 +53,10 @@ Taint: TypeAlias = Annotated[str, Field(min_length=1, max_length=TAINT_CHARS_MAX
 Weight: TypeAlias = Annotated[float, Field(ge=-1000, le=1000)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 MinP: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+GuidedChoices: TypeAlias = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(min_length=1, max_length=CHOICES_MAX, fail_fast=True),
+]
 RepetitionPenalty: TypeAlias = Annotated[float, Field(gt=0, le=2)]
 UnsupportedField: TypeAlias = Annotated[object, refuse("this server has no such feature")]
 
@@ -139,3 +143,15 @@ class StrictModel(BaseModel):
         if isinstance(value, dict) and len(value) > KEYS_MAX:
             raise unexpected_value(f"at most {KEYS_MAX} keys")
         return value
+
+
+class GuidedFields(StrictModel):
+    """Constraints on the text of a response, under the names of vLLM.
+
+    guided_json: a JSON schema. guided_grammar: EBNF in the form of llama.cpp (GBNF)."""
+
+    guided_json: dict[str, Any] | None = None
+    guided_regex: Annotated[str, Field(min_length=1)] | None = None
+    guided_choice: GuidedChoices | None = None
+    guided_grammar: Annotated[str, Field(min_length=1)] | None = None
+    guided_whitespace_pattern: str | None = None

@@ -11,6 +11,7 @@ from frontend_svc.core.openai.fields import (
     SESSION_ID_CHARS_MAX,
     TAINTS_MAX,
     U32,
+    GuidedFields,
     MinP,
     RepetitionPenalty,
     StrictModel,
@@ -51,7 +52,7 @@ class NvextSessionControl(StrictModel):
 _NO_NVEXT = "not available yet"
 
 
-class Nvext(StrictModel):
+class Nvext(GuidedFields):
     """Extensions of the Dynamo family: placement, and sampling fields under older names."""
 
     backend_instance_id: WorkerId | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
@@ -115,10 +115,8 @@ def _invalid_field(path: str, message: str) -> InvalidRequest:
 
 
 # Any: the type of the named field.
-def top_level_or_nvext(
-    request: GenerationRequest, name: Literal["ignore_eos", "top_k", "min_p", "repetition_penalty"]
-) -> Any:
-    """A field of the top level or, if absent there, of `nvext`."""
+def top_level_or_nvext(request: GenerationRequest, name: str) -> Any:
+    """A field of the top level or, if absent there, of `nvext`; both have it."""
     top_level = getattr(request, name)
     if top_level is not None or request.nvext is None:
         return top_level

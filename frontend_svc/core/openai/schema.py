@@ -6,19 +6,23 @@ Honoured
   both         model, stream, stream_options.include_usage, max_tokens, stop (1 to 32 texts),
                temperature, top_p, seed, presence_penalty, frequency_penalty, n (only 1)
   chat         messages (roles system, developer, user, assistant, tool; text, or a list of text
-               parts; past tool calls), max_completion_tokens, chat_template_kwargs
+               parts; past tool calls), max_completion_tokens, chat_template_kwargs,
+               response_format (text, json_object, json_schema)
   completions  prompt (a text, a list of one text, or a list of token ids)
   extensions   top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids
+               guided_json, guided_regex, guided_choice, guided_grammar (at most one of them and
+               response_format), guided_whitespace_pattern
   nvext        backend_instance_id, prefill_worker_id, decode_worker_id, dp_rank, prefill_dp_rank,
                agent_hints.priority, .strict_priority and .osl, routing_constraints.required_taints
                and .preferred_taints, session_control.session_id and .action, token_data, and
-               ignore_eos, top_k, min_p, repetition_penalty, which apply only if the top level has
-               none; headers carry some of these too, and win (`headers.py`)
+               ignore_eos, top_k, min_p, repetition_penalty and the guided_ fields, which apply
+               only if the top level has none; headers carry some of these too, and win
+               (`headers.py`)
 Accepted, because they cannot change the response
                user, metadata, safety_identifier, prompt_cache_key, parallel_tool_calls
 Accepted with a value that has no effect, else refused by name
-               store (false), service_tier (auto, default), response_format (text), logprobs
-               (chat: false, 0; completions: none), top_logprobs (0), logit_bias ({}), tools
+               store (false), service_tier (auto, default), logprobs (chat: false, 0; completions:
+               none), top_logprobs (0), logit_bias ({}), tools
                and functions ([]), tool_choice and function_call (none, auto), modalities
                (["text"]), verbosity (medium), prompt_cache_retention (in_memory),
                stream_options.include_obfuscation and
@@ -53,7 +57,6 @@ from frontend_svc.core.openai.fields import (
     MANY_PROMPTS,
     MODEL_CHARS_MAX,
     NO_AUDIO,
-    NO_GUIDED,
     NO_LOGPROBS,
     NO_TOOLS,
     STOP_STRINGS_MAX,
@@ -63,6 +66,7 @@ from frontend_svc.core.openai.fields import (
     U32,
     WRONG_TYPE,
     AtLeastOne,
+    GuidedFields,
     MinP,
     Penalty,
     RepetitionPenalty,
@@ -142,7 +146,24 @@ class StreamOptions(StrictModel):
     ] = None
 
 
-class GenerationRequest(StrictModel):
+class JsonSchemaFormat(StrictModel):
+    """A named JSON schema. strict has no effect: every response has the form of the schema."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    # `schema` is a method of pydantic's models.
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    """The form of a response. json_schema: exactly for the type of that name."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class GenerationRequest(GuidedFields):
     """Fields of both generation endpoints."""
 
     model: Annotated[str, Field(min_length=1, max_length=MODEL_CHARS_MAX)]
@@ -213,6 +234,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: AtLeastOne | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
 
     metadata: Annotated[dict[str, str], BeforeValidator(check_pair_count)] | None = None
     safety_identifier: str | None = None
@@ -225,7 +247,6 @@ class ChatRequest(GenerationRequest):
     function_call: Annotated[object, refuse(NO_TOOLS, "none", "auto")] = None
     logprobs: Annotated[object, refuse(NO_LOGPROBS, False, 0)] = None
     top_logprobs: Annotated[object, refuse(NO_LOGPROBS, 0)] = None
-    response_format: Annotated[object, refuse(NO_GUIDED, {"type": "text"})] = None
     modalities: Annotated[object, refuse(NO_AUDIO, ["text"])] = None
     audio: Annotated[object, refuse(NO_AUDIO)] = None
     store: Annotated[object, refuse("responses are not stored", False)] = None
