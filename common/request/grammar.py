@@ -118,7 +118,8 @@ def _tags_expression(form: Any, rules: list[str]) -> str:
     is_single = form.get("stop_after_first", False)
     if form.get("at_least_one", False):
         return group if is_single else f"{group}+"
-    return f"TEXT? {group}{'?' if is_single else '*'}"
+    calls = f"{group}?" if is_single else f"{group}*"
+    return f"(TEXT {calls} | {group if is_single else f'{group}+'})"  # never empty
 
 
 def _add_rule(expression: str, rules: list[str]) -> str:

@@ -20,13 +20,13 @@ from common.errors import (
     MeshError,
     Overloaded,
     RequestCancelled,
+    Unsupported,
 )
 from common.kv.hashing import HASH_SCHEME_ID
 from common.request.preprocessed import PreprocessedRequest, TokenIds
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.models.model_watch import Table
 from frontend_svc.core.openai.errors import BODY_TOO_LARGE, error_type
-from frontend_svc.core.openai.guided import requested_constraint
 from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
 from frontend_svc.core.openai.parsing import parse_chat, parse_completion
 from frontend_svc.core.openai.pass_through import PassThroughRequest, read_body
@@ -37,10 +37,13 @@ from frontend_svc.core.openai.preprocessing import (
     to_preprocessed,
 )
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
+from frontend_svc.core.openai.tool_calls import ToolPlan, plan_tools
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import PassThroughPayload, RequestOutcome, RequestPlan
 from frontend_svc.core.text.output_text import TextStream
 from frontend_svc.core.text.prompt import TemplateError
+from frontend_svc.core.tools.parser import ToolCallParser
+from frontend_svc.core.tools.response import ResponseParser
 from frontend_svc.http.asgi import Receive, Scope, Send
 from frontend_svc.http.request_context import HttpRequest, log_request, span_attributes
 from frontend_svc.http.streaming import ResponseWriter, send_error
@@ -195,9 +198,8 @@ class GenerationEndpoint:
         self, context: HttpRequest, body: ChatRequest | CompletionRequest, meter: RequestMeter
     ) -> None:
         model = self._models.get_for(body.model, self._table)
-        constraint = requested_constraint(body)
-        if constraint is not None:
-            await self._constraints.check(constraint)
+        plan = plan_tools(body, model.call_format) if isinstance(body, ChatRequest) else None
+        guided = await self._constraints.resolve(body, plan)
         request = to_preprocessed(
             body,
             await _tokenize(body, model) if body.token_data is None else body.token_data,
@@ -207,11 +209,12 @@ class GenerationEndpoint:
             default_max_tokens=model.card.default_max_tokens,
             vocab_size=model.vocab_size,
             adapter=model.adapter,
-            guided=constraint.guided if constraint is not None else None,
+            guided=guided,
         )
         meter.prompt(len(request.token_ids))
         flow = TextStream(model.detokenizer(), body.stop_strings)
-        plan = self._make_plan(context, request)
+        parser = _response_parser(context, plan)
+        request_plan = self._make_plan(context, request)
         context.base_model = model.base
         query = Query(
             model=model.base,
@@ -224,12 +227,12 @@ class GenerationEndpoint:
             strict_priority=strict_priority(body.nvext),
             hasher=model.hasher,
         ).extended(request.token_ids, len(request.token_ids))
-        async with self._open_request(context, plan, query, meter) as (handle, response):
+        async with self._open_request(context, request_plan, query, meter) as (handle, response):
             writer = ResponseWriter(context, response, self._config.keep_alive_s)
             if body.is_stream:
-                await writer.stream_text(handle, flow, model.name, body.include_usage)
+                await writer.stream_text(handle, flow, model.name, body.include_usage, parser)
             else:
-                await writer.send_text(handle, flow, model.name)
+                await writer.send_text(handle, flow, model.name, parser)
 
     async def _pass_through(
         self, context: HttpRequest, body: PassThroughRequest, meter: RequestMeter
@@ -293,6 +296,13 @@ class GenerationEndpoint:
                 log.error("disconnect_watch_failed", exc_info=disconnect_watch.exception())
 
 
+def _response_parser(context: HttpRequest, plan: ToolPlan | None) -> ResponseParser | None:
+    if plan is None:
+        return None
+    tools = ToolCallParser(plan.call_format, plan.types, is_single=plan.is_single)
+    return ResponseParser(tools, context.request_id, id_chars=plan.call_format.id_chars)
+
+
 async def _tokenize(body: ChatRequest | CompletionRequest, model: ServedModel) -> list[int]:
     text = _prompt_text(body, model)
     check_prompt_length(body, model.token_count_min(text), model.card.context_length or 0)
@@ -306,10 +316,15 @@ def _prompt_text(body: ChatRequest | CompletionRequest, model: ServedModel) -> s
     if model.template is None:
         text = f"The model {model.name!r} has no chat template; use /v1/completions."
         raise InvalidRequest(text, "model")
+    tools = body.template_tools()
+    if tools is not None and not model.template.prints_tools:
+        raise Unsupported("tools", "the model's chat template does not print them")
     try:
-        messages, template_kwargs = body.template_messages(), body.chat_template_kwargs
         return model.template.render(
-            messages, template_kwargs=template_kwargs, now=datetime.now(UTC)
+            body.template_messages(),
+            tools=tools,
+            template_kwargs=body.chat_template_kwargs,
+            now=datetime.now(UTC),
         )
     except TemplateError as error:
         raise InvalidRequest(str(error), "messages") from error

@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
+from dataclasses import replace
 
 from common.errors import InvalidRequest
 from common.request.grammar import ConstraintError, check_constraint
 from common.request.preprocessed import GuidedDecoding
-from frontend_svc.core.openai.guided import Constraint
+from frontend_svc.core.openai.guided import Constraint, requested_constraint
+from frontend_svc.core.openai.schema import ChatRequest, GenerationRequest
+from frontend_svc.core.openai.tool_calls import (
+    ToolPlan,
+    UsableFunction,
+    constraint_with_tools,
+    with_any_arguments,
+)
 
 # Digests of valid constraints.
 _CHECKED_MAX = 256
@@ -39,6 +47,35 @@ class ConstraintChecks:
         self._checked[key] = None
         if len(self._checked) > _CHECKED_MAX:
             self._checked.popitem(last=False)
+
+    async def resolve(
+        self, request: GenerationRequest, plan: ToolPlan | None
+    ) -> GuidedDecoding | None:
+        """Returns the checked constraint of a request. plan: of its tools.
+
+        Raises InvalidRequest."""
+        constraint = requested_constraint(request)
+        if plan is not None:
+            assert isinstance(request, ChatRequest), "only chats have tools"
+            functions = [await self._usable(function) for function in plan.functions]
+            plan = replace(plan, functions=functions)
+            constraint = constraint_with_tools(request, plan, constraint)
+        if constraint is None:
+            return None
+        await self.check(constraint)
+        return constraint.guided
+
+    async def _usable(self, function: UsableFunction) -> UsableFunction:
+        """The function, with arguments of any form if its schema cannot be enforced and need not
+        be."""
+        guided = GuidedDecoding(json=dict(function.schema))
+        try:
+            await self.check(Constraint(guided, f"{function.field}.parameters"))
+        except InvalidRequest:
+            if function.is_strict:
+                raise
+            return with_any_arguments(function)
+        return function
 
     async def _compile(self, guided: GuidedDecoding) -> None:
         try:

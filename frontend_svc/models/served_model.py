@@ -22,6 +22,7 @@ from frontend_svc.core.text.detokenizer import (
 )
 from frontend_svc.core.text.prompt import ChatTemplate, TemplateError
 from frontend_svc.core.text.token_bound import max_bytes_per_token
+from frontend_svc.core.tools.formats import FORMATS, CallFormat
 
 # Texts above this length are encoded in a thread: they would block the event loop for > 5 ms.
 ENCODE_INLINE_CHARS = 16_384
@@ -34,8 +35,8 @@ class ServedModel:
     """Everything that requests for one model or adapter need. checksum: of the card. created: Unix
     time. vocabulary: None for tokenizers that need the slow detokenizer. vocab_size: token ids are
     below it. max_bytes_per_token: see `core/text/token_bound.py`. template: None if the card has
-    none. adapter: "" for the model itself; an adapter differs from its model only in name and
-    hasher."""
+    none. call_format: of tool calls, None if the card names none. adapter: "" for the model itself;
+    an adapter differs from its model only in name and hasher."""
 
     card: ModelCard
     checksum: str
@@ -46,6 +47,7 @@ class ServedModel:
     max_bytes_per_token: int | None
     template: ChatTemplate | None
     hasher: PrefixHasher
+    call_format: CallFormat | None
     adapter: str = ""
 
     @property
@@ -111,7 +113,16 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
         max_bytes_per_token=max_bytes_per_token(raw),
         template=_template(card, config),
         hasher=_hasher(card, mesh_key),
+        call_format=_call_format(card),
     )
+
+
+def _call_format(card: ModelCard) -> CallFormat | None:
+    name = card.tool_call_parser
+    if name is None or name in FORMATS:
+        return FORMATS[name] if name is not None else None
+    text = f"tool_call_parser: {name!r} is not one of {', '.join(FORMATS)}"
+    raise InvalidRequest(text, "tool_call_parser")
 
 
 def _hasher(card: ModelCard, mesh_key: bytes, adapter: str = "") -> PrefixHasher:

@@ -18,6 +18,7 @@ TAINT_CHARS_MAX = 256
 SESSION_ID_CHARS_MAX = 256
 METADATA_PAIRS_MAX = 16
 CHOICES_MAX = 1024
+TOOLS_MAX = 128
 # No model has half as many. Without a limit, one body could cause millions of error reports.
 KEYS_MAX = 64
 _EXPECTED_TEMPLATE: LiteralString = "{expected}"
@@ -39,7 +40,7 @@ def unsupported(message: str) -> PydanticCustomError:
     return PydanticCustomError("unsupported", "{message}", {"message": message})
 
 
-NO_TOOLS = "tool calls are not available yet"
+NO_FUNCTIONS = "use tools and tool_choice"
 NO_LOGPROBS = "log probabilities are not available yet"
 NO_AUDIO = "only text is available"
 
@@ -53,6 +54,7 @@ Taint: TypeAlias = Annotated[str, Field(min_length=1, max_length=TAINT_CHARS_MAX
 Weight: TypeAlias = Annotated[float, Field(ge=-1000, le=1000)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 MinP: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+FunctionName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 GuidedChoices: TypeAlias = Annotated[
     list[Annotated[str, Field(min_length=1)]],
     Field(min_length=1, max_length=CHOICES_MAX, fail_fast=True),
@@ -62,14 +64,15 @@ UnsupportedField: TypeAlias = Annotated[object, refuse("this server has no such 
 
 # Tags of the branches of a union. pydantic puts them into the path of an error, from which
 # `validation_errors` removes them; the NUL distinguishes them from keys that a client sends.
-TEXT, LIST, TOKEN_IDS, MANY_PROMPTS, WRONG_TYPE = (
+TEXT, OBJECT, LIST, TOKEN_IDS, MANY_PROMPTS, WRONG_TYPE = (
     "\0text",
+    "\0object",
     "\0list",
     "\0ids",
     "\0many",
     "\0neither",
 )
-UNION_TAGS = frozenset((TEXT, LIST, TOKEN_IDS, MANY_PROMPTS, WRONG_TYPE))
+UNION_TAGS = frozenset((TEXT, OBJECT, LIST, TOKEN_IDS, MANY_PROMPTS, WRONG_TYPE))
 
 
 def text_or_list(value: object) -> str:
@@ -78,6 +81,15 @@ def text_or_list(value: object) -> str:
             return TEXT
         case list():
             return LIST
+    return WRONG_TYPE
+
+
+def text_or_object(value: object) -> str:
+    match value:
+        case str():
+            return TEXT
+        case dict():
+            return OBJECT
     return WRONG_TYPE
 
 

@@ -34,18 +34,24 @@ def requested_constraint(request: GenerationRequest) -> Constraint | None:
     if isinstance(request, ChatRequest):
         found += _response_format(request)
     if len(found) > 1:
-        raise _not_combined(found[1].field, f"'{found[0].field}'; set only one")
+        raise not_combined(found[1].field, f"'{found[0].field}'; set only one")
     whitespace = top_level_or_nvext(request, "guided_whitespace_pattern")
     if whitespace is not None and not any(one.guided.json for one in found):
         text = "'guided_whitespace_pattern' needs a JSON constraint."
         raise InvalidRequest(text, "guided_whitespace_pattern", reason=INVALID_VALUE)
     if not found:
         return None
-    if request.min_tokens:
-        raise _not_combined("min_tokens", f"'{found[0].field}', which decides the end")
-    if top_level_or_nvext(request, "ignore_eos"):
-        raise _not_combined("ignore_eos", f"'{found[0].field}', which decides the end")
+    check_end(request, found[0].field)
     return found[0]
+
+
+def check_end(request: GenerationRequest, field: str) -> None:
+    """Raises InvalidRequest if the end of a response is fixed by other fields than `field`, whose
+    constraint decides the end."""
+    if request.min_tokens:
+        raise not_combined("min_tokens", f"'{field}', which decides the end")
+    if top_level_or_nvext(request, "ignore_eos"):
+        raise not_combined("ignore_eos", f"'{field}', which decides the end")
 
 
 def _guided_decoding(request: GenerationRequest, name: str) -> GuidedDecoding:
@@ -88,6 +94,7 @@ def _whitespace(request: GenerationRequest) -> str | None:
     return pattern
 
 
-def _not_combined(field: str, other: str) -> InvalidRequest:
+def not_combined(field: str, other: str) -> InvalidRequest:
+    """The error for a field that cannot be combined with others. other: names them."""
     text = f"'{field}' cannot be combined with {other}."
     return InvalidRequest(text, field, reason=INVALID_VALUE)

@@ -13,6 +13,7 @@ from frontend_svc.core.openai.schema import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    NamedToolChoice,
 )
 from frontend_svc.core.openai.validation_errors import (
     INVALID_JSON,
@@ -32,6 +33,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     request = _parse(ChatRequest, body)
     for index, message in enumerate(request.messages):
         _check_message(message, f"messages[{index}]")
+    _check_tools(request)
     limit, other = request.max_completion_tokens, request.max_tokens
     if limit is not None and other is not None and limit != other:
         text = "'max_tokens' and 'max_completion_tokens' differ; set only one."
@@ -95,6 +97,21 @@ def check_min_tokens(request: GenerationRequest, limit: int, limit_text: str) ->
     if request.min_tokens is not None and request.min_tokens > limit:
         text = f"{request.min_tokens} is more than {limit_text}"
         raise _invalid_field("min_tokens", text)
+
+
+def _check_tools(request: ChatRequest) -> None:
+    names: set[str] = set()
+    for index, tool in enumerate(request.tools or ()):
+        if tool.function.name in names:
+            text = f"there are two functions {tool.function.name!r}"
+            raise _invalid_field(f"tools[{index}].function.name", text)
+        names.add(tool.function.name)
+    choice = request.tool_choice
+    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+        text = f"there is no function {choice.function.name!r} in 'tools'"
+        raise _invalid_field("tool_choice.function.name", text)
+    if choice == "required" and not names:
+        raise _invalid_field("tool_choice", "it needs tools")
 
 
 def _check_message(message: ChatMessage, path: str) -> None:

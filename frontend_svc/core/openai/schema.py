@@ -7,7 +7,8 @@ Honoured
                temperature, top_p, seed, presence_penalty, frequency_penalty, n (only 1)
   chat         messages (roles system, developer, user, assistant, tool; text, or a list of text
                parts; past tool calls), max_completion_tokens, chat_template_kwargs,
-               response_format (text, json_object, json_schema)
+               response_format (text, json_object, json_schema), tools (functions), tool_choice
+               (none, auto, required, a function), parallel_tool_calls
   completions  prompt (a text, a list of one text, or a list of token ids)
   extensions   top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids
                guided_json, guided_regex, guided_choice, guided_grammar (at most one of them and
@@ -19,11 +20,11 @@ Honoured
                only if the top level has none; headers carry some of these too, and win
                (`headers.py`)
 Accepted, because they cannot change the response
-               user, metadata, safety_identifier, prompt_cache_key, parallel_tool_calls
+               user, metadata, safety_identifier, prompt_cache_key
 Accepted with a value that has no effect, else refused by name
                store (false), service_tier (auto, default), logprobs (chat: false, 0; completions:
-               none), top_logprobs (0), logit_bias ({}), tools
-               and functions ([]), tool_choice and function_call (none, auto), modalities
+               none), top_logprobs (0), logit_bias ({}),
+               functions ([]), function_call (none, auto), modalities
                (["text"]), verbosity (medium), prompt_cache_retention (in_memory),
                stream_options.include_obfuscation and
                .continuous_usage_stats (false), echo (false), best_of (1), suffix (""),
@@ -42,7 +43,7 @@ numbers. `parsing.py` refuses combinations of fields that cannot both be honoure
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
     BeforeValidator,
@@ -57,15 +58,18 @@ from frontend_svc.core.openai.fields import (
     MANY_PROMPTS,
     MODEL_CHARS_MAX,
     NO_AUDIO,
+    NO_FUNCTIONS,
     NO_LOGPROBS,
-    NO_TOOLS,
+    OBJECT,
     STOP_STRINGS_MAX,
     STOP_TOKEN_IDS_MAX,
     TEXT,
     TOKEN_IDS,
+    TOOLS_MAX,
     U32,
     WRONG_TYPE,
     AtLeastOne,
+    FunctionName,
     GuidedFields,
     MinP,
     Penalty,
@@ -78,6 +82,7 @@ from frontend_svc.core.openai.fields import (
     prompt_kind,
     refuse,
     text_or_list,
+    text_or_object,
     unsupported,
     wrong_type,
 )
@@ -87,6 +92,12 @@ from frontend_svc.core.openai.nvext import Nvext
 def _check_part_type(value: object) -> object:
     if value != "text":
         raise unsupported("only parts of type 'text' are available")
+    return value
+
+
+def _check_tool_type(value: object) -> object:
+    if value != "function":
+        raise unsupported("only tools of type 'function' are available")
     return value
 
 
@@ -144,6 +155,40 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: Annotated[
         object, refuse("usage is sent once, in the last chunk", False)
     ] = None
+
+
+class FunctionDefinition(StrictModel):
+    """A function that the model may call. parameters: JSON schema of an object; None: none.
+    strict: the arguments always have the form of `parameters`, also with tool_choice auto."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    type: Annotated[Literal["function"], BeforeValidator(_check_tool_type)]
+    function: FunctionDefinition
+
+
+class FunctionReference(StrictModel):
+    name: FunctionName
+
+
+class NamedToolChoice(StrictModel):
+    """The function that the response must call."""
+
+    type: Annotated[Literal["function"], BeforeValidator(_check_tool_type)]
+    function: FunctionReference
+
+
+ToolChoice: TypeAlias = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(TEXT)]
+    | Annotated[NamedToolChoice, Tag(OBJECT)]
+    | Annotated[Any, wrong_type("a string or an object"), Tag(WRONG_TYPE)],
+    Discriminator(text_or_object),
+]
 
 
 class JsonSchemaFormat(StrictModel):
@@ -239,12 +284,12 @@ class ChatRequest(GenerationRequest):
     metadata: Annotated[dict[str, str], BeforeValidator(check_pair_count)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    tools: Annotated[list[Tool], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
-    tools: Annotated[object, refuse(NO_TOOLS, [])] = None
-    tool_choice: Annotated[object, refuse(NO_TOOLS, "none", "auto")] = None
-    functions: Annotated[object, refuse(NO_TOOLS, [])] = None
-    function_call: Annotated[object, refuse(NO_TOOLS, "none", "auto")] = None
+    functions: Annotated[object, refuse(NO_FUNCTIONS, [])] = None
+    function_call: Annotated[object, refuse(NO_FUNCTIONS, "none", "auto")] = None
     logprobs: Annotated[object, refuse(NO_LOGPROBS, False, 0)] = None
     top_logprobs: Annotated[object, refuse(NO_LOGPROBS, 0)] = None
     modalities: Annotated[object, refuse(NO_AUDIO, ["text"])] = None
@@ -270,6 +315,22 @@ class ChatRequest(GenerationRequest):
         if self.max_completion_tokens is None:
             return self.max_tokens, "max_tokens"
         return self.max_completion_tokens, "max_completion_tokens"
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The functions that the response may call."""
+        match self.tool_choice:
+            case "none":
+                return []
+            case NamedToolChoice(function=function):
+                return [tool for tool in self.tools or () if tool.function.name == function.name]
+        return self.tools or []
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """The tools in the prompt; None if the response may not call any."""
+        if not self.usable_tools or not self.tools:
+            return None
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def template_messages(self) -> list[dict[str, Any]]:
         return [message.model_dump(exclude_none=True) for message in self.messages]

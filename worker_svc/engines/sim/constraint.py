@@ -5,13 +5,14 @@ allows next, without EOS:
 
     r    = x >> 32
     next = eos_id                              if the grammar allows an end, and A is empty or
-                                               r mod 4 == 0
+                                               r mod 2 == 0
            P[((x mod 2^32) * len(P)) >> 32]    otherwise
 
-P are the ids of A that begin with `"` if (r >> 2) mod 2 == 0, or with one of `}],<` if none begins
-with `"`; else those of A that are words. If there are none, P is A. These delimiters end strings,
-arrays and objects early, and begin tool calls. The grammar is a function of the output so far, so a
-client can compute a constrained output too, and another worker can continue it.
+If (r >> 2) mod 2 == 0, P is the id of `"` alone or, if A does not have it, the ids of A that begin
+with one of `}],<`; else it is those of A that are words. If there are none, P is A. These
+delimiters end strings, arrays and objects early, and begin tool calls. The grammar is a function of
+the output so far, so a client can compute a constrained output too, and another worker can continue
+it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from common.request.preprocessed import GuidedDecoding
 from worker_svc.engines.sim.token_oracle import TokenOracle
 
 _FIELD: Final = "sampling_options.guided_decoding"
-# In this order.
-_DELIMITERS: Final = (b'"', b"}],<")
+_QUOTE: Final = b'"'
+_CLOSING: Final = b"}],<"
 
 _Mask = NDArray[np.bool_]
 
@@ -73,9 +74,10 @@ class ConstraintCompiler:
     @cached_property
     def _delimiters(self) -> tuple[_Mask, ...]:
         ids = range(self._tokenizer.vocab_size)
-        first_bytes = [self._tokenizer.decode_bytes([token])[:1] for token in ids]
-        return tuple(
-            np.array([bool(one) and one in group for one in first_bytes]) for group in _DELIMITERS
+        texts = [self._tokenizer.decode_bytes([token]) for token in ids]
+        return (
+            np.array([text == _QUOTE for text in texts]),
+            np.array([bool(text) and text[:1] in _CLOSING for text in texts]),
         )
 
 
@@ -100,7 +102,7 @@ class Constraint:
         allowed[self._eos_id] = False
         x = oracle.mix(state)
         draw = x >> 32
-        if can_end and (draw % 4 == 0 or not allowed.any()):
+        if can_end and (draw % 2 == 0 or not allowed.any()):
             return self._eos_id
         preferred = self._classes[:-1] if (draw >> 2) % 2 == 0 else self._classes[-1:]
         pools = (np.flatnonzero(allowed & one) for one in preferred)

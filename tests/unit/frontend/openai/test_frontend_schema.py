@@ -244,8 +244,8 @@ BAD_CHATS: list[tuple[bytes, str, str, str]] = [
     (chat_body(logprobs=True), "logprobs", "unsupported_parameter", "not available yet"),
     (chat_body(logprobs=False, top_logprobs=3), "top_logprobs", "unsupported_parameter", ""),
     (chat_body(logit_bias={"5": 1}), "logit_bias", "unsupported_parameter", ""),
-    (chat_body(tools=[{"type": "function"}]), "tools", "unsupported_parameter", ""),
-    (chat_body(tool_choice="required"), "tool_choice", "unsupported_parameter", ""),
+    (chat_body(tools=[{"type": "custom"}]), "tools[0].type", "unsupported_parameter", ""),
+    (chat_body(tool_choice="required"), "tool_choice", "invalid_value", "needs tools"),
     (chat_body(functions=[{}]), "functions", "unsupported_parameter", ""),
     (
         chat_body(response_format={"type": "xml"}),

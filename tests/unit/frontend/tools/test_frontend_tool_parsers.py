@@ -1,0 +1,233 @@
+"""Tool call parsers: published forms of each model, at every split of the text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frontend_svc.core.tools.deltas import CallArguments, CallStart, Content, Delta
+from frontend_svc.core.tools.formats import FORMATS
+from frontend_svc.core.tools.parser import ToolCallParser
+
+TYPES: dict[str, dict[str, Any]] = {
+    "get_weather": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "search": {"query": {"type": "string"}},
+}
+CITY = {"city": "Paris", "days": 3}
+SEARCH = {"query": 'a "b" \\ </tool_call> } ] é'}
+
+# Parser -> outputs of its model: text, content, calls.
+OUTPUTS: dict[str, list[tuple[str, str, list[tuple[str, Any]]]]] = {
+    "hermes": [
+        (
+            '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>',
+            "",
+            [("get_weather", CITY)],
+        ),
+        (
+            "Let me look.\n<tool_call>\n"
+            '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>\n<tool_call>\n'
+            + json.dumps({"name": "search", "arguments": SEARCH})
+            + "\n</tool_call>\n",
+            "Let me look.\n",
+            [("get_weather", CITY), ("search", SEARCH)],
+        ),
+        (
+            '<tool_call>{"arguments": {"city": "Paris", "days": 3}, "name": "get_weather"}</tool_call>',
+            "",
+            [("get_weather", CITY)],
+        ),
+        (
+            '<tool_call>{"name": "search", "arguments": "{}"}</tool_call> and text',
+            " and text",
+            [("search", {})],
+        ),
+        ("no calls < here <tool", "no calls < here <tool", []),
+        ("\n\n", "\n\n", []),
+        ("<tool_call>not JSON</tool_call> after", "<tool_call>not JSON</tool_call> after", []),
+        ('<tool_call>{"name": "get_wea', '<tool_call>{"name": "get_wea', []),
+        ('<tool_call>{"name": "n", "arguments": {}}', "", [("n", {})]),
+    ],
+    "qwen3_coder": [
+        (
+            "I check.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+            "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+            "I check.\n",
+            [("get_weather", CITY)],
+        ),
+        (
+            "<tool_call>\n<function=search>\n<parameter=query>\n12\nlines\n</parameter>\n</function>\n</tool_call>\n"
+            "<tool_call>\n<function=other>\n<parameter=flag>True</parameter>\n</function>\n</tool_call>",
+            "",
+            [("search", {"query": "12\nlines"}), ("other", {"flag": True})],
+        ),
+    ],
+    "glm45": [
+        (
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+            "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+            "",
+            [("get_weather", CITY)],
+        ),
+        ("Hm.<tool_call>now\n</tool_call>", "Hm.", [("now", {})]),
+    ],
+    "llama3_json": [
+        (
+            '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
+            "",
+            [("get_weather", CITY)],
+        ),
+        (
+            '<|python_tag|>{"name": "search", "parameters": {"query": "x; y"}}; '
+            '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
+            "",
+            [("search", {"query": "x; y"}), ("get_weather", CITY)],
+        ),
+        ("The answer is {1}.", "The answer is {1}.", []),
+        ('{"answer": 1}', '{"answer": 1}', []),
+        ("<|py", "<|py", []),
+    ],
+    "mistral": [
+        (
+            '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
+            '{"name": "search", "arguments": {"query": "[1]"}}]',
+            "",
+            [("get_weather", CITY), ("search", {"query": "[1]"})],
+        ),
+        (
+            'Ok. [TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3}[TOOL_CALLS]search{"query": "x"}',
+            "Ok. ",
+            [("get_weather", CITY), ("search", {"query": "x"})],
+        ),
+        (
+            '[TOOL_CALLS] [{"name": "n", "arguments": {}}][TOOL_CALLS] [{"name": "m", "arguments": {}}]',
+            "",
+            [("n", {}), ("m", {})],
+        ),
+    ],
+    "pythonic": [
+        (
+            "[get_weather(city='Paris', days=3), search(query=\"[x]\")]",
+            "",
+            [("get_weather", CITY), ("search", {"query": "[x]"})],
+        ),
+        ("[f(a=[1, None], b={'c': True})]", "", [("f", {"a": [1, None], "b": {"c": True}})]),
+        ("[1, 2]", "[1, 2]", []),
+        ("Text [f()]", "Text [f()]", []),
+    ],
+    "deepseek_v3": [
+        (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+            '{"city": "Paris", "days": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>search'
+            '\n```json\n{"query": "x"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+            "",
+            [("get_weather", CITY), ("search", {"query": "x"})],
+        ),
+    ],
+    "deepseek_v3_1": [
+        (
+            "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+            '{"city": "Paris", "days": 3}<｜tool▁call▁end｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "x"}'
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            "I look.",
+            [("get_weather", CITY), ("search", {"query": "x"})],
+        ),
+    ],
+    "kimi_k2": [
+        (
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+            '{"city": "Paris", "days": 3}<|tool_call_end|><|tool_call_begin|>functions.search:1'
+            '<|tool_call_argument_begin|>{"query": "x"}<|tool_call_end|><|tool_calls_section_end|>',
+            "",
+            [("get_weather", CITY), ("search", {"query": "x"})],
+        ),
+    ],
+}
+CASES = [(name, *case) for name, cases in OUTPUTS.items() for case in cases]
+
+
+def parse(name: str, pieces: Sequence[str], *, is_single: bool = False) -> list[Delta]:
+    parser = ToolCallParser(FORMATS[name], TYPES, is_single=is_single)
+    return [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+
+
+def fold(deltas: Sequence[Delta]) -> tuple[str, list[list[Any]]]:
+    """Content and calls of a response; checks the order of its deltas."""
+    content, calls = "", list[list[Any]]()
+    for delta in deltas:
+        match delta:
+            case Content(text):
+                assert text, "no delta is empty"
+                content += text
+            case CallStart(index, name, id_):
+                assert index == len(calls)
+                calls.append([name, "", id_])
+            case CallArguments(index, text):
+                assert index == len(calls) - 1
+                assert text, "no delta is empty"
+                calls[index][1] += text
+    return content, calls
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_a_published_form_gives_its_content_and_calls_at_every_split(
+    name: str, text: str, content: str, calls: list[tuple[str, Any]]
+) -> None:
+    whole = fold(parse(name, [text]))
+    assert whole[0] == content
+    assert [(call[0], json.loads(call[1])) for call in whole[1]] == calls
+    for size in (1, 2, 3, 7, 16):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        assert fold(parse(name, pieces)) == whole
+    for split in range(len(text)):
+        assert fold(parse(name, [text[:split], text[split:]])) == whole
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_the_deltas_do_not_depend_on_the_split(data: st.DataObject) -> None:
+    name, text, *_ = data.draw(st.sampled_from(CASES))
+    noise = data.draw(
+        st.sampled_from(["", " ", "x", "<", "[", "{", "}", "]", "\n", '"', "</tool_call>"])
+    )
+    position = data.draw(st.integers(0, len(text)))
+    text = text[:position] + noise + text[position:]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    is_single = data.draw(st.booleans())
+    assert fold(parse(name, pieces, is_single=is_single)) == (
+        fold(parse(name, [text], is_single=is_single))
+    )
+
+
+@pytest.mark.parametrize("name", sorted({name for name, *_ in CASES}))
+def test_a_single_call_ends_the_response(name: str) -> None:
+    text = next(text for one, text, _, calls in CASES if one == name and calls)
+    parser = ToolCallParser(FORMATS[name], TYPES, is_single=True)
+    # A pythonic block is the whole response.
+    more = "" if name == "pythonic" else " More text. " + text
+    assert len(fold(parser.feed(text + more) + parser.finish())[1]) == 1
+    assert parser.is_done
+    assert parser.feed(text) == parser.finish() == []
+
+
+def test_arguments_are_sent_as_they_arrive() -> None:
+    parser = ToolCallParser(FORMATS["hermes"], TYPES)
+    assert parser.feed('<tool_call>{"name": "f", "arguments": {') == [
+        CallStart(0, "f"),
+        CallArguments(0, "{"),
+    ]
+    assert parser.feed('"a": ') == [CallArguments(0, '"a": ')]
+
+
+def test_the_tags_of_a_constraint_are_read_by_the_parser_of_their_model() -> None:
+    for name, call_format in FORMATS.items():
+        if call_format.tag is not None:
+            begin, end = call_format.tag("get_weather")
+            content, ((called, arguments, _),) = fold(parse(name, [f'{begin}{{"city":"P"}}{end}']))
+            assert (content, called, json.loads(arguments)) == ("", "get_weather", {"city": "P"})
