@@ -91,6 +91,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             engine_config,
             config.serve,
             tool_call_parser=config.card_tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
         )
         self.runner.model, self.runner.card_checksum = self._card.name, self._card.checksum
         self.runner.step_limits = StepLimits(

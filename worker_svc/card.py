@@ -22,6 +22,7 @@ _CARD_SETTINGS = {
     "context_length": "--context-length",
     "kv_block_size": "--block-size",
     "tool_call_parser": "--tool-call-parser",
+    "reasoning_parser": "--reasoning-parser",
 }
 
 # Endpoints that a worker of token ids can serve.
@@ -49,6 +50,7 @@ def build_card(
     kinds: Sequence[str] = ENDPOINT_KINDS,
     *,
     tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
 ) -> ModelCard:
     """Returns the card with its artifacts inline. kinds: see `served_model_type`.
 
@@ -67,6 +69,7 @@ def build_card(
         eos_token_ids=_eos_token_ids(folder),
         artifacts=artifacts,
         tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
     )
 
 

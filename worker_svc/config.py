@@ -49,6 +49,9 @@ class WorkerConfig(ServiceConfig):
     """How the model writes tool calls: hermes, qwen25, qwen3, qwen3_coder, glm45, llama3_json,
     mistral, pythonic, deepseek_v3, deepseek_v3_1, kimi_k2. Unset: hermes for the built-in models,
     no tool calls for others."""
+    reasoning_parser: str | None = None
+    """How the model marks its reasoning: basic, qwen3, glm45, deepseek_r1, deepseek_v3_1, kimi,
+    granite. Unset: responses have no separate reasoning."""
     context_length: Annotated[int, Field(ge=2)] | None = None
     """Maximum tokens of prompt and response, below the limit of the model."""
     block_size: PositiveInt = 16

@@ -212,8 +212,8 @@ class GenerationEndpoint:
             guided=guided,
         )
         meter.prompt(len(request.token_ids))
-        flow = TextStream(model.detokenizer(), body.stop_strings)
-        parser = _response_parser(context, plan)
+        parser = _response_parser(context, model, plan, request) if self._is_chat else None
+        flow = TextStream(model.detokenizer(for_parser=parser is not None), body.stop_strings)
         request_plan = self._make_plan(context, request)
         context.base_model = model.base
         query = Query(
@@ -296,11 +296,17 @@ class GenerationEndpoint:
                 log.error("disconnect_watch_failed", exc_info=disconnect_watch.exception())
 
 
-def _response_parser(context: HttpRequest, plan: ToolPlan | None) -> ResponseParser | None:
+def _response_parser(
+    context: HttpRequest, model: ServedModel, plan: ToolPlan | None, request: PreprocessedRequest
+) -> ResponseParser | None:
+    guided = request.sampling_options.guided_decoding
+    is_guided = guided is not None and not guided.best_effort
+    reasoning = model.reasoning_parser(request.token_ids, is_guided=is_guided)
     if plan is None:
-        return None
+        return None if reasoning is None else ResponseParser(None, reasoning, context.request_id)
     tools = ToolCallParser(plan.call_format, plan.types, is_single=plan.is_single)
-    return ResponseParser(tools, context.request_id, id_chars=plan.call_format.id_chars)
+    id_chars = plan.call_format.id_chars
+    return ResponseParser(tools, reasoning, context.request_id, id_chars=id_chars)
 
 
 async def _tokenize(body: ChatRequest | CompletionRequest, model: ServedModel) -> list[int]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from tokenizers import Tokenizer
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from common.errors import InvalidRequest
 from common.kv.hashing import DEFAULT_BLOCK_SIZE, PrefixHasher
 from common.registry.card import ModelCard
+from common.request.preprocessed import TokenIds
 from frontend_svc.core.text.detokenizer import (
     Detokenizer,
     StreamDetokenizer,
@@ -23,9 +24,18 @@ from frontend_svc.core.text.detokenizer import (
 from frontend_svc.core.text.prompt import ChatTemplate, TemplateError
 from frontend_svc.core.text.token_bound import max_bytes_per_token
 from frontend_svc.core.tools.formats import FORMATS, CallFormat
+from frontend_svc.core.tools.reasoning import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ReasoningParser,
+)
 
 # Texts above this length are encoded in a thread: they would block the event loop for > 5 ms.
 ENCODE_INLINE_CHARS = 16_384
+# The chat template may open or close the reasoning of a response in them.
+PROMPT_END_TOKENS = 16
+
+F = TypeVar("F")
 
 log = structlog.get_logger()
 
@@ -35,8 +45,9 @@ class ServedModel:
     """Everything that requests for one model or adapter need. checksum: of the card. created: Unix
     time. vocabulary: None for tokenizers that need the slow detokenizer. vocab_size: token ids are
     below it. max_bytes_per_token: see `core/text/token_bound.py`. template: None if the card has
-    none. call_format: of tool calls, None if the card names none. adapter: "" for the model itself;
-    an adapter differs from its model only in name and hasher."""
+    none. call_format, reasoning_format: None if the card names none. parser_vocabulary: as
+    vocabulary, with a text for the markers of both formats. adapter: "" for the model itself; an
+    adapter differs from its model only in name and hasher."""
 
     card: ModelCard
     checksum: str
@@ -48,6 +59,8 @@ class ServedModel:
     template: ChatTemplate | None
     hasher: PrefixHasher
     call_format: CallFormat | None
+    reasoning_format: ReasoningFormat | None
+    parser_vocabulary: Vocabulary | None
     adapter: str = ""
 
     @property
@@ -79,10 +92,24 @@ class ServedModel:
         ids: list[int] = batch[0].ids
         return ids
 
-    def detokenizer(self) -> Detokenizer | StreamDetokenizer:
-        if self.vocabulary is None:
-            return StreamDetokenizer(self.tokenizer)
-        return Detokenizer(self.vocabulary)
+    def detokenizer(self, *, for_parser: bool = False) -> Detokenizer | StreamDetokenizer:
+        """The detokenizer of a response. for_parser: whether markers of calls and reasoning have a
+        text."""
+        vocabulary = self.parser_vocabulary if for_parser else self.vocabulary
+        if vocabulary is None:
+            return StreamDetokenizer(self.tokenizer, skip_special_tokens=not for_parser)
+        return Detokenizer(vocabulary)
+
+    def reasoning_parser(self, prompt: TokenIds, *, is_guided: bool) -> ReasoningParser | None:
+        """The parser of a response to a prompt; None if the card names none. is_guided: a
+        constraint on the text excludes reasoning that the prompt implies."""
+        if self.reasoning_format is None:
+            return None
+        end = self.tokenizer.decode(
+            prompt.array[-PROMPT_END_TOKENS:].tolist(), skip_special_tokens=False
+        )
+        starts_inside = not is_guided and self.reasoning_format.starts_inside(end)
+        return ReasoningParser(self.reasoning_format, starts_inside=starts_inside)
 
 
 def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedModel:
@@ -101,6 +128,11 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
     except UnsupportedTokenizer as error:
         log.info("slow_detokenizer", model=card.name, reason=str(error))
         vocabulary = None
+    call_format = _format_of("tool_call_parser", card.tool_call_parser, FORMATS)
+    reasoning = _format_of("reasoning_parser", card.reasoning_parser, REASONING_FORMATS)
+    markers = () if call_format is None else call_format.markers
+    if reasoning is not None:
+        markers += (reasoning.begin, reasoning.end)
     ids = tokenizer.get_vocab().values() if vocabulary is None else vocabulary.raw
     return ServedModel(
         card=card,
@@ -113,16 +145,19 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
         max_bytes_per_token=max_bytes_per_token(raw),
         template=_template(card, config),
         hasher=_hasher(card, mesh_key),
-        call_format=_call_format(card),
+        call_format=call_format,
+        reasoning_format=reasoning,
+        parser_vocabulary=None if vocabulary is None else vocabulary.showing(markers),
     )
 
 
-def _call_format(card: ModelCard) -> CallFormat | None:
-    name = card.tool_call_parser
-    if name is None or name in FORMATS:
-        return FORMATS[name] if name is not None else None
-    text = f"tool_call_parser: {name!r} is not one of {', '.join(FORMATS)}"
-    raise InvalidRequest(text, "tool_call_parser")
+def _format_of(field: str, name: str | None, formats: Mapping[str, F]) -> F | None:
+    if name is None:
+        return None
+    if name not in formats:
+        text = f"{field}: {name!r} is not one of {', '.join(formats)}"
+        raise InvalidRequest(text, field)
+    return formats[name]
 
 
 def _hasher(card: ModelCard, mesh_key: bytes, adapter: str = "") -> PrefixHasher:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from frontend_svc.core.tools.blocks import (
     Call,
@@ -30,6 +30,7 @@ _JSON_NAME: Final = (
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _NAME: Final = r"(?P<name>[\w.\-]+?)"
+_TOOL_CALL: Final = ("<tool_call>", "</tool_call>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class CallFormat:
     tag: text before and after the JSON arguments of a call of this name, with which the constraint
     of guided decoding forces a call; None if the arguments are not JSON.
     id_chars: length of the ids that the model's template requires; 0: any.
+    markers: texts that may be special tokens of the model, which would have no text otherwise.
     """
 
     begin: str
@@ -51,11 +53,7 @@ class CallFormat:
     at_start: bool = False
     tag: Callable[[str], tuple[str, str]] | None = None
     id_chars: int = 0
-
-    @property
-    def trigger(self) -> str:
-        """The text after which guided decoding forces a call."""
-        return self.begin
+    markers: tuple[str, ...] = ()
 
 
 def _json_tag(before: str, key: str, after: str) -> Callable[[str], tuple[str, str]]:
@@ -67,11 +65,12 @@ def _json_tag(before: str, key: str, after: str) -> Callable[[str], tuple[str, s
 
 
 HERMES: Final = CallFormat(
-    begin="<tool_call>",
-    end="</tool_call>",
+    begin=_TOOL_CALL[0],
+    end=_TOOL_CALL[1],
     header=re.compile(r"\s*" + _JSON_NAME),
     read_block=read_json_block,
     tag=_json_tag("<tool_call>\n", "arguments", "\n</tool_call>"),
+    markers=_TOOL_CALL,
 )
 _DEEPSEEK: Final = CallFormat(
     begin="<｜tool▁calls▁begin｜>",
@@ -86,6 +85,10 @@ _DEEPSEEK: Final = CallFormat(
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
+    markers=(
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"),
+        *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    ),
 )
 
 FORMATS: Final[Mapping[str, CallFormat]] = MappingProxyType(
@@ -93,8 +96,12 @@ FORMATS: Final[Mapping[str, CallFormat]] = MappingProxyType(
         "hermes": HERMES,
         "qwen25": HERMES,
         "qwen3": HERMES,
-        "qwen3_coder": CallFormat("<tool_call>", "</tool_call>", read_xml_block),
-        "glm45": CallFormat("<tool_call>", "</tool_call>", read_glm_block),
+        "qwen3_coder": CallFormat(*_TOOL_CALL, read_xml_block, markers=_TOOL_CALL),
+        "glm45": CallFormat(
+            *_TOOL_CALL,
+            read_glm_block,
+            markers=(*_TOOL_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        ),
         "llama3_json": CallFormat(
             begin="{",
             end=None,
@@ -102,6 +109,7 @@ FORMATS: Final[Mapping[str, CallFormat]] = MappingProxyType(
             header=re.compile(r"[\s;,}]*" + _JSON_NAME),
             read_block=read_json_block,
             tag=_json_tag("", "parameters", ""),
+            markers=("<|python_tag|>",),
         ),
         "mistral": CallFormat(
             begin="[TOOL_CALLS]",
@@ -116,6 +124,7 @@ FORMATS: Final[Mapping[str, CallFormat]] = MappingProxyType(
             read_block=read_json_block,
             tag=_json_tag("[TOOL_CALLS] [", "arguments", "]"),
             id_chars=9,
+            markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         ),
         "pythonic": CallFormat("[", None, read_pythonic_block, at_start=True),
         "deepseek_v3": _DEEPSEEK,
@@ -134,13 +143,10 @@ FORMATS: Final[Mapping[str, CallFormat]] = MappingProxyType(
                 "<|tool_call_argument_begin|>",
                 "<|tool_call_end|><|tool_calls_section_end|>",
             ),
+            markers=(
+                *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+                *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+            ),
         ),
     }
 )
-
-
-# Any: JSON schemas.
-def parameter_types(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The schemas of a function's parameters, by name."""
-    properties = (schema or {}).get("properties")
-    return properties if isinstance(properties, dict) else {}

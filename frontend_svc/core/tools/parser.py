@@ -16,6 +16,7 @@ from frontend_svc.core.tools.blocks import Call, ParameterTypes
 from frontend_svc.core.tools.deltas import CallArguments, CallStart, Content, Delta
 from frontend_svc.core.tools.formats import CallFormat
 from frontend_svc.core.tools.json_text import JsonScanner
+from frontend_svc.core.tools.text import overlap
 
 # Left over between calls and after the last: brackets and separators of JSON, white space.
 _SEPARATORS = " \t\r\n;,[]}`"
@@ -82,7 +83,7 @@ class ToolCallParser:
     def _read_content(self) -> Iterator[Delta]:
         begin = self._format.begin
         found = self._buffer.find(begin)
-        stop = found if found >= 0 else len(self._buffer) - _overlap(self._buffer, begin)
+        stop = found if found >= 0 else len(self._buffer) - overlap(self._buffer, begin)
         text = self._buffer[:stop]
         if self._has_content or text.strip():
             self._has_content, self._buffer = True, self._buffer[stop:]
@@ -161,9 +162,3 @@ class ToolCallParser:
             text = buffer if self._format.at_start else self._format.begin + buffer
         if text:
             yield Content(text)
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
-    longest = min(len(text), len(marker) - 1)
-    return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)

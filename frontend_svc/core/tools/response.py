@@ -8,6 +8,7 @@ from typing import Any
 
 from frontend_svc.core.tools.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from frontend_svc.core.tools.parser import ToolCallParser
+from frontend_svc.core.tools.reasoning import ReasoningParser, SplitText
 
 _ID_CHARS = 24
 
@@ -19,27 +20,48 @@ def call_id(response_id: str, index: int, chars: int) -> str:
 
 
 class ResponseParser:
-    """Parses the text of one response. id_chars: see `CallFormat`."""
+    """Parses the text of one response. tools, reasoning: None if it has no calls, no reasoning.
+    id_chars: see `CallFormat`."""
 
-    def __init__(self, tools: ToolCallParser, response_id: str, *, id_chars: int = 0) -> None:
+    def __init__(
+        self,
+        tools: ToolCallParser | None,
+        reasoning: ReasoningParser | None,
+        response_id: str,
+        *,
+        id_chars: int = 0,
+    ) -> None:
         self._tools = tools
+        self._reasoning = reasoning
         self._response_id = response_id
         self._id_chars = id_chars
 
     @property
     def is_done(self) -> bool:
         """Whether the response is complete although the model may continue."""
-        return self._tools.is_done
+        return self._tools is not None and self._tools.is_done
 
     @property
     def has_calls(self) -> bool:
-        return self._tools.calls > 0
+        return self._tools is not None and self._tools.calls > 0
 
     def feed(self, text: str) -> list[Delta]:
-        return self._tools.feed(text)
+        """The deltas that the next piece of text completes."""
+        if self._reasoning is None:
+            return self._answer(text)
+        parts = self._reasoning.feed(text)
+        return [*_reasoning(parts.reasoning), *self._answer(parts.answer)]
 
     def finish(self) -> list[Delta]:
-        return self._tools.finish()
+        """The rest after the last piece."""
+        parts = SplitText("", "") if self._reasoning is None else self._reasoning.finish()
+        deltas = [*_reasoning(parts.reasoning), *self._answer(parts.answer)]
+        return deltas if self._tools is None else [*deltas, *self._tools.finish()]
+
+    def _answer(self, text: str) -> list[Delta]:
+        if self._tools is None or not text:
+            return [Content(text)] if text else []
+        return self._tools.feed(text)
 
     # Any, here and below: JSON.
     def chunk_delta(self, delta: Delta) -> dict[str, Any]:
@@ -82,3 +104,7 @@ class ResponseParser:
 
     def _id_of(self, start: CallStart) -> str:
         return start.id or call_id(self._response_id, start.index, self._id_chars)
+
+
+def _reasoning(text: str) -> list[Delta]:
+    return [Reasoning(text)] if text else []
