@@ -19,6 +19,7 @@ from common.request.preprocessed import GuidedDecoding
 
 # Size of a constraint as llguidance receives it.
 GRAMMAR_BYTES_MAX: Final = 262_144
+_MESSAGE_CHARS_MAX: Final = 240
 # Free text outside structural tags consists of words, since the sim engine's output does: an engine
 # may restrict free text further.
 _FREE_TEXT: Final = "/( [A-Za-z]+)+/"
@@ -46,7 +47,8 @@ def next_mask(matcher: LLMatcher) -> bytes:
     if not matcher.is_error():
         mask = matcher.compute_bitmask()
     if matcher.is_error():
-        raise ConstraintError(matcher.get_error().partition("\n")[0])
+        # On one line, without a quotation of the whole grammar.
+        raise ConstraintError(" ".join(matcher.get_error().split())[:_MESSAGE_CHARS_MAX])
     return mask
 
 
@@ -62,7 +64,7 @@ def _grammar_of(guided: GuidedDecoding) -> str:
     except RecursionError:
         raise ConstraintError("it is nested too deeply") from None
     except Exception as error:  # gbnf_to_lark raises plain Exception
-        raise ConstraintError(str(error)) from error
+        raise ConstraintError(str(error)[:_MESSAGE_CHARS_MAX]) from error
     if size > GRAMMAR_BYTES_MAX:
         raise ConstraintError(f"it has {size}/{GRAMMAR_BYTES_MAX} bytes")
     return grammar

@@ -7,7 +7,7 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import replace
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, Overloaded
 from common.request.grammar import ConstraintError, check_constraint
 from common.request.preprocessed import GuidedDecoding
 from frontend_svc.core.openai.guided import Constraint, requested_constraint
@@ -34,7 +34,7 @@ class ConstraintChecks:
 
     async def check(self, constraint: Constraint) -> None:
         """Raises InvalidRequest, which names the field, if the constraint is invalid, too large or
-        too complex, or is not compiled in time."""
+        too complex, or is not compiled in time; Overloaded if others are not compiled in time."""
         try:
             key = hashlib.sha256(repr(constraint.guided).encode("utf-8", "replace")).digest()
             if key in self._checked:
@@ -79,8 +79,16 @@ class ConstraintChecks:
 
     async def _compile(self, guided: GuidedDecoding) -> None:
         try:
-            async with self._lock, asyncio.timeout(self._compile_s):
+            async with asyncio.timeout(self._compile_s):
+                await self._lock.acquire()
+        except TimeoutError:
+            text = f"other grammars took more than {self._compile_s:g} s to compile"
+            raise Overloaded(1.0, text) from None
+        try:
+            async with asyncio.timeout(self._compile_s):
                 await asyncio.to_thread(check_constraint, guided)
         except TimeoutError:
             text = f"it takes more than {self._compile_s:g} s to compile"
             raise ConstraintError(text) from None
+        finally:
+            self._lock.release()
