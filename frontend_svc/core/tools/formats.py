@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -127,7 +127,14 @@ FORMATS: Final[Mapping[str, CallFormat]] = MappingProxyType(
             markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         ),
         "pythonic": CallFormat("[", None, read_pythonic_block, at_start=True),
-        "deepseek_v3": _DEEPSEEK,
+        "deepseek_v3": replace(
+            _DEEPSEEK,
+            tag=lambda name: (
+                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+                f"{name}\n```json\n",
+                "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            ),
+        ),
         "deepseek_v3_1": _DEEPSEEK,
         "kimi_k2": CallFormat(
             begin="<|tool_calls_section_begin|>",
