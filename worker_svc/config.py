@@ -47,11 +47,11 @@ class WorkerConfig(ServiceConfig):
     """chat, completions or both. Restrict it if the model supports only one."""
     tool_call_parser: str | None = None
     """How the model writes tool calls: hermes, qwen25, qwen3, qwen3_coder, glm45, llama3_json,
-    mistral, pythonic, deepseek_v3, deepseek_v3_1, kimi_k2. Unset: hermes for the built-in models,
-    no tool calls for others."""
+    mistral, pythonic, deepseek_v3, deepseek_v3_1, kimi_k2, gpt_oss. Unset: hermes for the built-in
+    models, no tool calls for others."""
     reasoning_parser: str | None = None
     """How the model marks its reasoning: basic, qwen3, glm45, deepseek_r1, deepseek_v3_1, kimi,
-    granite. Unset: responses have no separate reasoning."""
+    granite, gpt_oss. Unset: responses have no separate reasoning."""
     context_length: Annotated[int, Field(ge=2)] | None = None
     """Maximum tokens of prompt and response, below the limit of the model."""
     block_size: PositiveInt = 16

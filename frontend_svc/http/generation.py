@@ -42,6 +42,8 @@ from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import PassThroughPayload, RequestOutcome, RequestPlan
 from frontend_svc.core.text.output_text import TextStream
 from frontend_svc.core.text.prompt import TemplateError
+from frontend_svc.core.tools.formats import HERMES
+from frontend_svc.core.tools.harmony import HarmonyParser
 from frontend_svc.core.tools.parser import ToolCallParser
 from frontend_svc.core.tools.response import ResponseParser
 from frontend_svc.http.asgi import Receive, Scope, Send
@@ -299,6 +301,9 @@ class GenerationEndpoint:
 def _response_parser(
     context: HttpRequest, model: ServedModel, plan: ToolPlan | None, request: PreprocessedRequest
 ) -> ResponseParser | None:
+    if model.is_harmony and (plan is None or plan.call_format is not HERMES):
+        messages = HarmonyParser(is_single=plan is not None and plan.is_single)
+        return ResponseParser(messages, None, context.request_id)
     guided = request.sampling_options.guided_decoding
     is_guided = guided is not None and not guided.best_effort
     reasoning = model.reasoning_parser(request.token_ids, is_guided=is_guided)

@@ -24,6 +24,7 @@ from frontend_svc.core.text.detokenizer import (
 from frontend_svc.core.text.prompt import ChatTemplate, TemplateError
 from frontend_svc.core.text.token_bound import max_bytes_per_token
 from frontend_svc.core.tools.formats import FORMATS, CallFormat
+from frontend_svc.core.tools.harmony import HARMONY, HARMONY_MARKERS
 from frontend_svc.core.tools.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
@@ -46,7 +47,8 @@ class ServedModel:
     time. vocabulary: None for tokenizers that need the slow detokenizer. vocab_size: token ids are
     below it. max_bytes_per_token: see `core/text/token_bound.py`. template: None if the card has
     none. call_format, reasoning_format: None if the card names none. parser_vocabulary: as
-    vocabulary, with a text for the markers of both formats. adapter: "" for the model itself; an
+    vocabulary, with a text for the markers of both formats. is_harmony: whether it writes harmony
+    messages. adapter: "" for the model itself; an
     adapter differs from its model only in name and hasher."""
 
     card: ModelCard
@@ -61,6 +63,7 @@ class ServedModel:
     call_format: CallFormat | None
     reasoning_format: ReasoningFormat | None
     parser_vocabulary: Vocabulary | None
+    is_harmony: bool
     adapter: str = ""
 
     @property
@@ -129,8 +132,11 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
         log.info("slow_detokenizer", model=card.name, reason=str(error))
         vocabulary = None
     call_format = _format_of("tool_call_parser", card.tool_call_parser, FORMATS)
-    reasoning = _format_of("reasoning_parser", card.reasoning_parser, REASONING_FORMATS)
+    is_harmony = HARMONY in (card.tool_call_parser, card.reasoning_parser)
+    reasoning_name = None if card.reasoning_parser == HARMONY else card.reasoning_parser
+    reasoning = _format_of("reasoning_parser", reasoning_name, REASONING_FORMATS)
     markers = () if call_format is None else call_format.markers
+    markers += HARMONY_MARKERS if is_harmony else ()
     if reasoning is not None:
         markers += (reasoning.begin, reasoning.end)
     ids = tokenizer.get_vocab().values() if vocabulary is None else vocabulary.raw
@@ -147,6 +153,7 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
         hasher=_hasher(card, mesh_key),
         call_format=call_format,
         reasoning_format=reasoning,
+        is_harmony=is_harmony,
         parser_vocabulary=None if vocabulary is None else vocabulary.showing(markers),
     )
 

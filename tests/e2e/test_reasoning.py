@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import openai
@@ -95,3 +96,22 @@ async def test_past_reasoning_is_accepted(client: openai.AsyncOpenAI) -> None:
     ]
     response = await client.chat.completions.create(model=MODEL, messages=messages)
     assert response.choices[0].message.content
+
+
+async def test_harmony_messages_become_reasoning_and_answer(
+    start: Callable[..., AbstractContextManager[Mesh]],
+) -> None:
+    analysis = r"<\|channel\|>analysis<\|message\|>( [a-z]{2,5}){3}<\|end\|>"
+    final = r"<\|start\|>assistant<\|channel\|>final<\|message\|>( [a-z]{2,5}){2}"
+    flags = ["--speedup=20", "--tool-call-parser=gpt_oss", "--reasoning-parser=gpt_oss"]
+    with start(workers=1, worker_flags=flags) as mesh:
+        async with openai.AsyncOpenAI(
+            base_url=f"{mesh.url}/v1",
+            api_key="none",
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+        ) as client:
+            reasoning, answer = await whole(client, "Hello", guided_regex=analysis + final)
+            assert (len(reasoning.split()), len(answer.split())) == (3, 2)
+            assert await streamed(client, "Hello", guided_regex=analysis + final) == (
+                *(reasoning, answer),
+            )

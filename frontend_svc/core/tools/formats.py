@@ -24,6 +24,7 @@ from frontend_svc.core.tools.blocks import (
     read_pythonic_block,
     read_xml_block,
 )
+from frontend_svc.core.tools.harmony import HARMONY, HARMONY_MARKERS
 
 _JSON_NAME: Final = (
     r'\{\s*"name"\s*:\s*(?P<json_name>"(?:[^"\\]|\\.)*")\s*,'
@@ -126,6 +127,8 @@ FORMATS: Final[Mapping[str, CallFormat]] = MappingProxyType(
             id_chars=9,
             markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         ),
+        # `HarmonyParser` reads it.
+        HARMONY: CallFormat("<|channel|>", None, read_json_block, markers=HARMONY_MARKERS),
         "pythonic": CallFormat("[", None, read_pythonic_block, at_start=True),
         "deepseek_v3": replace(
             _DEEPSEEK,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from frontend_svc.core.tools.deltas import CallArguments, CallStart, Content, Delta, Reasoning
+from frontend_svc.core.tools.harmony import HarmonyParser
 from frontend_svc.core.tools.parser import ToolCallParser
 from frontend_svc.core.tools.reasoning import ReasoningParser, SplitText
 
@@ -25,7 +26,7 @@ class ResponseParser:
 
     def __init__(
         self,
-        tools: ToolCallParser | None,
+        tools: ToolCallParser | HarmonyParser | None,
         reasoning: ReasoningParser | None,
         response_id: str,
         *,
