@@ -20,6 +20,9 @@ from frontend_svc.core.tools.text import overlap
 
 # Left over between calls and after the last: brackets and separators of JSON, white space.
 _SEPARATORS = " \t\r\n;,[]}`"
+# A header has a name and few separators. Without a limit, each piece of a long block without one
+# would cause another search of the whole block.
+_HEADER_CHARS_MAX = 4096
 # Llama models may begin a call with it.
 _PYTHON_TAG = "<|python_tag|>"
 
@@ -47,6 +50,7 @@ class ToolCallParser:
         self._has_content = False  # of the present stretch of content
         self._calls_before_block = 0
         self._ends_tried = 0
+        self._may_have_header = True
         self._scanner = JsonScanner()
 
     @property
@@ -106,10 +110,14 @@ class ToolCallParser:
     def _open_block(self, buffer: str) -> None:
         self._state, self._buffer = _State.BLOCK, buffer
         self._calls_before_block, self._ends_tried = self.calls, 0
+        self._may_have_header = True
 
     def _read_block(self) -> Iterator[Delta]:
         header, end = self._format.header, self._format.end
-        match = header.match(self._buffer) if header is not None else None
+        match = None
+        if header is not None and self._may_have_header:
+            match = header.match(self._buffer, 0, _HEADER_CHARS_MAX)
+            self._may_have_header = len(self._buffer) < _HEADER_CHARS_MAX
         if match is not None:
             groups = match.groupdict()
             name = groups.get("name") or json.loads(groups["json_name"])
@@ -139,7 +147,7 @@ class ToolCallParser:
         if text:
             yield CallArguments(self.calls, text)
         if end is not None:
-            self.calls, self._ends_tried = self.calls + 1, 0
+            self.calls, self._ends_tried, self._may_have_header = self.calls + 1, 0, True
             self._state = _State.DONE if self._is_single else _State.BLOCK
 
     def _whole_calls(self, calls: Sequence[Call]) -> Iterator[Delta]:

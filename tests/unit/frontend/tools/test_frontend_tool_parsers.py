@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,3 +97,20 @@ def test_the_tags_of_a_constraint_are_read_by_the_parser_of_their_model() -> Non
             begin, end = call_format.tag("get_weather")
             content, ((called, arguments, _),) = fold(parse(name, [f'{begin}{{"city":"P"}}{end}']))
             assert (content, called, json.loads(arguments)) == ("", "get_weather", {"city": "P"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "<tool_call>" + "</tool_call" * 2000),
+        ("mistral", "[TOOL_CALLS]" + "[ " * 10_000),
+        ("mistral", "[TOOL_CALLS]" + "a" * 20_000),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>" + "```" * 7000),
+        ("kimi_k2", "<|tool_calls_section_begin|>" + "<|tool_call_begin|>functions.a" * 700),
+        ("pythonic", "[" * 20_000),
+    ],
+)
+def test_a_long_block_without_a_call_is_content_and_costs_linear_time(name: str, text: str) -> None:
+    started_at = time.process_time()
+    assert fold(parse(name, [text[i : i + 4] for i in range(0, len(text), 4)])) == (text, [])
+    assert time.process_time() - started_at < 3, "about 0.2 s; with quadratic time 7 s"
