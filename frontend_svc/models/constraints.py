@@ -20,7 +20,7 @@ from frontend_svc.core.openai.tool_calls import (
 )
 
 # Digests of valid constraints.
-_CHECKED_MAX = 256
+_CHECKED_MAX = 4096
 
 
 class ConstraintChecks:
