@@ -37,6 +37,9 @@ class FrontendConfig(ServiceConfig):
     kv_drift_max: Share = 0.1
     """Share of wrongly predicted cached tokens above which the cache of a worker counts as unknown.
     Raise it if many requests with a common prefix arrive at once."""
+    grammar_compile_s: Annotated[float, Field(gt=0)] = 2.0
+    """Seconds in which the grammar of a JSON schema, tool or guided decoding must compile. Raise it
+    for very large schemas."""
     keep_alive_s: Annotated[float, Field(ge=0.1)] = 15.0
     """Idle seconds after which a stream receives an SSE comment. Must be below the idle timeout of
     every proxy between frontend and client."""

@@ -86,7 +86,12 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         if isinstance(self.engine, FailureReportingEngine):
             lifecycle.spawn(self.engine.wait_for_failure(), name="engine")
         self._card = await asyncio.to_thread(
-            build_card, resolve_model_dir(config), engine_config, config.serve
+            build_card,
+            resolve_model_dir(config),
+            engine_config,
+            config.serve,
+            tool_call_parser=config.card_tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
         )
         self.runner.model, self.runner.card_checksum = self._card.name, self._card.checksum
         self.runner.step_limits = StepLimits(

@@ -21,6 +21,8 @@ _CARD_SETTINGS = {
     "model_type": "--serve",
     "context_length": "--context-length",
     "kv_block_size": "--block-size",
+    "tool_call_parser": "--tool-call-parser",
+    "reasoning_parser": "--reasoning-parser",
 }
 
 # Endpoints that a worker of token ids can serve.
@@ -43,7 +45,12 @@ def find_missing_files(folder: Path) -> list[str]:
 
 
 def build_card(
-    folder: Path, config: EngineConfig, kinds: Sequence[str] = ENDPOINT_KINDS
+    folder: Path,
+    config: EngineConfig,
+    kinds: Sequence[str] = ENDPOINT_KINDS,
+    *,
+    tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
 ) -> ModelCard:
     """Returns the card with its artifacts inline. kinds: see `served_model_type`.
 
@@ -61,6 +68,8 @@ def build_card(
         hash_scheme=str(HASH_SCHEME_ID) if config.kv_index != "none" else "",
         eos_token_ids=_eos_token_ids(folder),
         artifacts=artifacts,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
     )
 
 

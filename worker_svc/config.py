@@ -45,6 +45,13 @@ class WorkerConfig(ServiceConfig):
     written by python -m worker_svc.engines.sim.make_model. Unset: the model of the sim."""
     serve: Names = ENDPOINT_KINDS
     """chat, completions or both. Restrict it if the model supports only one."""
+    tool_call_parser: str | None = None
+    """How the model writes tool calls: hermes, qwen25, qwen3, qwen3_coder, glm45, llama3_json,
+    mistral, pythonic, deepseek_v3, deepseek_v3_1, kimi_k2, gpt_oss. Unset: hermes for the built-in
+    models, no tool calls for others."""
+    reasoning_parser: str | None = None
+    """How the model marks its reasoning: basic, qwen3, glm45, deepseek_r1, deepseek_v3_1, kimi,
+    granite, gpt_oss. Unset: responses have no separate reasoning."""
     context_length: Annotated[int, Field(ge=2)] | None = None
     """Maximum tokens of prompt and response, below the limit of the model."""
     block_size: PositiveInt = 16
@@ -92,6 +99,11 @@ class WorkerConfig(ServiceConfig):
     def default_model_name(self) -> str:
         """Model name of a built-in engine."""
         return self.model_name or "sim"
+
+    @property
+    def card_tool_call_parser(self) -> str | None:
+        """The parser that the model's card names."""
+        return self.tool_call_parser or ("hermes" if self.model_path is None else None)
 
     def problems(self) -> list[str]:
         found = super().problems()

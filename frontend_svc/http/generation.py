@@ -20,6 +20,7 @@ from common.errors import (
     MeshError,
     Overloaded,
     RequestCancelled,
+    Unsupported,
 )
 from common.kv.hashing import HASH_SCHEME_ID
 from common.request.preprocessed import PreprocessedRequest, TokenIds
@@ -36,15 +37,21 @@ from frontend_svc.core.openai.preprocessing import (
     to_preprocessed,
 )
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
+from frontend_svc.core.openai.tool_calls import ToolPlan, plan_tools
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import PassThroughPayload, RequestOutcome, RequestPlan
 from frontend_svc.core.text.output_text import TextStream
 from frontend_svc.core.text.prompt import TemplateError
+from frontend_svc.core.tools.formats import HERMES
+from frontend_svc.core.tools.harmony import HarmonyParser
+from frontend_svc.core.tools.parser import ToolCallParser
+from frontend_svc.core.tools.response import ResponseParser
 from frontend_svc.http.asgi import Receive, Scope, Send
 from frontend_svc.http.request_context import HttpRequest, log_request, span_attributes
 from frontend_svc.http.streaming import ResponseWriter, send_error
 from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.constraints import ConstraintChecks
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
@@ -82,6 +89,7 @@ class GenerationEndpoint:
         self._config = config
         self._on_request_end = on_request_end
         self._active_requests = 0
+        self._constraints = ConstraintChecks(config.grammar_compile_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. It is counted, and gets a log line, however it ends."""
@@ -192,6 +200,8 @@ class GenerationEndpoint:
         self, context: HttpRequest, body: ChatRequest | CompletionRequest, meter: RequestMeter
     ) -> None:
         model = self._models.get_for(body.model, self._table)
+        plan = plan_tools(body, model.call_format) if isinstance(body, ChatRequest) else None
+        guided = await self._constraints.resolve(body, plan)
         request = to_preprocessed(
             body,
             await _tokenize(body, model) if body.token_data is None else body.token_data,
@@ -201,10 +211,12 @@ class GenerationEndpoint:
             default_max_tokens=model.card.default_max_tokens,
             vocab_size=model.vocab_size,
             adapter=model.adapter,
+            guided=guided,
         )
         meter.prompt(len(request.token_ids))
-        flow = TextStream(model.detokenizer(), body.stop_strings)
-        plan = self._make_plan(context, request)
+        parser = _response_parser(context, model, plan, request) if self._is_chat else None
+        flow = TextStream(model.detokenizer(for_parser=parser is not None), body.stop_strings)
+        request_plan = self._make_plan(context, request)
         context.base_model = model.base
         query = Query(
             model=model.base,
@@ -217,12 +229,12 @@ class GenerationEndpoint:
             strict_priority=strict_priority(body.nvext),
             hasher=model.hasher,
         ).extended(request.token_ids, len(request.token_ids))
-        async with self._open_request(context, plan, query, meter) as (handle, response):
+        async with self._open_request(context, request_plan, query, meter) as (handle, response):
             writer = ResponseWriter(context, response, self._config.keep_alive_s)
             if body.is_stream:
-                await writer.stream_text(handle, flow, model.name, body.include_usage)
+                await writer.stream_text(handle, flow, model.name, body.include_usage, parser)
             else:
-                await writer.send_text(handle, flow, model.name)
+                await writer.send_text(handle, flow, model.name, parser)
 
     async def _pass_through(
         self, context: HttpRequest, body: PassThroughRequest, meter: RequestMeter
@@ -286,6 +298,22 @@ class GenerationEndpoint:
                 log.error("disconnect_watch_failed", exc_info=disconnect_watch.exception())
 
 
+def _response_parser(
+    context: HttpRequest, model: ServedModel, plan: ToolPlan | None, request: PreprocessedRequest
+) -> ResponseParser | None:
+    if model.is_harmony and (plan is None or plan.call_format is not HERMES):
+        messages = HarmonyParser(is_single=plan is not None and plan.is_single)
+        return ResponseParser(messages, None, context.request_id)
+    guided = request.sampling_options.guided_decoding
+    is_guided = guided is not None and not guided.best_effort
+    reasoning = model.reasoning_parser(request.token_ids, is_guided=is_guided)
+    if plan is None:
+        return None if reasoning is None else ResponseParser(None, reasoning, context.request_id)
+    tools = ToolCallParser(plan.call_format, plan.types, is_single=plan.is_single)
+    id_chars = plan.call_format.id_chars
+    return ResponseParser(tools, reasoning, context.request_id, id_chars=id_chars)
+
+
 async def _tokenize(body: ChatRequest | CompletionRequest, model: ServedModel) -> list[int]:
     text = _prompt_text(body, model)
     check_prompt_length(body, model.token_count_min(text), model.card.context_length or 0)
@@ -299,10 +327,15 @@ def _prompt_text(body: ChatRequest | CompletionRequest, model: ServedModel) -> s
     if model.template is None:
         text = f"The model {model.name!r} has no chat template; use /v1/completions."
         raise InvalidRequest(text, "model")
+    tools = body.template_tools()
+    if tools is not None and not model.template.prints_tools:
+        raise Unsupported("tools", "the model's chat template does not print them")
     try:
-        messages, template_kwargs = body.template_messages(), body.chat_template_kwargs
         return model.template.render(
-            messages, template_kwargs=template_kwargs, now=datetime.now(UTC)
+            body.template_messages(),
+            tools=tools,
+            template_kwargs=body.chat_template_kwargs,
+            now=datetime.now(UTC),
         )
     except TemplateError as error:
         raise InvalidRequest(str(error), "messages") from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 from common.errors import MeshError
 from common.request.preprocessed import CompletionUsage
@@ -13,6 +15,8 @@ from frontend_svc.core.openai.responses import OpenAIFinishReason, completion_js
 from frontend_svc.core.openai.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter, event
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.core.text.output_text import TextStream
+from frontend_svc.core.tools.deltas import Delta
+from frontend_svc.core.tools.response import ResponseParser
 from frontend_svc.http.asgi import (
     BODY_END,
     JSON_HEADER,
@@ -39,9 +43,14 @@ class ResponseWriter:
         self._chunk_kind = ChunkKind.CHAT if context.is_chat else ChunkKind.COMPLETION
 
     async def stream_text(
-        self, handle: RequestHandle, flow: TextStream, model: str, include_usage: bool
+        self,
+        handle: RequestHandle,
+        flow: TextStream,
+        model: str,
+        include_usage: bool,
+        parser: ResponseParser | None,
     ) -> None:
-        """Sends text as it comes, one event a batch of tokens."""
+        """Sends text as it comes, one event a batch of tokens. parser: None if it is content."""
         response = self._response
         response.wake_when_idle(self._keep_alive_s)
         token_ids = await response.next()
@@ -55,10 +64,9 @@ class ResponseWriter:
         )
         await self._start_stream()
         events = [writer.role()] if self._context.is_chat else []
-        content = writer.content
         while True:
-            events += map(content, flow.feed(token_ids))
-            if flow.matched_stop is not None:
+            events += _text_events(writer, flow.feed(token_ids), parser)
+            if _is_complete(flow, parser):
                 handle.stop()
                 break
             if not token_ids:
@@ -72,30 +80,39 @@ class ResponseWriter:
         if events and response.outcome is None:  # the outcome may take time: send the text now
             await self._send(body_part(b"".join(events)))
             events = []
-        events += _final_events(writer, flow, await response.end())
+        events += _final_events(writer, flow, await response.end(), parser)
         await self._end_stream(b"".join(events))
 
-    async def send_text(self, handle: RequestHandle, flow: TextStream, model: str) -> None:
+    async def send_text(
+        self, handle: RequestHandle, flow: TextStream, model: str, parser: ResponseParser | None
+    ) -> None:
         pieces: list[str] = []
+        deltas: list[Delta] = []
         while True:
             token_ids = await self._response.next()
-            pieces += flow.feed(token_ids)
-            if flow.matched_stop is not None:
+            new = flow.feed(token_ids)
+            pieces += new
+            if parser is not None:
+                deltas += parser.feed("".join(new))
+            if _is_complete(flow, parser):
                 handle.stop()
                 break
             if not token_ids:
                 break
         outcome = await self._response.end()
-        if outcome.error is not None and flow.matched_stop is None:
+        if outcome.error is not None and not _is_complete(flow, parser):
             raise outcome.error
         pieces.append(flow.finish())
+        text: str | dict[str, Any] = "".join(pieces)
+        if parser is not None:
+            text = parser.message((*deltas, *parser.feed(pieces[-1]), *parser.finish()))
         await self._send_json(
             completion_json(
                 self._context.response_id,
                 model,
                 _now_s(),
-                "".join(pieces),
-                _openai_finish_reason(flow, outcome),
+                text,
+                _openai_finish_reason(flow, outcome, parser),
                 _usage(flow, outcome),
                 is_chat=self._context.is_chat,
             )
@@ -160,24 +177,44 @@ def _now_s() -> int:
     return int(datetime.now(UTC).timestamp())
 
 
-def _final_events(writer: ChunkWriter, flow: TextStream, outcome: RequestOutcome) -> list[bytes]:
+def _is_complete(flow: TextStream, parser: ResponseParser | None) -> bool:
+    """Whether the response is complete although the model may continue."""
+    return flow.matched_stop is not None or (parser is not None and parser.is_done)
+
+
+def _text_events(
+    writer: ChunkWriter, pieces: Iterable[str], parser: ResponseParser | None
+) -> Iterable[bytes]:
+    if parser is None:
+        return map(writer.content, pieces)
+    deltas = (delta for piece in pieces for delta in parser.feed(piece))
+    return [writer.delta(parser.chunk_delta(delta)) for delta in deltas]
+
+
+def _final_events(
+    writer: ChunkWriter, flow: TextStream, outcome: RequestOutcome, parser: ResponseParser | None
+) -> list[bytes]:
     """Returns the events after the last token: held-back text, finish or error, usage, DONE."""
-    if outcome.error is not None and flow.matched_stop is None:
+    if outcome.error is not None and not _is_complete(flow, parser):
         return [writer.error(outcome.error)]
     remaining_text = flow.finish()
-    events = [writer.content(remaining_text)] if remaining_text else []
-    events.append(writer.finish(_openai_finish_reason(flow, outcome)))
+    events = list(_text_events(writer, [remaining_text] if remaining_text else [], parser))
+    if parser is not None:
+        events += [writer.delta(parser.chunk_delta(delta)) for delta in parser.finish()]
+    events.append(writer.finish(_openai_finish_reason(flow, outcome, parser)))
     events.append(writer.usage(_usage(flow, outcome)))
     events.append(DONE)
     return events
 
 
-def _openai_finish_reason(flow: TextStream, outcome: RequestOutcome) -> OpenAIFinishReason:
-    if flow.matched_stop is not None:
-        return "stop"
-    finish_reason = outcome.finish_reason.openai if outcome.finish_reason is not None else None
-    assert finish_reason is not None, "an outcome without an OpenAI finish reason has an error"
-    return finish_reason
+def _openai_finish_reason(
+    flow: TextStream, outcome: RequestOutcome, parser: ResponseParser | None
+) -> OpenAIFinishReason:
+    reason: OpenAIFinishReason | None = "stop"
+    if not _is_complete(flow, parser):
+        reason = outcome.finish_reason.openai if outcome.finish_reason is not None else None
+    assert reason is not None, "an outcome without an OpenAI finish reason has an error"
+    return "tool_calls" if reason == "stop" and parser is not None and parser.has_calls else reason
 
 
 def _usage(flow: TextStream, outcome: RequestOutcome) -> CompletionUsage:

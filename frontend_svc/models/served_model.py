@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from tokenizers import Tokenizer
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from common.errors import InvalidRequest
 from common.kv.hashing import DEFAULT_BLOCK_SIZE, PrefixHasher
 from common.registry.card import ModelCard
+from common.request.preprocessed import TokenIds
 from frontend_svc.core.text.detokenizer import (
     Detokenizer,
     StreamDetokenizer,
@@ -22,9 +23,20 @@ from frontend_svc.core.text.detokenizer import (
 )
 from frontend_svc.core.text.prompt import ChatTemplate, TemplateError
 from frontend_svc.core.text.token_bound import max_bytes_per_token
+from frontend_svc.core.tools.formats import FORMATS, CallFormat
+from frontend_svc.core.tools.harmony import HARMONY, HARMONY_MARKERS
+from frontend_svc.core.tools.reasoning import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ReasoningParser,
+)
 
 # Texts above this length are encoded in a thread: they would block the event loop for > 5 ms.
 ENCODE_INLINE_CHARS = 16_384
+# The chat template may open or close the reasoning of a response in them.
+PROMPT_END_TOKENS = 16
+
+F = TypeVar("F")
 
 log = structlog.get_logger()
 
@@ -34,8 +46,10 @@ class ServedModel:
     """Everything that requests for one model or adapter need. checksum: of the card. created: Unix
     time. vocabulary: None for tokenizers that need the slow detokenizer. vocab_size: token ids are
     below it. max_bytes_per_token: see `core/text/token_bound.py`. template: None if the card has
-    none. adapter: "" for the model itself; an adapter differs from its model only in name and
-    hasher."""
+    none. call_format, reasoning_format: None if the card names none. parser_vocabulary: as
+    vocabulary, with a text for the markers of both formats. is_harmony: whether it writes harmony
+    messages. adapter: "" for the model itself; an
+    adapter differs from its model only in name and hasher."""
 
     card: ModelCard
     checksum: str
@@ -46,6 +60,10 @@ class ServedModel:
     max_bytes_per_token: int | None
     template: ChatTemplate | None
     hasher: PrefixHasher
+    call_format: CallFormat | None
+    reasoning_format: ReasoningFormat | None
+    parser_vocabulary: Vocabulary | None
+    is_harmony: bool
     adapter: str = ""
 
     @property
@@ -77,10 +95,24 @@ class ServedModel:
         ids: list[int] = batch[0].ids
         return ids
 
-    def detokenizer(self) -> Detokenizer | StreamDetokenizer:
-        if self.vocabulary is None:
-            return StreamDetokenizer(self.tokenizer)
-        return Detokenizer(self.vocabulary)
+    def detokenizer(self, *, for_parser: bool = False) -> Detokenizer | StreamDetokenizer:
+        """The detokenizer of a response. for_parser: whether markers of calls and reasoning have a
+        text."""
+        vocabulary = self.parser_vocabulary if for_parser else self.vocabulary
+        if vocabulary is None:
+            return StreamDetokenizer(self.tokenizer, skip_special_tokens=not for_parser)
+        return Detokenizer(vocabulary)
+
+    def reasoning_parser(self, prompt: TokenIds, *, is_guided: bool) -> ReasoningParser | None:
+        """The parser of a response to a prompt; None if the card names none. is_guided: a
+        constraint on the text excludes reasoning that the prompt implies."""
+        if self.reasoning_format is None:
+            return None
+        end = self.tokenizer.decode(
+            prompt.array[-PROMPT_END_TOKENS:].tolist(), skip_special_tokens=False
+        )
+        starts_inside = not is_guided and self.reasoning_format.starts_inside(end)
+        return ReasoningParser(self.reasoning_format, starts_inside=starts_inside)
 
 
 def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedModel:
@@ -99,6 +131,14 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
     except UnsupportedTokenizer as error:
         log.info("slow_detokenizer", model=card.name, reason=str(error))
         vocabulary = None
+    call_format = _format_of("tool_call_parser", card.tool_call_parser, FORMATS)
+    is_harmony = HARMONY in (card.tool_call_parser, card.reasoning_parser)
+    reasoning_name = None if card.reasoning_parser == HARMONY else card.reasoning_parser
+    reasoning = _format_of("reasoning_parser", reasoning_name, REASONING_FORMATS)
+    markers = () if call_format is None else call_format.markers
+    markers += HARMONY_MARKERS if is_harmony else ()
+    if reasoning is not None:
+        markers += (reasoning.begin, reasoning.end)
     ids = tokenizer.get_vocab().values() if vocabulary is None else vocabulary.raw
     return ServedModel(
         card=card,
@@ -111,7 +151,20 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
         max_bytes_per_token=max_bytes_per_token(raw),
         template=_template(card, config),
         hasher=_hasher(card, mesh_key),
+        call_format=call_format,
+        reasoning_format=reasoning,
+        is_harmony=is_harmony,
+        parser_vocabulary=None if vocabulary is None else vocabulary.showing(markers),
     )
+
+
+def _format_of(field: str, name: str | None, formats: Mapping[str, F]) -> F | None:
+    if name is None:
+        return None
+    if name not in formats:
+        text = f"{field}: {name!r} is not one of {', '.join(formats)}"
+        raise InvalidRequest(text, field)
+    return formats[name]
 
 
 def _hasher(card: ModelCard, mesh_key: bytes, adapter: str = "") -> PrefixHasher:

@@ -106,7 +106,7 @@ ROWS = [
         VALUE,
     ),
     BadInputCase("unknown field", 400, "wibble", chat(wibble=1), "unknown_parameter"),
-    BadInputCase("tools", 400, "tools", chat(tools=[{"type": "function"}]), UNSUPPORTED),
+    BadInputCase("tools", 400, "tools[0].type", chat(tools=[{"type": "custom"}]), UNSUPPORTED),
     BadInputCase("seed above 64 bits", 400, "seed", chat(seed=2**64), TYPE),
     BadInputCase("no prompt", 400, "prompt", text(prompt=...), MISSING, COMPLETIONS),
     BadInputCase(

@@ -88,6 +88,7 @@ async def trio(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trio]:
         engine="sglang",
         model_name="tiny",
         model_path=model,
+        tool_call_parser="hermes",
         registry_path=registry,
         engine_args=json.dumps(pool),
     )

@@ -93,6 +93,7 @@ class WorkerProcess:
             "--engine": "sglang",
             "--role": role,
             "--model-path": model,
+            "--tool-call-parser": "hermes",
             "--model-name": "tiny",
             "--registry": "file",
             "--registry-path": folder / "registry",

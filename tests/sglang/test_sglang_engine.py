@@ -209,8 +209,12 @@ async def test_values_out_of_range_are_rejected_with_their_field(engine: SglangE
         ({"sampling_options": SamplingOptions(n=2)}, "sampling_options.n"),
         ({"sampling_options": SamplingOptions(seed=7)}, "sampling_options.seed"),
         (
-            {"sampling_options": SamplingOptions(guided_decoding=GuidedDecoding(regex="a+"))},
-            "sampling_options.guided_decoding",
+            {
+                "sampling_options": SamplingOptions(
+                    guided_decoding=GuidedDecoding(regex="a+", prefix_tokens=2)
+                )
+            },
+            "sampling_options.guided_decoding.prefix_tokens",
         ),
         ({"routing": RoutingHints(lora_name="unknown")}, "routing.lora_name"),
         ({"extra_args": {"a": 1}}, "extra_args"),

@@ -24,7 +24,11 @@ class StopConditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuidedDecoding:
-    """Exactly one constraint on the text; InvalidRequest for more, none or an empty choice."""
+    """Exactly one constraint on the text; InvalidRequest for more, none or an empty choice.
+
+    prefix_tokens: the last this many tokens of the prompt are output under the constraint.
+    best_effort: an engine may ignore the constraint.
+    """
 
     json: JsonValue = field(default=None, metadata={"proto": "json_schema_json"})
     regex: str | None = None
@@ -33,6 +37,8 @@ class GuidedDecoding:
     structural_tag: JsonValue = None
     backend: str | None = None
     whitespace_pattern: str | None = None
+    prefix_tokens: U32 | None = field(default=None, metadata=no_op(0))
+    best_effort: bool | None = field(default=None, metadata=no_op(False))
 
     def __post_init__(self) -> None:
         constraints = (self.json, self.regex, self.choice, self.grammar, self.structural_tag)

@@ -20,7 +20,12 @@ from common.request.preprocessed.codecs import (
     wire_fields,
 )
 from common.request.preprocessed.media import BlockExtraInfo, MmRoutingInfo, MultimodalData
-from common.request.preprocessed.options import OutputOptions, SamplingOptions, StopConditions
+from common.request.preprocessed.options import (
+    GuidedDecoding,
+    OutputOptions,
+    SamplingOptions,
+    StopConditions,
+)
 from common.request.preprocessed.response import PrefillResult, TraceLink
 from common.request.preprocessed.routing import (
     AgentContext,
@@ -183,7 +188,7 @@ def unsupported_fields(request: PreprocessedRequest, supported: frozenset[str]) 
     These are all fields except the prompt, its EOS ids and its placement, and those that
     `supported` contains. A name in `supported` includes all fields below it; a full path such as
     `sampling_options.guided_decoding.regex` includes only that field. Values without effect
-    (n = 1, top_p = 1, a penalty of 0, ...) request nothing.
+    (n = 1, top_p = 1, a penalty of 0, ...) request nothing, nor does a best-effort constraint.
     """
     return [
         name
@@ -199,6 +204,8 @@ def _unsupported_names(
     if value is None or value == one.default or value in one.no_op_values or name in supported:
         return []
     if name in _ALWAYS_SUPPORTED:
+        return []
+    if isinstance(value, GuidedDecoding) and value.best_effort:
         return []
     options = name in _OPTION_FIELDS
     is_partly_supported = any(other.startswith(f"{name}.") for other in supported)

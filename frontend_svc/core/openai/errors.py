@@ -105,6 +105,7 @@ _FIELD_PREFIXES = (
     ("query.routing.", "nvext."),
     ("routing.lora_name", "model"),
     ("routing.", "nvext."),
+    ("sampling_options.guided_decoding.whitespace_pattern", "guided_whitespace_pattern"),
     ("sampling_options.", ""),
 )
 _HEADER_BY_FIELD = {".".join(("nvext", *path)): header for header, path in HEADER_FIELDS.items()}

@@ -15,12 +15,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from common.errors import InvalidRequest
-from frontend_svc.core.openai.schema import (
-    AgentHints,
-    GenerationRequest,
-    Nvext,
-    NvextSessionControl,
-)
+from frontend_svc.core.openai.nvext import AgentHints, Nvext, NvextSessionControl
+from frontend_svc.core.openai.schema import GenerationRequest
 from frontend_svc.core.openai.validation_errors import invalid_value
 
 HEADER_PREFIX = b"x-kvmesh-"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
@@ -13,6 +13,7 @@ from frontend_svc.core.openai.schema import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    NamedToolChoice,
 )
 from frontend_svc.core.openai.validation_errors import (
     INVALID_JSON,
@@ -32,6 +33,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     request = _parse(ChatRequest, body)
     for index, message in enumerate(request.messages):
         _check_message(message, f"messages[{index}]")
+    _check_tools(request)
     limit, other = request.max_completion_tokens, request.max_tokens
     if limit is not None and other is not None and limit != other:
         text = "'max_tokens' and 'max_completion_tokens' differ; set only one."
@@ -97,6 +99,21 @@ def check_min_tokens(request: GenerationRequest, limit: int, limit_text: str) ->
         raise _invalid_field("min_tokens", text)
 
 
+def _check_tools(request: ChatRequest) -> None:
+    names: set[str] = set()
+    for index, tool in enumerate(request.tools or ()):
+        if tool.function.name in names:
+            text = f"there are two functions {tool.function.name!r}"
+            raise _invalid_field(f"tools[{index}].function.name", text)
+        names.add(tool.function.name)
+    choice = request.tool_choice
+    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+        text = f"there is no function {choice.function.name!r} in 'tools'"
+        raise _invalid_field("tool_choice.function.name", text)
+    if choice == "required" and not names:
+        raise _invalid_field("tool_choice", "it needs tools")
+
+
 def _check_message(message: ChatMessage, path: str) -> None:
     if message.tool_calls and message.role != "assistant":
         text = "only messages of role 'assistant' have tool calls"
@@ -115,10 +132,8 @@ def _invalid_field(path: str, message: str) -> InvalidRequest:
 
 
 # Any: the type of the named field.
-def top_level_or_nvext(
-    request: GenerationRequest, name: Literal["ignore_eos", "top_k", "min_p", "repetition_penalty"]
-) -> Any:
-    """A field of the top level or, if absent there, of `nvext`."""
+def top_level_or_nvext(request: GenerationRequest, name: str) -> Any:
+    """A field of the top level or, if absent there, of `nvext`; both have it."""
     top_level = getattr(request, name)
     if top_level is not None or request.nvext is None:
         return top_level

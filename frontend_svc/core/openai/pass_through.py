@@ -15,9 +15,9 @@ import orjson
 
 from common.errors import InvalidRequest, WorkerLost
 from common.request.preprocessed import CompletionUsage
+from frontend_svc.core.openai.nvext import Nvext
 from frontend_svc.core.openai.parsing import parse_json_object
 from frontend_svc.core.openai.responses import usage_object
-from frontend_svc.core.openai.schema import Nvext
 from frontend_svc.core.openai.sse import ChunkKind
 
 # Texts that are streamed in pieces; any other string arrives complete.

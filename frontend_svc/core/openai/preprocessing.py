@@ -8,6 +8,7 @@ import numpy as np
 
 from common.errors import InvalidRequest, PromptTooLong
 from common.request.preprocessed import (
+    GuidedDecoding,
     PreprocessedRequest,
     RoutingConstraints,
     RoutingHints,
@@ -17,8 +18,9 @@ from common.request.preprocessed import (
     StopConditions,
     TokenIds,
 )
+from frontend_svc.core.openai.nvext import AgentHints, Nvext
 from frontend_svc.core.openai.parsing import check_min_tokens, top_level_or_nvext
-from frontend_svc.core.openai.schema import AgentHints, ChatRequest, GenerationRequest, Nvext
+from frontend_svc.core.openai.schema import ChatRequest, GenerationRequest
 
 
 def to_preprocessed(
@@ -31,12 +33,14 @@ def to_preprocessed(
     default_max_tokens: int | None = None,
     vocab_size: int | None = None,
     adapter: str = "",
+    guided: GuidedDecoding | None = None,
 ) -> PreprocessedRequest:
     """The request for the engine; `token_ids` is the whole prompt.
 
     context_length: limit of prompt and output tokens together; 0: unknown, not checked.
     default_max_tokens: output limit of requests that set none; None: the rest of the context.
     vocab_size: ids at or above it are refused; None: not checked. adapter: "" is the base model.
+    guided: the constraint on the text.
 
     Raises PromptTooLong if the prompt leaves no token for output, and if prompt and max_tokens
     together exceed the context. As in OpenAI's API they are refused and not clamped: a truncated
@@ -67,6 +71,7 @@ def to_preprocessed(
             top_k=top_level_or_nvext(request, "top_k"),
             min_p=top_level_or_nvext(request, "min_p"),
             seed=request.seed,
+            guided_decoding=guided,
         ),
         eos_token_ids=eos,
         mdc_sum=mdc_sum,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
@@ -16,15 +16,18 @@ def completion_json(
     response_id: str,
     model: str,
     created: int,
-    text: str,
+    text: str | dict[str, Any],
     finish_reason: OpenAIFinishReason,
     usage: CompletionUsage,
     *,
     is_chat: bool,
 ) -> bytes:
     """A `chat.completion` or a `text_completion`. response_id: `chatcmpl-<uuid>` or `cmpl-<uuid>`;
-    created: Unix seconds."""
-    message = {"role": "assistant", "content": text, "refusal": None}
+    text: of the response, or
+    the message of a chat. created: Unix seconds."""
+    message = text
+    if isinstance(text, str):
+        message = {"role": "assistant", "content": text, "refusal": None}
     content: dict[str, object] = {"message": message} if is_chat else {"text": text}
     choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
     return orjson.dumps(

@@ -12,6 +12,7 @@ no content follows it; an error is the last event and no `DONE` follows it.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import orjson
 
@@ -71,6 +72,12 @@ class ChunkWriter:
         assert not self.is_finished, "content after the end"
         return b"".join((self._before_text, orjson.dumps(text), self._after_text))
 
+    def delta(self, delta: dict[str, Any]) -> bytes:
+        """One chunk of a chat response with this `delta`."""
+        assert self._kind is ChunkKind.CHAT, "only chat has deltas"
+        assert not self.is_finished, "content after the end"
+        return self._event([_chat_choice(delta, None)], None)
+
     def role(self) -> bytes:
         """The first chunk of a chat response, with the role; completions have none."""
         assert self._kind is ChunkKind.CHAT, "only chat has roles"
@@ -107,7 +114,6 @@ class ChunkWriter:
         return event(orjson.dumps(chunk))
 
 
-def _chat_choice(
-    delta: dict[str, str | None], reason: OpenAIFinishReason | None
-) -> dict[str, object]:
+# Any: JSON.
+def _chat_choice(delta: dict[str, Any], reason: OpenAIFinishReason | None) -> dict[str, object]:
     return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from common.errors import InvalidRequest, Unsupported
-from frontend_svc.core.openai.schema import UNION_TAGS
+from frontend_svc.core.openai.fields import UNION_TAGS
 
 # Reasons, which become OpenAI's `code` in lower case.
 INVALID_JSON = "INVALID_JSON"

@@ -15,6 +15,10 @@ def continued_request(
     """The request with the generated tokens in its prompt, and smaller limits."""
     if not generated:
         return request
+    sampling = request.sampling_options
+    if (guided := sampling.guided_decoding) is not None:
+        guided = replace(guided, prefix_tokens=len(generated))
+        sampling = replace(sampling, guided_decoding=guided)
     stop = request.stop_conditions
     reduced = replace(
         stop,
@@ -25,6 +29,7 @@ def continued_request(
         request,
         token_ids=request.token_ids.extended(generated),
         stop_conditions=reduced,
+        sampling_options=sampling,
         prefill_result=None,
         bootstrap_info=None,
     )
@@ -57,10 +62,11 @@ def worker_hints(routing: RoutingHints | None, dp_rank: int) -> RoutingHints | N
 
 def migration_blockers(plan: RequestPlan) -> str:
     """Why a started response cannot continue on another worker, "" if it can. It cannot if prompt
-    and generated tokens are not the whole state: guided decoding (state of the grammar), several
-    choices or beams, penalties (they count output apart from the prompt; no engine takes an output
-    prefix yet), custom logits processors (their state), and prompt_embeds (a prompt that ids cannot
-    extend). min_tokens is no obstacle: it is reduced by the tokens generated."""
+    and generated tokens are not the whole state: several choices or beams, penalties (they count
+    output apart from the prompt; no engine takes an output prefix for them yet), custom logits
+    processors (their state), and prompt_embeds (a prompt that ids cannot extend). min_tokens is no
+    obstacle: it is reduced by the tokens generated. Nor is guided decoding: an engine that cannot
+    continue a constraint refuses its `prefix_tokens`."""
     if plan.body is not None:
         return "its pass-through body"
     if not plan.migratable:
@@ -68,7 +74,6 @@ def migration_blockers(plan: RequestPlan) -> str:
     request = plan.request
     sampling, extra = request.sampling_options, request.extra_args
     blockers = {
-        "guided decoding": sampling.guided_decoding is not None,
         "n": sampling.n not in (None, 1),
         "best_of": sampling.best_of not in (None, 1),
         "use_beam_search": bool(sampling.use_beam_search),

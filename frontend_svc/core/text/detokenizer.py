@@ -23,8 +23,8 @@ from __future__ import annotations
 import json
 import re
 from codecs import utf_8_decode
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
@@ -89,6 +89,17 @@ class Vocabulary:
             strip=decoder.strip,
             strip_count=decoder.strip_count,
         )
+
+    def showing(self, markers: Container[str]) -> Vocabulary:
+        """The vocabulary in which special tokens with these contents have a text."""
+        shown = {
+            token_id: self.raw[token_id].decode(errors="replace") for token_id in self.special_ids
+        }
+        shown = {one: text for one, text in shown.items() if text in markers}
+        if not shown:
+            return self
+        special_ids = self.special_ids - shown.keys()
+        return replace(self, texts={**self.texts, **shown}, special_ids=special_ids)
 
 
 class Detokenizer:
@@ -180,7 +191,7 @@ class Detokenizer:
 class TokenDecoder(Protocol):
     """The method of `tokenizers.Tokenizer` that StreamDetokenizer calls."""
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class StreamDetokenizer:
@@ -188,10 +199,12 @@ class StreamDetokenizer:
     window with and without the new tokens, and returns the difference once it does not end in
     U+FFFD, or after `WITHHELD_TOKENS_MAX` tokens. (`DecodeStream` of `tokenizers` is similar and
     faster, but cannot return withheld text at the end, and withholds without limit.) Exact if the
-    text is valid UTF-8 and the decoding of a window does not depend on the text before it."""
+    text is valid UTF-8 and the decoding of a window does not depend on the text before it.
+    skip_special_tokens: whether they have no text."""
 
-    def __init__(self, tokenizer: TokenDecoder) -> None:
+    def __init__(self, tokenizer: TokenDecoder, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._prefix_ids: list[int] = []  # the last tokens with returned text
         self._prefix_text = ""
         self._withheld_ids: list[int] = []
@@ -229,7 +242,7 @@ class StreamDetokenizer:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids)
+        return self._tokenizer.decode(ids, self._skip_special_tokens)
 
 
 def _parse_spec(raw: str | bytes) -> dict[str, Any]:

@@ -35,6 +35,14 @@ TemplateMessage = Mapping[str, Any]
 PART_SEPARATOR = "\n"
 
 _PROBE_TEXT = "kvmesh-probe"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _PROBE_TEXT,
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 _PROBE_NOW = datetime(2000, 1, 1, tzinfo=UTC)
 _RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt")
 
@@ -65,15 +73,20 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"chat template, line {error.lineno}: {error.message}") from error
         self.shape = _probe_shape(self._render)
+        self.prints_tools = _PROBE_TEXT in _render_probe(
+            self._render, [{"role": "user", "content": "?"}], tools=[_PROBE_TOOL]
+        )
 
     def render(
         self,
         messages: Sequence[TemplateMessage],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         now: datetime,
     ) -> str:
-        """The prompt text. template_kwargs: more variables of the template (for example
+        """The prompt text. tools: as in the OpenAI API; None: the response calls none.
+        template_kwargs: more variables of the template (for example
         `enable_thinking`). now: the time that `strftime_now` formats. Raises TemplateError if the
         template refuses the messages (`raise_exception`) or fails, for content that is not text,
         and for `template_kwargs` that would replace an argument."""
@@ -84,7 +97,7 @@ class ChatTemplate:
         variables: dict[str, Any] = {
             "documents": None,
             **extra,
-            "tools": None,
+            "tools": tools,
             "add_generation_prompt": True,
         }
         return self._render(normalise_messages(messages, self.shape), variables, now)
@@ -226,8 +239,10 @@ def _probe_call(arguments: Any) -> list[TemplateMessage]:
     ]
 
 
-def _render_probe(render: _Render, messages: Sequence[TemplateMessage]) -> str:
+def _render_probe(
+    render: _Render, messages: Sequence[TemplateMessage], tools: Sequence[Any] | None = None
+) -> str:
     try:
-        return render(messages, {"tools": None, "add_generation_prompt": False}, _PROBE_NOW)
+        return render(messages, {"tools": tools, "add_generation_prompt": False}, _PROBE_NOW)
     except TemplateError:
         return ""  # the template does not support this format

@@ -389,7 +389,7 @@ class SglangEngine:
         config = self.config
         adapter_arguments: dict[str, Any] = {
             "model_path": str(config.model_dir),
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": False,
             "host": config.host,
             "enable_priority_scheduling": True,
             "enable_custom_logit_processor": True,

@@ -1,11 +1,12 @@
 """Translates requests to SGLang arguments and SGLang chunks to engine outputs. Pure; no SGLang
 import.
 
-Written for SGLang 0.5.23 driven by token ids (`skip_tokenizer_init`): SGLang has no text. Therefore
+Written for SGLang 0.5.23 driven by token ids; its tokenizer serves guided decoding only. Therefore
 
 - stop strings and other options of the text are rejected; `min_tokens`, for which SGLang needs a
   tokenizer, is enforced by `MinTokens`, a logit processor that excludes the stop tokens until then;
-- guided decoding is rejected: SGLang compiles grammars with its tokenizer;
+- guided decoding goes to SGLang's grammar backend; a constraint cannot continue after output of
+  another worker (`prefix_tokens`), and one that is only a hint (`best_effort`) is not used;
 - `seed` is rejected unless sampling is greedy or SGLang runs with deterministic inference: SGLang's
   sampling seed alone does not make output repeatable;
 - `n`, `best_of`, beams, prompt log probabilities, embeddings, media, `extra_args` and
@@ -16,7 +17,9 @@ A hidden stop token or EOS ends the output and is excluded from it and from the 
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
@@ -36,6 +39,7 @@ from common.request.preprocessed import (
     BootstrapInfo,
     CompletionUsage,
     FinishReason,
+    GuidedDecoding,
     PreprocessedRequest,
     PromptTokensDetails,
     TokenLogprob,
@@ -71,6 +75,8 @@ SUPPORTED_FIELDS: Final = frozenset(
         *("sampling_options.logit_bias", "sampling_options.seed"),
         *(f"stop_conditions.{name}" for name in TOKEN_STOP_CONDITIONS),
         *("output_options.logprobs", "routing.lora_name"),
+        *(f"sampling_options.guided_decoding.{name}" for name in ("json", "regex", "choice")),
+        *(f"sampling_options.guided_decoding.{name}" for name in ("grammar", "structural_tag")),
     }
 )
 _HANDOFF_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})
@@ -208,6 +214,8 @@ def _sampling(
         sampling["sampling_seed"] = options.seed
     if options.logit_bias:
         sampling["logit_bias"] = {str(one): bias for one, bias in options.logit_bias.items()}
+    if options.guided_decoding is not None and not options.guided_decoding.best_effort:
+        sampling |= _grammar(options.guided_decoding)
     stop = request.stop_conditions
     if request.is_probe:
         return sampling | {"max_new_tokens": 1, "ignore_eos": True}
@@ -223,6 +231,18 @@ def _sampling(
     if stop.min_tokens and stop_tokens:
         sampling["custom_params"] = {"min_tokens": stop.min_tokens, "stop_ids": sorted(stop_tokens)}
     return sampling
+
+
+def _grammar(guided: GuidedDecoding) -> dict[str, str]:
+    if guided.regex is not None:
+        return {"regex": guided.regex}
+    if guided.choice is not None:
+        return {"regex": "|".join(map(re.escape, guided.choice))}
+    if guided.grammar is not None:
+        return {"ebnf": guided.grammar}
+    if guided.structural_tag is not None:
+        return {"structural_tag": json.dumps(guided.structural_tag)}
+    return {"json_schema": json.dumps(guided.json)}
 
 
 def _bootstrap(request: PreprocessedRequest, properties: EngineProperties) -> BootstrapInfo | None:

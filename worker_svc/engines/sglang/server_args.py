@@ -69,6 +69,8 @@ def server_arguments(
     resolve_page_size(operator_arguments, block_size)
     arguments: dict[str, Any] = {
         "log_level": "error",
+        # Guided JSON is compact, as documented.
+        "constrained_json_disable_any_whitespace": True,
         "page_size": block_size,
         # Higher priorities go first in the queue; they do not preempt running requests.
         "disable_priority_preemption": True,

@@ -19,15 +19,21 @@ SIM_MODEL_DIR: Final = Path(__file__).parent / "model"
 
 @dataclass(frozen=True, slots=True)
 class SimModel:
-    """The part of a model folder that the simulation uses; eos_ids[0] is the id the model emits."""
+    """The part of a model folder that the simulation uses; eos_ids[0] is the id the model emits.
+
+    tokenizer_json: content of the file, for guided decoding."""
 
     word_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
     context_length: int
+    tokenizer_json: str = ""
 
 
 def load_sim_model(folder: Path) -> SimModel:
-    """Reads `sim.json` and `generation_config.json`. Raises NotFound or InvalidRequest."""
+    """Reads `sim.json`, `generation_config.json` and `tokenizer.json`.
+
+    Raises NotFound or InvalidRequest.
+    """
     sim = _read_object(folder / "sim.json")
     eos: Any = _read_object(folder / "generation_config.json").get("eos_token_id")
     eos_ids = eos if isinstance(eos, list) else [eos]
@@ -38,7 +44,9 @@ def load_sim_model(folder: Path) -> SimModel:
             raise InvalidRequest(f"{folder}: {name} must be a list of token ids", "model_path")
     if type(context_length) is not int or context_length < 2:
         raise InvalidRequest(f"{folder}: context_length must be an integer above 1", "model_path")
-    return SimModel(tuple(words), tuple(eos_ids), context_length)
+    tokenizer = folder / "tokenizer.json"
+    tokenizer_json = tokenizer.read_text("utf-8") if tokenizer.is_file() else ""
+    return SimModel(tuple(words), tuple(eos_ids), context_length, tokenizer_json)
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:

@@ -12,9 +12,10 @@ Semantics of requests:
   output and is excluded from it and from the counts.
 - Each loaded adapter has its own cache, block names and output.
 - `routing.priority`, else the context's: the larger goes first.
-- Unsupported fields are rejected by name: guided decoding, n, best_of, beam search, embeddings,
-  media, stop strings and other options of the text, prompt log probabilities, engine arguments,
-  handoffs of another role.
+- Guided decoding masks tokens with a grammar (`constraint.py`), by llguidance.
+- Unsupported fields are rejected by name: n, best_of, beam search, embeddings, media, stop strings
+  and other options of the text, prompt log probabilities, engine arguments, handoffs of another
+  role.
 - A probe gets one token, ahead of the queue, and neither reads nor fills the prefix cache.
 
 Prefill and decode (`transfer.py` has the protocol, `transfer_server.py` the network). A prefill leg
@@ -55,6 +56,7 @@ from worker_svc.engines.contract import (
 )
 from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
 from worker_svc.engines.sim.config import SimConfig, SimModel, load_sim_model
+from worker_svc.engines.sim.constraint import constraint_failed
 from worker_svc.engines.sim.jobs import JobBuilder, kv_location
 from worker_svc.engines.sim.messages import Done, page_stamps
 from worker_svc.engines.sim.network import Network, TcpNetwork
@@ -542,6 +544,8 @@ class SimEngine:
         self._publish(core.blocks)
         for sequence in advanced:
             stream = self._streams[sequence]
+            if sequence.end is FinishReason.ERROR:
+                self._fail(stream, constraint_failed())
             if sequence.transfer is not None:
                 self._start_handoff(core, stream, sequence.transfer)
             stream.wake()

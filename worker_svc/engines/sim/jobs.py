@@ -10,6 +10,7 @@ from common.errors import InvalidRequest, PromptTooLong, Unavailable, Unsupporte
 from common.kv.hashing import PrefixHasher
 from common.request.preprocessed import PreprocessedRequest, unsupported_fields
 from worker_svc.engines.sim.config import SimConfig, SimModel
+from worker_svc.engines.sim.constraint import Constraint, ConstraintCompiler
 from worker_svc.engines.sim.scheduler import Job
 from worker_svc.engines.stop_tokens import TOKEN_STOP_CONDITIONS, stop_tokens_of
 
@@ -25,6 +26,10 @@ _SUPPORTED_FIELDS: Final = frozenset(
         *(f"sampling_options.{name}_penalty" for name in ("presence", "frequency", "repetition")),
         *(f"sampling_options.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
         *(f"sampling_options.{name}" for name in ("seed", "logit_bias")),
+        *(f"sampling_options.guided_decoding.{name}" for name in ("json", "regex", "choice")),
+        *(f"sampling_options.guided_decoding.{name}" for name in ("grammar", "structural_tag")),
+        "sampling_options.guided_decoding.whitespace_pattern",
+        *(f"sampling_options.guided_decoding.{name}" for name in ("prefix_tokens", "best_effort")),
     }
 )
 # Fields that a probe may carry without effect; a decode leg has one of them.
@@ -39,11 +44,13 @@ class JobBuilder:
     eos_ids: tuple[int, ...]
     context_length: int
     hashers: dict[str, PrefixHasher]
+    constraints: ConstraintCompiler
 
     @staticmethod
     def create(config: SimConfig, model: SimModel) -> JobBuilder:
         context_length = config.context_length or model.context_length
-        builder = JobBuilder(config, model.eos_ids, context_length, {})
+        constraints = ConstraintCompiler(model.tokenizer_json, model.word_ids, model.eos_ids[0])
+        builder = JobBuilder(config, model.eos_ids, context_length, {}, constraints)
         for lora in ("", *config.loras):
             builder.add_lora(lora)
         return builder
@@ -82,8 +89,20 @@ class JobBuilder:
             hasher=self.hashers[lora] if self.config.prefix_caching else None,
             lora_name=lora,
             priority=priority or 0,
+            constraint=self._constraint(request),
         )
         return self._job_for_role(request, job)
+
+    def _constraint(self, request: PreprocessedRequest) -> Constraint | None:
+        """Returns the constraint of guided decoding. Raises InvalidRequest."""
+        guided, stop = request.sampling_options.guided_decoding, request.stop_conditions
+        if guided is None:
+            return None
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(stop, name):
+                message = f"{name} cannot be combined with guided decoding, which decides the end"
+                raise InvalidRequest(message, f"stop_conditions.{name}")
+        return self.constraints.compile(guided, request.token_ids.tolist())
 
     def _check_fields(self, request: PreprocessedRequest) -> str:
         """Returns the adapter's name. Raises Unsupported or InvalidRequest."""

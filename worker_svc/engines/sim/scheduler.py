@@ -39,6 +39,7 @@ import numpy as np
 from common.kv.hashing import ChainState, PrefixHasher
 from common.request.preprocessed import FinishReason
 from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
+from worker_svc.engines.sim.constraint import Constraint
 from worker_svc.engines.sim.messages import page_stamps
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
@@ -58,6 +59,7 @@ class Job:
     empty: then the model never emits EOS. hasher: names the blocks; None bypasses the prefix cache.
     lora_name: of the adapter, "" for the base model. priority: larger is sooner.
     is_remote, is_handed_over: KV comes from, goes to another worker; see the module.
+    constraint: of guided decoding, at the start of the output; it advances with the sequence.
     """
 
     prompt: bytes
@@ -69,6 +71,7 @@ class Job:
     priority: int = 0
     is_remote: bool = False
     is_handed_over: bool = False
+    constraint: Constraint | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +227,7 @@ class SimScheduler:
         is_intact = self.blocks.verify_received(seq.block_table, len(seq.block_table.blocks))
         self._name_blocks(seq)
         can_end = _can_end(seq)
-        self.corrupt_tokens += token != self._token_oracle.next_token(seq.state, can_end=can_end)
+        self.corrupt_tokens += token != self._next_token(seq, can_end)
         self._append(seq, token, can_end)
         if not is_intact:
             self._mark_corrupt(seq)
@@ -274,20 +277,31 @@ class SimScheduler:
                 continue
             advanced.append(seq)
             can_end = _can_end(seq)
-            self._append(seq, self._token_oracle.next_token(seq.state, can_end=can_end), can_end)
+            self._append(seq, self._next_token(seq, can_end), can_end)
         # Removed sequences subtracted their tokens, including this step's, already.
         self._kv_tokens += computed_tokens
         return advanced
 
-    def _append(self, seq: SimSequence, token: int, can_end: bool) -> None:
+    def _next_token(self, seq: SimSequence, can_end: bool) -> int | None:
+        """Returns the next token; None if the sequence's constraint failed."""
+        if seq.job.constraint is not None:
+            return seq.job.constraint.next_token(self._token_oracle, seq.state)
+        return self._token_oracle.next_token(seq.state, can_end=can_end)
+
+    def _append(self, seq: SimSequence, token: int | None, can_end: bool) -> None:
         """Appends a token to the output, or ends the output."""
+        if token is None:
+            self._finish(seq, FinishReason.ERROR)
+            return
         if can_end and token in seq.job.stops:
             self._stop(seq, token)
             return
         seq.output.append(token)
         seq.total_tokens += 1
         seq.state = self._token_oracle.advance(seq.state, token)
-        if len(seq.output) == seq.job.max_tokens:
+        if seq.job.constraint is not None and not seq.job.constraint.accept(token):
+            self._finish(seq, FinishReason.ERROR)
+        elif len(seq.output) == seq.job.max_tokens:
             self._finish(seq, FinishReason.LENGTH)
 
     def _fill(self, seq: SimSequence, count: int) -> None:

@@ -41,7 +41,7 @@ class Stream:
 
     @property
     def is_done(self) -> bool:
-        return self.sequence.end is not None and not self.is_awaiting_handoff
+        return self.sequence.end is not None and not self.is_awaiting_handoff and not self.error
 
     async def wait_for_update(self) -> None:
         """Returns after the next `wake`."""

@@ -16,7 +16,8 @@ or fewer than `min_tokens` tokens were generated; the word of that position then
 state advances by one token as state * B + token + 1. `eos_one_in` is about the mean output length;
 0 means that output never ends by itself.
 
-Sampling options do not appear: the model's distribution is a point mass on `next`.
+Sampling options do not appear: the model's distribution is a point mass on `next`. Guided decoding
+has a formula of its own, in `constraint.py`.
 """
 
 from __future__ import annotations
@@ -85,12 +86,17 @@ class TokenOracle:
 
     def next_token(self, state: int, *, can_end: bool = True) -> int:
         """Returns the token that follows `state`; never EOS unless `can_end`."""
-        x = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _U64
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _U64
-        x ^= x >> 31
+        x = self.mix(state)
         if can_end and self._eos_one_in and (x >> 32) % self._eos_one_in == 0:
             return self.eos_id
         return self._words[((x & _U32) * self._word_count) >> 32]
+
+    @staticmethod
+    def mix(state: int) -> int:
+        """Returns 64 bits that are a function of `state`, the x of the formula."""
+        x = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _U64
+        return x ^ (x >> 31)
 
     def continue_tokens(
         self,

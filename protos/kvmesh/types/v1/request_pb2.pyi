@@ -639,18 +639,28 @@ class GuidedDecoding(_message.Message):
     STRUCTURAL_TAG_JSON_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     WHITESPACE_PATTERN_FIELD_NUMBER: _builtins.int
+    PREFIX_TOKENS_FIELD_NUMBER: _builtins.int
+    BEST_EFFORT_FIELD_NUMBER: _builtins.int
     json_schema_json: _builtins.str
     """A JSON schema, as JSON text."""
     regex: _builtins.str
     """A regular expression for the whole output."""
     grammar: _builtins.str
-    """A context-free grammar (EBNF)."""
+    """A context-free grammar: EBNF in the form of llama.cpp (GBNF)."""
     structural_tag_json: _builtins.str
-    """Structural tags, as JSON text of the engine's shape."""
+    """A structural tag: free text with constrained parts, as JSON text in the form of XGrammar,
+    {"type": "structural_tag", "format": ...}; the formats are json_schema, or, triggered_tags.
+    """
     backend: _builtins.str
     """Which grammar library the engine should use. Absent: its default."""
     whitespace_pattern: _builtins.str
     """Regular expression of the white space allowed between JSON tokens. Absent: the backend's."""
+    prefix_tokens: _builtins.int
+    """The last this many tokens of the prompt are output under the constraint, which continues after
+    them. Set by the frontend when a response moves to another worker. Absent: 0.
+    """
+    best_effort: _builtins.bool
+    """The engine may ignore the constraint. Absent: false."""
     @_builtins.property
     def choice(self) -> Global___GuidedChoice:
         """The output is one of these texts."""
@@ -665,19 +675,29 @@ class GuidedDecoding(_message.Message):
         structural_tag_json: _builtins.str = ...,
         backend: _builtins.str | None = ...,
         whitespace_pattern: _builtins.str | None = ...,
+        prefix_tokens: _builtins.int | None = ...,
+        best_effort: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_backend", b"_backend", "_whitespace_pattern", b"_whitespace_pattern", "backend", b"backend", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_schema_json", b"json_schema_json", "regex", b"regex", "structural_tag_json", b"structural_tag_json", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_backend", b"_backend", "_best_effort", b"_best_effort", "_prefix_tokens", b"_prefix_tokens", "_whitespace_pattern", b"_whitespace_pattern", "backend", b"backend", "best_effort", b"best_effort", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_schema_json", b"json_schema_json", "prefix_tokens", b"prefix_tokens", "regex", b"regex", "structural_tag_json", b"structural_tag_json", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backend", b"_backend", "_whitespace_pattern", b"_whitespace_pattern", "backend", b"backend", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_schema_json", b"json_schema_json", "regex", b"regex", "structural_tag_json", b"structural_tag_json", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backend", b"_backend", "_best_effort", b"_best_effort", "_prefix_tokens", b"_prefix_tokens", "_whitespace_pattern", b"_whitespace_pattern", "backend", b"backend", "best_effort", b"best_effort", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_schema_json", b"json_schema_json", "prefix_tokens", b"prefix_tokens", "regex", b"regex", "structural_tag_json", b"structural_tag_json", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__backend: _TypeAlias = _typing.Literal["backend"]  # noqa: Y015
     _WhichOneofArgType__backend: _TypeAlias = _typing.Literal["_backend", b"_backend"]  # noqa: Y015
+    _WhichOneofReturnType__best_effort: _TypeAlias = _typing.Literal["best_effort"]  # noqa: Y015
+    _WhichOneofArgType__best_effort: _TypeAlias = _typing.Literal["_best_effort", b"_best_effort"]  # noqa: Y015
+    _WhichOneofReturnType__prefix_tokens: _TypeAlias = _typing.Literal["prefix_tokens"]  # noqa: Y015
+    _WhichOneofArgType__prefix_tokens: _TypeAlias = _typing.Literal["_prefix_tokens", b"_prefix_tokens"]  # noqa: Y015
     _WhichOneofReturnType__whitespace_pattern: _TypeAlias = _typing.Literal["whitespace_pattern"]  # noqa: Y015
     _WhichOneofArgType__whitespace_pattern: _TypeAlias = _typing.Literal["_whitespace_pattern", b"_whitespace_pattern"]  # noqa: Y015
     _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_schema_json", "regex", "choice", "grammar", "structural_tag_json"]  # noqa: Y015
     _WhichOneofArgType_constraint: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__backend) -> _WhichOneofReturnType__backend | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best_effort) -> _WhichOneofReturnType__best_effort | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_tokens) -> _WhichOneofReturnType__prefix_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__whitespace_pattern) -> _WhichOneofReturnType__whitespace_pattern | None: ...
     @_typing.overload

@@ -191,8 +191,20 @@ def test_logprobs_request_that_many_alternatives() -> None:
         ),
         ({"sampling_options": SamplingOptions(seed=1)}, "sampling_options.seed"),
         (
-            {"sampling_options": SamplingOptions(guided_decoding=GuidedDecoding(json={}))},
-            "sampling_options.guided_decoding",
+            {
+                "sampling_options": SamplingOptions(
+                    guided_decoding=GuidedDecoding(json={}, prefix_tokens=3)
+                )
+            },
+            "sampling_options.guided_decoding.prefix_tokens",
+        ),
+        (
+            {
+                "sampling_options": SamplingOptions(
+                    guided_decoding=GuidedDecoding(json={}, whitespace_pattern=" ")
+                )
+            },
+            "sampling_options.guided_decoding.whitespace_pattern",
         ),
         ({"output_options": OutputOptions(prompt_logprobs=0)}, "output_options.prompt_logprobs"),
         (
@@ -208,6 +220,25 @@ def test_fields_that_sglang_does_not_support_are_rejected_by_name(
     error = refusal(asked(**parts))
     assert isinstance(error, Unsupported)
     assert error.field == field
+
+
+@pytest.mark.parametrize(
+    ("guided", "arguments"),
+    [
+        (GuidedDecoding(json={"type": "object"}), {"json_schema": '{"type": "object"}'}),
+        (GuidedDecoding(regex="a+"), {"regex": "a+"}),
+        (GuidedDecoding(choice=("a.b", "c")), {"regex": r"a\.b|c"}),
+        (GuidedDecoding(grammar='root ::= "a"'), {"ebnf": 'root ::= "a"'}),
+        (GuidedDecoding(structural_tag={"a": 1}), {"structural_tag": '{"a": 1}'}),
+        (GuidedDecoding(structural_tag={"a": 1}, best_effort=True), {}),
+    ],
+)
+def test_a_constraint_goes_to_the_grammar_backend_unless_it_is_a_hint(
+    guided: GuidedDecoding, arguments: dict[str, str]
+) -> None:
+    sampling = sampling_of(asked(sampling_options=SamplingOptions(guided_decoding=guided)))
+    names = ("json_schema", "regex", "ebnf", "structural_tag")
+    assert {name: sampling[name] for name in names if name in sampling} == arguments
 
 
 def test_a_seed_is_accepted_where_output_is_repeatable() -> None:

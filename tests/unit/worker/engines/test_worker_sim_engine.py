@@ -540,8 +540,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "sampling_options.n": {"sampling_options": SamplingOptions(n=2)},
     "sampling_options.best_of": {"sampling_options": SamplingOptions(best_of=2)},
     "sampling_options.use_beam_search": {"sampling_options": SamplingOptions(use_beam_search=True)},
-    "sampling_options.guided_decoding": {
-        "sampling_options": SamplingOptions(guided_decoding=GuidedDecoding(regex="a+"))
+    "sampling_options.guided_decoding.backend": {
+        "sampling_options": SamplingOptions(guided_decoding=GuidedDecoding(regex="a", backend="x"))
     },
     "output_options.prompt_logprobs": {"output_options": OutputOptions(prompt_logprobs=1)},
     "prompt_embeds": {"prompt_embeds": "AAAA"},

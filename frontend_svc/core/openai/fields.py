@@ -1,0 +1,169 @@
+"""Types of the fields of request bodies (pure): ranges, unions, refusals by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, LiteralString, NoReturn, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+STOP_STRINGS_MAX = 32
+# Text up to the length of the longest stop string is withheld from the client.
+STOP_CHARS_MAX = 1024
+STOP_TOKEN_IDS_MAX = 256
+MODEL_CHARS_MAX = 512
+TAINTS_MAX = 64
+TAINT_CHARS_MAX = 256
+SESSION_ID_CHARS_MAX = 256
+METADATA_PAIRS_MAX = 16
+CHOICES_MAX = 1024
+TOOLS_MAX = 128
+# No model has half as many. Without a limit, one body could cause millions of error reports.
+KEYS_MAX = 64
+_EXPECTED_TEMPLATE: LiteralString = "{expected}"
+_DECIMAL = re.compile(r"[0-9]{1,20}")
+
+
+def refuse(message: str, *no_op_values: object) -> AfterValidator:
+    """Refuses all values by name but null and `no_op_values`, which become None."""
+
+    def check(value: object) -> None:
+        if value is None or any(type(value) is type(one) and value == one for one in no_op_values):
+            return
+        raise unsupported(message)
+
+    return AfterValidator(check)
+
+
+def unsupported(message: str) -> PydanticCustomError:
+    return PydanticCustomError("unsupported", "{message}", {"message": message})
+
+
+NO_FUNCTIONS = "use tools and tool_choice"
+NO_LOGPROBS = "log probabilities are not available yet"
+NO_AUDIO = "only text is available"
+
+U32: TypeAlias = Annotated[int, Field(ge=0, le=2**32 - 1)]
+U64: TypeAlias = Annotated[int, Field(ge=0, le=2**64 - 1)]
+I32: TypeAlias = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+I64: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+AtLeastOne: TypeAlias = Annotated[int, Field(ge=1, le=2**32 - 1)]
+StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]
+Taint: TypeAlias = Annotated[str, Field(min_length=1, max_length=TAINT_CHARS_MAX)]
+Weight: TypeAlias = Annotated[float, Field(ge=-1000, le=1000)]
+Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
+MinP: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+FunctionName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+GuidedChoices: TypeAlias = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(min_length=1, max_length=CHOICES_MAX, fail_fast=True),
+]
+RepetitionPenalty: TypeAlias = Annotated[float, Field(gt=0, le=2)]
+UnsupportedField: TypeAlias = Annotated[object, refuse("this server has no such feature")]
+
+# Tags of the branches of a union. pydantic puts them into the path of an error, from which
+# `validation_errors` removes them; the NUL distinguishes them from keys that a client sends.
+TEXT, OBJECT, LIST, TOKEN_IDS, MANY_PROMPTS, WRONG_TYPE = (
+    "\0text",
+    "\0object",
+    "\0list",
+    "\0ids",
+    "\0many",
+    "\0neither",
+)
+UNION_TAGS = frozenset((TEXT, OBJECT, LIST, TOKEN_IDS, MANY_PROMPTS, WRONG_TYPE))
+
+
+def text_or_list(value: object) -> str:
+    match value:
+        case str():
+            return TEXT
+        case list():
+            return LIST
+    return WRONG_TYPE
+
+
+def text_or_object(value: object) -> str:
+    match value:
+        case str():
+            return TEXT
+        case dict():
+            return OBJECT
+    return WRONG_TYPE
+
+
+def prompt_kind(value: object) -> str:
+    match value:
+        case str():
+            return TEXT
+        case [int(), *_]:
+            return TOKEN_IDS
+        case [list(), *_] | [str(), _, *_]:
+            return MANY_PROMPTS
+        case list():
+            return LIST
+    return WRONG_TYPE
+
+
+def wrong_type(expected: str) -> AfterValidator:
+    def raise_wrong_type(value: object) -> NoReturn:
+        raise PydanticCustomError("expected_type", _EXPECTED_TEMPLATE, {"expected": expected})
+
+    return AfterValidator(raise_wrong_type)
+
+
+def unexpected_value(expected: str) -> PydanticCustomError:
+    return PydanticCustomError("expected_value", _EXPECTED_TEMPLATE, {"expected": expected})
+
+
+def check_pair_count(value: object) -> object:
+    if isinstance(value, dict) and len(value) > METADATA_PAIRS_MAX:
+        raise unexpected_value(f"at most {METADATA_PAIRS_MAX} pairs")
+    return value
+
+
+def _check_top_k(value: int) -> int:
+    if value == 0:
+        raise unexpected_value("-1 (off) or at least 1")
+    return value
+
+
+def _parse_worker_id(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if not _DECIMAL.fullmatch(value):
+        raise unexpected_value("a decimal number")
+    return int(value)
+
+
+# Logs and `/health` show ids as text; programs that can represent the number may send that.
+WorkerId: TypeAlias = Annotated[U64, BeforeValidator(_parse_worker_id)]
+TopK: TypeAlias = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_check_top_k)]
+
+
+class StrictModel(BaseModel):
+    """A JSON object without unknown keys."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_key_count(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > KEYS_MAX:
+            raise unexpected_value(f"at most {KEYS_MAX} keys")
+        return value
+
+
+class GuidedFields(StrictModel):
+    """Constraints on the text of a response, under the names of vLLM.
+
+    guided_json: a JSON schema. guided_grammar: EBNF in the form of llama.cpp (GBNF)."""
+
+    guided_json: dict[str, Any] | None = None
+    guided_regex: Annotated[str, Field(min_length=1)] | None = None
+    guided_choice: GuidedChoices | None = None
+    guided_grammar: Annotated[str, Field(min_length=1)] | None = None
+    guided_whitespace_pattern: str | None = None

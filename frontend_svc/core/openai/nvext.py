@@ -1,0 +1,82 @@
+"""The extension object `nvext` of request bodies (pure)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from frontend_svc.core.openai.fields import (
+    I32,
+    SESSION_ID_CHARS_MAX,
+    TAINTS_MAX,
+    U32,
+    GuidedFields,
+    MinP,
+    RepetitionPenalty,
+    StrictModel,
+    Taint,
+    TopK,
+    Weight,
+    WorkerId,
+    refuse,
+)
+
+
+class AgentHints(StrictModel):
+    """priority: if positive, moves the request forward in the queue; the engine receives it too.
+    strict_priority: level in the router's queue; a higher level goes first. osl: expected output
+    tokens."""
+
+    priority: I32 | None = None
+    strict_priority: U32 | None = None
+    osl: U32 | None = None
+
+
+class NvextRoutingConstraints(StrictModel):
+    """Taints that a worker must have, and weights of others: see `RoutingConstraints`."""
+
+    required_taints: Annotated[list[Taint], Field(max_length=TAINTS_MAX, fail_fast=True)] | None = (
+        None
+    )
+    preferred_taints: Annotated[dict[Taint, Weight], Field(max_length=TAINTS_MAX)] | None = None
+
+
+class NvextSessionControl(StrictModel):
+    """Keeps requests on one worker: see `SessionControl`."""
+
+    session_id: Annotated[str, Field(min_length=1, max_length=SESSION_ID_CHARS_MAX)]
+    action: Literal["open", "close"] | None = None
+
+
+_NO_NVEXT = "not available yet"
+
+
+class Nvext(GuidedFields):
+    """Extensions of the Dynamo family: placement, and sampling fields under older names."""
+
+    backend_instance_id: WorkerId | None = None
+    prefill_worker_id: WorkerId | None = None
+    decode_worker_id: WorkerId | None = None
+    dp_rank: U32 | None = None
+    prefill_dp_rank: U32 | None = None
+    agent_hints: AgentHints | None = None
+    routing_constraints: NvextRoutingConstraints | None = None
+    session_control: NvextSessionControl | None = None
+    token_data: Annotated[list[U32], Field(min_length=1, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+
+    greed_sampling: Annotated[object, refuse("set temperature to 0", False)] = None
+    use_raw_prompt: Annotated[object, refuse(_NO_NVEXT, False)] = None
+    annotations: Annotated[object, refuse(_NO_NVEXT, [])] = None
+    extra_fields: Annotated[object, refuse(_NO_NVEXT, [])] = None
+    max_thinking_tokens: Annotated[object, refuse(_NO_NVEXT)] = None
+    cache_control: Annotated[object, refuse(_NO_NVEXT)] = None
+    cache_salt: Annotated[object, refuse(_NO_NVEXT)] = None
+    router: Annotated[object, refuse(_NO_NVEXT)] = None
+    agent_context: Annotated[object, refuse(_NO_NVEXT)] = None
+    metadata_upload: Annotated[object, refuse(_NO_NVEXT)] = None
+    request_timestamp_ms: Annotated[object, refuse(_NO_NVEXT)] = None

@@ -1,0 +1,94 @@
+"""Checks constraints of guided decoding before a worker is requested."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from dataclasses import replace
+
+from common.errors import InvalidRequest, Overloaded
+from common.request.grammar import ConstraintError, check_constraint
+from common.request.preprocessed import GuidedDecoding
+from frontend_svc.core.openai.guided import Constraint, requested_constraint
+from frontend_svc.core.openai.schema import ChatRequest, GenerationRequest
+from frontend_svc.core.openai.tool_calls import (
+    ToolPlan,
+    UsableFunction,
+    constraint_with_tools,
+    with_any_arguments,
+)
+
+# Digests of valid constraints.
+_CHECKED_MAX = 4096
+
+
+class ConstraintChecks:
+    """Compiles each new constraint in a thread. compile_s: time limit of one."""
+
+    def __init__(self, compile_s: float) -> None:
+        self._compile_s = compile_s
+        self._checked: OrderedDict[bytes, None] = OrderedDict()
+        # One at a time: compiling takes a processor.
+        self._lock = asyncio.Lock()
+
+    async def check(self, constraint: Constraint) -> None:
+        """Raises InvalidRequest, which names the field, if the constraint is invalid, too large or
+        too complex, or is not compiled in time; Overloaded if others are not compiled in time."""
+        try:
+            key = hashlib.sha256(repr(constraint.guided).encode("utf-8", "replace")).digest()
+            if key in self._checked:
+                self._checked.move_to_end(key)
+                return
+            await self._compile(constraint.guided)
+        except (ConstraintError, RecursionError) as error:
+            text = f"Invalid '{constraint.field}': {error}."
+            raise InvalidRequest(text, constraint.field) from error
+        self._checked[key] = None
+        if len(self._checked) > _CHECKED_MAX:
+            self._checked.popitem(last=False)
+
+    async def resolve(
+        self, request: GenerationRequest, plan: ToolPlan | None
+    ) -> GuidedDecoding | None:
+        """Returns the checked constraint of a request. plan: of its tools.
+
+        Raises InvalidRequest."""
+        constraint = requested_constraint(request)
+        if plan is not None:
+            assert isinstance(request, ChatRequest), "only chats have tools"
+            functions = [await self._usable(function) for function in plan.functions]
+            plan = replace(plan, functions=functions)
+            constraint = constraint_with_tools(request, plan, constraint)
+        if constraint is None:
+            return None
+        await self.check(constraint)
+        return constraint.guided
+
+    async def _usable(self, function: UsableFunction) -> UsableFunction:
+        """The function, with arguments of any form if its schema cannot be enforced and need not
+        be."""
+        guided = GuidedDecoding(json=dict(function.schema))
+        try:
+            await self.check(Constraint(guided, f"{function.field}.parameters"))
+        except InvalidRequest:
+            if function.is_strict:
+                raise
+            return with_any_arguments(function)
+        return function
+
+    async def _compile(self, guided: GuidedDecoding) -> None:
+        try:
+            async with asyncio.timeout(self._compile_s):
+                await self._lock.acquire()
+        except TimeoutError:
+            text = f"other grammars took more than {self._compile_s:g} s to compile"
+            raise Overloaded(1.0, text) from None
+        try:
+            async with asyncio.timeout(self._compile_s):
+                await asyncio.to_thread(check_constraint, guided)
+        except TimeoutError:
+            text = f"it takes more than {self._compile_s:g} s to compile"
+            raise ConstraintError(text) from None
+        finally:
+            self._lock.release()
