@@ -30,8 +30,9 @@ from frontend_svc.core.tools.reasoning import (
     ReasoningFormat,
     ReasoningParser,
 )
+from frontend_svc.models.encoder import Encode, build_encoder
 
-# Texts above this length are encoded in a thread: they would block the event loop for > 5 ms.
+# Texts above this length are encoded in a thread: they could block the event loop for > 5 ms.
 ENCODE_INLINE_CHARS = 16_384
 # The chat template may open or close the reasoning of a response in them.
 PROMPT_END_TOKENS = 16
@@ -44,17 +45,18 @@ log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """Everything that requests for one model or adapter need. checksum: of the card. created: Unix
-    time. vocabulary: None for tokenizers that need the slow detokenizer. vocab_size: token ids are
-    below it. max_bytes_per_token: see `core/text/token_bound.py`. template: None if the card has
-    none. call_format, reasoning_format: None if the card names none. parser_vocabulary: as
-    vocabulary, with a text for the markers of both formats. is_harmony: whether it writes harmony
-    messages. adapter: "" for the model itself; an
-    adapter differs from its model only in name and hasher."""
+    time. encode_text: see `encoder.py`. vocabulary: None for tokenizers that need the slow
+    detokenizer. vocab_size: token ids are below it. max_bytes_per_token: see
+    `core/text/token_bound.py`. template: None if the card has none. call_format,
+    reasoning_format: None if the card names none. parser_vocabulary: as vocabulary, with a text for
+    the markers of both formats. is_harmony: whether it writes harmony messages. adapter: "" for the
+    model itself; an adapter differs from its model only in name and hasher."""
 
     card: ModelCard
     checksum: str
     created: int
     tokenizer: Tokenizer
+    encode_text: Encode
     vocabulary: Vocabulary | None
     vocab_size: int
     max_bytes_per_token: int | None
@@ -87,13 +89,8 @@ class ServedModel:
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """Token ids of a text; long texts are encoded in a thread."""
         if len(text) <= ENCODE_INLINE_CHARS:
-            return self._encode_inline(text, special_tokens)
-        return await asyncio.to_thread(self._encode_inline, text, special_tokens)
-
-    def _encode_inline(self, text: str, special_tokens: bool) -> list[int]:
-        batch = self.tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
-        ids: list[int] = batch[0].ids
-        return ids
+            return self.encode_text(text, special_tokens)
+        return await asyncio.to_thread(self.encode_text, text, special_tokens)
 
     def detokenizer(self, *, for_parser: bool = False) -> Detokenizer | StreamDetokenizer:
         """The detokenizer of a response. for_parser: whether markers of calls and reasoning have a
@@ -139,12 +136,16 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
     markers += HARMONY_MARKERS if is_harmony else ()
     if reasoning is not None:
         markers += (reasoning.begin, reasoning.end)
+    encode_text, difference = build_encoder(raw, tokenizer)
+    if difference:
+        log.info("slow_encoder", model=card.name, reason=difference)
     ids = tokenizer.get_vocab().values() if vocabulary is None else vocabulary.raw
     return ServedModel(
         card=card,
         checksum=card.checksum,
         created=created,
         tokenizer=tokenizer,
+        encode_text=encode_text,
         vocabulary=vocabulary,
         # Not the number of tokens: some files have gaps in their ids.
         vocab_size=max(ids, default=-1) + 1,
