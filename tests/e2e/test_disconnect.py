@@ -10,6 +10,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection
 
 import pytest
 
@@ -147,10 +148,13 @@ def test_a_killed_frontend_frees_the_slots_of_its_clients_in_time(mesh: Mesh) ->
 
 def test_a_connection_serves_a_request_after_six_idle_seconds(mesh: Mesh) -> None:
     """Many clients keep an idle connection for 5 s: the server must not close it first."""
-    host, port = mesh.url.removeprefix("http://").split(":")
-    request = b"GET /live HTTP/1.1\r\nhost: mesh\r\n\r\n"
-    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
-        for pause_s in (6.0, 0.0):
-            connection.sendall(request)
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
-            time.sleep(pause_s)
+    connection = HTTPConnection(mesh.url.removeprefix("http://"), timeout=WAIT_S)
+    connection.connect()
+    connection.auto_open = 0  # A closed connection is an error here.
+    for pause_s in (6.0, 0.0):
+        connection.request("GET", "/live")
+        response = connection.getresponse()
+        assert response.status == 200
+        response.read()
+        time.sleep(pause_s)
+    connection.close()
