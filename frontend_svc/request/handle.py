@@ -113,12 +113,14 @@ class RequestHandle:
             # This frontend has seen it: its last worker has just left.
             reply = no_worker_error(adapter_of(self._query) or self._query.model)
         if not isinstance(reply, MeshError):
+            self._wait_until = None
             self._decision_addresses[reply.worker_id] = reply.address
             if reply.prefill is not None:
                 self._decision_addresses[reply.prefill.worker_id] = reply.prefill.address
             self.machine.placed(attempt, reply, self._loop.time())
         elif self._exclusions.readmits_after(reply):
-            self._loop.call_soon(self._place, attempt)
+            if not self._wait_for_worker(attempt):
+                self._loop.call_soon(self._place, attempt)
         elif not (self._exclusions.waits_after(reply) and self._wait_for_worker(attempt)):
             self.machine.placement_failed(attempt, reply)
 
@@ -187,7 +189,7 @@ class RequestHandle:
             submitted.abort(reason)
 
     def prefill_done(self, attempt: int) -> None:
-        self._wait_until, self._ask_again_s = None, ASK_AGAIN_MIN_S
+        self._ask_again_s = ASK_AGAIN_MIN_S
         self._release_permit()
         self._gateway.router.prefill_done(self._key(attempt))
 

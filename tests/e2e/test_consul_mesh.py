@@ -31,10 +31,11 @@ def mesh(tmp_path: Path, agent: ConsulAgent, request: pytest.FixtureRequest) -> 
     agent.start()
     agent.wipe()
     flags = ["--registry=consul", f"--consul-url={agent.url}", "--health-port=0"]
+    frontend_flags = [*flags, "--worker-wait-s=0.5"]
     with Mesh(
         tmp_path,
         worker_flags=[*flags, "--speedup=20"],
-        frontend_flags=flags,
+        frontend_flags=frontend_flags,
         router_flags=flags,
     ) as running:
         wait_for(running.is_complete, "the frontend uses the router and all workers")

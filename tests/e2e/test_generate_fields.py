@@ -91,6 +91,13 @@ EFFECTS: dict[str, Callable[[Result], bool]] = {
     "request.output_options.logprobs": lambda result: (
         WHOLE(result) and [one.token_id for m in result for one in m.logprobs] == OUTPUT
     ),
+    # The free output does not match: no token of it is allowed.
+    **{
+        f"request.sampling_options.guided_decoding.{name}": lambda result: (
+            len(tokens(result)) > 0 and tokens(result)[0] != OUTPUT[0]
+        )
+        for name in ("choice.choices", "json_schema_json", "regex")
+    },
     # The model's distribution is a point mass: no setting of the sampler changes its output.
     **{
         f"request.sampling_options.{name}": WHOLE

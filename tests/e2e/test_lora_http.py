@@ -30,7 +30,10 @@ UNIQUE_NUMBERS = count(1)
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     folder = tmp_path_factory.mktemp("mesh")
-    with Mesh(folder, workers=1, indexers=1, worker_flags=[SPEEDUP_FLAG]) as mesh:
+    flags = ["--worker-wait-s=0.5"]
+    with Mesh(
+        folder, workers=1, indexers=1, worker_flags=[SPEEDUP_FLAG], frontend_flags=flags
+    ) as mesh:
         mesh.spawn("worker", "--loras=french,german").wait_ready()
         other = [f"--model-name={OTHER_MODEL}", f"--loras=french,{MODEL},swahili"]
         mesh.spawn("worker", *other).wait_ready()

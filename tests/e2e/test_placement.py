@@ -21,7 +21,13 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     with Mesh(folder, workers=2, worker_flags=[SPEEDUP_FLAG], router_flags=flags) as mesh:
         mesh.spawn("worker", "--taints=fast,zone=b").wait_ready()
         wait_for(mesh.is_complete, "the frontend sees the third worker")
+        wait_for(lambda: has_fast_worker(mesh), "the router sees the third worker")
         yield mesh
+
+
+def has_fast_worker(mesh: Mesh) -> bool:
+    fast = {"routing_constraints": {"required_taints": ["fast"]}}
+    return mesh.post_completion("ready", nvext=fast).status_code == 200
 
 
 def serving_workers(mesh: Mesh, client_id: str, prompt: str = "hi", **nvext: Any) -> list[str]:
@@ -53,6 +59,7 @@ def test_a_session_stays_on_its_worker_and_moves_when_the_worker_dies(mesh: Mesh
     if session_worker.name == "worker-3":
         mesh.spawn("worker", "--taints=fast,zone=b").wait_ready()
         wait_for(mesh.is_complete, "the worker with taints is back")
+        wait_for(lambda: has_fast_worker(mesh), "the router sees the worker with taints")
 
 
 def test_required_taints_choose_the_worker_or_return_503(

@@ -194,34 +194,35 @@ class MigrationLimiter(Generic[K]):
 
 class ExclusionPolicy:
     """Decides which workers one request avoids, and when it waits for a worker. A worker that
-    failed the request is used again if its circuit was open and is closed, or if no other worker
-    is left."""
+    failed the request is used again if its circuit was open and is closed, or after a wait if no
+    other worker is left."""
 
     def __init__(self) -> None:
         self._failed: frozenset[int] = frozenset()
+        self._pool: frozenset[int] = frozenset()
         self._open_circuits: frozenset[int] = frozenset()
 
     def start_attempt(self, failed: frozenset[int]) -> None:
         self._failed = failed
 
     def must_wait(self, pool: frozenset[int], open_circuits: frozenset[int]) -> bool:
-        """Whether every worker that could serve the request has an open circuit. pool: workers
-        that serve the request's model and adapter; open_circuits: a subset of it."""
-        self._failed -= self._open_circuits - open_circuits
-        self._open_circuits = open_circuits
-        if pool <= self._failed:
-            self._failed &= open_circuits
-        not_failed = pool - self._failed
-        return bool(pool) and not_failed <= open_circuits
+        """Whether every worker that could serve the request has an open circuit, or has failed it.
+        pool: workers that serve the request's model and adapter; open_circuits: a subset of it."""
+        self._failed -= (self._open_circuits - open_circuits) & pool
+        self._pool, self._open_circuits = pool, open_circuits
+        if not pool <= self._failed:
+            return pool - self._failed <= open_circuits
+        self._failed -= pool - open_circuits
+        return bool(pool)
 
     def excluded(self) -> frozenset[int]:
         """Workers that the router must not choose."""
         return self._failed | self._open_circuits
 
     def readmits_after(self, error: MeshError) -> bool:
-        """Whether to ask the router again at once, because workers that failed the request are
-        excluded and have a closed circuit: no other worker of their role is left."""
-        readmitted = self._failed - self._open_circuits
+        """Whether to ask the router again, after a wait, because workers that failed the request
+        are excluded and have a closed circuit: no other worker of their role is left."""
+        readmitted = (self._failed & self._pool) - self._open_circuits
         if error.reason != ALL_EXCLUDED or not readmitted:
             return False
         self._failed -= readmitted

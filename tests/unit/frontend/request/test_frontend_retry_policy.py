@@ -253,11 +253,23 @@ def test_an_empty_pool_is_left_to_the_router() -> None:
     assert not ExclusionPolicy().must_wait(NONE, NONE), "it may see a worker earlier"
 
 
-def test_a_failed_worker_is_used_again_if_no_other_is_left() -> None:
+def test_a_failed_worker_is_used_again_after_a_wait_if_no_other_is_left() -> None:
     policy = ExclusionPolicy()
     policy.start_attempt(frozenset({1, 2}))
+    assert policy.must_wait(frozenset({1, 2}), frozenset({2}))
     assert not policy.must_wait(frozenset({1, 2}), frozenset({2}))
     assert policy.excluded() == frozenset({2})
+
+
+def test_a_failed_worker_that_left_stays_excluded() -> None:
+    policy = ExclusionPolicy()
+    policy.start_attempt(frozenset({1}))
+    assert policy.must_wait(frozenset({1}), frozenset({1}))
+    assert not policy.must_wait(NONE, NONE), "a router may still place on it"
+    assert policy.excluded() == frozenset({1})
+    all_excluded = Unavailable("no worker is left", reason=ALL_EXCLUDED)
+    assert not policy.readmits_after(all_excluded)
+    assert policy.waits_after(all_excluded)
 
 
 def test_a_failed_decode_worker_is_used_again_if_no_other_is_left() -> None:
