@@ -63,6 +63,8 @@ def _grammar_of(guided: GuidedDecoding) -> str:
         size = len(grammar.encode())  # JSON can contain lone surrogates, which have no encoding
     except RecursionError:
         raise ConstraintError("it is nested too deeply") from None
+    except ConstraintError:
+        raise
     except Exception as error:  # gbnf_to_lark raises plain Exception
         raise ConstraintError(str(error)[:_MESSAGE_CHARS_MAX]) from error
     if size > GRAMMAR_BYTES_MAX:
@@ -71,6 +73,9 @@ def _grammar_of(guided: GuidedDecoding) -> str:
 
 
 def _to_grammar(guided: GuidedDecoding) -> str:
+    size = max(len(text or "") for text in (guided.regex, guided.grammar))
+    if size > GRAMMAR_BYTES_MAX:  # before the conversion, which takes longer
+        raise ConstraintError(f"it has {size}/{GRAMMAR_BYTES_MAX} characters")
     if guided.regex is not None:
         return LLMatcher.grammar_from_regex(guided.regex)
     if guided.choice is not None:

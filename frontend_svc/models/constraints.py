@@ -71,7 +71,7 @@ class ConstraintChecks:
         guided = GuidedDecoding(json=dict(function.schema))
         try:
             await self.check(Constraint(guided, f"{function.field}.parameters"))
-        except InvalidRequest:
+        except (InvalidRequest, Overloaded):
             if function.is_strict:
                 raise
             return with_any_arguments(function)
@@ -84,11 +84,17 @@ class ConstraintChecks:
         except TimeoutError:
             text = f"other grammars took more than {self._compile_s:g} s to compile"
             raise Overloaded(1.0, text) from None
+        compiling = asyncio.ensure_future(asyncio.to_thread(check_constraint, guided))
+        compiling.add_done_callback(self._on_compiled)
         try:
             async with asyncio.timeout(self._compile_s):
-                await asyncio.to_thread(check_constraint, guided)
+                await asyncio.shield(compiling)
         except TimeoutError:
             text = f"it takes more than {self._compile_s:g} s to compile"
             raise ConstraintError(text) from None
-        finally:
-            self._lock.release()
+
+    def _on_compiled(self, compiling: asyncio.Future[None]) -> None:
+        """Frees the thread for the next one; after a time-out the error has no other reader."""
+        self._lock.release()
+        if not compiling.cancelled():
+            compiling.exception()

@@ -58,7 +58,10 @@ def _call_of(value: Any) -> Call | None:
             return None
     if not isinstance(arguments, dict | None):
         return None
-    return Call(value["name"], _dump(arguments or {}))
+    try:
+        return Call(value["name"], _dump(arguments or {}))
+    except ValueError:  # NaN or infinity, which Python's parser accepts
+        return None
 
 
 def read_xml_block(block: str, types: ParameterTypes) -> list[Call] | None:
@@ -94,7 +97,9 @@ def _typed_value(raw: str, schema: Any) -> Any:
         return raw
     text = raw.strip()
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        _dump(value)  # Python's parser accepts NaN and infinity.
+        return value
     except (ValueError, RecursionError):
         python_constants = {"True": True, "False": False, "None": None}
         return python_constants.get(text, raw)

@@ -9,6 +9,7 @@ call after all becomes content at the end of the response.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
@@ -52,6 +53,7 @@ class ToolCallParser:
         self._ends_tried = 0
         self._may_have_header = True
         self._scanner = JsonScanner()
+        self._ids: set[str | None] = set()
 
     @property
     def is_done(self) -> bool:
@@ -114,14 +116,16 @@ class ToolCallParser:
 
     def _read_block(self) -> Iterator[Delta]:
         header, end = self._format.header, self._format.end
-        match = None
+        match = name = None
         if header is not None and self._may_have_header:
             match = header.match(self._buffer, 0, _HEADER_CHARS_MAX)
             self._may_have_header = len(self._buffer) < _HEADER_CHARS_MAX
-        if match is not None:
-            groups = match.groupdict()
-            name = groups.get("name") or json.loads(groups["json_name"])
-            yield CallStart(self.calls, name, groups.get("id"))
+            name = None if match is None else _name_of(match)
+        if match is not None and name is not None:
+            call_id = match.groupdict().get("id")
+            # Models repeat ids; a client assigns results by them.
+            yield CallStart(self.calls, name, None if call_id in self._ids else call_id)
+            self._ids.add(call_id)
             self._buffer = self._buffer[match.end() :]
             self._scanner, self._state = JsonScanner(), _State.ARGUMENTS
         elif end is not None:
@@ -170,3 +174,14 @@ class ToolCallParser:
             text = buffer if self._format.at_start else self._format.begin + buffer
         if text:
             yield Content(text)
+
+
+def _name_of(header: re.Match[str]) -> str | None:
+    """The name of a call; None if it is no valid JSON text."""
+    groups = header.groupdict()
+    if groups.get("name"):
+        return groups["name"]
+    try:
+        return str(json.loads(groups["json_name"]))
+    except ValueError:
+        return None

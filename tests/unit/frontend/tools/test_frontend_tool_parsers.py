@@ -114,3 +114,44 @@ def test_a_long_block_without_a_call_is_content_and_costs_linear_time(name: str,
     started_at = time.process_time()
     assert fold(parse(name, [text[i : i + 4] for i in range(0, len(text), 4)])) == (text, [])
     assert time.process_time() - started_at < 3, "about 0.2 s; with quadratic time 7 s"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter=x>NaN</parameter>\n</function>\n</tool_call>",
+            {"x": "NaN"},
+        ),
+        (
+            "glm45",
+            "<tool_call>f\n<arg_key>x</arg_key><arg_value>1e999</arg_value></tool_call>",
+            {"x": "1e999"},
+        ),
+    ],
+)
+def test_a_number_without_a_json_form_is_passed_as_text(
+    name: str, text: str, arguments: dict[str, str]
+) -> None:
+    _, ((_, found, _),) = fold(parse(name, [text]))
+    assert json.loads(found) == arguments
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"arguments": {"x": NaN}, "name": "f"}',
+        '{"name": "a\\q", "arguments": {"x": 1}}',
+        '{"name": "a\nb", "arguments": {"x": 1}}',
+    ],
+)
+def test_a_call_that_is_no_json_is_content(call: str) -> None:
+    text = f"<tool_call>{call}</tool_call>"
+    assert fold(parse("hermes", [text])) == (text, [])
+
+
+def test_the_ids_of_a_response_are_different() -> None:
+    begin, end = FORMATS["kimi_k2"].tag("f")  # type: ignore[misc]
+    _, calls = fold(parse("kimi_k2", [f"{begin}{{}}{end}" * 2]))
+    assert [call[2] for call in calls] == ["functions.f:0", None], "None: the response makes one"
