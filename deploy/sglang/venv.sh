@@ -112,6 +112,7 @@ from pathlib import Path
 
 here = {re.sub(r"[-_.]+", "-", one.metadata["Name"]).lower() for one in distributions()}
 tools = (
+    *("attrs", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py"),
     "iniconfig",
     "pluggy",
     "pytest",
