@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from tokenizers import Tokenizer
 
 from tests.e2e.mesh import MODEL, Mesh, Service, wait_for
+from tests.e2e.sdk import open_sdk_client
 from worker_svc.engines.sim.config import SIM_MODEL_DIR, load_sim_model
 from worker_svc.engines.sim.token_oracle import TokenOracle
 
@@ -108,12 +108,7 @@ def test_a_response_is_generated_by_the_adapter_and_carries_its_name(mesh: Mesh)
 
 
 async def test_the_sdk_uses_an_adapter_like_a_model(mesh: Mesh) -> None:
-    async with openai.AsyncOpenAI(
-        base_url=f"{mesh.url}/v1",
-        api_key="none",
-        max_retries=0,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
-    ) as client:
+    async with open_sdk_client(mesh) as client:
         assert "french" in {model.id async for model in client.models.list()}
         messages: Any = [{"role": "user", "content": "Bonjour"}]
         whole = await client.chat.completions.create(

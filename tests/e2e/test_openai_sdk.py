@@ -11,6 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from tests.e2e.mesh import MODEL, WAIT_S, ExpectedResponse, Mesh, Oracle, logs_on_failure
+from tests.e2e.sdk import open_sdk_client
 
 MULTI_BYTE = "naïve café, 日本語のテキスト 🎉👩‍👩‍👧 שלום \U0001f9ff and back"
 
@@ -34,13 +35,7 @@ def oracle() -> Oracle:
 
 @pytest.fixture
 async def client(mesh: Mesh) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{mesh.url}/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=WAIT_S,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
-    ) as client:
+    async with open_sdk_client(mesh) as client:
         yield client
 
 

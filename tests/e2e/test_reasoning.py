@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh
+from tests.e2e.mesh import MODEL, Mesh
+from tests.e2e.sdk import open_sdk_client
 
 pytestmark = pytest.mark.slow
 
@@ -25,13 +26,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 
 @pytest.fixture
 async def client(mesh: Mesh) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{mesh.url}/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=WAIT_S,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
-    ) as client:
+    async with open_sdk_client(mesh) as client:
         yield client
 
 
@@ -105,11 +100,7 @@ async def test_harmony_messages_become_reasoning_and_answer(
     final = r"<\|start\|>assistant<\|channel\|>final<\|message\|>( [a-z]{2,5}){2}"
     flags = ["--speedup=20", "--tool-call-parser=gpt_oss", "--reasoning-parser=gpt_oss"]
     with start(workers=1, worker_flags=flags) as mesh:
-        async with openai.AsyncOpenAI(
-            base_url=f"{mesh.url}/v1",
-            api_key="none",
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
-        ) as client:
+        async with open_sdk_client(mesh) as client:
             reasoning, answer = await whole(client, "Hello", guided_regex=analysis + final)
             assert (len(reasoning.split()), len(answer.split())) == (3, 2)
             assert await streamed(client, "Hello", guided_regex=analysis + final) == (

@@ -12,8 +12,9 @@ import jsonschema
 import openai
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh
+from tests.e2e.mesh import MODEL, Mesh
 from tests.e2e.schemas import SCHEMAS
+from tests.e2e.sdk import open_sdk_client
 
 pytestmark = pytest.mark.slow
 
@@ -29,18 +30,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 
 @pytest.fixture
 async def client(mesh: Mesh) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with open_client(mesh) as client:
+    async with open_sdk_client(mesh) as client:
         yield client
-
-
-def open_client(mesh: Mesh) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        base_url=f"{mesh.url}/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=WAIT_S,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
-    )
 
 
 # Any, here and below: bodies and JSON.
@@ -206,7 +197,7 @@ async def _text_with_a_killed_worker(mesh: Mesh, kind: str, prompt: str) -> str:
     """The text of a stream whose worker is killed in the middle."""
     form, killed = schema_format(LONG_LIST), False
     text = ""
-    async with open_client(mesh) as client:
+    async with open_sdk_client(mesh) as client:
         async for piece in stream(client, prompt, response_format=form):
             text += piece
             if not killed and text.count('",') >= 20:
@@ -222,7 +213,7 @@ async def test_a_constrained_response_is_the_same_after_its_worker_died(
     start: Callable[..., AbstractContextManager[Mesh]], shape: dict[str, int]
 ) -> None:
     with start(**shape, worker_flags=["--speedup=1"]) as mesh:
-        async with open_client(mesh) as client:
+        async with open_sdk_client(mesh) as client:
             whole = await respond(client, "A list.", response_format=schema_format(LONG_LIST))
         kind = "worker" if shape["workers"] else "decode"
         text = await _text_with_a_killed_worker(mesh, kind, "A list.")

@@ -14,7 +14,8 @@ import jsonschema
 import openai
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Service
+from tests.e2e.mesh import MODEL, Mesh, Service
+from tests.e2e.sdk import open_sdk_client
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
 pytestmark = pytest.mark.slow
@@ -81,18 +82,8 @@ def sim_model_copy(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def client(mesh: Mesh) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with open_client(mesh) as client:
+    async with open_sdk_client(mesh) as client:
         yield client
-
-
-def open_client(mesh: Mesh) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        base_url=f"{mesh.url}/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=WAIT_S,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
-    )
 
 
 def user(content: str) -> list[Any]:
@@ -325,7 +316,7 @@ async def test_a_model_without_a_tool_call_parser_refuses_tools(
     start: Callable[..., AbstractContextManager[Mesh]], sim_model_copy: Path
 ) -> None:
     with start(workers=1, worker_flags=[f"--model-path={sim_model_copy}"]) as mesh:
-        async with open_client(mesh) as client:
+        async with open_sdk_client(mesh) as client:
             with pytest.raises(openai.BadRequestError, match="tool-call-parser") as raised:
                 await whole(client, user("Go"))
     assert raised.value.param == "tools"
@@ -346,7 +337,7 @@ async def test_calls_are_the_same_after_their_worker_died(
                 busy.kill()
                 killed.append(busy)
 
-        async with open_client(mesh) as client:
+        async with open_sdk_client(mesh) as client:
             expected = await whole(client, user("Go"), **fields)
             reply = await streamed(client, user("Go"), kill_in_the_middle, **fields)
     assert killed

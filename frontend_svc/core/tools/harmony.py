@@ -58,9 +58,8 @@ class HarmonyParser:
     def finish(self) -> list[Delta]:
         """The rest after the last piece."""
         text, self._buffer = self._buffer, ""
-        if (
-            self._state is _State.BODY
-        ):  # the end marker of a last call is an EOS token, without text
+        if self._state is _State.BODY:
+            # The end marker of a last call is an EOS token, without text.
             deltas = list(self._body(text))
             self.calls, self._is_call = self.calls + self._is_call, False
             return deltas

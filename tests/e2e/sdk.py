@@ -1,0 +1,18 @@
+"""Clients of the OpenAI SDK for a mesh, without retries and proxies."""
+
+from __future__ import annotations
+
+import openai
+
+from tests.e2e.mesh import WAIT_S, Mesh
+
+
+def open_sdk_client(mesh: Mesh) -> openai.AsyncOpenAI:
+    """A client of the oldest frontend; close it, or use it as a context manager."""
+    return openai.AsyncOpenAI(
+        base_url=f"{mesh.url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=WAIT_S,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+    )
