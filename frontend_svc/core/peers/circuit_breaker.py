@@ -31,6 +31,7 @@ HUNG_FRACTION_MAX = 0.25
 @dataclass(slots=True)
 class _OpenCircuit:
     reason: str
+    # Whether the worker counts towards HUNG_FRACTION_MAX.
     is_hung: bool
     interval_s: float
     probe_at: float
@@ -103,12 +104,15 @@ class CircuitBreaker:
     def excluded(self, pool: Iterable[int]) -> frozenset[int]:
         """Workers of a model's pool that get no request. Of the hung ones, at most
         HUNG_FRACTION_MAX of the pool and at least one, in the order in which their circuits
-        opened. If all circuits are open, all workers: requests wait for a successful probe."""
+        opened. If all circuits are open, all workers: requests wait for a successful probe, and
+        each worker is excluded until its own probe succeeds."""
         if not self._open_circuits:
             return frozenset()
         pool = set(pool)
         open_in_pool = [(w, circuit) for w, circuit in self._open_circuits.items() if w in pool]
         if len(open_in_pool) == len(pool):
+            for _, circuit in open_in_pool:
+                circuit.is_hung = False
             return frozenset(pool)
         hung = [w for w, circuit in open_in_pool if circuit.is_hung]
         hung_max = max(1, int(HUNG_FRACTION_MAX * len(pool)))

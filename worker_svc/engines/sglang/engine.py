@@ -498,7 +498,10 @@ class SglangEngine:
             kv_cache_block_size=config.block_size,
             total_kv_blocks=self._loads[0].kv_total_blocks if self._loads else None,
             max_num_seqs=self._max_num_seqs(),
-            max_num_batched_tokens=chunked if chunked > 0 else resolved.get("max_prefill_tokens"),
+            # Without chunks, a prompt above max_prefill_tokens is computed in a step of its own.
+            max_num_batched_tokens=chunked
+            if chunked > 0
+            else max(resolved.get("max_prefill_tokens") or 0, model.context_len),
             bootstrap_host=self._bootstrap_host if is_prefill else None,
             bootstrap_port=resolved["disaggregation_bootstrap_port"] if is_prefill else None,
             transfer_group=config.transfer_group or await self._transfer_group(resolved),

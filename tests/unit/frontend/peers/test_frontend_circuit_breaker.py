@@ -73,6 +73,8 @@ def test_without_a_closed_circuit_all_workers_are_excluded() -> None:
     for worker_id in range(8):
         breaker.open_circuit(worker_id, "hung", 0.0, is_hung=True)
     assert breaker.excluded(range(8)) == set(range(8))
+    breaker.record_probe(5, True, 1.0)
+    assert breaker.excluded(range(8)) == set(range(8)) - {5}, "the others have not recovered"
 
 
 def test_all_lost_workers_are_excluded() -> None:
