@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import time
@@ -140,7 +141,8 @@ class FileRegistry:
     @asynccontextmanager
     async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
         # Polls while `next` is awaited: no task, and errors reach the reader.
-        yield Watch(lambda: self._read(namespace), lambda: self._pause(namespace))
+        self._view(namespace).polled_at = -math.inf
+        yield Watch(lambda: self._read_recent(namespace), lambda: self._pause(namespace))
 
     async def snapshot(self, namespace: str) -> Snapshot:
         return self._read(namespace)
@@ -185,9 +187,19 @@ class FileRegistry:
         self._check_open()
         return self._view(namespace).poll()
 
+    def _read_recent(self, namespace: str) -> Snapshot:
+        """As `_read`, but all watches share one poll in each half of a poll interval."""
+        self._check_open()
+        view = self._view(namespace)
+        if time.monotonic() - view.polled_at < self._poll_s(view) / 2:
+            return view.snapshot
+        return view.poll()
+
     async def _pause(self, namespace: str) -> None:
-        entry_count = len(self._view(namespace).entries)
-        await asyncio.sleep(max(self._poll_interval_s, POLL_S_PER_ENTRY * entry_count))
+        await asyncio.sleep(self._poll_s(self._view(namespace)))
+
+    def _poll_s(self, view: _NamespaceView) -> float:
+        return max(self._poll_interval_s, POLL_S_PER_ENTRY * len(view.entries))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -347,22 +359,25 @@ class _NamespaceView:
     def __init__(self, directory: Path, namespace: str) -> None:
         self.directory = directory
         self._namespace = namespace
-        self._snapshot = Snapshot()
+        self.snapshot = Snapshot()
+        # Monotonic seconds.
+        self.polled_at = -math.inf
         self.entries: dict[str, _Entry] = {}
         self._has_changed = True  # Since the snapshot was made.
         self._warned_names: set[str] = set()
 
     def poll(self) -> Snapshot:
         """The current members: lists the directory and queries every lock."""
+        self.polled_at = time.monotonic()
         is_listed = self._load_listing()
         for name, entry in tuple(self.entries.items()):
             # An update unlocks the old file after the new one has taken its name.
             if not is_locked(entry.fd) and not self.load_entry(name):
                 self._drop_entry(name)
-        if self._has_changed and (is_listed or self._snapshot.revision):
+        if self._has_changed and (is_listed or self.snapshot.revision):
             self._has_changed = False
-            self._snapshot = self._snapshot.next_snapshot(self.instances())
-        return self._snapshot
+            self.snapshot = self.snapshot.next_snapshot(self.instances())
+        return self.snapshot
 
     def close(self) -> None:
         for entry in self.entries.values():

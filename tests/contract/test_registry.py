@@ -29,7 +29,7 @@ from structlog.testing import capture_logs
 from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from common.registry.card import Artifact, ModelCard
 from common.registry.consul.registry import ConsulRegistry
-from common.registry.file import FileRegistry
+from common.registry.file import POLL_INTERVAL_S, FileRegistry
 from common.registry.instances import Instance, Snapshot, diff_snapshots, new_instance_id
 from common.registry.registry import MemoryRegistry, MemoryStore, Registry, Watch
 from tests.contract.consul_agent import ConsulAgent, running_agent
@@ -876,6 +876,27 @@ def card_check_held(files: FileMesh) -> Iterator[None]:
         lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, lock)
         yield
+
+
+async def test_the_watches_of_one_client_share_its_polls(
+    files: FileMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists, scandir = 0, os.scandir
+
+    def counted(path: Path) -> object:
+        nonlocal lists
+        lists += 1
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", counted)
+    client, polls = files.connect(), 10
+    async with contextlib.AsyncExitStack() as stack:
+        watches = [await stack.enter_async_context(client.watch(NS)) for _ in range(20)]
+        opened = lists
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(polls * POLL_INTERVAL_S):
+                await asyncio.gather(*(watch.next() for watch in watches))
+    assert 0 < lists - opened <= 3 * polls
 
 
 async def test_a_registration_waits_while_the_card_of_another_is_checked(files: FileMesh) -> None:
