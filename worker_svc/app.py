@@ -92,6 +92,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             config.serve,
             tool_call_parser=config.card_tool_call_parser,
             reasoning_parser=config.reasoning_parser,
+            control_tokens_in_text=config.control_tokens_in_text,
         )
         self.runner.model, self.runner.card_checksum = self._card.name, self._card.checksum
         self.runner.step_limits = StepLimits(

@@ -22,6 +22,7 @@ _CARD_SETTINGS = {
     "context_length": "--context-length",
     "kv_block_size": "--block-size",
     "tool_call_parser": "--tool-call-parser",
+    "control_tokens_in_text": "--control-tokens-in-text",
     "reasoning_parser": "--reasoning-parser",
 }
 
@@ -51,6 +52,7 @@ def build_card(
     *,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
+    control_tokens_in_text: bool = False,
 ) -> ModelCard:
     """Returns the card with its artifacts inline. kinds: see `served_model_type`.
 
@@ -70,6 +72,7 @@ def build_card(
         artifacts=artifacts,
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
+        control_tokens_in_text=control_tokens_in_text,
     )
 
 

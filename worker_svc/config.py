@@ -52,6 +52,9 @@ class WorkerConfig(ServiceConfig):
     reasoning_parser: str | None = None
     """How the model marks its reasoning: basic, qwen3, glm45, deepseek_r1, deepseek_v3_1, kimi,
     granite, gpt_oss. Unset: responses have no separate reasoning."""
+    control_tokens_in_text: bool = False
+    """Control tokens in messages of clients, for example <|im_end|>, act as such. By default they
+    are ordinary text, which cannot end a message."""
     context_length: Annotated[int, Field(ge=2)] | None = None
     """Maximum tokens of prompt and response, below the limit of the model."""
     block_size: PositiveInt = 16

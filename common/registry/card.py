@@ -92,6 +92,8 @@ class ModelCard:
     artifacts: by file name: tokenizer.json, tokenizer_config.json, generation_config.json,
     chat_template.jinja …
     tool_call_parser, reasoning_parser: names, None = no parsing.
+    control_tokens_in_text: whether control tokens in messages of clients act as such and are not
+    ordinary text.
     default_max_tokens: for requests without one; None = the rest of the context.
 
     Raises InvalidRequest with the field of a value that is out of range.
@@ -111,6 +113,7 @@ class ModelCard:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     default_max_tokens: int | None = None
+    control_tokens_in_text: bool = False
     user_data: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

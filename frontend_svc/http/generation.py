@@ -41,7 +41,7 @@ from frontend_svc.core.openai.tool_calls import ToolPlan, plan_tools
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import PassThroughPayload, RequestOutcome, RequestPlan
 from frontend_svc.core.text.output_text import TextStream
-from frontend_svc.core.text.prompt import TemplateError
+from frontend_svc.core.text.prompt import Prompt, TemplateError
 from frontend_svc.core.tools.formats import HERMES
 from frontend_svc.core.tools.harmony import HarmonyParser
 from frontend_svc.core.tools.parser import ToolCallParser
@@ -315,15 +315,17 @@ def _response_parser(
 
 
 async def _tokenize(body: ChatRequest | CompletionRequest, model: ServedModel) -> list[int]:
-    text = _prompt_text(body, model)
-    check_prompt_length(body, model.token_count_min(text), model.card.context_length or 0)
-    # A chat template writes the special tokens itself.
-    return await model.encode(text, special_tokens=isinstance(body, CompletionRequest))
-
-
-def _prompt_text(body: ChatRequest | CompletionRequest, model: ServedModel) -> str:
+    context_length = model.card.context_length or 0
     if isinstance(body, CompletionRequest):
-        return body.prompt_text or ""
+        text = body.prompt_text or ""
+        check_prompt_length(body, model.token_count_min(text), context_length)
+        return await model.encode(text, special_tokens=True)
+    prompt = _render_prompt(body, model)
+    check_prompt_length(body, model.token_count_min(prompt.text), context_length)
+    return await model.encode_prompt(prompt)
+
+
+def _render_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
     if model.template is None:
         text = f"The model {model.name!r} has no chat template; use /v1/completions."
         raise InvalidRequest(text, "model")
@@ -331,8 +333,9 @@ def _prompt_text(body: ChatRequest | CompletionRequest, model: ServedModel) -> s
     if tools is not None and not model.template.prints_tools:
         raise Unsupported("tools", "the model's chat template does not print them")
     try:
-        return model.template.render(
+        return model.template.prompt(
             body.template_messages(),
+            model.control_tokens,
             tools=tools,
             template_kwargs=body.chat_template_kwargs,
             now=datetime.now(UTC),

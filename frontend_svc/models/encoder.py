@@ -8,11 +8,17 @@ loaded; a model with a difference uses the Hugging Face tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import fastokens
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from common.errors import InvalidRequest
+from frontend_svc.core.text.control_tokens import ControlTokens, is_control_token
 
 # (text, whether to add the special tokens of the tokenizer's post-processor) -> token ids.
 Encode: TypeAlias = Callable[[str, bool], list[int]]
@@ -65,6 +71,80 @@ def build_encoder(tokenizer_json: bytes, reference: Tokenizer) -> tuple[Encode, 
             if encode(text, special_tokens) != encode_by_reference(text, special_tokens):
                 return encode_by_reference, f"other token ids for {text[:40]!r}"
     return encode, ""
+
+
+def find_control_tokens(tokenizer: Tokenizer) -> ControlTokens:
+    """The control tokens of a tokenizer."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    return ControlTokens(
+        one.content for one in added if is_control_token(one.content, is_special=one.special)
+    )
+
+
+class PieceEncoder:
+    """Encodes prompts whose text contains control tokens that are not the template's.
+
+    Its tokenizer does not match control tokens in text. It matches a private text for each of them,
+    with a random part that clients do not know, in place of the template's. So the ids are those of
+    the whole prompt, as if the text were any other. It is built for the first such prompt: most
+    frontends never receive one.
+    """
+
+    def __init__(self, tokenizer_json: bytes, control_tokens: ControlTokens) -> None:
+        self._tokenizer_json = tokenizer_json
+        self._contents = control_tokens.contents
+        key = secrets.token_hex(8)
+        self._private_texts = {
+            content: f"\U000f0000{key}.{number}\U000f0001"
+            for number, content in enumerate(self._contents)
+        }
+        self._lock = threading.Lock()
+        self._tokenizer: Tokenizer | None = None
+        # Id of a private text -> id of its control token.
+        self._ids: dict[int, int] = {}
+
+    def encode(self, pieces: Sequence[str]) -> list[int]:
+        """Token ids of text and control token by turns, from text to text. Takes a second the first
+        time, and may run in any thread. Raises InvalidRequest if the tokenizer has no other tokens
+        for the text of a control token."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._build()
+        text = "".join(
+            self._private_texts[piece] if number % 2 else piece
+            for number, piece in enumerate(pieces)
+        )
+        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        controls = [token for token in ids if token in self._ids]
+        if len(controls) != len(pieces) // 2 or not set(self._ids.values()).isdisjoint(ids):
+            text = "Invalid 'messages': this model cannot read its control tokens as text."
+            raise InvalidRequest(text, "messages")
+        return [self._ids.get(token, token) for token in ids]
+
+    def _build(self) -> Tokenizer:
+        spec = json.loads(self._tokenizer_json)
+        for token in spec["added_tokens"]:
+            token["special"] = token["special"] or token["content"] in self._private_texts
+        tokenizer = Tokenizer.from_str(json.dumps(spec))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        flags = {one.content: one for one in tokenizer.get_added_tokens_decoder().values()}
+        tokenizer.add_tokens(
+            [
+                AddedToken(
+                    private_text,
+                    lstrip=flags[content].lstrip,
+                    rstrip=flags[content].rstrip,
+                    normalized=False,
+                )
+                for content, private_text in self._private_texts.items()
+            ]
+        )
+        vocab = tokenizer.get_vocab()
+        for content, private_text in self._private_texts.items():
+            self._ids[vocab[private_text]] = vocab[content]
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
 
 def _checked_texts(reference: Tokenizer) -> Iterator[str]:

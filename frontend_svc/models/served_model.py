@@ -15,13 +15,14 @@ from common.errors import InvalidRequest
 from common.kv.hashing import DEFAULT_BLOCK_SIZE, PrefixHasher
 from common.registry.card import ModelCard
 from common.request.preprocessed import TokenIds
+from frontend_svc.core.text.control_tokens import ControlTokens
 from frontend_svc.core.text.detokenizer import (
     Detokenizer,
     StreamDetokenizer,
     UnsupportedTokenizer,
     Vocabulary,
 )
-from frontend_svc.core.text.prompt import ChatTemplate, TemplateError
+from frontend_svc.core.text.prompt import ChatTemplate, Prompt, TemplateError
 from frontend_svc.core.text.token_bound import max_bytes_per_token
 from frontend_svc.core.tools.formats import FORMATS, CallFormat
 from frontend_svc.core.tools.harmony import HARMONY, HARMONY_MARKERS
@@ -30,7 +31,12 @@ from frontend_svc.core.tools.reasoning import (
     ReasoningFormat,
     ReasoningParser,
 )
-from frontend_svc.models.encoder import Encode, build_encoder
+from frontend_svc.models.encoder import (
+    Encode,
+    PieceEncoder,
+    build_encoder,
+    find_control_tokens,
+)
 
 # Texts above this length are encoded in a thread: they could block the event loop for > 5 ms.
 ENCODE_INLINE_CHARS = 16_384
@@ -45,7 +51,8 @@ log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """Everything that requests for one model or adapter need. checksum: of the card. created: Unix
-    time. encode_text: see `encoder.py`. vocabulary: None for tokenizers that need the slow
+    time. encode_text, piece_encoder: see `encoder.py`. control_tokens: those that are ordinary text
+    in messages. vocabulary: None for tokenizers that need the slow
     detokenizer. vocab_size: token ids are below it. max_bytes_per_token: see
     `core/text/token_bound.py`. template: None if the card has none. call_format,
     reasoning_format: None if the card names none. parser_vocabulary: as vocabulary, with a text for
@@ -57,6 +64,8 @@ class ServedModel:
     created: int
     tokenizer: Tokenizer
     encode_text: Encode
+    control_tokens: ControlTokens
+    piece_encoder: PieceEncoder
     vocabulary: Vocabulary | None
     vocab_size: int
     max_bytes_per_token: int | None
@@ -91,6 +100,12 @@ class ServedModel:
         if len(text) <= ENCODE_INLINE_CHARS:
             return self.encode_text(text, special_tokens)
         return await asyncio.to_thread(self.encode_text, text, special_tokens)
+
+    async def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Token ids of a rendered prompt; the chat template writes the special tokens itself."""
+        if prompt.pieces is None:
+            return await self.encode(prompt.text, special_tokens=False)
+        return await asyncio.to_thread(self.piece_encoder.encode, prompt.pieces)
 
     def detokenizer(self, *, for_parser: bool = False) -> Detokenizer | StreamDetokenizer:
         """The detokenizer of a response. for_parser: whether markers of calls and reasoning have a
@@ -139,6 +154,8 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
     encode_text, difference = build_encoder(raw, tokenizer)
     if difference:
         log.info("slow_encoder", model=card.name, reason=difference)
+    allows_control = card.control_tokens_in_text
+    control_tokens = ControlTokens(()) if allows_control else find_control_tokens(tokenizer)
     ids = tokenizer.get_vocab().values() if vocabulary is None else vocabulary.raw
     return ServedModel(
         card=card,
@@ -146,6 +163,8 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
         created=created,
         tokenizer=tokenizer,
         encode_text=encode_text,
+        control_tokens=control_tokens,
+        piece_encoder=PieceEncoder(raw, control_tokens),
         vocabulary=vocabulary,
         # Not the number of tokens: some files have gaps in their ids.
         vocab_size=max(ids, default=-1) + 1,

@@ -28,6 +28,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from frontend_svc.core.text.control_tokens import ControlTokens, unused_mark
+
 # Any: messages, tools and template arguments are JSON from clients.
 TemplateMessage = Mapping[str, Any]
 
@@ -52,6 +54,15 @@ class TemplateError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered prompt. pieces: text and control token by turns, if the text contains control
+    tokens that are to be encoded as text; None: all of it is encoded as it is."""
+
+    text: str
+    pieces: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class MessageShape:
     """Message format of a template; see the module."""
 
@@ -68,6 +79,7 @@ class ChatTemplate:
     def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
         tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
+        self._source = source
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -85,22 +97,40 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         now: datetime,
     ) -> str:
-        """The prompt text. tools: as in the OpenAI API; None: the response calls none.
-        template_kwargs: more variables of the template (for example
-        `enable_thinking`). now: the time that `strftime_now` formats. Raises TemplateError if the
-        template refuses the messages (`raise_exception`) or fails, for content that is not text,
-        and for `template_kwargs` that would replace an argument."""
-        extra = template_kwargs or {}
-        for name in _RESERVED_KWARGS:
-            if name in extra:
-                raise TemplateError(f"chat_template_kwargs: {name!r} cannot be set there")
-        variables: dict[str, Any] = {
-            "documents": None,
-            **extra,
-            "tools": tools,
-            "add_generation_prompt": True,
-        }
+        """The prompt text; see `prompt`."""
+        variables = _variables(tools, template_kwargs)
         return self._render(normalise_messages(messages, self.shape), variables, now)
+
+    def prompt(
+        self,
+        messages: Sequence[TemplateMessage],
+        control_tokens: ControlTokens,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        now: datetime,
+    ) -> Prompt:
+        """The prompt, in which control tokens in strings of the client are text. tools: as in the
+        OpenAI API; None: the response calls none. template_kwargs: more variables of the template
+        (for example `enable_thinking`). now: the time that `strftime_now` formats. Raises
+        TemplateError if the template refuses the messages (`raise_exception`) or fails, for content
+        that is not text, and for `template_kwargs` that would replace an argument."""
+        variables = _variables(tools, template_kwargs)
+        normalised = normalise_messages(messages, self.shape)
+        if not control_tokens.are_in(normalised, tools, template_kwargs):
+            return Prompt(self._render(normalised, variables, now))
+        try:
+            mark = unused_mark(normalised, variables, self._source)
+            if mark is None:
+                raise TemplateError("text with control tokens also has all characters U+4DC0-4DFF")
+            marked = control_tokens.mark_messages(normalised, mark)
+            values = {
+                name: control_tokens.mark_value(value, mark) for name, value in variables.items()
+            }
+        except RecursionError as error:
+            raise TemplateError("a value is nested too deeply") from error
+        pieces = control_tokens.split(self._render(marked, values, now), mark)
+        return Prompt("".join(pieces), pieces)
 
     def _render(
         self, messages: Sequence[TemplateMessage], variables: Mapping[str, Any], now: datetime
@@ -116,6 +146,16 @@ class ChatTemplate:
             raise TemplateError(f"chat template: {error.message}") from error
         except _TEMPLATE_EXCEPTIONS as error:
             raise TemplateError(f"chat template: {type(error).__name__}: {error}") from error
+
+
+def _variables(
+    tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    extra = template_kwargs or {}
+    for name in _RESERVED_KWARGS:
+        if name in extra:
+            raise TemplateError(f"chat_template_kwargs: {name!r} cannot be set there")
+    return {"documents": None, **extra, "tools": tools, "add_generation_prompt": True}
 
 
 def normalise_messages(

@@ -87,6 +87,7 @@ OTHERS: dict[str, Any] = {
     "tool_call_parser": None,
     "reasoning_parser": "deepseek",
     "default_max_tokens": 511,
+    "control_tokens_in_text": True,
     "user_data": {},
 }
 
