@@ -89,7 +89,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             build_card,
             resolve_model_dir(config),
             engine_config,
-            config.serve,
+            config.serve or (),
             tool_call_parser=config.card_tool_call_parser,
             reasoning_parser=config.reasoning_parser,
             control_tokens_in_text=config.control_tokens_in_text,

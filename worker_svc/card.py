@@ -26,8 +26,8 @@ _CARD_SETTINGS = {
     "reasoning_parser": "--reasoning-parser",
 }
 
-# Endpoints that a worker of token ids can serve.
-ENDPOINT_KINDS = ("chat", "completions")
+# Kinds of requests that a worker of token ids can serve.
+ENDPOINT_KINDS = ("chat", "completions", "embedding")
 
 
 def served_model_type(kinds: Sequence[str]) -> ModelType:
@@ -48,23 +48,28 @@ def find_missing_files(folder: Path) -> list[str]:
 def build_card(
     folder: Path,
     config: EngineConfig,
-    kinds: Sequence[str] = ENDPOINT_KINDS,
+    kinds: Sequence[str] = (),
     *,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
     control_tokens_in_text: bool = False,
 ) -> ModelCard:
-    """Returns the card with its artifacts inline. kinds: see `served_model_type`.
+    """Returns the card with its artifacts inline. kinds: requests to serve; empty: all of the
+    engine.
 
-    Raises InvalidRequest naming a missing file.
+    Raises InvalidRequest naming a missing file, or a kind that the engine does not serve.
     """
+    for kind in kinds:
+        if kind not in config.kinds:
+            text = f"the engine serves {', '.join(config.kinds)}, but not {kind}"
+            raise InvalidRequest(text, "serve")
     if missing := find_missing_files(folder):
         raise InvalidRequest(f"{folder} has no {missing[0]}", "model_path")
     paths = (folder / name for name in (*_REQUIRED_FILES, *_OPTIONAL_FILES))
     artifacts = {path.name: Artifact.of(path.read_bytes()) for path in paths if path.is_file()}
     return ModelCard(
         name=config.advertised_name,
-        model_type=served_model_type(kinds),
+        model_type=served_model_type(kinds or config.kinds),
         context_length=config.context_length,
         kv_block_size=config.kv_cache_block_size,
         hash_scheme=str(HASH_SCHEME_ID) if config.kv_index != "none" else "",
@@ -73,6 +78,8 @@ def build_card(
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         control_tokens_in_text=control_tokens_in_text,
+        embedding_size=config.embedding_size,
+        shorter_embeddings=config.shorter_embeddings,
     )
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from common.errors import InvalidRequest
 from common.runtime.config import Names, Port, ServiceConfig
-from worker_svc.card import ENDPOINT_KINDS, find_missing_files, served_model_type
+from worker_svc.card import find_missing_files, served_model_type
 from worker_svc.engines.sglang.server_args import resolve_page_size
 
 
@@ -43,8 +43,9 @@ class WorkerConfig(ServiceConfig):
     model_path: Path | None = None
     """Folder with tokenizer.json and tokenizer_config.json; for the sim also with sim.json, as
     written by python -m worker_svc.engines.sim.make_model. Unset: the model of the sim."""
-    serve: Names = ENDPOINT_KINDS
-    """chat, completions or both. Restrict it if the model supports only one."""
+    serve: Names | None = None
+    """Some of chat, completions, embedding, if the worker shall not serve all that its engine can.
+    Unset: all."""
     tool_call_parser: str | None = None
     """How the model writes tool calls: hermes, qwen25, qwen3, qwen3_coder, glm45, llama3_json,
     mistral, pythonic, deepseek_v3, deepseek_v3_1, kimi_k2, gpt_oss. Unset: hermes for the built-in
@@ -111,7 +112,8 @@ class WorkerConfig(ServiceConfig):
     def problems(self) -> list[str]:
         found = super().problems()
         try:
-            served_model_type(self.serve)
+            if self.serve is not None:
+                served_model_type(self.serve)
         except ValueError as error:
             found.append(f"serve: {error}")
         if self.model_path is not None and (missing := find_missing_files(self.model_path)):

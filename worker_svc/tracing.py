@@ -17,6 +17,7 @@ from common.runtime import telemetry
 from worker_svc.engines.contract import LLMEngineOutput
 
 SPAN_NAME = "engine.generate"
+_OPERATIONS = {"embedding": "embeddings"}
 
 
 class GenerateSpans:
@@ -36,7 +37,7 @@ class GenerateSpans:
             "disagg_role": leg_request.phase or self._role,
             "request_id": leg_request.request_id,
             "attempt": leg_request.attempt,
-            "gen_ai.operation.name": "text_completion",
+            "gen_ai.operation.name": _OPERATIONS.get(leg_request.phase, "text_completion"),
             "gen_ai.provider.name": "kvmesh",
             "gen_ai.request.model": self._model,
         }

@@ -95,6 +95,8 @@ class ModelCard:
     control_tokens_in_text: whether control tokens in messages of clients act as such and are not
     ordinary text.
     default_max_tokens: for requests without one; None = the rest of the context.
+    embedding_size: coordinates of a vector; None = unknown, or no embeddings. shorter_embeddings:
+    whether the first coordinates of a vector alone are a valid vector ("Matryoshka").
 
     Raises InvalidRequest with the field of a value that is out of range.
     """
@@ -114,6 +116,8 @@ class ModelCard:
     reasoning_parser: str | None = None
     default_max_tokens: int | None = None
     control_tokens_in_text: bool = False
+    embedding_size: int | None = None
+    shorter_embeddings: bool = False
     user_data: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -125,7 +129,7 @@ class ModelCard:
             raise InvalidRequest("a card needs a name", "name")
         if not self.model_type:
             raise InvalidRequest("a card needs at least one model_type", "model_type")
-        for name in ("context_length", "kv_block_size", "default_max_tokens"):
+        for name in ("context_length", "kv_block_size", "default_max_tokens", "embedding_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequest(f"{name} must be at least 1 or absent, not {value}", name)

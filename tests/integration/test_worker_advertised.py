@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import NotFound
+from common.errors import InvalidRequest, NotFound
 from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.request.preprocessed import RoutingConstraints, RoutingHints
@@ -78,7 +78,8 @@ async def test_a_worker_without_adapters_serves_the_base_model_only() -> None:
 @pytest.mark.parametrize(
     ("flags", "tables"),
     [
-        ([], ["chat", "completions"]),
+        ([], ["chat", "completions", "embeddings"]),
+        (["--serve=embedding"], ["embeddings"]),
         (["--serve=completions"], ["completions"]),
         (["--serve=chat"], ["chat"]),
         (["--serve=completions,chat"], ["chat", "completions"]),
@@ -93,11 +94,18 @@ async def test_a_frontend_opens_the_endpoints_that_a_worker_advertises(
         assert [one.table for one in plan_pipelines(Entry.of(instance), card)] == tables
 
 
-@pytest.mark.parametrize("kinds", ["embedding", "chat,prefill", "Chat", ""])
+@pytest.mark.parametrize("kinds", ["chat,prefill", "Chat", "embeddings"])
 def test_endpoints_that_a_token_worker_cannot_serve_are_rejected(kinds: str) -> None:
     with pytest.raises(ConfigError) as rejected:
         read_config(WorkerConfig, "WORKER", {}, [f"--serve={kinds}"])
     assert any("serve" in problem for problem in rejected.value.problems)
+
+
+async def test_an_engine_without_embeddings_does_not_start_as_a_worker_of_embeddings() -> None:
+    with pytest.raises(InvalidRequest, match="the engine serves chat, completions") as rejected:
+        async with registered("--engine=echo", "--serve=chat,embedding"):
+            pass
+    assert rejected.value.field == "serve"
 
 
 def test_engines_without_configurable_adapters_reject_the_flag() -> None:

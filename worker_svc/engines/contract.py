@@ -24,6 +24,7 @@ from common.errors import (
 )
 from common.kv.load import Load as Load
 from common.registry.instances import KvIndex
+from common.request.embedding import Vector as Vector
 from common.request.preprocessed import (
     BootstrapInfo as BootstrapInfo,
     CompletionUsage as CompletionUsage,
@@ -56,6 +57,8 @@ class EngineConfig:
     kv_index: "events" (the engine reports its pages), "approx" (it reuses prefixes without reports;
     routers keep approximate entries) or "none" (no reuse, or approximate entries would be useless).
     kv_index_reason: why kv_index is not "events".
+    kinds: requests that the engine serves, of "chat", "completions" and "embedding".
+    embedding_size, shorter_embeddings: see `ModelCard`.
     """
 
     model: str = ""
@@ -73,6 +76,9 @@ class EngineConfig:
     kv_index: KvIndex = "none"
     kv_index_reason: str = ""
     dp_size: int = 1
+    kinds: tuple[str, ...] = ("chat", "completions")
+    embedding_size: int | None = None
+    shorter_embeddings: bool = False
 
     @property
     def advertised_name(self) -> str:
@@ -296,6 +302,18 @@ class PassThroughEngine(Protocol):
         self, kind: str, body: bytes, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         """As `generate`, but chunks carry `chunk_json`. kind: "chat" or "completion"."""
+
+
+@runtime_checkable
+class EmbeddingEngine(Protocol):
+    """An engine that computes embeddings."""
+
+    async def embed(self, request: PreprocessedRequest, ctx: GenerateContext) -> Vector | None:
+        """Returns the vector of the prompt, of length 1; None if `ctx` was stopped.
+
+        Only the prompt and its routing count. Cancelling the call releases all resources. Raises
+        MeshError.
+        """
 
 
 @runtime_checkable

@@ -26,20 +26,25 @@ from common.errors import (
     InvalidRequest,
     MeshError,
     Unavailable,
+    Unimplemented,
     UnknownModel,
     Unsupported,
 )
 from common.kv.load import Load
+from common.request.embedding import dump_vector
 from common.request.token_stream import LegRequest
 from worker_svc.engines.contract import (
     CountingEngine,
+    EmbeddingEngine,
     EngineContext,
     FinishReason,
     GenerateContext,
     LLMEngine,
     LLMEngineOutput,
     PassThroughEngine,
+    PreprocessedRequest,
     chunk,
+    usage,
     validate_stream,
 )
 from worker_svc.serving.step_limit import StepLimits, StepLimitSettings
@@ -172,6 +177,8 @@ class Runner:
             if not isinstance(self.engine, PassThroughEngine):
                 raise Unsupported("payload", "the engine accepts token ids only, not OpenAI bodies")
             return
+        if leg_request.phase == "embedding" and not isinstance(self.engine, EmbeddingEngine):
+            raise Unimplemented("the engine computes no embeddings")
         model, hints = leg_request.request.model, leg_request.request.routing
         if model and self.model not in ("", model) and (not hints or hints.lora_name != model):
             raise UnknownModel(model)
@@ -238,7 +245,7 @@ class Runner:
             async for output in outputs:
                 if output.finish_reason not in _NO_OUTPUT_REASONS:
                     self.last_output_at = now()
-                if output.token_ids:
+                if output.token_ids or output.chunk_json is not None:
                     active_request.ctx.notify_first_token()
                     self._started_tokens += active_request.pending_tokens
                     self._drop_pending(active_request)
@@ -254,6 +261,8 @@ class Runner:
 
     def _stream(self, active_request: _ActiveRequest) -> AsyncGenerator[LLMEngineOutput, None]:
         leg_request = active_request.leg_request
+        if leg_request.phase == "embedding" and leg_request.request is not None:
+            return self._embed(leg_request.request, active_request.ctx)
         if leg_request.request is not None:
             return self.engine.generate(leg_request.request, active_request.ctx)
         assert isinstance(self.engine, PassThroughEngine), "checked at admission"
@@ -262,6 +271,18 @@ class Runner:
             return self.engine.generate_pass_through("chat", body, ctx)
         body = leg_request.completion_json or b""
         return self.engine.generate_pass_through("completion", body, ctx)
+
+    async def _embed(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        """Yields the vector as one chunk, then the terminal chunk."""
+        assert isinstance(self.engine, EmbeddingEngine), "checked at admission"
+        vector = await self.engine.embed(request, ctx)
+        if vector is None:
+            yield chunk.cancelled()
+            return
+        yield LLMEngineOutput(chunk_json=dump_vector(vector))
+        yield chunk.stop().with_usage(usage(len(request.token_ids), 0))
 
     async def stop(self, key: int, reason: str) -> None:
         """Stops a request gracefully; after STOP_GRACE_S its generator is closed.

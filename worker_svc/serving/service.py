@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
-from common.errors import InvalidRequest, MeshError, NotFound, Unimplemented
+from common.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MeshError,
+    NotFound,
+    RequestCancelled,
+    Unimplemented,
+    Unsupported,
+)
 from common.kv.hashing import hashes_to_bytes
 from common.registry.card import ModelCard
 from common.registry.instances import Instance
-from common.request.preprocessed import PrefillResult, PreprocessedRequest
+from common.request.embedding import Vector, check_dimensions, load_vector, shorten
+from common.request.preprocessed import (
+    PrefillResult,
+    PreprocessedEmbeddingRequest,
+    PreprocessedRequest,
+    usage,
+)
 from common.request.token_stream import LegRequest, RequestFrame, ResponseFrame
 from common.rpc.interceptors import remaining_time_s, request_id
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import TIER_BY_NAME
 from common.wire.load import load_to_proto
-from common.wire.preprocessed import dataclass_to_proto, finish_reason_to_proto, from_proto
+from common.wire.preprocessed import (
+    dataclass_from_proto,
+    dataclass_to_proto,
+    finish_reason_to_proto,
+    from_proto,
+)
 from common.wire.token_stream import request_frame_from_proto, response_frame_to_proto
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
@@ -141,8 +161,64 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Embed(
         self, request: engine_pb2.EmbedRequest, context: Context
     ) -> engine_pb2.EmbedResponse:
-        """Raises Unimplemented: no engine computes embeddings."""
-        raise Unimplemented(f"the {self.engine_name} engine computes no embeddings")
+        """Returns one vector per text. Each text is a request of its own on the engine."""
+        if "embedding" not in self.config.kinds:
+            raise Unimplemented(f"the {self.engine_name} engine computes no embeddings")
+        embedding = dataclass_from_proto(PreprocessedEmbeddingRequest, request.request, "request")
+        self._check_embedding(embedding)
+        leg_id = request_id() or uuid.uuid4().hex
+        try:
+            async with asyncio.timeout(remaining_time_s(self.generate_timeout_max_s)):
+                async with TaskGroup() as tasks:
+                    runs = [
+                        tasks.create_task(self._embed(embedding, index, f"{leg_id}-{index}"))
+                        for index in range(len(embedding.token_ids))
+                    ]
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed on the worker") from None
+        response = engine_pb2.EmbedResponse()
+        for run in runs:
+            vector = shorten(run.result(), embedding.dimensions)
+            if embedding.encoding_format == "base64":
+                response.embeddings.add(values_le=vector.astype("<f4").tobytes())
+            else:
+                response.embeddings.add(values=vector.tolist())
+        tokens = sum(map(len, embedding.token_ids))
+        dataclass_to_proto(usage(tokens, 0), response.usage)
+        return response
+
+    def _check_embedding(self, embedding: PreprocessedEmbeddingRequest) -> None:
+        """Raises InvalidRequest or Unsupported, which name the field."""
+        if embedding.encoding_format not in (None, "float", "base64"):
+            text = f"encoding_format {embedding.encoding_format!r} is not float or base64"
+            raise InvalidRequest(text, "request.encoding_format")
+        if embedding.annotations:
+            raise Unsupported("request.annotations", "embeddings have none")
+        if not embedding.token_ids:
+            raise InvalidRequest("token_ids has no texts", "request.token_ids")
+        size, can_shorten = self.config.embedding_size, self.config.shorter_embeddings
+        check_dimensions(embedding.dimensions, size, can_shorten=can_shorten)
+
+    async def _embed(
+        self, embedding: PreprocessedEmbeddingRequest, index: int, leg_id: str
+    ) -> Vector:
+        """Runs one text; cancelling it ends its work."""
+        request = PreprocessedRequest(
+            model=embedding.model, token_ids=embedding.token_ids[index], mdc_sum=embedding.mdc_sum
+        )
+        leg_request = LegRequest(leg_id, request=request, phase="embedding")
+        self._check_vocabulary(request)
+        key = self.runner.admit(leg_request)
+        chunks: list[bytes] = []
+
+        def emit(output: LLMEngineOutput) -> None:
+            if output.chunk_json is not None:
+                chunks.append(output.chunk_json)
+
+        await self.runner.run(key, emit)
+        if not chunks:
+            raise RequestCancelled("the worker cancelled the request")
+        return load_vector(chunks[0])
 
     async def ListKvBlocks(  # type: ignore[override]
         self, request: engine_pb2.ListKvBlocksRequest, context: Context

@@ -53,6 +53,7 @@ class LegRequest:
 
     request.token_ids: of any length; the link splits it into parts.
     timeout_s: seconds left for the leg; None: the worker's own limit.
+    phase: "prefill", "decode", "embedding" (the prompt's vector is its one chunk), or "".
     """
 
     request_id: str
@@ -166,7 +167,7 @@ class LegSink(Protocol):
         """The next tokens; logprobs: one per token, or none."""
 
     def chunk(self, json: bytes) -> None:
-        """The next chunk of a pass-through request."""
+        """The next chunk of a pass-through request, or the vector of an embedding."""
 
     def terminal(self, terminal: Terminal) -> None:
         """The slot ended. The last call."""

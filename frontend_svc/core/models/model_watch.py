@@ -38,6 +38,7 @@ from common.registry.instances import (
     Snapshot,
     diff_snapshots,
 )
+from frontend_svc.core.openai.embeddings import EmbeddingRequest
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.openai.sse import ChunkKind
 
@@ -49,7 +50,7 @@ CARD_BUCKET = "cards"
 # Key of Instance.meta.
 MODEL_TYPE_KEY = "model_type"
 
-Table = Literal["chat", "completions"]
+Table = Literal["chat", "completions", "embeddings"]
 Stage = Literal["frontend", "preprocessor", "backend", "router"]
 LogLevel = Literal["debug", "info", "error"]
 
@@ -206,12 +207,12 @@ class Pipeline:
     """The stages between client and engine for one table. stages: in the order in which a request
     passes them. request, chunk: types of the client's request and of its response. order: the field
     of `Attach.LegRequest` that carries the request to the worker. response: the call of
-    `Attach.LegSink` that brings its result."""
+    `Attach.LegSink` that brings its result. chunk: None for embeddings."""
 
     table: Table
     stages: tuple[Stage, ...]
-    request: type[ChatRequest] | type[CompletionRequest]
-    chunk: ChunkKind
+    request: type[ChatRequest] | type[CompletionRequest] | type[EmbeddingRequest]
+    chunk: ChunkKind | None
     order: Literal["request", "chat_json", "completion_json"]
     response: Literal["tokens", "chunk"]
 
@@ -229,7 +230,7 @@ def plan_pipelines(
     entry: Entry, card: ModelCard | None, no_card_reason: str = ""
 ) -> tuple[Pipeline, ...]:
     """The pipelines of an entry, one per table. no_card_reason: why `card` is None. Raises
-    InvalidRequest for a Backend without a card, and for a card of neither kind."""
+    InvalidRequest for a Backend without a card, and for a card of no known kind."""
     match entry.model.model_type:
         case EntryType.CHAT:
             return (_pipeline("chat", tokens=False),)
@@ -241,18 +242,20 @@ def plan_pipelines(
                 raise InvalidRequest(f"missing model deployment card: {reason}", "card_checksum")
     table_by_type: dict[ModelType, Table]
     table_by_type = {ModelType.CHAT: "chat", ModelType.COMPLETIONS: "completions"}
+    if card.requires_preprocessing:  # embeddings need token ids
+        table_by_type[ModelType.EMBEDDING] = "embeddings"
     tables = [table for flag, table in table_by_type.items() if flag in card.model_type]
     if not tables:
-        text = f"the card of {card.name!r} offers neither chat nor completions"
+        text = f"the card of {card.name!r} offers neither chat nor completions nor embeddings"
         raise InvalidRequest(text, "model_type")
     return tuple(_pipeline(table, tokens=card.requires_preprocessing) for table in tables)
 
 
 class ModelManager(Generic[E]):
-    """The serving table: model name -> engine, for chat and for completions."""
+    """The serving table: model name -> engine, by kind of request."""
 
     def __init__(self) -> None:
-        self._tables: dict[Table, dict[str, E]] = {"chat": {}, "completions": {}}
+        self._tables: dict[Table, dict[str, E]] = {"chat": {}, "completions": {}, "embeddings": {}}
 
     def has_model_any(self, name: str) -> bool:
         return any(name in table for table in self._tables.values())
@@ -276,7 +279,7 @@ class ModelManager(Generic[E]):
 
     def names(self) -> tuple[str, ...]:
         """Names in any table, in order of addition (those with chat first)."""
-        return tuple(self._tables["chat"] | self._tables["completions"])
+        return tuple({name: None for table in self._tables.values() for name in table})
 
 
 @dataclass(slots=True)
@@ -427,6 +430,8 @@ def model_watcher(state: ModelWatchState[E], events: Iterable[WatchEvent]) -> It
 
 
 def _pipeline(table: Table, *, tokens: bool) -> Pipeline:
+    if table == "embeddings":
+        return Pipeline(table, _TOKEN_STAGES, EmbeddingRequest, None, "request", "chunk")
     is_chat = table == "chat"
     return Pipeline(
         table=table,

@@ -100,7 +100,7 @@ class RequestPorts(Protocol):
 
 
 class Leg:
-    """One submission of an attempt, and the sink of its slot. phase: "", "prefill" or "decode"."""
+    """One submission of an attempt, and the sink of its slot. phase: of its LegRequest."""
 
     def __init__(
         self, machine: RequestMachine, attempt: int, worker_id: int, phase: str, span_id: str
@@ -180,6 +180,8 @@ class RequestMachine:
     def placed(self, attempt: int, placed: RoutingDecision, now: float) -> None:
         if not self.is_awaiting_placement(attempt):
             return  # freed when the attempt was abandoned
+        if self.plan.is_embedding:
+            placed = _prefill_only(placed)
         self._placed = placed
         if self.plan.body is not None and placed.prefill is not None:
             self._free_booking()
@@ -187,7 +189,7 @@ class RequestMachine:
             self._finish(FinishReason.ERROR, Unsupported("model", message))
         elif placed.prefill is None:
             self._await_acceptance(now, self.plan.accept_timeout_s)
-            self._submit_main("", now)
+            self._submit_main("embedding" if self.plan.is_embedding else "", now)
         else:
             self._await_acceptance(now, self.plan.pair_accept_timeout_s)
             self._submit_prefill(placed.prefill, now)
@@ -296,7 +298,7 @@ class RequestMachine:
         self._ports.emit(token_ids, logprobs)
 
     def leg_chunk(self, leg: Leg, json: bytes) -> None:
-        assert self.plan.body is not None, "a preprocessed request received a pass-through chunk"
+        assert self.plan.body is not None or self.plan.is_embedding, "tokens are no chunks"
         leg.delivered += 1
         self._report_prefill_done(leg.attempt)
         self._chunks += 1
@@ -537,6 +539,21 @@ class RequestMachine:
         # After a migration the worker's prompt included generated tokens.
         details = PromptTokensDetails(cached_tokens=min(cached_tokens, counts.prompt_tokens))
         return replace(counts, prompt_tokens_details=details)
+
+
+def _prefill_only(placed: RoutingDecision) -> RoutingDecision:
+    """The placement of an embedding: of a pair, the prefill worker, which computes the prompt."""
+    prefill = placed.prefill
+    if prefill is None:
+        return placed
+    return replace(
+        placed,
+        worker_id=prefill.worker_id,
+        dp_rank=prefill.dp_rank,
+        address=prefill.address,
+        prefill=None,
+        bootstrap=None,
+    )
 
 
 def _cached_tokens(terminal: Terminal) -> int | None:

@@ -31,7 +31,8 @@ class RequestPlan:
     long a worker may take to accept the request before another attempt starts;
     pair_accept_timeout_s: the same for a silent worker of a prefill and decode pair. trace_id: 32
     hex digits, "" when not sampled. body: sent in place of the request; the response then consists
-    of chunks, and token counts are unknown.
+    of chunks, and token counts are unknown. is_embedding: the response is one chunk with the
+    prompt's vector, which a retry sends again.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class RequestPlan:
     tenant: str = ""
     priority: int | None = None
     body: PassThroughPayload | None = None
+    is_embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True)

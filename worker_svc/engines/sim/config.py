@@ -119,7 +119,8 @@ class SimConfig:
     """Settings of the simulated engine. Sizes are in tokens, blocks or sequences, as named.
 
     context_length: None uses the model's. max_waiting: limit of queued requests. eos_one_in: see
-    `token_oracle.py`. loras: adapters that requests may name. mesh_key: key of the block names.
+    `token_oracle.py`. embedding_size: coordinates of a vector. loras: adapters that requests may
+    name. mesh_key: key of the block names.
     startup_s: duration of `start`. handoff: role, and how KV moves.
     Raises ValueError for a value out of range.
     """
@@ -135,6 +136,7 @@ class SimConfig:
     max_waiting: int = 1024
     prefix_caching: bool = True
     eos_one_in: int = DEFAULT_EOS_ONE_IN
+    embedding_size: int = 384
     timing: Timing = field(default=Timing())
     loras: frozenset[str] = frozenset()
     mesh_key: bytes = b""
@@ -150,5 +152,7 @@ class SimConfig:
             raise ValueError("max_waiting: must be at least 1")
         if self.context_length is not None and self.context_length < 2:
             raise ValueError("context_length: must be at least 2, for prompt and output")
+        if self.embedding_size < 1:
+            raise ValueError("embedding_size: must be at least 1")
         if self.startup_s < 0:
             raise ValueError("startup_s: must not be negative")

@@ -17,6 +17,8 @@ Semantics of requests:
   and other options of the text, prompt log probabilities, engine arguments, handoffs of another
   role.
 - A probe gets one token, ahead of the queue, and neither reads nor fills the prefix cache.
+- An embedding occupies the scheduler as a prompt with one token of output does, and bypasses the
+  prefix cache.
 
 Prefill and decode (`transfer.py` has the protocol, `transfer_server.py` the network). A prefill leg
 responds with one token, in its terminal chunk. With `bootstrap_info` it ends when decode has the
@@ -31,6 +33,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,6 +49,7 @@ from common.errors import (
     WorkerLost,
 )
 from common.kv.load import Load
+from common.request.embedding import Vector
 from worker_svc.engines.contract import (
     EngineConfig,
     FinishReason,
@@ -187,6 +191,9 @@ class SimEngine:
                 config.role, config.local_prefill
             ),
             loras=self.config.loras,
+            kinds=("chat", "completions", "embedding"),
+            embedding_size=self.config.embedding_size,
+            shorter_embeddings=True,
         )
 
     async def _start_handoff_manager(self, core: _Core, worker_id: int) -> HandoffManager:
@@ -205,7 +212,7 @@ class SimEngine:
             await handoff_manager.listen()
         return handoff_manager
 
-    async def generate(
+    def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         """Yields the output of one request; rejections are raised at the first step.
@@ -213,7 +220,22 @@ class SimEngine:
         Raises InvalidRequest, Unsupported, PromptTooLong, Overloaded, Unavailable, and WorkerLost
         or InternalError if the engine fails meanwhile.
         """
-        stream = self._open_stream(request, ctx)
+        return self._outputs(request, ctx)
+
+    async def embed(self, request: PreprocessedRequest, ctx: GenerateContext) -> Vector | None:
+        """Computes the prompt, then returns its vector by the formula of `token_oracle.py`."""
+        async with aclosing(self._outputs(request, ctx, is_embedding=True)) as outputs:
+            async for output in outputs:
+                if output.finish_reason is FinishReason.CANCELLED:
+                    return None
+        lora = request.routing.lora_name if request.routing is not None else None
+        oracle, size = self._started_core.scheduler.token_oracle, self.config.embedding_size
+        return oracle.embed(request.token_ids.array, size, lora or "")
+
+    async def _outputs(
+        self, request: PreprocessedRequest, ctx: GenerateContext, *, is_embedding: bool = False
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        stream = self._open_stream(request, ctx, is_embedding=is_embedding)
         outcome = "closed"
         # Takes effect at once, even while the caller does not read the stream.
         watch = asyncio.ensure_future(ctx.stopped())
@@ -350,9 +372,11 @@ class SimEngine:
         self._unavailable_error = error
         self._fail_all(error)
 
-    def _open_stream(self, request: PreprocessedRequest, ctx: GenerateContext) -> Stream:
+    def _open_stream(
+        self, request: PreprocessedRequest, ctx: GenerateContext, *, is_embedding: bool
+    ) -> Stream:
         try:
-            stream = self._admit(request, ctx)
+            stream = self._admit(request, ctx, is_embedding=is_embedding)
         except MeshError as error:
             self._counters["rejected"] += 1
             self._counters["overloaded"] += isinstance(error, Overloaded)
@@ -363,11 +387,14 @@ class SimEngine:
         self._wakeup.set()
         return stream
 
-    def _admit(self, request: PreprocessedRequest, ctx: GenerateContext) -> Stream:
+    def _admit(
+        self, request: PreprocessedRequest, ctx: GenerateContext, *, is_embedding: bool
+    ) -> Stream:
         core = self._core
         if self._unavailable_error is not None or core is None:
             raise _copy_error(self._unavailable_error or Unavailable("the engine has not started"))
-        job, scheduler = core.jobs.build(request, ctx.priority), core.scheduler
+        build = core.jobs.build_embedding if is_embedding else core.jobs.build
+        job, scheduler = build(request, ctx.priority), core.scheduler
         if scheduler.waiting >= self.config.max_waiting:
             wait_s = self.config.timing.prefill_s(scheduler.waiting_tokens)
             raise Overloaded(

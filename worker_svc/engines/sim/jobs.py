@@ -93,6 +93,16 @@ class JobBuilder:
         )
         return self._job_for_role(request, job)
 
+    def build_embedding(self, request: PreprocessedRequest, priority: int | None) -> Job:
+        """Returns the job that computes the prompt for its vector: apart from the prefix cache and,
+        for every role, on this engine. Raises MeshError if rejected."""
+        lora = self._check_fields(request)
+        self._max_output_tokens(request)
+        if request.routing is not None and request.routing.priority is not None:
+            priority = request.routing.priority
+        prompt = request.token_ids.little_endian
+        return Job(prompt, 1, lora_name=lora, priority=priority or 0)
+
     def _constraint(self, request: PreprocessedRequest) -> Constraint | None:
         """Returns the constraint of guided decoding. Raises InvalidRequest."""
         guided, stop = request.sampling_options.guided_decoding, request.stop_conditions

@@ -153,7 +153,7 @@ class SimScheduler:
         self.corrupt_tokens = 0
         self.waiting_tokens = 0
         self._timing = timing
-        self._token_oracle = token_oracle
+        self.token_oracle = token_oracle
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._submitted_count = 0
@@ -181,7 +181,7 @@ class SimScheduler:
         assert tokens + job.max_tokens <= self.blocks.total_blocks * self.blocks.block_size, (
             "a job that does not fit the whole cache would wait forever"
         )
-        state = self._token_oracle.state_of(np.frombuffer(job.prompt, dtype="<u4"), job.lora_name)
+        state = self.token_oracle.state_of(np.frombuffer(job.prompt, dtype="<u4"), job.lora_name)
         self._submitted_count += 1
         seq = SimSequence(job, self._submitted_count, state, tokens, is_kv_pending=job.is_remote)
         self._extend_names(seq, tokens)
@@ -285,8 +285,8 @@ class SimScheduler:
     def _next_token(self, seq: SimSequence, can_end: bool) -> int | None:
         """Returns the next token; None if the sequence's constraint failed."""
         if seq.job.constraint is not None:
-            return seq.job.constraint.next_token(self._token_oracle, seq.state)
-        return self._token_oracle.next_token(seq.state, can_end=can_end)
+            return seq.job.constraint.next_token(self.token_oracle, seq.state)
+        return self.token_oracle.next_token(seq.state, can_end=can_end)
 
     def _append(self, seq: SimSequence, token: int | None, can_end: bool) -> None:
         """Appends a token to the output, or ends the output."""
@@ -298,7 +298,7 @@ class SimScheduler:
             return
         seq.output.append(token)
         seq.total_tokens += 1
-        seq.state = self._token_oracle.advance(seq.state, token)
+        seq.state = self.token_oracle.advance(seq.state, token)
         if seq.job.constraint is not None and not seq.job.constraint.accept(token):
             self._finish(seq, FinishReason.ERROR)
         elif len(seq.output) == seq.job.max_tokens:

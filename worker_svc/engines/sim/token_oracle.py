@@ -16,6 +16,9 @@ or fewer than `min_tokens` tokens were generated; the word of that position then
 state advances by one token as state * B + token + 1. `eos_one_in` is about the mean output length;
 0 means that output never ends by itself.
 
+A vector of the prompt: coordinate i is mix(state + i * 0x9E3779B97F4A7C15) as a signed 64-bit
+integer; the whole is scaled to length 1. Equal prompts have equal vectors, others unrelated ones.
+
 Sampling options do not appear: the model's distribution is a point mass on `next`. Guided decoding
 has a formula of its own, in `constraint.py`.
 """
@@ -28,6 +31,8 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from common.request.embedding import Vector
 
 DEFAULT_EOS_ONE_IN: Final = 96
 """Each output token ends the output with a probability of one in this many."""
@@ -90,6 +95,15 @@ class TokenOracle:
         if can_end and self._eos_one_in and (x >> 32) % self._eos_one_in == 0:
             return self.eos_id
         return self._words[((x & _U32) * self._word_count) >> 32]
+
+    def embed(self, prompt: Sequence[int] | NDArray[Any], size: int, lora_name: str = "") -> Vector:
+        """Returns the vector of a prompt, shape [size]."""
+        steps = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        x = steps + np.uint64(self.state_of(prompt, lora_name))
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        coordinates = (x ^ (x >> np.uint64(31))).view(np.int64).astype(np.float64)
+        return (coordinates / np.linalg.norm(coordinates)).astype(np.float32)
 
     @staticmethod
     def mix(state: int) -> int:

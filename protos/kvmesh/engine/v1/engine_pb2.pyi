@@ -34,6 +34,8 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     """Computes the prompt's KV and transfers it."""
     PHASE_DECODE: _Phase.ValueType  # 2
     """Receives the KV and generates."""
+    PHASE_EMBEDDING: _Phase.ValueType  # 3
+    """Computes the vector of the prompt and generates nothing. Its output is one chunk."""
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
     """Role of a leg in a request."""
@@ -44,6 +46,8 @@ PHASE_PREFILL: Phase.ValueType  # 1
 """Computes the prompt's KV and transfers it."""
 PHASE_DECODE: Phase.ValueType  # 2
 """Receives the KV and generates."""
+PHASE_EMBEDDING: Phase.ValueType  # 3
+"""Computes the vector of the prompt and generates nothing. Its output is one chunk."""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
@@ -175,7 +179,7 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkJson]:
-        """Chunks of pass-through requests (chat_json, completion_json)."""
+        """Chunks of pass-through requests (chat_json, completion_json) and of embeddings."""
 
     @_builtins.property
     def terminals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Terminal]:
@@ -468,7 +472,7 @@ Global___SlotLogprobs: _TypeAlias = SlotLogprobs  # noqa: Y015
 
 @_typing.final
 class ChunkJson(_message.Message):
-    """A chunk of a pass-through request."""
+    """A chunk of a pass-through request, or the vector of an embedding."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -480,7 +484,7 @@ class ChunkJson(_message.Message):
     index: _builtins.int
     """Number of the chunk within the slot, from 0; gaps and duplicates are errors."""
     json: _builtins.bytes
-    """One OpenAI chunk object."""
+    """One OpenAI chunk object; of an embedding, OpenAI's embedding object in base64."""
     def __init__(
         self,
         *,
@@ -686,23 +690,27 @@ Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
 
 @_typing.final
 class Embedding(_message.Message):
-    """A vector."""
+    """A vector of length 1. One of the two fields is set, as the encoding_format of the request says."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VALUES_FIELD_NUMBER: _builtins.int
+    VALUES_LE_FIELD_NUMBER: _builtins.int
+    values_le: _builtins.bytes
+    """Its coordinates as f32 little endian, for encoding_format "base64"."""
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Its coordinates."""
+        """Its coordinates, for encoding_format "float"."""
 
     def __init__(
         self,
         *,
         values: _abc.Iterable[_builtins.float] | None = ...,
+        values_le: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values", "values_le", b"values_le"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,7 +96,7 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Embeddings. UNIMPLEMENTED where the engine has none.
+        """The vectors of several texts. UNIMPLEMENTED where the engine has none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,7 @@ class EngineServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_engine_pb2.GenerateRequest, _engine_pb2.GenerateResponse]
     """One request, for grpcurl and simple clients. Cancelling the call frees its slot."""
     Embed: _grpc.UnaryUnaryMultiCallable[_engine_pb2.EmbedRequest, _engine_pb2.EmbedResponse]
-    """Embeddings. UNIMPLEMENTED where the engine has none."""
+    """The vectors of several texts. UNIMPLEMENTED where the engine has none."""
     Abort: _grpc.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]
     """Ends a request by its id, on any stream. Unknown ids are a no-op."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetInfoRequest, _engine_pb2.GetInfoResponse]
@@ -60,7 +60,7 @@ class EngineServiceAsyncStub(EngineServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_engine_pb2.GenerateRequest, _engine_pb2.GenerateResponse]  # type: ignore[assignment]
     """One request, for grpcurl and simple clients. Cancelling the call frees its slot."""
     Embed: _aio.UnaryUnaryMultiCallable[_engine_pb2.EmbedRequest, _engine_pb2.EmbedResponse]  # type: ignore[assignment]
-    """Embeddings. UNIMPLEMENTED where the engine has none."""
+    """The vectors of several texts. UNIMPLEMENTED where the engine has none."""
     Abort: _aio.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a request by its id, on any stream. Unknown ids are a no-op."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetInfoRequest, _engine_pb2.GetInfoResponse]  # type: ignore[assignment]
@@ -97,7 +97,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.EmbedResponse, _abc.Awaitable[_engine_pb2.EmbedResponse]]:
-        """Embeddings. UNIMPLEMENTED where the engine has none."""
+        """The vectors of several texts. UNIMPLEMENTED where the engine has none."""
 
     @_abc_1.abstractmethod
     def Abort(

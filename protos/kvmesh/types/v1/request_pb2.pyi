@@ -342,7 +342,7 @@ class PreprocessedEmbeddingRequest(_message.Message):
     encoding_format: _builtins.str
     """"float" or "base64" (little endian f32). Absent: float."""
     dimensions: _builtins.int
-    """Requested size of the vectors. Absent: the model's own."""
+    """Requested size of the vectors, if the model's vectors can be shortened. Absent: its own."""
     mdc_sum: _builtins.str
     """Checksum of the model card the frontend used. Absent: not checked."""
     @_builtins.property
@@ -351,7 +351,7 @@ class PreprocessedEmbeddingRequest(_message.Message):
 
     @_builtins.property
     def annotations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """As PreprocessedRequest.annotations."""
+        """Refused: embeddings have none."""
 
     def __init__(
         self,

@@ -88,6 +88,8 @@ OTHERS: dict[str, Any] = {
     "reasoning_parser": "deepseek",
     "default_max_tokens": 511,
     "control_tokens_in_text": True,
+    "embedding_size": 8,
+    "shorter_embeddings": True,
     "user_data": {},
 }
 

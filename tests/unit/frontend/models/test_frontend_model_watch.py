@@ -51,6 +51,7 @@ from frontend_svc.core.models.model_watch import (
     model_watcher,
     plan_pipelines,
 )
+from frontend_svc.core.openai.embeddings import EmbeddingRequest
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.openai.sse import ChunkKind
 from frontend_svc.models.catalog import RECENTLY_SERVED_S, ModelCatalog
@@ -464,8 +465,17 @@ def test_the_model_type_of_a_card_selects_the_tables() -> None:
     (only,) = plan_pipelines(entry(), ModelCard(name="m", model_type=ModelType.COMPLETIONS))
     assert only.table == "completions"
     with pytest.raises(InvalidRequest, match="neither") as rejected:
-        plan_pipelines(entry(), ModelCard(name="m", model_type=ModelType.EMBEDDING))
+        plan_pipelines(entry(), ModelCard(name="m", model_type=ModelType.PREFILL))
     assert rejected.value.field == "model_type"
+
+
+def test_embeddings_need_token_ids() -> None:
+    every = ModelType.CHAT | ModelType.EMBEDDING
+    _, embeddings = plan_pipelines(entry(), ModelCard(name="m", model_type=every))
+    assert (embeddings.table, embeddings.request) == ("embeddings", EmbeddingRequest)
+    assert (embeddings.order, embeddings.response) == ("request", "chunk")
+    text = ModelCard(name="m", model_type=every, model_input="text")
+    assert [one.table for one in plan_pipelines(entry(), text)] == ["chat"]
 
 
 @pytest.mark.row("S0-41")
@@ -673,10 +683,8 @@ async def test_a_text_card_passes_both_kinds_through() -> None:
     card = ModelCard(name="m", model_input="text")
     table, _, _ = models(card)
     assert await table.follow(snapshot(worker(1, "m", card.checksum)))
-    assert {table.engine("m", t).pipeline.order for t in get_args(Table)} == {
-        "chat_json",
-        "completion_json",
-    }
+    assert table.engine("m", "chat").pipeline.order == "chat_json"
+    assert table.engine("m", "completions").pipeline.order == "completion_json"
     assert [e.card for e in table.pass_through()] == [card]
 
 

@@ -1229,3 +1229,46 @@ class MachineModel(RuleBasedStateMachine):
 def test_no_order_of_events_breaks_an_invariant() -> None:
     bounds = settings(max_examples=150, stateful_step_count=25, deadline=None)
     run_state_machine_as_test(MachineModel, settings=bounds)
+
+
+# Embeddings
+
+
+def test_an_embedding_is_one_leg_whose_chunk_is_the_vector() -> None:
+    fixture = begin(replace(plan(), is_embedding=True))
+    leg = fixture.run(1)
+    assert fixture.ports.leg_request.phase == "embedding"
+    leg.chunk(b"vector")
+    assert fixture.ports.prefills == [0], "the vector counts as the first token"
+    leg.terminal(Terminal(1, FinishReason.STOP, usage=usage(3, 0)))
+    assert fixture.ports.chunks == [b"vector"]
+    assert (fixture.ports.outcome.error, fixture.ports.outcome.usage) == (None, usage(3, 0))
+    assert fixture.ports.freed == [0]
+
+
+def test_an_embedding_is_computed_again_until_its_end() -> None:
+    fixture = begin(replace(plan(), is_embedding=True))
+    fixture.run(1).lost(LOST)
+    leg = fixture.run(2)
+    leg.chunk(b"one")
+    leg.lost(LOST)
+    again = fixture.run(3)
+    assert fixture.ports.leg_request.phase == "embedding"
+    again.chunk(b"again")
+    again.terminal(Terminal(1, FinishReason.STOP))
+    assert fixture.ports.outcome.error is None
+    assert fixture.ports.outcome.worker_ids == (1, 2, 3)
+    assert fixture.ports.chunks == [b"one", b"again"]
+
+
+def test_of_a_pair_only_the_prefill_worker_computes_an_embedding() -> None:
+    fixture = begin(replace(plan(), is_embedding=True))
+    pair = RoutingDecision(1, prefill=Placement(2, 1, "there"), bootstrap=BootstrapInfo("h", 1, 2))
+    fixture.machine.placed(0, pair, 0.0)
+    ((worker_id, leg_request, leg),) = fixture.ports.submitted
+    assert (worker_id, leg_request.phase) == (2, "embedding")
+    assert leg_request.request is not None
+    assert leg_request.request.routing == RoutingHints(dp_rank=1)
+    leg.chunk(b"vector")
+    leg.terminal(Terminal(1, FinishReason.STOP))
+    assert fixture.ports.freed == [0]
