@@ -133,8 +133,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
 
     def _build_http_server(self, lifecycle: Lifecycle) -> HttpServer:
         metrics = CollectorRegistry()
-        self._state.register(metrics)
-        prefix = self._config.metrics_prefix
+        families, prefix = self._config.metrics_families, self._config.metrics_prefix
+        self._state.register(metrics, legacy=families != "current", current=families != "legacy")
         metrics.register(ModelConfigCollector(lambda: self._snapshot, self._models.names, prefix))
         metrics.register(ArtifactCollector(self._models.artifacts, prefix))
         metrics.register(HitDriftCollector(self._hit_monitor.drift_stats, prefix))

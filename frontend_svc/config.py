@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
@@ -45,6 +45,11 @@ class FrontendConfig(ServiceConfig):
     every proxy between frontend and client."""
     metrics_prefix: str = "kvmesh_frontend"
     """First part of the metric names. Must match the dashboards."""
+    metrics_families: Literal["both", "legacy", "current"] = "both"
+    """Families of request metrics: legacy (nv_llm_http_service_...), current (named by
+    metrics_prefix), or both."""
+    metrics_path: Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")] = "/metrics"
+    """Path of the metrics on the HTTP port."""
 
     def problems(self) -> list[str]:
         found = super().problems()

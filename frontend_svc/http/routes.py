@@ -111,7 +111,7 @@ def build_api(
     def generation(endpoint: Endpoint) -> GenerationEndpoint:
         return GenerationEndpoint(endpoint, gateway, models, state, config, on_request_end)
 
-    _docs, metrics = metrics_router(registry)
+    _docs, metrics = metrics_router(registry, config.metrics_path)
     api = Starlette(
         routes=[
             Route("/v1/chat/completions", generation(Endpoint.CHAT_COMPLETIONS), methods=["POST"]),

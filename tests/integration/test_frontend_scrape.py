@@ -419,3 +419,26 @@ async def test_a_label_that_is_not_utf_8_makes_the_scrape_a_500() -> None:
                 return (response.status_code, response.text) == (500, "Failed to encode metrics")
 
             await eventually(fails, "the scrape fails")
+
+
+@pytest.mark.row("S3-39")
+@pytest.mark.parametrize(
+    ("families", "present", "absent"),
+    [("legacy", LEGACY, CURRENT), ("current", CURRENT, LEGACY)],
+)
+async def test_a_family_of_request_metrics_can_be_switched_off(
+    families: str, present: str, absent: str
+) -> None:
+    engine = RecordingEngine(Gate())
+    async with serving(metrics_families=families) as bed, bed.router(), bed.worker(engine):
+        assert (await bed.complete()).status_code == 200
+        names = {one.name for one in samples_of(await bed.scrape())}
+    counters = {f"{family}_requests_total" for family in (present, absent)}
+    assert counters & names == {f"{present}_requests_total"}
+
+
+@pytest.mark.row("S3-33")
+async def test_the_metrics_have_the_configured_path() -> None:
+    async with serving(metrics_path="/internal/metrics") as bed:
+        assert (await bed.http.get("/internal/metrics")).status_code == 200
+        assert (await bed.http.get("/metrics")).status_code == 404
