@@ -56,6 +56,10 @@ VALUES: dict[str, Any] = {
     "request.stop_conditions.stop_token_ids_hidden": [STOP],
     "request.stop_conditions.stop_token_ids_visible": [STOP],
     "request.sampling_options.top_k": 5,
+    "request.sampling_options.presence_penalty": -50.0,
+    "request.sampling_options.frequency_penalty": -50.0,
+    "request.sampling_options.repetition_penalty": 0.05,
+    "request.sampling_options.logit_bias": {OUTPUT[0]: -100.0},
     "request.sampling_options.use_beam_search": True,
     "request.multi_modal_data": {"image_url": request_pb2.MultimodalDataList()},
 }
@@ -98,14 +102,19 @@ EFFECTS: dict[str, Callable[[Result], bool]] = {
         )
         for name in ("choice.choices", "json_schema_json", "regex")
     },
-    # The model's distribution is a point mass: no setting of the sampler changes its output.
+    # The model chooses the token of the highest logit.
     **{
         f"request.sampling_options.{name}": WHOLE
-        for name in (
-            *("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature"),
-            *("top_p", "top_k", "min_p", "seed", "logit_bias"),
-        )
+        for name in ("temperature", "top_p", "top_k", "min_p")
     },
+    **{
+        f"request.sampling_options.{name}_penalty": lambda result: tokens(result) == OUTPUT[:1] * 4
+        for name in ("presence", "frequency", "repetition")
+    },
+    "request.sampling_options.seed": lambda result: tokens(result) != OUTPUT,
+    "request.sampling_options.logit_bias": lambda result: (
+        tokens(result)[:1] not in ([], OUTPUT[:1])
+    ),
 }
 # The effect is not in the output of one request; the test that shows it.
 SHOWN_ELSEWHERE = {

@@ -21,12 +21,18 @@ SIM_MODEL_DIR: Final = Path(__file__).parent / "model"
 class SimModel:
     """The part of a model folder that the simulation uses; eos_ids[0] is the id the model emits.
 
-    tokenizer_json: content of the file, for guided decoding."""
+    tokenizer_json: content of the file, for guided decoding. vocab_size: ids are below it; 0: no id
+    is above those of the words and of EOS."""
 
     word_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
     context_length: int
     tokenizer_json: str = ""
+    vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        used = max(*self.word_ids, *self.eos_ids) + 1
+        object.__setattr__(self, "vocab_size", max(self.vocab_size, used))
 
 
 def load_sim_model(folder: Path) -> SimModel:
@@ -44,9 +50,12 @@ def load_sim_model(folder: Path) -> SimModel:
             raise InvalidRequest(f"{folder}: {name} must be a list of token ids", "model_path")
     if type(context_length) is not int or context_length < 2:
         raise InvalidRequest(f"{folder}: context_length must be an integer above 1", "model_path")
+    vocab_size: Any = sim.get("vocab_size", 0)
+    if type(vocab_size) is not int:
+        raise InvalidRequest(f"{folder}: vocab_size must be an integer", "model_path")
     tokenizer = folder / "tokenizer.json"
     tokenizer_json = tokenizer.read_text("utf-8") if tokenizer.is_file() else ""
-    return SimModel(tuple(words), tuple(eos_ids), context_length, tokenizer_json)
+    return SimModel(tuple(words), tuple(eos_ids), context_length, tokenizer_json, vocab_size)
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:

@@ -89,9 +89,9 @@ class Constraint:
         self._classes = classes
         self._eos_id = eos_id
 
-    def next_token(self, oracle: TokenOracle, state: int) -> int | None:
-        """Returns the token that follows `state`, which may be EOS; None if the grammar failed: it
-        exceeded a limit of the library."""
+    def next_token(self, oracle: TokenOracle, state: int) -> tuple[int, _Mask] | None:
+        """Returns the token that follows `state`, which may be EOS, and by id which ones the
+        grammar allows; None if it failed: it exceeded a limit of the library."""
         try:
             mask = next_mask(self._matcher)
         except ConstraintError:
@@ -99,15 +99,18 @@ class Constraint:
         bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
         allowed = bits[: len(self._classes[0])].astype(bool)
         can_end = bool(allowed[self._eos_id])
+        all_allowed = allowed.copy()
         allowed[self._eos_id] = False
         x = oracle.mix(state)
         draw = x >> 32
         if can_end and (draw % 2 == 0 or not allowed.any()):
-            return self._eos_id
+            return self._eos_id, all_allowed
         preferred = self._classes[:-1] if (draw >> 2) % 2 == 0 else self._classes[-1:]
         pools = (np.flatnonzero(allowed & one) for one in preferred)
         pool = next((one for one in pools if len(one)), np.flatnonzero(allowed))
-        return int(pool[((x & 0xFFFFFFFF) * len(pool)) >> 32]) if len(pool) else None
+        if not len(pool):
+            return None
+        return int(pool[((x & 0xFFFFFFFF) * len(pool)) >> 32]), all_allowed
 
     def accept(self, token: int) -> bool:
         """Advances over a token of the output. Returns False if the grammar does not allow it."""

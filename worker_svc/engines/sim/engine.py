@@ -5,9 +5,10 @@ completes the steps that are due, then wakes each stream once with all its new t
 engine wakes no task.
 
 Semantics of requests:
-- The output is that of `token_oracle.py`. The model's distribution is a point mass, so temperature,
-  top_p, top_k, min_p, seed and every finite change of logits (penalties, logit_bias) are accepted
-  without effect, and every log probability is 0, with no alternatives.
+- The output is that of `token_oracle.py`: the token of the highest logit, so temperature, top_p,
+  top_k and min_p have no effect. Penalties and logit_bias change the logits (`logits.py`). A seed
+  gives another output, unless the temperature is 0. Every log probability is 0, with no
+  alternatives.
 - max_thinking_tokens has no effect: this model does not reason. A hidden stop token or EOS ends the
   output and is excluded from it and from the counts.
 - Each loaded adapter has its own cache, block names and output.
@@ -62,6 +63,7 @@ from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
 from worker_svc.engines.sim.config import SimConfig, SimModel, load_sim_model
 from worker_svc.engines.sim.constraint import constraint_failed
 from worker_svc.engines.sim.jobs import JobBuilder, kv_location
+from worker_svc.engines.sim.logits import LogitModel
 from worker_svc.engines.sim.messages import Done, page_stamps
 from worker_svc.engines.sim.network import Network, TcpNetwork
 from worker_svc.engines.sim.scheduler import SimScheduler, SimSequence, Step
@@ -607,10 +609,12 @@ class _Core:
     @staticmethod
     def build(config: SimConfig, model: SimModel) -> _Core:
         blocks = BlockManager(config.total_kv_blocks, config.block_size)
+        oracle = TokenOracle(model.word_ids, model.eos_ids[0], eos_one_in=config.eos_one_in)
         scheduler = SimScheduler(
             blocks,
             config.timing,
-            TokenOracle(model.word_ids, model.eos_ids[0], eos_one_in=config.eos_one_in),
+            oracle,
+            LogitModel(oracle, model.vocab_size),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )

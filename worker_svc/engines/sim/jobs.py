@@ -8,9 +8,14 @@ from typing import Any, Final
 
 from common.errors import InvalidRequest, PromptTooLong, Unavailable, Unsupported
 from common.kv.hashing import PrefixHasher
-from common.request.preprocessed import PreprocessedRequest, unsupported_fields
+from common.request.preprocessed import (
+    PreprocessedRequest,
+    SamplingOptions,
+    unsupported_fields,
+)
 from worker_svc.engines.sim.config import SimConfig, SimModel
 from worker_svc.engines.sim.constraint import Constraint, ConstraintCompiler
+from worker_svc.engines.sim.logits import LogitChanges
 from worker_svc.engines.sim.scheduler import Job
 from worker_svc.engines.stop_tokens import TOKEN_STOP_CONDITIONS, stop_tokens_of
 
@@ -45,12 +50,15 @@ class JobBuilder:
     context_length: int
     hashers: dict[str, PrefixHasher]
     constraints: ConstraintCompiler
+    vocab_size: int
 
     @staticmethod
     def create(config: SimConfig, model: SimModel) -> JobBuilder:
         context_length = config.context_length or model.context_length
         constraints = ConstraintCompiler(model.tokenizer_json, model.word_ids, model.eos_ids[0])
-        builder = JobBuilder(config, model.eos_ids, context_length, {}, constraints)
+        builder = JobBuilder(
+            config, model.eos_ids, context_length, {}, constraints, model.vocab_size
+        )
         for lora in ("", *config.loras):
             builder.add_lora(lora)
         return builder
@@ -90,6 +98,8 @@ class JobBuilder:
             lora_name=lora,
             priority=priority or 0,
             constraint=self._constraint(request),
+            seed=_seed(request.sampling_options),
+            changes=self._logit_changes(request),
         )
         return self._job_for_role(request, job)
 
@@ -113,6 +123,14 @@ class JobBuilder:
                 message = f"{name} cannot be combined with guided decoding, which decides the end"
                 raise InvalidRequest(message, f"stop_conditions.{name}")
         return self.constraints.compile(guided, request.token_ids.tolist())
+
+    def _logit_changes(self, request: PreprocessedRequest) -> LogitChanges | None:
+        """Returns the changes of the logits. Raises InvalidRequest."""
+        options = request.sampling_options
+        if options.logit_bias and (largest := max(options.logit_bias)) >= self.vocab_size:
+            message = f"token {largest} is not in the vocabulary of {self.vocab_size}"
+            raise InvalidRequest(message, "sampling_options.logit_bias")
+        return LogitChanges.of(options, request.token_ids.array)
 
     def _check_fields(self, request: PreprocessedRequest) -> str:
         """Returns the adapter's name. Raises Unsupported or InvalidRequest."""
@@ -171,6 +189,11 @@ class JobBuilder:
                 reason="NO_LOCAL_PREFILL",
             )
         return job
+
+
+def _seed(options: SamplingOptions) -> int | None:
+    """Returns the seed; None if the output does not depend on it."""
+    return None if options.temperature == 0 else options.seed
 
 
 def kv_location(request: PreprocessedRequest) -> tuple[tuple[str, int], int]:

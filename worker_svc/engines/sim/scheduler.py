@@ -40,6 +40,7 @@ from common.kv.hashing import ChainState, PrefixHasher
 from common.request.preprocessed import FinishReason
 from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
 from worker_svc.engines.sim.constraint import Constraint
+from worker_svc.engines.sim.logits import LogitChanges, LogitModel
 from worker_svc.engines.sim.messages import page_stamps
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
@@ -60,6 +61,7 @@ class Job:
     lora_name: of the adapter, "" for the base model. priority: larger is sooner.
     is_remote, is_handed_over: KV comes from, goes to another worker; see the module.
     constraint: of guided decoding, at the start of the output; it advances with the sequence.
+    seed: of the output, None for none. changes: of the logits; they advance with the sequence.
     """
 
     prompt: bytes
@@ -72,6 +74,8 @@ class Job:
     is_remote: bool = False
     is_handed_over: bool = False
     constraint: Constraint | None = None
+    seed: int | None = None
+    changes: LogitChanges | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -136,13 +140,17 @@ class Step:
 
 
 class SimScheduler:
-    """Schedules over one `BlockManager`. Requires 1 <= max_num_seqs <= max_num_batched_tokens."""
+    """Schedules over one `BlockManager`. Requires 1 <= max_num_seqs <= max_num_batched_tokens.
+
+    logit_model: of jobs with `changes`; None without such jobs.
+    """
 
     def __init__(
         self,
         blocks: BlockManager,
         timing: Timing,
         token_oracle: TokenOracle,
+        logit_model: LogitModel | None = None,
         *,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
@@ -154,6 +162,7 @@ class SimScheduler:
         self.waiting_tokens = 0
         self._timing = timing
         self.token_oracle = token_oracle
+        self._logit_model = logit_model
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._submitted_count = 0
@@ -181,7 +190,8 @@ class SimScheduler:
         assert tokens + job.max_tokens <= self.blocks.total_blocks * self.blocks.block_size, (
             "a job that does not fit the whole cache would wait forever"
         )
-        state = self.token_oracle.state_of(np.frombuffer(job.prompt, dtype="<u4"), job.lora_name)
+        prompt = np.frombuffer(job.prompt, dtype="<u4")
+        state = self.token_oracle.state_of(prompt, job.lora_name, job.seed)
         self._submitted_count += 1
         seq = SimSequence(job, self._submitted_count, state, tokens, is_kv_pending=job.is_remote)
         self._extend_names(seq, tokens)
@@ -284,9 +294,19 @@ class SimScheduler:
 
     def _next_token(self, seq: SimSequence, can_end: bool) -> int | None:
         """Returns the next token; None if the sequence's constraint failed."""
-        if seq.job.constraint is not None:
-            return seq.job.constraint.next_token(self.token_oracle, seq.state)
-        return self.token_oracle.next_token(seq.state, can_end=can_end)
+        oracle, constraint, changes = self.token_oracle, seq.job.constraint, seq.job.changes
+        if constraint is None:
+            token, allowed = oracle.next_token(seq.state, can_end=can_end), None
+        else:
+            draw = constraint.next_token(oracle, seq.state)
+            if draw is None:
+                return None
+            token, allowed = draw
+        if changes is None:
+            return token
+        assert self._logit_model is not None, "the scheduler of such jobs has logits"
+        logits = self._logit_model.logits(seq.state, token, can_end=can_end, allowed=allowed)
+        return int(changes.apply(logits).argmax())
 
     def _append(self, seq: SimSequence, token: int | None, can_end: bool) -> None:
         """Appends a token to the output, or ends the output."""
@@ -299,6 +319,8 @@ class SimScheduler:
         seq.output.append(token)
         seq.total_tokens += 1
         seq.state = self.token_oracle.advance(seq.state, token)
+        if seq.job.changes is not None:
+            seq.job.changes.output[token] += 1
         if seq.job.constraint is not None and not seq.job.constraint.accept(token):
             self._finish(seq, FinishReason.ERROR)
         elif len(seq.output) == seq.job.max_tokens:

@@ -11,16 +11,18 @@ The formula. All arithmetic is modulo 2^64; t[0..n-1] are the ids of prompt and 
             words[((x mod 2^32) * len(words)) >> 32]                            otherwise
 
 S is 0x243F6A8885A308D3; with an adapter, that XOR the CRC-32 of its name, so that each adapter's
-output differs from the model's and from other adapters'. An end is not allowed while EOS is ignored
-or fewer than `min_tokens` tokens were generated; the word of that position then replaces EOS. The
-state advances by one token as state * B + token + 1. `eos_one_in` is about the mean output length;
-0 means that output never ends by itself.
+output differs from the model's and from other adapters'; with a seed, that XOR mix(seed + 1), so
+that each seed has its own output (a request of temperature 0 has none). An end is not allowed while
+EOS is ignored or fewer than `min_tokens` tokens were generated; the word of that position then
+replaces EOS. The state advances by one token as state * B + token + 1. `eos_one_in` is about the
+mean output length; 0 means that output never ends by itself.
 
 A vector of the prompt: coordinate i is mix(state + i * 0x9E3779B97F4A7C15) as a signed 64-bit
 integer; the whole is scaled to length 1. Equal prompts have equal vectors, others unrelated ones.
 
-Sampling options do not appear: the model's distribution is a point mass on `next`. Guided decoding
-has a formula of its own, in `constraint.py`.
+Other sampling options do not appear: the model chooses the token of the highest logit, which is
+`next` unless penalties or a logit bias change it (`logits.py`). Guided decoding has a formula of
+its own, in `constraint.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class TokenOracle:
     eos_one_in.
     """
 
-    __slots__ = ("_eos_one_in", "_powers", "_word_count", "_words", "eos_id")
+    __slots__ = ("_eos_one_in", "_powers", "_word_count", "eos_id", "words")
 
     def __init__(
         self, word_ids: Sequence[int], eos_id: int, *, eos_one_in: int = DEFAULT_EOS_ONE_IN
@@ -67,18 +69,25 @@ class TokenOracle:
         if eos_one_in < 0:
             raise ValueError(f"eos_one_in: {eos_one_in} is below 0")
         self.eos_id = eos_id
-        self._words = tuple(word_ids)
-        self._word_count = len(self._words)
+        self.words = tuple(word_ids)
+        self._word_count = len(self.words)
         self._eos_one_in = eos_one_in
         powers = np.full(_TOKENS_PER_PASS + 1, _BASE, dtype=np.uint64)
         powers[0] = 1
         # powers[i] is the weight of a pass's token i; powers[0] that of the previous state.
         self._powers = np.multiply.accumulate(powers)[::-1].copy()
 
-    def state_of(self, token_ids: Sequence[int] | NDArray[Any], lora_name: str = "") -> int:
+    def state_of(
+        self,
+        token_ids: Sequence[int] | NDArray[Any],
+        lora_name: str = "",
+        seed: int | None = None,
+    ) -> int:
         """Returns the state after these ids, each in 0..2^32-1. lora_name: "" for no adapter."""
         ids = np.asarray(token_ids, dtype=np.uint64)
         state = _SEED ^ zlib.crc32(lora_name.encode())
+        if seed is not None:
+            state ^= self.mix((seed + 1) & _U64)
         for start in range(0, len(ids), _TOKENS_PER_PASS):
             part = ids[start : start + _TOKENS_PER_PASS]
             weights = self._powers[_TOKENS_PER_PASS - len(part) :]
@@ -94,7 +103,14 @@ class TokenOracle:
         x = self.mix(state)
         if can_end and self._eos_one_in and (x >> 32) % self._eos_one_in == 0:
             return self.eos_id
-        return self._words[((x & _U32) * self._word_count) >> 32]
+        return self._word_of(x)
+
+    def word(self, state: int) -> int:
+        """Returns the word that `state` selects."""
+        return self._word_of(self.mix(state & _U64))
+
+    def _word_of(self, x: int) -> int:
+        return self.words[((x & _U32) * self._word_count) >> 32]
 
     def embed(self, prompt: Sequence[int] | NDArray[Any], size: int, lora_name: str = "") -> Vector:
         """Returns the vector of a prompt, shape [size]."""

@@ -580,22 +580,52 @@ async def test_invalid_requests_are_rejected_by_name(asked: PreprocessedRequest,
         assert raised.value.field == name
 
 
-async def test_sampling_and_penalties_cannot_move_a_point_mass() -> None:
-    options = SamplingOptions(
-        temperature=1.7,
-        top_p=0.1,
-        top_k=3,
-        min_p=0.5,
-        seed=42,
-        presence_penalty=2.0,
-        frequency_penalty=-2.0,
-        repetition_penalty=1.5,
-        logit_bias={237: -100.0},
-    )
+async def generated(max_tokens: int = 8, **options: Any) -> list[int]:
     async with running() as engine:
-        tokens, _ = await run(engine, request(sampling_options=options))
+        asked = request(
+            stop=StopConditions(max_tokens=max_tokens, ignore_eos=True),
+            sampling_options=SamplingOptions(**options),
+        )
+        return (await run(engine, asked))[0]
 
-    assert tokens == TOKEN_ORACLE.continue_tokens(PROMPT, 8)
+
+async def test_the_sampler_chooses_the_token_of_the_highest_logit() -> None:
+    plain = await generated()
+    assert plain == TOKEN_ORACLE.continue_tokens(PROMPT, 8, ignore_eos=True)
+    assert await generated(temperature=1.7, top_p=0.1, top_k=3, min_p=0.5) == plain
+
+
+async def test_a_seed_selects_an_output_unless_the_temperature_is_0() -> None:
+    first, second = await generated(seed=1), await generated(seed=2)
+    assert first == await generated(seed=1, temperature=1.0)
+    assert len({tuple(await generated()), tuple(first), tuple(second)}) == 3
+    assert await generated(seed=1, temperature=0.0) == await generated()
+
+
+async def test_a_logit_bias_excludes_and_forces_tokens() -> None:
+    plain = await generated()
+    changed = await generated(logit_bias={plain[0]: -100.0})
+    assert changed[0] not in (plain[0], MODEL.eos_ids[0])
+    assert await generated(logit_bias={plain[0]: 0.25}) == plain
+    forced = MODEL.word_ids[-1]
+    assert await generated(logit_bias={forced: 100.0}) == [forced] * 8
+    with pytest.raises(InvalidRequest, match="not in the vocabulary of") as raised:
+        await generated(logit_bias={MODEL.vocab_size: 1.0})
+    assert raised.value.field == "sampling_options.logit_bias"
+
+
+@pytest.mark.parametrize("name", ["presence", "frequency", "repetition"])
+async def test_a_penalty_separates_repeated_tokens(name: str) -> None:
+    penalty: dict[str, Any] = {f"{name}_penalty": 1.9}
+    first, second = MODEL.word_ids[:2]
+    forced = {first: 30.0, second: 29.75}
+    assert set(await generated(logit_bias=forced)) == {first}
+    assert {first, second} <= set(await generated(logit_bias=forced, **penalty))
+
+
+async def test_a_negative_penalty_repeats_the_first_token() -> None:
+    tokens = await generated(presence_penalty=-2.0, frequency_penalty=-2.0, max_tokens=30)
+    assert len(set(tokens[1:])) < len(set(TOKEN_ORACLE.continue_tokens(PROMPT, 29)))
 
 
 @pytest.mark.parametrize("alternatives", [None, 0, 5])
