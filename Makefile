@@ -6,7 +6,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes
 # Two runs of make install one after the other.
 LOCK_VENV := flock Makefile sh -c
-LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links pyproject.toml
+UV_COMPILE := $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links
+LOCK := $(UV_COMPILE) pyproject.toml
 PROTOS := $(shell cd protos && find kvmesh -name '*.proto' | sort)
 SERVICES := $(shell cd protos && grep -l '^service ' $$(find kvmesh -name '*.proto') | sort)
 TEST_JOBS ?= 2
@@ -22,7 +23,7 @@ RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test demo status sim chaos storm soak churn scale router-kills setup setup-sglang test-sglang lint fmt types proto rows mutants bench-index bench-gateway lock clean
+.PHONY: help run test demo status sim chaos storm soak churn scale router-kills setup setup-sglang test-sglang test-clients lint fmt types proto rows mutants bench-index bench-gateway lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -105,12 +106,27 @@ test-sglang: ## Tests on real SGLang engines (3 minutes, 5 GB of memory; set-up 
 		*) exit $$status ;; \
 	esac
 
+# The clients have an environment of their own, of pinned versions (700 MB, two minutes).
+CLIENTS := .venv-clients
+test-clients: $(VENV)/.dev $(CLIENTS)/.python $(CLIENTS)/.node ## Clients and agent frameworks against a mesh; writes docs/clients.md
+	$(BIN)/python -m tests.clients --python $(CLIENTS)/bin/python --node-modules $(CLIENTS)/node --write docs/clients.md $(ARGS)
+
+$(CLIENTS)/.python: tests/clients/python/requirements.txt
+	@$(PY) -m venv $(CLIENTS)
+	@echo "installing the clients into $(CLIENTS) ..."
+	@$(CLIENTS)/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r $< && touch $@
+
+$(CLIENTS)/.node: tests/clients/node/package-lock.json
+	@mkdir -p $(CLIENTS)/node && cp tests/clients/node/package*.json $(CLIENTS)/node
+	@cd $(CLIENTS)/node && npm ci --ignore-scripts --no-audit --no-fund && touch ../.node
+
 lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(LOCK) -o requirements/runtime.txt
 	$(LOCK) --extra dev -c requirements/runtime.txt -o requirements/dev.txt
+	$(UV_COMPILE) tests/clients/python/requirements.in -o tests/clients/python/requirements.txt
 
 clean: ## Remove environments, caches and state of past runs
-	rm -rf $(VENV) .venv-sglang .run .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/bin bench/out
+	rm -rf $(VENV) .venv-sglang $(CLIENTS) .run .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/bin bench/out
 
 $(BIN)/python:
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "KVMesh needs Python 3.11 or newer, and $(PY) is $$($(PY) --version 2>/dev/null || echo not found); name another with: make PY=python3.12 $(MAKECMDGOALS)"; exit 1; }

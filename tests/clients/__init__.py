@@ -1,0 +1,1 @@
+"""Clients and agent frameworks against a running mesh: `make test-clients`."""

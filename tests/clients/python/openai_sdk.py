@@ -1,0 +1,136 @@
+"""The OpenAI SDK for Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+from cells import (
+    HELLO,
+    KEY,
+    MAX_TOKENS,
+    MODEL,
+    URL,
+    WEATHER_SCHEMA,
+    Weather,
+    chat_text,
+    conversation,
+    expect_equal,
+    expect_vectors,
+    expect_weather,
+    first_with,
+    openai_tool,
+    run,
+)
+
+CLIENT = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
+TOOLS: Any = [openai_tool()]
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+RESPONSES_TOOL: Any = {"type": "function", "name": "get_weather", "parameters": WEATHER_SCHEMA}
+
+
+def chat() -> None:
+    response = CLIENT.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=MAX_TOKENS)
+    expect_equal(response.choices[0].message.content, chat_text(HELLO, max_tokens=MAX_TOKENS))
+    assert response.usage is not None
+    assert response.usage.completion_tokens
+
+
+def streaming() -> None:
+    chunks = list(
+        CLIENT.chat.completions.create(
+            model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+    expect_equal(text, chat_text(HELLO))
+    assert chunks[-1].usage is not None
+
+
+def tools() -> None:
+    response = CLIENT.chat.completions.create(
+        model=MODEL, messages=HELLO, tools=TOOLS, tool_choice=NAMED
+    )
+    (call,) = response.choices[0].message.tool_calls or ()
+    expect_weather(call.function.name, call.function.arguments)
+
+
+def tools_streamed() -> None:
+    with CLIENT.chat.completions.stream(
+        model=MODEL, messages=HELLO, tools=[openai_tool(strict=True)], tool_choice=NAMED
+    ) as stream:
+        deltas = [
+            event.arguments_delta
+            for event in stream
+            if event.type == "tool_calls.function.arguments.delta"
+        ]
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+    expect_weather(call.function.name, call.function.arguments)
+    expect_equal("".join(deltas), call.function.arguments)
+
+
+def parallel_tools() -> None:
+    def ask(prompt: str) -> list[Any]:
+        response = CLIENT.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": prompt}],
+            tools=TOOLS,
+            tool_choice="required",
+            parallel_tool_calls=True,
+        )
+        return response.choices[0].message.tool_calls or []
+
+    calls = first_with(ask, lambda calls: len(calls) > 1)
+    for call in calls:
+        expect_weather(call.function.name, call.function.arguments)
+    assert len({call.id for call in calls}) == len(calls)
+
+
+def json_schema() -> None:
+    response = CLIENT.chat.completions.parse(model=MODEL, messages=HELLO, response_format=Weather)
+    assert isinstance(response.choices[0].message.parsed, Weather)
+
+
+def tool_results() -> None:
+    response = CLIENT.chat.completions.create(model=MODEL, messages=conversation())
+    expect_equal(response.choices[0].message.content, chat_text(conversation()))
+    assert chat_text(conversation("Rain.")) != chat_text(conversation())
+
+
+def embeddings() -> None:
+    texts = ["one", "two"]
+    data = CLIENT.embeddings.create(model=MODEL, input=texts).data
+    expect_vectors([one.embedding for one in data], texts)
+
+
+def responses() -> None:
+    whole = CLIENT.responses.create(model=MODEL, input="Hello")
+    expect_equal(whole.output_text, chat_text(HELLO))
+    with CLIENT.responses.stream(model=MODEL, input="Hello") as stream:
+        deltas = [one.delta for one in stream if one.type == "response.output_text.delta"]
+        expect_equal("".join(deltas), whole.output_text)
+        expect_equal(stream.get_final_response().output_text, whole.output_text)
+    again = CLIENT.responses.create(model=MODEL, input="More", previous_response_id=whole.id)
+    turns = [*HELLO, {"role": "assistant", "content": whole.output_text}]
+    expect_equal(again.output_text, chat_text([*turns, {"role": "user", "content": "More"}]))
+    called = CLIENT.responses.create(
+        model=MODEL, input="Hello", tools=[RESPONSES_TOOL], tool_choice="required"
+    )
+    for item in called.output:
+        assert item.type == "function_call"
+        expect_weather(item.name, item.arguments)
+    assert CLIENT.responses.parse(model=MODEL, input="Hello", text_format=Weather).output_parsed
+
+
+run(
+    "openai (Python)",
+    chat=chat,
+    streaming=streaming,
+    tools=tools,
+    tools_streamed=tools_streamed,
+    parallel_tools=parallel_tools,
+    json_schema=json_schema,
+    tool_results=tool_results,
+    embeddings=embeddings,
+    responses=responses,
+)
