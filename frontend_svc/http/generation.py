@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,10 +25,9 @@ from common.errors import (
 from common.kv.hashing import HASH_SCHEME_ID
 from common.request.preprocessed import PreprocessedRequest, TokenIds
 from frontend_svc.config import FrontendConfig
-from frontend_svc.core.models.model_watch import Table
-from frontend_svc.core.openai.errors import BODY_TOO_LARGE, error_type
+from frontend_svc.core.choice import Choice
+from frontend_svc.core.openai.errors import BODY_TOO_LARGE, error_event, error_type
 from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
-from frontend_svc.core.openai.parsing import parse_chat, parse_completion
 from frontend_svc.core.openai.pass_through import PassThroughRequest, read_body
 from frontend_svc.core.openai.preprocessing import (
     check_prompt_length,
@@ -37,6 +36,7 @@ from frontend_svc.core.openai.preprocessing import (
     to_preprocessed,
 )
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
+from frontend_svc.core.openai.sse import ChunkKind
 from frontend_svc.core.openai.tool_calls import ToolPlan, plan_tools
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import PassThroughPayload, RequestOutcome, RequestPlan
@@ -46,16 +46,22 @@ from frontend_svc.core.tools.formats import HERMES
 from frontend_svc.core.tools.harmony import HarmonyParser
 from frontend_svc.core.tools.parser import ToolCallParser
 from frontend_svc.core.tools.response import ResponseParser
-from frontend_svc.http.asgi import Receive, Scope, Send
+from frontend_svc.http.api import GenerationApi, HeaderPairs, ParsedBody, ResponseInfo
+from frontend_svc.http.asgi import BODY_END, Receive, Scope, Send, body_part, send_response
 from frontend_svc.http.request_context import HttpRequest, log_request, span_attributes
-from frontend_svc.http.streaming import ResponseWriter, send_error
-from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
+from frontend_svc.http.streaming import (
+    OpenChoice,
+    ResponseWriter,
+    relay_chunks,
+    send_merged_chunks,
+)
+from frontend_svc.metrics.families import DeploymentState, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.constraints import ConstraintChecks
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.response import ResponseBuffer
+from frontend_svc.request.response import Reader, ResponseBuffer
 from frontend_svc.tracing import start_request_span
 
 # Time a client may take to send its body.
@@ -72,17 +78,14 @@ class GenerationEndpoint:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        api: GenerationApi,
         gateway: Gateway,
         models: ModelCatalog,
         state: DeploymentState,
         config: FrontendConfig,
         on_request_end: Callable[[RequestOutcome], None],
     ) -> None:
-        self._endpoint = endpoint
-        self._is_chat = endpoint is Endpoint.CHAT_COMPLETIONS
-        self._parse = parse_chat if self._is_chat else parse_completion
-        self._table: Table = "chat" if self._is_chat else "completions"
+        self._api = api
         self._gateway = gateway
         self._models = models
         self._state = state
@@ -101,22 +104,23 @@ class GenerationEndpoint:
                 if self._active_requests > (limit := self._config.requests_max):
                     raise Overloaded(1.0, f"too many concurrent requests: {limit}/{limit}")
                 raw = await self._receive_body(context)
-                context.body = self._parse_body(raw, scope["headers"])
+                parsed = await self._parse(raw, scope["headers"])
+                context.body = parsed.request if isinstance(parsed, ParsedBody) else parsed
             except TimeoutError:
                 message = f"The body was not complete within {BODY_TIMEOUT_S:g} s."
                 raise DeadlineExceeded(message) from None
             finally:
                 name = context.body.model if context.body is not None else ""
                 is_stream = context.body is not None and context.body.is_stream
-                meter = self._state.begin(name, self._endpoint, is_stream)
-            await self._serve(context, context.body, meter)
+                meter = self._state.begin(name, self._api.endpoint, is_stream)
+            await self._serve(context, parsed, meter)
         except MeshError as error:
-            await _fail(context, meter, error)
+            await self._fail(context, meter, error)
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # a panic of the tokenizer library is no Exception
             log.exception("request_failed", request_id=context.request_id)
-            await _fail(context, meter, InternalError("see the frontend's log"))
+            await self._fail(context, meter, InternalError("see the frontend's log"))
         finally:
             self._active_requests -= 1
             if meter is not None:
@@ -130,7 +134,8 @@ class GenerationEndpoint:
         client_id = headers.get(b"x-request-id", b"")
         traceparent = headers.get(b"traceparent", b"").decode("latin-1")
         return HttpRequest(
-            endpoint=self._endpoint,
+            endpoint=self._api.endpoint,
+            table=self._api.table,
             request_id=request_id,
             client_id=client_id if _REQUEST_ID.fullmatch(client_id) else request_id.encode(),
             span=start_request_span(scope["path"], traceparent),
@@ -140,18 +145,17 @@ class GenerationEndpoint:
             send=send,
         )
 
-    def _parse_body(
-        self, raw: bytes, headers: Iterable[tuple[bytes, bytes]]
-    ) -> ChatRequest | CompletionRequest | PassThroughRequest:
-        if self._models.pass_through():
+    async def _parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody | PassThroughRequest:
+        if self._api.passes_through and self._models.pass_through():
             body = read_body(raw)
             if self._is_pass_through(body.model):
                 return replace(body, nvext=read_headers(headers))
-        return with_headers(self._parse(raw), read_headers(headers))
+        parsed = await self._api.parse(raw, headers)
+        return replace(parsed, request=with_headers(parsed.request, read_headers(headers)))
 
     def _is_pass_through(self, model: str) -> bool:
         try:
-            return self._models.engine(model, self._table).pipeline.is_pass_through
+            return self._models.engine(model, self._api.table).pipeline.is_pass_through
         except MeshError:  # the ordinary path reports the error
             return False
 
@@ -176,18 +180,17 @@ class GenerationEndpoint:
                     return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _serve(
-        self,
-        context: HttpRequest,
-        body: ChatRequest | CompletionRequest | PassThroughRequest,
-        meter: RequestMeter,
+        self, context: HttpRequest, parsed: ParsedBody | PassThroughRequest, meter: RequestMeter
     ) -> None:
-        if isinstance(body, PassThroughRequest):
-            await self._pass_through(context, body, meter)
+        if isinstance(parsed, PassThroughRequest):
+            await self._pass_through(context, parsed, meter)
         else:
-            await self._generate(context, body, meter)
+            await self._generate(context, parsed, meter)
+        for response in context.responses:
+            if response.outcome is not None:
+                self._on_request_end(response.outcome)
         outcome = context.outcome
         assert outcome is not None, "both paths wait for the outcome"
-        self._on_request_end(outcome)
         details = outcome.usage.prompt_tokens_details
         if details is not None and details.cached_tokens is not None:
             meter.cached(details.cached_tokens)
@@ -197,9 +200,10 @@ class GenerationEndpoint:
             meter.mark_failed(error_type(outcome.error))
 
     async def _generate(
-        self, context: HttpRequest, body: ChatRequest | CompletionRequest, meter: RequestMeter
+        self, context: HttpRequest, parsed: ParsedBody, meter: RequestMeter
     ) -> None:
-        model = self._models.get_for(body.model, self._table)
+        body = parsed.request
+        model = self._models.get_for(body.model, self._api.table)
         plan = plan_tools(body, model.call_format) if isinstance(body, ChatRequest) else None
         guided = await self._constraints.resolve(body, plan)
         request = to_preprocessed(
@@ -214,9 +218,10 @@ class GenerationEndpoint:
             guided=guided,
         )
         meter.prompt(len(request.token_ids))
-        parser = _response_parser(context, model, plan, request) if self._is_chat else None
+        parser = None
+        if isinstance(body, ChatRequest):
+            parser = _response_parser(context.request_id, model, plan, request)
         flow = TextStream(model.detokenizer(for_parser=parser is not None), body.stop_strings)
-        request_plan = self._make_plan(context, request)
         context.base_model = model.base
         query = Query(
             model=model.base,
@@ -229,18 +234,30 @@ class GenerationEndpoint:
             strict_priority=strict_priority(body.nvext),
             hasher=model.hasher,
         ).extended(request.token_ids, len(request.token_ids))
-        async with self._open_request(context, request_plan, query, meter) as (handle, response):
-            writer = ResponseWriter(context, response, self._config.keep_alive_s)
+        response_format = parsed.make_format(
+            ResponseInfo(
+                context.request_id,
+                model.name,
+                _now_s(),
+                choices=1,
+                prompt_tokens=len(request.token_ids),
+            )
+        )
+        plans = [(self._make_plan(context, request), query)]
+        async with self._open_requests(context, plans, meter) as handles:
+            choices = [OpenChoice(Choice(0, flow, parser), handles[0], context.responses[0])]
+            writer = ResponseWriter(context, choices, self._config.keep_alive_s)
             if body.is_stream:
-                await writer.stream_text(handle, flow, model.name, body.include_usage, parser)
+                await writer.stream(response_format)
             else:
-                await writer.send_text(handle, flow, model.name, parser)
+                await writer.send(response_format)
 
     async def _pass_through(
         self, context: HttpRequest, body: PassThroughRequest, meter: RequestMeter
     ) -> None:
         _reject_rank_headers(body)
-        payload = PassThroughPayload(body.json, self._is_chat)
+        is_chat = self._api.table == "chat"
+        payload = PassThroughPayload(body.json, is_chat)
         routing = routing_hints(body.nvext)
         empty_request = PreprocessedRequest(model=body.model, token_ids=TokenIds(), routing=routing)
         plan = replace(self._make_plan(context, empty_request), body=payload)
@@ -253,12 +270,13 @@ class GenerationEndpoint:
             traceparent=context.span.traceparent,
             strict_priority=strict_priority(body.nvext),
         )
-        async with self._open_request(context, plan, query, meter) as (_, response):
-            writer = ResponseWriter(context, response, self._config.keep_alive_s)
+        async with self._open_requests(context, [(plan, query)], meter):
+            (buffer,) = context.responses
             if body.is_stream:
-                await writer.relay_chunks()
+                await relay_chunks(context, buffer, self._config.keep_alive_s)
             else:
-                await writer.send_merged_chunks()
+                kind = ChunkKind.CHAT if is_chat else ChunkKind.COMPLETION
+                await send_merged_chunks(context, buffer, kind)
 
     def _make_plan(self, context: HttpRequest, request: PreprocessedRequest) -> RequestPlan:
         now = asyncio.get_running_loop().time()
@@ -274,44 +292,80 @@ class GenerationEndpoint:
         )
 
     @asynccontextmanager
-    async def _open_request(
-        self, context: HttpRequest, plan: RequestPlan, query: Query, meter: RequestMeter
-    ) -> AsyncIterator[tuple[RequestHandle, ResponseBuffer]]:
-        """Runs the request while its client is connected; leaving ends what still runs."""
+    async def _open_requests(
+        self,
+        context: HttpRequest,
+        plans: Sequence[tuple[RequestPlan, Query]],
+        meter: RequestMeter,
+    ) -> AsyncIterator[list[RequestHandle]]:
+        """Runs requests, which `context.responses` receive, while their client is connected;
+        leaving ends what still runs."""
+        reader = Reader()
+        handles: list[RequestHandle] = []
 
-        def fail(error: MeshError, reason: str) -> None:
-            handle.fail(error, reason)
+        def fail(index: int, error: MeshError, reason: str) -> None:
+            handles[index].fail(error, reason)
 
-        response = context.response = ResponseBuffer(meter, self._state.clock, fail)
-        handle = self._gateway.open(plan, query, response)
+        context.responses = [
+            ResponseBuffer(meter, self._state.clock, partial(fail, index), reader=reader)
+            for index in range(len(plans))
+        ]
+        for (plan, query), response in zip(plans, context.responses, strict=True):
+            handles.append(self._gateway.open(plan, query, response))
         # Not a TaskGroup: it would wrap what the body raises.
         disconnect_watch = asyncio.get_running_loop().create_task(
-            _await_disconnect(context.receive, handle, meter)
+            _await_disconnect(context.receive, handles, meter)
         )
         try:
-            yield handle, response
+            yield handles
         finally:
-            handle.client_gone()
+            for handle in handles:
+                handle.client_gone()
             disconnect_watch.cancel()
             await asyncio.wait([disconnect_watch])
             if not disconnect_watch.cancelled() and disconnect_watch.exception() is not None:
                 log.error("disconnect_watch_failed", exc_info=disconnect_watch.exception())
 
+    async def _fail(
+        self, context: HttpRequest, meter: RequestMeter | None, error: MeshError
+    ) -> None:
+        context.error = error
+        if meter is not None:
+            meter.mark_failed(error_type(error))
+        await self._send_error(context, error)
+
+    async def _send_error(self, context: HttpRequest, error: MeshError) -> None:
+        """Sends an error as an HTTP response, or as the last event if the stream has begun."""
+        if context.is_response_complete:
+            return
+        if context.status:
+            stream_format = context.stream_format
+            events = error_event(error) if stream_format is None else stream_format.error(error)
+            await context.send(body_part(events))
+            await context.send(BODY_END)
+            return
+        response = self._api.http_error(error, context.headers)
+        context.status = response.status
+        headers = tuple((k.encode(), v.encode()) for k, v in response.headers)
+        await send_response(
+            context.send, response.status, (*headers, context.id_header), response.body
+        )
+
 
 def _response_parser(
-    context: HttpRequest, model: ServedModel, plan: ToolPlan | None, request: PreprocessedRequest
+    response_id: str, model: ServedModel, plan: ToolPlan | None, request: PreprocessedRequest
 ) -> ResponseParser | None:
     if model.is_harmony and (plan is None or plan.call_format is not HERMES):
         messages = HarmonyParser(is_single=plan is not None and plan.is_single)
-        return ResponseParser(messages, None, context.request_id)
+        return ResponseParser(messages, None, response_id)
     guided = request.sampling_options.guided_decoding
     is_guided = guided is not None and not guided.best_effort
     reasoning = model.reasoning_parser(request.token_ids, is_guided=is_guided)
     if plan is None:
-        return None if reasoning is None else ResponseParser(None, reasoning, context.request_id)
+        return None if reasoning is None else ResponseParser(None, reasoning, response_id)
     tools = ToolCallParser(plan.call_format, plan.types, is_single=plan.is_single)
     id_chars = plan.call_format.id_chars
-    return ResponseParser(tools, reasoning, context.request_id, id_chars=id_chars)
+    return ResponseParser(tools, reasoning, response_id, id_chars=id_chars)
 
 
 async def _tokenize(body: ChatRequest | CompletionRequest, model: ServedModel) -> list[int]:
@@ -352,16 +406,16 @@ def _reject_rank_headers(body: PassThroughRequest) -> None:
             raise InvalidRequest(f"Invalid header '{header}': {message}.", header)
 
 
-async def _await_disconnect(receive: Receive, handle: RequestHandle, meter: RequestMeter) -> None:
+async def _await_disconnect(
+    receive: Receive, handles: Sequence[RequestHandle], meter: RequestMeter
+) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    if not handle.machine.is_finished:
+    if not all(handle.machine.is_finished for handle in handles):
         meter.mark_disconnected()
-        handle.client_gone()
+        for handle in handles:
+            handle.client_gone()
 
 
-async def _fail(context: HttpRequest, meter: RequestMeter | None, error: MeshError) -> None:
-    context.error = error
-    if meter is not None:
-        meter.mark_failed(error_type(error))
-    await send_error(context, error)
+def _now_s() -> int:
+    return int(datetime.now(UTC).timestamp())

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
 from opentelemetry.util.types import AttributeValue
 
 from common.errors import MeshError
+from frontend_svc.core.models.model_watch import Table
 from frontend_svc.core.openai.errors import client_message, is_server_fault
 from frontend_svc.core.openai.pass_through import PassThroughRequest
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
+from frontend_svc.core.request.outcomes import merge_outcomes
 from frontend_svc.core.request.types import RequestOutcome
+from frontend_svc.core.response_format import ResponseFormat
 from frontend_svc.http.asgi import Receive, Send
 from frontend_svc.metrics.families import Endpoint
 from frontend_svc.request.response import ResponseBuffer
@@ -29,9 +32,11 @@ class HttpRequest:
     """One request to a generation endpoint. request_id: unique, made by the frontend. client_id:
     the client's x-request-id, or request_id. started_at_s: on the clock of the metrics. headers: of
     the client. base_model: the model itself, or the base model of an adapter; "" if passed through
-    or not known yet. status: HTTP status sent to the client, 0 before it is sent."""
+    or not known yet. responses: one per choice. stream_format: of the stream that has begun.
+    status: HTTP status sent to the client, 0 before it is sent."""
 
     endpoint: Endpoint
+    table: Table
     request_id: str
     client_id: bytes
     span: RequestSpan
@@ -41,18 +46,12 @@ class HttpRequest:
     send: Send
     body: ChatRequest | CompletionRequest | PassThroughRequest | None = None
     base_model: str = ""
-    response: ResponseBuffer | None = None
+    responses: Sequence[ResponseBuffer] = ()
+    choices_per_prompt: int = 1
+    stream_format: ResponseFormat | None = None
     status: int = 0
     error: MeshError | None = None
     is_response_complete: bool = False
-
-    @property
-    def is_chat(self) -> bool:
-        return self.endpoint is Endpoint.CHAT_COMPLETIONS
-
-    @property
-    def response_id(self) -> str:
-        return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.request_id}"
 
     @property
     def id_header(self) -> tuple[bytes, bytes]:
@@ -60,7 +59,9 @@ class HttpRequest:
 
     @property
     def outcome(self) -> RequestOutcome | None:
-        return None if self.response is None else self.response.outcome
+        """The outcome of all choices that have ended; None if there are none."""
+        outcomes = [one.outcome for one in self.responses if one.outcome is not None]
+        return merge_outcomes(outcomes, self.choices_per_prompt) if outcomes else None
 
     @property
     def final_error(self) -> MeshError | None:
@@ -72,9 +73,8 @@ class HttpRequest:
     @property
     def ttft_s(self) -> float | None:
         """Seconds to the first token; None without one."""
-        if self.response is None or self.response.first_token_at is None:
-            return None
-        return self.response.first_token_at - self.started_at_s
+        times = [one.first_token_at for one in self.responses if one.first_token_at is not None]
+        return min(times) - self.started_at_s if times else None
 
 
 def span_attributes(context: HttpRequest) -> dict[str, AttributeValue]:
@@ -86,7 +86,7 @@ def span_attributes(context: HttpRequest) -> dict[str, AttributeValue]:
     if context.body is not None:
         fields |= {
             "model": context.body.model,
-            "gen_ai.operation.name": "chat" if context.is_chat else "text_completion",
+            "gen_ai.operation.name": "chat" if context.table == "chat" else "text_completion",
             "gen_ai.provider.name": MODEL_OWNER,
             "gen_ai.request.model": context.body.model,
             "gen_ai.request.stream": context.body.is_stream,

@@ -18,9 +18,10 @@ from frontend_svc.config import FrontendConfig
 from frontend_svc.core.openai.errors import http_error
 from frontend_svc.core.openai.responses import model_list, model_object
 from frontend_svc.core.request.types import RequestOutcome
+from frontend_svc.http.api import CHAT_COMPLETIONS, COMPLETIONS, GenerationApi
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.request_context import MODEL_OWNER
-from frontend_svc.metrics.families import DeploymentState, Endpoint
+from frontend_svc.metrics.families import DeploymentState
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.request.gateway import Gateway
@@ -108,14 +109,14 @@ def build_api(
             return Response(response.body, response.status, dict(response.headers))
         return _json_response(_model_entry(model), 200)
 
-    def generation(endpoint: Endpoint) -> GenerationEndpoint:
-        return GenerationEndpoint(endpoint, gateway, models, state, config, on_request_end)
+    def generation(api: GenerationApi) -> GenerationEndpoint:
+        return GenerationEndpoint(api, gateway, models, state, config, on_request_end)
 
     _docs, metrics = metrics_router(registry, config.metrics_path)
     api = Starlette(
         routes=[
-            Route("/v1/chat/completions", generation(Endpoint.CHAT_COMPLETIONS), methods=["POST"]),
-            Route("/v1/completions", generation(Endpoint.COMPLETIONS), methods=["POST"]),
+            Route("/v1/chat/completions", generation(CHAT_COMPLETIONS), methods=["POST"]),
+            Route("/v1/completions", generation(COMPLETIONS), methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", get_model),
             Route("/health", health),

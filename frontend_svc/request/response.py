@@ -20,9 +20,66 @@ UNREAD_TOKENS_MAX = 65_536
 TOKENS_PER_CHUNK = 64
 
 
+class Reader:
+    """The task that reads a response. Its buffers wake it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._idle_s = self._waiting_since = 0.0
+        self._waiter: asyncio.Future[None] | None = None
+        self._has_news = False
+        self._open_buffers = 0
+
+    def buffer_opened(self) -> None:
+        self._open_buffers += 1
+
+    def buffer_finished(self) -> None:
+        self._open_buffers -= 1
+        if not self._open_buffers and self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self.notify()
+
+    def notify(self) -> None:
+        self._has_news = True
+        self._wake()
+
+    async def wait(self) -> bool:
+        """Waits for news of a buffer since the last call; False: the idle time of `wake_when_idle`
+        is over."""
+        if not self._has_news:
+            self._waiting_since = self._loop.time()
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        has_news, self._has_news = self._has_news, False
+        return has_news
+
+    def wake_when_idle(self, after_s: float) -> None:
+        """From now on, `wait` returns False after a wait of `after_s`."""
+        self._idle_s = after_s
+        if self._open_buffers:
+            self._idle_timer = self._loop.call_later(after_s, self._on_idle)
+
+    def _on_idle(self) -> None:
+        """Wakes the reader, and sets the one timer of the response again: no timer per token."""
+        now, due = self._loop.time(), self._waiting_since + self._idle_s
+        if self._waiter is not None and now >= due:
+            self._wake()
+        elif self._waiter is not None:
+            self._idle_timer = self._loop.call_at(due, self._on_idle)
+            return
+        self._idle_timer = self._loop.call_later(self._idle_s, self._on_idle)
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
 class ResponseBuffer:
-    """The ResponseSink of one request, read by one task. clock: of the meter, monotonic seconds.
-    fail: ends the request with an error, if more than unread_max tokens are unread."""
+    """The ResponseSink of one request. clock: of the meter, monotonic seconds. fail: ends the
+    request with an error, if more than unread_max tokens are unread. reader: of all buffers of a
+    response; None: this is the only one."""
 
     def __init__(
         self,
@@ -30,18 +87,17 @@ class ResponseBuffer:
         clock: Callable[[], float],
         fail: Callable[[MeshError, str], None],
         *,
+        reader: Reader | None = None,
         unread_max: int = UNREAD_TOKENS_MAX,
     ) -> None:
         self._fail = fail
         self._unread_max = unread_max
-        self._loop = asyncio.get_running_loop()
+        self.reader = Reader() if reader is None else reader
+        self.reader.buffer_opened()
         self._clock = clock
         self._meter = meter
         self._unread: list[int] = []
         self._chunks: list[bytes] = []
-        self._idle_timer: asyncio.TimerHandle | None = None
-        self._idle_s = self._waiting_since = 0.0
-        self._waiter: asyncio.Future[None] | None = None
         self.first_token_at: float | None = None
         self.outcome: RequestOutcome | None = None
 
@@ -55,47 +111,27 @@ class ResponseBuffer:
 
     def finished(self, outcome: RequestOutcome) -> None:
         self.outcome = outcome
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-        self._notify()
-
-    def wake_when_idle(self, after_s: float) -> None:
-        """From now on, `next` and `next_chunks` return empty after a wait of `after_s`."""
-        self._idle_s = after_s
-        if self.outcome is None:
-            self._idle_timer = self._loop.call_later(after_s, self._on_idle)
-
-    def _on_idle(self) -> None:
-        """Wakes the reader, and sets the one timer of the response again: no timer per token."""
-        now, due = self._loop.time(), self._waiting_since + self._idle_s
-        if self._waiter is not None and now >= due:
-            self._notify()
-        elif self._waiter is not None:
-            self._idle_timer = self._loop.call_at(due, self._on_idle)
-            return
-        self._idle_timer = self._loop.call_later(self._idle_s, self._on_idle)
+        self.reader.buffer_finished()
 
     def _received(self, tokens: int, unread: int) -> None:
         now = self._clock()
         if self.first_token_at is None:
             self.first_token_at = now
         self._meter.tokens(tokens, now)
-        self._notify()
+        self.reader.notify()
         if unread > self._unread_max:
             message = f"more than {self._unread_max} tokens unread by the client"
             self._fail(Overloaded(None, message, reason="SLOW_READER"), "slow_reader")
 
-    def _notify(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def next(self) -> list[int]:
-        """The tokens since the last call: at least one, unless `outcome` is set or the idle time of
-        `wake_when_idle` is over."""
-        await self._wait(self._unread)
+    def take(self) -> list[int]:
+        """The tokens since the last call."""
         unread, self._unread = self._unread, []
         return unread
+
+    async def next(self) -> list[int]:
+        """As `take`, at least one token unless `outcome` is set or the reader is idle."""
+        await self._wait(self._unread)
+        return self.take()
 
     async def next_chunks(self) -> list[bytes]:
         """As `next`, for chunks."""
@@ -110,7 +146,6 @@ class ResponseBuffer:
         return self.outcome
 
     async def _wait(self, unread: Sequence[object]) -> None:
-        if not unread and self.outcome is None:
-            self._waiting_since = self._loop.time()
-            self._waiter = self._loop.create_future()
-            await self._waiter
+        while not unread and self.outcome is None:
+            if not await self.reader.wait():
+                return

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
 
 import orjson
 
 from common.request.preprocessed import CompletionUsage, to_json_value
-
-OpenAIFinishReason = Literal["stop", "length", "content_filter", "tool_calls"]
+from frontend_svc.core.openai.chat_message import message
+from frontend_svc.core.response_format import ChoiceResult
+from frontend_svc.core.tools.deltas import Content
 
 
 def completion_json(
     response_id: str,
     model: str,
     created: int,
-    text: str | dict[str, Any],
-    finish_reason: OpenAIFinishReason,
+    choices: Sequence[ChoiceResult],
     usage: CompletionUsage,
     *,
     is_chat: bool,
 ) -> bytes:
-    """A `chat.completion` or a `text_completion`. response_id: `chatcmpl-<uuid>` or `cmpl-<uuid>`;
-    text: of the response, or
-    the message of a chat. created: Unix seconds."""
-    message = text
-    if isinstance(text, str):
-        message = {"role": "assistant", "content": text, "refusal": None}
-    content: dict[str, object] = {"message": message} if is_chat else {"text": text}
-    choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
+    """A `chat.completion` or a `text_completion`. response_id: `chatcmpl-<uuid>` or `cmpl-<uuid>`.
+    created: Unix seconds."""
     return orjson.dumps(
         {
             "id": response_id,
@@ -37,10 +30,22 @@ def completion_json(
             "created": created,
             "model": model,
             "system_fingerprint": None,
-            "choices": [choice],
+            "choices": [
+                {
+                    "index": index,
+                    **({"message": message(one.deltas)} if is_chat else {"text": _text(one)}),
+                    "logprobs": None,
+                    "finish_reason": one.end.reason,
+                }
+                for index, one in enumerate(choices)
+            ],
             "usage": usage_object(usage),
         }
     )
+
+
+def _text(choice: ChoiceResult) -> str:
+    return "".join([one.text for one in choice.deltas if isinstance(one, Content)])
 
 
 def usage_object(usage: CompletionUsage) -> dict[str, object]:

@@ -4,9 +4,10 @@ A `ChunkWriter` is created once per request. It serialises all of a content chun
 in advance, so a token costs one concatenation. With `include_usage` every chunk has `"usage":null`
 and one more chunk, without choices, has the counts.
 
-The order of a stream is role? content* finish usage? DONE, or any prefix of it followed by `error`.
-The wrong order is a bug and fails an assertion. Invariants: exactly one chunk has a finish reason;
-no content follows it; an error is the last event and no `DONE` follows it.
+The order of a choice is role? content* finish. After all choices come usage? DONE; an `error` may
+take the place of the rest. The wrong order is a bug and fails an assertion. Invariants: exactly one
+chunk of a choice has a finish reason; no content of it follows; an error is the last event and no
+`DONE` follows it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import orjson
 
 from common.request.preprocessed import CompletionUsage
 from frontend_svc.core.openai.errors import error_event
-from frontend_svc.core.openai.responses import OpenAIFinishReason, usage_object
+from frontend_svc.core.openai.responses import usage_object
+from frontend_svc.core.response_format import OpenAIFinishReason
 
 DONE = b"data: [DONE]\n\n"
 # A comment, ignored by clients: keeps proxies from closing a stream during a long prefill.
@@ -41,7 +43,8 @@ class ChunkKind(StrEnum):
 
 
 class ChunkWriter:
-    """Writes the events of one response; created: Unix seconds, the same in every chunk."""
+    """Writes the events of one response. created: Unix seconds, the same in every chunk. choices:
+    how many; an `index` selects one."""
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class ChunkWriter:
         created: int,
         *,
         include_usage: bool = False,
+        choices: int = 1,
     ) -> None:
         self._kind = kind
         self._include_usage = include_usage
@@ -61,34 +65,45 @@ class ChunkWriter:
             "model": model,
             "system_fingerprint": None,
         }
-        self.is_finished = False  # a finish reason or an error has been written
+        self._unfinished = set(range(choices))
         self._failed = False
+        self._templates = [self._template(index) for index in range(choices)]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has a finish reason, or an error has been written."""
+        return not self._unfinished
+
+    def _template(self, index: int) -> tuple[bytes, bytes]:
+        """What comes before and after the text in a chunk."""
         # From the right: an id before the placeholder may contain the same text.
-        template = self._event([self._choice(_TEXT_PLACEHOLDER, None)], None)
-        self._before_text, _, self._after_text = template.rpartition(_TEXT_PLACEHOLDER_JSON)
+        template = self._event([self._choice(index, _TEXT_PLACEHOLDER, None)], None)
+        before_text, _, after_text = template.rpartition(_TEXT_PLACEHOLDER_JSON)
+        return before_text, after_text
 
-    def content(self, text: str) -> bytes:
+    def content(self, text: str, index: int = 0) -> bytes:
         """One chunk of text. Raises TypeError for a lone surrogate, which is not valid UTF-8."""
-        assert not self.is_finished, "content after the end"
-        return b"".join((self._before_text, orjson.dumps(text), self._after_text))
+        assert index in self._unfinished, "content after the end"
+        before_text, after_text = self._templates[index]
+        return b"".join((before_text, orjson.dumps(text), after_text))
 
-    def delta(self, delta: dict[str, Any]) -> bytes:
+    def delta(self, delta: dict[str, Any], index: int = 0) -> bytes:
         """One chunk of a chat response with this `delta`."""
         assert self._kind is ChunkKind.CHAT, "only chat has deltas"
-        assert not self.is_finished, "content after the end"
-        return self._event([_chat_choice(delta, None)], None)
+        assert index in self._unfinished, "content after the end"
+        return self._event([_chat_choice(index, delta, None)], None)
 
-    def role(self) -> bytes:
+    def role(self, index: int = 0) -> bytes:
         """The first chunk of a chat response, with the role; completions have none."""
         assert self._kind is ChunkKind.CHAT, "only chat has roles"
-        assert not self.is_finished, "role after the end"
+        assert index in self._unfinished, "role after the end"
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._event([_chat_choice(delta, None)], None)
+        return self._event([_chat_choice(index, delta, None)], None)
 
-    def finish(self, reason: OpenAIFinishReason) -> bytes:
-        assert not self.is_finished, "a stream finishes once"
-        self.is_finished = True
-        return self._event([self._choice(None, reason)], None)
+    def finish(self, reason: OpenAIFinishReason, index: int = 0) -> bytes:
+        assert index in self._unfinished, "a choice finishes once"
+        self._unfinished.discard(index)
+        return self._event([self._choice(index, None, reason)], None)
 
     def usage(self, usage: CompletionUsage) -> bytes:
         """The chunk with the counts, after `finish`; empty unless the client requested it."""
@@ -99,13 +114,16 @@ class ChunkWriter:
     def error(self, error: BaseException) -> bytes:
         """The last event of a failed response; no `DONE` may follow it."""
         assert not self.is_finished, "an error after the end"
-        self.is_finished = self._failed = True
+        self._unfinished.clear()
+        self._failed = True
         return error_event(error)
 
-    def _choice(self, text: str | None, reason: OpenAIFinishReason | None) -> dict[str, object]:
+    def _choice(
+        self, index: int, text: str | None, reason: OpenAIFinishReason | None
+    ) -> dict[str, object]:
         if self._kind is ChunkKind.CHAT:
-            return _chat_choice({} if text is None else {"content": text}, reason)
-        return {"index": 0, "text": text or "", "logprobs": None, "finish_reason": reason}
+            return _chat_choice(index, {} if text is None else {"content": text}, reason)
+        return {"index": index, "text": text or "", "logprobs": None, "finish_reason": reason}
 
     def _event(self, choices: list[dict[str, object]], usage: CompletionUsage | None) -> bytes:
         chunk: dict[str, object] = {**self._common_fields, "choices": choices}
@@ -115,5 +133,7 @@ class ChunkWriter:
 
 
 # Any: JSON.
-def _chat_choice(delta: dict[str, Any], reason: OpenAIFinishReason | None) -> dict[str, object]:
-    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+def _chat_choice(
+    index: int, delta: dict[str, Any], reason: OpenAIFinishReason | None
+) -> dict[str, object]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}

@@ -1,12 +1,12 @@
-"""The deltas of one response (pure)."""
+"""The deltas of one choice (pure). Each tool call has an id."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import replace
 
-from frontend_svc.core.tools.deltas import CallArguments, CallStart, Content, Delta, Reasoning
+from frontend_svc.core.tools.deltas import CallStart, Content, Delta, Reasoning
 from frontend_svc.core.tools.harmony import HarmonyParser
 from frontend_svc.core.tools.parser import ToolCallParser
 from frontend_svc.core.tools.reasoning import ReasoningParser, SplitText
@@ -21,8 +21,8 @@ def call_id(response_id: str, index: int, chars: int) -> str:
 
 
 class ResponseParser:
-    """Parses the text of one response. tools, reasoning: None if it has no calls, no reasoning.
-    id_chars: see `CallFormat`."""
+    """Parses the text of one choice. tools, reasoning: None if it has no calls, no reasoning.
+    response_id: unique for the choice. id_chars: see `CallFormat`."""
 
     def __init__(
         self,
@@ -57,54 +57,20 @@ class ResponseParser:
         """The rest after the last piece."""
         parts = SplitText("", "") if self._reasoning is None else self._reasoning.finish()
         deltas = [*_reasoning(parts.reasoning), *self._answer(parts.answer)]
-        return deltas if self._tools is None else [*deltas, *self._tools.finish()]
+        return deltas if self._tools is None else [*deltas, *self._with_ids(self._tools.finish())]
 
     def _answer(self, text: str) -> list[Delta]:
         if self._tools is None or not text:
             return [Content(text)] if text else []
-        return self._tools.feed(text)
+        return self._with_ids(self._tools.feed(text))
 
-    # Any, here and below: JSON.
-    def chunk_delta(self, delta: Delta) -> dict[str, Any]:
-        """A delta as the `delta` of a chunk."""
-        match delta:
-            case Content(text):
-                return {"content": text}
-            case Reasoning(text):
-                return {"reasoning_content": text}
-            case CallStart(index, name):
-                call_id = self._id_of(delta)
-                function = {"name": name, "arguments": ""}
-                call = {"index": index, "id": call_id, "type": "function", "function": function}
-                return {"tool_calls": [call]}
-            case CallArguments(index, text):
-                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-
-    def message(self, deltas: Iterable[Delta]) -> dict[str, Any]:
-        """All deltas of a response as the `message` of a choice."""
-        content = reasoning = ""
-        calls: list[dict[str, Any]] = []
-        for delta in deltas:
-            match delta:
-                case Content(text):
-                    content += text
-                case Reasoning(text):
-                    reasoning += text
-                case CallStart(name=name):
-                    function = {"name": name, "arguments": ""}
-                    calls.append(
-                        {"id": self._id_of(delta), "type": "function", "function": function}
-                    )
-                case CallArguments(index, text):
-                    calls[index]["function"]["arguments"] += text
-        message: dict[str, Any] = {"role": "assistant", "refusal": None}
-        message["content"] = content if content or not (calls or reasoning) else None
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        return message | ({"tool_calls": calls} if calls else {})
-
-    def _id_of(self, start: CallStart) -> str:
-        return start.id or call_id(self._response_id, start.index, self._id_chars)
+    def _with_ids(self, deltas: Iterable[Delta]) -> list[Delta]:
+        return [
+            replace(one, id=call_id(self._response_id, one.index, self._id_chars))
+            if isinstance(one, CallStart) and not one.id
+            else one
+            for one in deltas
+        ]
 
 
 def _reasoning(text: str) -> list[Delta]:

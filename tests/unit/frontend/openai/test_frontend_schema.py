@@ -26,6 +26,13 @@ from frontend_svc.core.openai.responses import (
     model_object,
 )
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
+from frontend_svc.core.response_format import ChoiceEnd, ChoiceResult, OpenAIFinishReason
+from frontend_svc.core.tools.deltas import Content
+
+
+def whole(text: str, reason: OpenAIFinishReason = "stop") -> ChoiceResult:
+    return ChoiceResult(ChoiceEnd(reason), [Content(text)])
+
 
 HI = [{"role": "user", "content": "hi"}]
 USAGE = CompletionUsage(7, 3, 10, PromptTokensDetails(cached_tokens=4))
@@ -412,7 +419,7 @@ def test_every_kind_of_message_reaches_the_template_unchanged() -> None:
 
 
 def test_an_assistant_message_may_be_returned_as_the_sdk_serialises_it() -> None:
-    response = completion_json("chatcmpl-1", "m", 1, "hello", "stop", USAGE, is_chat=True)
+    response = completion_json("chatcmpl-1", "m", 1, [whole("hello")], USAGE, is_chat=True)
     dumped = ChatCompletion.model_validate_json(response).choices[0].message.model_dump()
     assert "annotations" in dumped
     request = chat(messages=[*HI, dumped, *HI])
@@ -655,7 +662,8 @@ def test_n_above_one_is_refused_by_name() -> None:
 
 
 def test_a_chat_completion_has_the_types_of_the_sdk() -> None:
-    body = completion_json("chatcmpl-1", "m", 1_700_000_000, 'a "b"', "length", USAGE, is_chat=True)
+    choices = [whole('a "b"', "length")]
+    body = completion_json("chatcmpl-1", "m", 1_700_000_000, choices, USAGE, is_chat=True)
     response = ChatCompletion.model_validate_json(body, strict=True)
     assert (response.id, response.object, response.created) == (
         "chatcmpl-1",
@@ -671,7 +679,7 @@ def test_a_chat_completion_has_the_types_of_the_sdk() -> None:
 
 def test_a_text_completion_has_the_types_of_the_sdk() -> None:
     body = completion_json(
-        "cmpl-1", "m", 1_700_000_000, "text", "stop", CompletionUsage(1, 2, 3), is_chat=False
+        "cmpl-1", "m", 1_700_000_000, [whole("text")], CompletionUsage(1, 2, 3), is_chat=False
     )
     response = Completion.model_validate_json(body, strict=True)
     assert (response.id, response.object) == ("cmpl-1", "text_completion")

@@ -32,7 +32,7 @@ def later(after_s: float, what: Callable[[], None]) -> None:
 def test_idle_time_wakes_the_reader_repeatedly_and_tokens_restart_it() -> None:
     async def main() -> list[tuple[float, list[int]]]:
         loop, response = asyncio.get_running_loop(), new_response()
-        response.wake_when_idle(15.0)
+        response.reader.wake_when_idle(15.0)
         later(10.0, lambda: response.tokens([1], ()))
         later(60.0, lambda: response.tokens([2], ()))
         later(61.0, lambda: response.finished(DONE))
@@ -65,7 +65,7 @@ def test_without_an_idle_time_the_reader_is_not_woken() -> None:
 def test_a_reader_that_does_not_wait_is_not_woken_for_idle_time() -> None:
     async def main() -> None:
         loop, response = asyncio.get_running_loop(), new_response()
-        response.wake_when_idle(1.0)
+        response.reader.wake_when_idle(1.0)
         await asyncio.sleep(10.3)  # for example, the client does not read
         later(0.5, lambda: response.tokens([1], ()))
         assert await response.next() == [1], "only half a second has passed"
@@ -78,11 +78,11 @@ def test_a_reader_that_does_not_wait_is_not_woken_for_idle_time() -> None:
 def test_an_ended_response_leaves_no_timer() -> None:
     async def main() -> None:
         response = new_response()
-        response.wake_when_idle(5.0)
+        response.reader.wake_when_idle(5.0)
         response.finished(DONE)
         late = new_response()
         late.finished(DONE)
-        late.wake_when_idle(5.0)
+        late.reader.wake_when_idle(5.0)
         assert await late.next() == []
 
     run_virtually(main())
@@ -106,7 +106,7 @@ def test_the_unread_tokens_of_a_client_are_bounded(kind: str) -> None:
 def test_the_end_is_awaited_past_idle_times_and_discarded_tokens() -> None:
     async def main() -> float:
         loop, response = asyncio.get_running_loop(), new_response()
-        response.wake_when_idle(15.0)
+        response.reader.wake_when_idle(15.0)
         later(10.0, lambda: response.tokens([1], ()))
         later(40.0, lambda: response.finished(DONE))
         assert await response.end() is DONE

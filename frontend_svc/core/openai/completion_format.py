@@ -1,0 +1,63 @@
+"""The ResponseFormat of chat completions and completions (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from common.errors import MeshError
+from common.request.preprocessed import CompletionUsage
+from frontend_svc.core.openai.chat_message import chunk_delta
+from frontend_svc.core.openai.errors import error_event
+from frontend_svc.core.openai.responses import completion_json
+from frontend_svc.core.openai.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter
+from frontend_svc.core.response_format import ChoiceEnd, ChoiceResult, TokenText
+from frontend_svc.core.tools.deltas import Delta
+
+
+class CompletionFormat:
+    """Writes one response. created: Unix seconds. See ChunkWriter."""
+
+    keep_alive = KEEP_ALIVE
+
+    def __init__(
+        self,
+        kind: ChunkKind,
+        response_id: str,
+        model: str,
+        created: int,
+        *,
+        choices: int,
+        include_usage: bool,
+    ) -> None:
+        self._is_chat = kind is ChunkKind.CHAT
+        self._choices = choices
+        self._writer = ChunkWriter(
+            kind, response_id, model, created, include_usage=include_usage, choices=choices
+        )
+        self._whole = partial(completion_json, response_id, model, created, is_chat=self._is_chat)
+
+    def begin(self) -> bytes:
+        if not self._is_chat:
+            return b""
+        return b"".join(map(self._writer.role, range(self._choices)))
+
+    def text(self, choice: int, pieces: Iterable[str]) -> bytes:
+        content = self._writer.content
+        return b"".join([content(piece, choice) for piece in pieces])
+
+    def output(self, choice: int, deltas: Sequence[Delta], tokens: Sequence[TokenText]) -> bytes:
+        delta = self._writer.delta
+        return b"".join([delta(chunk_delta(one), choice) for one in deltas])
+
+    def finish(self, choice: int, end: ChoiceEnd) -> bytes:
+        return self._writer.finish(end.reason, choice)
+
+    def end(self, usage: CompletionUsage) -> bytes:
+        return self._writer.usage(usage) + DONE
+
+    def error(self, error: MeshError) -> bytes:
+        return error_event(error)
+
+    def body(self, choices: Sequence[ChoiceResult], usage: CompletionUsage) -> bytes:
+        return self._whole(choices, usage)

@@ -1,0 +1,98 @@
+"""The generation APIs: how a body is read and how its response is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from frontend_svc.core.models.model_watch import Table
+from frontend_svc.core.openai.completion_format import CompletionFormat
+from frontend_svc.core.openai.errors import HttpError, http_error
+from frontend_svc.core.openai.parsing import parse_chat, parse_completion
+from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
+from frontend_svc.core.openai.sse import ChunkKind
+from frontend_svc.core.response_format import ResponseFormat
+from frontend_svc.metrics.families import Endpoint
+
+HeaderPairs: TypeAlias = Iterable[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseInfo:
+    """What a format needs of a response. request_id: 32 hex digits, unique. created: Unix seconds.
+    choices: how many. prompt_tokens: of all prompts."""
+
+    request_id: str
+    model: str
+    created: int
+    choices: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedBody:
+    """A body as the request it stands for. make_format: called once, after all checks."""
+
+    request: ChatRequest | CompletionRequest
+    make_format: Callable[[ResponseInfo], ResponseFormat]
+
+
+class GenerationApi(Protocol):
+    """One API with responses from a model. table: the engines that serve it. passes_through:
+    whether bodies for pass-through models go to their worker unparsed."""
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+
+    @property
+    def table(self) -> Table: ...
+
+    @property
+    def passes_through(self) -> bool: ...
+
+    async def parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody:
+        """Raises MeshError with the field of the client's body."""
+        ...
+
+    def http_error(self, error: BaseException, headers: Container[bytes]) -> HttpError:
+        """The response for an error before the first byte. headers: names of the request's."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionApi:
+    """Chat completions, or completions."""
+
+    endpoint: Endpoint
+    table: Table
+    kind: ChunkKind
+    id_prefix: str
+    parse_body: Callable[[bytes], ChatRequest | CompletionRequest]
+    passes_through: bool = True
+
+    async def parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody:
+        request = self.parse_body(raw)
+
+        def make_format(info: ResponseInfo) -> ResponseFormat:
+            return CompletionFormat(
+                self.kind,
+                f"{self.id_prefix}-{info.request_id}",
+                info.model,
+                info.created,
+                choices=info.choices,
+                include_usage=request.include_usage,
+            )
+
+        return ParsedBody(request, make_format)
+
+    def http_error(self, error: BaseException, headers: Container[bytes]) -> HttpError:
+        return http_error(error, headers)
+
+
+CHAT_COMPLETIONS = CompletionApi(
+    Endpoint.CHAT_COMPLETIONS, "chat", ChunkKind.CHAT, "chatcmpl", parse_chat
+)
+COMPLETIONS = CompletionApi(
+    Endpoint.COMPLETIONS, "completions", ChunkKind.COMPLETION, "cmpl", parse_completion
+)
