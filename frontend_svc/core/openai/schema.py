@@ -201,7 +201,7 @@ class JsonSchemaFormat(StrictModel):
     strict: bool | None = None
 
 
-class ResponseFormat(StrictModel):
+class RequestedFormat(StrictModel):
     """The form of a response. json_schema: exactly for the type of that name."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -279,7 +279,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: AtLeastOne | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: RequestedFormat | None = None
 
     metadata: Annotated[dict[str, str], BeforeValidator(check_pair_count)] | None = None
     safety_identifier: str | None = None
