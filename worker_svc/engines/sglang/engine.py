@@ -41,7 +41,14 @@ from typing import Any, Final
 
 import structlog
 
-from common.errors import Conflict, InvalidRequest, MeshError, Unavailable, WorkerLost
+from common.errors import (
+    Conflict,
+    InvalidRequest,
+    MeshError,
+    Unavailable,
+    Unsupported,
+    WorkerLost,
+)
 from common.kv.load import Load
 from common.registry.instances import Role
 from common.runtime.free_ports import free_ports
@@ -51,10 +58,13 @@ from worker_svc.engines.contract import (
     GenerateContext,
     LLMEngineOutput,
     PreprocessedRequest,
+    Vector,
     chunk,
+    usage,
 )
 from worker_svc.engines.handoff import HandoffTimeouts, no_blocks_error
 from worker_svc.engines.sglang import admin
+from worker_svc.engines.sglang.embedding import embed
 from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
 from worker_svc.engines.sglang.launch import (
     kill_children,
@@ -70,6 +80,7 @@ from worker_svc.engines.sglang.sampling import (
     MinTokens,
     OutputConverter,
     SglangRequest,
+    build_embedding_arguments,
     build_sglang_request,
     to_invalid_request,
 )
@@ -198,6 +209,12 @@ class SglangEngine:
         Raises Unsupported, InvalidRequest, PromptTooLong, Overloaded, Unavailable, and WorkerLost
         if SGLang dies or a handoff fails.
         """
+        if self._properties.is_embedding:
+            if not request.is_probe:
+                raise Unsupported("model", "the model computes embeddings only")
+            await self.embed(request, ctx)
+            yield chunk.stop().with_usage(usage(len(request.token_ids), 0))
+            return
         try:
             self._check_alive()
             sglang_request = build_sglang_request(request, self._properties, ctx.priority)
@@ -214,6 +231,30 @@ class SglangEngine:
                 yield output
         except MeshError:
             outcome = "failed"
+            raise
+        finally:
+            self.counters[outcome] += 1
+
+    async def embed(self, request: PreprocessedRequest, ctx: GenerateContext) -> Vector | None:
+        """Returns the vector of one prompt. Raises as `generate`."""
+        try:
+            self._check_alive()
+            arguments = build_embedding_arguments(request, self._properties, ctx.priority)
+        except MeshError:
+            self.counters["rejected"] += 1
+            raise
+        self.counters["accepted"] += 1
+        outcome = "closed"
+        manager = self._engine.tokenizer_manager
+        try:
+            vector = await embed(manager, arguments, self._new_rid(ctx.id), self._properties)
+            outcome = "finished"
+            self._chunk_counts[0] += 1
+            return vector
+        except MeshError:
+            outcome = "failed"
+            if self._engine_failure is not None and self._engine_failure.done():
+                raise self._engine_failure.result() from None
             raise
         finally:
             self.counters[outcome] += 1
@@ -457,6 +498,7 @@ class SglangEngine:
             loras=frozenset(one.lora_name for one in resolved.get("lora_paths") or ()),
             dp_size=resolved["dp_size"],
             is_deterministic=bool(resolved["enable_deterministic_inference"]),
+            is_embedding=not model.is_generation,
         )
 
     async def _warm_up(self) -> None:
@@ -467,6 +509,11 @@ class SglangEngine:
             arguments |= asdict(BootstrapInfo(NO_PARTNER_HOST, 0, 0))
         try:
             async with asyncio.timeout(WARM_UP_TIMEOUT_S):
+                if self._properties.is_embedding:
+                    request = {"input_ids": [0], "priority": 0}
+                    rid = self._new_rid("warm-up")
+                    await embed(self._engine.tokenizer_manager, request, rid, self._properties)
+                    return
                 stream = await self._start_generation(
                     SglangRequest(arguments), self._new_rid("warm-up")
                 )
@@ -510,6 +557,9 @@ class SglangEngine:
             kv_index=kv_index,
             kv_index_reason=reason,
             dp_size=self._properties.dp_size,
+            kinds=("embedding",) if self._properties.is_embedding else ("chat", "completions"),
+            embedding_size=model.hidden_size if self._properties.is_embedding else None,
+            shorter_embeddings=bool(model.is_matryoshka),
         )
 
     def _max_num_seqs(self) -> int | None:

@@ -90,7 +90,8 @@ class EngineProperties:
     """Properties of a started SGLang that requests must fit.
 
     max_input_tokens: a prompt must be shorter. eos_ids: of the model. loras: loaded adapters.
-    is_deterministic: whether seeds are supported.
+    is_deterministic: whether seeds are supported. is_embedding: whether the model computes
+    embeddings and generates nothing.
     """
 
     role: Role = "aggregated"
@@ -101,6 +102,7 @@ class EngineProperties:
     loras: frozenset[str] = frozenset()
     dp_size: int = 1
     is_deterministic: bool = False
+    is_embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,24 @@ def build_sglang_request(
         arguments |= asdict(bootstrap)
     needs_min_tokens = "custom_params" in arguments["sampling_params"]
     return SglangRequest(arguments, stop_tokens, logprobs, needs_min_tokens, bootstrap)
+
+
+def build_embedding_arguments(
+    request: PreprocessedRequest, properties: EngineProperties, priority: int | None = None
+) -> Arguments:
+    """Returns the fields of SGLang's embedding request, except `rid`. priority: used if the request
+    has none. Raises as `build_sglang_request`."""
+    if not properties.is_embedding:
+        text = 'the model computes embeddings only with engine_args {"is_embedding": true}'
+        raise Unsupported("model", text)
+    # SGLang chooses the rank of an embedding itself.
+    _, priority, lora = _check_routing(request, properties, priority)
+    _check_prompt(request, properties)
+    return {
+        "input_ids": request.token_ids.tolist(),
+        "priority": priority or 0,
+        "lora_path": lora,
+    }
 
 
 def _check_supported(request: PreprocessedRequest, properties: EngineProperties) -> None:
