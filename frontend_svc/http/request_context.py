@@ -5,48 +5,72 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 from opentelemetry.util.types import AttributeValue
 
 from common.errors import MeshError
-from frontend_svc.core.models.model_watch import Table
 from frontend_svc.core.openai.errors import client_message, is_server_fault
-from frontend_svc.core.openai.pass_through import PassThroughRequest
-from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.request.outcomes import merge_outcomes
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.core.response_format import ResponseFormat
-from frontend_svc.http.asgi import Receive, Send
+from frontend_svc.http.asgi import Headers, Receive, Send
 from frontend_svc.metrics.families import Endpoint
-from frontend_svc.request.response import ResponseBuffer
 from frontend_svc.tracing import RequestSpan
 
 MODEL_OWNER = "kvmesh"
 
+# OpenTelemetry's names of operations other than chat.
+_OPERATIONS = {
+    Endpoint.COMPLETIONS: "text_completion",
+    Endpoint.EMBEDDINGS: "embeddings",
+    Endpoint.TOKENIZE: "tokenize",
+    Endpoint.DETOKENIZE: "detokenize",
+}
+
 log = structlog.get_logger()
+
+
+class RequestBody(Protocol):
+    """What logs and metrics need of a body."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def is_stream(self) -> bool: ...
+
+
+class ResponsePart(Protocol):
+    """What logs need of one request to workers. first_token_at: on the clock of the metrics."""
+
+    @property
+    def outcome(self) -> RequestOutcome | None: ...
+    @property
+    def first_token_at(self) -> float | None: ...
 
 
 @dataclass(slots=True)
 class HttpRequest:
-    """One request to a generation endpoint. request_id: unique, made by the frontend. client_id:
+    """One request to an endpoint. request_id: unique, made by the frontend. client_id:
     the client's x-request-id, or request_id. started_at_s: on the clock of the metrics. headers: of
-    the client. base_model: the model itself, or the base model of an adapter; "" if passed through
-    or not known yet. responses: one per choice. stream_format: of the stream that has begun.
-    status: HTTP status sent to the client, 0 before it is sent."""
+    the client; header_pairs: the same, with repetitions. base_model: the model itself, or the base
+    model of an adapter; "" if passed through or not known yet. responses: one per choice or input.
+    stream_format: of the stream that has begun. status: HTTP status sent to the client, 0 before
+    it is sent."""
 
     endpoint: Endpoint
-    table: Table
     request_id: str
     client_id: bytes
     span: RequestSpan
     started_at_s: float
+    header_pairs: Headers
     headers: Mapping[bytes, bytes]
     receive: Receive
     send: Send
-    body: ChatRequest | CompletionRequest | PassThroughRequest | None = None
+    body: RequestBody | None = None
     base_model: str = ""
-    responses: Sequence[ResponseBuffer] = ()
+    responses: Sequence[ResponsePart] = ()
     choices_per_prompt: int = 1
     stream_format: ResponseFormat | None = None
     status: int = 0
@@ -86,7 +110,7 @@ def span_attributes(context: HttpRequest) -> dict[str, AttributeValue]:
     if context.body is not None:
         fields |= {
             "model": context.body.model,
-            "gen_ai.operation.name": "chat" if context.table == "chat" else "text_completion",
+            "gen_ai.operation.name": _OPERATIONS.get(context.endpoint, "chat"),
             "gen_ai.provider.name": MODEL_OWNER,
             "gen_ai.request.model": context.body.model,
             "gen_ai.request.stream": context.body.is_stream,

@@ -55,6 +55,9 @@ class Endpoint(_Label):
 
     COMPLETIONS = "completions"
     CHAT_COMPLETIONS = "chat_completions"
+    EMBEDDINGS = "embeddings"
+    TOKENIZE = "tokenize"
+    DETOKENIZE = "detokenize"
 
 
 class RequestType(_Label):

@@ -108,14 +108,17 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
         now: datetime,
     ) -> Prompt:
         """The prompt, in which control tokens in strings of the client are text. tools: as in the
         OpenAI API; None: the response calls none. template_kwargs: more variables of the template
-        (for example `enable_thinking`). now: the time that `strftime_now` formats. Raises
+        (for example `enable_thinking`). add_generation_prompt: whether it ends with the beginning
+        of the response. now: the time that `strftime_now` formats. Raises
         TemplateError if the template refuses the messages (`raise_exception`) or fails, for content
         that is not text, and for `template_kwargs` that would replace an argument."""
         variables = _variables(tools, template_kwargs)
+        variables["add_generation_prompt"] = add_generation_prompt
         normalised = normalise_messages(messages, self.shape)
         if not control_tokens.are_in(normalised, tools, template_kwargs):
             return Prompt(self._render(normalised, variables, now))

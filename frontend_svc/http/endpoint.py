@@ -1,0 +1,198 @@
+"""An endpoint that takes a JSON body: reads it, counts the request and reports errors."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Container
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Generic, TypeVar
+
+import structlog
+
+from common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    MeshError,
+    Overloaded,
+    RequestCancelled,
+)
+from common.request.preprocessed import PreprocessedRequest
+from frontend_svc.config import FrontendConfig
+from frontend_svc.core.openai.errors import (
+    BODY_TOO_LARGE,
+    HttpError,
+    error_event,
+    error_type,
+    http_error,
+)
+from frontend_svc.core.request.types import RequestPlan
+from frontend_svc.http.asgi import BODY_END, Receive, Scope, Send, body_part, send_response
+from frontend_svc.http.request_context import HttpRequest, log_request, span_attributes
+from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
+from frontend_svc.tracing import start_request_span
+
+# Time a client may take to send its body.
+BODY_TIMEOUT_S = 60.0
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+
+P = TypeVar("P")
+
+log = structlog.get_logger()
+
+
+class PostEndpoint(ABC, Generic[P]):
+    """The ASGI application of one endpoint. A subclass reads bodies (P) and serves them."""
+
+    def __init__(self, endpoint: Endpoint, state: DeploymentState, config: FrontendConfig) -> None:
+        self._endpoint = endpoint
+        self._state = state
+        self._config = config
+        self._active_requests = 0
+
+    @abstractmethod
+    async def parse(self, context: HttpRequest, raw: bytes) -> P:
+        """Reads a body, and sets `context.body`. Raises MeshError with the field of the body."""
+
+    @abstractmethod
+    async def serve(self, context: HttpRequest, body: P, meter: RequestMeter) -> None:
+        """Sends the response, and marks the meter. Raises the MeshError of a failed request."""
+
+    def http_error(self, error: BaseException, headers: Container[bytes]) -> HttpError:
+        """The response for an error before the first byte. headers: names of the request's."""
+        return http_error(error, headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request. It is counted, and gets a log line, however it ends."""
+        context = self._make_context(scope, receive, send)
+        meter: RequestMeter | None = None
+        self._active_requests += 1
+        try:
+            try:
+                if self._active_requests > (limit := self._config.requests_max):
+                    raise Overloaded(1.0, f"too many concurrent requests: {limit}/{limit}")
+                body = await self.parse(context, await self._receive_body(context))
+            except TimeoutError:
+                message = f"The body was not complete within {BODY_TIMEOUT_S:g} s."
+                raise DeadlineExceeded(message) from None
+            finally:
+                name = context.body.model if context.body is not None else ""
+                is_stream = context.body is not None and context.body.is_stream
+                meter = self._state.begin(name, self._endpoint, is_stream)
+            await self.serve(context, body, meter)
+        except MeshError as error:
+            await self._fail(context, meter, error)
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of the tokenizer library is no Exception
+            log.exception("request_failed", request_id=context.request_id)
+            await self._fail(context, meter, InternalError("see the frontend's log"))
+        finally:
+            self._active_requests -= 1
+            if meter is not None:
+                meter.close()
+            context.span.end(partial(span_attributes, context), context.final_error)
+            log_request(context, self._state.clock())
+
+    def _make_context(self, scope: Scope, receive: Receive, send: Send) -> HttpRequest:
+        header_pairs = tuple(scope["headers"])
+        headers = dict(header_pairs)
+        request_id = uuid.uuid4().hex
+        client_id = headers.get(b"x-request-id", b"")
+        traceparent = headers.get(b"traceparent", b"").decode("latin-1")
+        return HttpRequest(
+            endpoint=self._endpoint,
+            request_id=request_id,
+            client_id=client_id if _REQUEST_ID.fullmatch(client_id) else request_id.encode(),
+            span=start_request_span(scope["path"], traceparent),
+            started_at_s=self._state.clock(),
+            header_pairs=header_pairs,
+            headers=headers,
+            receive=receive,
+            send=send,
+        )
+
+    async def _receive_body(self, context: HttpRequest) -> bytes:
+        limit = self._config.body_limit_mb << 20
+        content_length = context.headers.get(b"content-length", b"0")
+        text = f"The body is larger than {self._config.body_limit_mb} MB."
+        too_large = InvalidRequest(text, reason=BODY_TOO_LARGE)
+        if content_length.isdigit() and int(content_length) > limit:
+            raise too_large
+        parts, size = [], 0
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await context.receive()
+                if message["type"] == "http.disconnect":
+                    raise RequestCancelled("The client disconnected before its body was complete.")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limit:
+                    raise too_large
+                if not message.get("more_body"):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def make_plan(self, context: HttpRequest, request: PreprocessedRequest) -> RequestPlan:
+        now = asyncio.get_running_loop().time()
+        return RequestPlan(
+            request_id=context.request_id,
+            request=request,
+            deadline=now + self._config.request_timeout_s,
+            attempts_max=self._config.attempts_max,
+            accept_timeout_s=self._config.accept_timeout_s,
+            traceparent=context.span.traceparent,
+            trace_id=context.span.trace_id,
+            priority=request.routing.priority if request.routing is not None else None,
+        )
+
+    async def _fail(
+        self, context: HttpRequest, meter: RequestMeter | None, error: MeshError
+    ) -> None:
+        context.error = error
+        if meter is not None:
+            meter.mark_failed(error_type(error))
+        await self._send_error(context, error)
+
+    async def _send_error(self, context: HttpRequest, error: MeshError) -> None:
+        """Sends an error as an HTTP response, or as the last event if the stream has begun."""
+        if context.is_response_complete:
+            return
+        if context.status:
+            stream_format = context.stream_format
+            events = error_event(error) if stream_format is None else stream_format.error(error)
+            await context.send(body_part(events))
+            await context.send(BODY_END)
+            return
+        response = self.http_error(error, context.headers)
+        context.status = response.status
+        headers = tuple((k.encode(), v.encode()) for k, v in response.headers)
+        await send_response(
+            context.send, response.status, (*headers, context.id_header), response.body
+        )
+
+
+@asynccontextmanager
+async def disconnect_watch(
+    receive: Receive, on_disconnect: Callable[[], None]
+) -> AsyncIterator[None]:
+    """Calls `on_disconnect` if the client disconnects before the end of the block. receive: of a
+    request whose body was read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        on_disconnect()
+
+    # Not a TaskGroup: it would wrap what the block raises.
+    task = asyncio.get_running_loop().create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled() and task.exception() is not None:
+            log.error("disconnect_watch_failed", exc_info=task.exception())
