@@ -5,6 +5,7 @@ The fields come from the descriptors, so that a new field fails here until one o
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -81,6 +82,7 @@ def ends(count: int, reason: int) -> Callable[[Result], bool]:
 
 WHOLE = ends(4, request_pb2.FINISH_REASON_LENGTH)
 EFFECTS: dict[str, Callable[[Result], bool]] = {
+    "request_json": WHOLE,
     "request.token_ids": WHOLE,
     "request.token_ids_le": WHOLE,
     "request.eos_token_ids": ends(1, request_pb2.FINISH_REASON_EOS),
@@ -168,6 +170,10 @@ def set_field(message: Any, path: Sequence[FieldDescriptor], value: Any) -> None
 
 
 def build(*names: str) -> pb.GenerateRequest:
+    if "request_json" in names:
+        stop = {"max_tokens": 4}
+        request_json = json.dumps({"token_ids": PROMPT, "stop_conditions": stop})
+        return pb.GenerateRequest(request_json=request_json)
     message = pb.GenerateRequest()
     if "request.token_ids" not in names:
         message.request.token_ids_le = VALUES["request.token_ids_le"]

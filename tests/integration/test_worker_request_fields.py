@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -37,6 +38,7 @@ from common.request.preprocessed import (
     StopConditions,
     TokenIds,
     TraceLink,
+    to_json,
 )
 from common.request.preprocessed.media import NixlDescriptor
 from common.rpc import channel as rpc
@@ -368,3 +370,42 @@ async def test_the_checksum_of_another_card_is_refused_and_its_absence_is_not() 
         with pytest.raises(InvalidRequest) as refused:
             await worker.received(mdc_sum="0" * 64)
     assert (refused.value.field, refused.value.reason) == ("mdc_sum", "CARD_MISMATCH")
+
+
+async def received_json(worker: Worker, text: str) -> PreprocessedRequest:
+    message = pb.GenerateRequest(request_json=text)
+    return await worker.received_raw(message.SerializeToString())
+
+
+@pytest.mark.row("S2-73", "S2-74", "S2-75", "S2-76")
+async def test_the_json_form_of_a_request_reaches_the_engine() -> None:
+    plain = PreprocessedRequest(model="m", token_ids=TokenIds.of([1, 2]))
+    async with working() as worker:
+        assert "_HEALTH_CHECK" not in to_json(plain)
+        assert await received_json(worker, to_json(plain)) == plain
+        probe = replace(plain, is_probe=True, stop_conditions=StopConditions(**STOPS))
+        assert '"_HEALTH_CHECK":true' in to_json(probe)
+        assert await received_json(worker, to_json(probe)) == probe
+        canary = await received_json(worker, '{"token_ids":[1],"_HEALTH_CHECK":true}')
+        assert (canary.model, list(canary.token_ids), canary.is_probe) == ("", [1], True)
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [('{"token_ids":[1]', ""), ('{"token_ids":["a"]}', "token_ids[0]")],
+)
+async def test_an_invalid_json_form_is_refused_by_its_field(text: str, field: str) -> None:
+    async with working() as worker:
+        with pytest.raises(InvalidRequest) as rejected:
+            await received_json(worker, text)
+        assert (rejected.value.field or "") == field
+
+
+async def test_a_request_in_both_forms_is_refused() -> None:
+    message = pb.GenerateRequest(
+        request=wire.PreprocessedRequest(token_ids=[1]), request_json='{"token_ids":[1]}'
+    )
+    async with working() as worker:
+        with pytest.raises(InvalidRequest) as rejected:
+            await worker.received_raw(message.SerializeToString())
+        assert rejected.value.field == "request_json"

@@ -27,6 +27,7 @@ from common.request.preprocessed import (
     PrefillResult,
     PreprocessedEmbeddingRequest,
     PreprocessedRequest,
+    from_json,
     usage,
 )
 from common.request.token_stream import LegRequest, RequestFrame, ResponseFrame
@@ -90,7 +91,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         leg_request = LegRequest(
             request_id=request.request_id or request_id() or "",
             timeout_s=timeout_s,
-            request=from_proto(request.request),
+            request=_read_request(request),
         )
         self._check_vocabulary(leg_request.request)
         key = self.runner.admit(leg_request)
@@ -293,6 +294,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             if at == first:
                 chunk.sha256, chunk.size = artifact.sha256, artifact.size
             yield chunk
+
+
+def _read_request(message: engine_pb2.GenerateRequest) -> PreprocessedRequest:
+    if not message.request_json:
+        return from_proto(message.request)
+    if message.HasField("request"):
+        raise InvalidRequest("request and request_json are both set", "request_json")
+    return from_json(PreprocessedRequest, message.request_json)
 
 
 def _build_generate_response(outputs: list[LLMEngineOutput]) -> engine_pb2.GenerateResponse:

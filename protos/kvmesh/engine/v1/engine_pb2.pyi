@@ -566,8 +566,11 @@ class GenerateRequest(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_JSON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Empty: the x-request-id metadata, else a generated id."""
+    request_json: _builtins.str
+    """The JSON form of a PreprocessedRequest, in place of `request`."""
     @_builtins.property
     def request(self) -> _request_pb2.PreprocessedRequest:
         """What to generate."""
@@ -577,10 +580,11 @@ class GenerateRequest(_message.Message):
         *,
         request: _request_pb2.PreprocessedRequest | None = ...,
         request_id: _builtins.str = ...,
+        request_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "request_id", b"request_id", "request_json", b"request_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
