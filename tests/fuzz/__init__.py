@@ -1,0 +1,1 @@
+"""Mutated request bodies against a running mesh: `make fuzz`."""

@@ -1,0 +1,150 @@
+"""Sends mutated bodies to all POST routes of a mesh. The last line is JSON; exit status 1 if a
+response has status 5xx, an error without its form, or none, or if the frontend's memory grows.
+
+    python -m tests.fuzz [--bodies 100000] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+
+from tests.e2e.mesh import Mesh, Service
+from tests.fuzz.bodies import BODIES, MODEL, mutate
+
+CONCURRENCY = 24
+TIMEOUT_S = 60.0
+# Share of the bodies after which memory is compared, and how much it may grow after it.
+WARM_UP = 0.3
+GROWTH_MAX_MB = 30.0
+FAILURES = Path(".run") / "fuzz"
+FAILURES_MAX = 50
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bodies", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Mesh(Path(folder), worker_flags=["--speedup=1000"]) as mesh,
+    ):
+        fuzz = Fuzz(mesh, arguments.seed)
+        asyncio.run(fuzz.run(arguments.bodies))
+        result = fuzz.result()
+    for failure in fuzz.failures[:20]:
+        print(failure)
+    print(json.dumps(result))
+    return bool(fuzz.failures) or result["growth_mb"] > GROWTH_MAX_MB
+
+
+class Fuzz:
+    """One run against a mesh. failures: one line each, with the file of the body."""
+
+    def __init__(self, mesh: Mesh, seed: int) -> None:
+        self.failures: list[str] = []
+        self._mesh = mesh
+        self._seed = seed
+        self._statuses: Counter[int] = Counter()
+        self._memory_mb: list[float] = []
+        self._seconds = 0.0
+        self._paths = [path for path in BODIES if _is_served(mesh, path)]
+
+    async def run(self, bodies: int) -> None:
+        """Sends that many bodies, round-robin over the routes."""
+        started_at = time.monotonic()
+        numbers = iter(range(bodies))
+        limits = httpx.Limits(max_connections=CONCURRENCY)
+        async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S, limits=limits) as http:
+
+            async def send_bodies() -> None:
+                for number in numbers:
+                    if number == int(bodies * WARM_UP):
+                        self._memory_mb.append(memory_mb(self._mesh.frontend))
+                    await self._send(http, number)
+
+            await asyncio.gather(*(send_bodies() for _ in range(CONCURRENCY)))
+        self._memory_mb.append(memory_mb(self._mesh.frontend))
+        self._seconds = time.monotonic() - started_at
+        for service in self._mesh.services:
+            if service.events("request_failed"):
+                self.failures.append(f"{service.kind}: request_failed in its log")
+        if not self._mesh.is_complete():
+            self.failures.append("a process has ended")
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "bodies": self._statuses.total(),
+            "seconds": round(self._seconds),
+            "routes": len(self._paths),
+            "statuses": dict(sorted(self._statuses.items())),
+            "failures": len(self.failures),
+            "memory_mb": [round(one) for one in self._memory_mb],
+            "growth_mb": round(self._memory_mb[-1] - self._memory_mb[0], 1),
+        }
+
+    async def _send(self, http: httpx.AsyncClient, number: int) -> None:
+        path = self._paths[number % len(self._paths)]
+        raw = mutate(path, Random(f"{self._seed} {number}"))
+        try:
+            response = await http.post(
+                f"{self._mesh.url}{path}", content=raw, headers={"x-request-id": f"fuzz-{number}"}
+            )
+        except httpx.HTTPError as error:
+            self._statuses[0] += 1
+            self._record(number, path, raw, repr(error))
+            return
+        self._statuses[response.status_code] += 1
+        problem = find_problem(response)
+        if problem:
+            self._record(number, path, raw, f"{problem}: {response.text[:300]}")
+
+    def _record(self, number: int, path: str, raw: bytes, problem: str) -> None:
+        FAILURES.mkdir(parents=True, exist_ok=True)
+        file = FAILURES / f"{self._seed}-{number}.body"
+        if len(self.failures) < FAILURES_MAX:
+            file.write_bytes(raw)
+        self.failures.append(f"{path} {file}: {problem}")
+
+
+def find_problem(response: httpx.Response) -> str:
+    """What is wrong with a response; "" if nothing."""
+    status = response.status_code
+    if status >= 500:
+        return str(status)
+    if status == 200:
+        # An error in the middle of a stream; 400 is the client's, for example of a schema.
+        return "error in a stream" if '"server_error"' in response.text else ""
+    try:
+        error = response.json()["error"]
+        has_form = bool(error["message"] and error["type"])
+    except (ValueError, LookupError, TypeError):
+        has_form = False
+    return "" if has_form else f"{status} without the form of an error"
+
+
+def memory_mb(service: Service) -> float:
+    """The resident memory of a process."""
+    status = Path(f"/proc/{service.pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
+
+
+def _is_served(mesh: Mesh, path: str) -> bool:
+    response = mesh.http.post(f"{mesh.url}{path}", json={"model": MODEL})
+    return response.status_code != 404
+
+
+if __name__ == "__main__":
+    sys.exit(main())
