@@ -55,8 +55,11 @@ class GenerationApi(Protocol):
         """Raises MeshError with the field of the client's body."""
         ...
 
-    def http_error(self, error: BaseException, headers: Container[bytes]) -> HttpError:
-        """The response for an error before the first byte. headers: names of the request's."""
+    def http_error(
+        self, error: BaseException, request_id: str, headers: Container[bytes]
+    ) -> HttpError:
+        """The response for an error before the first byte. request_id: of the response's header.
+        headers: names of the request's."""
         ...
 
 
@@ -86,7 +89,9 @@ class CompletionApi:
 
         return ParsedBody(request, make_format)
 
-    def http_error(self, error: BaseException, headers: Container[bytes]) -> HttpError:
+    def http_error(
+        self, error: BaseException, request_id: str, headers: Container[bytes]
+    ) -> HttpError:
         return http_error(error, headers)
 
 

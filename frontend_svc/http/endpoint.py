@@ -6,7 +6,7 @@ import asyncio
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Container
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Generic, TypeVar
@@ -62,9 +62,9 @@ class PostEndpoint(ABC, Generic[P]):
     async def serve(self, context: HttpRequest, body: P, meter: RequestMeter) -> None:
         """Sends the response, and marks the meter. Raises the MeshError of a failed request."""
 
-    def http_error(self, error: BaseException, headers: Container[bytes]) -> HttpError:
-        """The response for an error before the first byte. headers: names of the request's."""
-        return http_error(error, headers)
+    def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
+        """The response for an error before the first byte."""
+        return http_error(error, context.headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. It is counted, and gets a log line, however it ends."""
@@ -167,11 +167,11 @@ class PostEndpoint(ABC, Generic[P]):
             await context.send(body_part(events))
             await context.send(BODY_END)
             return
-        response = self.http_error(error, context.headers)
+        response = self.http_error(error, context)
         context.status = response.status
         headers = tuple((k.encode(), v.encode()) for k, v in response.headers)
         await send_response(
-            context.send, response.status, (*headers, context.id_header), response.body
+            context.send, response.status, (*headers, *context.id_headers), response.body
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -82,8 +82,8 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         self._on_request_end = on_request_end
         self._constraints = ConstraintChecks(config.grammar_compile_s)
 
-    def http_error(self, error: BaseException, headers: Container[bytes]) -> HttpError:
-        return self._api.http_error(error, headers)
+    def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
+        return self._api.http_error(error, context.client_id.decode("latin-1"), context.headers)
 
     async def parse(self, context: HttpRequest, raw: bytes) -> ParsedBody | PassThroughRequest:
         if self._api.passes_through and self._models.pass_through():
@@ -278,7 +278,9 @@ def render_prompt(
             body.template_messages(),
             model.control_tokens,
             tools=tools,
-            template_kwargs=body.chat_template_kwargs,
+            template_kwargs=body.template_kwargs(
+                model.template.variables, is_reasoning=model.is_reasoning
+            ),
             add_generation_prompt=add_generation_prompt,
             now=datetime.now(UTC),
         )

@@ -11,7 +11,8 @@ import structlog
 from opentelemetry.util.types import AttributeValue
 
 from common.errors import MeshError
-from frontend_svc.core.openai.errors import client_message, is_server_fault
+from frontend_svc.core.anthropic import errors as anthropic
+from frontend_svc.core.openai import errors as openai
 from frontend_svc.core.request.outcomes import merge_outcomes
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.core.response_format import ResponseFormat
@@ -24,6 +25,7 @@ MODEL_OWNER = "kvmesh"
 # OpenTelemetry's names of operations other than chat.
 _OPERATIONS = {
     Endpoint.COMPLETIONS: "text_completion",
+    Endpoint.COUNT_TOKENS: "count_tokens",
     Endpoint.EMBEDDINGS: "embeddings",
     Endpoint.TOKENIZE: "tokenize",
     Endpoint.DETOKENIZE: "detokenize",
@@ -78,8 +80,14 @@ class HttpRequest:
     is_response_complete: bool = False
 
     @property
-    def id_header(self) -> tuple[bytes, bytes]:
-        return b"x-request-id", self.client_id
+    def id_headers(self) -> Headers:
+        header = (b"x-request-id", self.client_id)
+        return (header, (b"request-id", self.client_id)) if self.is_messages else (header,)
+
+    @property
+    def is_messages(self) -> bool:
+        """Whether its client is one of the Messages API."""
+        return self.endpoint in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
 
     @property
     def outcome(self) -> RequestOutcome | None:
@@ -152,12 +160,13 @@ def log_request(context: HttpRequest, now_s: float) -> None:
     if context.outcome is not None:
         fields |= _outcome_fields(context.outcome)
     if (error := context.final_error) is not None:
+        client_message = anthropic.client_message if context.is_messages else openai.client_message
         message, param = client_message(error, context.headers)
         fields |= {"failure": error.reason, "error": message}
         if param is not None:
             fields["param"] = param
     # Also if the response had begun, with status 200.
-    level = logging.WARNING if error is not None and is_server_fault(error) else logging.INFO
+    level = logging.WARNING if error is not None and openai.is_server_fault(error) else logging.INFO
     log.log(level, "request", **fields)
 
 

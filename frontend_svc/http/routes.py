@@ -15,11 +15,13 @@ from starlette.routing import Route, Router
 
 from common.errors import MeshError
 from frontend_svc.config import FrontendConfig
+from frontend_svc.core.anthropic.errors import error_body
 from frontend_svc.core.openai.errors import http_error
 from frontend_svc.core.openai.responses import model_list, model_object
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.http.api import CHAT_COMPLETIONS, COMPLETIONS, GenerationApi
 from frontend_svc.http.generation import GenerationEndpoint
+from frontend_svc.http.messages import CountTokensEndpoint, MessagesApi
 from frontend_svc.http.request_context import MODEL_OWNER
 from frontend_svc.metrics.families import DeploymentState
 from frontend_svc.models.catalog import ModelCatalog
@@ -27,6 +29,7 @@ from frontend_svc.models.served_model import ServedModel
 from frontend_svc.request.gateway import Gateway
 
 METRICS_PATH = "/metrics"
+MESSAGES_PATH = "/v1/messages"
 
 log = structlog.get_logger()
 
@@ -117,6 +120,12 @@ def build_api(
         routes=[
             Route("/v1/chat/completions", generation(CHAT_COMPLETIONS), methods=["POST"]),
             Route("/v1/completions", generation(COMPLETIONS), methods=["POST"]),
+            Route(MESSAGES_PATH, generation(MessagesApi()), methods=["POST"]),
+            Route(
+                f"{MESSAGES_PATH}/count_tokens",
+                CountTokensEndpoint(models, state, config),
+                methods=["POST"],
+            ),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", get_model),
             Route("/health", health),
@@ -168,12 +177,15 @@ def _json_response(value: object, status: int) -> Response:
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     problem = "No such route" if status == 404 else "Method not allowed"
-    details = {
-        "message": f"{problem}: {request.method} {request.url.path}",
-        "type": "invalid_request_error",
-        "param": None,
-        "code": "not_found" if status == 404 else "method_not_allowed",
-    }
-    response = _json_response({"error": details}, status)
+    path = request.url.path
+    message = f"{problem}: {request.method} {path}"
+    code = "not_found" if status == 404 else "method_not_allowed"
+    if path.startswith(MESSAGES_PATH):
+        body = error_body(status, message, None, code, None)
+        response = Response(body, status, media_type="application/json")
+    else:
+        error_type = "invalid_request_error"
+        details = {"message": message, "type": error_type, "param": None, "code": code}
+        response = _json_response({"error": details}, status)
     response.headers.update(getattr(error, "headers", None) or {})  # Allow, with 405
     return response

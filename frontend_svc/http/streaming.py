@@ -88,7 +88,7 @@ class ResponseWriter:
             self._advance(recorder)
             if self._error is not None:
                 raise self._error
-        await _send_json(self._context, response_format.body(recorder.results, self._usage()))
+        await send_json(self._context, response_format.body(recorder.results, self._usage()))
 
     def _advance(self, sink: ChoiceSink) -> bytes:
         """Writes what has arrived; sets `_error` if a choice failed."""
@@ -142,7 +142,7 @@ async def send_merged_chunks(context: HttpRequest, buffer: ResponseBuffer, kind:
     outcome = await buffer.end()
     _raise_error(buffer)
     counted_usage = outcome.usage if outcome.usage.total_tokens else None
-    await _send_json(context, merge_chunks(kind, chunks, counted_usage))
+    await send_json(context, merge_chunks(kind, chunks, counted_usage))
 
 
 def _raise_error(buffer: ResponseBuffer) -> None:
@@ -152,7 +152,7 @@ def _raise_error(buffer: ResponseBuffer) -> None:
 
 async def _start_stream(context: HttpRequest) -> None:
     context.status = 200
-    await context.send(response_start(200, (*STREAM_HEADERS, context.id_header)))
+    await context.send(response_start(200, (*STREAM_HEADERS, *context.id_headers)))
 
 
 async def _end_stream(context: HttpRequest, events: bytes) -> None:
@@ -161,6 +161,6 @@ async def _end_stream(context: HttpRequest, events: bytes) -> None:
     await context.send(BODY_END)
 
 
-async def _send_json(context: HttpRequest, payload: bytes) -> None:
+async def send_json(context: HttpRequest, payload: bytes) -> None:
     context.status, context.is_response_complete = 200, True
-    await send_response(context.send, 200, (JSON_HEADER, context.id_header), payload)
+    await send_response(context.send, 200, (JSON_HEADER, *context.id_headers), payload)

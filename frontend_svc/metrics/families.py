@@ -58,6 +58,8 @@ class Endpoint(_Label):
     EMBEDDINGS = "embeddings"
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
+    MESSAGES = "messages"
+    COUNT_TOKENS = "count_tokens"
 
 
 class RequestType(_Label):

@@ -95,6 +95,11 @@ class ServedModel:
         bytes_max = self.max_bytes_per_token
         return 0 if bytes_max is None else -(-len(text.encode()) // bytes_max)
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether responses may begin with reasoning."""
+        return self.is_harmony or self.reasoning_format is not None
+
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """Token ids of a text; long texts are encoded in a thread."""
         if len(text) <= ENCODE_INLINE_CHARS:

@@ -198,12 +198,21 @@ def _mapping_of(error: BaseException) -> _Mapping:
     return _TABLE[InternalError]
 
 
+def error_details(
+    error: BaseException, headers: Container[bytes] = ()
+) -> tuple[str, str | None, str | None]:
+    """Message, `param` and `code` of an error. headers: see `http_error`."""
+    mapping = _mapping_of(error)
+    if not isinstance(error, MeshError) or mapping is _TABLE[InternalError]:
+        return INTERNAL_MESSAGE, None, mapping.code
+    code = mapping.code
+    if code is None:
+        code = _INVALID_VALUE if error.reason == error.kind else error.reason.lower()
+    return *client_message(error, headers), code
+
+
 def _response_body(error: BaseException, mapping: _Mapping, headers: Container[bytes]) -> bytes:
-    message, param, code = INTERNAL_MESSAGE, None, mapping.code
-    if isinstance(error, MeshError) and mapping is not _TABLE[InternalError]:
-        if code is None:
-            code = _INVALID_VALUE if error.reason == error.kind else error.reason.lower()
-        message, param = client_message(error, headers)
+    message, param, code = error_details(error, headers)
     details = {"message": message, "type": mapping.type, "param": param, "code": code}
     return orjson.dumps({"error": details})
 

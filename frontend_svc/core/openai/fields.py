@@ -64,6 +64,7 @@ UnsupportedField: TypeAlias = Annotated[object, refuse("this server has no such 
 
 # Tags of the branches of a union. pydantic puts them into the path of an error, from which
 # `validation_errors` removes them; the NUL distinguishes them from keys that a client sends.
+TAG_PREFIX = "\0"
 TEXT, OBJECT, LIST, TOKEN_IDS, MANY_PROMPTS, WRONG_TYPE = (
     "\0text",
     "\0object",
@@ -72,7 +73,6 @@ TEXT, OBJECT, LIST, TOKEN_IDS, MANY_PROMPTS, WRONG_TYPE = (
     "\0many",
     "\0neither",
 )
-UNION_TAGS = frozenset((TEXT, OBJECT, LIST, TOKEN_IDS, MANY_PROMPTS, WRONG_TYPE))
 
 
 def text_or_list(value: object) -> str:
@@ -88,7 +88,7 @@ def text_or_object(value: object) -> str:
     match value:
         case str():
             return TEXT
-        case dict():
+        case dict() | BaseModel():  # a model: of a body that was translated
             return OBJECT
     return WRONG_TYPE
 

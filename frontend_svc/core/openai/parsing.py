@@ -33,7 +33,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     request = _parse(ChatRequest, body)
     for index, message in enumerate(request.messages):
         _check_message(message, f"messages[{index}]")
-    _check_tools(request)
+    check_tools(request)
     limit, other = request.max_completion_tokens, request.max_tokens
     if limit is not None and other is not None and limit != other:
         text = "'max_tokens' and 'max_completion_tokens' differ; set only one."
@@ -99,7 +99,8 @@ def check_min_tokens(request: GenerationRequest, limit: int, limit_text: str) ->
         raise _invalid_field("min_tokens", text)
 
 
-def _check_tools(request: ChatRequest) -> None:
+def check_tools(request: ChatRequest) -> None:
+    """Raises InvalidRequest for two functions of one name, and a choice without its function."""
     names: set[str] = set()
     for index, tool in enumerate(request.tools or ()):
         if tool.function.name in names:

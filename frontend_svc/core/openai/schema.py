@@ -43,6 +43,7 @@ numbers. `parsing.py` refuses combinations of fields that cannot both be honoure
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
@@ -331,6 +332,11 @@ class ChatRequest(GenerationRequest):
         if not self.usable_tools or not self.tools:
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    def template_kwargs(self, variables: Container[str], *, is_reasoning: bool) -> dict[str, Any]:
+        """Settings of the chat template. variables: that it reads. is_reasoning: whether the
+        response may begin with reasoning."""
+        return self.chat_template_kwargs or {}
 
     def template_messages(self) -> list[dict[str, Any]]:
         return [message.model_dump(exclude_none=True) for message in self.messages]

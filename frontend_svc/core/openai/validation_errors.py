@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from common.errors import InvalidRequest, Unsupported
-from frontend_svc.core.openai.fields import UNION_TAGS
+from frontend_svc.core.openai.fields import TAG_PREFIX
 
 # Reasons, which become OpenAI's `code` in lower case.
 INVALID_JSON = "INVALID_JSON"
@@ -81,7 +81,7 @@ def _field_path(location: tuple[int | str, ...], ends_in_key: bool) -> str:
     for index, step in enumerate(location):
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step not in UNION_TAGS or (ends_in_key and index == last):
+        elif not step.startswith(TAG_PREFIX) or (ends_in_key and index == last):
             name = step if len(step) <= 80 else f"{step[:80]}…"
             path += f".{name}" if path else name
     return path

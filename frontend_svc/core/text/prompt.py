@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -80,10 +80,14 @@ class ChatTemplate:
         tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
         self._source = source
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            syntax = environment.parse(source)
+            self._template = environment.from_string(syntax)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"chat template, line {error.lineno}: {error.message}") from error
+        # That it reads and `template_kwargs` may set.
+        self.variables = frozenset(meta.find_undeclared_variables(syntax))
         self.shape = _probe_shape(self._render)
         self.prints_tools = _PROBE_TEXT in _render_probe(
             self._render, [{"role": "user", "content": "?"}], tools=[_PROBE_TOOL]

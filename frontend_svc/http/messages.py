@@ -1,0 +1,73 @@
+"""The Messages API: how its bodies are read and its responses written, and its token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Final
+
+import orjson
+
+from frontend_svc.config import FrontendConfig
+from frontend_svc.core.anthropic.errors import http_error
+from frontend_svc.core.anthropic.message_format import MessageFormat
+from frontend_svc.core.anthropic.translation import MessagesChat, parse_count, parse_messages
+from frontend_svc.core.openai.errors import HttpError
+from frontend_svc.core.response_format import ResponseFormat
+from frontend_svc.http.api import HeaderPairs, ParsedBody, ResponseInfo
+from frontend_svc.http.endpoint import PostEndpoint
+from frontend_svc.http.generation import render_prompt
+from frontend_svc.http.request_context import HttpRequest
+from frontend_svc.http.streaming import send_json
+from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
+from frontend_svc.models.catalog import ModelCatalog
+
+
+class MessagesApi:
+    """The GenerationApi of `/v1/messages`."""
+
+    endpoint: Final = Endpoint.MESSAGES
+    table: Final = "chat"
+    # The workers of pass-through models take bodies of the OpenAI API.
+    passes_through: Final = False
+
+    async def parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody:
+        request = parse_messages(raw)
+
+        def make_format(info: ResponseInfo) -> ResponseFormat:
+            return MessageFormat(
+                f"msg_{info.request_id}",
+                info.model,
+                info.prompt_tokens,
+                omits_thinking=request.omits_thinking,
+            )
+
+        return ParsedBody(request, make_format)
+
+    def http_error(
+        self, error: BaseException, request_id: str, headers: Container[bytes]
+    ) -> HttpError:
+        return http_error(error, request_id, headers)
+
+
+class CountTokensEndpoint(PostEndpoint[MessagesChat]):
+    """Returns the number of tokens of a prompt, without a worker."""
+
+    def __init__(
+        self, models: ModelCatalog, state: DeploymentState, config: FrontendConfig
+    ) -> None:
+        super().__init__(Endpoint.COUNT_TOKENS, state, config)
+        self._models = models
+
+    def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
+        return http_error(error, context.client_id.decode("latin-1"), context.headers)
+
+    async def parse(self, context: HttpRequest, raw: bytes) -> MessagesChat:
+        context.body = request = parse_count(raw)
+        return request
+
+    async def serve(self, context: HttpRequest, body: MessagesChat, meter: RequestMeter) -> None:
+        model = self._models.get_for(body.model, "chat")
+        context.base_model = model.base
+        token_ids = await model.encode_prompt(render_prompt(body, model))
+        await send_json(context, orjson.dumps({"input_tokens": len(token_ids)}))
+        meter.mark_ok()
