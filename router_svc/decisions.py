@@ -17,6 +17,7 @@ import structlog
 
 from common.errors import Conflict, InternalError, MeshError, RequestCancelled, Unavailable
 from common.kv.hashing import HASH_SCHEME_ID
+from common.request.preprocessed import RoutingHints
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, queue_timeout_error
 from router_svc.core.decision import Decision
@@ -131,9 +132,13 @@ class Decisions:
         if not message.token_ids or query.prefix_hashes or not query.model:
             return query
         block_size = block_size_of(query, self._router.fleet.block_size(query.model))
-        lora_name = query.routing.lora_name if query.routing is not None else None
+        routing = query.routing or RoutingHints()
         hashes = self._hasher_cache.prefix_hashes(
-            message.token_ids, model=query.model, block_size=block_size, lora_name=lora_name or ""
+            message.token_ids,
+            model=query.model,
+            block_size=block_size,
+            lora_name=routing.lora_name or "",
+            cache_salt=routing.cache_salt or "",
         )
         return replace(
             query, prefix_hashes=hashes, hash_scheme=HASH_SCHEME_ID, block_size=block_size

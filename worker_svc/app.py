@@ -14,8 +14,9 @@ from common.errors import Conflict, MeshError
 from common.kv.events import Partition, Source
 from common.kv.hashing import DEFAULT_BLOCK_SIZE, HASH_SCHEME_ID, PrefixHasher
 from common.registry.card import ModelCard
-from common.registry.instances import Instance
+from common.registry.instances import UNSUPPORTED_OPTIONS_META_KEY, Instance
 from common.registry.registry import Registry
+from common.request.preprocessed import unsupported_options
 from common.rpc import channel as rpc
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
@@ -92,6 +93,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             config.serve or (),
             tool_call_parser=config.card_tool_call_parser,
             reasoning_parser=config.reasoning_parser,
+            aliases=config.model_aliases,
             control_tokens_in_text=config.control_tokens_in_text,
         )
         self.runner.model, self.runner.card_checksum = self._card.name, self._card.checksum
@@ -230,6 +232,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             taints=frozenset(self._config.taints),
             loras=engine.loras,
             kv_index=engine.kv_index,
+            meta={**self._meta, **_options_meta(engine)},
         )
 
     async def register(self) -> None:
@@ -299,3 +302,10 @@ class WorkerApp(ServiceApp[WorkerConfig]):
                 await self.engine.cleanup()
         finally:
             await super().close()
+
+
+def _options_meta(engine: EngineConfig) -> dict[str, str]:
+    if engine.supported_fields is None:
+        return {}
+    unsupported = unsupported_options(engine.supported_fields)
+    return {UNSUPPORTED_OPTIONS_META_KEY: ",".join(sorted(unsupported))}

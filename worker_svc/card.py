@@ -18,6 +18,7 @@ _OPTIONAL_FILES = ("generation_config.json", "chat_template.jinja", "config.json
 
 # CLI flags that set a field of the card.
 _CARD_SETTINGS = {
+    "aliases": "--model-aliases",
     "model_type": "--serve",
     "context_length": "--context-length",
     "kv_block_size": "--block-size",
@@ -53,6 +54,7 @@ def build_card(
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
     control_tokens_in_text: bool = False,
+    aliases: Sequence[str] = (),
 ) -> ModelCard:
     """Returns the card with its artifacts inline. kinds: requests to serve; empty: all of the
     engine.
@@ -69,6 +71,7 @@ def build_card(
     artifacts = {path.name: Artifact.of(path.read_bytes()) for path in paths if path.is_file()}
     return ModelCard(
         name=config.advertised_name,
+        aliases=tuple(sorted(set(aliases) - {config.advertised_name})),
         model_type=served_model_type(kinds or config.kinds),
         context_length=config.context_length,
         kv_block_size=config.kv_cache_block_size,

@@ -40,6 +40,8 @@ class WorkerConfig(ServiceConfig):
     model_name: str | None = None
     """The `model` of client requests, the same on all replicas. Unset: sim, or the name that a
     custom engine reports."""
+    model_aliases: Names = ()
+    """Further names of the model, which clients may use as `model`."""
     model_path: Path | None = None
     """Folder with tokenizer.json and tokenizer_config.json; for the sim also with sim.json, as
     written by python -m worker_svc.engines.sim.make_model. Unset: the model of the sim."""

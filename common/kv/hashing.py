@@ -108,6 +108,7 @@ class PrefixHasher:
     ) -> None:
         if not 1 <= block_size <= BLOCK_SIZE_MAX:
             raise ValueError(f"block_size: {block_size} is not in 1..{BLOCK_SIZE_MAX}")
+        self._names = mesh_key, model, lora_name
         multiplier_seed, position_seed = _derive_seeds(
             mesh_key, block_size, (model, lora_name, cache_salt)
         )
@@ -115,6 +116,17 @@ class PrefixHasher:
         self._multipliers = _splitmix64_stream(multiplier_seed, 0, block_size) | 1
         self._position_seed = position_seed
         self._position_keys = np.empty(0, dtype=np.uint64)
+
+    def salted(self, cache_salt: str) -> PrefixHasher:
+        """Return the hasher with another cache salt; "" for none."""
+        mesh_key, model, lora_name = self._names
+        return PrefixHasher(
+            mesh_key=mesh_key,
+            model=model,
+            block_size=self.block_size,
+            lora_name=lora_name,
+            cache_salt=cache_salt,
+        )
 
     def prefix_hashes(self, token_ids: TokenIdsLike) -> NDArray[np.uint64]:
         """Return one hash for each full block of a whole prompt, shape (len // block_size,).

@@ -36,6 +36,8 @@ ENDPOINT_NAME = "serve"
 HEALTH_META_KEY = "health"
 # In a router's meta: its policy for serving requests aggregated that could be split; optional.
 PREFILL_BYPASS_META_KEY = "prefill_bypass"
+# In a worker's meta: the options of requests that its engine refuses, joined by commas; optional.
+UNSUPPORTED_OPTIONS_META_KEY = "unsupported_options"
 
 _NOT_IN_SLUG = re.compile(r"[^a-z0-9._-]")
 _ADVERTISED_SIZES = (

@@ -20,6 +20,7 @@ from common.kv.hashing import HASH_SCHEME_ID
 from common.request.preprocessed import PreprocessedRequest, TokenIds
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.choice import Choice
+from frontend_svc.core.models.engine_options import check_options
 from frontend_svc.core.openai.errors import HttpError, error_type
 from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
 from frontend_svc.core.openai.pass_through import PassThroughRequest, read_body
@@ -140,11 +141,13 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
             adapter=model.adapter,
             guided=guided,
         )
+        request.model = model.name  # not an alias, which workers do not have
+        check_options(request, self._models.refused_options(model.name))
         meter.prompt(len(request.token_ids))
         parser = None
         if isinstance(body, ChatRequest):
             parser = _response_parser(context.request_id, model, plan, request)
-        flow = TextStream(model.detokenizer(for_parser=parser is not None), body.stop_strings)
+        flow = _text_stream(body, model, for_parser=parser is not None)
         context.base_model = model.base
         query = Query(
             model=model.base,
@@ -155,7 +158,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
             routing=request.routing,
             traceparent=context.span.traceparent,
             strict_priority=strict_priority(body.nvext),
-            hasher=model.hasher,
+            hasher=model.hasher_for(request.routing),
         ).extended(request.token_ids, len(request.token_ids))
         response_format = parsed.make_format(
             ResponseInfo(
@@ -250,6 +253,19 @@ def _response_parser(
     tools = ToolCallParser(plan.call_format, plan.types, is_single=plan.is_single)
     id_chars = plan.call_format.id_chars
     return ResponseParser(tools, reasoning, response_id, id_chars=id_chars)
+
+
+def _text_stream(
+    body: ChatRequest | CompletionRequest, model: ServedModel, *, for_parser: bool
+) -> TextStream:
+    return TextStream(
+        model.detokenizer(
+            for_parser=for_parser, skips_special=body.skip_special_tokens is not False
+        ),
+        body.stop_strings,
+        min_tokens=body.min_tokens or 0,
+        includes_stop=body.include_stop_str_in_output is True,
+    )
 
 
 async def _tokenize(body: ChatRequest | CompletionRequest, model: ServedModel) -> list[int]:

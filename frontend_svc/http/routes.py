@@ -92,7 +92,13 @@ def build_api(
 
     async def list_models(_: Request) -> Response:
         missing = readiness().models_not_ready
-        entries = [_model_entry(model) for model in models.all() if model.name not in missing]
+        ready = {model.name: model for model in models.all() if model.name not in missing}
+        entries = [_model_entry(model) for model in ready.values()]
+        entries += [
+            _model_entry(ready[name], alias)
+            for alias, name in sorted(models.aliases.items())
+            if name in ready
+        ]
         entries += [
             model_object(engine.name, engine.created, MODEL_OWNER)
             for engine in models.pass_through()
@@ -110,7 +116,7 @@ def build_api(
         except MeshError as error:
             response = http_error(error)
             return Response(response.body, response.status, dict(response.headers))
-        return _json_response(_model_entry(model), 200)
+        return _json_response(_model_entry(model, name), 200)
 
     def generation(api: GenerationApi) -> GenerationEndpoint:
         return GenerationEndpoint(api, gateway, models, state, config, on_request_end)
@@ -165,9 +171,16 @@ def metrics_router(
     return [RouteDoc("GET", route_path)], Router([route])
 
 
-def _model_entry(model: ServedModel) -> dict[str, object]:
-    base = model.base if model.adapter else None
-    return model_object(model.name, model.created, MODEL_OWNER, base=base)
+def _model_entry(model: ServedModel, name: str = "") -> dict[str, object]:
+    """name: an alias, or that of the model."""
+    return model_object(
+        name or model.name,
+        model.created,
+        MODEL_OWNER,
+        base=model.base if model.adapter else None,
+        root=None if name in ("", model.name) else model.name,
+        max_model_len=model.card.context_length,
+    )
 
 
 def _json_response(value: object, status: int) -> Response:

@@ -25,6 +25,8 @@ from common.registry.card import ModelCard
 from common.registry.instances import Instance, Snapshot
 from common.runtime.tasks import TaskGroup
 from frontend_svc.core.models.adapters import find_adapters, serving
+from frontend_svc.core.models.aliases import find_aliases
+from frontend_svc.core.models.engine_options import refused_options
 from frontend_svc.core.models.model_watch import (
     MODEL_KEY_PREFIX,
     Action,
@@ -109,6 +111,9 @@ class ModelCatalog:
         self._adapters: dict[str, ServedModel] = {}
         # Adapter -> model, including models that are not served yet.
         self._adapter_bases: Mapping[str, str] = {}
+        self._aliases: Mapping[str, str] = {}
+        # By model; of the present snapshot.
+        self._refused_options: dict[str, frozenset[str]] = {}
         # (adapter, model) of adapters that cannot be requested -> reason.
         self.hidden: Mapping[tuple[str, str], str] = {}
 
@@ -121,10 +126,27 @@ class ModelCatalog:
         """Models that workers offer and that are not served -> reason."""
         return self._watch.not_ready
 
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Alias -> model, of models that are served or were served recently."""
+        return self._aliases
+
+    def resolve(self, name: str) -> str:
+        """The name of the model that an alias stands for; any other name itself."""
+        return self._aliases.get(name, name)
+
+    def refused_options(self, name: str) -> frozenset[str]:
+        """See `core/models/engine_options.py`. name: of a model or an adapter."""
+        refused = self._refused_options.get(name)
+        if refused is None:
+            refused = self._refused_options[name] = refused_options(self.workers(name))
+        return refused
+
     def get_for(self, name: str, table: Table) -> ServedModel:
         """`get` for one kind of request; an adapter has the tables of its model. Also returns a
         model that was served recently and has no worker: its requests may wait for one. Raises the
         errors of `get`, and Unsupported if the card does not offer that kind."""
+        name = self.resolve(name)
         try:
             model = self.get(name)
         except Unavailable as error:
@@ -149,8 +171,10 @@ class ModelCatalog:
         return model.adapter_model(name, created=int(self._now_s()), mesh_key=self._mesh_key)
 
     def get(self, name: str) -> ServedModel:
-        """The tokenized model or adapter of that name. Raises UnknownModel, Unavailable if it was
-        served recently or is being loaded, Unsupported if only pass-through workers serve it."""
+        """The tokenized model or adapter of that name or alias. Raises UnknownModel, Unavailable if
+        it was served recently or is being loaded, Unsupported if only pass-through workers serve
+        it."""
+        name = self.resolve(name)
         engines = self._table.engines(name)
         if not engines:
             adapter_model = self._adapters.get(name)
@@ -195,6 +219,7 @@ class ModelCatalog:
         calls are allowed."""
         events = list(events_between(self._snapshot, snapshot))
         self._snapshot = snapshot
+        self._refused_options.clear()
         pending = tuple(self._watch.not_ready)
         builds: list[Build] = []
         for action in model_watcher(self._watch, events):
@@ -273,6 +298,12 @@ class ModelCatalog:
             if self.hidden.get((adapter, model)) != reason:
                 log.error("adapter_hidden", adapter=adapter, model=model, reason=reason)
         self.hidden = found.hidden
+        self._follow_aliases()
+
+    def _follow_aliases(self) -> None:
+        engines = [engine for _, built in self._build_cache.values() for engine in built.values()]
+        cards = {engine.card.name: engine.card for engine in engines if engine.card is not None}
+        self._aliases = find_aliases(cards.values(), self.names() | self._watch.not_ready.keys())
 
     def _get_or_make_adapter_model(self, adapter: str, model: ServedModel) -> ServedModel:
         existing = self._adapters.get(adapter)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from common.errors import InvalidRequest
 from common.kv.hashing import DEFAULT_BLOCK_SIZE, PrefixHasher
 from common.registry.card import ModelCard
-from common.request.preprocessed import TokenIds
+from common.request.preprocessed import RoutingHints, TokenIds
 from frontend_svc.core.text.control_tokens import ControlTokens
 from frontend_svc.core.text.detokenizer import (
     Detokenizer,
@@ -90,6 +90,11 @@ class ServedModel:
         hasher = _hasher(self.card, mesh_key, adapter)
         return replace(self, adapter=adapter, created=created, hasher=hasher)
 
+    def hasher_for(self, routing: RoutingHints | None) -> PrefixHasher:
+        """The hasher of a request's prompt."""
+        salt = None if routing is None else routing.cache_salt
+        return self.hasher.salted(salt) if salt else self.hasher
+
     def token_count_min(self, text: str) -> int:
         """A lower bound of a text's token count, without tokenizing it."""
         bytes_max = self.max_bytes_per_token
@@ -112,9 +117,13 @@ class ServedModel:
             return await self.encode(prompt.text, special_tokens=False)
         return await asyncio.to_thread(self.piece_encoder.encode, prompt.pieces)
 
-    def detokenizer(self, *, for_parser: bool = False) -> Detokenizer | StreamDetokenizer:
+    def detokenizer(
+        self, *, for_parser: bool = False, skips_special: bool = True
+    ) -> Detokenizer | StreamDetokenizer:
         """The detokenizer of a response. for_parser: whether markers of calls and reasoning have a
-        text."""
+        text. skips_special: False if all special tokens have one."""
+        if not skips_special:
+            return StreamDetokenizer(self.tokenizer, skip_special_tokens=False)
         vocabulary = self.parser_vocabulary if for_parser else self.vocabulary
         if vocabulary is None:
             return StreamDetokenizer(self.tokenizer, skip_special_tokens=not for_parser)

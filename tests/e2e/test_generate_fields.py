@@ -122,6 +122,7 @@ EFFECTS: dict[str, Callable[[Result], bool]] = {
 SHOWN_ELSEWHERE = {
     "request_id": "test_abort_ends_a_request_by_its_id",
     "request.routing.priority": "test_the_larger_priority_goes_first_and_the_hint_outweighs_the_context",  # noqa: E501
+    "request.routing.cache_salt": "test_two_cache_salts_never_share_blocks",
     "request.migration_link.trace_id": "test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill",
     "request.migration_link.span_id": "test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill",
 }

@@ -59,6 +59,8 @@ class EngineConfig:
     kv_index_reason: why kv_index is not "events".
     kinds: requests that the engine serves, of "chat", "completions" and "embedding".
     embedding_size, shorter_embeddings: see `ModelCard`.
+    supported_fields: of requests, as in `unsupported_fields`; with None an unsupported one is
+    refused only after a worker was chosen.
     """
 
     model: str = ""
@@ -79,6 +81,7 @@ class EngineConfig:
     kinds: tuple[str, ...] = ("chat", "completions")
     embedding_size: int | None = None
     shorter_embeddings: bool = False
+    supported_fields: frozenset[str] | None = None
 
     @property
     def advertised_name(self) -> str:

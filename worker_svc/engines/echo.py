@@ -101,6 +101,7 @@ class EchoEngine:
             served_model_name=self.config.served_model_name,
             context_length=self.config.context_length,
             kv_index_reason="the echo engine has no cache",
+            supported_fields=_SUPPORTED_FIELDS,
         )
 
     async def generate(

@@ -16,7 +16,8 @@ from common.request.preprocessed.options import GuidedDecoding, OutputOptions, S
 from common.request.preprocessed.options import StopConditions
 from common.request.preprocessed.request import BootstrapInfo, PreprocessedEmbeddingRequest
 from common.request.preprocessed.request import PreprocessedRequest, RequestTracker
-from common.request.preprocessed.request import unsupported_fields
+from common.request.preprocessed.request import option_names, unsupported_fields
+from common.request.preprocessed.request import unsupported_options
 from common.request.preprocessed.response import CompletionTokensDetails, CompletionUsage
 from common.request.preprocessed.response import FinishReason, PrefillResult, PromptTokensDetails
 from common.request.preprocessed.response import TokenLogprob, TopLogprob, TraceLink, usage

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -179,6 +180,7 @@ _ALWAYS_SUPPORTED = frozenset(
     }
 )
 # Their inner fields are named, not they.
+_NESTED_OPTIONS = frozenset({"sampling_options.guided_decoding"})
 _OPTION_FIELDS = frozenset({"stop_conditions", "sampling_options", "output_options", "routing"})
 
 
@@ -196,6 +198,39 @@ def unsupported_fields(request: PreprocessedRequest, supported: frozenset[str]) 
         if one.name not in _ALWAYS_SUPPORTED
         for name in _unsupported_names(one, getattr(request, one.name), one.name, supported)
     ]
+
+
+@functools.cache
+def option_names() -> frozenset[str]:
+    """Return the dotted names of the options that an engine may refuse: those of stop conditions,
+    sampling and output, and the cache salt."""
+    names = (
+        name
+        for one in wire_fields(PreprocessedRequest)
+        if one.name in _OPTION_FIELDS
+        for name in _leaf_names(one, one.name)
+    )
+    return frozenset(
+        name for name in names if not name.startswith("routing.") or name == "routing.cache_salt"
+    )
+
+
+def unsupported_options(supported: frozenset[str]) -> frozenset[str]:
+    """Return the options that an engine refuses; supported: as in `unsupported_fields`."""
+    return frozenset(
+        name
+        for name in option_names()
+        if not any(name == one or name.startswith(f"{one}.") for one in supported)
+    )
+
+
+def _leaf_names(one: WireField, name: str) -> Iterator[str]:
+    if name not in _OPTION_FIELDS and name not in _NESTED_OPTIONS:
+        yield name
+        return
+    assert isinstance(one.kind, ObjectCodec), "options are objects"
+    for inner in wire_fields(one.kind.cls):
+        yield from _leaf_names(inner, f"{name}.{inner.name}")
 
 
 def _unsupported_names(

@@ -47,6 +47,7 @@ class RoutingHints:
 
     priority_jump: seconds; a positive value moves the request forward in the queue.
     allowed_worker_ids: None allows every worker, the empty set none.
+    cache_salt: requests share KV only with requests of the same salt.
     """
 
     backend_instance_id: U64 | None = None
@@ -61,6 +62,7 @@ class RoutingHints:
     allowed_worker_ids: frozenset[U64] | None = None
     routing_constraints: RoutingConstraints | None = None
     session_control: SessionControl | None = None
+    cache_salt: str | None = field(default=None, metadata=no_op(""))
 
     @staticmethod
     def builder() -> Builder[RoutingHints]:

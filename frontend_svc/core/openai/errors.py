@@ -104,7 +104,12 @@ _FIELD_PREFIXES = (
     ("query.routing.lora_name", "model"),
     ("query.routing.", "nvext."),
     ("routing.lora_name", "model"),
+    ("routing.cache_salt", "cache_salt"),
     ("routing.", "nvext."),
+    ("stop_conditions.stop_token_ids_hidden", "stop_token_ids"),
+    ("stop_conditions.stop_token_ids_visible", "stop_token_ids"),
+    ("stop_conditions.", ""),
+    ("output_options.", ""),
     ("sampling_options.guided_decoding.whitespace_pattern", "guided_whitespace_pattern"),
     ("sampling_options.", ""),
 )

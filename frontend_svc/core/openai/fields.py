@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, LiteralString, NoReturn, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_after_validator_function
 
 STOP_STRINGS_MAX = 32
 # Text up to the length of the longest stop string is withheld from the client.
@@ -19,21 +30,43 @@ SESSION_ID_CHARS_MAX = 256
 METADATA_PAIRS_MAX = 16
 CHOICES_MAX = 1024
 TOOLS_MAX = 128
+BIASES_MAX = 1024
+CACHE_SALT_CHARS_MAX = 256
 # No model has half as many. Without a limit, one body could cause millions of error reports.
 KEYS_MAX = 64
 _EXPECTED_TEMPLATE: LiteralString = "{expected}"
-_DECIMAL = re.compile(r"[0-9]{1,20}")
+_DECIMAL_PATTERN = "^[0-9]{1,20}$"
+_DECIMAL = re.compile(_DECIMAL_PATTERN)
 
 
-def refuse(message: str, *no_op_values: object) -> AfterValidator:
-    """Refuses all values by name but null and `no_op_values`, which become None."""
+# Compared by identity: typing caches Annotated by its equal arguments, and False equals 0.
+@dataclass(frozen=True, slots=True, eq=False)
+class Refusal:
+    """Annotation of a field that has no effect: refuses all values by name but null and
+    `no_op_values`, which become None."""
 
-    def check(value: object) -> None:
-        if value is None or any(type(value) is type(one) and value == one for one in no_op_values):
+    message: str
+    no_op_values: tuple[object, ...]
+
+    def check(self, value: object) -> None:
+        accepted = self.no_op_values
+        if value is None or any(type(value) is type(one) and value == one for one in accepted):
             return
-        raise unsupported(message)
+        raise unsupported(self.message)
 
-    return AfterValidator(check)
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, _schema: CoreSchema, _handler: GetJsonSchemaHandler
+    ) -> dict[str, object]:
+        return {"enum": [None, *self.no_op_values]}
+
+
+def refuse(message: str, *no_op_values: object) -> Refusal:
+    return Refusal(message, no_op_values)
 
 
 def unsupported(message: str) -> PydanticCustomError:
@@ -43,12 +76,15 @@ def unsupported(message: str) -> PydanticCustomError:
 NO_FUNCTIONS = "use tools and tool_choice"
 NO_LOGPROBS = "log probabilities are not available yet"
 NO_AUDIO = "only text is available"
+NO_THINKING_LIMIT = "no engine can limit the tokens of the reasoning"
 
 U32: TypeAlias = Annotated[int, Field(ge=0, le=2**32 - 1)]
 U64: TypeAlias = Annotated[int, Field(ge=0, le=2**64 - 1)]
 I32: TypeAlias = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 I64: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Priority: TypeAlias = Annotated[int, Field(ge=-(2**31) + 1, le=2**31 - 1)]
 AtLeastOne: TypeAlias = Annotated[int, Field(ge=1, le=2**32 - 1)]
+CacheSalt: TypeAlias = Annotated[str, Field(min_length=1, max_length=CACHE_SALT_CHARS_MAX)]
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]
 Taint: TypeAlias = Annotated[str, Field(min_length=1, max_length=TAINT_CHARS_MAX)]
 Weight: TypeAlias = Annotated[float, Field(ge=-1000, le=1000)]
@@ -123,6 +159,15 @@ def check_pair_count(value: object) -> object:
     return value
 
 
+def _check_bias_keys(value: object) -> object:
+    if isinstance(value, dict):
+        if len(value) > BIASES_MAX:
+            raise unexpected_value(f"at most {BIASES_MAX} tokens")
+        if not all(_DECIMAL.fullmatch(key) for key in value):
+            raise unexpected_value("token ids as keys")
+    return value
+
+
 def _check_top_k(value: int) -> int:
     if value == 0:
         raise unexpected_value("-1 (off) or at least 1")
@@ -137,8 +182,15 @@ def _parse_worker_id(value: object) -> object:
     return int(value)
 
 
+# The keys are token ids in decimal, as JSON requires.
+LogitBias: TypeAlias = Annotated[
+    dict[Annotated[str, Field(pattern=_DECIMAL_PATTERN)], Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_check_bias_keys),
+]
 # Logs and `/health` show ids as text; programs that can represent the number may send that.
-WorkerId: TypeAlias = Annotated[U64, BeforeValidator(_parse_worker_id)]
+WorkerId: TypeAlias = Annotated[
+    U64, BeforeValidator(_parse_worker_id, json_schema_input_type=U64 | str)
+]
 TopK: TypeAlias = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_check_top_k)]
 
 

@@ -8,9 +8,11 @@ from pydantic import Field
 
 from frontend_svc.core.openai.fields import (
     I32,
+    NO_THINKING_LIMIT,
     SESSION_ID_CHARS_MAX,
     TAINTS_MAX,
     U32,
+    CacheSalt,
     GuidedFields,
     MinP,
     RepetitionPenalty,
@@ -68,14 +70,14 @@ class Nvext(GuidedFields):
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
+    cache_salt: CacheSalt | None = None
 
     greed_sampling: Annotated[object, refuse("set temperature to 0", False)] = None
     use_raw_prompt: Annotated[object, refuse(_NO_NVEXT, False)] = None
     annotations: Annotated[object, refuse(_NO_NVEXT, [])] = None
     extra_fields: Annotated[object, refuse(_NO_NVEXT, [])] = None
-    max_thinking_tokens: Annotated[object, refuse(_NO_NVEXT)] = None
+    max_thinking_tokens: Annotated[object, refuse(NO_THINKING_LIMIT)] = None
     cache_control: Annotated[object, refuse(_NO_NVEXT)] = None
-    cache_salt: Annotated[object, refuse(_NO_NVEXT)] = None
     router: Annotated[object, refuse(_NO_NVEXT)] = None
     agent_context: Annotated[object, refuse(_NO_NVEXT)] = None
     metadata_upload: Annotated[object, refuse(_NO_NVEXT)] = None

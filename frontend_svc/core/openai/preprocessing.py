@@ -51,13 +51,18 @@ def to_preprocessed(
     max_tokens = _max_tokens(request, len(prompt), context_length, default_max_tokens)
     ignore_eos = top_level_or_nvext(request, "ignore_eos") is True
     eos = () if ignore_eos else tuple(eos_token_ids)
+    stop_ids = tuple(request.stop_token_ids or ())
+    is_stop_visible = request.include_stop_str_in_output is True
     return PreprocessedRequest(
         model=request.model,
         token_ids=prompt,
         stop_conditions=StopConditions(
             max_tokens=max_tokens,
             # A requested stop token ends the response and is not part of it, like EOS.
-            stop_token_ids_hidden=tuple(dict.fromkeys((*eos, *(request.stop_token_ids or ())))),
+            stop_token_ids_hidden=tuple(
+                dict.fromkeys(eos if is_stop_visible else (*eos, *stop_ids))
+            ),
+            stop_token_ids_visible=stop_ids if is_stop_visible else (),
             min_tokens=request.min_tokens,
             ignore_eos=top_level_or_nvext(request, "ignore_eos"),
         ),
@@ -70,12 +75,19 @@ def to_preprocessed(
             top_p=request.top_p,
             top_k=top_level_or_nvext(request, "top_k"),
             min_p=top_level_or_nvext(request, "min_p"),
-            seed=request.seed,
+            # A greedy choice does not depend on it.
+            seed=None if request.temperature == 0 else request.seed,
+            logit_bias=_logit_bias(request, vocab_size),
             guided_decoding=guided,
         ),
         eos_token_ids=eos,
         mdc_sum=mdc_sum,
-        routing=routing_hints(request.nvext, adapter),
+        routing=routing_hints(
+            request.nvext,
+            adapter,
+            priority=None if request.priority is None else -request.priority,
+            cache_salt=top_level_or_nvext(request, "cache_salt"),
+        ),
     )
 
 
@@ -91,6 +103,15 @@ def _checked_prompt(
         text = f"token {prompt[index]} at position {index} is not in the vocabulary of {vocab_size}"
         raise InvalidRequest(f"Invalid '{field}': {text}.", field)
     return prompt
+
+
+def _logit_bias(request: GenerationRequest, vocab_size: int | None) -> dict[int, float]:
+    bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
+    largest = max(bias, default=-1)
+    if vocab_size is not None and largest >= vocab_size:
+        text = f"token {largest} is not in the vocabulary of {vocab_size}"
+        raise InvalidRequest(f"Invalid 'logit_bias': {text}.", "logit_bias")
+    return bias
 
 
 def check_prompt_length(request: GenerationRequest, tokens_min: int, context_length: int) -> None:
@@ -143,10 +164,17 @@ def strict_priority(nvext: Nvext | None) -> int:
     return nvext.agent_hints.strict_priority or 0
 
 
-def routing_hints(nvext: Nvext | None, adapter: str = "") -> RoutingHints | None:
-    """The routing hints of a request; None if it has none."""
+def routing_hints(
+    nvext: Nvext | None,
+    adapter: str = "",
+    *,
+    priority: int | None = None,
+    cache_salt: str | None = None,
+) -> RoutingHints | None:
+    """The routing hints of a request; None if it has none. priority: used if `nvext` has none."""
     nvext = nvext or Nvext()
     agent = nvext.agent_hints or AgentHints()
+    priority = priority if agent.priority is None else agent.priority
     constraints, session = nvext.routing_constraints, nvext.session_control
     hints = RoutingHints(
         backend_instance_id=nvext.backend_instance_id,
@@ -156,9 +184,9 @@ def routing_hints(nvext: Nvext | None, adapter: str = "") -> RoutingHints | None
         prefill_dp_rank=nvext.prefill_dp_rank,
         expected_output_tokens=agent.osl,
         lora_name=adapter or None,
-        priority=agent.priority,
+        priority=priority,
         # Seconds: a positive priority counts as additional waiting time.
-        priority_jump=None if agent.priority is None else float(max(0, agent.priority)),
+        priority_jump=None if priority is None else float(max(0, priority)),
         routing_constraints=None
         if constraints is None
         else RoutingConstraints(
@@ -170,5 +198,6 @@ def routing_hints(nvext: Nvext | None, adapter: str = "") -> RoutingHints | None
         else SessionControl(
             session.session_id, None if session.action is None else SessionAction(session.action)
         ),
+        cache_salt=cache_salt,
     )
     return None if hints == RoutingHints() else hints

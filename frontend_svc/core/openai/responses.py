@@ -55,17 +55,26 @@ def usage_object(usage: CompletionUsage) -> dict[str, object]:
 
 
 def model_object(
-    model: str, created: int, owned_by: str, *, base: str | None = None
+    model: str,
+    created: int,
+    owned_by: str,
+    *,
+    base: str | None = None,
+    root: str | None = None,
+    max_model_len: int | None = None,
 ) -> dict[str, object]:
     """One entry of `/v1/models`, and the response of `/v1/models/{model}`. base: base model of an
-    adapter, sent as `root` and `parent`."""
+    adapter, sent as `root` and `parent`. root: the model of an alias. max_model_len: limit of
+    prompt and output tokens together; None: unknown."""
     value: dict[str, object] = {
         "id": model,
         "object": "model",
         "created": created,
         "owned_by": owned_by,
     }
-    return value if base is None else value | {"root": base, "parent": base}
+    if base is not None or root is not None:
+        value |= {"root": root or base, "parent": base}
+    return value if max_model_len is None else value | {"max_model_len": max_model_len}
 
 
 def model_list(models: Iterable[dict[str, object]]) -> bytes:

@@ -8,32 +8,32 @@ Honoured
   chat         messages (roles system, developer, user, assistant, tool; text, or a list of text
                parts; past tool calls), max_completion_tokens, chat_template_kwargs,
                response_format (text, json_object, json_schema), tools (functions), tool_choice
-               (none, auto, required, a function), parallel_tool_calls
+               (none, auto, required, a function), parallel_tool_calls, reasoning_effort
   completions  prompt (a text, a list of one text, or a list of token ids)
-  extensions   top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids
+  extensions   top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, logit_bias,
+               include_stop_str_in_output, skip_special_tokens, cache_salt, priority
                guided_json, guided_regex, guided_choice, guided_grammar (at most one of them and
                response_format), guided_whitespace_pattern
   nvext        backend_instance_id, prefill_worker_id, decode_worker_id, dp_rank, prefill_dp_rank,
                agent_hints.priority, .strict_priority and .osl, routing_constraints.required_taints
                and .preferred_taints, session_control.session_id and .action, token_data, and
-               ignore_eos, top_k, min_p, repetition_penalty and the guided_ fields, which apply
-               only if the top level has none; headers carry some of these too, and win
+               ignore_eos, top_k, min_p, repetition_penalty, cache_salt and the guided_ fields,
+               which apply only if the top level has none; headers carry some of these too, and win
                (`headers.py`)
 Accepted, because they cannot change the response
-               user, metadata, safety_identifier, prompt_cache_key
+               user, metadata, safety_identifier, prompt_cache_key, prompt_cache_retention,
+               prediction, verbosity
 Accepted with a value that has no effect, else refused by name
                store (false), service_tier (auto, default), logprobs (chat: false, 0; completions:
-               none), top_logprobs (0), logit_bias ({}),
-               functions ([]), function_call (none, auto), modalities
-               (["text"]), verbosity (medium), prompt_cache_retention (in_memory),
-               stream_options.include_obfuscation and
-               .continuous_usage_stats (false), echo (false), best_of (1), suffix (""),
-               nvext.greed_sampling and .use_raw_prompt (false), nvext.annotations and
-               .extra_fields ([]), messages[].annotations ([])
+               none), top_logprobs (0), return_tokens_as_token_ids (false), functions ([]),
+               function_call (none, auto), modalities (["text"]), stream_options.include_obfuscation
+               and .continuous_usage_stats (false), echo (false), best_of (1), suffix (""),
+               nvext.greed_sampling and .use_raw_prompt (false), nvext.annotations and .extra_fields
+               ([]), messages[].annotations ([])
 Refused by name unless null
-               audio, prediction, web_search_options, moderation, prompt_cache_options,
-               reasoning_effort, messages[].refusal, .audio, .function_call, parts that are not
-               text, nvext.max_thinking_tokens, .cache_control, .cache_salt, .router,
+               audio, web_search_options, moderation, prompt_cache_options, max_thinking_tokens,
+               messages[].refusal, .audio, .function_call, parts that are not text,
+               nvext.max_thinking_tokens, .cache_control, .router,
                .agent_context, .metadata_upload, .request_timestamp_ms
 
 `null` means absent, as the SDK sends it. Types are strict: true is not 1, and 1.0 is not an
@@ -53,6 +53,7 @@ from pydantic import (
     Tag,
 )
 
+from common.errors import Unsupported
 from frontend_svc.core.openai.fields import (
     I64,
     LIST,
@@ -61,6 +62,7 @@ from frontend_svc.core.openai.fields import (
     NO_AUDIO,
     NO_FUNCTIONS,
     NO_LOGPROBS,
+    NO_THINKING_LIMIT,
     OBJECT,
     STOP_STRINGS_MAX,
     STOP_TOKEN_IDS_MAX,
@@ -70,10 +72,13 @@ from frontend_svc.core.openai.fields import (
     U32,
     WRONG_TYPE,
     AtLeastOne,
+    CacheSalt,
     FunctionName,
     GuidedFields,
+    LogitBias,
     MinP,
     Penalty,
+    Priority,
     RepetitionPenalty,
     StopText,
     StrictModel,
@@ -192,6 +197,11 @@ ToolChoice: TypeAlias = Annotated[
 ]
 
 
+# Variables by which chat templates switch the reasoning.
+REASONING_SWITCHES = ("enable_thinking", "thinking")
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class JsonSchemaFormat(StrictModel):
     """A named JSON schema. strict has no effect: every response has the form of the schema."""
 
@@ -242,10 +252,24 @@ class GenerationRequest(GuidedFields):
     stop_token_ids: (
         Annotated[list[U32], Field(max_length=STOP_TOKEN_IDS_MAX, fail_fast=True)] | None
     ) = None
+    logit_bias: LogitBias | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: CacheSalt | None = None
+    # As in vLLM: a smaller number goes first.
+    priority: Priority | None = None
     nvext: Nvext | None = None
 
     user: str | None = None
-    logit_bias: Annotated[object, refuse("tokens cannot be biased yet", {})] = None
+    metadata: Annotated[dict[str, str], BeforeValidator(check_pair_count)] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Annotated[object, refuse("there is only one service tier", "auto", "default")] = (
+        None
+    )
+    store: Annotated[object, refuse("responses are not stored", False)] = None
+    max_thinking_tokens: Annotated[object, refuse(NO_THINKING_LIMIT)] = None
+    return_tokens_as_token_ids: Annotated[object, refuse(NO_LOGPROBS, False)] = None
 
     @property
     def is_stream(self) -> bool:
@@ -282,9 +306,6 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: RequestedFormat | None = None
 
-    metadata: Annotated[dict[str, str], BeforeValidator(check_pair_count)] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     tools: Annotated[list[Tool], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -295,18 +316,10 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[object, refuse(NO_LOGPROBS, 0)] = None
     modalities: Annotated[object, refuse(NO_AUDIO, ["text"])] = None
     audio: Annotated[object, refuse(NO_AUDIO)] = None
-    store: Annotated[object, refuse("responses are not stored", False)] = None
-    service_tier: Annotated[object, refuse("there is only one service tier", "auto", "default")] = (
-        None
-    )
-    prompt_cache_retention: Annotated[
-        object, refuse("caches are kept in memory", "in_memory", "in-memory")
-    ] = None
-    verbosity: Annotated[object, refuse("the models do not support it", "medium")] = None
-    reasoning_effort: Annotated[
-        object, refuse("use the settings of the model's template in chat_template_kwargs")
-    ] = None
-    prediction: UnsupportedField = None
+    reasoning_effort: ReasoningEffort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prediction: dict[str, Any] | None = None
     web_search_options: UnsupportedField = None
     moderation: UnsupportedField = None
     prompt_cache_options: UnsupportedField = None
@@ -335,8 +348,17 @@ class ChatRequest(GenerationRequest):
 
     def template_kwargs(self, variables: Container[str], *, is_reasoning: bool) -> dict[str, Any]:
         """Settings of the chat template. variables: that it reads. is_reasoning: whether the
-        response may begin with reasoning."""
-        return self.chat_template_kwargs or {}
+        response may begin with reasoning. `chat_template_kwargs` win over `reasoning_effort`.
+        Raises Unsupported if the template reads no setting for the effort."""
+        settings: dict[str, Any] = {}
+        if (effort := self.reasoning_effort) is not None:
+            settings = {name: effort != "none" for name in REASONING_SWITCHES if name in variables}
+            if "reasoning_effort" in variables:
+                settings["reasoning_effort"] = effort
+            if not settings:
+                text = "the model's chat template has no such setting"
+                raise Unsupported("reasoning_effort", text)
+        return settings | (self.chat_template_kwargs or {})
 
     def template_messages(self) -> list[dict[str, Any]]:
         return [message.model_dump(exclude_none=True) for message in self.messages]

@@ -55,7 +55,10 @@ def worker_hints(routing: RoutingHints | None, dp_rank: int) -> RoutingHints | N
     """
     routing = routing or RoutingHints()
     hints = RoutingHints(
-        dp_rank=dp_rank or None, lora_name=routing.lora_name, priority=routing.priority
+        dp_rank=dp_rank or None,
+        lora_name=routing.lora_name,
+        priority=routing.priority,
+        cache_salt=routing.cache_salt,
     )
     return None if hints == RoutingHints() else hints
 

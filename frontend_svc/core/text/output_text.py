@@ -16,12 +16,24 @@ class DetokenizerLike(Protocol):
 
 
 class TextStream:
-    """The text of one response. consumed: tokens of the response, without those after a stop
-    string. matched_stop: the stop string that ended the response, or None."""
+    """The text of one response. min_tokens: stop strings in the text of so many tokens do not end
+    it. includes_stop: whether its text includes the stop string. consumed: tokens of the response,
+    without those after a stop string. matched_stop: the stop string that ended the response, or
+    None."""
 
-    def __init__(self, detokenizer: DetokenizerLike, stop_strings: Sequence[str]) -> None:
+    def __init__(
+        self,
+        detokenizer: DetokenizerLike,
+        stop_strings: Sequence[str],
+        *,
+        min_tokens: int = 0,
+        includes_stop: bool = False,
+    ) -> None:
         self._detokenizer = detokenizer
-        self._stop_matcher = StopStringMatcher(stop_strings) if stop_strings else None
+        self._stop_matcher = (
+            StopStringMatcher(stop_strings, includes_stop=includes_stop) if stop_strings else None
+        )
+        self._min_tokens = min_tokens
         self.consumed = 0
         self.matched_stop: str | None = None
 
@@ -37,6 +49,10 @@ class TextStream:
             if self.matched_stop is not None:
                 break
             self.consumed += 1
+            if self.consumed <= self._min_tokens:
+                if piece:
+                    sendable.append(piece)
+                continue
             match_step = stop.feed(piece)
             if match_step.emit:
                 sendable.append(match_step.emit)

@@ -34,10 +34,12 @@ _NO_OUTPUT = MatchStep("", None)
 
 
 class StopStringMatcher:
-    """Matches the stop strings of one choice; none of them is empty."""
+    """Matches the stop strings of one choice; none of them is empty. includes_stop: whether the
+    text ends with the stop string, and not before it."""
 
-    def __init__(self, stop_strings: Sequence[str]) -> None:
+    def __init__(self, stop_strings: Sequence[str], *, includes_stop: bool = False) -> None:
         self.matched: str | None = None
+        self._includes_stop = includes_stop
         self._first_characters = frozenset(stop[0] for stop in stop_strings)
         self._automaton = _Automaton(stop_strings)
         self._state = _ROOT
@@ -76,7 +78,7 @@ class StopStringMatcher:
         self.matched = stop
         unsent = self._withheld + text
         self._withheld = ""
-        return MatchStep(unsent[: -len(stop)], stop)
+        return MatchStep(unsent if self._includes_stop else unsent[: -len(stop)], stop)
 
 
 class _Automaton:

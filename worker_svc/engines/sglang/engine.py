@@ -82,6 +82,7 @@ from worker_svc.engines.sglang.sampling import (
     SglangRequest,
     build_embedding_arguments,
     build_sglang_request,
+    supported_fields,
     to_invalid_request,
 )
 from worker_svc.engines.sglang.server_args import (
@@ -560,6 +561,7 @@ class SglangEngine:
             kinds=("embedding",) if self._properties.is_embedding else ("chat", "completions"),
             embedding_size=model.hidden_size if self._properties.is_embedding else None,
             shorter_embeddings=bool(model.is_matryoshka),
+            supported_fields=supported_fields(self._properties),
         )
 
     def _max_num_seqs(self) -> int | None:

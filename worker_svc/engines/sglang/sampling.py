@@ -74,7 +74,7 @@ SUPPORTED_FIELDS: Final = frozenset(
         *(f"sampling_options.{name}" for name in SAMPLING_PARAMETERS),
         *("sampling_options.logit_bias", "sampling_options.seed"),
         *(f"stop_conditions.{name}" for name in TOKEN_STOP_CONDITIONS),
-        *("output_options.logprobs", "routing.lora_name"),
+        *("output_options.logprobs", "routing.lora_name", "routing.cache_salt"),
         *(f"sampling_options.guided_decoding.{name}" for name in ("json", "regex", "choice")),
         *(f"sampling_options.guided_decoding.{name}" for name in ("grammar", "structural_tag")),
     }
@@ -139,6 +139,8 @@ def build_sglang_request(
         "routed_dp_rank": rank,
         "lora_path": lora,
     }
+    if request.routing is not None and request.routing.cache_salt:
+        arguments["cache_salt"] = request.routing.cache_salt
     logprobs = request.output_options.logprobs
     if logprobs is not None:
         arguments |= {"return_logprob": True, "top_logprobs_num": logprobs}
@@ -165,6 +167,13 @@ def build_embedding_arguments(
         "priority": priority or 0,
         "lora_path": lora,
     }
+
+
+def supported_fields(properties: EngineProperties) -> frozenset[str]:
+    """Returns the fields that every request may have."""
+    if properties.is_deterministic:
+        return SUPPORTED_FIELDS
+    return SUPPORTED_FIELDS - {"sampling_options.seed"}
 
 
 def _check_supported(request: PreprocessedRequest, properties: EngineProperties) -> None:

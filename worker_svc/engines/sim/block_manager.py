@@ -154,11 +154,16 @@ class BlockManager:
         return True
 
     def name(
-        self, block_table: BlockTable, names: Sequence[int], token_ids: bytes, lora_name: str = ""
+        self,
+        block_table: BlockTable,
+        names: Sequence[int],
+        token_ids: bytes,
+        lora_name: str = "",
+        salt: str = "",
     ) -> None:
         """Names the next len(names) blocks of the table, which are now full.
 
-        token_ids: their content, as in `PagesStored`. If a name exists already, the table's block
+        token_ids, lora_name, salt: as in `PagesStored`. If a name exists already, the table's block
         is replaced by the existing one; if a transfer references the table's block, it and those
         after it stay private.
         """
@@ -173,9 +178,9 @@ class BlockManager:
                 run_start = run_start if run else index
                 run.append(name)
             else:
-                self._emit_stored(run, run_start, token_ids, lora_name)
+                self._emit_stored(run, run_start, token_ids, lora_name, salt)
                 run = []
-        self._emit_stored(run, run_start, token_ids, lora_name)
+        self._emit_stored(run, run_start, token_ids, lora_name, salt)
 
     def release(self, block_table: BlockTable) -> None:
         """Releases all blocks of the table, which is empty afterwards."""
@@ -347,7 +352,9 @@ class BlockManager:
         block_table.named += 1
         return False
 
-    def _emit_stored(self, run: list[int], start: int, token_ids: bytes, lora_name: str) -> None:
+    def _emit_stored(
+        self, run: list[int], start: int, token_ids: bytes, lora_name: str, salt: str
+    ) -> None:
         if not run:
             return
         first = self._block_by_name[run[0]]
@@ -355,7 +362,7 @@ class BlockManager:
         block_bytes = 4 * self.block_size
         content = token_ids[start * block_bytes : (start + len(run)) * block_bytes]
         self.events.append(
-            PagesStored(tuple(run), parent, content, self.block_size, lora=lora_name)
+            PagesStored(tuple(run), parent, content, self.block_size, lora=lora_name, salt=salt)
         )
 
     def _release_blocks(self, block_table: BlockTable) -> None:

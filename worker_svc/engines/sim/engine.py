@@ -11,7 +11,8 @@ Semantics of requests:
   alternatives.
 - max_thinking_tokens has no effect: this model does not reason. A hidden stop token or EOS ends the
   output and is excluded from it and from the counts.
-- Each loaded adapter has its own cache, block names and output.
+- Each loaded adapter has its own cache, block names and output. Each cache salt has its own cache
+  and block names.
 - `routing.priority`, else the context's: the larger goes first.
 - Guided decoding masks tokens with a grammar (`constraint.py`), by llguidance.
 - Unsupported fields are rejected by name: n, best_of, beam search, embeddings, media, stop strings
@@ -62,7 +63,7 @@ from worker_svc.engines.contract import (
 from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
 from worker_svc.engines.sim.config import SimConfig, SimModel, load_sim_model
 from worker_svc.engines.sim.constraint import constraint_failed
-from worker_svc.engines.sim.jobs import JobBuilder, kv_location
+from worker_svc.engines.sim.jobs import SUPPORTED_FIELDS, JobBuilder, kv_location
 from worker_svc.engines.sim.logits import LogitModel
 from worker_svc.engines.sim.messages import Done, page_stamps
 from worker_svc.engines.sim.network import Network, TcpNetwork
@@ -193,6 +194,7 @@ class SimEngine:
                 config.role, config.local_prefill
             ),
             loras=self.config.loras,
+            supported_fields=SUPPORTED_FIELDS,
             kinds=("chat", "completions", "embedding"),
             embedding_size=self.config.embedding_size,
             shorter_embeddings=True,

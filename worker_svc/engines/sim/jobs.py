@@ -21,12 +21,12 @@ from worker_svc.engines.stop_tokens import TOKEN_STOP_CONDITIONS, stop_tokens_of
 
 _PROBE_PRIORITY: Final = 2**31
 
-_SUPPORTED_FIELDS: Final = frozenset(
+SUPPORTED_FIELDS: Final = frozenset(
     {
         *(f"stop_conditions.{name}" for name in TOKEN_STOP_CONDITIONS),
         # The model does not reason.
         "stop_conditions.max_thinking_tokens",
-        "routing.lora_name",
+        *("routing.lora_name", "routing.cache_salt"),
         "output_options.logprobs",
         *(f"sampling_options.{name}_penalty" for name in ("presence", "frequency", "repetition")),
         *(f"sampling_options.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
@@ -85,8 +85,10 @@ class JobBuilder:
         stop = request.stop_conditions
         if stop.max_tokens == 0:
             raise InvalidRequest("max_tokens must be at least 1", "stop_conditions.max_tokens")
-        if request.routing is not None and request.routing.priority is not None:
-            priority = request.routing.priority
+        salt = ""
+        if (routing := request.routing) is not None:
+            salt = routing.cache_salt or ""
+            priority = priority if routing.priority is None else routing.priority
         if request.is_probe:
             return Job(request.token_ids.little_endian, 1, priority=_PROBE_PRIORITY)
         job = Job(
@@ -94,8 +96,9 @@ class JobBuilder:
             limit if stop.max_tokens is None else min(stop.max_tokens, limit),
             stops=stop_tokens_of(request, self.eos_ids),
             min_tokens=stop.min_tokens or 0,
-            hasher=self.hashers[lora] if self.config.prefix_caching else None,
+            hasher=self._hasher(lora, salt),
             lora_name=lora,
+            cache_salt=salt,
             priority=priority or 0,
             constraint=self._constraint(request),
             seed=_seed(request.sampling_options),
@@ -112,6 +115,12 @@ class JobBuilder:
             priority = request.routing.priority
         prompt = request.token_ids.little_endian
         return Job(prompt, 1, lora_name=lora, priority=priority or 0)
+
+    def _hasher(self, lora: str, salt: str) -> PrefixHasher | None:
+        """Returns the hasher of a request's blocks; None without a cache."""
+        if not self.config.prefix_caching:
+            return None
+        return self.hashers[lora].salted(salt) if salt else self.hashers[lora]
 
     def _constraint(self, request: PreprocessedRequest) -> Constraint | None:
         """Returns the constraint of guided decoding. Raises InvalidRequest."""
@@ -134,7 +143,7 @@ class JobBuilder:
 
     def _check_fields(self, request: PreprocessedRequest) -> str:
         """Returns the adapter's name. Raises Unsupported or InvalidRequest."""
-        supported = _SUPPORTED_FIELDS
+        supported = SUPPORTED_FIELDS
         if request.is_probe or self.config.handoff.role == "decode":
             supported |= _HANDOFF_FIELDS
         elif self.config.handoff.role == "prefill" and self.config.handoff.mode == "bootstrap":

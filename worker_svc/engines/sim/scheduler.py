@@ -58,7 +58,8 @@ class Job:
     prompt: token ids, 4 bytes little endian each, at least one. max_tokens: at least 1.
     stops: tokens that end the output after min_tokens. They must include the model's EOS, or be
     empty: then the model never emits EOS. hasher: names the blocks; None bypasses the prefix cache.
-    lora_name: of the adapter, "" for the base model. priority: larger is sooner.
+    lora_name: of the adapter, "" for the base model. cache_salt: that of the hasher.
+    priority: larger is sooner.
     is_remote, is_handed_over: KV comes from, goes to another worker; see the module.
     constraint: of guided decoding, at the start of the output; it advances with the sequence.
     seed: of the output, None for none. changes: of the logits; they advance with the sequence.
@@ -70,6 +71,7 @@ class Job:
     min_tokens: int = 0
     hasher: PrefixHasher | None = None
     lora_name: str = ""
+    cache_salt: str = ""
     priority: int = 0
     is_remote: bool = False
     is_handed_over: bool = False
@@ -440,7 +442,8 @@ class SimScheduler:
             self._mark_corrupt(seq)
         size = self.blocks.block_size
         content = seq.content(start * size, stop * size)
-        self.blocks.name(seq.block_table, seq.names[start:stop], content, seq.job.lora_name)
+        job, names = seq.job, seq.names[start:stop]
+        self.blocks.name(seq.block_table, names, content, job.lora_name, job.cache_salt)
 
     def _extend_names(self, seq: SimSequence, tokens: int) -> None:
         """Computes the names of all full blocks of the first `tokens` tokens."""

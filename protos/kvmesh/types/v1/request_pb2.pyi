@@ -799,7 +799,7 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 @_typing.final
 class RoutingHints(_message.Message):
     """Placement preferences and requirements. Set by the frontend; read by the router. Workers read
-    dp_rank, lora_name and priority and refuse the others.
+    dp_rank, lora_name, priority and cache_salt and refuse the others.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -816,6 +816,7 @@ class RoutingHints(_message.Message):
     ALLOWED_WORKER_IDS_FIELD_NUMBER: _builtins.int
     ROUTING_CONSTRAINTS_FIELD_NUMBER: _builtins.int
     SESSION_CONTROL_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     backend_instance_id: _builtins.int
     """Worker of an aggregated pool to use, regardless of its cost. Absent: the router chooses."""
     prefill_worker_id: _builtins.int
@@ -838,6 +839,10 @@ class RoutingHints(_message.Message):
     """Seconds added to the age of the request; positive moves it forward in the queue."""
     priority: _builtins.int
     """Priority passed to the engine's scheduler. Absent: the engine's default."""
+    cache_salt: _builtins.str
+    """Separates caches: it salts block hashes, and the worker shares KV only between requests of one
+    salt. Absent or "": none.
+    """
     @_builtins.property
     def allowed_worker_ids(self) -> Global___WorkerIdSet:
         """Only these workers are scored. Absent: all; present and empty: none."""
@@ -865,13 +870,16 @@ class RoutingHints(_message.Message):
         allowed_worker_ids: Global___WorkerIdSet | None = ...,
         routing_constraints: Global___RoutingConstraints | None = ...,
         session_control: Global___SessionControl | None = ...,
+        cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_backend_instance_id", b"_backend_instance_id", "_decode_worker_id", b"_decode_worker_id", "_dp_rank", b"_dp_rank", "_expected_output_tokens", b"_expected_output_tokens", "_lora_name", b"_lora_name", "_prefill_dp_rank", b"_prefill_dp_rank", "_prefill_worker_id", b"_prefill_worker_id", "_priority", b"_priority", "_priority_jump", b"_priority_jump", "allowed_worker_ids", b"allowed_worker_ids", "backend_instance_id", b"backend_instance_id", "decode_worker_id", b"decode_worker_id", "dp_rank", b"dp_rank", "expected_output_tokens", b"expected_output_tokens", "lora_name", b"lora_name", "prefill_dp_rank", b"prefill_dp_rank", "prefill_worker_id", b"prefill_worker_id", "priority", b"priority", "priority_jump", b"priority_jump", "routing_constraints", b"routing_constraints", "session_control", b"session_control"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_backend_instance_id", b"_backend_instance_id", "_cache_salt", b"_cache_salt", "_decode_worker_id", b"_decode_worker_id", "_dp_rank", b"_dp_rank", "_expected_output_tokens", b"_expected_output_tokens", "_lora_name", b"_lora_name", "_prefill_dp_rank", b"_prefill_dp_rank", "_prefill_worker_id", b"_prefill_worker_id", "_priority", b"_priority", "_priority_jump", b"_priority_jump", "allowed_worker_ids", b"allowed_worker_ids", "backend_instance_id", b"backend_instance_id", "cache_salt", b"cache_salt", "decode_worker_id", b"decode_worker_id", "dp_rank", b"dp_rank", "expected_output_tokens", b"expected_output_tokens", "lora_name", b"lora_name", "prefill_dp_rank", b"prefill_dp_rank", "prefill_worker_id", b"prefill_worker_id", "priority", b"priority", "priority_jump", b"priority_jump", "routing_constraints", b"routing_constraints", "session_control", b"session_control"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backend_instance_id", b"_backend_instance_id", "_decode_worker_id", b"_decode_worker_id", "_dp_rank", b"_dp_rank", "_expected_output_tokens", b"_expected_output_tokens", "_lora_name", b"_lora_name", "_prefill_dp_rank", b"_prefill_dp_rank", "_prefill_worker_id", b"_prefill_worker_id", "_priority", b"_priority", "_priority_jump", b"_priority_jump", "allowed_worker_ids", b"allowed_worker_ids", "backend_instance_id", b"backend_instance_id", "decode_worker_id", b"decode_worker_id", "dp_rank", b"dp_rank", "expected_output_tokens", b"expected_output_tokens", "lora_name", b"lora_name", "prefill_dp_rank", b"prefill_dp_rank", "prefill_worker_id", b"prefill_worker_id", "priority", b"priority", "priority_jump", b"priority_jump", "routing_constraints", b"routing_constraints", "session_control", b"session_control"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backend_instance_id", b"_backend_instance_id", "_cache_salt", b"_cache_salt", "_decode_worker_id", b"_decode_worker_id", "_dp_rank", b"_dp_rank", "_expected_output_tokens", b"_expected_output_tokens", "_lora_name", b"_lora_name", "_prefill_dp_rank", b"_prefill_dp_rank", "_prefill_worker_id", b"_prefill_worker_id", "_priority", b"_priority", "_priority_jump", b"_priority_jump", "allowed_worker_ids", b"allowed_worker_ids", "backend_instance_id", b"backend_instance_id", "cache_salt", b"cache_salt", "decode_worker_id", b"decode_worker_id", "dp_rank", b"dp_rank", "expected_output_tokens", b"expected_output_tokens", "lora_name", b"lora_name", "prefill_dp_rank", b"prefill_dp_rank", "prefill_worker_id", b"prefill_worker_id", "priority", b"priority", "priority_jump", b"priority_jump", "routing_constraints", b"routing_constraints", "session_control", b"session_control"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__backend_instance_id: _TypeAlias = _typing.Literal["backend_instance_id"]  # noqa: Y015
     _WhichOneofArgType__backend_instance_id: _TypeAlias = _typing.Literal["_backend_instance_id", b"_backend_instance_id"]  # noqa: Y015
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__decode_worker_id: _TypeAlias = _typing.Literal["decode_worker_id"]  # noqa: Y015
     _WhichOneofArgType__decode_worker_id: _TypeAlias = _typing.Literal["_decode_worker_id", b"_decode_worker_id"]  # noqa: Y015
     _WhichOneofReturnType__dp_rank: _TypeAlias = _typing.Literal["dp_rank"]  # noqa: Y015
@@ -890,6 +898,8 @@ class RoutingHints(_message.Message):
     _WhichOneofArgType__priority_jump: _TypeAlias = _typing.Literal["_priority_jump", b"_priority_jump"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__backend_instance_id) -> _WhichOneofReturnType__backend_instance_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_worker_id) -> _WhichOneofReturnType__decode_worker_id | None: ...
     @_typing.overload

@@ -250,7 +250,8 @@ BAD_CHATS: list[tuple[bytes, str, str, str]] = [
     (chat_body(store=0), "store", "unsupported_parameter", ""),
     (chat_body(logprobs=True), "logprobs", "unsupported_parameter", "not available yet"),
     (chat_body(logprobs=False, top_logprobs=3), "top_logprobs", "unsupported_parameter", ""),
-    (chat_body(logit_bias={"5": 1}), "logit_bias", "unsupported_parameter", ""),
+    (chat_body(logit_bias={"a": 1}), "logit_bias", "invalid_value", "token ids as keys"),
+    (chat_body(logit_bias={"5": 101}), "logit_bias.5", "invalid_value", "<= 100"),
     (chat_body(tools=[{"type": "custom"}]), "tools[0].type", "unsupported_parameter", ""),
     (chat_body(tool_choice="required"), "tool_choice", "invalid_value", "needs tools"),
     (chat_body(functions=[{}]), "functions", "unsupported_parameter", ""),
@@ -263,15 +264,8 @@ BAD_CHATS: list[tuple[bytes, str, str, str]] = [
     (chat_body(modalities=["text", "audio"]), "modalities", "unsupported_parameter", ""),
     (chat_body(audio={}), "audio", "unsupported_parameter", ""),
     (chat_body(service_tier="priority"), "service_tier", "unsupported_parameter", ""),
-    (chat_body(reasoning_effort="high"), "reasoning_effort", "unsupported_parameter", ""),
-    (chat_body(verbosity="low"), "verbosity", "unsupported_parameter", ""),
-    (chat_body(prediction={}), "prediction", "unsupported_parameter", ""),
-    (
-        chat_body(prompt_cache_retention="24h"),
-        "prompt_cache_retention",
-        "unsupported_parameter",
-        "",
-    ),
+    (chat_body(reasoning_effort="much"), "reasoning_effort", "invalid_value", "one of"),
+    (chat_body(max_thinking_tokens=1), "max_thinking_tokens", "unsupported_parameter", ""),
     (chat_body(nvext=[]), "nvext", "invalid_type", "expected an object"),
     (chat_body(nvext={"foo": 1}), "nvext.foo", "unknown_parameter", ""),
     (
@@ -443,8 +437,10 @@ ACCEPTED = {
     "functions": [],
     "function_call": "auto",
     "modalities": ["text"],
-    "verbosity": "medium",
-    "prompt_cache_retention": "in_memory",
+    "verbosity": "low",
+    "prediction": {"type": "content", "content": "x"},
+    "prompt_cache_retention": "24h",
+    "return_tokens_as_token_ids": False,
     "n": 1,
     "stop": [],
     "nvext": {"annotations": [], "greed_sampling": False},
@@ -515,11 +511,14 @@ def test_every_honoured_field_reaches_the_engine() -> None:
         max_completion_tokens=20,
         min_tokens=3,
         stop_token_ids=[9, 2],
-        temperature=0,
+        temperature=0.5,
         top_p=0.5,
         top_k=40,
         min_p=0.1,
         seed=-7,
+        logit_bias={"3": -1},
+        cache_salt="s",
+        priority=-4,
         presence_penalty=1,
         frequency_penalty=-1.5,
         repetition_penalty=1.1,
@@ -531,18 +530,39 @@ def test_every_honoured_field_reaches_the_engine() -> None:
         stop_conditions=StopConditions(max_tokens=20, min_tokens=3, stop_token_ids_hidden=(2, 9)),
         sampling_options=SamplingOptions(
             n=1,
-            temperature=0.0,
+            temperature=0.5,
             top_p=0.5,
             top_k=40,
             min_p=0.1,
             seed=-7,
+            logit_bias={3: -1.0},
             presence_penalty=1.0,
             frequency_penalty=-1.5,
             repetition_penalty=1.1,
         ),
         eos_token_ids=(2,),
         mdc_sum="sum",
+        routing=RoutingHints(priority=4, priority_jump=4.0, cache_salt="s"),
     )
+
+
+def test_a_greedy_request_has_no_seed() -> None:
+    assert preprocessed(chat(seed=1, temperature=0)).sampling_options.seed is None
+
+
+def test_requested_stop_tokens_are_visible_if_the_text_includes_stops() -> None:
+    stops = preprocessed(chat(stop_token_ids=[9], include_stop_str_in_output=True)).stop_conditions
+    assert (stops.stop_token_ids_hidden, stops.stop_token_ids_visible) == ((2,), (9,))
+
+
+def test_reasoning_effort_sets_the_variables_that_a_template_reads() -> None:
+    request = chat(reasoning_effort="none", chat_template_kwargs={"a": 1})
+    switched = request.template_kwargs({"enable_thinking"}, is_reasoning=False)
+    assert switched == {"enable_thinking": False, "a": 1}
+    both = request.template_kwargs({"thinking", "reasoning_effort"}, is_reasoning=False)
+    assert both == {"thinking": False, "reasoning_effort": "none", "a": 1}
+    with pytest.raises(Unsupported, match="no such setting"):
+        request.template_kwargs({"messages"}, is_reasoning=False)
 
 
 def test_the_prompt_is_the_given_token_ids() -> None:

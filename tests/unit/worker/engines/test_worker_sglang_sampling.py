@@ -47,6 +47,7 @@ from worker_svc.engines.sglang.sampling import (
     SglangRequest,
     abort_error,
     build_sglang_request,
+    supported_fields,
     to_invalid_request,
 )
 from worker_svc.engines.sglang.server_args import (
@@ -239,6 +240,17 @@ def test_a_constraint_goes_to_the_grammar_backend_unless_it_is_a_hint(
     sampling = sampling_of(asked(sampling_options=SamplingOptions(guided_decoding=guided)))
     names = ("json_schema", "regex", "ebnf", "structural_tag")
     assert {name: sampling[name] for name in names if name in sampling} == arguments
+
+
+def test_a_cache_salt_reaches_the_prefix_cache() -> None:
+    salted = asked(routing=RoutingHints(cache_salt="s"))
+    assert build_sglang_request(salted, FACTS).arguments["cache_salt"] == "s"
+    assert "cache_salt" not in build_sglang_request(asked(), FACTS).arguments
+
+
+def test_seeds_are_advertised_where_output_is_repeatable() -> None:
+    assert "sampling_options.seed" not in supported_fields(FACTS)
+    assert "sampling_options.seed" in supported_fields(replace(FACTS, is_deterministic=True))
 
 
 def test_a_seed_is_accepted_where_output_is_repeatable() -> None:

@@ -1,0 +1,133 @@
+"""The OpenAPI document of the HTTP API (pure).
+
+The schema of a body is that of the pydantic model which validates it, so the document states what
+the server accepts. Rules that no schema can state (combinations of fields) are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+# Any, here and below: JSON.
+Json = Mapping[str, Any]
+
+OPENAPI_VERSION: Final = "3.1.0"
+JSON: Final = "application/json"
+EVENTS: Final = "text/event-stream"
+_EMPTY_BRANCHES: Final[tuple[Json, ...]] = ({}, {"enum": [None]})
+_COMPONENT: Final = "#/components/schemas/{model}"
+
+ERROR: Final[Json] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path.
+
+    path: with parameters as `{name}`. body: model of the request; None without a body. example: of
+    the body, for a mesh that serves the model `sim`. result: what a 200 contains. streams: whether
+    it is a stream of events if the body has `stream`. media_type: of the response. error: schema of
+    every error.
+    """
+
+    method: str
+    path: str
+    summary: str
+    body: type[BaseModel] | None = None
+    example: Json | None = None
+    result: str = "the result"
+    streams: bool = False
+    media_type: str = JSON
+    error: Json = field(default_factory=lambda: ERROR)
+
+
+def api_document(operations: Iterable[Operation], *, version: str) -> dict[str, Any]:
+    """The document of these operations."""
+    operations = tuple(operations)
+    models = list(dict.fromkeys(one.body for one in operations if one.body is not None))
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in models], ref_template=_COMPONENT
+    )
+    paths: dict[str, dict[str, Any]] = {}
+    for one in operations:
+        paths.setdefault(one.path, {})[one.method.lower()] = _operation(one)
+    return {
+        "openapi": OPENAPI_VERSION,
+        "info": {"title": "KVMesh", "version": version},
+        "paths": paths,
+        "components": {"schemas": _clean(definitions.get("$defs", {}))},
+    }
+
+
+def _operation(one: Operation) -> dict[str, Any]:
+    content: dict[str, Any] = {one.media_type: {"schema": _response_schema(one)}}
+    if one.streams:
+        content[EVENTS] = {"schema": {"type": "string"}}
+    document: dict[str, Any] = {
+        "summary": one.summary,
+        "operationId": _operation_id(one),
+        "responses": {
+            "200": {"description": one.result, "content": content},
+            "default": {
+                "description": "an error",
+                "content": {JSON: {"schema": one.error}},
+            },
+        },
+    }
+    names = [part[1:-1] for part in one.path.split("/") if part.startswith("{")]
+    if names:
+        document["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    if one.body is not None:
+        body: dict[str, Any] = {"schema": {"$ref": _COMPONENT.format(model=one.body.__name__)}}
+        if one.example is not None:
+            body["example"] = one.example
+        document["requestBody"] = {"required": True, "content": {JSON: body}}
+    return document
+
+
+def _response_schema(one: Operation) -> Json:
+    return {"type": "object"} if one.media_type == JSON else {"type": "string"}
+
+
+def _operation_id(one: Operation) -> str:
+    words = one.path.replace("{", "by_").replace("}", "").replace(".", "_").split("/")
+    return "_".join([one.method.lower(), *filter(None, words)])
+
+
+def _clean(schema: Any) -> Any:
+    """A schema without the branches of unions that raise the error of all others, which accept
+    nothing."""
+    match schema:
+        case dict():
+            cleaned = {key: _clean(value) for key, value in schema.items()}
+            if "oneOf" in cleaned:
+                branches = cleaned.pop("oneOf")
+                cleaned["anyOf"] = [one for one in branches if one not in _EMPTY_BRANCHES]
+                cleaned.pop("discriminator", None)
+            return cleaned
+        case list():
+            return [_clean(one) for one in schema]
+    return schema

@@ -1,0 +1,31 @@
+"""Which options of requests the engines of a model refuse (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.errors import Unsupported
+from common.registry.instances import UNSUPPORTED_OPTIONS_META_KEY, Instance
+from common.request.preprocessed import PreprocessedRequest, option_names, unsupported_fields
+
+
+def refused_options(workers: Iterable[Instance]) -> frozenset[str]:
+    """The options that every worker refuses; empty if a worker does not report its own."""
+    sets = [
+        frozenset(worker.meta.get(UNSUPPORTED_OPTIONS_META_KEY, "").split(","))
+        for worker in workers
+    ]
+    return frozenset.intersection(*sets) if sets else frozenset()
+
+
+def check_options(request: PreprocessedRequest, refused: frozenset[str]) -> None:
+    """Raises Unsupported with the first option of a request that no worker can honour."""
+    supported = (option_names() - refused) | {"routing"}
+    if "routing.cache_salt" in refused and request.routing and request.routing.cache_salt:
+        raise _unsupported("routing.cache_salt", request.model)
+    if unsupported := unsupported_fields(request, supported):
+        raise _unsupported(unsupported[0], request.model)
+
+
+def _unsupported(field: str, model: str) -> Unsupported:
+    return Unsupported(field, f"no worker of {model!r} has an engine that does")
