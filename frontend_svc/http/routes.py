@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 import structlog
@@ -13,16 +14,18 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, Router
 
-from common.errors import MeshError
+from common.errors import MeshError, Unimplemented
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.anthropic.errors import error_body
 from frontend_svc.core.openai.errors import http_error
 from frontend_svc.core.openai.responses import model_list, model_object
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.http.api import CHAT_COMPLETIONS, COMPLETIONS, GenerationApi
+from frontend_svc.http.embeddings import EmbeddingEndpoint
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.messages import CountTokensEndpoint, MessagesApi
 from frontend_svc.http.request_context import MODEL_OWNER
+from frontend_svc.http.tokenize import DetokenizeEndpoint, TokenizeEndpoint
 from frontend_svc.metrics.families import DeploymentState
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ServedModel
@@ -118,6 +121,20 @@ def build_api(
             return Response(response.body, response.status, dict(response.headers))
         return _json_response(_model_entry(model, name), 200)
 
+    async def rerank(_: Request) -> Response:
+        text = "no engine of this server ranks or scores texts; compare their embeddings instead"
+        response = http_error(Unimplemented(text))
+        return Response(response.body, response.status, dict(response.headers))
+
+    embeddings = EmbeddingEndpoint(gateway, models, state, config)
+    # Any: Starlette takes ASGI applications and functions.
+    text_tools: dict[str, Callable[..., Any]] = {
+        "/tokenize": TokenizeEndpoint(models, state, config),
+        "/detokenize": DetokenizeEndpoint(models, state, config),
+        "/rerank": rerank,
+        "/score": rerank,
+    }
+
     def generation(api: GenerationApi) -> GenerationEndpoint:
         return GenerationEndpoint(api, gateway, models, state, config, on_request_end)
 
@@ -131,6 +148,12 @@ def build_api(
                 f"{MESSAGES_PATH}/count_tokens",
                 CountTokensEndpoint(models, state, config),
                 methods=["POST"],
+            ),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
+            *(
+                Route(prefix + path, endpoint, methods=["POST"])
+                for prefix in ("", "/v1")
+                for path, endpoint in text_tools.items()
             ),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", get_model),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -110,6 +110,17 @@ class ServedModel:
         if len(text) <= ENCODE_INLINE_CHARS:
             return self.encode_text(text, special_tokens)
         return await asyncio.to_thread(self.encode_text, text, special_tokens)
+
+    async def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of several texts, with special tokens; together long ones are encoded in a
+        thread."""
+
+        def encode_all() -> list[list[int]]:
+            return [self.encode_text(text, True) for text in texts]
+
+        if sum(map(len, texts)) <= ENCODE_INLINE_CHARS:
+            return encode_all()
+        return await asyncio.to_thread(encode_all)
 
     async def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Token ids of a rendered prompt; the chat template writes the special tokens itself."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from common.errors import MeshError
 from common.request.embedding import Vector, load_vector
-from common.request.preprocessed import FinishReason, TokenLogprob, usage
+from common.request.preprocessed import TokenLogprob
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan
 from frontend_svc.request.gateway import Gateway
@@ -21,19 +20,20 @@ IN_FLIGHT_MAX = 32
 
 class EmbeddingBatch:
     """Runs the inputs of one request, IN_FLIGHT_MAX at a time, each by its plan and placed by its
-    query. on_vector: receives the index of an input and its vector, in any order."""
+    query. on_vector: receives the index of an input and its vector, in any order. responses: of the
+    inputs that were opened."""
 
     def __init__(
         self,
         gateway: Gateway,
-        inputs: Sequence[tuple[RequestPlan, Query]],
+        inputs: Iterable[tuple[RequestPlan, Query]],
         on_vector: Callable[[int, Vector], None],
     ) -> None:
         self._gateway = gateway
-        self._waiting = deque(enumerate(inputs))
+        self._inputs = enumerate(inputs)
         self._on_vector = on_vector
         self._open: dict[int, RequestHandle] = {}
-        self._outcomes: list[RequestOutcome] = []
+        self.responses: list[InputResponse] = []
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -48,48 +48,44 @@ class EmbeddingBatch:
             for handle in list(self._open.values()):
                 handle.client_gone()
 
-    def outcome(self) -> RequestOutcome:
-        """The outcome of the whole request, as far as its inputs have ended."""
-        errors = [one.error for one in self._outcomes if one.error is not None]
-        return RequestOutcome(
-            finish_reason=FinishReason.ERROR if errors else FinishReason.STOP,
-            error=errors[0] if errors else None,
-            usage=usage(sum(one.usage.prompt_tokens for one in self._outcomes), 0),
-            attempts=max((one.attempts for one in self._outcomes), default=0),
-            worker_ids=tuple({w: None for one in self._outcomes for w in one.worker_ids}),
-            placed=None,
-        )
+    def fail(self, error: MeshError) -> None:
+        """Ends the batch; `run` raises the error."""
+        if not self._done.done():
+            self._done.set_exception(error)
 
     def _open_next(self) -> None:
-        if self._waiting:
-            index, (plan, query) = self._waiting.popleft()
-            self._open[index] = self._gateway.open(plan, query, _InputSink(index, self._finished))
+        for index, (plan, query) in self._inputs:
+            response = InputResponse(index, self._finished)
+            self.responses.append(response)
+            self._open[index] = self._gateway.open(plan, query, response)
+            return
 
     def _finished(self, index: int, chunk: bytes, outcome: RequestOutcome) -> None:
         del self._open[index]
         if self._done.done():
             return
-        self._outcomes.append(outcome)
         if outcome.error is not None:
-            self._done.set_exception(outcome.error)
+            self.fail(outcome.error)
             return
         try:
             self._on_vector(index, load_vector(chunk))
         except MeshError as error:
-            self._done.set_exception(error)
+            self.fail(error)
             return
         self._open_next()
         if not self._open:
             self._done.set_result(None)
 
 
-class _InputSink:
+class InputResponse:
     """Receives the vector of one input; of several attempts, the last one counts."""
 
     def __init__(self, index: int, on_end: Callable[[int, bytes, RequestOutcome], None]) -> None:
         self._index = index
         self._on_end = on_end
         self._chunk = b""
+        self.first_token_at: float | None = None
+        self.outcome: RequestOutcome | None = None
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
         """Embeddings have no tokens."""
@@ -98,4 +94,6 @@ class _InputSink:
         self._chunk = json
 
     def finished(self, outcome: RequestOutcome) -> None:
-        self._on_end(self._index, self._chunk, outcome)
+        self.outcome = outcome
+        chunk, self._chunk = self._chunk, b""
+        self._on_end(self._index, chunk, outcome)

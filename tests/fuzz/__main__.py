@@ -143,7 +143,7 @@ def memory_mb(service: Service) -> float:
 
 def _is_served(mesh: Mesh, path: str) -> bool:
     response = mesh.http.post(f"{mesh.url}{path}", json={"model": MODEL})
-    return response.status_code != 404
+    return response.status_code not in (404, 501)
 
 
 if __name__ == "__main__":

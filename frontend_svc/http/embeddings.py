@@ -1,0 +1,133 @@
+"""`/v1/embeddings`: tokenizes the inputs, runs them on workers, writes the vectors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from common.errors import RequestCancelled
+from common.request.embedding import Vector, check_dimensions, shorten
+from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds
+from frontend_svc.config import FrontendConfig
+from frontend_svc.core.openai.embeddings import (
+    EmbeddingRequest,
+    check_lengths,
+    check_vocabulary,
+    embedding_entry,
+    embedding_list,
+    parse_embedding,
+)
+from frontend_svc.core.openai.headers import read_headers
+from frontend_svc.core.openai.nvext import Nvext
+from frontend_svc.core.openai.preprocessing import routing_hints, strict_priority
+from frontend_svc.core.peers.placement_query import Query
+from frontend_svc.core.request.types import RequestPlan
+from frontend_svc.http.asgi import JSON_HEADER, send_response_parts
+from frontend_svc.http.endpoint import PostEndpoint, disconnect_watch
+from frontend_svc.http.request_context import HttpRequest
+from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
+from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.served_model import ServedModel
+from frontend_svc.request.embedding_batch import EmbeddingBatch
+from frontend_svc.request.gateway import Gateway
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingBody:
+    """A body, and the hints in its headers."""
+
+    request: EmbeddingRequest
+    hints: Nvext | None
+
+
+class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
+    """The ASGI application of `/v1/embeddings`."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        models: ModelCatalog,
+        state: DeploymentState,
+        config: FrontendConfig,
+    ) -> None:
+        super().__init__(Endpoint.EMBEDDINGS, state, config)
+        self._gateway = gateway
+        self._models = models
+
+    async def parse(self, context: HttpRequest, raw: bytes) -> EmbeddingBody:
+        context.body = request = parse_embedding(raw)
+        return EmbeddingBody(request, read_headers(context.header_pairs))
+
+    async def serve(self, context: HttpRequest, body: EmbeddingBody, meter: RequestMeter) -> None:
+        request = body.request
+        model = self._models.get_for(request.model, "embeddings")
+        card, dimensions = model.card, request.dimensions
+        check_dimensions(dimensions, card.embedding_size, can_shorten=card.shorter_embeddings)
+        inputs = await _tokenize(request, model)
+        total_tokens = sum(map(len, inputs))
+        meter.prompt(total_tokens)
+        context.base_model = model.base
+        entries = [b""] * len(inputs)
+
+        def on_vector(index: int, vector: Vector) -> None:
+            short = shorten(vector, dimensions)
+            entries[index] = embedding_entry(index, short, request.encoding_format)
+
+        plans = self._plans(context, body, model, inputs)
+        batch = EmbeddingBatch(self._gateway, plans, on_vector)
+        context.responses = batch.responses
+
+        def client_gone() -> None:
+            meter.mark_disconnected()
+            batch.fail(RequestCancelled("the client disconnected"))
+
+        async with disconnect_watch(context.receive, client_gone):
+            await batch.run()
+        context.status, context.is_response_complete = 200, True
+        parts = embedding_list(entries, model.name, total_tokens)
+        await send_response_parts(context.send, 200, (JSON_HEADER, *context.id_headers), parts)
+        meter.mark_ok()
+
+    def _plans(
+        self,
+        context: HttpRequest,
+        body: EmbeddingBody,
+        model: ServedModel,
+        inputs: list[TokenIds],
+    ) -> Iterator[tuple[RequestPlan, Query]]:
+        """The plan and the query of each input. They have no prefix hashes: engines bypass their
+        caches for embeddings."""
+        routing: RoutingHints | None = routing_hints(body.hints, model.adapter)
+        query = Query(
+            model=model.base,
+            total_tokens=0,
+            arrived_at=asyncio.get_running_loop().time(),
+            routing=routing,
+            traceparent=context.span.traceparent,
+            strict_priority=strict_priority(body.hints),
+        )
+        request = PreprocessedRequest(
+            model=body.request.model, token_ids=TokenIds(), mdc_sum=model.checksum, routing=routing
+        )
+        plan = replace(self.make_plan(context, request), is_embedding=True)
+        for index, token_ids in enumerate(inputs):
+            one = replace(request, token_ids=token_ids)
+            yield (
+                replace(plan, request_id=f"{context.request_id}-{index}", request=one),
+                replace(query, total_tokens=len(token_ids)),
+            )
+
+
+async def _tokenize(request: EmbeddingRequest, model: ServedModel) -> list[TokenIds]:
+    """The token ids of the inputs. Raises InvalidRequest and PromptTooLong."""
+    context_length = model.card.context_length or 0
+    texts = request.texts
+    if texts is not None:
+        check_lengths(request, list(map(model.token_count_min, texts)), context_length)
+        inputs = list(map(TokenIds.of, await model.encode_batch(texts)))
+    else:
+        inputs = list(map(TokenIds.of, request.token_lists))
+        check_vocabulary(request, inputs, model.vocab_size)
+    check_lengths(request, list(map(len, inputs)), context_length)
+    return inputs

@@ -1,0 +1,79 @@
+"""`/tokenize` and `/detokenize`: the tokenizer of a model, as generation uses it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from frontend_svc.config import FrontendConfig
+from frontend_svc.core.openai.tokenize import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    check_tokens,
+    detokenize_json,
+    parse_detokenize,
+    parse_tokenize,
+    tokenize_json,
+)
+from frontend_svc.http.endpoint import PostEndpoint
+from frontend_svc.http.generation import render_prompt
+from frontend_svc.http.request_context import HttpRequest
+from frontend_svc.http.streaming import send_json
+from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
+from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.served_model import ServedModel
+
+
+class TokenizeEndpoint(PostEndpoint[TokenizeRequest]):
+    """The ASGI application of `/tokenize`."""
+
+    def __init__(
+        self, models: ModelCatalog, state: DeploymentState, config: FrontendConfig
+    ) -> None:
+        super().__init__(Endpoint.TOKENIZE, state, config)
+        self._models = models
+
+    async def parse(self, context: HttpRequest, raw: bytes) -> TokenizeRequest:
+        context.body = body = parse_tokenize(raw)
+        return body
+
+    async def serve(self, context: HttpRequest, body: TokenizeRequest, meter: RequestMeter) -> None:
+        model = self._models.get(body.model)
+        token_ids = await _encode(body, model)
+        meter.prompt(len(token_ids))
+        token_text = model.tokenizer.id_to_token if body.with_strings else None
+        payload = tokenize_json(token_ids, model.card.context_length, token_text)
+        await send_json(context, payload)
+        meter.mark_ok()
+
+
+class DetokenizeEndpoint(PostEndpoint[DetokenizeRequest]):
+    """The ASGI application of `/detokenize`."""
+
+    def __init__(
+        self, models: ModelCatalog, state: DeploymentState, config: FrontendConfig
+    ) -> None:
+        super().__init__(Endpoint.DETOKENIZE, state, config)
+        self._models = models
+
+    async def parse(self, context: HttpRequest, raw: bytes) -> DetokenizeRequest:
+        context.body = body = parse_detokenize(raw)
+        return body
+
+    async def serve(
+        self, context: HttpRequest, body: DetokenizeRequest, meter: RequestMeter
+    ) -> None:
+        model = self._models.get(body.model)
+        check_tokens(body, model.vocab_size)
+        # All tokens have a text, so that tokenizing it gives the same ids.
+        text = await asyncio.to_thread(
+            model.tokenizer.decode, body.tokens, skip_special_tokens=False
+        )
+        await send_json(context, detokenize_json(text))
+        meter.mark_ok()
+
+
+async def _encode(body: TokenizeRequest, model: ServedModel) -> list[int]:
+    if body.chat is None:
+        return await model.encode(body.text, special_tokens=body.special_tokens)
+    add = body.add_generation_prompt
+    return await model.encode_prompt(render_prompt(body.chat, model, add_generation_prompt=add))
