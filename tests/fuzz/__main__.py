@@ -125,7 +125,8 @@ def find_problem(response: httpx.Response) -> str:
         return str(status)
     if status == 200:
         # An error in the middle of a stream; 400 is the client's, for example of a schema.
-        return "error in a stream" if '"server_error"' in response.text else ""
+        failed = "\nevent: error\n" in response.text or '"server_error"' in response.text
+        return "error in a stream" if failed else ""
     try:
         error = response.json()["error"]
         has_form = bool(error["message"] and error["type"])

@@ -275,6 +275,16 @@ def test_an_unusable_field_is_refused_by_its_name(
     assert words in error["error"]["message"]
 
 
+def test_an_input_that_is_nested_too_deeply_is_refused() -> None:
+    nested: object = 1
+    for _ in range(300):
+        nested = [nested]
+    call = turn("assistant", CALL | {"input": {"a": nested}})
+    deep = body(messages=[HI, call, HI])
+    with pytest.raises(InvalidRequest, match="'t1' is nested too deeply"):
+        parse_messages(deep)
+
+
 @pytest.mark.parametrize(
     ("error", "status", "kind", "param"),
     [
