@@ -31,6 +31,7 @@ THINKING_TEMPLATE = (
     "{%- for call in message['tool_calls'] or [] %}{{- call['function'] | tojson }}{%- endfor %}"
     "{{- '<|im_end|>\n' }}"
     "{%- endfor %}"
+    "{%- if reasoning_effort is defined %}{{- 'Effort: ' + reasoning_effort + '\n' }}{%- endif %}"
     "{{- '<|im_start|>assistant\n' }}"
     "{%- if enable_thinking is defined and not enable_thinking %}"
     "{{- '<think>\n\n</think>\n\n' }}"
@@ -272,9 +273,20 @@ async def test_thinking_is_a_block_of_its_own(client: anthropic.AsyncAnthropic) 
         assert (count.input_tokens > plain.input_tokens) == bool(words)
 
 
-async def test_thinking_can_be_disabled(mesh: Mesh, client: anthropic.AsyncAnthropic) -> None:
-    message = await both(client, user("Why?"), thinking={"type": "disabled"})
-    settings = {"enable_thinking": False}
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+    ],
+)
+async def test_thinking_and_effort_are_settings_of_the_chat_template(
+    mesh: Mesh,
+    client: anthropic.AsyncAnthropic,
+    fields: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    message = await both(client, user("Why?"), **fields)
     body = {"model": MODEL, "messages": user("Why?"), "chat_template_kwargs": settings}
     (choice,) = mesh.http.post(f"{mesh.url}/v1/chat/completions", json=body).json()["choices"]
     assert answer(message) == choice["message"]["content"]
@@ -282,7 +294,7 @@ async def test_thinking_can_be_disabled(mesh: Mesh, client: anthropic.AsyncAnthr
 
 
 async def test_an_output_format_is_enforced(client: anthropic.AsyncAnthropic) -> None:
-    config: Any = {"format": {"type": "json_schema", "schema": CITY}, "effort": "high"}
+    config: Any = {"format": {"type": "json_schema", "schema": CITY}}
     message = await both(client, user("Where?"), output_config=config)
     jsonschema.validate(json.loads(answer(message)), CITY)
 

@@ -7,14 +7,15 @@ Honoured
                thinking, tool_use, tool_result), system (text or text blocks), tools (name,
                description, input_schema, strict), tool_choice (auto, any, tool, none,
                disable_parallel_tool_use), thinking (adaptive, disabled), thinking.display,
-               output_config.format (json_schema)
+               output_config.format (json_schema), output_config.effort (low, medium, high, if the
+               chat template reads reasoning_effort; else only high, the default)
   messages     max_tokens, stream, stop_sequences, temperature, top_p, top_k (0: off)
   extensions   the guided_ fields, as in chat completions
 Accepted, because they cannot change the response
                cache_control (prefixes are cached automatically), metadata, service_tier,
                tools[].eager_input_streaming, signature of thinking blocks
 Accepted with a value that has no effect, else refused by name
-               speed (standard), output_config.effort (high), citations ([]), caller and
+               speed (standard), citations ([]), caller and
                tools[].allowed_callers (direct), tools[].defer_loading (false),
                tools[].input_examples ([]), context_management (no edits, or thinking kept)
 Refused by name unless null
@@ -201,7 +202,7 @@ class OutputFormat(StrictModel):
 
 class OutputConfig(StrictModel):
     format: OutputFormat | None = None
-    effort: Annotated[object, refuse("only the default effort is available", "high")] = None
+    effort: Literal["low", "medium", "high"] | None = None
 
 
 class Metadata(StrictModel):

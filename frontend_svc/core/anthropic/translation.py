@@ -57,23 +57,34 @@ _RENAMED_FIELDS: Final = (
 
 # Variables of chat templates that turn reasoning on and off.
 _THINKING_VARIABLES: Final = ("enable_thinking", "thinking")
+_EFFORT_VARIABLE: Final = "reasoning_effort"
+_DEFAULT_EFFORT: Final = "high"
 
 R = TypeVar("R", bound=PromptRequest)
 
 
 class MessagesChat(openai.ChatRequest):
     """A chat from the Messages API. thinking: whether the response has reasoning; None: the chat
-    template decides. omits_thinking: whether its blocks are empty."""
+    template decides. omits_thinking: whether its blocks are empty. effort: None: the default."""
 
     thinking: bool | None = None
     omits_thinking: bool = False
+    effort: str | None = None
 
     def template_kwargs(self, variables: Container[str], *, is_reasoning: bool) -> dict[str, Any]:
-        settings = [name for name in _THINKING_VARIABLES if name in variables]
-        if self.thinking is False and is_reasoning and not settings:
-            text = "the model's chat template cannot turn its reasoning off"
-            raise Unsupported("thinking.type", text)
-        return {} if self.thinking is None else dict.fromkeys(settings, self.thinking)
+        settings: dict[str, Any] = {}
+        if self.thinking is not None:
+            switches = [name for name in _THINKING_VARIABLES if name in variables]
+            if not self.thinking and is_reasoning and not switches:
+                text = "the model's chat template cannot turn its reasoning off"
+                raise Unsupported("thinking.type", text)
+            settings = dict.fromkeys(switches, self.thinking)
+        if self.effort is not None and _EFFORT_VARIABLE in variables:
+            settings[_EFFORT_VARIABLE] = self.effort
+        elif self.effort not in (None, _DEFAULT_EFFORT):
+            text = "the model's chat template has no such setting"
+            raise Unsupported("output_config.effort", text)
+        return settings
 
 
 def parse_messages(body: bytes) -> MessagesChat:
@@ -151,6 +162,7 @@ def _to_chat(request: PromptRequest) -> MessagesChat:
         messages=[*_system(request), *_turns(request.messages)],
         thinking=None if thinking is None else thinking.type != "disabled",
         omits_thinking=thinking is not None and thinking.display == "omitted",
+        effort=None if request.output_config is None else request.output_config.effort,
         **_tool_fields(request),
         **(_generation_fields(request) if isinstance(request, MessagesRequest) else {}),
     )

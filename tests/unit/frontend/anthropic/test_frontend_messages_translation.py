@@ -46,7 +46,7 @@ def body(**fields: object) -> bytes:
 def chat(**fields: object) -> dict[str, Any]:
     """The fields of the chat that differ from those of the simplest body."""
     request = parse_messages(body(**fields))
-    own = {"thinking", "omits_thinking"}
+    own = {"thinking", "omits_thinking", "effort"}
     translated = request.model_dump(exclude_none=True, by_alias=True, exclude=own)
     simplest = {"model": "m", "max_tokens": 10, "messages": [HI]}
     return {name: value for name, value in translated.items() if simplest.get(name) != value}
@@ -256,7 +256,7 @@ def test_turns_become_the_messages_of_a_chat(
             "no function 'g'",
         ),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "Missing"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort", "effort"),
+        ({"output_config": {"effort": "max"}}, "output_config.effort", "one of"),
         ({"container": "c"}, "container", "no such feature"),
         ({"context_management": {"edits": [{}]}}, "context_management", "whole conversation"),
     ],
@@ -276,11 +276,8 @@ def test_an_unusable_field_is_refused_by_its_name(
 
 
 def test_an_input_that_is_nested_too_deeply_is_refused() -> None:
-    nested: object = 1
-    for _ in range(300):
-        nested = [nested]
-    call = turn("assistant", CALL | {"input": {"a": nested}})
-    deep = body(messages=[HI, call, HI])
+    call = turn("assistant", CALL | {"input": {"a": "deep"}})
+    deep = body(messages=[HI, call, HI]).replace(b'"deep"', b"[" * 300 + b"]" * 300)
     with pytest.raises(InvalidRequest, match="'t1' is nested too deeply"):
         parse_messages(deep)
 
@@ -338,6 +335,17 @@ def test_thinking_that_cannot_be_disabled_is_refused() -> None:
     assert request.template_kwargs({"tools"}, is_reasoning=False) == {}
     with pytest.raises(InvalidRequest, match="cannot turn"):
         request.template_kwargs({"tools"}, is_reasoning=True)
+
+
+def test_an_effort_sets_the_variable_of_the_chat_template() -> None:
+    low, high = (parse_messages(body(output_config={"effort": one})) for one in ("low", "high"))
+    for request, value in ((low, "low"), (high, "high")):
+        settings = request.template_kwargs({"reasoning_effort"}, is_reasoning=True)
+        assert settings == {"reasoning_effort": value}
+    assert high.template_kwargs(set(), is_reasoning=True) == {}
+    with pytest.raises(InvalidRequest, match="no such setting") as raised:
+        low.template_kwargs(set(), is_reasoning=True)
+    assert raised.value.field == "output_config.effort"
 
 
 def test_thinking_blocks_are_omitted_on_request() -> None:
