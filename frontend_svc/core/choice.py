@@ -13,13 +13,20 @@ from frontend_svc.core.tools.response import ResponseParser
 
 class Choice:
     """Writes the output of one choice. parser: None if the whole text is content. is_complete:
-    whether the response is complete although the model may continue."""
+    whether the response is complete although the model may continue. echo: written first."""
 
-    def __init__(self, index: int, text: TextStream, parser: ResponseParser | None) -> None:
+    def __init__(
+        self, index: int, text: TextStream, parser: ResponseParser | None, echo: str = ""
+    ) -> None:
         self._index = index
+        self._echo = echo
         self._text = text
         self._parser = parser
         self.is_complete = False
+
+    def begin(self, sink: ChoiceSink) -> bytes:
+        """Writes what comes before the first token."""
+        return sink.text(self._index, [self._echo]) if self._echo else b""
 
     def feed(self, token_ids: Sequence[int], sink: ChoiceSink) -> bytes:
         """Writes the text that the next tokens complete."""

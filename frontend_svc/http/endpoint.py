@@ -136,10 +136,12 @@ class PostEndpoint(ABC, Generic[P]):
                 if not message.get("more_body"):
                     return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def make_plan(self, context: HttpRequest, request: PreprocessedRequest) -> RequestPlan:
+    def make_plan(
+        self, context: HttpRequest, request: PreprocessedRequest, choice: int = 0
+    ) -> RequestPlan:
         now = asyncio.get_running_loop().time()
         return RequestPlan(
-            request_id=context.request_id,
+            request_id=f"{context.request_id}-{choice}" if choice else context.request_id,
             request=request,
             deadline=now + self._config.request_timeout_s,
             attempts_max=self._config.attempts_max,

@@ -26,6 +26,8 @@ from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_h
 from frontend_svc.core.openai.pass_through import PassThroughRequest, read_body
 from frontend_svc.core.openai.preprocessing import (
     check_prompt_length,
+    check_total_tokens,
+    choice_request,
     routing_hints,
     strict_priority,
     to_preprocessed,
@@ -130,26 +132,68 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         model = self._models.get_for(body.model, self._api.table)
         plan = plan_tools(body, model.call_format) if isinstance(body, ChatRequest) else None
         guided = await self._constraints.resolve(body, plan)
-        request = to_preprocessed(
-            body,
-            await _tokenize(body, model) if body.token_data is None else body.token_data,
-            eos_token_ids=model.card.eos_token_ids,
-            mdc_sum=model.checksum,
-            context_length=model.card.context_length or 0,
-            default_max_tokens=model.card.default_max_tokens,
-            vocab_size=model.vocab_size,
-            adapter=model.adapter,
-            guided=guided,
+        prompts = [
+            to_preprocessed(
+                body,
+                token_ids,
+                eos_token_ids=model.card.eos_token_ids,
+                mdc_sum=model.checksum,
+                context_length=model.card.context_length or 0,
+                default_max_tokens=model.card.default_max_tokens,
+                vocab_size=model.vocab_size,
+                adapter=model.adapter,
+                guided=guided,
+            )
+            for token_ids in await _tokenize(body, model)
+        ]
+        refused_options = self._models.refused_options(model.name)
+        for request in prompts:
+            request.model = model.name  # not an alias, which workers do not have
+            check_options(request, refused_options)
+        prompt_tokens = check_total_tokens(prompts)
+        meter.prompt(prompt_tokens)
+        context.base_model, context.choices_per_prompt = model.base, body.choices_per_prompt
+        info = ResponseInfo(
+            context.request_id,
+            model.name,
+            _now_s(),
+            choices=len(prompts) * body.choices_per_prompt,
+            prompt_tokens=prompt_tokens,
         )
-        request.model = model.name  # not an alias, which workers do not have
-        check_options(request, self._models.refused_options(model.name))
-        meter.prompt(len(request.token_ids))
-        parser = None
-        if isinstance(body, ChatRequest):
-            parser = _response_parser(context.request_id, model, plan, request)
-        flow = _text_stream(body, model, for_parser=parser is not None)
-        context.base_model = model.base
-        query = Query(
+        response_format = parsed.make_format(info)
+        requests: list[tuple[RequestPlan, Query]] = []
+        choices: list[Choice] = []
+        for prompt, request in enumerate(prompts):
+            query = self._make_query(context, body, model, request)
+            echo = _echoed_text(body, model, prompt)
+            for number in range(body.choices_per_prompt):
+                request_plan = self.make_plan(
+                    context, choice_request(request, number), choice=len(choices)
+                )
+                requests.append((request_plan, query))
+                parser = None
+                if isinstance(body, ChatRequest):
+                    parser = _response_parser(request_plan.request_id, model, plan, request)
+                text = _text_stream(body, model, for_parser=parser is not None)
+                choices.append(Choice(len(choices), text, parser, echo))
+        async with self._open_requests(context, requests, meter) as opened:
+            open_choices = [
+                OpenChoice(choice, *one) for choice, one in zip(choices, opened, strict=True)
+            ]
+            writer = ResponseWriter(context, open_choices, self._config.keep_alive_s)
+            if body.is_stream:
+                await writer.stream(response_format)
+            else:
+                await writer.send(response_format)
+
+    def _make_query(
+        self,
+        context: HttpRequest,
+        body: ChatRequest | CompletionRequest,
+        model: ServedModel,
+        request: PreprocessedRequest,
+    ) -> Query:
+        return Query(
             model=model.base,
             total_tokens=0,
             arrived_at=asyncio.get_running_loop().time(),
@@ -160,23 +204,6 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
             strict_priority=strict_priority(body.nvext),
             hasher=model.hasher_for(request.routing),
         ).extended(request.token_ids, len(request.token_ids))
-        response_format = parsed.make_format(
-            ResponseInfo(
-                context.request_id,
-                model.name,
-                _now_s(),
-                choices=1,
-                prompt_tokens=len(request.token_ids),
-            )
-        )
-        plans = [(self.make_plan(context, request), query)]
-        async with self._open_requests(context, plans, meter) as opened:
-            choices = [OpenChoice(Choice(0, flow, parser), *opened[0])]
-            writer = ResponseWriter(context, choices, self._config.keep_alive_s)
-            if body.is_stream:
-                await writer.stream(response_format)
-            else:
-                await writer.send(response_format)
 
     async def _pass_through(
         self, context: HttpRequest, body: PassThroughRequest, meter: RequestMeter
@@ -268,15 +295,35 @@ def _text_stream(
     )
 
 
-async def _tokenize(body: ChatRequest | CompletionRequest, model: ServedModel) -> list[int]:
+async def _tokenize(
+    body: ChatRequest | CompletionRequest, model: ServedModel
+) -> list[Sequence[int]]:
+    """The prompts of a body, at least one."""
     context_length = model.card.context_length or 0
     if isinstance(body, CompletionRequest):
-        text = body.prompt_text or ""
-        check_prompt_length(body, model.token_count_min(text), context_length)
-        return await model.encode(text, special_tokens=True)
+        return [
+            await _encode(body, one, model, context_length) if isinstance(one, str) else one
+            for one in body.prompts
+        ]
+    if body.token_data is not None:
+        return [body.token_data]
     prompt = render_prompt(body, model)
     check_prompt_length(body, model.token_count_min(prompt.text), context_length)
-    return await model.encode_prompt(prompt)
+    return [await model.encode_prompt(prompt)]
+
+
+async def _encode(
+    body: CompletionRequest, text: str, model: ServedModel, context_length: int
+) -> list[int]:
+    check_prompt_length(body, model.token_count_min(text), context_length)
+    return await model.encode(text, special_tokens=True)
+
+
+def _echoed_text(body: ChatRequest | CompletionRequest, model: ServedModel, prompt: int) -> str:
+    if not isinstance(body, CompletionRequest) or not body.echo:
+        return ""
+    value = body.prompts[prompt]
+    return value if isinstance(value, str) else model.tokenizer.decode(value)
 
 
 def render_prompt(

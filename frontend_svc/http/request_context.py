@@ -157,6 +157,8 @@ def log_request(context: HttpRequest, now_s: float) -> None:
             fields["base_model"] = context.base_model
     if context.ttft_s is not None:
         fields["ttft_ms"] = round(context.ttft_s * 1000, 1)
+    if len(context.responses) > 1:
+        fields["requests"] = len(context.responses)
     if context.outcome is not None:
         fields |= _outcome_fields(context.outcome)
     if (error := context.final_error) is not None:

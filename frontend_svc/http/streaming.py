@@ -63,7 +63,7 @@ class ResponseWriter:
                 _raise_error(one.buffer)
         await _start_stream(self._context)
         self._context.stream_format = response_format
-        events = response_format.begin()
+        events = response_format.begin() + self._begin(response_format)
         while True:
             events += self._advance(response_format)
             if self._error is not None:
@@ -83,12 +83,16 @@ class ResponseWriter:
     async def send(self, response_format: ResponseFormat) -> None:
         """Sends the whole response as one body."""
         recorder = ChoiceRecorder(len(self._choices))
+        self._begin(recorder)
         while self._unfinished:
             await self._reader.wait()
             self._advance(recorder)
             if self._error is not None:
                 raise self._error
         await send_json(self._context, response_format.body(recorder.results, self._usage()))
+
+    def _begin(self, sink: ChoiceSink) -> bytes:
+        return b"".join([one.choice.begin(sink) for one in self._choices])
 
     def _advance(self, sink: ChoiceSink) -> bytes:
         """Writes what has arrived; sets `_error` if a choice failed."""

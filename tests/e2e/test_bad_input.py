@@ -94,7 +94,7 @@ ROWS = [
     BadInputCase("max_tokens above the context", 400, "max_tokens", chat(max_tokens=40_000), LONG),
     BadInputCase("temperature too high", 400, "temperature", chat(temperature=2.1), VALUE),
     BadInputCase("temperature NaN", 400, None, chat(temperature=float("nan")), JSON),
-    BadInputCase("n of 2", 400, "n", chat(n=2), UNSUPPORTED),
+    BadInputCase("n of 129", 400, "n", chat(n=129), VALUE),
     BadInputCase("stop of 33 texts", 400, "stop", chat(stop=["x"] * 33), VALUE),
     BadInputCase("stop is empty text", 400, "stop", chat(stop=""), VALUE),
     BadInputCase("stream is text", 400, "stream", chat(stream="yes"), TYPE),
@@ -110,7 +110,7 @@ ROWS = [
     BadInputCase("seed above 64 bits", 400, "seed", chat(seed=2**64), TYPE),
     BadInputCase("no prompt", 400, "prompt", text(prompt=...), MISSING, COMPLETIONS),
     BadInputCase(
-        "prompts of two texts", 400, "prompt", text(prompt=["a", "b"]), UNSUPPORTED, COMPLETIONS
+        "prompts of a text and ids", 400, "prompt[1]", text(prompt=["a", [1]]), TYPE, COMPLETIONS
     ),
     BadInputCase(
         "token id above the vocabulary", 400, "prompt", text(prompt=[4096]), VALUE, COMPLETIONS

@@ -28,7 +28,12 @@ TAINTS_MAX = 64
 TAINT_CHARS_MAX = 256
 SESSION_ID_CHARS_MAX = 256
 METADATA_PAIRS_MAX = 16
-CHOICES_MAX = 1024
+GUIDED_CHOICES_MAX = 1024
+N_MAX = 128
+# Choices of a response: prompts times n.
+CHOICES_MAX = 256
+# Of all prompts of a request, together.
+PROMPT_TOKENS_MAX = 2**20
 TOOLS_MAX = 128
 BIASES_MAX = 1024
 CACHE_SALT_CHARS_MAX = 256
@@ -93,7 +98,7 @@ MinP: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 FunctionName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 GuidedChoices: TypeAlias = Annotated[
     list[Annotated[str, Field(min_length=1)]],
-    Field(min_length=1, max_length=CHOICES_MAX, fail_fast=True),
+    Field(min_length=1, max_length=GUIDED_CHOICES_MAX, fail_fast=True),
 ]
 RepetitionPenalty: TypeAlias = Annotated[float, Field(gt=0, le=2)]
 UnsupportedField: TypeAlias = Annotated[object, refuse("this server has no such feature")]
@@ -135,7 +140,7 @@ def prompt_kind(value: object) -> str:
             return TEXT
         case [int(), *_]:
             return TOKEN_IDS
-        case [list(), *_] | [str(), _, *_]:
+        case [list(), *_]:
             return MANY_PROMPTS
         case list():
             return LIST

@@ -8,6 +8,7 @@ import orjson
 from pydantic import ValidationError
 
 from common.errors import InvalidRequest, Unsupported
+from frontend_svc.core.openai.fields import CHOICES_MAX
 from frontend_svc.core.openai.schema import (
     ChatMessage,
     ChatRequest,
@@ -43,7 +44,15 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Returns a validated completion request. Raises as `parse_chat` does."""
-    return _parse(CompletionRequest, body)
+    request = _parse(CompletionRequest, body)
+    n, prompts = request.choices_per_prompt, len(request.prompts)
+    if request.best_of not in (None, n):
+        text = f"only the value of n ({n}) is accepted: every generated choice is returned"
+        raise Unsupported("best_of", text)
+    if n * prompts > CHOICES_MAX:
+        text = f"{prompts} prompts with {n} choices each are more than {CHOICES_MAX} choices"
+        raise _invalid_field("prompt", text)
+    return request
 
 
 def _parse(model: type[R], body: bytes) -> R:
@@ -80,8 +89,6 @@ def _check_combinations(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.is_stream:
         text = "'stream_options' is only allowed when 'stream' is true."
         raise InvalidRequest(text, "stream_options", reason=INVALID_VALUE)
-    if request.n is not None and request.n > 1:
-        raise Unsupported("n", "there is only one choice per request; send several requests")
     if top_level_or_nvext(request, "ignore_eos"):
         for name in ("stop", "stop_token_ids"):
             if getattr(request, name):

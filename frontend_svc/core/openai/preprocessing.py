@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,9 +19,11 @@ from common.request.preprocessed import (
     StopConditions,
     TokenIds,
 )
+from frontend_svc.core.openai.fields import PROMPT_TOKENS_MAX
 from frontend_svc.core.openai.nvext import AgentHints, Nvext
 from frontend_svc.core.openai.parsing import check_min_tokens, top_level_or_nvext
 from frontend_svc.core.openai.schema import ChatRequest, GenerationRequest
+from frontend_svc.core.openai.validation_errors import INVALID_VALUE
 
 
 def to_preprocessed(
@@ -67,7 +70,6 @@ def to_preprocessed(
             ignore_eos=top_level_or_nvext(request, "ignore_eos"),
         ),
         sampling_options=SamplingOptions(
-            n=request.n,
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
             repetition_penalty=top_level_or_nvext(request, "repetition_penalty"),
@@ -155,6 +157,24 @@ def _max_tokens(
     limit = requested or (tokens_available if default is None else min(default, tokens_available))
     check_min_tokens(request, limit, f"the output limit of {limit} tokens")
     return limit
+
+
+def choice_request(request: PreprocessedRequest, choice: int) -> PreprocessedRequest:
+    """The request of a prompt's choice, counted from 0, which adds its number to the seed."""
+    sampling = request.sampling_options
+    if not choice or sampling.seed is None:
+        return request
+    seed = (sampling.seed + choice + 2**63) % 2**64 - 2**63
+    return replace(request, sampling_options=replace(sampling, seed=seed))
+
+
+def check_total_tokens(prompts: Sequence[PreprocessedRequest]) -> int:
+    """The tokens of all prompts. Raises InvalidRequest if they are too many."""
+    tokens = sum(len(one.token_ids) for one in prompts)
+    if len(prompts) > 1 and tokens > PROMPT_TOKENS_MAX:
+        text = f"{len(prompts)} prompts have {tokens} tokens together, and {PROMPT_TOKENS_MAX} are"
+        raise InvalidRequest(f"Invalid 'prompt': {text} allowed.", "prompt", reason=INVALID_VALUE)
+    return tokens
 
 
 def strict_priority(nvext: Nvext | None) -> int:

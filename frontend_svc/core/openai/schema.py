@@ -4,12 +4,13 @@ Every field belongs to exactly one of the following classes; any other name is r
 
 Honoured
   both         model, stream, stream_options.include_usage, max_tokens, stop (1 to 32 texts),
-               temperature, top_p, seed, presence_penalty, frequency_penalty, n (only 1)
+               temperature, top_p, seed, presence_penalty, frequency_penalty, n (1 to 128)
   chat         messages (roles system, developer, user, assistant, tool; text, or a list of text
                parts; past tool calls), max_completion_tokens, chat_template_kwargs,
                response_format (text, json_object, json_schema), tools (functions), tool_choice
                (none, auto, required, a function), parallel_tool_calls, reasoning_effort
-  completions  prompt (a text, a list of one text, or a list of token ids)
+  completions  prompt (a text, a list of token ids, or a list of texts or of lists of token ids),
+               echo, best_of (the value of n)
   extensions   top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, logit_bias,
                include_stop_str_in_output, skip_special_tokens, cache_salt, priority
                guided_json, guided_regex, guided_choice, guided_grammar (at most one of them and
@@ -27,7 +28,7 @@ Accepted with a value that has no effect, else refused by name
                store (false), service_tier (auto, default), logprobs (chat: false, 0; completions:
                none), top_logprobs (0), return_tokens_as_token_ids (false), functions ([]),
                function_call (none, auto), modalities (["text"]), stream_options.include_obfuscation
-               and .continuous_usage_stats (false), echo (false), best_of (1), suffix (""),
+               and .continuous_usage_stats (false), suffix (""),
                nvext.greed_sampling and .use_raw_prompt (false), nvext.annotations and .extra_fields
                ([]), messages[].annotations ([])
 Refused by name unless null
@@ -43,7 +44,7 @@ numbers. `parsing.py` refuses combinations of fields that cannot both be honoure
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
@@ -55,10 +56,12 @@ from pydantic import (
 
 from common.errors import Unsupported
 from frontend_svc.core.openai.fields import (
+    CHOICES_MAX,
     I64,
     LIST,
     MANY_PROMPTS,
     MODEL_CHARS_MAX,
+    N_MAX,
     NO_AUDIO,
     NO_FUNCTIONS,
     NO_LOGPROBS,
@@ -242,7 +245,7 @@ class GenerationRequest(GuidedFields):
     seed: I64 | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[int, Field(ge=1, le=N_MAX)] | None = None
 
     top_k: TopK | None = None
     min_p: MinP | None = None
@@ -293,9 +296,8 @@ class GenerationRequest(GuidedFields):
         return self.max_tokens, "max_tokens"
 
     @property
-    def token_data(self) -> list[int] | None:
-        """The prompt as token ids from the client; None if the server tokenizes it."""
-        return None if self.nvext is None else self.nvext.token_data
+    def choices_per_prompt(self) -> int:
+        return self.n or 1
 
 
 class ChatRequest(GenerationRequest):
@@ -340,6 +342,11 @@ class ChatRequest(GenerationRequest):
                 return [tool for tool in self.tools or () if tool.function.name == function.name]
         return self.tools or []
 
+    @property
+    def token_data(self) -> list[int] | None:
+        """The prompt as token ids from the client; None if the server tokenizes it."""
+        return None if self.nvext is None else self.nvext.token_data
+
     def template_tools(self) -> list[dict[str, Any]] | None:
         """The tools in the prompt; None if the response may not call any."""
         if not self.usable_tools or not self.tools:
@@ -369,39 +376,34 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[
         Annotated[str, Tag(TEXT)]
-        | Annotated[list[str], Field(min_length=1, max_length=1), Tag(LIST)]
+        | Annotated[
+            list[str], Field(min_length=1, max_length=CHOICES_MAX, fail_fast=True), Tag(LIST)
+        ]
         | Annotated[list[U32], Field(fail_fast=True), Tag(TOKEN_IDS)]
         | Annotated[
-            Any,
-            refuse("only one prompt per request; send one request per prompt"),
+            list[Annotated[list[U32], Field(fail_fast=True)]],
+            Field(max_length=CHOICES_MAX, fail_fast=True),
             Tag(MANY_PROMPTS),
         ]
-        | Annotated[Any, wrong_type("a string or a list of token ids"), Tag(WRONG_TYPE)],
+        | Annotated[
+            Any, wrong_type("a string, a list of token ids, or a list of these"), Tag(WRONG_TYPE)
+        ],
         Discriminator(prompt_kind),
     ]
 
-    echo: Annotated[object, refuse("the prompt is not part of the response", False)] = None
-    best_of: Annotated[object, refuse("there is only one choice per request", 1)] = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=N_MAX)] | None = None
     suffix: Annotated[object, refuse("insertion is not available", "")] = None
     # 0 requests the log probabilities of the generated tokens, so it is not a no-op.
     logprobs: Annotated[object, refuse(NO_LOGPROBS)] = None
 
     @property
-    def prompt_text(self) -> str | None:
-        """The prompt to tokenize; None if the client sent token ids."""
-        if self.token_data is not None:
-            return None
-        text = self.prompt if isinstance(self.prompt, str) else self.prompt[0]
-        assert isinstance(text, str), "a prompt is text if it is not token ids"
-        return text
-
-    @property
-    def token_data(self) -> list[int] | None:
-        """The prompt as token ids, from `nvext` or `prompt`; None if it is text."""
-        nvext_token_ids = None if self.nvext is None else self.nvext.token_data
-        if nvext_token_ids is not None:
-            return nvext_token_ids
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], str):
-            return None
-        # The first item determines the branch of the union, which type checkers cannot follow.
-        return cast("list[int]", self.prompt)
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Each prompt as a text to tokenize, or as token ids from the client."""
+        if self.nvext is not None and self.nvext.token_data is not None:
+            return [self.nvext.token_data]
+        first = self.prompt[0] if self.prompt else None
+        if isinstance(self.prompt, str) or isinstance(first, int):
+            # The first item determines the branch of the union, which type checkers cannot follow.
+            return [cast("str | list[int]", self.prompt)]
+        return cast("list[str] | list[list[int]]", self.prompt)

@@ -16,10 +16,16 @@ from common.request.preprocessed import (
     RoutingHints,
     SamplingOptions,
     StopConditions,
+    TokenIds,
 )
 from frontend_svc.core.openai.errors import http_error
+from frontend_svc.core.openai.fields import PROMPT_TOKENS_MAX
 from frontend_svc.core.openai.parsing import parse_chat, parse_completion
-from frontend_svc.core.openai.preprocessing import to_preprocessed
+from frontend_svc.core.openai.preprocessing import (
+    check_total_tokens,
+    choice_request,
+    to_preprocessed,
+)
 from frontend_svc.core.openai.responses import (
     completion_json,
     model_list,
@@ -241,7 +247,8 @@ BAD_CHATS: list[tuple[bytes, str, str, str]] = [
     (chat_body(seed=2**63), "seed", "invalid_value", ""),
     (chat_body(seed=1.5), "seed", "invalid_type", ""),
     (chat_body(n=0), "n", "invalid_value", ">= 1"),
-    (chat_body(n=2), "n", "unsupported_parameter", "one choice"),
+    (chat_body(n=0), "n", "invalid_value", ""),
+    (chat_body(n=129), "n", "invalid_value", ""),
     (chat_body(n=True), "n", "invalid_type", "a boolean"),
     (chat_body(user=5), "user", "invalid_type", ""),
     (chat_body(metadata={"a": 1}), "metadata.a", "invalid_type", ""),
@@ -330,15 +337,21 @@ BAD_CHATS: list[tuple[bytes, str, str, str]] = [
 
 BAD_COMPLETIONS: list[tuple[bytes, str, str, str]] = [
     (b'{"model":"m"}', "prompt", "missing_required_parameter", ""),
-    (completion_body(prompt=None), "prompt", "invalid_type", "a string or a list of token ids"),
+    (completion_body(prompt=None), "prompt", "invalid_type", "a string, a list of"),
     (completion_body(prompt=[]), "prompt", "invalid_value", "1 or more items"),
-    (completion_body(prompt=["a", "b"]), "prompt", "unsupported_parameter", "one prompt"),
-    (completion_body(prompt=[[1], [2]]), "prompt", "unsupported_parameter", "one prompt"),
+    (completion_body(prompt=["a", 2]), "prompt[1]", "invalid_type", ""),
+    (completion_body(prompt=[[1], "b"]), "prompt[1]", "invalid_type", ""),
+    (completion_body(prompt=[[1], [-2]]), "prompt[1][0]", "invalid_value", ""),
+    (completion_body(prompt=["a"] * 257), "prompt", "invalid_value", ""),
+    (completion_body(prompt=["a"] * 3, n=100), "prompt", "invalid_value", "256 choices"),
+    (completion_body(best_of=2), "best_of", "unsupported_parameter", "value of n"),
+    (completion_body(best_of=1, n=2), "best_of", "unsupported_parameter", "value of n"),
+    (completion_body(best_of=0), "best_of", "invalid_value", ""),
     (completion_body(prompt=[1, -1]), "prompt[1]", "invalid_value", ">= 0"),
     (completion_body(prompt=[1, True]), "prompt[1]", "invalid_type", "a boolean"),
     (completion_body(prompt=[1, "a"]), "prompt[1]", "invalid_type", "a string"),
     (completion_body(prompt=[1.5]), "prompt[0]", "invalid_type", ""),
-    (completion_body(echo=True), "echo", "unsupported_parameter", ""),
+    (completion_body(echo="yes"), "echo", "invalid_type", ""),
     (completion_body(best_of=2), "best_of", "unsupported_parameter", ""),
     (completion_body(suffix="x"), "suffix", "unsupported_parameter", ""),
     (completion_body(logprobs=0), "logprobs", "unsupported_parameter", ""),
@@ -472,25 +485,26 @@ def test_stop_may_be_one_string_or_a_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "text", "ids"),
+    ("prompt", "prompts"),
     [
-        ("hi", "hi", None),
-        ("", "", None),
-        (["hi"], "hi", None),
-        ([5], None, [5]),
-        ([0, 7], None, [0, 7]),
+        ("hi", ["hi"]),
+        ("", [""]),
+        (["hi"], ["hi"]),
+        (["hi", ""], ["hi", ""]),
+        ([5], [[5]]),
+        ([0, 7], [[0, 7]]),
+        ([[0, 7], [5]], [[0, 7], [5]]),
     ],
 )
-def test_a_prompt_is_a_text_a_list_of_one_text_or_token_ids(
-    prompt: object, text: str | None, ids: list[int] | None
+def test_a_prompt_is_a_text_or_token_ids_or_a_list_of_these(
+    prompt: object, prompts: list[object]
 ) -> None:
-    request = completion(prompt=prompt)
-    assert (request.prompt_text, request.token_data) == (text, ids)
+    assert completion(prompt=prompt).prompts == prompts
 
 
 def test_token_data_replaces_the_prompt() -> None:
     request = completion(prompt="hi", nvext={"token_data": [1, 2]})
-    assert (request.prompt_text, request.token_data) == (None, [1, 2])
+    assert request.prompts == [[1, 2]]
     assert chat(nvext={"token_data": [1, 2]}).token_data == [1, 2]
 
 
@@ -529,7 +543,6 @@ def test_every_honoured_field_reaches_the_engine() -> None:
         token_ids=preprocessed(chat()).token_ids,
         stop_conditions=StopConditions(max_tokens=20, min_tokens=3, stop_token_ids_hidden=(2, 9)),
         sampling_options=SamplingOptions(
-            n=1,
             temperature=0.5,
             top_p=0.5,
             top_k=40,
@@ -676,9 +689,26 @@ def test_token_ids_outside_the_vocabulary_are_refused() -> None:
         preprocessed(completion(), vocab_size=108)
 
 
-def test_n_above_one_is_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match="'n' is not supported"):
-        completion(n=3)
+@pytest.mark.parametrize(
+    ("seed", "choice", "expected"),
+    [(5, 0, 5), (5, 3, 8), (None, 3, None), (-1, 1, 0), (2**63 - 1, 1, -(2**63))],
+)
+def test_each_choice_of_a_prompt_has_a_seed_of_its_own(
+    seed: int | None, choice: int, expected: int | None
+) -> None:
+    request = choice_request(preprocessed(completion(seed=seed, n=4)), choice)
+    assert request.sampling_options.seed == expected
+    assert request.sampling_options.n is None, "a worker generates one choice"
+
+
+def test_the_tokens_of_all_prompts_together_are_limited() -> None:
+    def of(tokens: int) -> PreprocessedRequest:
+        return PreprocessedRequest(model="m", token_ids=TokenIds.of(np.zeros(tokens, np.uint32)))
+
+    half = of(PROMPT_TOKENS_MAX // 2)
+    assert check_total_tokens([half, half]) == PROMPT_TOKENS_MAX
+    with pytest.raises(InvalidRequest, match="1048577 tokens together, and 1048576"):
+        check_total_tokens([half, half, of(1)])
 
 
 def test_a_chat_completion_has_the_types_of_the_sdk() -> None:
