@@ -1,0 +1,1 @@
+"""The OpenAI Responses API: bodies, translation to chats, events, stored responses."""
