@@ -23,6 +23,7 @@ from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.peers.recently_left import RecentlyLeft
 from frontend_svc.core.peers.stall_clock import StallClock
 from frontend_svc.core.request.types import RoutingDecision
+from frontend_svc.core.responses_api.store import ResponseStore
 from frontend_svc.http.routes import Readiness, build_api
 from frontend_svc.http.server import FINAL_WRITE_TIMEOUT_S, HttpServer, listen
 from frontend_svc.metrics.collectors import (
@@ -39,9 +40,15 @@ from frontend_svc.peers.hit_monitor import HitMonitor
 from frontend_svc.peers.router_client import RouterClient
 from frontend_svc.peers.router_session import grpc_session_opener
 from frontend_svc.peers.stall_monitor import own_address, own_security_of, run_stall_monitor
+from frontend_svc.peers.stored_responses import (
+    SERVICE_NAME,
+    ResponseStoreService,
+    StoredResponses,
+)
 from frontend_svc.readiness import assess_readiness
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
+from kvmesh.frontend.v1 import frontend_pb2_grpc
 
 # Interval of attempts to load a model that failed to load.
 MODEL_RETRY_INTERVAL_S = 1.0
@@ -97,6 +104,15 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             recently_left=self._recently_left,
             worker_wait_s=config.worker_wait_s,
         )
+        self._stored_responses: StoredResponses | None = None
+        if config.response_store_mb:
+            self._stored_responses = StoredResponses(
+                self.instance_id,
+                ResponseStore(config.response_store_mb << 20, config.response_ttl_s),
+                lambda: self._snapshot.of("frontend"),
+                loop.time,
+                self._security,
+            )
         metrics = FrontendMetrics(config.metrics_prefix)
         self._state = DeploymentState(self._models.names, frontend=metrics)
         self._hit_monitor = HitMonitor(lambda: self._snapshot, loop.time, config.kv_drift_max)
@@ -108,7 +124,10 @@ class FrontendApp(ServiceApp[FrontendConfig]):
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
         self._lifecycle = lifecycle
         config = self._config
-        port = self._bind(lifecycle)
+        port = self._bind(lifecycle, [SERVICE_NAME])
+        if self._stored_responses is not None:
+            service = ResponseStoreService(self._stored_responses)
+            frontend_pb2_grpc.add_ResponseStoreServiceServicer_to_server(service, self._server)
         listen_socket = listen(config.http_host, config.http_port)
         http_port = listen_socket.getsockname()[1]
         self.http_address = rpc.join_address(config.advertise_host or config.http_host, http_port)
@@ -148,6 +167,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._config,
             self._readiness,
             self._hit_monitor.on_request_end,
+            self._stored_responses,
         )
         return HttpServer(api, lambda: lifecycle.is_draining, self._config.drain_s)
 

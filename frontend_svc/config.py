@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from common.runtime.config import Port, ServiceConfig, Share, is_loopback
 
@@ -43,6 +43,11 @@ class FrontendConfig(ServiceConfig):
     keep_alive_s: Annotated[float, Field(ge=0.1)] = 15.0
     """Idle seconds after which a stream receives an SSE comment. Must be below the idle timeout of
     every proxy between frontend and client."""
+    response_store_mb: NonNegativeInt = 256
+    """Memory in MB for stored responses (`/v1/responses`). The oldest are removed first. 0: none
+    are stored."""
+    response_ttl_s: PositiveFloat = 86_400.0
+    """Seconds after which a stored response is removed."""
     metrics_prefix: str = "kvmesh_frontend"
     """First part of the metric names. Must match the dashboards."""
     metrics_families: Literal["both", "legacy", "current"] = "both"

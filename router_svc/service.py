@@ -55,8 +55,9 @@ LOG = structlog.get_logger(__name__)
 SERVICE_NAME = "kvmesh.router.v1.RouterService"
 # Results that may wait for the peer to read; above it, the session reads no further frame.
 OUTBOX_RESULTS_MAX = 8192
-# Prefix of a request's id in the id of its response.
-_RESPONSE_ID_PREFIX = re.compile("^(chat)?cmpl-")
+# The parts of a response's id that are not the id of its request: the prefix, and the frontend
+# after a `resp_` id.
+_NOT_REQUEST_ID = re.compile(r"^(chat)?cmpl-|^resp_|(?<=^resp_[0-9a-f]{32})[0-9a-f]{16}$")
 # Queries that are decided in one turn of the event loop; about 5 ms.
 QUERIES_PER_SLICE = 256
 
@@ -184,7 +185,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
 
     def _recent_decision(self, request_id: str) -> Decision:
         # The id of a request or of its response.
-        decision = self._router.recent(_RESPONSE_ID_PREFIX.sub("", request_id))
+        decision = self._router.recent(_NOT_REQUEST_ID.sub("", request_id))
         if decision is None:
             raise NotFound(
                 f"no decision for the request {request_id!r} among the last {RECENT_MAX} of this "

@@ -25,10 +25,12 @@ from frontend_svc.http.embeddings import EmbeddingEndpoint
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.messages import CountTokensEndpoint, MessagesApi
 from frontend_svc.http.request_context import MODEL_OWNER
+from frontend_svc.http.responses import ResponsesApi, stored_response_routes
 from frontend_svc.http.tokenize import DetokenizeEndpoint, TokenizeEndpoint
 from frontend_svc.metrics.families import DeploymentState
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ServedModel
+from frontend_svc.peers.stored_responses import StoredResponses
 from frontend_svc.request.gateway import Gateway
 
 METRICS_PATH = "/metrics"
@@ -65,9 +67,10 @@ def build_api(
     config: FrontendConfig,
     readiness: Callable[[], Readiness],
     on_request_end: Callable[[RequestOutcome], None],
+    stored_responses: StoredResponses | None,
 ) -> Starlette:
     """Returns the whole HTTP API. registry: the registry behind /metrics. on_request_end: called
-    once for each request that was sent to workers."""
+    once for each request that was sent to workers. stored_responses: None: none are stored."""
 
     async def health(_: Request) -> Response:
         now = readiness()
@@ -155,6 +158,8 @@ def build_api(
                 for prefix in ("", "/v1")
                 for path, endpoint in text_tools.items()
             ),
+            Route("/v1/responses", generation(ResponsesApi(stored_responses)), methods=["POST"]),
+            *stored_response_routes(stored_responses),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", get_model),
             Route("/health", health),

@@ -60,6 +60,7 @@ class Endpoint(_Label):
     DETOKENIZE = "detokenize"
     MESSAGES = "messages"
     COUNT_TOKENS = "count_tokens"
+    RESPONSES = "responses"
 
 
 class RequestType(_Label):

@@ -7,10 +7,11 @@ import openai
 from tests.e2e.mesh import WAIT_S, Mesh
 
 
-def open_sdk_client(mesh: Mesh) -> openai.AsyncOpenAI:
-    """A client of the oldest frontend; close it, or use it as a context manager."""
+def open_sdk_client(mesh: Mesh, url: str = "") -> openai.AsyncOpenAI:
+    """A client of the oldest frontend, or of the one at `url`; close it, or use it as a context
+    manager."""
     return openai.AsyncOpenAI(
-        base_url=f"{mesh.url}/v1",
+        base_url=f"{url or mesh.url}/v1",
         api_key="none",
         max_retries=0,
         timeout=WAIT_S,

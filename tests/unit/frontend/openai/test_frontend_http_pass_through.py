@@ -142,6 +142,7 @@ async def served(
             FrontendConfig(keep_alive_s=keep_alive_s),
             lambda: ready,
             ended.append,
+            None,
         )
         transport = httpx.ASGITransport(api)
         async with httpx.AsyncClient(transport=transport, base_url="http://kvmesh") as http:

@@ -1,0 +1,175 @@
+"""The Responses API: continues stored responses, stores new ones, and serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Container, Mapping
+from dataclasses import dataclass
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from common.errors import InvalidRequest, MeshError, NotFound, Unavailable, Unsupported
+from frontend_svc.core.models.model_watch import Table
+from frontend_svc.core.openai.errors import HttpError, http_error
+from frontend_svc.core.openai.validation_errors import INVALID_VALUE
+from frontend_svc.core.response_format import ResponseFormat
+from frontend_svc.core.responses_api.ids import response_id, response_of_item
+from frontend_svc.core.responses_api.queries import (
+    ItemsQuery,
+    ResponseQuery,
+    items_page,
+    parse_query,
+)
+from frontend_svc.core.responses_api.response_object import new_response
+from frontend_svc.core.responses_api.responses_format import ResponsesFormat
+from frontend_svc.core.responses_api.schema import Item, ResponsesRequest
+from frontend_svc.core.responses_api.store import StoredResponse
+from frontend_svc.core.responses_api.translation import (
+    client_error,
+    input_items,
+    parse_responses,
+    read_items,
+    references,
+    stored_items,
+    to_chat,
+)
+from frontend_svc.http.api import HeaderPairs, ParsedBody, ResponseInfo
+from frontend_svc.metrics.families import Endpoint
+from frontend_svc.peers.stored_responses import StoredResponses
+
+# `code` of the error, in upper case.
+PREVIOUS_NOT_FOUND = "PREVIOUS_RESPONSE_NOT_FOUND"
+_NO_STORE = "this frontend stores no responses (--response-store-mb)"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesApi:
+    """`POST /v1/responses`. stored: None if this frontend stores no responses."""
+
+    stored: StoredResponses | None
+    endpoint: Endpoint = Endpoint.RESPONSES
+    table: Table = "chat"
+    passes_through: bool = False
+
+    async def parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody:
+        request = parse_responses(raw)
+        if request.store and self.stored is None:
+            raise Unsupported("store", _NO_STORE)
+        earlier = await self._earlier_items(request)
+        new_items = input_items(request, await self._referenced(request))
+        chat = to_chat(request, [*read_items(earlier), *new_items])
+
+        def make_format(info: ResponseInfo) -> ResponseFormat:
+            return self._format(request, info, earlier, new_items)
+
+        return ParsedBody(chat, make_format)
+
+    def http_error(
+        self, error: BaseException, request_id: str, headers: Container[bytes]
+    ) -> HttpError:
+        return http_error(client_error(error) if isinstance(error, MeshError) else error, headers)
+
+    def _format(
+        self,
+        request: ResponsesRequest,
+        info: ResponseInfo,
+        earlier: tuple[bytes, ...],
+        new_items: list[Item],
+    ) -> ResponsesFormat:
+        stored = self.stored if request.store is not False else None
+        new_id = response_id(info.request_id, 0 if self.stored is None else self.stored.frontend_id)
+
+        def store(response: bytes) -> None:
+            if stored is not None:
+                items = (*earlier, *stored_items(new_items, new_id))
+                stored.put(new_id, StoredResponse(response, items))
+
+        response = new_response(request, new_id, info.created, is_stored=stored is not None)
+        return ResponsesFormat(response, store)
+
+    async def _earlier_items(self, request: ResponsesRequest) -> tuple[bytes, ...]:
+        """The conversation up to the previous response, as JSON items."""
+        previous_id = request.previous_response_id
+        if previous_id is None:
+            return ()
+        previous = await self._get(previous_id, "previous_response_id", PREVIOUS_NOT_FOUND)
+        return _conversation(previous)
+
+    async def _referenced(self, request: ResponsesRequest) -> Mapping[int, Item]:
+        """The stored items to which the input refers, by their index."""
+        found: dict[int, Item] = {}
+        responses: dict[str, StoredResponse] = {}
+        for index, item_id in references(request).items():
+            field = f"input[{index}].id"
+            of_response = response_of_item(item_id) or item_id
+            if of_response not in responses:
+                responses[of_response] = await self._get(of_response, field, INVALID_VALUE)
+            items = map(orjson.loads, _conversation(responses[of_response]))
+            raw = [orjson.dumps(one) for one in items if one["id"] == item_id]
+            if not raw:
+                text = f"Invalid '{field}': there is no stored item {item_id!r}."
+                raise InvalidRequest(text, field, reason=INVALID_VALUE)
+            (found[index],) = read_items(raw)
+        return found
+
+    async def _get(self, stored_id: str, field: str, reason: str) -> StoredResponse:
+        if self.stored is None:
+            raise Unsupported(field, _NO_STORE)
+        try:
+            return await self.stored.get(stored_id)
+        except NotFound as error:
+            text = f"Invalid '{field}': {error.message}."
+            raise InvalidRequest(text, field, reason=reason) from None
+        except Unavailable as error:
+            raise Unavailable(error.message, error.retry_after_s, field=field) from error
+
+
+def _conversation(stored: StoredResponse) -> tuple[bytes, ...]:
+    """The items of a stored response, with its output."""
+    output = orjson.loads(stored.response)["output"]
+    return (*stored.input_items, *map(orjson.dumps, output))
+
+
+def stored_response_routes(stored: StoredResponses | None) -> list[Route]:
+    """The routes that read and delete stored responses."""
+
+    def responses() -> StoredResponses:
+        if stored is None:
+            raise NotFound(_NO_STORE)
+        return stored
+
+    async def get(request: Request) -> bytes:
+        parse_query(ResponseQuery, request.query_params.multi_items())
+        return (await responses().get(request.path_params["id"])).response
+
+    async def delete(request: Request) -> bytes:
+        deleted_id = request.path_params["id"]
+        await responses().delete(deleted_id)
+        return orjson.dumps({"id": deleted_id, "object": "response", "deleted": True})
+
+    async def list_items(request: Request) -> bytes:
+        query = parse_query(ItemsQuery, request.query_params.multi_items())
+        return items_page((await responses().get(request.path_params["id"])).input_items, query)
+
+    return [
+        Route("/v1/responses/{id}", _json_endpoint(get), methods=["GET"]),
+        Route("/v1/responses/{id}", _json_endpoint(delete), methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", _json_endpoint(list_items), methods=["GET"]),
+    ]
+
+
+def _json_endpoint(
+    handler: Callable[[Request], Awaitable[bytes]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint that responds with the handler's JSON, or with its error."""
+
+    async def serve(request: Request) -> Response:
+        try:
+            return Response(await handler(request), media_type="application/json")
+        except MeshError as error:
+            response = http_error(error)
+            return Response(response.body, response.status, dict(response.headers))
+
+    return serve
