@@ -152,8 +152,8 @@ def format_table(results: Sequence[Result]) -> str:
 
 
 def document(table: str) -> str:
-    wanted = (FOLDER / "python/requirements.in").read_text().split()
-    names = {name.split("[")[0] for name in wanted}
+    wanted = (FOLDER / "python/requirements.in").read_text()
+    names = set(re.findall(r"(?m)^[a-z-]+", wanted))
     pins = re.findall(r"(?m)^(\S+?)==(\S+)", (FOLDER / "python/requirements.txt").read_text())
     python = ", ".join(f"{name} {version}" for name, version in pins if name in names)
     packages = json.loads((FOLDER / "node/package.json").read_text())["dependencies"]
