@@ -25,6 +25,11 @@ from frontend_svc.core.openai.validation_errors import (
     type_name,
 )
 
+# Objects and lists in each other. Below the limit of orjson.dumps, so that parts of a body can be
+# written as JSON inside of other values.
+LEVELS_MAX = 220
+_ORJSON_LEVELS = 254
+
 R = TypeVar("R", bound=GenerationRequest)
 
 
@@ -66,7 +71,8 @@ def _parse(model: type[R], body: bytes) -> R:
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Raises InvalidRequest with the position of the error."""
+    """The JSON object in a body. Raises InvalidRequest with the position of the error, and for a
+    value nested deeper than LEVELS_MAX."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -74,7 +80,20 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         text = f"The body must be a JSON object, not {type_name(value)}."
         raise InvalidRequest(text, reason=INVALID_TYPE)
+    if body.count(b"[") + body.count(b"{") > LEVELS_MAX and _is_too_deep(value):
+        text = f"The body is nested too deeply: more than {LEVELS_MAX} levels."
+        raise InvalidRequest(text, reason=INVALID_JSON)
     return value
+
+
+def _is_too_deep(value: object) -> bool:
+    for _ in range(_ORJSON_LEVELS - LEVELS_MAX):
+        value = [value]
+    try:
+        orjson.dumps(value)
+    except TypeError:  # only for its limit: the value comes from JSON
+        return True
+    return False
 
 
 def _json_error_message(body: bytes, error: orjson.JSONDecodeError) -> str:
