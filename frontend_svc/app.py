@@ -114,7 +114,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
                 self._security,
             )
         metrics = FrontendMetrics(config.metrics_prefix)
-        self._state = DeploymentState(self._models.names, frontend=metrics)
+        self._state = DeploymentState(self._models.request_names, frontend=metrics)
         self._hit_monitor = HitMonitor(lambda: self._snapshot, loop.time, config.kv_drift_max)
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None

@@ -6,7 +6,7 @@ the server accepts. Rules that no schema can state (combinations of fields) are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -44,33 +44,38 @@ ERROR: Final[Json] = {
 class Operation:
     """One method of one path.
 
-    path: with parameters as `{name}`. body: model of the request; None without a body. example: of
-    the body, for a mesh that serves the model `sim`. result: what a 200 contains. streams: whether
-    it is a stream of events if the body has `stream`. media_type: of the response. error: schema of
-    every error.
+    path: with parameters as `{name}`. bodies: models of the request, of which one applies. example:
+    of the body, for a mesh that serves the model `sim`. result: what a 200 contains; "": there is
+    no such response. streams: whether
+    it is a stream of events if the body has `stream`. media_type: of the response. failure: a
+    status whose body is that of a 200; None: there is none. query: model of the query
+    parameters. error: schema of every other error.
     """
 
     method: str
     path: str
     summary: str
-    body: type[BaseModel] | None = None
+    bodies: tuple[type[BaseModel], ...] = ()
     example: Json | None = None
     result: str = "the result"
     streams: bool = False
     media_type: str = JSON
+    failure: int | None = None
+    query: type[BaseModel] | None = None
     error: Json = field(default_factory=lambda: ERROR)
 
 
 def api_document(operations: Iterable[Operation], *, version: str) -> dict[str, Any]:
     """The document of these operations."""
     operations = tuple(operations)
-    models = list(dict.fromkeys(one.body for one in operations if one.body is not None))
-    _, definitions = models_json_schema(
+    models = list(dict.fromkeys(body for one in operations for body in one.bodies))
+    references, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_COMPONENT
     )
     paths: dict[str, dict[str, Any]] = {}
     for one in operations:
-        paths.setdefault(one.path, {})[one.method.lower()] = _operation(one)
+        schemas = [references[body, "validation"] for body in one.bodies]
+        paths.setdefault(one.path, {})[one.method.lower()] = _operation(one, schemas)
     return {
         "openapi": OPENAPI_VERSION,
         "info": {"title": "KVMesh", "version": version},
@@ -79,7 +84,7 @@ def api_document(operations: Iterable[Operation], *, version: str) -> dict[str, 
     }
 
 
-def _operation(one: Operation) -> dict[str, Any]:
+def _operation(one: Operation, body_schemas: Sequence[Json]) -> dict[str, Any]:
     content: dict[str, Any] = {one.media_type: {"schema": _response_schema(one)}}
     if one.streams:
         content[EVENTS] = {"schema": {"type": "string"}}
@@ -87,25 +92,37 @@ def _operation(one: Operation) -> dict[str, Any]:
         "summary": one.summary,
         "operationId": _operation_id(one),
         "responses": {
-            "200": {"description": one.result, "content": content},
+            **({"200": {"description": one.result, "content": content}} if one.result else {}),
             "default": {
                 "description": "an error",
                 "content": {JSON: {"schema": one.error}},
             },
         },
     }
-    names = [part[1:-1] for part in one.path.split("/") if part.startswith("{")]
-    if names:
-        document["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
-        ]
-    if one.body is not None:
-        body: dict[str, Any] = {"schema": {"$ref": _COMPONENT.format(model=one.body.__name__)}}
+    if one.failure is not None:
+        document["responses"][str(one.failure)] = document["responses"]["200"]
+    if parameters := [*_path_parameters(one.path), *_query_parameters(one.query)]:
+        document["parameters"] = parameters
+    if body_schemas:
+        schema = body_schemas[0] if len(body_schemas) == 1 else {"anyOf": [*body_schemas]}
+        body: dict[str, Any] = {"schema": schema}
         if one.example is not None:
             body["example"] = one.example
         document["requestBody"] = {"required": True, "content": {JSON: body}}
     return document
+
+
+def _path_parameters(path: str) -> Iterator[Json]:
+    for part in path.split("/"):
+        if part.startswith("{"):
+            schema = {"type": "string"}
+            yield {"name": part[1:-1], "in": "path", "required": True, "schema": schema}
+
+
+def _query_parameters(query: type[BaseModel] | None) -> Iterator[Json]:
+    if query is not None:
+        for name, schema in query.model_json_schema()["properties"].items():
+            yield {"name": name, "in": "query", "schema": _clean(schema)}
 
 
 def _response_schema(one: Operation) -> Json:

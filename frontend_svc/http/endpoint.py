@@ -29,7 +29,9 @@ from frontend_svc.core.openai.errors import (
     error_event,
     error_type,
     http_error,
+    refusal_code,
 )
+from frontend_svc.core.openai.parsing import named_model
 from frontend_svc.core.request.types import RequestPlan
 from frontend_svc.http.asgi import BODY_END, Receive, Scope, Send, body_part, send_response
 from frontend_svc.http.request_context import HttpRequest, log_request, span_attributes
@@ -70,17 +72,19 @@ class PostEndpoint(ABC, Generic[P]):
         """Serves one request. It is counted, and gets a log line, however it ends."""
         context = self._make_context(scope, receive, send)
         meter: RequestMeter | None = None
+        raw = b""
         self._active_requests += 1
         try:
             try:
                 if self._active_requests > (limit := self._config.requests_max):
                     raise Overloaded(1.0, f"too many concurrent requests: {limit}/{limit}")
-                body = await self.parse(context, await self._receive_body(context))
+                raw = await self._receive_body(context)
+                body = await self.parse(context, raw)
             except TimeoutError:
                 message = f"The body was not complete within {BODY_TIMEOUT_S:g} s."
                 raise DeadlineExceeded(message) from None
             finally:
-                name = context.body.model if context.body is not None else ""
+                name = named_model(raw) if context.body is None else context.body.model
                 is_stream = context.body is not None and context.body.is_stream
                 meter = self._state.begin(name, self._endpoint, is_stream)
             await self.serve(context, body, meter)
@@ -156,7 +160,7 @@ class PostEndpoint(ABC, Generic[P]):
     ) -> None:
         context.error = error
         if meter is not None:
-            meter.mark_failed(error_type(error))
+            meter.mark_failed(error_type(error), refusal_code(error))
         await self._send_error(context, error)
 
     async def _send_error(self, context: HttpRequest, error: MeshError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import orjson
@@ -17,6 +18,7 @@ from starlette.routing import Route, Router
 from common.errors import MeshError, Unimplemented
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.anthropic.errors import error_body
+from frontend_svc.core.api_document import api_document
 from frontend_svc.core.openai.errors import http_error
 from frontend_svc.core.openai.responses import model_list, model_object
 from frontend_svc.core.request.types import RequestOutcome
@@ -24,6 +26,7 @@ from frontend_svc.http.api import CHAT_COMPLETIONS, COMPLETIONS, GenerationApi
 from frontend_svc.http.embeddings import EmbeddingEndpoint
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.messages import CountTokensEndpoint, MessagesApi
+from frontend_svc.http.operations import DOCUMENT_PATH, operations
 from frontend_svc.http.request_context import MODEL_OWNER
 from frontend_svc.http.responses import ResponsesApi, stored_response_routes
 from frontend_svc.http.tokenize import DetokenizeEndpoint, TokenizeEndpoint
@@ -35,6 +38,7 @@ from frontend_svc.request.gateway import Gateway
 
 METRICS_PATH = "/metrics"
 MESSAGES_PATH = "/v1/messages"
+API_VERSION = "1"
 
 log = structlog.get_logger()
 
@@ -141,6 +145,13 @@ def build_api(
     def generation(api: GenerationApi) -> GenerationEndpoint:
         return GenerationEndpoint(api, gateway, models, state, config, on_request_end)
 
+    @cache
+    def document() -> bytes:
+        return orjson.dumps(api_document(operations(config.metrics_path), version=API_VERSION))
+
+    async def openapi(_: Request) -> Response:
+        return Response(document(), media_type="application/json")
+
     _docs, metrics = metrics_router(registry, config.metrics_path)
     api = Starlette(
         routes=[
@@ -165,6 +176,7 @@ def build_api(
             Route("/health", health),
             Route("/ready", ready),
             Route("/live", live),
+            Route(DOCUMENT_PATH, openapi),
             # Not mounted: a mount at "" would also match requests that other routes answer 405.
             *metrics.routes,
         ],

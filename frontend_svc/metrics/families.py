@@ -260,6 +260,7 @@ class FrontendMetrics:
         outcome = ("endpoint", "request_type", "status", "error_type")
         ended = counter("requests_total", "Requests ended", *outcome)
         failures = counter("failures_total", "Requests that failed", "endpoint", "error_type")
+        refused = counter("refused_bodies_total", "Bodies refused", "endpoint", "code")
         by_model: dict[str, Counter | Gauge | SingleThreadHistogram] = {
             attribute: counter(name, text) for attribute, (name, text) in _COUNTERS.items()
         }
@@ -274,11 +275,12 @@ class FrontendMetrics:
             children: dict[str, Any] = {a: family.labels(model) for a, family in by_model.items()}
             return ModelSeries(**children)
 
-        self.collectors: tuple[Collector, ...] = (started, ended, failures, *by_model.values())
+        totals = (started, ended, failures, refused)
+        self.collectors: tuple[Collector, ...] = (*totals, *by_model.values())
         self.model = series
         # Children are cached: see `Metrics`.
         self.started, self.ended = cache(started.labels), cache(ended.labels)
-        self.failures = cache(failures.labels)
+        self.failures, self.refused = cache(failures.labels), cache(refused.labels)
 
 
 class RequestMeter(_Closing):
@@ -321,9 +323,12 @@ class RequestMeter(_Closing):
     def mark_ok(self) -> None:
         self._guard.mark_ok()
 
-    def mark_failed(self, error_type: ErrorType) -> None:
-        """The request fails; without this call its error type is `internal`."""
+    def mark_failed(self, error_type: ErrorType, refusal: str | None = None) -> None:
+        """The request fails; without this call its error type is `internal`. refusal: the code of a
+        refused body; None for other failures."""
         self._error_type = error_type
+        if refusal is not None:
+            self._frontend.refused(self._guard.model, self._guard.endpoint, refusal).inc()
 
     def mark_disconnected(self) -> None:
         """The client disconnected before the end of its response; once a request."""

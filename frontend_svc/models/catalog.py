@@ -207,6 +207,10 @@ class ModelCatalog:
     def names(self) -> frozenset[str]:
         return frozenset(self._table.names()) | self._adapters.keys()
 
+    def request_names(self) -> frozenset[str]:
+        """`names` and aliases."""
+        return self.names() | self._aliases.keys()
+
     def workers(self, name: str) -> tuple[Instance, ...]:
         adapter_model = self._adapters.get(name)
         if adapter_model is None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -335,3 +335,57 @@ def test_an_alias_is_served_like_its_model(mesh: Mesh) -> None:
     assert response.json()["model"] == "thinker"
     assert response.json()["choices"] == expected.json()["choices"]
     assert chat(mesh, "gpt-6").status_code == 404
+
+
+def test_the_examples_of_the_document_are_served(mesh: Mesh) -> None:
+    document = mesh.http.get(f"{mesh.url}/openapi.json").json()
+    bodies = {
+        path: methods["post"]["requestBody"]["content"]["application/json"]["example"]
+        for path, methods in document["paths"].items()
+        if "requestBody" in methods.get("post", {})
+    }
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/messages"} <= bodies.keys()
+    for path, body in bodies.items():
+        response = mesh.http.post(f"{mesh.url}{path}", json=body)
+        assert response.status_code == 200, (path, response.text)
+    for path in document["paths"].keys() - bodies.keys():
+        if "{" not in path and "get" in document["paths"][path]:
+            assert mesh.http.get(f"{mesh.url}{path}").status_code == 200, path
+
+
+def refused_bodies(mesh: Mesh) -> dict[tuple[str, str, str], float]:
+    """Counts by model, endpoint and code."""
+    found = {}
+    for line in mesh.http.get(f"{mesh.url}/metrics").text.splitlines():
+        if line.startswith("kvmesh_frontend_refused_bodies_total{"):
+            labels, count = line.removeprefix("kvmesh_frontend_refused_bodies_total").split()
+            values = dict(one.split("=") for one in labels.strip("{}").split(","))
+            names = (values[name].strip('"') for name in ("model", "endpoint", "code"))
+            found[cast("tuple[str, str, str]", tuple(names))] = float(count)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "code"),
+    [
+        ("chat/completions", {}, "missing_required_parameter"),
+        ("completions", {"prompt": 5}, "invalid_type"),
+        ("completions", {"prompt": "a", "a": 1}, "unknown_parameter"),
+        ("messages", {}, "missing_required_parameter"),
+        ("completions", {"model": "gpt-5", "prompt": ""}, "invalid_value"),
+        ("completions", {"model": "nothing", "prompt": 5}, "invalid_type"),
+        ("completions", {"model": "nothing", "prompt": "a"}, "model_not_found"),
+        ("completions", {"model": ["x"]}, "invalid_type"),
+    ],
+)
+def test_a_refused_body_is_counted_under_the_served_model_that_it_names(
+    mesh: Mesh, path: str, fields: Json, code: str
+) -> None:
+    body = {"model": MODEL, **fields}
+    model = body["model"] if body["model"] in (MODEL, "gpt-5") else "other"
+    before = refused_bodies(mesh)
+    assert post(mesh, path, body).status_code in (400, 404)
+    after = refused_bodies(mesh)
+    changed = {key: count - before.get(key, 0) for key, count in after.items()}
+    endpoint = path.replace("/", "_")
+    assert {key: count for key, count in changed.items() if count} == {(model, endpoint, code): 1.0}

@@ -99,6 +99,13 @@ class _Mapping:
 
 _INVALID = "invalid_request_error"
 _INVALID_VALUE = "invalid_value"
+_REFUSAL_CODES = frozenset(
+    {
+        *("invalid_json", "invalid_type", "invalid_value", "missing_required_parameter"),
+        *("unknown_parameter", "unsupported_parameter", "context_length_exceeded"),
+        *("body_too_large", "model_not_found"),
+    }
+)
 # Path of a field inside the mesh -> path in the client's body.
 _FIELD_PREFIXES = (
     ("query.routing.lora_name", "model"),
@@ -175,6 +182,14 @@ def client_message(error: MeshError, headers: Container[bytes] = ()) -> tuple[st
 
 def error_type(error: BaseException) -> ErrorType:
     return _mapping_of(error).error_type
+
+
+def refusal_code(error: BaseException) -> str | None:
+    """The metric label `code` of a refused body; None for other errors."""
+    if not isinstance(error, InvalidRequest | UnknownModel):
+        return None
+    _, _, code = error_details(error)
+    return code if code in _REFUSAL_CODES else "other"
 
 
 def is_server_fault(error: BaseException) -> bool:

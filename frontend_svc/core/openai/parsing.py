@@ -96,6 +96,16 @@ def _is_too_deep(value: object) -> bool:
     return False
 
 
+def named_model(body: bytes) -> str:
+    """The model that an invalid body names; "" if it names none."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return ""
+    model = value.get("model") if isinstance(value, dict) else None
+    return model if isinstance(model, str) else ""
+
+
 def _json_error_message(body: bytes, error: orjson.JSONDecodeError) -> str:
     try:
         body.decode()
