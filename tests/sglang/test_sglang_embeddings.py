@@ -16,6 +16,7 @@ from common.request.embedding import Vector
 from common.rpc import channel as rpc
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.types.v1 import request_pb2 as wire
+from tests.sglang.sglang_mesh import MODEL, HttpMesh
 from tests.sglang.sglang_workers import WAIT_S, WorkerProcess, greedy_request
 
 TEXTS = [[5, 6, 7], [9], list(range(3, 300)), [5, 6, 7, 8]]
@@ -120,6 +121,25 @@ async def test_what_the_model_cannot_do_is_refused_by_name(worker: WorkerProcess
         with pytest.raises(error) as refused:
             await call
         assert refused.value.field == field
+
+
+async def test_an_openai_client_receives_the_vectors(
+    worker: WorkerProcess, model: Path, tmp_path: Path
+) -> None:
+    registry, known = model.parent / "registry", {worker.instance_id}
+    async with HttpMesh.started(tmp_path, registry, known) as mesh:
+        body = {"model": MODEL, "input": TEXTS}
+        response = await mesh.http.post("/v1/embeddings", json=body)
+        assert response.status_code == 200, response.text
+        for ids, entry in zip(TEXTS, response.json()["data"], strict=True):
+            assert entry["embedding"] == pytest.approx(reference(model, ids), abs=2e-5)
+        for path, more, field in (
+            ("/v1/embeddings", {"input": "a", "dimensions": 8}, "dimensions"),
+            ("/v1/completions", {"prompt": "a"}, "model"),
+        ):
+            refused = await mesh.http.post(path, json={"model": MODEL} | more)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == field
 
 
 async def test_the_probe_of_an_idle_worker_succeeds(worker: WorkerProcess) -> None:
