@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
 import jsonschema
@@ -346,6 +346,28 @@ async def test_a_frontend_without_a_store_refuses_what_needs_one(mesh: Mesh) -> 
         with pytest.raises(openai.NotFoundError, match="response-store-mb"):
             await client.responses.retrieve(response.id)
     other.kill()
+
+
+async def test_a_stream_without_a_worker_ends_with_response_failed(
+    start: Callable[..., AbstractContextManager[Mesh]],
+) -> None:
+    shape: Any = {"workers": 1, "worker_flags": ["--speedup=1"]}
+    with start(**shape, frontend_flags=["--worker-wait-s=0"]) as mesh:
+        async with open_sdk_client(mesh) as client:
+            events = []
+            async with await client.responses.create(
+                model=MODEL, input="Hello", stream=True, extra_body={"nvext": {"ignore_eos": True}}
+            ) as stream:
+                async for event in stream:
+                    events.append(event)
+                    if len(events) == 10:
+                        mesh.workers[0].kill()
+            last = EVENT.validate_python(events[-1].model_dump(exclude_unset=True))
+            deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+            assert (last.type, last.response.status) == ("response.failed", "failed")
+            assert last.response.error.code == "server_error"
+            assert last.response.output_text == "".join(deltas)
+            assert status(mesh, last.response.id) == 404
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,12 @@ def main() -> int:
     arguments = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        Mesh(Path(folder), worker_flags=["--speedup=1000"]) as mesh,
+        Mesh(
+            Path(folder),
+            worker_flags=["--speedup=1000"],
+            # Stored responses are no leak.
+            frontend_flags=["--response-store-mb=1"],
+        ) as mesh,
     ):
         fuzz = Fuzz(mesh, arguments.seed)
         asyncio.run(fuzz.run(arguments.bodies))
