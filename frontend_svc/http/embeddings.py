@@ -107,8 +107,9 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
             traceparent=context.span.traceparent,
             strict_priority=strict_priority(body.hints),
         )
+        # Not the name in the body, which may be an alias.
         request = PreprocessedRequest(
-            model=body.request.model, token_ids=TokenIds(), mdc_sum=model.checksum, routing=routing
+            model=model.name, token_ids=TokenIds(), mdc_sum=model.checksum, routing=routing
         )
         plan = replace(self.make_plan(context, request), is_embedding=True)
         for index, token_ids in enumerate(inputs):

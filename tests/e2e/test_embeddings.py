@@ -159,11 +159,17 @@ def other_models(mesh: Mesh) -> Iterator[None]:
     """A model that only chats, and one that only embeds."""
     workers = [
         mesh.spawn("worker", "--model-name=talk", "--serve=chat"),
-        mesh.spawn("worker", "--model-name=vectors", "--serve=embedding", "--loras=fr"),
+        mesh.spawn(
+            *("worker", "--model-name=vectors", "--serve=embedding"),
+            *("--loras=fr", "--model-aliases=embedder"),
+        ),
     ]
     for worker in workers:
         worker.wait_ready()
-    wait_for(lambda: {"talk", "vectors", "fr"} <= _served_models(mesh), "the new models are served")
+    wait_for(
+        lambda: {"talk", "vectors", "fr", "embedder"} <= _served_models(mesh),
+        "the new models are served",
+    )
     yield
     for worker in workers:
         worker.kill()
@@ -177,7 +183,8 @@ def _served_models(mesh: Mesh) -> set[str]:
 def test_the_card_of_a_model_decides_what_it_serves(mesh: Mesh, other_models: None) -> None:
     assert refusal(post(mesh, "a", model="talk")) == (400, "model", "unsupported_parameter")
     assert "'talk' is not served for embeddings" in post(mesh, "a", model="talk").text
-    assert are_equal(vectors(post(mesh, "a", model="vectors")), ["a"])
+    for name in ("vectors", "embedder"):
+        assert are_equal(vectors(post(mesh, "a", model=name)), ["a"])
     chat = {"model": "vectors", "messages": [{"role": "user", "content": "a"}]}
     response = mesh.http.post(f"{mesh.url}/v1/chat/completions", json=chat)
     assert refusal(response) == (400, "model", "unsupported_parameter")
