@@ -262,12 +262,7 @@ def _assistant_message(blocks: Sequence[Block]) -> openai.ChatMessage:
 
 
 def _call(block: ToolUseBlock) -> openai.ToolCall:
-    try:
-        arguments = orjson.dumps(block.input).decode()
-    except TypeError as error:  # a limit of the library
-        text = f"the input of the block {block.id!r} is nested too deeply"
-        raise _invalid_field("messages", text) from error
-    function = openai.FunctionCall(name=block.name, arguments=arguments)
+    function = openai.FunctionCall(name=block.name, arguments=orjson.dumps(block.input).decode())
     return openai.ToolCall(id=block.id, type="function", function=function)
 
 
