@@ -125,7 +125,7 @@ MUTANTS = (
     _mutant(
         "S2-12",
         _PREPROCESSING,
-        "priority_jump=None if agent.priority is None else float(max(0, agent.priority))",
+        "priority_jump=None if priority is None else float(max(0, priority))",
         "priority_jump=None",
     ),
     # The router.

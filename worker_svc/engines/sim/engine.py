@@ -216,19 +216,9 @@ class SimEngine:
             await handoff_manager.listen()
         return handoff_manager
 
-    def generate(
-        self, request: PreprocessedRequest, ctx: GenerateContext
-    ) -> AsyncGenerator[LLMEngineOutput, None]:
-        """Yields the output of one request; rejections are raised at the first step.
-
-        Raises InvalidRequest, Unsupported, PromptTooLong, Overloaded, Unavailable, and WorkerLost
-        or InternalError if the engine fails meanwhile.
-        """
-        return self._outputs(request, ctx)
-
     async def embed(self, request: PreprocessedRequest, ctx: GenerateContext) -> Vector | None:
         """Computes the prompt, then returns its vector by the formula of `token_oracle.py`."""
-        async with aclosing(self._outputs(request, ctx, is_embedding=True)) as outputs:
+        async with aclosing(self.generate(request, ctx, is_embedding=True)) as outputs:
             async for output in outputs:
                 if output.finish_reason is FinishReason.CANCELLED:
                     return None
@@ -236,9 +226,15 @@ class SimEngine:
         oracle, size = self._started_core.scheduler.token_oracle, self.config.embedding_size
         return oracle.embed(request.token_ids.array, size, lora or "")
 
-    async def _outputs(
+    async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext, *, is_embedding: bool = False
     ) -> AsyncGenerator[LLMEngineOutput, None]:
+        """Yields the output of one request; rejections are raised at the first step. is_embedding:
+        only the prompt is computed.
+
+        Raises InvalidRequest, Unsupported, PromptTooLong, Overloaded, Unavailable, and WorkerLost
+        or InternalError if the engine fails meanwhile.
+        """
         stream = self._open_stream(request, ctx, is_embedding=is_embedding)
         outcome = "closed"
         # Takes effect at once, even while the caller does not read the stream.
