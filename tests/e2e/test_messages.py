@@ -419,28 +419,30 @@ async def test_messages_are_counted_and_logged_as_their_endpoint(
     assert line["prompt_tokens"] == message.usage.input_tokens
 
 
+@pytest.mark.parametrize("shape", [{"workers": 2}, {"workers": 0, "prefill": 1, "decode": 2}])
 async def test_a_message_survives_its_worker_and_fails_as_an_event_without_any(
-    start: Callable[..., AbstractContextManager[Mesh]],
+    start: Callable[..., AbstractContextManager[Mesh]], shape: dict[str, int]
 ) -> None:
+    kind = "worker" if shape["workers"] else "decode"
     flags = ["--keep-alive-s=0.2", "--worker-wait-s=0.7"]
     long: dict[str, Any] = {
         "messages": user("Go"),
         "max_tokens": 150,
         "extra_body": {"guided_regex": "[a-z ]{500}"},
     }
-    with start(workers=2, worker_flags=["--speedup=3"], frontend_flags=flags) as mesh:
+    with start(**shape, worker_flags=["--speedup=3"], frontend_flags=flags) as mesh:
         async with open_client(mesh) as client:
             expected = await whole(client, **long)
             async with client.messages.stream(model=MODEL, **long) as stream:
-                async for piece in stream.text_stream:
-                    busy = [worker for worker in mesh.workers if worker.open_slots()]
-                    assert piece
-                    busy[0].kill()
+                async for _ in stream.text_stream:
+                    (busy,) = [worker for worker in mesh.of_kind(kind) if worker.open_slots()]
+                    busy.kill()
                     break
                 message = await stream.get_final_message()
             assert without_ids(message) == without_ids(expected)
-            mesh.workers[0].kill()
-            wait_for(lambda: not mesh.known_instance_ids("worker"), "discovery reports its death")
+            for worker in mesh.workers:
+                worker.kill()
+            wait_for(lambda: not mesh.known_instance_ids("worker"), "discovery reports the deaths")
             with pytest.raises(anthropic.APIStatusError) as raised:
                 await streamed(client, **long)
             assert raised.value.type == "api_error"
