@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from common.request.preprocessed import CompletionUsage, FinishReason
-from frontend_svc.core.response_format import ChoiceEnd, ChoiceSink, OpenAIFinishReason
+from common.request.preprocessed import CompletionUsage, FinishReason, TokenLogprob
+from frontend_svc.core.response_format import (
+    ChoiceEnd,
+    ChoiceSink,
+    OpenAIFinishReason,
+    TokenText,
+)
 from frontend_svc.core.text.output_text import TextStream
+from frontend_svc.core.text.token_queue import TokenQueue
+from frontend_svc.core.tools.deltas import Content, Delta
 from frontend_svc.core.tools.response import ResponseParser
 
 
 class Choice:
     """Writes the output of one choice. parser: None if the whole text is content. is_complete:
-    whether the response is complete although the model may continue. echo: written first."""
+    whether the response is complete although the model may continue. echo: written first.
+    token_bytes: of an id, for log probabilities; None: the client requested none."""
 
     def __init__(
-        self, index: int, text: TextStream, parser: ResponseParser | None, echo: str = ""
+        self,
+        index: int,
+        text: TextStream,
+        parser: ResponseParser | None,
+        *,
+        echo: str = "",
+        token_bytes: Callable[[int], bytes] | None = None,
     ) -> None:
         self._index = index
         self._echo = echo
         self._text = text
         self._parser = parser
+        self._token_bytes = token_bytes
+        self._queue = TokenQueue[TokenText]()
         self.is_complete = False
 
     def begin(self, sink: ChoiceSink) -> bytes:
         """Writes what comes before the first token."""
         return sink.text(self._index, [self._echo]) if self._echo else b""
 
-    def feed(self, token_ids: Sequence[int], sink: ChoiceSink) -> bytes:
-        """Writes the text that the next tokens complete."""
+    def feed(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], sink: ChoiceSink
+    ) -> bytes:
+        """Writes the text that the next tokens complete. logprobs: of each token."""
+        if self._token_bytes is not None:
+            entries = zip(token_ids, logprobs, strict=True)
+            return b"".join([self._feed_token(*one, sink) for one in entries])
         pieces = self._text.feed(token_ids)
         parser = self._parser
         if parser is None:
@@ -39,14 +60,45 @@ class Choice:
         self.is_complete = self._text.matched_stop is not None or parser.is_done
         return sink.output(self._index, deltas, ()) if deltas else b""
 
+    def _feed_token(self, token_id: int, logprob: TokenLogprob, sink: ChoiceSink) -> bytes:
+        if self.is_complete:
+            return b""
+        queue = self._queue
+        entry = self._entry(logprob, queue.end)
+        characters, text = self._text.feed_token(token_id)
+        queue.add(entry, characters)
+        tokens = queue.send(len(text))
+        deltas = self._deltas(text)
+        if self._text.matched_stop is not None:
+            tokens += queue.stop()
+            self.is_complete = True
+        elif self._parser is not None:
+            self.is_complete = self._parser.is_done
+        return sink.output(self._index, deltas, tokens) if deltas or tokens else b""
+
+    def _entry(self, logprob: TokenLogprob, offset: int) -> TokenText:
+        assert self._token_bytes is not None, "the client requested log probabilities"
+        alternatives = [
+            TokenText(self._token_bytes(one.token_id), one.logprob) for one in logprob.top
+        ]
+        raw = self._token_bytes(logprob.token_id)
+        return TokenText(raw, logprob.logprob, alternatives, offset)
+
+    def _deltas(self, text: str) -> Sequence[Delta]:
+        if self._parser is not None:
+            return self._parser.feed(text)
+        return [Content(text)] if text else []
+
     def finish(self, reason: FinishReason | None, sink: ChoiceSink) -> bytes:
         """Writes the withheld text and the end. reason: why the model ended."""
         rest = self._text.finish()
+        deltas = self._deltas(rest)
         if self._parser is not None:
-            deltas = [*self._parser.feed(rest), *self._parser.finish()]
-            events = sink.output(self._index, deltas, ()) if deltas else b""
-        else:
-            events = sink.text(self._index, [rest]) if rest else b""
+            deltas = [*deltas, *self._parser.finish()]
+        tokens = self._queue.send(len(rest))
+        is_stopped = self._text.matched_stop is not None
+        tokens += self._queue.stop() if is_stopped else self._queue.finish()
+        events = sink.output(self._index, deltas, tokens) if deltas or tokens else b""
         end = ChoiceEnd(self._finish_reason(reason), self._text.matched_stop)
         return events + sink.finish(self._index, end)
 

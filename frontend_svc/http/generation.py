@@ -175,7 +175,10 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
                 if isinstance(body, ChatRequest):
                     parser = _response_parser(request_plan.request_id, model, plan, request)
                 text = _text_stream(body, model, for_parser=parser is not None)
-                choices.append(Choice(len(choices), text, parser, echo))
+                token_bytes = None if body.alternatives is None else model.token_bytes
+                choices.append(
+                    Choice(len(choices), text, parser, echo=echo, token_bytes=token_bytes)
+                )
         async with self._open_requests(context, requests, meter) as opened:
             open_choices = [
                 OpenChoice(choice, *one) for choice, one in zip(choices, opened, strict=True)

@@ -98,9 +98,9 @@ class ResponseWriter:
         """Writes what has arrived; sets `_error` if a choice failed."""
         events = b""
         for one in self._choices:
-            token_ids, discards = one.buffer.take(), one.choice.is_complete
+            (token_ids, logprobs), discards = one.buffer.take(), one.choice.is_complete
             if token_ids and not discards:
-                events += one.choice.feed(token_ids, sink)
+                events += one.choice.feed(token_ids, logprobs, sink)
                 if one.choice.is_complete:
                     one.handle.stop()
             if one.buffer.outcome is not None and not one.is_finished:

@@ -140,6 +140,12 @@ class ServedModel:
             return StreamDetokenizer(self.tokenizer, skip_special_tokens=not for_parser)
         return Detokenizer(vocabulary)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, also of a special one; none for an unknown id."""
+        if self.vocabulary is None:
+            return self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        return self.vocabulary.raw.get(token_id, b"")
+
     def reasoning_parser(self, prompt: TokenIds, *, is_guided: bool) -> ReasoningParser | None:
         """The parser of a response to a prompt; None if the card names none. is_guided: a
         constraint on the text excludes reasoning that the prompt implies."""

@@ -97,12 +97,15 @@ class ResponseBuffer:
         self._clock = clock
         self._meter = meter
         self._unread: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self._chunks: list[bytes] = []
         self.first_token_at: float | None = None
         self.outcome: RequestOutcome | None = None
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
         self._unread += token_ids
+        if logprobs:
+            self._logprobs += logprobs
         self._received(len(token_ids), len(self._unread))
 
     def chunk(self, json: bytes) -> None:
@@ -123,15 +126,18 @@ class ResponseBuffer:
             message = f"more than {self._unread_max} tokens unread by the client"
             self._fail(Overloaded(None, message, reason="SLOW_READER"), "slow_reader")
 
-    def take(self) -> list[int]:
-        """The tokens since the last call."""
+    def take(self) -> tuple[list[int], list[TokenLogprob]]:
+        """The tokens since the last call, and their log probabilities, if there are any."""
         unread, self._unread = self._unread, []
-        return unread
+        logprobs = self._logprobs
+        if logprobs:
+            self._logprobs = []
+        return unread, logprobs
 
     async def next(self) -> list[int]:
         """As `take`, at least one token unless `outcome` is set or the reader is idle."""
         await self._wait(self._unread)
-        return self.take()
+        return self.take()[0]
 
     async def next_chunks(self) -> list[bytes]:
         """As `next`, for chunks."""

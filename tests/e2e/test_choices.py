@@ -100,7 +100,7 @@ def test_choices_at_temperature_zero_are_equal(mesh: Mesh) -> None:
 def test_choices_are_interleaved_while_they_are_generated(mesh: Mesh) -> None:
     chunks = events(mesh, prompt="Many", n=4, max_tokens=30, ignore_eos=True)
     order = [choice["index"] for chunk in chunks for choice in chunk["choices"]]
-    assert {*order[:20]} == {0, 1, 2, 3}, "the second choice does not wait for the first"
+    assert order.index(3) < len(order) - order[::-1].index(0), "choice 3 does not wait for choice 0"
 
 
 @pytest.mark.parametrize("kind", ["texts", "token ids"])

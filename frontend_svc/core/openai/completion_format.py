@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from common.errors import MeshError
 from common.request.preprocessed import CompletionUsage
 from frontend_svc.core.openai.chat_message import chunk_delta
 from frontend_svc.core.openai.errors import error_event
+from frontend_svc.core.openai.logprobs import logprobs_object
 from frontend_svc.core.openai.responses import completion_json
 from frontend_svc.core.openai.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter
 from frontend_svc.core.response_format import ChoiceEnd, ChoiceResult, TokenText
-from frontend_svc.core.tools.deltas import Delta
+from frontend_svc.core.tools.deltas import Content, Delta
 
 
 class CompletionFormat:
@@ -47,8 +49,18 @@ class CompletionFormat:
         return b"".join([content(piece, choice) for piece in pieces])
 
     def output(self, choice: int, deltas: Sequence[Delta], tokens: Sequence[TokenText]) -> bytes:
-        delta = self._writer.delta
-        return b"".join([delta(chunk_delta(one), choice) for one in deltas])
+        fragment = chunk_delta if self._is_chat else _text_fragment
+        fragments = [fragment(one) for one in deltas]
+        if not tokens:
+            return b"".join([self._writer.fragment(one, choice) for one in fragments])
+        first, *others = fragments or [{} if self._is_chat else {"text": ""}]
+        logprobs = logprobs_object(tokens, is_chat=self._is_chat)
+        return b"".join(
+            [
+                self._writer.fragment(first, choice, logprobs),
+                *[self._writer.fragment(one, choice) for one in others],
+            ]
+        )
 
     def finish(self, choice: int, end: ChoiceEnd) -> bytes:
         return self._writer.finish(end.reason, choice)
@@ -61,3 +73,9 @@ class CompletionFormat:
 
     def body(self, choices: Sequence[ChoiceResult], usage: CompletionUsage) -> bytes:
         return self._whole(choices, usage)
+
+
+# Any: JSON.
+def _text_fragment(delta: Delta) -> dict[str, Any]:
+    assert isinstance(delta, Content), "a text completion has only content"
+    return {"text": delta.text}

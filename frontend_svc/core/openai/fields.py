@@ -79,7 +79,6 @@ def unsupported(message: str) -> PydanticCustomError:
 
 
 NO_FUNCTIONS = "use tools and tool_choice"
-NO_LOGPROBS = "log probabilities are not available yet"
 NO_AUDIO = "only text is available"
 NO_THINKING_LIMIT = "no engine can limit the tokens of the reasoning"
 

@@ -40,6 +40,8 @@ def parse_chat(body: bytes) -> ChatRequest:
     for index, message in enumerate(request.messages):
         _check_message(message, f"messages[{index}]")
     check_tools(request)
+    if request.top_logprobs and not request.logprobs:
+        raise _invalid_field("top_logprobs", "it needs 'logprobs' to be true")
     limit, other = request.max_completion_tokens, request.max_tokens
     if limit is not None and other is not None and limit != other:
         text = "'max_tokens' and 'max_completion_tokens' differ; set only one."
@@ -50,6 +52,8 @@ def parse_chat(body: bytes) -> ChatRequest:
 def parse_completion(body: bytes) -> CompletionRequest:
     """Returns a validated completion request. Raises as `parse_chat` does."""
     request = _parse(CompletionRequest, body)
+    if request.echo and request.logprobs is not None:
+        raise Unsupported("echo", "the prompt has no log probabilities; set only one of both")
     n, prompts = request.choices_per_prompt, len(request.prompts)
     if request.best_of not in (None, n):
         text = f"only the value of n ({n}) is accepted: every generated choice is returned"

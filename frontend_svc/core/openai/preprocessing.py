@@ -10,6 +10,7 @@ import numpy as np
 from common.errors import InvalidRequest, PromptTooLong
 from common.request.preprocessed import (
     GuidedDecoding,
+    OutputOptions,
     PreprocessedRequest,
     RoutingConstraints,
     RoutingHints,
@@ -82,6 +83,7 @@ def to_preprocessed(
             logit_bias=_logit_bias(request, vocab_size),
             guided_decoding=guided,
         ),
+        output_options=OutputOptions(logprobs=request.alternatives),
         eos_token_ids=eos,
         mdc_sum=mdc_sum,
         routing=routing_hints(

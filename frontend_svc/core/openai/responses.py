@@ -8,6 +8,7 @@ import orjson
 
 from common.request.preprocessed import CompletionUsage, to_json_value
 from frontend_svc.core.openai.chat_message import message
+from frontend_svc.core.openai.logprobs import logprobs_object
 from frontend_svc.core.response_format import ChoiceResult
 from frontend_svc.core.tools.deltas import Content
 
@@ -34,7 +35,7 @@ def completion_json(
                 {
                     "index": index,
                     **({"message": message(one.deltas)} if is_chat else {"text": _text(one)}),
-                    "logprobs": None,
+                    "logprobs": logprobs_object(one.tokens, is_chat=is_chat),
                     "finish_reason": one.end.reason,
                 }
                 for index, one in enumerate(choices)

@@ -4,11 +4,13 @@ Every field belongs to exactly one of the following classes; any other name is r
 
 Honoured
   both         model, stream, stream_options.include_usage, max_tokens, stop (1 to 32 texts),
-               temperature, top_p, seed, presence_penalty, frequency_penalty, n (1 to 128)
+               temperature, top_p, seed, presence_penalty, frequency_penalty, n (1 to 128),
+               logprobs (chat: true; completions: 0 to 5)
   chat         messages (roles system, developer, user, assistant, tool; text, or a list of text
                parts; past tool calls), max_completion_tokens, chat_template_kwargs,
                response_format (text, json_object, json_schema), tools (functions), tool_choice
-               (none, auto, required, a function), parallel_tool_calls, reasoning_effort
+               (none, auto, required, a function), parallel_tool_calls, reasoning_effort,
+               top_logprobs (0 to 20)
   completions  prompt (a text, a list of token ids, or a list of texts or of lists of token ids),
                echo, best_of (the value of n)
   extensions   top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, logit_bias,
@@ -25,8 +27,8 @@ Accepted, because they cannot change the response
                user, metadata, safety_identifier, prompt_cache_key, prompt_cache_retention,
                prediction, verbosity
 Accepted with a value that has no effect, else refused by name
-               store (false), service_tier (auto, default), logprobs (chat: false, 0; completions:
-               none), top_logprobs (0), return_tokens_as_token_ids (false), functions ([]),
+               store (false), service_tier (auto, default), return_tokens_as_token_ids (false),
+               functions ([]),
                function_call (none, auto), modalities (["text"]), stream_options.include_obfuscation
                and .continuous_usage_stats (false), suffix (""),
                nvext.greed_sampling and .use_raw_prompt (false), nvext.annotations and .extra_fields
@@ -64,7 +66,6 @@ from frontend_svc.core.openai.fields import (
     N_MAX,
     NO_AUDIO,
     NO_FUNCTIONS,
-    NO_LOGPROBS,
     NO_THINKING_LIMIT,
     OBJECT,
     STOP_STRINGS_MAX,
@@ -272,7 +273,9 @@ class GenerationRequest(GuidedFields):
     )
     store: Annotated[object, refuse("responses are not stored", False)] = None
     max_thinking_tokens: Annotated[object, refuse(NO_THINKING_LIMIT)] = None
-    return_tokens_as_token_ids: Annotated[object, refuse(NO_LOGPROBS, False)] = None
+    return_tokens_as_token_ids: Annotated[object, refuse("tokens are written as text", False)] = (
+        None
+    )
 
     @property
     def is_stream(self) -> bool:
@@ -296,6 +299,11 @@ class GenerationRequest(GuidedFields):
         return self.max_tokens, "max_tokens"
 
     @property
+    def alternatives(self) -> int | None:
+        """How many alternatives have log probabilities at each position; None: no token has."""
+        raise NotImplementedError
+
+    @property
     def choices_per_prompt(self) -> int:
         return self.n or 1
 
@@ -314,8 +322,8 @@ class ChatRequest(GenerationRequest):
 
     functions: Annotated[object, refuse(NO_FUNCTIONS, [])] = None
     function_call: Annotated[object, refuse(NO_FUNCTIONS, "none", "auto")] = None
-    logprobs: Annotated[object, refuse(NO_LOGPROBS, False, 0)] = None
-    top_logprobs: Annotated[object, refuse(NO_LOGPROBS, 0)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     modalities: Annotated[object, refuse(NO_AUDIO, ["text"])] = None
     audio: Annotated[object, refuse(NO_AUDIO)] = None
     reasoning_effort: ReasoningEffort | None = None
@@ -331,6 +339,10 @@ class ChatRequest(GenerationRequest):
         if self.max_completion_tokens is None:
             return self.max_tokens, "max_tokens"
         return self.max_completion_tokens, "max_completion_tokens"
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def usable_tools(self) -> list[Tool]:
@@ -394,8 +406,12 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=N_MAX)] | None = None
     suffix: Annotated[object, refuse("insertion is not available", "")] = None
-    # 0 requests the log probabilities of the generated tokens, so it is not a no-op.
-    logprobs: Annotated[object, refuse(NO_LOGPROBS)] = None
+    # 0 requests the log probabilities of the generated tokens without alternatives.
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

@@ -87,11 +87,15 @@ class ChunkWriter:
         before_text, after_text = self._templates[index]
         return b"".join((before_text, orjson.dumps(text), after_text))
 
-    def delta(self, delta: dict[str, Any], index: int = 0) -> bytes:
-        """One chunk of a chat response with this `delta`."""
-        assert self._kind is ChunkKind.CHAT, "only chat has deltas"
+    def fragment(
+        self, fragment: dict[str, Any], index: int = 0, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
+        """One chunk with this part of a choice: the `delta` of a chat, or fields of a completion's
+        choice."""
         assert index in self._unfinished, "content after the end"
-        return self._event([_chat_choice(index, delta, None)], None)
+        content = {"delta": fragment} if self._kind is ChunkKind.CHAT else fragment
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
+        return self._event([choice], None)
 
     def role(self, index: int = 0) -> bytes:
         """The first chunk of a chat response, with the role; completions have none."""

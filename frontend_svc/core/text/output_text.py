@@ -48,16 +48,27 @@ class TextStream:
         for piece in pieces:
             if self.matched_stop is not None:
                 break
-            self.consumed += 1
-            if self.consumed <= self._min_tokens:
-                if piece:
-                    sendable.append(piece)
-                continue
-            match_step = stop.feed(piece)
-            if match_step.emit:
-                sendable.append(match_step.emit)
-            self.matched_stop = match_step.matched
+            if text := self._step(stop, piece):
+                sendable.append(text)
         return sendable
+
+    def feed_token(self, token_id: int) -> tuple[int, str]:
+        """As `feed` for one token of a text that no stop string has ended: how many characters the
+        token completes, and the text to send."""
+        (piece,) = self._detokenizer.feed((token_id,))
+        if self._stop_matcher is not None:
+            return len(piece), self._step(self._stop_matcher, piece)
+        self.consumed += 1
+        return len(piece), piece
+
+    def _step(self, stop: StopStringMatcher, piece: str) -> str:
+        """The text to send after one more token."""
+        self.consumed += 1
+        if self.consumed <= self._min_tokens:
+            return piece
+        match_step = stop.feed(piece)
+        self.matched_stop = match_step.matched
+        return match_step.emit
 
     def finish(self) -> str:
         """The withheld text, after the last token."""

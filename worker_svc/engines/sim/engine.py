@@ -401,8 +401,7 @@ class SimEngine:
                 min(max(wait_s, _RETRY_AFTER_MIN_S), _RETRY_AFTER_MAX_S),
                 f"queue full: {scheduler.waiting}/{self.config.max_waiting} requests",
             )
-        logprobs = request.output_options.logprobs
-        stream = Stream(scheduler.submit(job), logprobs, job.is_handed_over)
+        stream = Stream(scheduler.submit(job), job.is_handed_over)
         try:
             stream.handoff = self._open_handoff(core, stream, request)
         except MeshError:

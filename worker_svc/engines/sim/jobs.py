@@ -103,6 +103,7 @@ class JobBuilder:
             constraint=self._constraint(request),
             seed=_seed(request.sampling_options),
             changes=self._logit_changes(request),
+            logprobs=request.output_options.logprobs,
         )
         return self._job_for_role(request, job)
 

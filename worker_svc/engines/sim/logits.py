@@ -19,7 +19,8 @@ exclude ids. Then, in this order, with c the count of a token in the output:
     presence_penalty       logit - presence_penalty, if c > 0
     logit_bias             logit + bias
 
-Of equal logits the lowest id wins.
+Of equal logits the lowest id wins. Log probabilities are the log-softmax of the changed logits
+times 1/2 + (mix(state) mod 1024) / 1024, so they differ between positions; excluded ids have none.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from common.request.preprocessed import SamplingOptions
+from common.request.preprocessed import SamplingOptions, TokenLogprob, TopLogprob
 from worker_svc.engines.sim.token_oracle import TokenOracle
 
 RIVALS: Final = 7
@@ -52,6 +53,19 @@ class LogitModel:
         self._oracle = oracle
         self._words = np.full(vocab_size, _OTHER_LOGIT)
         self._words[list(oracle.words)] = _WORD_LOGIT
+
+    def logprob(self, state: int, logits: Logits, token: int, alternatives: int) -> TokenLogprob:
+        """Returns the natural log probabilities of a token and of the most probable ones."""
+        logits = logits * (0.5 + self._oracle.mix(state) % 1024 / 1024)
+        highest = logits.max()
+        log_sum = highest + np.log(np.exp(logits - highest).sum())
+        order = np.argsort(-logits, kind="stable")[:alternatives]
+        top = [TopLogprob(int(one), float(logits[one] - log_sum)) for one in order]
+        return TokenLogprob(
+            token,
+            float(logits[token] - log_sum),
+            tuple(one for one in top if np.isfinite(one.logprob)),
+        )
 
     def logits(
         self, state: int, chosen: int, *, can_end: bool, allowed: NDArray[np.bool_] | None = None

@@ -37,7 +37,7 @@ from typing import Final
 import numpy as np
 
 from common.kv.hashing import ChainState, PrefixHasher
-from common.request.preprocessed import FinishReason
+from common.request.preprocessed import FinishReason, TokenLogprob
 from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
 from worker_svc.engines.sim.constraint import Constraint
 from worker_svc.engines.sim.logits import LogitChanges, LogitModel
@@ -63,6 +63,7 @@ class Job:
     is_remote, is_handed_over: KV comes from, goes to another worker; see the module.
     constraint: of guided decoding, at the start of the output; it advances with the sequence.
     seed: of the output, None for none. changes: of the logits; they advance with the sequence.
+    logprobs: how many alternatives have log probabilities at each position; None: no token has.
     """
 
     prompt: bytes
@@ -78,13 +79,15 @@ class Job:
     constraint: Constraint | None = None
     seed: int | None = None
     changes: LogitChanges | None = None
+    logprobs: int | None = None
 
 
 @dataclass(slots=True, eq=False)
 class SimSequence:
     """The state of a job.
 
-    output: tokens so far, append-only. end: None until it is complete. stop_token: the token that
+    output: tokens so far, append-only. logprobs: of each of them, if the job has any; next_logprob:
+    of the token that is computed. end: None until it is complete. stop_token: the token that
     ended it, if any. cached_tokens: prompt tokens found in the cache at its first start, None
     before; for a remote one, in the other worker's cache. computed_tokens: tokens with KV
     present. total_tokens: tokens of prompt and output.
@@ -97,6 +100,8 @@ class SimSequence:
     state: int
     total_tokens: int
     output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    next_logprob: TokenLogprob | None = None
     end: FinishReason | None = None
     stop_token: int | None = None
     is_ended: bool = False
@@ -304,11 +309,15 @@ class SimScheduler:
             if draw is None:
                 return None
             token, allowed = draw
-        if changes is None:
+        if changes is None and seq.job.logprobs is None:
             return token
         assert self._logit_model is not None, "the scheduler of such jobs has logits"
         logits = self._logit_model.logits(seq.state, token, can_end=can_end, allowed=allowed)
-        return int(changes.apply(logits).argmax())
+        if changes is not None:
+            token = int(changes.apply(logits).argmax())
+        if seq.job.logprobs is not None:
+            seq.next_logprob = self._logit_model.logprob(seq.state, logits, token, seq.job.logprobs)
+        return token
 
     def _append(self, seq: SimSequence, token: int | None, can_end: bool) -> None:
         """Appends a token to the output, or ends the output."""
@@ -318,8 +327,7 @@ class SimScheduler:
         if can_end and token in seq.job.stops:
             self._stop(seq, token)
             return
-        seq.output.append(token)
-        seq.total_tokens += 1
+        self._append_output(seq, token)
         seq.state = self.token_oracle.advance(seq.state, token)
         if seq.job.changes is not None:
             seq.job.changes.output[token] += 1
@@ -401,11 +409,18 @@ class SimScheduler:
         seq.capacity_tokens = len(seq.block_table.blocks) * self.blocks.block_size
         return True
 
+    @staticmethod
+    def _append_output(seq: SimSequence, token: int) -> None:
+        seq.output.append(token)
+        seq.total_tokens += 1
+        if seq.job.logprobs is not None:
+            assert seq.next_logprob is not None, "the token has been computed"
+            seq.logprobs.append(seq.next_logprob)
+
     def _stop(self, seq: SimSequence, token: int) -> None:
         stop = seq.job.stops[token]
         if stop.is_visible:
-            seq.output.append(token)
-            seq.total_tokens += 1
+            self._append_output(seq, token)
         seq.stop_token = token
         self._finish(seq, stop.reason)
 

@@ -6,12 +6,11 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from common.errors import MeshError
-from common.request.preprocessed import JsonValue, PromptTokensDetails, TopLogprob
+from common.request.preprocessed import JsonValue, PromptTokensDetails
 from worker_svc.engines.contract import (
     CompletionUsage,
     FinishReason,
     LLMEngineOutput,
-    TokenLogprob,
     usage,
 )
 from worker_svc.engines.sim.scheduler import SimSequence
@@ -27,7 +26,6 @@ class Stream:
     """
 
     sequence: SimSequence
-    logprobs: int | None
     is_awaiting_handoff: bool
     handoff: Handoff | None = None
     params: dict[str, JsonValue] | None = None
@@ -58,9 +56,8 @@ class Stream:
     def take(self) -> LLMEngineOutput:
         tokens = tuple(self.sequence.output[self.delivered :])
         self.delivered += len(tokens)
-        if self.logprobs is None:
-            return LLMEngineOutput(token_ids=tokens)
-        return LLMEngineOutput(token_ids=tokens, logprobs=[self._logprob(one) for one in tokens])
+        logprobs = self.sequence.logprobs[self.delivered - len(tokens) : self.delivered]
+        return LLMEngineOutput(token_ids=tokens, logprobs=logprobs)
 
     def take_terminal(self) -> LLMEngineOutput:
         """Returns the terminal chunk, with the remaining tokens."""
@@ -79,6 +76,3 @@ class Stream:
         return replace(
             usage(self.sequence.prompt_tokens, self.delivered), prompt_tokens_details=details
         )
-
-    def _logprob(self, token: int) -> TokenLogprob:
-        return TokenLogprob(token, 0.0, (TopLogprob(token, 0.0),) if self.logprobs else ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -629,7 +630,7 @@ async def test_a_negative_penalty_repeats_the_first_token() -> None:
 
 
 @pytest.mark.parametrize("alternatives", [None, 0, 5])
-async def test_log_probabilities_are_those_of_a_point_mass(alternatives: int | None) -> None:
+async def test_log_probabilities_are_those_of_the_logits(alternatives: int | None) -> None:
     async with running() as engine:
         outputs = await outputs_of(
             engine, request(output_options=OutputOptions(logprobs=alternatives))
@@ -641,9 +642,11 @@ async def test_log_probabilities_are_those_of_a_point_mass(alternatives: int | N
         assert logprobs == []
         return
     assert [one.token_id for one in logprobs] == tokens
-    assert {one.logprob for one in logprobs} == {0.0}
-    top = () if alternatives == 0 else (TopLogprob(tokens[0], 0.0),)
-    assert logprobs[0].top == top
+    assert all(-4 < one.logprob < 0 for one in logprobs)
+    assert [len(one.top) for one in logprobs] == [alternatives] * len(tokens)
+    for one in logprobs:
+        assert sum(math.exp(other.logprob) for other in one.top) < 1
+        assert one.top[:1] in ((), (TopLogprob(one.token_id, one.logprob),))
 
 
 async def test_a_configured_adapter_has_a_cache_of_its_own() -> None:
