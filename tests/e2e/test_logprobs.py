@@ -142,6 +142,7 @@ def test_a_character_of_several_tokens_has_an_entry_for_each(mesh: Mesh) -> None
     [
         ("chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs"),
         ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("chat/completions", CHAT | {"prompt_logprobs": 1}, "prompt_logprobs"),
         ("completions", {"prompt": "x", "logprobs": 6}, "logprobs"),
         ("completions", {"prompt": "x", "logprobs": 1, "echo": True}, "echo"),
     ],

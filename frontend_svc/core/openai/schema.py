@@ -35,6 +35,7 @@ Accepted with a value that has no effect, else refused by name
                ([]), messages[].annotations ([])
 Refused by name unless null
                audio, web_search_options, moderation, prompt_cache_options, max_thinking_tokens,
+               prompt_logprobs,
                messages[].refusal, .audio, .function_call, parts that are not text,
                nvext.max_thinking_tokens, .cache_control, .router,
                .agent_context, .metadata_upload, .request_timestamp_ms
@@ -273,6 +274,9 @@ class GenerationRequest(GuidedFields):
     )
     store: Annotated[object, refuse("responses are not stored", False)] = None
     max_thinking_tokens: Annotated[object, refuse(NO_THINKING_LIMIT)] = None
+    prompt_logprobs: Annotated[object, refuse("only generated tokens have log probabilities")] = (
+        None
+    )
     return_tokens_as_token_ids: Annotated[object, refuse("tokens are written as text", False)] = (
         None
     )
