@@ -23,6 +23,7 @@ from frontend_svc.core.choice import Choice
 from frontend_svc.core.models.engine_options import check_options
 from frontend_svc.core.openai.errors import HttpError, error_type
 from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
+from frontend_svc.core.openai.logprobs import token_id_text
 from frontend_svc.core.openai.pass_through import PassThroughRequest, read_body
 from frontend_svc.core.openai.preprocessing import (
     check_prompt_length,
@@ -175,7 +176,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
                 if isinstance(body, ChatRequest):
                     parser = _response_parser(request_plan.request_id, model, plan, request)
                 text = _text_stream(body, model, for_parser=parser is not None)
-                token_bytes = None if body.alternatives is None else model.token_bytes
+                token_bytes = _token_bytes(body, model)
                 choices.append(
                     Choice(len(choices), text, parser, echo=echo, token_bytes=token_bytes)
                 )
@@ -283,6 +284,15 @@ def _response_parser(
     tools = ToolCallParser(plan.call_format, plan.types, is_single=plan.is_single)
     id_chars = plan.call_format.id_chars
     return ResponseParser(tools, reasoning, response_id, id_chars=id_chars)
+
+
+def _token_bytes(
+    body: ChatRequest | CompletionRequest, model: ServedModel
+) -> Callable[[int], bytes] | None:
+    """How log probabilities write a token; None if the client requested none."""
+    if body.alternatives is None:
+        return None
+    return token_id_text if body.return_tokens_as_token_ids else model.token_bytes
 
 
 def _text_stream(

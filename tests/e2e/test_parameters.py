@@ -193,6 +193,17 @@ def test_special_tokens_have_a_text_on_request(mesh: Mesh) -> None:
     assert streamed(mesh, **forced, skip_special_tokens=False)[0] == shown
 
 
+def test_log_probabilities_write_tokens_as_ids_on_request(mesh: Mesh) -> None:
+    fields: Json = {"logprobs": 0, "ignore_eos": True, "return_tokens_as_token_ids": True}
+    tokens = complete(mesh, 4, **fields)["choices"][0]["logprobs"]["tokens"]
+    assert tokens == [f"token_id:{one}" for one in ORACLE.tokens(PROMPT, 4)]
+    content = chat(mesh, MODEL, logprobs=True, return_tokens_as_token_ids=True).json()
+    (first, _) = content["choices"][0]["logprobs"]["content"]
+    assert first["token"].startswith("token_id:")
+    assert bytes(first["bytes"]).decode() == first["token"]
+    assert refusal(mesh, return_tokens_as_token_ids=True)["param"] == "return_tokens_as_token_ids"
+
+
 def test_two_cache_salts_never_share_blocks(mesh: Mesh) -> None:
     prompt = [WORDS[n % len(WORDS)] for n in range(12 * BLOCK_SIZE + 1)]
 
@@ -287,7 +298,6 @@ def test_fields_without_effect_do_not_change_the_response(mesh: Mesh) -> None:
     ("field", "value"),
     [
         ("max_thinking_tokens", 5),
-        ("return_tokens_as_token_ids", True),
         ("service_tier", "flex"),
         ("store", True),
         ("nvext.max_thinking_tokens", 5),

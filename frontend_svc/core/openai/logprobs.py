@@ -27,6 +27,11 @@ def logprobs_object(tokens: Sequence[TokenText], *, is_chat: bool) -> dict[str, 
     }
 
 
+def token_id_text(token_id: int) -> bytes:
+    """A token written as its id, as in vLLM."""
+    return f"token_id:{token_id}".encode()
+
+
 def token_text(raw: bytes) -> str:
     """The text of a token; bytes that are no complete character are written as `\\xNN`."""
     return raw.decode(errors="backslashreplace")

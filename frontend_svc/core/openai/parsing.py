@@ -119,6 +119,8 @@ def _json_error_message(body: bytes, error: orjson.JSONDecodeError) -> str:
 
 
 def _check_combinations(request: GenerationRequest) -> None:
+    if request.return_tokens_as_token_ids and request.alternatives is None:
+        raise _invalid_field("return_tokens_as_token_ids", "it needs 'logprobs'")
     if request.stream_options is not None and not request.is_stream:
         text = "'stream_options' is only allowed when 'stream' is true."
         raise InvalidRequest(text, "stream_options", reason=INVALID_VALUE)

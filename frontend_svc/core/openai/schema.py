@@ -14,7 +14,8 @@ Honoured
   completions  prompt (a text, a list of token ids, or a list of texts or of lists of token ids),
                echo, best_of (the value of n)
   extensions   top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, logit_bias,
-               include_stop_str_in_output, skip_special_tokens, cache_salt, priority
+               include_stop_str_in_output, skip_special_tokens, cache_salt, priority,
+               return_tokens_as_token_ids (with logprobs)
                guided_json, guided_regex, guided_choice, guided_grammar (at most one of them and
                response_format), guided_whitespace_pattern
   nvext        backend_instance_id, prefill_worker_id, decode_worker_id, dp_rank, prefill_dp_rank,
@@ -27,12 +28,11 @@ Accepted, because they cannot change the response
                user, metadata, safety_identifier, prompt_cache_key, prompt_cache_retention,
                prediction, verbosity
 Accepted with a value that has no effect, else refused by name
-               store (false), service_tier (auto, default), return_tokens_as_token_ids (false),
-               functions ([]),
-               function_call (none, auto), modalities (["text"]), stream_options.include_obfuscation
-               and .continuous_usage_stats (false), suffix (""),
-               nvext.greed_sampling and .use_raw_prompt (false), nvext.annotations and .extra_fields
-               ([]), messages[].annotations ([])
+               store (false), service_tier (auto, default), functions ([]), function_call (none,
+               auto), modalities (["text"]), stream_options.include_obfuscation and
+               .continuous_usage_stats (false), suffix (""), nvext.greed_sampling and
+               .use_raw_prompt (false), nvext.annotations and .extra_fields ([]),
+               messages[].annotations ([])
 Refused by name unless null
                audio, web_search_options, moderation, prompt_cache_options, max_thinking_tokens,
                prompt_logprobs,
@@ -277,9 +277,7 @@ class GenerationRequest(GuidedFields):
     prompt_logprobs: Annotated[object, refuse("only generated tokens have log probabilities")] = (
         None
     )
-    return_tokens_as_token_ids: Annotated[object, refuse("tokens are written as text", False)] = (
-        None
-    )
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def is_stream(self) -> bool:
