@@ -75,7 +75,7 @@ class Fuzz:
 
             async def send_bodies() -> None:
                 for number in numbers:
-                    if number == int(bodies * WARM_UP):
+                    if number >= bodies * WARM_UP and number % (bodies // 10) == 0:
                         self._memory_mb.append(memory_mb(self._mesh.frontend))
                     await self._send(http, number)
 
