@@ -105,11 +105,12 @@ class HttpMesh:
         worker: int = 0,
         into: Response | None = None,
         name: str = "",
+        **fields: Any,
     ) -> Response:
         """Requests one greedy response.
 
         prompt: token ids (completions) or a user message (chat). worker: an aggregated one to pin.
-        into: filled as chunks arrive. name: the request id.
+        into: filled as chunks arrive. name: the request id. fields: more of the body.
         """
         result = into or Response()
         is_chat = isinstance(prompt, str)
@@ -121,6 +122,7 @@ class HttpMesh:
             "ignore_eos": True,
             "stream": stream,
             **({"messages": [message]} if is_chat else {"prompt": prompt}),
+            **fields,
         }
         if stream:
             body["stream_options"] = {"include_usage": True}

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.mesh import logs_on_failure
 from tests.sglang.conftest import POOL_TOKENS, Trio
-from tests.sglang.sglang_mesh import HttpMesh, Response
+from tests.sglang.sglang_mesh import MODEL, HttpMesh, Response
 from tests.sglang.sglang_workers import WAIT_S, until
 
 LENGTHS = (5, 15, 16, 17, 33, 64, 100, 129, 200, 256, 480, 511, 700)
@@ -85,6 +85,45 @@ async def test_predicted_cached_tokens_equal_actual_ones(trio: Trio, mesh: HttpM
                 lambda found, source=source, held=held: found[source].equal > held,  # type: ignore[misc]
                 "the prompt's blocks are in the index",
             )
+
+
+async def test_two_cache_salts_never_share_blocks(trio: Trio, mesh: HttpMesh) -> None:
+    prompt = prompt_of(Random(19), 12 * PAGE + 1)
+    worker = trio.app.instance_id
+
+    async def cached(**fields: str) -> tuple[int, int]:
+        _, line = await mesh.complete_with_log(prompt, worker=worker, **fields)
+        return line["predicted_cached_tokens"], line["cached_tokens"]
+
+    held = (await mesh.verify())[worker].equal
+    assert [await cached(), await cached(cache_salt="a"), await cached(cache_salt="b")] == [
+        (0, 0)
+    ] * 3
+    await mesh.until_verified(
+        lambda found: found[worker].equal >= held + 3 * 12, "the blocks are in the index"
+    )
+    whole = (12 * PAGE, 12 * PAGE)
+    assert [await cached(), await cached(cache_salt="a"), await cached(cache_salt="b")] == [
+        whole
+    ] * 3
+    assert await cached(cache_salt="c") == (0, 0)
+
+
+async def test_a_logit_bias_forces_a_token(trio: Trio, mesh: HttpMesh) -> None:
+    prompt, worker = prompt_of(Random(23), 20), trio.app.instance_id
+    forced = await mesh.complete(prompt, 4, worker=worker, logit_bias={"700": 100})
+    single = await mesh.complete(prompt, 1, worker=worker, logit_bias={"700": 100})
+    assert forced.text == single.text * 4 != (await mesh.complete(prompt, 4, worker=worker)).text
+
+
+async def test_a_seed_without_deterministic_inference_is_refused(
+    trio: Trio, mesh: HttpMesh
+) -> None:
+    body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 2, "seed": 1}
+    response = await mesh.http.post("/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "seed")
+    greedy = await mesh.http.post("/v1/completions", json=body | {"temperature": 0})
+    assert greedy.status_code == 200
 
 
 async def test_the_index_equals_the_blocks_of_real_engines_under_eviction(
