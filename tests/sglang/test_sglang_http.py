@@ -59,6 +59,45 @@ async def test_a_pair_returns_over_http_what_one_worker_returns(
     await trio.decode.settled()
 
 
+async def test_log_probabilities_are_those_of_sglang(trio: Trio, mesh: HttpMesh) -> None:
+    prompt, tops, length = prompt_of(Random(17), 40), 3, 10
+    sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+    own = await trio.aggregated._engine.async_generate(
+        input_ids=prompt, sampling_params=sampling, return_logprob=True, top_logprobs_num=tops
+    )
+    own = own["meta_info"]
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": length, "temperature": 0}
+    body |= {"ignore_eos": True, "logprobs": tops}
+    pin = {"nvext": {"backend_instance_id": trio.app.instance_id}}
+    texts = set()
+    for one in (body | pin, body):  # the aggregated worker, the pair
+        response = await mesh.http.post("/v1/completions", json=one)
+        choice = response.json()["choices"][0]
+        texts.add(choice["text"])
+        logprobs = choice["logprobs"]
+        expected = [value for value, _, _ in own["output_token_logprobs"]]
+        assert logprobs["token_logprobs"] == pytest.approx(expected, abs=1e-3)
+        for found, wanted in zip(logprobs["top_logprobs"], own["output_top_logprobs"], strict=True):
+            values = sorted(value for value, _, _ in wanted)
+            assert sorted(found.values())[-tops:] == pytest.approx(values, abs=1e-3)
+    assert len(texts) == 1
+
+
+async def test_choices_of_one_request_are_whole_responses(trio: Trio, mesh: HttpMesh) -> None:
+    prompts = [prompt_of(Random(seed), 40) for seed in (18, 19)]
+    body = {"model": MODEL, "max_tokens": 8, "temperature": 0, "seed": 5, "ignore_eos": True}
+    singles = [
+        (await mesh.http.post("/v1/completions", json=body | {"prompt": one})).json()
+        for one in prompts
+    ]
+    texts = [single["choices"][0]["text"] for single in singles]
+    response = await mesh.http.post("/v1/completions", json=body | {"prompt": prompts, "n": 2})
+    choices = response.json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in choices] == [texts[0], texts[0], texts[1], texts[1]]
+    assert response.json()["usage"]["completion_tokens"] == 32
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_chat_request_uses_the_same_pair(trio: Trio, mesh: HttpMesh, stream: bool) -> None:
     words = "Which way is the harbour, and who keeps the light at night? " * 3
