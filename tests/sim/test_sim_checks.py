@@ -271,20 +271,20 @@ class AdmitsWhileDraining(ObservedRunner):
 
 class LeaksABlock(SimEngine):
     async def generate(
-        self, request: PreprocessedRequest, ctx: GenerateContext
+        self, request: PreprocessedRequest, ctx: GenerateContext, *, is_embedding: bool = False
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         self.blocks.admit((), 16)
-        async for output in super().generate(request, ctx):
+        async for output in super().generate(request, ctx, is_embedding=is_embedding):
             yield output
 
 
 class Raises(SimEngine):
     async def generate(
-        self, request: PreprocessedRequest, ctx: GenerateContext
+        self, request: PreprocessedRequest, ctx: GenerateContext, *, is_embedding: bool = False
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         if len(request.token_ids) % 3 == 0:
             raise ValueError("a mistake of ours")
-        async for output in super().generate(request, ctx):
+        async for output in super().generate(request, ctx, is_embedding=is_embedding):
             yield output
 
 

@@ -134,10 +134,10 @@ class ReleasesPagesTooEarly(SimEngine):
 
 class NeverUnpins(SimEngine):
     async def generate(
-        self, request: PreprocessedRequest, ctx: GenerateContext
+        self, request: PreprocessedRequest, ctx: GenerateContext, *, is_embedding: bool = False
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         self.blocks.pin(BlockTable())
-        async for output in super().generate(request, ctx):
+        async for output in super().generate(request, ctx, is_embedding=is_embedding):
             yield output
 
 
