@@ -23,7 +23,7 @@ RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test demo status sim chaos storm soak churn scale router-kills setup setup-sglang test-sglang test-clients fuzz lint fmt types proto rows mutants bench-index bench-gateway lock clean
+.PHONY: help run test demo status sim chaos storm soak churn scale router-kills setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-gateway lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -122,6 +122,9 @@ $(CLIENTS)/.node: tests/clients/node/package-lock.json
 
 fuzz: $(VENV)/.dev ## 100,000 mutated bodies to all POST routes of a mesh, no 5xx, flat memory (minutes; ARGS='--bodies 2000')
 	$(BIN)/python -m tests.fuzz $(ARGS)
+
+fuzz-openapi: $(VENV)/.dev $(CLIENTS)/.python ## schemathesis over /openapi.json of a mesh (minutes)
+	$(BIN)/python -m tests.fuzz.openapi --st $(CLIENTS)/bin/st $(ARGS)
 
 lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(LOCK) -o requirements/runtime.txt
