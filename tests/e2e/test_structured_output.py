@@ -114,11 +114,6 @@ async def test_completions_take_guided_fields(client: openai.AsyncOpenAI) -> Non
     assert (response.choices[0].text, response.choices[0].finish_reason) == ("xxx", "stop")
 
 
-NESTED: dict[str, Any] = {}
-for _ in range(300):
-    NESTED = {"type": "object", "properties": {"a": NESTED}}
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -146,7 +141,6 @@ for _ in range(300):
             "response_format.json_schema.schema",
             "/262144 bytes",
         ),
-        ({"response_format": schema_format(NESTED)}, "response_format.json_schema.schema", ""),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Missing"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "one of"),
         (
@@ -175,14 +169,14 @@ for _ in range(300):
 async def test_an_unusable_constraint_is_refused_by_name_before_a_worker_is_chosen(
     mesh: Mesh, fields: dict[str, Any], param: str, words: str
 ) -> None:
-    accepted = [worker.counters()["accepted"] for worker in mesh.workers]
+    accepted = [worker.counters().get("accepted", 0) for worker in mesh.workers]
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Go."}], **fields}
     response = mesh.http.post(f"{mesh.url}/v1/chat/completions", json=body)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert words in error["message"]
-    assert [worker.counters()["accepted"] for worker in mesh.workers] == accepted
+    assert [worker.counters().get("accepted", 0) for worker in mesh.workers] == accepted
 
 
 async def test_a_constraint_that_becomes_too_complex_is_an_error_that_names_it(
