@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from common.errors import RequestCancelled
 from common.request.embedding import Vector, check_dimensions, shorten
-from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds
+from common.request.preprocessed import PreprocessedRequest, TokenIds
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.openai.embeddings import (
     EmbeddingRequest,
@@ -20,7 +19,7 @@ from frontend_svc.core.openai.embeddings import (
 )
 from frontend_svc.core.openai.headers import read_headers
 from frontend_svc.core.openai.nvext import Nvext
-from frontend_svc.core.openai.preprocessing import routing_hints, strict_priority
+from frontend_svc.core.openai.preprocessing import routing_hints
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import RequestPlan
 from frontend_svc.http.asgi import JSON_HEADER, send_response_parts
@@ -51,9 +50,8 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
         state: DeploymentState,
         config: FrontendConfig,
     ) -> None:
-        super().__init__(Endpoint.EMBEDDINGS, state, config)
+        super().__init__(Endpoint.EMBEDDINGS, models, state, config)
         self._gateway = gateway
-        self._models = models
 
     async def parse(self, context: HttpRequest, raw: bytes) -> EmbeddingBody:
         context.body = request = parse_embedding(raw)
@@ -98,15 +96,8 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
     ) -> Iterator[tuple[RequestPlan, Query]]:
         """The plan and the query of each input. They have no prefix hashes: engines bypass their
         caches for embeddings."""
-        routing: RoutingHints | None = routing_hints(body.hints, model.adapter)
-        query = Query(
-            model=model.base,
-            total_tokens=0,
-            arrived_at=asyncio.get_running_loop().time(),
-            routing=routing,
-            traceparent=context.span.traceparent,
-            strict_priority=strict_priority(body.hints),
-        )
+        routing = routing_hints(body.hints, model.adapter)
+        query = self.make_query(context, model.base, routing, body.hints)
         # Not the name in the body, which may be an alias.
         request = PreprocessedRequest(
             model=model.name, token_ids=TokenIds(), mdc_sum=model.checksum, routing=routing

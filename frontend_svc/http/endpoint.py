@@ -21,7 +21,7 @@ from common.errors import (
     Overloaded,
     RequestCancelled,
 )
-from common.request.preprocessed import PreprocessedRequest
+from common.request.preprocessed import PreprocessedRequest, RoutingHints
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.openai.errors import (
     BODY_TOO_LARGE,
@@ -31,11 +31,15 @@ from frontend_svc.core.openai.errors import (
     http_error,
     refusal_code,
 )
+from frontend_svc.core.openai.nvext import Nvext
 from frontend_svc.core.openai.parsing import named_model
+from frontend_svc.core.openai.preprocessing import strict_priority
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import RequestPlan
 from frontend_svc.http.asgi import BODY_END, Receive, Scope, Send, body_part, send_response
 from frontend_svc.http.request_context import HttpRequest, log_request, span_attributes
 from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
+from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.tracing import start_request_span
 
 # Time a client may take to send its body.
@@ -50,8 +54,15 @@ log = structlog.get_logger()
 class PostEndpoint(ABC, Generic[P]):
     """The ASGI application of one endpoint. A subclass reads bodies (P) and serves them."""
 
-    def __init__(self, endpoint: Endpoint, state: DeploymentState, config: FrontendConfig) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        models: ModelCatalog,
+        state: DeploymentState,
+        config: FrontendConfig,
+    ) -> None:
         self._endpoint = endpoint
+        self._models = models
         self._state = state
         self._config = config
         self._active_requests = 0
@@ -153,6 +164,19 @@ class PostEndpoint(ABC, Generic[P]):
             traceparent=context.span.traceparent,
             trace_id=context.span.trace_id,
             priority=request.routing.priority if request.routing is not None else None,
+        )
+
+    def make_query(
+        self, context: HttpRequest, model: str, routing: RoutingHints | None, nvext: Nvext | None
+    ) -> Query:
+        """The query of a prompt without tokens."""
+        return Query(
+            model=model,
+            total_tokens=0,
+            arrived_at=asyncio.get_running_loop().time(),
+            routing=routing,
+            traceparent=context.span.traceparent,
+            strict_priority=strict_priority(nvext),
         )
 
     async def _fail(

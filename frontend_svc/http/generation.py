@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -30,7 +29,6 @@ from frontend_svc.core.openai.preprocessing import (
     check_total_tokens,
     choice_request,
     routing_hints,
-    strict_priority,
     to_preprocessed,
 )
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
@@ -77,14 +75,14 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         models: ModelCatalog,
         state: DeploymentState,
         config: FrontendConfig,
+        constraints: ConstraintChecks,
         on_request_end: Callable[[RequestOutcome], None],
     ) -> None:
-        super().__init__(api.endpoint, state, config)
+        super().__init__(api.endpoint, models, state, config)
         self._api = api
         self._gateway = gateway
-        self._models = models
+        self._constraints = constraints
         self._on_request_end = on_request_end
-        self._constraints = ConstraintChecks(config.grammar_compile_s)
 
     def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
         return self._api.http_error(error, context.client_id.decode("latin-1"), context.headers)
@@ -197,17 +195,13 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         model: ServedModel,
         request: PreprocessedRequest,
     ) -> Query:
-        return Query(
-            model=model.base,
-            total_tokens=0,
-            arrived_at=asyncio.get_running_loop().time(),
+        query = replace(
+            self.make_query(context, model.base, request.routing, body.nvext),
             hash_scheme=HASH_SCHEME_ID,
             block_size=model.hasher.block_size,
-            routing=request.routing,
-            traceparent=context.span.traceparent,
-            strict_priority=strict_priority(body.nvext),
             hasher=model.hasher_for(request.routing),
-        ).extended(request.token_ids, len(request.token_ids))
+        )
+        return query.extended(request.token_ids, len(request.token_ids))
 
     async def _pass_through(
         self, context: HttpRequest, body: PassThroughRequest, meter: RequestMeter
@@ -219,14 +213,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         empty_request = PreprocessedRequest(model=body.model, token_ids=TokenIds(), routing=routing)
         plan = replace(self.make_plan(context, empty_request), body=payload)
         # The frontend has no token count, so the router balances these requests by number.
-        query = Query(
-            model=body.model,
-            total_tokens=0,
-            arrived_at=asyncio.get_running_loop().time(),
-            routing=routing,
-            traceparent=context.span.traceparent,
-            strict_priority=strict_priority(body.nvext),
-        )
+        query = self.make_query(context, body.model, routing, body.nvext)
         async with self._open_requests(context, [(plan, query)], meter) as ((_, buffer),):
             if body.is_stream:
                 await relay_chunks(context, buffer, self._config.keep_alive_s)

@@ -7,7 +7,6 @@ from typing import Final
 
 import orjson
 
-from frontend_svc.config import FrontendConfig
 from frontend_svc.core.anthropic.errors import http_error
 from frontend_svc.core.anthropic.message_format import MessageFormat
 from frontend_svc.core.anthropic.translation import MessagesChat, parse_count, parse_messages
@@ -18,8 +17,7 @@ from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.generation import render_prompt
 from frontend_svc.http.request_context import HttpRequest
 from frontend_svc.http.streaming import send_json
-from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
-from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.metrics.families import Endpoint, RequestMeter
 
 
 class MessagesApi:
@@ -51,12 +49,6 @@ class MessagesApi:
 
 class CountTokensEndpoint(PostEndpoint[MessagesChat]):
     """Returns the number of tokens of a prompt, without a worker."""
-
-    def __init__(
-        self, models: ModelCatalog, state: DeploymentState, config: FrontendConfig
-    ) -> None:
-        super().__init__(Endpoint.COUNT_TOKENS, state, config)
-        self._models = models
 
     def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
         return http_error(error, context.client_id.decode("latin-1"), context.headers)

@@ -30,8 +30,9 @@ from frontend_svc.http.operations import DOCUMENT_PATH, operations
 from frontend_svc.http.request_context import MODEL_OWNER
 from frontend_svc.http.responses import ResponsesApi, stored_response_routes
 from frontend_svc.http.tokenize import DetokenizeEndpoint, TokenizeEndpoint
-from frontend_svc.metrics.families import DeploymentState
+from frontend_svc.metrics.families import DeploymentState, Endpoint
 from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.constraints import ConstraintChecks
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.peers.stored_responses import StoredResponses
 from frontend_svc.request.gateway import Gateway
@@ -136,14 +137,16 @@ def build_api(
     embeddings = EmbeddingEndpoint(gateway, models, state, config)
     # Any: Starlette takes ASGI applications and functions.
     text_tools: dict[str, Callable[..., Any]] = {
-        "/tokenize": TokenizeEndpoint(models, state, config),
-        "/detokenize": DetokenizeEndpoint(models, state, config),
+        "/tokenize": TokenizeEndpoint(Endpoint.TOKENIZE, models, state, config),
+        "/detokenize": DetokenizeEndpoint(Endpoint.DETOKENIZE, models, state, config),
         "/rerank": rerank,
         "/score": rerank,
     }
 
+    constraints = ConstraintChecks(config.grammar_compile_s)
+
     def generation(api: GenerationApi) -> GenerationEndpoint:
-        return GenerationEndpoint(api, gateway, models, state, config, on_request_end)
+        return GenerationEndpoint(api, gateway, models, state, config, constraints, on_request_end)
 
     @cache
     def document() -> bytes:
@@ -160,7 +163,7 @@ def build_api(
             Route(MESSAGES_PATH, generation(MessagesApi()), methods=["POST"]),
             Route(
                 f"{MESSAGES_PATH}/count_tokens",
-                CountTokensEndpoint(models, state, config),
+                CountTokensEndpoint(Endpoint.COUNT_TOKENS, models, state, config),
                 methods=["POST"],
             ),
             Route("/v1/embeddings", embeddings, methods=["POST"]),

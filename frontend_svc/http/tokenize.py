@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from frontend_svc.config import FrontendConfig
 from frontend_svc.core.openai.tokenize import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -18,19 +17,12 @@ from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.generation import render_prompt
 from frontend_svc.http.request_context import HttpRequest
 from frontend_svc.http.streaming import send_json
-from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
-from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.models.served_model import ServedModel
 
 
 class TokenizeEndpoint(PostEndpoint[TokenizeRequest]):
     """The ASGI application of `/tokenize`."""
-
-    def __init__(
-        self, models: ModelCatalog, state: DeploymentState, config: FrontendConfig
-    ) -> None:
-        super().__init__(Endpoint.TOKENIZE, state, config)
-        self._models = models
 
     async def parse(self, context: HttpRequest, raw: bytes) -> TokenizeRequest:
         context.body = body = parse_tokenize(raw)
@@ -48,12 +40,6 @@ class TokenizeEndpoint(PostEndpoint[TokenizeRequest]):
 
 class DetokenizeEndpoint(PostEndpoint[DetokenizeRequest]):
     """The ASGI application of `/detokenize`."""
-
-    def __init__(
-        self, models: ModelCatalog, state: DeploymentState, config: FrontendConfig
-    ) -> None:
-        super().__init__(Endpoint.DETOKENIZE, state, config)
-        self._models = models
 
     async def parse(self, context: HttpRequest, raw: bytes) -> DetokenizeRequest:
         context.body = body = parse_detokenize(raw)

@@ -25,6 +25,7 @@ from frontend_svc.core.openai.fields import (
     WRONG_TYPE,
     AtLeastOne,
     StrictModel,
+    prompt_kind,
     wrong_type,
 )
 from frontend_svc.core.openai.parsing import parse_json_object
@@ -40,19 +41,6 @@ _Text = Annotated[str, Field(min_length=1)]
 _Tokens = Annotated[list[U32], Field(min_length=1, max_length=TOKENS_MAX, fail_fast=True)]
 
 
-def _input_kind(value: object) -> str:
-    match value:
-        case str():
-            return TEXT
-        case [int(), *_]:
-            return TOKEN_IDS
-        case [list(), *_]:
-            return MANY_PROMPTS
-        case list():
-            return LIST
-    return WRONG_TYPE
-
-
 class EmbeddingRequest(StrictModel):
     """The body of `/v1/embeddings`."""
 
@@ -65,7 +53,7 @@ class EmbeddingRequest(StrictModel):
         | Annotated[_Tokens, Tag(TOKEN_IDS)]
         | Annotated[list[_Tokens], Field(max_length=INPUTS_MAX, fail_fast=True), Tag(MANY_PROMPTS)]
         | Annotated[Any, wrong_type("a string, token ids, or a list of them"), Tag(WRONG_TYPE)],
-        Discriminator(_input_kind),
+        Discriminator(prompt_kind),
     ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: AtLeastOne | None = None
