@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
@@ -77,7 +78,7 @@ class PostEndpoint(ABC, Generic[P]):
 
     def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
         """The response for an error before the first byte."""
-        return http_error(error, context.headers)
+        return http_error(error, context.names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. It is counted, and gets a log line, however it ends."""
@@ -125,6 +126,7 @@ class PostEndpoint(ABC, Generic[P]):
             client_id=client_id if _REQUEST_ID.fullmatch(client_id) else request_id.encode(),
             span=start_request_span(scope["path"], traceparent),
             started_at_s=self._state.clock(),
+            received_ms=time.time() * 1000,
             header_pairs=header_pairs,
             headers=headers,
             receive=receive,

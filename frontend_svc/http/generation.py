@@ -85,7 +85,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         self._on_request_end = on_request_end
 
     def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
-        return self._api.http_error(error, context.client_id.decode("latin-1"), context.headers)
+        return self._api.http_error(error, context.client_id.decode("latin-1"), context.names)
 
     async def parse(self, context: HttpRequest, raw: bytes) -> ParsedBody | PassThroughRequest:
         if self._api.passes_through and self._models.pass_through():
@@ -95,7 +95,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
                 return body
         parsed = await self._api.parse(raw, context.header_pairs)
         request = with_headers(parsed.request, read_headers(context.header_pairs))
-        context.body = request
+        context.body, context.uses_alias = request, request.kvmesh is not None
         return replace(parsed, request=request)
 
     def _is_pass_through(self, model: str) -> bool:
@@ -149,6 +149,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         for request in prompts:
             request.model = model.name  # not an alias, which workers do not have
             check_options(request, refused_options)
+        context.request = prompts[0]
         prompt_tokens = check_total_tokens(prompts)
         meter.prompt(prompt_tokens)
         context.base_model, context.choices_per_prompt = model.base, body.choices_per_prompt

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 from opentelemetry.util.types import AttributeValue
 
 from common.errors import MeshError
+from common.request.preprocessed import PreprocessedRequest, to_json_value
 from frontend_svc.core.anthropic import errors as anthropic
 from frontend_svc.core.openai import errors as openai
 from frontend_svc.core.request.outcomes import merge_outcomes
@@ -59,18 +60,22 @@ class HttpRequest:
     the client; header_pairs: the same, with repetitions. base_model: the model itself, or the base
     model of an adapter; "" if passed through or not known yet. responses: one per choice or input.
     stream_format: of the stream that has begun. status: HTTP status sent to the client, 0 before
-    it is sent."""
+    it is sent. received_ms: since the Unix epoch. uses_alias: whether the body names its extensions
+    `kvmesh`. request: of the first prompt; None: unknown."""
 
     endpoint: Endpoint
     request_id: str
     client_id: bytes
     span: RequestSpan
     started_at_s: float
+    received_ms: float
     header_pairs: Headers
     headers: Mapping[bytes, bytes]
     receive: Receive
     send: Send
     body: RequestBody | None = None
+    uses_alias: bool = False
+    request: PreprocessedRequest | None = None
     base_model: str = ""
     responses: Sequence[ResponsePart] = ()
     choices_per_prompt: int = 1
@@ -83,6 +88,11 @@ class HttpRequest:
     def id_headers(self) -> Headers:
         header = (b"x-request-id", self.client_id)
         return (header, (b"request-id", self.client_id)) if self.is_messages else (header,)
+
+    @property
+    def names(self) -> Container[bytes]:
+        """The names of its headers, and ALIAS if its body uses it: see `client_param`."""
+        return {*self.headers, openai.ALIAS} if self.uses_alias else self.headers
 
     @property
     def is_messages(self) -> bool:
@@ -123,6 +133,11 @@ def span_attributes(context: HttpRequest) -> dict[str, AttributeValue]:
             "gen_ai.request.model": context.body.model,
             "gen_ai.request.stream": context.body.is_stream,
         }
+    for name, value in _mark_fields(context).items():
+        if isinstance(value, dict):
+            fields |= {f"{name}.{key}": text for key, text in value.items()}
+        else:
+            fields[name] = value
     if context.ttft_s is not None:
         fields["ttft_ms"] = round(context.ttft_s * 1000, 3)
         fields["gen_ai.response.time_to_first_chunk"] = round(context.ttft_s, 6)
@@ -155,6 +170,7 @@ def log_request(context: HttpRequest, now_s: float) -> None:
         fields |= {"model": context.body.model, "stream": context.body.is_stream}
         if context.base_model not in ("", context.body.model):
             fields["base_model"] = context.base_model
+    fields |= _mark_fields(context)
     if context.ttft_s is not None:
         fields["ttft_ms"] = round(context.ttft_s * 1000, 1)
     if len(context.responses) > 1:
@@ -163,13 +179,27 @@ def log_request(context: HttpRequest, now_s: float) -> None:
         fields |= _outcome_fields(context.outcome)
     if (error := context.final_error) is not None:
         client_message = anthropic.client_message if context.is_messages else openai.client_message
-        message, param = client_message(error, context.headers)
+        message, param = client_message(error, context.names)
         fields |= {"failure": error.reason, "error": message}
         if param is not None:
             fields["param"] = param
     # Also if the response had begun, with status 200.
     level = logging.WARNING if error is not None and openai.is_server_fault(error) else logging.INFO
     log.log(level, "request", **fields)
+
+
+# Any: JSON.
+def _mark_fields(context: HttpRequest) -> dict[str, Any]:
+    """What the client states about the request, for logs and traces."""
+    request, fields = context.request, dict[str, Any]()
+    if request is None:
+        return fields
+    if request.agent_context is not None:
+        fields["agent_context"] = to_json_value(request.agent_context)
+    if request.request_timestamp_ms is not None:
+        # From the client's clock to this one.
+        fields["client_delay_ms"] = round(context.received_ms - request.request_timestamp_ms, 1)
+    return fields
 
 
 def _outcome_fields(outcome: RequestOutcome) -> dict[str, object]:

@@ -56,6 +56,10 @@ _NVEXT: dict[str, Any] = {
     "routing_constraints": {"preferred_taints": {"a": 1.0}},
     "session_control": {"session_id": "s", "action": "open"},
     "ignore_eos": False,
+    "router": {},
+    "router_config_override": {"overlap_score_credit": 0.5, "assume_kv_reuse": True},
+    "agent_context": {"session_id": "s", "trajectory_id": "t"},
+    "request_timestamp_ms": 1.5,
 }
 _JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}}
 _CLAUDE_TURNS: list[Any] = [

@@ -203,16 +203,15 @@ def unsupported_fields(request: PreprocessedRequest, supported: frozenset[str]) 
 @functools.cache
 def option_names() -> frozenset[str]:
     """Return the dotted names of the options that an engine may refuse: those of stop conditions,
-    sampling and output, and the cache salt."""
+    sampling and output, the cache salt and the engine's own arguments."""
     names = (
         name
         for one in wire_fields(PreprocessedRequest)
         if one.name in _OPTION_FIELDS
         for name in _leaf_names(one, one.name)
     )
-    return frozenset(
-        name for name in names if not name.startswith("routing.") or name == "routing.cache_salt"
-    )
+    options = (n for n in names if not n.startswith("routing.") or n == "routing.cache_salt")
+    return frozenset({*options, "extra_args"})
 
 
 def unsupported_options(supported: frozenset[str]) -> frozenset[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from common.errors import Unsupported
 from common.registry.instances import UNSUPPORTED_OPTIONS_META_KEY, Instance
 from common.request.preprocessed import PreprocessedRequest, option_names, unsupported_fields
+from frontend_svc.core.request.leg_request import LOCAL_FIELDS
 
 
 def refused_options(workers: Iterable[Instance]) -> frozenset[str]:
@@ -20,7 +21,7 @@ def refused_options(workers: Iterable[Instance]) -> frozenset[str]:
 
 def check_options(request: PreprocessedRequest, refused: frozenset[str]) -> None:
     """Raises Unsupported with the first option of a request that no worker can honour."""
-    supported = (option_names() - refused) | {"routing"}
+    supported = (option_names() - refused) | {"routing", *LOCAL_FIELDS}
     if "routing.cache_salt" in refused and request.routing and request.routing.cache_salt:
         raise _unsupported("routing.cache_salt", request.model)
     if unsupported := unsupported_fields(request, supported):

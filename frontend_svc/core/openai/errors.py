@@ -57,6 +57,9 @@ RETRY_AFTER_S = 1.0
 # The SDK ignores delays above a minute.
 RETRY_AFTER_MAX_S = 60.0
 
+# Among the names of headers if the body names its extensions `kvmesh`.
+ALIAS = b"kvmesh"
+
 INTERNAL_MESSAGE = "The server had an error while processing your request."
 
 
@@ -110,6 +113,8 @@ _REFUSAL_CODES = frozenset(
 _FIELD_PREFIXES = (
     ("query.routing.lora_name", "model"),
     ("query.routing.", "nvext."),
+    ("query.config_override.", "nvext.router_config_override."),
+    ("extra_args", "nvext.extra_args"),
     ("routing.lora_name", "model"),
     ("routing.cache_salt", "cache_salt"),
     ("routing.", "nvext."),
@@ -169,7 +174,10 @@ def client_param(field: str, headers: Container[bytes] = ()) -> str:
             field = client_prefix + field.removeprefix(internal_prefix)
             break
     header = _HEADER_BY_FIELD.get(field, "")
-    return header if header.encode() in headers else field
+    if header.encode() in headers:
+        return header
+    is_alias = ALIAS in headers and field.startswith("nvext.")
+    return f"{ALIAS.decode()}.{field.removeprefix('nvext.')}" if is_alias else field
 
 
 def client_message(error: MeshError, headers: Container[bytes] = ()) -> tuple[str, str | None]:

@@ -25,6 +25,7 @@ STOP_CHARS_MAX = 1024
 STOP_TOKEN_IDS_MAX = 256
 MODEL_CHARS_MAX = 512
 TAINTS_MAX = 64
+WORKER_IDS_MAX = 1024
 TAINT_CHARS_MAX = 256
 SESSION_ID_CHARS_MAX = 256
 METADATA_PAIRS_MAX = 16
@@ -91,6 +92,9 @@ AtLeastOne: TypeAlias = Annotated[int, Field(ge=1, le=2**32 - 1)]
 CacheSalt: TypeAlias = Annotated[str, Field(min_length=1, max_length=CACHE_SALT_CHARS_MAX)]
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]
 Taint: TypeAlias = Annotated[str, Field(min_length=1, max_length=TAINT_CHARS_MAX)]
+Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=256)]
+Factor: TypeAlias = Annotated[float, Field(ge=0)]
+Timestamp: TypeAlias = Annotated[float, Field(ge=0, le=1e15)]
 Weight: TypeAlias = Annotated[float, Field(ge=-1000, le=1000)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 MinP: TypeAlias = Annotated[float, Field(ge=0, le=1)]

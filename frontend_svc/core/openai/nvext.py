@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -12,12 +12,16 @@ from frontend_svc.core.openai.fields import (
     SESSION_ID_CHARS_MAX,
     TAINTS_MAX,
     U32,
+    WORKER_IDS_MAX,
     CacheSalt,
+    Factor,
     GuidedFields,
     MinP,
+    Name,
     RepetitionPenalty,
     StrictModel,
     Taint,
+    Timestamp,
     TopK,
     Weight,
     WorkerId,
@@ -51,6 +55,37 @@ class NvextSessionControl(StrictModel):
     action: Literal["open", "close"] | None = None
 
 
+_NO_TARGETS = "routers place by cost, not by latency targets; use agent_hints.strict_priority"
+
+
+class NvextRouter(StrictModel):
+    """Latency targets of `RouterParams`, in milliseconds."""
+
+    ttft_target: Annotated[Factor | None, refuse(_NO_TARGETS)] = None
+    itl_target: Annotated[Factor | None, refuse(_NO_TARGETS)] = None
+
+
+class NvextRouterConfigOverride(StrictModel):
+    """Settings of the router's cost for one request: see `RouterConfigOverride`."""
+
+    overlap_score_credit: Factor | None = None
+    prefill_load_scale: Factor | None = None
+    overlap_score_weight: Factor | None = None
+    router_temperature: Factor | None = None
+    assume_kv_reuse: bool | None = None
+    track_prefill_tokens: bool | None = None
+    shared_cache_multiplier: Annotated[object, refuse("there is no shared cache", 0, 0.0)] = None
+
+
+class NvextAgentContext(StrictModel):
+    """The agent session that a request belongs to: see `AgentContext`."""
+
+    session_type_id: Name | None = None
+    session_id: Name | None = None
+    trajectory_id: Name | None = None
+    parent_trajectory_id: Name | None = None
+
+
 _NO_NVEXT = "not available yet"
 
 
@@ -62,9 +97,19 @@ class Nvext(GuidedFields):
     decode_worker_id: WorkerId | None = None
     dp_rank: U32 | None = None
     prefill_dp_rank: U32 | None = None
+    allowed_worker_ids: (
+        Annotated[list[WorkerId], Field(max_length=WORKER_IDS_MAX, fail_fast=True)] | None
+    ) = None
+    router: NvextRouter | None = None
+    router_config_override: NvextRouterConfigOverride | None = None
     agent_hints: AgentHints | None = None
     routing_constraints: NvextRoutingConstraints | None = None
     session_control: NvextSessionControl | None = None
+    agent_context: NvextAgentContext | None = None
+    # Milliseconds since the Unix epoch by the client's clock.
+    request_timestamp_ms: Timestamp | None = None
+    # For engines that declare it.
+    extra_args: dict[str, Any] | None = None
     token_data: Annotated[list[U32], Field(min_length=1, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     top_k: TopK | None = None
@@ -78,7 +123,4 @@ class Nvext(GuidedFields):
     extra_fields: Annotated[object, refuse(_NO_NVEXT, [])] = None
     max_thinking_tokens: Annotated[object, refuse(NO_THINKING_LIMIT)] = None
     cache_control: Annotated[object, refuse(_NO_NVEXT)] = None
-    router: Annotated[object, refuse(_NO_NVEXT)] = None
-    agent_context: Annotated[object, refuse(_NO_NVEXT)] = None
     metadata_upload: Annotated[object, refuse(_NO_NVEXT)] = None
-    request_timestamp_ms: Annotated[object, refuse(_NO_NVEXT)] = None

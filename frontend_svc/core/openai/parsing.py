@@ -70,8 +70,19 @@ def _parse(model: type[R], body: bytes) -> R:
         request = model.model_validate(value)
     except ValidationError as error:
         raise invalid_value(error) from None
+    request = use_alias(request)
     _check_combinations(request)
     return request
+
+
+def use_alias(request: R) -> R:
+    """The request with its extensions in `nvext`, also if the body names them `kvmesh`."""
+    if request.kvmesh is None:
+        return request
+    if request.nvext is not None:
+        text = "'nvext' and 'kvmesh' are names of one object; set only one."
+        raise InvalidRequest(text, "kvmesh", reason=INVALID_VALUE)
+    return request.model_copy(update={"nvext": request.kvmesh})
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:

@@ -9,9 +9,11 @@ import numpy as np
 
 from common.errors import InvalidRequest, PromptTooLong
 from common.request.preprocessed import (
+    AgentContext,
     GuidedDecoding,
     OutputOptions,
     PreprocessedRequest,
+    RouterConfigOverride,
     RoutingConstraints,
     RoutingHints,
     SamplingOptions,
@@ -57,6 +59,8 @@ def to_preprocessed(
     eos = () if ignore_eos else tuple(eos_token_ids)
     stop_ids = tuple(request.stop_token_ids or ())
     is_stop_visible = request.include_stop_str_in_output is True
+    nvext = request.nvext or Nvext()
+    override, agent = nvext.router_config_override, nvext.agent_context
     return PreprocessedRequest(
         model=request.model,
         token_ids=prompt,
@@ -92,6 +96,12 @@ def to_preprocessed(
             priority=None if request.priority is None else -request.priority,
             cache_salt=top_level_or_nvext(request, "cache_salt"),
         ),
+        router_config_override=None
+        if override is None
+        else RouterConfigOverride(**override.model_dump()),
+        extra_args=nvext.extra_args,
+        agent_context=None if agent is None else AgentContext(**agent.model_dump()),
+        request_timestamp_ms=nvext.request_timestamp_ms,
     )
 
 
@@ -209,6 +219,9 @@ def routing_hints(
         priority=priority,
         # Seconds: a positive priority counts as additional waiting time.
         priority_jump=None if priority is None else float(max(0, priority)),
+        allowed_worker_ids=None
+        if nvext.allowed_worker_ids is None
+        else frozenset(nvext.allowed_worker_ids),
         routing_constraints=None
         if constraints is None
         else RoutingConstraints(

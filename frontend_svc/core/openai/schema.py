@@ -18,9 +18,11 @@ Honoured
                return_tokens_as_token_ids (with logprobs)
                guided_json, guided_regex, guided_choice, guided_grammar (at most one of them and
                response_format), guided_whitespace_pattern
-  nvext        backend_instance_id, prefill_worker_id, decode_worker_id, dp_rank, prefill_dp_rank,
+  nvext        (also named kvmesh) backend_instance_id, prefill_worker_id, decode_worker_id,
+               dp_rank, prefill_dp_rank, allowed_worker_ids, router_config_override,
                agent_hints.priority, .strict_priority and .osl, routing_constraints.required_taints
-               and .preferred_taints, session_control.session_id and .action, token_data, and
+               and .preferred_taints, session_control.session_id and .action, agent_context,
+               request_timestamp_ms, extra_args (if an engine declares it), token_data, and
                ignore_eos, top_k, min_p, repetition_penalty, cache_salt and the guided_ fields,
                which apply only if the top level has none; headers carry some of these too, and win
                (`headers.py`)
@@ -37,8 +39,8 @@ Refused by name unless null
                audio, web_search_options, moderation, prompt_cache_options, max_thinking_tokens,
                prompt_logprobs,
                messages[].refusal, .audio, .function_call, parts that are not text,
-               nvext.max_thinking_tokens, .cache_control, .router,
-               .agent_context, .metadata_upload, .request_timestamp_ms
+               nvext.max_thinking_tokens, .cache_control, .router.ttft_target and .itl_target,
+               .metadata_upload
 
 `null` means absent, as the SDK sends it. Types are strict: true is not 1, and 1.0 is not an
 integer. A worker id may be a number or its decimal digits as text, since many programs round large
@@ -264,6 +266,8 @@ class GenerationRequest(GuidedFields):
     # As in vLLM: a smaller number goes first.
     priority: Priority | None = None
     nvext: Nvext | None = None
+    # Another name of `nvext`, which `parsing.use_alias` sets then.
+    kvmesh: Nvext | None = None
 
     user: str | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(check_pair_count)] | None = None

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from common.request.preprocessed import PreprocessedRequest, RoutingHints
 from frontend_svc.core.request.types import RequestPlan
+
+# Fields for frontends and routers, which workers refuse.
+LOCAL_FIELDS = ("router_config_override", "agent_context", "request_timestamp_ms")
 
 
 def continued_request(
@@ -46,6 +50,17 @@ def prefill_request(request: PreprocessedRequest) -> PreprocessedRequest:
     stop = request.stop_conditions
     min_tokens = None if stop.min_tokens is None else min(1, stop.min_tokens)
     return replace(request, stop_conditions=replace(stop, max_tokens=1, min_tokens=min_tokens))
+
+
+def worker_request(request: PreprocessedRequest, dp_rank: int) -> PreprocessedRequest:
+    """The request without the fields for frontends and routers, for the rank of its leg."""
+    # Any: the types of the fields.
+    unset: dict[str, Any] = {
+        name: None for name in LOCAL_FIELDS if getattr(request, name) is not None
+    }
+    if request.routing is None and not dp_rank and not unset:
+        return request
+    return replace(request, routing=worker_hints(request.routing, dp_rank), **unset)
 
 
 def worker_hints(routing: RoutingHints | None, dp_rank: int) -> RoutingHints | None:

@@ -50,7 +50,7 @@ from frontend_svc.core.request.leg_request import (
     migration_blockers,
     prefill_request,
     remaining_tokens,
-    worker_hints,
+    worker_request,
 )
 from frontend_svc.core.request.retry_policy import DRAINING
 from frontend_svc.core.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
@@ -455,8 +455,7 @@ class RequestMachine:
     def _placed_request(self, request: PreprocessedRequest, dp_rank: int) -> PreprocessedRequest:
         """The request with the rank, the bootstrap and the trace link of its placement."""
         assert self._placed is not None, "a leg follows a placement"
-        if request.routing is not None or dp_rank:
-            request = replace(request, routing=worker_hints(request.routing, dp_rank))
+        request = worker_request(request, dp_rank)
         if self._placed.bootstrap is not None:
             request = replace(request, bootstrap_info=self._placed.bootstrap)
         if not self._linked_span_id:

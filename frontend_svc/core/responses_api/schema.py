@@ -269,6 +269,7 @@ class ResponsesRequest(StrictModel):
     reasoning: ReasoningConfig | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(check_pair_count)] | None = None
     nvext: Nvext | None = None
+    kvmesh: Nvext | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     user: str | None = None

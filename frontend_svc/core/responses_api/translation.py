@@ -10,7 +10,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from common.errors import InvalidRequest, MeshError
-from frontend_svc.core.openai.parsing import check_tools, parse_json_object
+from frontend_svc.core.openai.parsing import check_tools, parse_json_object, use_alias
 from frontend_svc.core.openai.schema import ChatRequest
 from frontend_svc.core.openai.validation_errors import (
     INVALID_VALUE,
@@ -41,7 +41,7 @@ _RENAMED_FIELDS: Final = (
 )
 _SAME_FIELDS: Final = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "metadata", "nvext"),
-    *("chat_template_kwargs", "user", "safety_identifier", "prompt_cache_key"),
+    *("kvmesh", "chat_template_kwargs", "user", "safety_identifier", "prompt_cache_key"),
 )
 _ID_PREFIXES: Final[Mapping[type[Item], str]] = {
     MessageItem: "msg",
@@ -131,7 +131,7 @@ def to_chat(request: ResponsesRequest, items: Iterable[Item]) -> ChatRequest:
     }
     try:
         try:
-            chat = ChatRequest.model_validate(fields)
+            chat = use_alias(ChatRequest.model_validate(fields))
         except ValidationError as error:
             raise invalid_value(error) from None
         check_tools(chat)

@@ -263,8 +263,8 @@ class PreprocessedRequest(_message.Message):
 
     @_builtins.property
     def agent_context(self) -> Global___AgentContext:
-        """Agent session of the request. Refused by workers. Set by the frontend from headers; absent:
-        none.
+        """Agent session of the request, for logs and traces of the frontend. Refused by workers. Set by
+        the client; absent: none.
         """
 
     def __init__(

@@ -1,0 +1,341 @@
+"""`nvext`, also named `kvmesh`: each field changes a request as `docs/extensions.md` states."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from itertools import count
+from typing import Any
+
+import httpx
+import pytest
+
+from kvmesh.router.v1 import router_pb2, router_pb2_grpc
+from meshctl.commands.demo import ReceivedSpan, SpanReceiver, run_span_receiver
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, wait_for
+
+pytestmark = pytest.mark.slow
+
+ORACLE = Oracle()
+BLOCK = 16
+NUMBERS = count(1)
+
+# Any: JSON.
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def spans() -> Iterator[tuple[SpanReceiver, str]]:
+    with run_span_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def mesh(
+    tmp_path_factory: pytest.TempPathFactory, spans: tuple[SpanReceiver, str]
+) -> Iterator[Mesh]:
+    traced = [f"--otlp-endpoint={spans[1]}", "--trace-sample-ratio=1"]
+    with Mesh(
+        tmp_path_factory.mktemp("mesh"),
+        workers=3,
+        indexers=1,
+        worker_flags=["--speedup=20", *traced],
+        router_flags=traced,
+        frontend_flags=traced,
+    ) as mesh:
+        yield mesh
+
+
+def unique_prompt(blocks: int = 4) -> list[int]:
+    """Token ids that share no block with another prompt."""
+    number = next(NUMBERS)
+    return [300 + (number * 7919 + place * place) % 2000 for place in range(blocks * BLOCK)]
+
+
+def complete(
+    mesh: Mesh, prompt: list[int] | None = None, *, alias: str = "nvext", **extensions: Any
+) -> tuple[Json, str]:
+    """A completion, and the worker that served it."""
+    name = f"request-{next(NUMBERS)}"
+    fields: Json = {alias: extensions}
+    response = mesh.post_completion(name, prompt or unique_prompt(), **fields)
+    assert response.status_code == 200, response.text
+    body: Json = response.json()
+    return body, mesh.request_line(name)["workers"][-1]
+
+
+def refusal(mesh: Mesh, status: int = 400, **fields: Any) -> Json:
+    response = mesh.post_completion(f"refused-{next(NUMBERS)}", unique_prompt(), **fields)
+    assert response.status_code == status, response.text
+    error: Json = response.json()["error"]
+    return error
+
+
+def explain(mesh: Mesh, response_id: str) -> router_pb2.ExplainResponse:
+    stub = router_pb2_grpc.RouterServiceStub(mesh.router.channel)
+    return stub.Explain(router_pb2.ExplainRequest(request_id=response_id), timeout=WAIT_S)
+
+
+def terms(mesh: Mesh, response_id: str, worker: str) -> dict[str, float]:
+    """The parts of the cost of a worker in a decision."""
+    (row,) = [
+        one for one in explain(mesh, response_id).candidates if one.worker.worker_id == int(worker)
+    ]
+    return dict(row.terms)
+
+
+def request_span(spans: tuple[SpanReceiver, str], client_id: str) -> ReceivedSpan:
+    """Waits for the frontend's span of a request."""
+
+    def found() -> list[ReceivedSpan]:
+        return [s for s in spans[0].received if s.attribute("x_request_id") == client_id]
+
+    return wait_for(found, f"the span of {client_id} is exported")[0]
+
+
+def ids(mesh: Mesh) -> list[str]:
+    return [str(worker.instance_id) for worker in mesh.workers]
+
+
+# -- the object and its names -------------------------------------------------------------------
+
+
+def test_kvmesh_is_another_name_of_nvext(mesh: Mesh) -> None:
+    for worker in ids(mesh):
+        for alias in ("nvext", "kvmesh"):
+            assert complete(mesh, alias=alias, backend_instance_id=worker)[1] == worker
+    responses = mesh.http.post(
+        f"{mesh.url}/v1/responses",
+        json={"model": MODEL, "input": "Hi", "kvmesh": {"backend_instance_id": ids(mesh)[0]}},
+        headers={"x-request-id": "responses-alias"},
+    )
+    assert responses.status_code == 200, responses.text
+    assert mesh.request_line("responses-alias")["workers"] == ids(mesh)[:1]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_a_body_with_both_names_is_refused_with_both(mesh: Mesh, path: str) -> None:
+    prompt = {"input": "Hi", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
+    field = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}[path]
+    body = {"model": MODEL, field: prompt[field], "nvext": {}, "kvmesh": {}}
+    response = mesh.http.post(f"{mesh.url}/v1/{path}", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "kvmesh")
+    assert "'nvext'" in error["message"]
+    assert "'kvmesh'" in error["message"]
+
+
+def test_errors_use_the_name_in_the_body(mesh: Mesh) -> None:
+    assert refusal(mesh, kvmesh={"nonsense": 1})["param"] == "kvmesh.nonsense"
+    name = f"gone-{next(NUMBERS)}"
+    response = mesh.post_completion(name, "hi", kvmesh={"backend_instance_id": 12})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (503, "kvmesh.backend_instance_id")
+    assert mesh.request_line(name)["param"] == "kvmesh.backend_instance_id"
+
+
+# -- placement ----------------------------------------------------------------------------------
+
+
+@pytest.mark.row("S2-14")
+def test_only_allowed_workers_serve_a_request(mesh: Mesh) -> None:
+    one, two, three = ids(mesh)
+    for worker in (one, two, three):
+        assert complete(mesh, allowed_worker_ids=[worker])[1] == worker
+    for _ in range(8):
+        body, worker = complete(mesh, allowed_worker_ids=[one, int(three)])
+        assert worker != two
+        (row,) = [c for c in explain(mesh, body["id"]).candidates if c.excluded_reason]
+        assert (row.worker.worker_id, row.excluded_reason) == (
+            int(two),
+            "not in allowed_worker_ids",
+        )
+    for absent in ([], [12]):
+        error = refusal(mesh, 503, nvext={"allowed_worker_ids": absent})
+        assert error["param"] == "nvext.allowed_worker_ids"
+
+
+@pytest.mark.row("S2-14")
+@pytest.mark.parametrize("allowed", [1, 2])
+def test_a_started_response_continues_on_an_allowed_worker_only(
+    start: Callable[..., AbstractContextManager[Mesh]], allowed: int
+) -> None:
+    with start(workers=3, worker_flags=["--speedup=1"]) as mesh:
+        prompt, tokens = unique_prompt(), 150
+        allowed_ids = ids(mesh)[:allowed]
+        body: Json = {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "stream": True,
+            "ignore_eos": True,
+            "nvext": {"allowed_worker_ids": allowed_ids},
+        }
+        first, text, error = None, "", None
+        headers = {"x-request-id": "migrated"}
+        url = f"{mesh.url}/v1/completions"
+        with mesh.http.stream("POST", url, json=body, headers=headers) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                error = chunk.get("error")
+                text += "" if error else chunk["choices"][0]["text"]
+                if first is None:
+                    (first,) = [worker for worker in mesh.workers if worker.open_slots()]
+                    first.kill()
+        log_line = mesh.request_line("migrated")
+        if allowed == 1:
+            assert error is not None
+            assert error["param"] == "nvext.allowed_worker_ids"
+            return
+        assert error is None
+        assert text == ORACLE.completion(prompt, tokens, ignore_eos=True).text
+        assert first is not None
+        assert log_line["workers"] == [
+            str(first.instance_id),
+            *({*allowed_ids} - {str(first.instance_id)}),
+        ]
+
+
+@pytest.mark.row("S2-45", "S2-86")
+def test_settings_of_the_cost_apply_to_one_request(mesh: Mesh) -> None:
+    prompt = unique_prompt(32)
+    _, holder = complete(mesh, prompt, backend_instance_id=ids(mesh)[0])
+    wait_for(
+        lambda: terms(mesh, complete(mesh, prompt)[0]["id"], holder)["overlap_credit"] > 0,
+        "the router knows the cached blocks",
+    )
+
+    def of_holder(**override: Any) -> dict[str, float]:
+        body, _ = complete(mesh, prompt, router_config_override=override)
+        return terms(mesh, body["id"], holder)
+
+    plain = of_holder()
+    assert of_holder(overlap_score_credit=0)["overlap_credit"] == 0
+    assert of_holder(overlap_score_credit=0.5)["overlap_credit"] == plain["overlap_credit"] / 2
+    no_credit = of_holder(overlap_score_credit=0)["prefill"]
+    assert of_holder(overlap_score_credit=0, prefill_load_scale=3)["prefill"] == 3 * no_credit
+    assert of_holder(overlap_score_weight=0)["prefill"] == 0
+    hot = {"router_temperature": 100.0}
+    served = {complete(mesh, prompt, router_config_override=hot)[1] for _ in range(30)}
+    assert len(served) > 1
+    assert {complete(mesh, prompt)[1] for _ in range(5)} <= served
+
+
+@pytest.mark.row("S2-45", "S2-86")
+def test_settings_of_the_booked_load_apply_to_one_request(mesh: Mesh) -> None:
+    worker = ids(mesh)[0]
+    body, _ = complete(mesh, backend_instance_id=worker)
+    assert explain(mesh, body["id"]).decision.charged_prefill_tokens == 4 * BLOCK
+    override = {"track_prefill_tokens": False}
+    body, _ = complete(mesh, backend_instance_id=worker, router_config_override=override)
+    assert explain(mesh, body["id"]).decision.charged_prefill_tokens == 0
+    prompt = unique_prompt(16)
+    running: Json = {"model": MODEL, "prompt": prompt, "max_tokens": 4000, "stream": True}
+    running |= {"ignore_eos": True, "nvext": {"backend_instance_id": worker}}
+    with mesh.http.stream("POST", f"{mesh.url}/v1/completions", json=running) as response:
+        next(response.iter_lines())
+
+        def blocks(*, reuse: bool) -> float:
+            override = {"assume_kv_reuse": reuse}
+            body, _ = complete(mesh, prompt, router_config_override=override)
+            return terms(mesh, body["id"], worker)["decode"]
+
+        wait_for(lambda: blocks(reuse=True) < blocks(reuse=False), "cached blocks count once")
+
+
+@pytest.mark.parametrize(
+    ("override", "param"),
+    [
+        ({"overlap_score_credit": -1}, "overlap_score_credit"),
+        ({"router_temperature": "hot"}, "router_temperature"),
+        ({"shared_cache_multiplier": 0.5}, "shared_cache_multiplier"),
+        ({"overlap_score_weight": 1, "prefill_load_scale": 2}, "overlap_score_weight"),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+)
+def test_an_invalid_setting_of_the_cost_is_refused(mesh: Mesh, override: Json, param: str) -> None:
+    error = refusal(mesh, nvext={"router_config_override": override})
+    assert error["param"] == f"nvext.router_config_override.{param}"
+
+
+@pytest.mark.row("S2-01", "S2-02", "S2-03", "S2-50")
+def test_latency_targets_are_empty_by_default_and_refused_by_name(mesh: Mesh) -> None:
+    for empty in (None, {}, {"ttft_target": None, "itl_target": None}):
+        complete(mesh, router=empty)
+    for name in ("ttft_target", "itl_target"):
+        error = refusal(mesh, nvext={"router": {name: 12.5}})
+        assert (error["param"], error["code"]) == (f"nvext.router.{name}", "unsupported_parameter")
+        assert "not by latency" in error["message"]
+        for value, code in (("5", "invalid_type"), (-1, "invalid_value")):
+            error = refusal(mesh, nvext={"router": {name: value}})
+            assert (error["param"], error["code"]) == (f"nvext.router.{name}", code)
+
+
+# -- records ------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("S2-51", "S2-84")
+def test_the_agent_context_is_in_the_log_line_and_the_span(
+    mesh: Mesh, spans: tuple[SpanReceiver, str]
+) -> None:
+    context = {
+        "session_type_id": "coding",
+        "session_id": "s-1",
+        "trajectory_id": "t-2",
+        "parent_trajectory_id": "t-1",
+    }
+    for part in (context, {"session_id": "s-1"}):
+        name = f"agent-{len(part)}"
+        response = mesh.post_completion(name, "hi", nvext={"agent_context": part})
+        assert response.status_code == 200, response.text
+        assert mesh.request_line(name)["agent_context"] == part
+        span = request_span(spans, name)
+        seen = {key: span.attribute(f"agent_context.{key}") for key in context}
+        assert seen == {key: part.get(key, "") for key in context}
+    error = refusal(mesh, nvext={"agent_context": {"session_id": ""}})
+    assert error["param"] == "nvext.agent_context.session_id"
+
+
+@pytest.mark.row("S2-53")
+def test_the_clients_time_gives_the_delay_to_the_frontend(
+    mesh: Mesh, spans: tuple[SpanReceiver, str]
+) -> None:
+    sent_ms = time.time() * 1000 - 5000.5
+    response = mesh.post_completion("delayed", "hi", nvext={"request_timestamp_ms": sent_ms})
+    assert response.status_code == 200, response.text
+    delay_ms = mesh.request_line("delayed")["client_delay_ms"]
+    assert 5000 <= delay_ms < 5000 + WAIT_S * 1000
+    assert float(request_span(spans, "delayed").attribute("client_delay_ms")) == delay_ms
+    error = refusal(mesh, nvext={"request_timestamp_ms": -1})
+    assert error["param"] == "nvext.request_timestamp_ms"
+
+
+# -- arguments of engines -----------------------------------------------------------------------
+
+
+def test_extra_args_are_refused_by_name_if_no_engine_declares_them(mesh: Mesh) -> None:
+    error = refusal(mesh, nvext={"extra_args": {"reverse": True}})
+    assert (error["param"], error["code"]) == ("nvext.extra_args", "unsupported_parameter")
+    complete(mesh, extra_args=None)
+
+
+@pytest.mark.row("S2-49")
+def test_extra_args_reach_an_engine_that_declares_them(
+    start: Callable[..., AbstractContextManager[Mesh]],
+) -> None:
+    prompt = ORACLE.encode("Hello you there", special_tokens=False)
+
+    def text(mesh: Mesh, **fields: Any) -> str:
+        response: httpx.Response = mesh.post_completion(
+            "echo", prompt, max_tokens=len(prompt), **fields
+        )
+        assert response.status_code == 200, response.text
+        return str(response.json()["choices"][0]["text"])
+
+    with start(workers=1, worker_module="tests.e2e.extra_args_worker") as mesh:
+        assert text(mesh) == ORACLE.decode(prompt)
+        assert text(mesh, nvext={"extra_args": {"reverse": True}}) == ORACLE.decode(prompt[::-1])
