@@ -24,7 +24,7 @@ from frontend_svc.core.peers.recently_left import RecentlyLeft
 from frontend_svc.core.peers.stall_clock import StallClock
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.core.responses_api.store import ResponseStore
-from frontend_svc.http.routes import Readiness, build_api
+from frontend_svc.http.routes import Readiness, build_api, direct_routes
 from frontend_svc.http.server import FINAL_WRITE_TIMEOUT_S, HttpServer, listen
 from frontend_svc.metrics.collectors import (
     HitDriftCollector,
@@ -169,7 +169,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._hit_monitor.on_request_end,
             self._stored_responses,
         )
-        return HttpServer(api, lambda: lifecycle.is_draining, self._config.drain_s)
+        return HttpServer(direct_routes(api), lambda: lifecycle.is_draining, self._config.drain_s)
 
     def _instance(self) -> Instance:
         """With this entry routers free a frontend's bookings as soon as it leaves."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 # ASGI leaves the values of its messages open.
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = tuple[tuple[bytes, bytes], ...]
 
+# Key of the ClientConnection in the state of a scope.
+CONNECTION = "kvmesh.connection"
 SEND_BYTES = 256 << 10
 JSON_HEADER = (b"content-type", b"application/json")
 # The last two keep caches and proxies from buffering events.
@@ -21,6 +25,23 @@ STREAM_HEADERS: Headers = (
     (b"x-accel-buffering", b"no"),
 )
 BODY_END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+class ClientConnection(Protocol):
+    """The connection of a request, beside ASGI's `send` and `receive`. can_write: whether the
+    client is connected and reads what is written."""
+
+    @property
+    def can_write(self) -> bool: ...
+
+    def write(self, data: bytes) -> None:
+        """Writes a part, not empty, of the body of a response without a length that has begun."""
+        ...
+
+    def watched(self, on_disconnect: Callable[[], None]) -> AbstractContextManager[None]:
+        """Calls `on_disconnect` if the client disconnects before the end of the block. The body has
+        been read."""
+        ...
 
 
 def response_start(status: int, headers: Headers) -> Message:

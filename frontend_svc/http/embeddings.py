@@ -23,7 +23,7 @@ from frontend_svc.core.openai.preprocessing import routing_hints
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import RequestPlan
 from frontend_svc.http.asgi import JSON_HEADER, send_response_parts
-from frontend_svc.http.endpoint import PostEndpoint, disconnect_watch
+from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.request_context import HttpRequest
 from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog
@@ -80,7 +80,7 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
             meter.mark_disconnected()
             batch.fail(RequestCancelled("the client disconnected"))
 
-        async with disconnect_watch(context.receive, client_gone):
+        with context.connection.watched(client_gone):
             await batch.run()
         context.status, context.is_response_complete = 200, True
         parts = embedding_list(entries, model.name, total_tokens)

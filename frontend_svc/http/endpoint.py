@@ -7,8 +7,6 @@ import re
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -37,7 +35,15 @@ from frontend_svc.core.openai.parsing import named_model
 from frontend_svc.core.openai.preprocessing import strict_priority
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import RequestPlan
-from frontend_svc.http.asgi import BODY_END, Receive, Scope, Send, body_part, send_response
+from frontend_svc.http.asgi import (
+    BODY_END,
+    CONNECTION,
+    Receive,
+    Scope,
+    Send,
+    body_part,
+    send_response,
+)
 from frontend_svc.http.request_context import HttpRequest, log_request, span_attributes
 from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog
@@ -131,6 +137,7 @@ class PostEndpoint(ABC, Generic[P]):
             headers=headers,
             receive=receive,
             send=send,
+            connection=scope["state"][CONNECTION],
         )
 
     async def _receive_body(self, context: HttpRequest) -> bytes:
@@ -205,26 +212,3 @@ class PostEndpoint(ABC, Generic[P]):
         await send_response(
             context.send, response.status, (*headers, *context.id_headers), response.body
         )
-
-
-@asynccontextmanager
-async def disconnect_watch(
-    receive: Receive, on_disconnect: Callable[[], None]
-) -> AsyncIterator[None]:
-    """Calls `on_disconnect` if the client disconnects before the end of the block. receive: of a
-    request whose body was read."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        on_disconnect()
-
-    # Not a TaskGroup: it would wrap what the block raises.
-    task = asyncio.get_running_loop().create_task(watch())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-        if not task.cancelled() and task.exception() is not None:
-            log.error("disconnect_watch_failed", exc_info=task.exception())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -43,7 +43,7 @@ from frontend_svc.core.tools.harmony import HarmonyParser
 from frontend_svc.core.tools.parser import ToolCallParser
 from frontend_svc.core.tools.response import ResponseParser
 from frontend_svc.http.api import GenerationApi, ParsedBody, ResponseInfo
-from frontend_svc.http.endpoint import PostEndpoint, disconnect_watch
+from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.request_context import HttpRequest
 from frontend_svc.http.streaming import (
     OpenChoice,
@@ -179,7 +179,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
                 choices.append(
                     Choice(len(choices), text, parser, echo=echo, token_bytes=token_bytes)
                 )
-        async with self._open_requests(context, requests, meter) as opened:
+        with self._open_requests(context, requests, meter) as opened:
             open_choices = [
                 OpenChoice(choice, *one) for choice, one in zip(choices, opened, strict=True)
             ]
@@ -215,20 +215,20 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         plan = replace(self.make_plan(context, empty_request), body=payload)
         # The frontend has no token count, so the router balances these requests by number.
         query = self.make_query(context, body.model, routing, body.nvext)
-        async with self._open_requests(context, [(plan, query)], meter) as ((_, buffer),):
+        with self._open_requests(context, [(plan, query)], meter) as ((_, buffer),):
             if body.is_stream:
                 await relay_chunks(context, buffer, self._config.keep_alive_s)
             else:
                 kind = ChunkKind.CHAT if is_chat else ChunkKind.COMPLETION
                 await send_merged_chunks(context, buffer, kind)
 
-    @asynccontextmanager
-    async def _open_requests(
+    @contextmanager
+    def _open_requests(
         self,
         context: HttpRequest,
         plans: Sequence[tuple[RequestPlan, Query]],
         meter: RequestMeter,
-    ) -> AsyncIterator[list[tuple[RequestHandle, ResponseBuffer]]]:
+    ) -> Iterator[list[tuple[RequestHandle, ResponseBuffer]]]:
         """Runs requests, which `context.responses` receive, while their client is connected;
         leaving ends what still runs."""
         reader = Reader()
@@ -250,7 +250,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
                 for handle in handles:
                     handle.client_gone()
 
-        async with disconnect_watch(context.receive, client_gone):
+        with context.connection.watched(client_gone):
             try:
                 yield list(zip(handles, buffers, strict=True))
             finally:

@@ -17,7 +17,7 @@ from frontend_svc.core.openai import errors as openai
 from frontend_svc.core.request.outcomes import merge_outcomes
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.core.response_format import ResponseFormat
-from frontend_svc.http.asgi import Headers, Receive, Send
+from frontend_svc.http.asgi import ClientConnection, Headers, Receive, Send
 from frontend_svc.metrics.families import Endpoint
 from frontend_svc.tracing import RequestSpan
 
@@ -73,6 +73,7 @@ class HttpRequest:
     headers: Mapping[bytes, bytes]
     receive: Receive
     send: Send
+    connection: ClientConnection
     body: RequestBody | None = None
     uses_alias: bool = False
     request: PreprocessedRequest | None = None

@@ -23,7 +23,9 @@ from frontend_svc.core.openai.errors import http_error
 from frontend_svc.core.openai.responses import model_list, model_object
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.http.api import CHAT_COMPLETIONS, COMPLETIONS, GenerationApi
+from frontend_svc.http.asgi import AsgiApp, Receive, Scope, Send
 from frontend_svc.http.embeddings import EmbeddingEndpoint
+from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.messages import CountTokensEndpoint, MessagesApi
 from frontend_svc.http.operations import DOCUMENT_PATH, operations
@@ -188,6 +190,22 @@ def build_api(
     # A redirect for a trailing slash would make the client send its body again.
     api.router.redirect_slashes = False
     return api
+
+
+def direct_routes(api: Starlette) -> AsgiApp:
+    """The same API, but requests to a PostEndpoint bypass the layers of Starlette: an endpoint
+    reports its errors itself."""
+    endpoints = {
+        route.path: route.endpoint
+        for route in api.routes
+        if isinstance(route, Route) and isinstance(route.endpoint, PostEndpoint)
+    }
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        await (api if endpoint is None else endpoint)(scope, receive, send)
+
+    return serve
 
 
 def metrics_router(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import uvicorn
 
 from common.errors import Conflict
-from frontend_svc.http.asgi import Receive, Scope, Send
+from frontend_svc.http.asgi import AsgiApp, Receive, Scope, Send
+from frontend_svc.http.protocol import StreamProtocol
 
 BACKLOG = 4096
 # Clients and load balancers close idle connections after 4 to 60 s. If the server closed one first,
@@ -19,8 +20,6 @@ BACKLOG = 4096
 IDLE_CONNECTION_S = 75
 # Time for the last bytes of aborted responses to reach their clients.
 FINAL_WRITE_TIMEOUT_S = 1.0
-
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class HttpServer(uvicorn.Server):
@@ -32,9 +31,10 @@ class HttpServer(uvicorn.Server):
                 _close_connections_on_drain(api, is_draining),
                 log_config=None,
                 access_log=False,
-                http="httptools",
+                http=StreamProtocol,
                 ws="none",
                 lifespan="off",
+                proxy_headers=False,
                 server_header=False,
                 date_header=False,
                 backlog=BACKLOG,

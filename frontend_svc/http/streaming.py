@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from common.errors import MeshError
 from common.request.preprocessed import CompletionUsage
@@ -49,13 +50,16 @@ class ResponseWriter:
         self._choices = choices
         self._reader = choices[0].buffer.reader
         self._send = context.send
+        self._connection = context.connection
         self._keep_alive_s = keep_alive_s
         self._unfinished = len(choices)
+        self._is_ending = False
         # Of the first choice that failed.
         self._error: MeshError | None = None
 
     async def stream(self, response_format: ResponseFormat) -> None:
-        """Sends the events of the tokens that have arrived, in one write."""
+        """Sends the events of the tokens that have arrived, in one write. While the client reads
+        as fast as tokens arrive, callbacks write them, without a step of this task."""
         self._reader.wake_when_idle(self._keep_alive_s)
         has_news = await self._reader.wait()
         for one in self._choices:
@@ -77,8 +81,17 @@ class ResponseWriter:
             if events:
                 await self._send(body_part(events))
             events = b""
+            self._reader.call_on_news(partial(self._write_tokens, response_format))
             has_news = await self._reader.wait()
         await _end_stream(self._context, events)
+
+    def _write_tokens(self, response_format: ResponseFormat) -> bool:
+        """Writes the tokens that have arrived; False if there is more to do than that."""
+        if not self._connection.can_write:
+            return False
+        if events := self._feed(response_format):
+            self._connection.write(events)
+        return not self._is_ending
 
     async def send(self, response_format: ResponseFormat) -> None:
         """Sends the whole response as one body."""
@@ -96,15 +109,25 @@ class ResponseWriter:
 
     def _advance(self, sink: ChoiceSink) -> bytes:
         """Writes what has arrived; sets `_error` if a choice failed."""
-        events = b""
+        events = self._feed(sink)
         for one in self._choices:
-            (token_ids, logprobs), discards = one.buffer.take(), one.choice.is_complete
-            if token_ids and not discards:
-                events += one.choice.feed(token_ids, logprobs, sink)
-                if one.choice.is_complete:
-                    one.handle.stop()
+            if one.choice.is_complete:
+                one.handle.stop()
             if one.buffer.outcome is not None and not one.is_finished:
                 events += self._finish(one, one.buffer.outcome, sink)
+        return events
+
+    def _feed(self, sink: ChoiceSink) -> bytes:
+        """Writes the tokens that have arrived; sets `_is_ending` if a choice ends."""
+        events = b""
+        self._is_ending = False
+        for one in self._choices:
+            choice, buffer = one.choice, one.buffer
+            token_ids, logprobs = buffer.take()
+            if token_ids and not choice.is_complete:
+                events += choice.feed(token_ids, logprobs, sink)
+            if choice.is_complete or buffer.outcome is not None:
+                self._is_ending = self._is_ending or not one.is_finished
         return events
 
     def _finish(self, one: OpenChoice, outcome: RequestOutcome, sink: ChoiceSink) -> bytes:

@@ -30,6 +30,8 @@ class Reader:
         self._waiter: asyncio.Future[None] | None = None
         self._has_news = False
         self._open_buffers = 0
+        self._on_news: Callable[[], bool] | None = None
+        self._is_call_scheduled = False
 
     def buffer_opened(self) -> None:
         self._open_buffers += 1
@@ -38,11 +40,36 @@ class Reader:
         self._open_buffers -= 1
         if not self._open_buffers and self._idle_timer is not None:
             self._idle_timer.cancel()
-        self.notify()
+        self._has_news = True
+        self._wake()
 
     def notify(self) -> None:
         self._has_news = True
-        self._wake()
+        if self._on_news is None:
+            self._wake()
+        elif self._waiter is not None and not self._is_call_scheduled:
+            # Later: the same frame may have more of this response.
+            self._is_call_scheduled = True
+            self._loop.call_soon(self._call)
+
+    def call_on_news(self, on_news: Callable[[], bool]) -> None:
+        """From now on, tokens that arrive during `wait` call `on_news`; `wait` goes on if it
+        returns True."""
+        self._on_news = on_news
+
+    def _call(self) -> None:
+        self._is_call_scheduled = False
+        if self._waiter is None or self._on_news is None:
+            return
+        try:
+            if not self._on_news():
+                self._wake()
+                return
+        except BaseException as error:  # a panic of the tokenizer library is no Exception
+            self._waiter.set_exception(error)
+            self._waiter = None
+        self._has_news = False
+        self._waiting_since = self._loop.time()
 
     async def wait(self) -> bool:
         """Waits for news of a buffer since the last call; False: the idle time of `wake_when_idle`

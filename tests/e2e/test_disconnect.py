@@ -54,11 +54,20 @@ def end_count(mesh: Mesh, end_kind: str) -> int:
     return sum(worker.counters().get(end_kind, 0) for worker in mesh.workers)
 
 
-def send_request(url: str, prompt: str, *, stream: bool) -> socket.socket:
-    """Sends a request; returns its connection."""
-    body = json.dumps(
-        {"model": MODEL, "prompt": prompt, "max_tokens": 500, "ignore_eos": True, "stream": stream}
-    ).encode()
+def send_request(url: str, prompt: str, *, stream: bool, padding: int = 0) -> socket.socket:
+    """Sends a request; returns its connection. padding: additional bytes of the body."""
+    body = (
+        json.dumps(
+            {
+                "model": MODEL,
+                "prompt": prompt,
+                "max_tokens": 500,
+                "ignore_eos": True,
+                "stream": stream,
+            }
+        ).encode()
+        + b" " * padding
+    )
     host, _, port = url.removeprefix("http://").partition(":")
     client = socket.create_connection((host, int(port)), WAIT_S)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -105,6 +114,26 @@ def test_a_disconnected_client_frees_its_slot_in_time(
     # An explicit abort, so that the engine's own abort runs.
     assert end_count(mesh, "stopped") == stopped + 1
     wait_for(lambda: mesh.router.bookings() == 0, "the router has no booking")
+
+
+@pytest.mark.slow
+def test_the_client_of_a_large_body_frees_its_slot_in_time(mesh: Mesh) -> None:
+    """The server pauses reading such a body, and must see the disconnect nevertheless."""
+    client = send_request(mesh.url, LONG_PROMPT, stream=True, padding=1 << 20)
+    wait_for(lambda: open_slots(mesh) == 1, "a worker has the request")
+    client.close()
+    assert wait_until_freed(mesh) < FREE_TIMEOUT_S
+
+
+@pytest.mark.slow
+def test_pipelined_requests_end_with_their_connection(mesh: Mesh) -> None:
+    client = send_request(mesh.url, LONG_PROMPT, stream=True)
+    body = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 1}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: {len(body)}\r\n\r\n"
+    client.sendall(head.encode() + body)
+    wait_for(lambda: open_slots(mesh) == 1, "a worker has the first request")
+    client.close()
+    assert wait_until_freed(mesh) < FREE_TIMEOUT_S
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from frontend_svc.core.openai.sse import KEEP_ALIVE
 from frontend_svc.core.peers.placement_query import PlacementKey, Query
 from frontend_svc.core.request.types import RequestOutcome, RoutingDecision
 from frontend_svc.http.routes import Readiness, build_api
+from frontend_svc.http.server import HttpServer, listen
 from frontend_svc.metrics.families import DeploymentState
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ENCODE_INLINE_CHARS
@@ -144,11 +145,15 @@ async def served(
             ended.append,
             None,
         )
-        transport = httpx.ASGITransport(api)
-        async with httpx.AsyncClient(transport=transport, base_url="http://kvmesh") as http:
+        server, listener = HttpServer(api, lambda: False, 1), listen("127.0.0.1", 0)
+        serving = asyncio.create_task(server.serve([listener]))
+        host, port = listener.getsockname()
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
             mesh = Mesh(http, router, runner)
             mesh.ended = ended
             yield mesh
+        server.should_exit = True
+        await serving
     assert gateway.open_requests == 0
     assert runner.open_requests == 0
 

@@ -52,6 +52,78 @@ def test_idle_time_wakes_the_reader_repeatedly_and_tokens_restart_it() -> None:
     ]
 
 
+def test_news_during_a_wait_are_handled_without_ending_it() -> None:
+    async def main() -> tuple[list[list[int]], list[int], float]:
+        loop, response = asyncio.get_running_loop(), new_response()
+        handled: list[list[int]] = []
+
+        def on_news() -> bool:
+            handled.append(response.take()[0])
+            return len(handled) < 2
+
+        def two_tokens() -> None:
+            response.tokens([1], ())
+            response.tokens([2], ())
+
+        response.reader.call_on_news(on_news)
+        later(1.0, two_tokens)
+        later(2.0, lambda: response.tokens([3], ()))
+        later(3.0, lambda: response.finished(DONE))
+        assert await response.reader.wait()
+        return handled, response.take()[0], loop.time()
+
+    assert run_virtually(main()) == ([[1, 2], [3]], [], 2.0)
+
+
+def test_idle_time_begins_with_the_last_handled_news() -> None:
+    async def main() -> float:
+        loop, response = asyncio.get_running_loop(), new_response()
+        response.reader.wake_when_idle(15.0)
+        response.reader.call_on_news(lambda: bool(response.take()))
+        later(10.0, lambda: response.tokens([1], ()))
+        assert not await response.reader.wait()
+        woken_at = loop.time()
+        response.finished(DONE)
+        return woken_at
+
+    assert run_virtually(main()) == 25.0
+
+
+def test_the_end_of_a_response_wakes_the_reader_once_with_its_last_tokens() -> None:
+    async def main() -> list[int]:
+        response = new_response()
+        response.reader.call_on_news(lambda: False)
+
+        def end() -> None:
+            response.tokens([1], ())
+            response.finished(DONE)
+
+        later(1.0, end)
+        assert await response.reader.wait()
+        assert response.outcome is DONE
+        await asyncio.sleep(0)  # the scheduled call finds no wait
+        return response.take()[0]
+
+    assert run_virtually(main()) == [1]
+
+
+def test_the_reader_raises_an_error_in_the_handling_of_news() -> None:
+    class PanicError(BaseException):
+        pass
+
+    def panic() -> bool:
+        raise PanicError
+
+    async def main() -> None:
+        response = new_response()
+        response.reader.call_on_news(panic)
+        later(1.0, lambda: response.tokens([1], ()))
+        with pytest.raises(PanicError):
+            await response.reader.wait()
+
+    run_virtually(main())
+
+
 def test_without_an_idle_time_the_reader_is_not_woken() -> None:
     async def main() -> float:
         loop, response = asyncio.get_running_loop(), new_response()
