@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -55,8 +56,15 @@ class Worker:
         """Raises the MeshError of the worker."""
         sequences = [wire.TokenSequence(token_ids=ids) for ids in texts]
         request = wire.PreprocessedEmbeddingRequest(token_ids=sequences, **fields)
+        return await self.send(pb.EmbedRequest(request=request), timeout_s)
+
+    async def send(
+        self, message: pb.EmbedRequest, timeout_s: float = WAIT_S, name: str = ""
+    ) -> pb.EmbedResponse:
+        """name: x-request-id. Raises the MeshError of the worker."""
+        metadata = (("x-request-id", name),) if name else ()
         try:
-            call: Any = self._stub.Embed(pb.EmbedRequest(request=request), timeout=timeout_s)
+            call: Any = self._stub.Embed(message, timeout=timeout_s, metadata=metadata)
             response: pb.EmbedResponse = await call
             return response
         except grpc.aio.AioRpcError as error:
@@ -126,6 +134,36 @@ async def test_dimensions_shorten_the_vectors_and_scale_them_again() -> None:
             assert refused.value.field == "dimensions"
 
 
+@pytest.mark.row("S2-70", "S2-71")
+async def test_the_annotation_request_id_returns_the_id_of_the_call() -> None:
+    async with working() as worker:
+        assert not (await worker.embed([1, 2])).request_id
+        ids = {(await worker.embed([1], annotations=["request_id"])).request_id for _ in range(2)}
+        assert len(ids - {""}) == 2
+        whole = {"token_ids": [[1, 2]], "model": "sim", "annotations": ["request_id"]}
+        message = pb.EmbedRequest(request_json=json.dumps(whole))
+        response = await worker.send(message, name="call-7")
+        assert response.request_id == "call-7"
+        assert np.array_equal(array(response.embeddings[0].values), ORACLE.embed([1, 2], SIZE))
+
+
+@pytest.mark.row("S2-70")
+@pytest.mark.parametrize("key", ["token_ids", "model", "annotations"])
+async def test_the_json_form_needs_tokens_model_and_annotations(key: str) -> None:
+    whole = {"token_ids": [[1]], "model": "sim", "annotations": []}
+    part = json.dumps({name: one for name, one in whole.items() if name != key})
+    both = wire.PreprocessedEmbeddingRequest(model="sim")
+    messages = {
+        key: pb.EmbedRequest(request_json=part),
+        "request_json": pb.EmbedRequest(request_json=json.dumps(whole), request=both),
+    }
+    async with working() as worker:
+        for found, message in messages.items():
+            with pytest.raises(InvalidRequest) as refused:
+                await worker.send(message)
+            assert refused.value.field == found
+
+
 @pytest.mark.parametrize(
     ("texts", "fields", "error"),
     [
@@ -133,7 +171,7 @@ async def test_dimensions_shorten_the_vectors_and_scale_them_again() -> None:
         ([[1], []], {}, InvalidRequest),
         ([[2**31]], {}, InvalidRequest),
         ([[1] * 40], {}, PromptTooLong),
-        ([[1]], {"annotations": ["a:b"]}, Unsupported),
+        ([[1]], {"annotations": ["request_id", "formatted_prompt"]}, Unsupported),
     ],
 )
 async def test_what_cannot_be_embedded_is_refused(

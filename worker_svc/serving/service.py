@@ -52,6 +52,8 @@ from worker_svc.serving.runner import Runner
 # Limit of a Generate call without a deadline.
 GENERATE_TIMEOUT_MAX_S = 600.0
 _ARTIFACT_CHUNK = 1 << 20
+# The annotation that requests the id of an Embed call.
+_REQUEST_ID = "request_id"
 _TIER_NAMES = {tier: name for name, tier in TIER_BY_NAME.items()}
 
 # The context is generic over message types; nothing here depends on them.
@@ -165,7 +167,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """Returns one vector per text. Each text is a request of its own on the engine."""
         if "embedding" not in self.config.kinds:
             raise Unimplemented(f"the {self.engine_name} engine computes no embeddings")
-        embedding = dataclass_from_proto(PreprocessedEmbeddingRequest, request.request, "request")
+        embedding = _read_embedding(request)
         self._check_embedding(embedding)
         leg_id = request_id() or uuid.uuid4().hex
         try:
@@ -177,7 +179,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     ]
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed on the worker") from None
-        response = engine_pb2.EmbedResponse()
+        is_named = embedding.has_annotation(_REQUEST_ID)
+        response = engine_pb2.EmbedResponse(request_id=leg_id if is_named else "")
         for run in runs:
             vector = shorten(run.result(), embedding.dimensions)
             if embedding.encoding_format == "base64":
@@ -193,8 +196,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         if embedding.encoding_format not in (None, "float", "base64"):
             text = f"encoding_format {embedding.encoding_format!r} is not float or base64"
             raise InvalidRequest(text, "request.encoding_format")
-        if embedding.annotations:
-            raise Unsupported("request.annotations", "embeddings have none")
+        for annotation in embedding.annotations:
+            if annotation != _REQUEST_ID:
+                text = f"{annotation!r} is not {_REQUEST_ID!r}, the only annotation of embeddings"
+                raise Unsupported("request.annotations", text)
         if not embedding.token_ids:
             raise InvalidRequest("token_ids has no texts", "request.token_ids")
         size, can_shorten = self.config.embedding_size, self.config.shorter_embeddings
@@ -299,9 +304,20 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 def _read_request(message: engine_pb2.GenerateRequest) -> PreprocessedRequest:
     if not message.request_json:
         return from_proto(message.request)
+    _check_single_form(message)
+    return from_json(PreprocessedRequest, message.request_json)
+
+
+def _read_embedding(message: engine_pb2.EmbedRequest) -> PreprocessedEmbeddingRequest:
+    if not message.request_json:
+        return dataclass_from_proto(PreprocessedEmbeddingRequest, message.request, "request")
+    _check_single_form(message)
+    return from_json(PreprocessedEmbeddingRequest, message.request_json)
+
+
+def _check_single_form(message: engine_pb2.GenerateRequest | engine_pb2.EmbedRequest) -> None:
     if message.HasField("request"):
         raise InvalidRequest("request and request_json are both set", "request_json")
-    return from_json(PreprocessedRequest, message.request_json)
 
 
 def _build_generate_response(outputs: list[LLMEngineOutput]) -> engine_pb2.GenerateResponse:

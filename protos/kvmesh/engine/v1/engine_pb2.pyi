@@ -645,6 +645,9 @@ class EmbedRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
+    REQUEST_JSON_FIELD_NUMBER: _builtins.int
+    request_json: _builtins.str
+    """The JSON form of a PreprocessedEmbeddingRequest, in place of `request`."""
     @_builtins.property
     def request(self) -> _request_pb2.PreprocessedEmbeddingRequest:
         """What to embed."""
@@ -653,10 +656,11 @@ class EmbedRequest(_message.Message):
         self,
         *,
         request: _request_pb2.PreprocessedEmbeddingRequest | None = ...,
+        request_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "request_json", b"request_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -670,6 +674,11 @@ class EmbedResponse(_message.Message):
 
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The x-request-id metadata, else a generated id, if the request has the annotation "request_id".
+    Text i runs as the request `request_id-i`.
+    """
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
         """The vectors."""
@@ -683,10 +692,11 @@ class EmbedResponse(_message.Message):
         *,
         embeddings: _abc.Iterable[Global___Embedding] | None = ...,
         usage: _request_pb2.CompletionUsage | None = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

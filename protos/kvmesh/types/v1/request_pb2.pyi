@@ -351,7 +351,7 @@ class PreprocessedEmbeddingRequest(_message.Message):
 
     @_builtins.property
     def annotations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Refused: embeddings have none."""
+        """What the response has in addition: "request_id". Others are refused. In JSON it is required."""
 
     def __init__(
         self,
