@@ -133,7 +133,12 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         self.http_address = rpc.join_address(config.advertise_host or config.http_host, http_port)
         self._stall_clock.tick(asyncio.get_running_loop().time())
         own, security = own_address(config, port), own_security_of(config, self._security)
-        lifecycle.spawn(run_stall_monitor(self._stall_clock, own, security), name="stall monitor")
+        lifecycle.spawn(
+            run_stall_monitor(
+                self._stall_clock, own, security, lambda: self.gateway.open_requests > 0
+            ),
+            name="stall monitor",
+        )
         client_started = asyncio.Event()
         lifecycle.spawn(self._run_engine_client(client_started), name="engine client")
         await client_started.wait()

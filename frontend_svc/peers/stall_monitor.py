@@ -8,6 +8,7 @@ this process over a socket, as peers do, and ticks the clock when the reply is b
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from common.errors import MeshError
 from common.rpc import channel as rpc
 from common.runtime.config import ServiceConfig
 from common.runtime.tasks import TaskGroup
-from frontend_svc.core.peers.stall_clock import TICK_S, StallClock
+from frontend_svc.core.peers.stall_clock import IDLE_TICK_S, TICK_S, StallClock
 
 # Longer than any stall after which a process is still of use.
 PROBE_TIMEOUT_S = 10.0
@@ -39,10 +40,16 @@ def own_security_of(config: ServiceConfig, security: rpc.Security) -> rpc.Securi
     return replace(security, server_name=security.server_name or config.advertise_host)
 
 
-async def run_stall_monitor(stall_clock: StallClock, address: str, security: rpc.Security) -> None:
+async def run_stall_monitor(
+    stall_clock: StallClock,
+    address: str,
+    security: rpc.Security,
+    is_busy: Callable[[], bool] = lambda: True,
+) -> None:
     """Ticks the clock until it is cancelled. address: where this process serves gRPC. Before the
     first reply, and after a failed call, only the loop is measured: an address without replies
-    proves nothing about this process."""
+    proves nothing about this process. is_busy: whether requests are open; else a tick is due every
+    IDLE_TICK_S."""
     loop = asyncio.get_running_loop()
     channel = rpc.channel(address, security=security)
     stub: Any = health_pb2_grpc.HealthStub(channel)  # the package has no types
@@ -50,10 +57,11 @@ async def run_stall_monitor(stall_clock: StallClock, address: str, security: rpc
     try:
         async with TaskGroup() as tasks:
             while True:
-                await asyncio.sleep(TICK_S)
+                interval_s = IDLE_TICK_S if is_reachable and not is_busy() else TICK_S
+                stall_clock.tick(loop.time(), interval_s)
+                await asyncio.sleep(interval_s)
                 if is_reachable:
                     is_reachable = await _is_reachable(stub, security)
-                    stall_clock.tick(loop.time())
                     continue
                 stall_clock.tick(loop.time())
                 probe = tasks.create_task(_is_reachable(stub, security))

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2
 
 from common.rpc import channel as rpc
-from frontend_svc.core.peers.stall_clock import StallClock
+from frontend_svc.core.peers.stall_clock import TICK_S, StallClock
 from frontend_svc.peers.stall_monitor import run_stall_monitor
 
 GIVE_UP_S = 20.0
@@ -46,8 +46,8 @@ class Ticks(StallClock):
         self.count = 0
         self.third = asyncio.Event()
 
-    def tick(self, now: float) -> None:
-        super().tick(now)
+    def tick(self, now: float, interval_s: float = TICK_S) -> None:
+        super().tick(now, interval_s)
         self.count += 1
         if self.count >= 3:
             self.third.set()

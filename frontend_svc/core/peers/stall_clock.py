@@ -16,6 +16,8 @@ ticks in time.
 from __future__ import annotations
 
 TICK_S = 0.1
+# While there is nothing to judge but missed heartbeats, which take longer.
+IDLE_TICK_S = 1.0
 # A later tick counts as a stall. Well below the timers' limits: a busy machine is not a stalled
 # one, and a hang must be detected there too.
 SLACK_S = 0.1
@@ -26,15 +28,18 @@ class StallClock:
 
     def __init__(self, now: float) -> None:
         self._ticked_at = now
+        self._interval_s = TICK_S
         self._stalled_s = 0.0
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float, interval_s: float = TICK_S) -> None:
+        """interval_s: when the next tick is due."""
         self._stalled_s = self.stalled_s(now)
         self._ticked_at = now
+        self._interval_s = interval_s
 
     def stalled_s(self, now: float) -> float:
         """Seconds stalled since the start, including a stall that no tick has ended yet."""
-        return self._stalled_s + max(0.0, now - self._ticked_at - TICK_S - SLACK_S)
+        return self._stalled_s + max(0.0, now - self._ticked_at - self._interval_s - SLACK_S)
 
 
 def never_stalled() -> float:
