@@ -1,4 +1,4 @@
-"""The token path under load: frontend, router and two sim workers against bench/loadgen.c.
+"""The token path under load: frontend, router, indexer and two sim workers against bench/loadgen.c.
 
 usage: python -m bench.gateway [--seconds 4] [--repeat 3] [--concurrency 1,16,64,256]
                                [--modes burst,paced,burst-unary,real] [--shape agg|pd]
@@ -15,6 +15,11 @@ JSON object.
 environment, and loads the two meshes in turns (A B, B A, ...). It reports the median ratio, this
 tree to COMMIT, of throughput, of TTFT and of the CPU time per token. The default load is then
 burst at 64 connections and paced at 32.
+
+With DYNAMO_PYTHON, the Python of an environment with ai-dynamo, it also starts Dynamo (KV router,
+mocker with two workers) with its default tokenizer and with fastokens, and loads the three in
+turns; those that are not loaded are stopped, and each is warmed up before it is measured. The rows
+are DYNAMO_LOADS; a ratio is this tree to the better of the two.
 """
 
 from __future__ import annotations
@@ -24,24 +29,22 @@ import contextlib
 import json
 import os
 import random
-import signal
 import statistics
-import subprocess
-import sys
 import sysconfig
 import tempfile
-import time
-import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from bench.measure import ROOT, build_loadgen, machine_lock, print_report, run_load
+from bench.stacks import MODEL, ROLES, SIM_MODEL_DIR, dynamo, mesh, suspended, worktree
 
-MODEL = "bench"
 ISL, OSL, BODIES = 512, 128, 4096
 # name: (flags of the sim, streaming)
 _BURST = ("--speedup", "1000000")
@@ -52,87 +55,10 @@ MODES = {
     "real": (("--speedup", "1"), True),
     "paced": (("--speedup", "1", "--prefill-tokens-per-s", "10000000"), True),
 }
-ROLES = {"agg": ("aggregated", "aggregated"), "pd": ("prefill", "decode")}
 SHARED_PREFIXES = 16
 # What the chat template adds around one user message.
 TEMPLATE_TOKENS = 10
 TEXT_CHARS = 4_000_000
-READY_S = 30.0
-
-
-@contextlib.contextmanager
-def mesh(
-    sim_flags: Sequence[str],
-    frontend_flags: Sequence[str],
-    shape: str = "agg",
-    selector: str = "kv",
-    root: Path = ROOT,
-) -> Iterator[tuple[int, dict[str, int]]]:
-    """Yield the HTTP port and the pids of a frontend, a router, an indexer and two sim workers.
-
-    root: the source tree that the services run from.
-    """
-    with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
-        common = ["--registry-path", f"{folder}/registry", "--log-level", "warning"]
-        worker = [*common, *sim_flags, "--model-name", MODEL, "--notice-s", "0"]
-        commands = {
-            "indexer": ["indexer_svc", *common, "--notice-s", "0"],
-            "router": ["router_svc", *common, "--notice-s", "0", "--selector", selector],
-            **{
-                f"worker{i}": ["worker_svc", *worker, "--role", role]
-                for i, role in enumerate(ROLES[shape])
-            },
-            "frontend": [
-                *("frontend_svc", *common, "--http-port", "0", "--notice-s", "0", *frontend_flags)
-            ],
-        }
-        running: dict[str, subprocess.Popen[bytes]] = {}
-        ready: dict[str, dict[str, Any]] = {}
-        try:
-            for name, command in commands.items():
-                running[name], ready[name] = _start(name, command, Path(folder), root)
-            port = int(ready["frontend"]["addresses"]["http"].rsplit(":", 1)[1])
-            _await_model(port)
-            yield port, {name: process.pid for name, process in running.items()}
-        finally:
-            for process in running.values():
-                process.send_signal(signal.SIGTERM)
-            for process in running.values():
-                process.wait(20)
-
-
-def _start(
-    name: str, command: list[str], folder: Path, root: Path
-) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
-    read_fd, write_fd = os.pipe()
-    log = (folder / f"{name}.log").open("wb")
-    module, *flags = command
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *flags, "--ready-fd", str(write_fd)],
-        stdout=log,
-        stderr=log,
-        pass_fds=[write_fd],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": f"{root}/protos:{root}"},
-    )
-    os.close(write_fd)
-    with os.fdopen(read_fd) as pipe:
-        line = json.loads(pipe.readline() or "{}")
-    if "addresses" not in line:
-        raise RuntimeError(f"{name} did not start: {(folder / f'{name}.log').read_text()[-2000:]}")
-    return process, line
-
-
-def _await_model(port: int) -> None:
-    deadline = time.monotonic() + READY_S
-    url = f"http://127.0.0.1:{port}/health"
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
-            workers = [i for i in json.load(response)["instances"] if i["service"] == "worker"]
-            if len(workers) == 2:
-                return
-        time.sleep(0.05)
-    raise RuntimeError(f"the mesh was not ready within {READY_S:g} s")
 
 
 # Any: JSON trees of figures.
@@ -156,6 +82,7 @@ def _print_row(mode: str, row: dict[str, float]) -> None:
     cpu = "  ".join(
         f"{name} {row.get(f'cpu.{name}.s_per_mtok', 0):.1f}s/Mtok {row[f'cpu.{name}.pct']:.0f}%"
         for name in ("frontend", "router", "worker0", "worker1")
+        if f"cpu.{name}.pct" in row
     )
     errors = row["non200"] + row["broken"] + row["no_done"]
     print(
@@ -168,41 +95,74 @@ def _print_row(mode: str, row: dict[str, float]) -> None:
     )
 
 
-@contextlib.contextmanager
-def worktree(revision: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvmesh-worktree-") as folder:
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", folder, revision], check=True)
-        try:
-            yield Path(folder)
-        finally:
-            subprocess.run([*git, "remove", "--force", folder], check=True)
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A server under load. open: yields the HTTP port and the pids by name. gateway: the processes
+    between client and engine."""
+
+    name: str
+    open: Callable[[str], AbstractContextManager[tuple[int, dict[str, int]]]]
+    gateway: tuple[str, ...]
 
 
-# name in the report: (key of a run, whether a larger value is better)
-RATIOS = {
-    "tokens_per_s": ("tokens_per_s", True),
-    "ttft_p50": ("ttft_ms.p50", False),
-    "gap_p99": ("gap_ms.p99", False),
-    "frontend_cpu": ("cpu.frontend.s_per_mtok", False),
-    "mesh_cpu": ("mesh_cpu", False),
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure of a run that is compared. key: in the flattened run."""
+
+    key: str
+    is_higher_better: bool = False
+
+
+FIGURES = {
+    "tokens_per_s": Figure("tokens_per_s", is_higher_better=True),
+    "ttft_p50": Figure("ttft_ms.p50"),
+    "ttft_mean": Figure("ttft_ms.mean"),
+    "gap_p99": Figure("gap_ms.p99"),
+    "frontend_cpu": Figure("cpu.frontend.s_per_mtok"),
+    # Of all processes between client and engine, and of all processes.
+    "gateway_cpu": Figure("gateway_cpu"),
+    "mesh_cpu": Figure("mesh_cpu"),
 }
+MESH_GATEWAY = ("frontend", "router", "indexer")
+# Mode and connections; the report's name of each ratio.
+DYNAMO_LOADS = [("burst", [64, 256]), ("burst-unary", [64]), ("paced", [1, 32, 256])]
+DYNAMO_RATIOS = {
+    "burst_c64_tok_s_ratio": ("burst", 64, "tokens_per_s"),
+    "burst_c256_tok_s_ratio": ("burst", 256, "tokens_per_s"),
+    "burst_c64_cpu_ratio": ("burst", 64, "gateway_cpu"),
+    "unary_c64_req_s_ratio": ("burst-unary", 64, "tokens_per_s"),
+    "paced_c32_cpu_ratio": ("paced", 32, "gateway_cpu"),
+    "paced_c256_gap_p99_ratio": ("paced", 256, "gap_p99"),
+    "c1_ttft_ratio": ("paced", 1, "ttft_p50"),
+}
+MOCKER_FLAGS = {
+    "burst": ("--speedup-ratio", "1000000"),
+    "burst-unary": ("--speedup-ratio", "1000000"),
+    "paced": ("--speedup-ratio", "1"),
+    "real": ("--speedup-ratio", "1"),
+}
+WARM_UP_S = 1.5
 
 
 def _figures(run: dict[str, Any]) -> dict[str, float]:
-    """The values of RATIOS in one run; mesh_cpu: CPU seconds of all services a million tokens."""
     flat = dict(_flatten(run))
-    flat["mesh_cpu"] = sum(v for key, v in flat.items() if key.endswith(".s_per_mtok"))
-    return {name: flat[key] for name, (key, _) in RATIOS.items() if flat.get(key)}
+    return {name: flat[one.key] for name, one in FIGURES.items() if flat.get(one.key)}
 
 
-def compare(runs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Median, lowest and highest ratio of each figure over pairs of runs (this tree, other)."""
+def compare(
+    runs: Sequence[Mapping[str, dict[str, Any]]], ours: str, others: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Median, lowest and highest ratio of each figure over runs by stack: `ours` to the better of
+    the others."""
     ratios: defaultdict[str, list[float]] = defaultdict(list)
-    for ours, theirs in runs:
-        ours_figures, their_figures = _figures(ours), _figures(theirs)
-        for name in ours_figures.keys() & their_figures.keys():
-            ratios[name].append(ours_figures[name] / their_figures[name])
+    for run in runs:
+        our_figures = _figures(run[ours])
+        for name, figure in FIGURES.items():
+            values = [_figures(run[other]).get(name) for other in others]
+            found = [value for value in values if value]
+            if name in our_figures and found:
+                best = max(found) if figure.is_higher_better else min(found)
+                ratios[name].append(our_figures[name] / best)
     return {
         name: {
             "median": round(statistics.median(values), 3),
@@ -233,26 +193,64 @@ def _parse_args() -> argparse.Namespace:
     return args
 
 
-def _loads(args: argparse.Namespace) -> list[tuple[str, list[int]]]:
+def _loads(args: argparse.Namespace, *, with_dynamo: bool) -> list[tuple[str, list[int]]]:
     """Modes with their numbers of connections."""
-    if args.against and args.modes == ",".join(MODES):
-        return [("burst", [64]), ("paced", [32])]
+    if args.modes == ",".join(MODES) and (args.against or with_dynamo):
+        return DYNAMO_LOADS if with_dynamo else [("burst", [64]), ("paced", [32])]
     connections = [int(number) for number in args.concurrency.split(",")]
     return [(mode, connections) for mode in args.modes.split(",")]
 
 
+def _mesh_stack(args: argparse.Namespace, name: str, root: Path) -> Stack:
+    def open_mesh(mode: str) -> AbstractContextManager[tuple[int, dict[str, int]]]:
+        return mesh(MODES[mode][0], args.frontend.split(), args.shape, args.selector, root)
+
+    return Stack(name, open_mesh, MESH_GATEWAY)
+
+
+def _dynamo_stack(name: str, python: str, env: Mapping[str, str]) -> Stack:
+    return Stack(name, lambda mode: dynamo(python, MOCKER_FLAGS[mode], env), ("frontend",))
+
+
 def main() -> None:
-    args = _parse_args()
+    args, dynamo_python = _parse_args(), os.environ.get("DYNAMO_PYTHON")
     loadgen = build_loadgen()
     rows: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(machine_lock())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-bodies-")))
-        roots = [ROOT, stack.enter_context(worktree(args.against))] if args.against else [ROOT]
-        for mode, connections in _loads(args):
-            rows.extend(_run_mode(args, loadgen, folder, roots, mode, connections))
+    with contextlib.ExitStack() as exit_stack:
+        exit_stack.enter_context(machine_lock())
+        folder = Path(
+            exit_stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-bodies-"))
+        )
+        stacks = [_mesh_stack(args, "kvmesh", ROOT)]
+        if args.against:
+            root = exit_stack.enter_context(worktree(args.against))
+            stacks.append(_mesh_stack(args, args.against[:12], root))
+        if dynamo_python:
+            # Without it, the client's delayed acknowledgements hold back Dynamo's first tokens.
+            os.environ["QUICKACK"] = "1"
+            stacks += [
+                _dynamo_stack("dynamo", dynamo_python, {}),
+                _dynamo_stack("dynamo-fastokens", dynamo_python, {"DYN_TOKENIZER": "fastokens"}),
+            ]
+        for mode, connections in _loads(args, with_dynamo=bool(dynamo_python)):
+            _write_bodies(folder / f"{mode}.jsonl", args, stream=MODES[mode][1])
+            bench = partial(_run_mode, args, loadgen, folder / f"{mode}.jsonl", stacks, mode)
+            rows.extend(bench(connections))
     settings = {k: str(v) for k, v in vars(args).items() if k != "out"}
-    print_report("gateway", settings, {"rows": rows}, args.out)
+    result: dict[str, object] = {"rows": rows}
+    if dynamo_python:
+        result |= _dynamo_ratios(rows)
+    print_report("gateway", settings, result, args.out)
+
+
+def _dynamo_ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The ratios of DYNAMO_RATIOS, of the rows that were run."""
+    found = {(row["mode"], row["concurrency"]): row["ratios"]["dynamo"] for row in rows}
+    return {
+        key: found[mode, connections][figure]["median"]
+        for key, (mode, connections, figure) in DYNAMO_RATIOS.items()
+        if (mode, connections) in found
+    }
 
 
 def _write_bodies(out: Path, args: argparse.Namespace, *, stream: bool) -> None:
@@ -261,8 +259,7 @@ def _write_bodies(out: Path, args: argparse.Namespace, *, stream: bool) -> None:
     Prompts are random slices of Python's standard library, cut at token offsets.
     """
     rng = random.Random(1)
-    model_dir = ROOT / "worker_svc/engines/sim/model"
-    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(SIM_MODEL_DIR / "tokenizer.json"))
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = "".join(source.read_text("utf-8", "ignore") for source in sources)[:TEXT_CHARS]
     offsets = tokenizer.encode(text).offsets
@@ -289,54 +286,67 @@ def _write_bodies(out: Path, args: argparse.Namespace, *, stream: bool) -> None:
 def _run_mode(
     args: argparse.Namespace,
     loadgen: Path,
-    folder: Path,
-    roots: Sequence[Path],
+    bodies: Path,
+    stacks: Sequence[Stack],
     mode: str,
     connections: Sequence[int],
 ) -> Iterator[dict[str, Any]]:
-    """Start one mesh for each root, load them in turns, yield one row for each concurrency."""
-    sim_flags, stream = MODES[mode]
-    bodies = folder / f"{mode}.jsonl"
-    _write_bodies(bodies, args, stream=stream)
-    with contextlib.ExitStack() as stack:
-        meshes = [
-            stack.enter_context(
-                mesh(sim_flags, args.frontend.split(), args.shape, args.selector, root)
-            )
-            for root in roots
-        ]
+    """Starts the stacks, loads them in turns, yields one row for each number of connections."""
+    has_dynamo = any(stack.name.startswith("dynamo") for stack in stacks)
+    with contextlib.ExitStack() as exit_stack:
+        opened = [exit_stack.enter_context(stack.open(mode)) for stack in stacks]
 
-        def load(which: int, concurrency: int, repeat: int) -> dict[str, Any]:
+        def load(which: int, concurrency: int, repeat: int, seconds: float) -> dict[str, Any]:
             settings = {"offset": 997 * repeat, "tokens_per_request": args.osl}
-            port, pids = meshes[which]
-            return run_load(loadgen, port, bodies, concurrency, args.seconds, pids, **settings)
+            port, pids = opened[which]
+            run = run_load(loadgen, port, bodies, concurrency, seconds, pids, **settings)
+            cpu = {name: process["s_per_mtok"] or 0 for name, process in run["cpu"].items()}
+            run["gateway_cpu"] = sum(cpu[name] for name in stacks[which].gateway)
+            run["mesh_cpu"] = sum(cpu.values())
+            return run
+
+        def load_alone(which: int, concurrency: int, repeat: int) -> dict[str, Any]:
+            if not has_dynamo:
+                return load(which, concurrency, repeat, args.seconds)
+            others = [pids.values() for one, (_, pids) in enumerate(opened) if one != which]
+            with suspended([pid for pids in others for pid in pids]):
+                load(which, concurrency, args.repeat + repeat, WARM_UP_S)
+                return load(which, concurrency, repeat, args.seconds)
 
         for concurrency in connections:
-            if len(meshes) > 1:
-                for which in range(2):
-                    load(which, concurrency, args.repeat)  # warm up
-            pairs: list[dict[int, dict[str, Any]]] = []
+            if len(stacks) > 1 and not has_dynamo:
+                for which in range(len(stacks)):
+                    load(which, concurrency, args.repeat, args.seconds)  # warm up
+            runs: list[dict[str, dict[str, Any]]] = []
             for repeat in range(args.repeat):
-                order = sorted(range(len(meshes)), reverse=repeat % 2 == 1)
-                pairs.append({which: load(which, concurrency, repeat) for which in order})
-            row = _median_row([pair[0] for pair in pairs])
-            _print_row(mode, row)
-            report: dict[str, Any] = {"mode": mode, "median": row}
-            if len(meshes) > 1:
-                other = _median_row([pair[1] for pair in pairs])
-                _print_row(args.against[:12], other)
-                report["against"] = other
-                report["ratios"] = compare([(pair[0], pair[1]) for pair in pairs])
-                _print_ratios(report["ratios"])
-            yield report
+                order = sorted(range(len(stacks)), reverse=repeat % 2 == 1)
+                runs.append({stacks[i].name: load_alone(i, concurrency, repeat) for i in order})
+            yield _row(mode, concurrency, [stack.name for stack in stacks], runs)
 
 
-def _print_ratios(ratios: dict[str, dict[str, float]]) -> None:
+def _row(
+    mode: str, concurrency: int, names: Sequence[str], runs: Sequence[dict[str, dict[str, Any]]]
+) -> dict[str, Any]:
+    """The report of a load: medians by stack, and ratios to each other commit and to Dynamo."""
+    medians = {name: _median_row([run[name] for run in runs]) for name in names}
+    for name, median in medians.items():
+        _print_row(mode if name == names[0] else name, median)
+    others = names[1:]
+    rivals = {name: [name] for name in others if not name.startswith("dynamo")}
+    if dynamos := [name for name in others if name.startswith("dynamo")]:
+        rivals["dynamo"] = dynamos
+    ratios = {name: compare(runs, names[0], rival) for name, rival in rivals.items()}
+    for name, one in ratios.items():
+        _print_ratios(name, one)
+    return {"mode": mode, "concurrency": concurrency, "medians": medians, "ratios": ratios}
+
+
+def _print_ratios(rival: str, ratios: dict[str, dict[str, float]]) -> None:
     for name, ratio in ratios.items():
-        better = "higher" if RATIOS[name][1] else "lower"
+        better = "higher" if FIGURES[name].is_higher_better else "lower"
         print(
-            f"  ratio {name:14s} {ratio['median']:.3f}  ({ratio['min']:.3f}-{ratio['max']:.3f};"
-            f" {better} is better)",
+            f"  to {rival}: {name:12s} {ratio['median']:.3f}"
+            f"  ({ratio['min']:.3f}-{ratio['max']:.3f}; {better} is better)",
             flush=True,
         )
 

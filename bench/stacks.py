@@ -1,0 +1,226 @@
+"""Serving stacks under load: a mesh of a source tree, or Dynamo with mocker workers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.measure import ROOT
+
+MODEL = "bench"
+SIM_MODEL_DIR = ROOT / "worker_svc/engines/sim/model"
+BLOCK_SIZE = 16
+READY_S = 60.0
+ROLES = {"agg": ("aggregated", "aggregated"), "pd": ("prefill", "decode")}
+
+
+@contextlib.contextmanager
+def mesh(
+    sim_flags: Sequence[str],
+    frontend_flags: Sequence[str],
+    shape: str = "agg",
+    selector: str = "kv",
+    root: Path = ROOT,
+) -> Iterator[tuple[int, dict[str, int]]]:
+    """Yields the HTTP port and the pids of a frontend, a router, an indexer and two sim workers.
+
+    root: the source tree that the services run from.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
+        common = ["--registry-path", f"{folder}/registry", "--log-level", "warning"]
+        worker = [*common, *sim_flags, "--model-name", MODEL, "--notice-s", "0"]
+        commands = {
+            "indexer": ["indexer_svc", *common, "--notice-s", "0"],
+            "router": ["router_svc", *common, "--notice-s", "0", "--selector", selector],
+            **{
+                f"worker{i}": ["worker_svc", *worker, "--role", role]
+                for i, role in enumerate(ROLES[shape])
+            },
+            "frontend": [
+                *("frontend_svc", *common, "--http-port", "0", "--notice-s", "0", *frontend_flags)
+            ],
+        }
+        running: dict[str, subprocess.Popen[bytes]] = {}
+        ready: dict[str, dict[str, Any]] = {}
+        try:
+            for name, command in commands.items():
+                running[name], ready[name] = _start(name, command, Path(folder), root)
+            port = int(ready["frontend"]["addresses"]["http"].rsplit(":", 1)[1])
+            _await_model(port)
+            yield port, {name: process.pid for name, process in running.items()}
+        finally:
+            for process in running.values():
+                process.send_signal(signal.SIGCONT)
+                process.send_signal(signal.SIGTERM)
+            for process in running.values():
+                process.wait(20)
+
+
+def _start(
+    name: str, command: list[str], folder: Path, root: Path
+) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
+    read_fd, write_fd = os.pipe()
+    log = (folder / f"{name}.log").open("wb")
+    module, *flags = command
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *flags, "--ready-fd", str(write_fd)],
+        stdout=log,
+        stderr=log,
+        pass_fds=[write_fd],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": f"{root}/protos:{root}"},
+    )
+    os.close(write_fd)
+    with os.fdopen(read_fd) as pipe:
+        line = json.loads(pipe.readline() or "{}")
+    if "addresses" not in line:
+        raise RuntimeError(f"{name} did not start: {(folder / f'{name}.log').read_text()[-2000:]}")
+    return process, line
+
+
+def _await_model(port: int) -> None:
+    deadline = time.monotonic() + READY_S
+    url = f"http://127.0.0.1:{port}/health"
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
+            workers = [i for i in json.load(response)["instances"] if i["service"] == "worker"]
+            if len(workers) == 2:
+                return
+        time.sleep(0.05)
+    raise RuntimeError(f"the mesh was not ready within {READY_S:g} s")
+
+
+# Dynamo needs neither etcd nor NATS with these; all addresses are loopback.
+_DYNAMO_ENV = {
+    "DYN_DISCOVERY_BACKEND": "file",
+    "DYN_REQUEST_PLANE": "tcp",
+    "DYN_EVENT_PLANE": "zmq",
+    "DYN_HTTP_HOST": "127.0.0.1",
+    "DYN_TCP_RPC_HOST": "127.0.0.1",
+    "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
+    "DYN_EVENT_PLANE_HOST": "127.0.0.1",
+    "DYN_SYSTEM_HOST": "127.0.0.1",
+    "DYN_HTTP_RPC_HOST": "127.0.0.1",
+    "DYN_LOG": "warn",
+    "HF_HUB_OFFLINE": "1",
+}
+# What Dynamo reads of a model beside its tokenizer; the mocker has no weights.
+_MODEL_CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+
+
+@contextlib.contextmanager
+def dynamo(
+    python: str, mocker_flags: Sequence[str], env: Mapping[str, str]
+) -> Iterator[tuple[int, dict[str, int]]]:
+    """Yields the HTTP port and the pids of Dynamo's frontend, with its KV router, and of a mocker
+    process with two workers. python: of an environment with ai-dynamo. env: more settings."""
+    with (
+        tempfile.TemporaryDirectory(prefix="dynamo-bench-") as name,
+        contextlib.ExitStack() as stack,
+    ):
+        folder = Path(name)
+        model_dir = folder / "model"
+        shutil.copytree(SIM_MODEL_DIR, model_dir)
+        vocab = len(json.loads((model_dir / "tokenizer.json").read_bytes())["model"]["vocab"])
+        (model_dir / "config.json").write_text(json.dumps({**_MODEL_CONFIG, "vocab_size": vocab}))
+        port = _free_port()
+        block_size = str(BLOCK_SIZE)
+        commands = {
+            "frontend": [
+                *("dynamo.frontend", "--http-port", str(port), "--router-mode", "kv"),
+                *("--kv-cache-block-size", block_size),
+            ],
+            "mocker": [
+                *("dynamo.mocker", "--model-path", str(model_dir), "--model-name", MODEL),
+                *("--num-workers", "2", "--block-size", block_size),
+                *("--num-gpu-blocks-override", "16384", *mocker_flags),
+            ],
+        }
+        pids = {}
+        for process_name, command in commands.items():
+            log = stack.enter_context((folder / f"{process_name}.log").open("wb"))
+            process = subprocess.Popen(
+                [python, "-m", *command],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **_DYNAMO_ENV, **env, "DYN_FILE_KV": str(folder / "kv")},
+            )
+            stack.callback(_end, process)
+            pids[process_name] = process.pid
+        _await_dynamo(port)
+        yield port, pids
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGCONT)
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _await_dynamo(port: int) -> None:
+    deadline = time.monotonic() + READY_S
+    url = f"http://127.0.0.1:{port}/health"
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
+            instances = json.load(response).get("instances", [])
+            if sum(one.get("endpoint") == "generate" for one in instances) == 2:
+                time.sleep(1)  # the model follows its workers
+                return
+        time.sleep(0.2)
+    raise RuntimeError(f"Dynamo was not ready within {READY_S:g} s")
+
+
+@contextlib.contextmanager
+def suspended(pids: Sequence[int]) -> Iterator[None]:
+    """Stops processes for the time of the block."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def worktree(revision: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvmesh-worktree-") as folder:
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", folder, revision], check=True)
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run([*git, "remove", "--force", folder], check=True)
