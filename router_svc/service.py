@@ -304,7 +304,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         try:
             key = key_from_proto(new.key, frontend_id, "news.key")
             _require_query(new.HasField("query"), "news.query")
-            decided = self.decisions.submit(new.query, key, session, new.traceparent, reply)
+            booking_key = None if new.query_only else key
+            decided = self.decisions.submit(new.query, booking_key, session, new.traceparent, reply)
         except MeshError as error:
             if error.reason != DRAINING_REASON:
                 return self._result(number, None, error)

@@ -32,7 +32,7 @@ class GenerateSpans:
         if parent is None or not telemetry.is_sampled(parent):
             return None
         request = leg_request.request
-        attributes: dict[str, str | int] = {
+        attributes: dict[str, str | int | tuple[str, ...]] = {
             "model": self._model,
             "disagg_role": leg_request.phase or self._role,
             "request_id": leg_request.request_id,
@@ -44,6 +44,8 @@ class GenerateSpans:
         if request is not None:
             attributes["input_tokens"] = len(request.token_ids)
             attributes["gen_ai.usage.input_tokens"] = len(request.token_ids)
+            if request.annotations:
+                attributes["annotations"] = request.annotations
         links = []
         source = request.migration_link if request is not None else None
         if source is not None and (link := telemetry.link(source.trace_id, source.span_id)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from common.request.preprocessed import CompletionUsage, FinishReason, TokenLogprob
@@ -89,7 +89,12 @@ class Choice:
             return self._parser.feed(text)
         return [Content(text)] if text else []
 
-    def finish(self, reason: FinishReason | None, sink: ChoiceSink) -> bytes:
+    def finish(
+        self,
+        reason: FinishReason | None,
+        sink: ChoiceSink,
+        nvext: Mapping[str, object] | None = None,
+    ) -> bytes:
         """Writes the withheld text and the end. reason: why the model ended."""
         rest = self._text.finish()
         deltas = self._deltas(rest)
@@ -99,7 +104,7 @@ class Choice:
         is_stopped = self._text.matched_stop is not None
         tokens += self._queue.stop() if is_stopped else self._queue.finish()
         events = sink.output(self._index, deltas, tokens) if deltas or tokens else b""
-        end = ChoiceEnd(self._finish_reason(reason), self._text.matched_stop)
+        end = ChoiceEnd(self._finish_reason(reason), self._text.matched_stop, nvext or {})
         return events + sink.finish(self._index, end)
 
     def _finish_reason(self, reason: FinishReason | None) -> OpenAIFinishReason:

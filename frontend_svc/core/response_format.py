@@ -7,7 +7,7 @@ any prefix of it followed by error. A response that is not streamed is recorded,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -32,10 +32,12 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEnd:
-    """Why a choice ended. stop_string: the one that ended it, or None."""
+    """Why a choice ended. stop_string: the one that ended it, or None. nvext: the object with the
+    extensions of the response; empty: none."""
 
     reason: OpenAIFinishReason
     stop_string: str | None = None
+    nvext: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

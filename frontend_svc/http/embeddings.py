@@ -96,12 +96,16 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
     ) -> Iterator[tuple[RequestPlan, Query]]:
         """The plan and the query of each input. They have no prefix hashes: engines bypass their
         caches for embeddings."""
-        routing = routing_hints(body.hints, model.adapter)
-        query = self.make_query(context, model.base, routing, body.hints)
         # Not the name in the body, which may be an alias.
         request = PreprocessedRequest(
-            model=model.name, token_ids=TokenIds(), mdc_sum=model.checksum, routing=routing
+            model=model.name,
+            token_ids=TokenIds(),
+            mdc_sum=model.checksum,
+            routing=routing_hints(body.hints),
         )
+        if model.adapter:
+            request.routing_mut().lora_name = model.adapter
+        query = self.make_query(context, model.base, request.routing, body.hints)
         plan = replace(self.make_plan(context, request), is_embedding=True)
         for index, token_ids in enumerate(inputs):
             one = replace(request, token_ids=token_ids)

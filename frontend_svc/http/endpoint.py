@@ -20,7 +20,7 @@ from common.errors import (
     Overloaded,
     RequestCancelled,
 )
-from common.request.preprocessed import PreprocessedRequest, RoutingHints
+from common.request.preprocessed import PreprocessedRequest, RequestTracker, RoutingHints
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.openai.errors import (
     BODY_TOO_LARGE,
@@ -132,7 +132,7 @@ class PostEndpoint(ABC, Generic[P]):
             client_id=client_id if _REQUEST_ID.fullmatch(client_id) else request_id.encode(),
             span=start_request_span(scope["path"], traceparent),
             started_at_s=self._state.clock(),
-            received_ms=time.time() * 1000,
+            tracker=RequestTracker(received_ms=time.time() * 1000, received_s=time.monotonic()),
             header_pairs=header_pairs,
             headers=headers,
             receive=receive,

@@ -21,6 +21,7 @@ from frontend_svc.config import FrontendConfig
 from frontend_svc.core.choice import Choice
 from frontend_svc.core.models.engine_options import check_options
 from frontend_svc.core.openai.errors import HttpError, error_type
+from frontend_svc.core.openai.extension import ResponseExtension, make_extension
 from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
 from frontend_svc.core.openai.logprobs import token_id_text
 from frontend_svc.core.openai.pass_through import PassThroughRequest, read_body
@@ -131,6 +132,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         model = self._models.get_for(body.model, self._api.table)
         plan = plan_tools(body, model.call_format) if isinstance(body, ChatRequest) else None
         guided = await self._constraints.resolve(body, plan)
+        token_lists, prompt_text = await _tokenize(body, model)
         prompts = [
             to_preprocessed(
                 body,
@@ -143,11 +145,12 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
                 adapter=model.adapter,
                 guided=guided,
             )
-            for token_ids in await _tokenize(body, model)
+            for token_ids in token_lists
         ]
         refused_options = self._models.refused_options(model.name)
         for request in prompts:
             request.model = model.name  # not an alias, which workers do not have
+            request.tracker = context.tracker
             check_options(request, refused_options)
         context.request = prompts[0]
         prompt_tokens = check_total_tokens(prompts)
@@ -160,6 +163,8 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
             choices=len(prompts) * body.choices_per_prompt,
             prompt_tokens=prompt_tokens,
         )
+        extension = _extension(body, model, info, prompts[0], prompt_text)
+        is_query_only = extension is not None and extension.is_query_only
         response_format = parsed.make_format(info)
         requests: list[tuple[RequestPlan, Query]] = []
         choices: list[Choice] = []
@@ -170,6 +175,9 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
                 request_plan = self.make_plan(
                     context, choice_request(request, number), choice=len(choices)
                 )
+                if is_query_only:
+                    request_plan = replace(request_plan, is_query_only=True)
+                    query = replace(query, is_query_only=True)
                 requests.append((request_plan, query))
                 parser = None
                 if isinstance(body, ChatRequest):
@@ -181,7 +189,8 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
                 )
         with self._open_requests(context, requests, meter) as opened:
             open_choices = [
-                OpenChoice(choice, *one) for choice, one in zip(choices, opened, strict=True)
+                OpenChoice(choice, *one, extension)
+                for choice, one in zip(choices, opened, strict=True)
             ]
             writer = ResponseWriter(context, open_choices, self._config.keep_alive_s)
             if body.is_stream:
@@ -296,21 +305,43 @@ def _text_stream(
     )
 
 
+def _extension(
+    body: ChatRequest | CompletionRequest,
+    model: ServedModel,
+    info: ResponseInfo,
+    request: PreprocessedRequest,
+    prompt_text: str | None,
+) -> ResponseExtension | None:
+    if (nvext := body.nvext) is None or not (nvext.annotations or nvext.extra_fields):
+        return None
+    return make_extension(
+        request,
+        nvext.extra_fields or (),
+        request_id=info.request_id,
+        prompt_text=prompt_text,
+        has_token_data=nvext.token_data is not None,
+        choices=info.choices,
+        block_size=model.hasher.block_size,
+    )
+
+
 async def _tokenize(
     body: ChatRequest | CompletionRequest, model: ServedModel
-) -> list[Sequence[int]]:
-    """The prompts of a body, at least one."""
+) -> tuple[list[Sequence[int]], str | None]:
+    """The prompts of a body, at least one, and the text of the first one; None: token ids."""
     context_length = model.card.context_length or 0
     if isinstance(body, CompletionRequest):
-        return [
+        token_lists: list[Sequence[int]] = [
             await _encode(body, one, model, context_length) if isinstance(one, str) else one
             for one in body.prompts
         ]
+        first = body.prompts[0]
+        return token_lists, first if isinstance(first, str) else None
     if body.token_data is not None:
-        return [body.token_data]
+        return [body.token_data], None
     prompt = render_prompt(body, model)
     check_prompt_length(body, model.token_count_min(prompt.text), context_length)
-    return [await model.encode_prompt(prompt)]
+    return [await model.encode_prompt(prompt)], prompt.text
 
 
 async def _encode(

@@ -11,7 +11,7 @@ import structlog
 from opentelemetry.util.types import AttributeValue
 
 from common.errors import MeshError
-from common.request.preprocessed import PreprocessedRequest, to_json_value
+from common.request.preprocessed import PreprocessedRequest, RequestTracker, to_json_value
 from frontend_svc.core.anthropic import errors as anthropic
 from frontend_svc.core.openai import errors as openai
 from frontend_svc.core.request.outcomes import merge_outcomes
@@ -31,6 +31,9 @@ _OPERATIONS = {
     Endpoint.TOKENIZE: "tokenize",
     Endpoint.DETOKENIZE: "detokenize",
 }
+
+# Parts of the time to the first token.
+_LOGGED_TIMES = ("prefill_wait_time_ms", "prefill_time_ms")
 
 log = structlog.get_logger()
 
@@ -60,7 +63,7 @@ class HttpRequest:
     the client; header_pairs: the same, with repetitions. base_model: the model itself, or the base
     model of an adapter; "" if passed through or not known yet. responses: one per choice or input.
     stream_format: of the stream that has begun. status: HTTP status sent to the client, 0 before
-    it is sent. received_ms: since the Unix epoch. uses_alias: whether the body names its extensions
+    it is sent. tracker: of the first choice. uses_alias: whether the body names its extensions
     `kvmesh`. request: of the first prompt; None: unknown."""
 
     endpoint: Endpoint
@@ -68,7 +71,7 @@ class HttpRequest:
     client_id: bytes
     span: RequestSpan
     started_at_s: float
-    received_ms: float
+    tracker: RequestTracker
     header_pairs: Headers
     headers: Mapping[bytes, bytes]
     receive: Receive
@@ -174,6 +177,10 @@ def log_request(context: HttpRequest, now_s: float) -> None:
     fields |= _mark_fields(context)
     if context.ttft_s is not None:
         fields["ttft_ms"] = round(context.ttft_s * 1000, 1)
+        timing = context.tracker.timing()
+        for name in _LOGGED_TIMES:
+            if name in timing:
+                fields[name] = round(timing[name], 1)
     if len(context.responses) > 1:
         fields["requests"] = len(context.responses)
     if context.outcome is not None:
@@ -195,11 +202,15 @@ def _mark_fields(context: HttpRequest) -> dict[str, Any]:
     request, fields = context.request, dict[str, Any]()
     if request is None:
         return fields
+    if request.annotations:
+        fields["annotations"] = list(request.annotations)
     if request.agent_context is not None:
         fields["agent_context"] = to_json_value(request.agent_context)
     if request.request_timestamp_ms is not None:
         # From the client's clock to this one.
-        fields["client_delay_ms"] = round(context.received_ms - request.request_timestamp_ms, 1)
+        fields["client_delay_ms"] = round(
+            context.tracker.received_ms - request.request_timestamp_ms, 1
+        )
     return fields
 
 

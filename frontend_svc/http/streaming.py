@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +11,7 @@ from common.errors import MeshError
 from common.request.preprocessed import CompletionUsage
 from frontend_svc.core.choice import Choice
 from frontend_svc.core.openai.errors import error_event
+from frontend_svc.core.openai.extension import ResponseExtension
 from frontend_svc.core.openai.pass_through import merge_chunks
 from frontend_svc.core.openai.sse import DONE, KEEP_ALIVE, ChunkKind, event
 from frontend_svc.core.request.outcomes import merge_outcomes
@@ -30,11 +32,13 @@ from frontend_svc.request.response import ResponseBuffer
 
 @dataclass(slots=True)
 class OpenChoice:
-    """A choice, and the request that generates it. is_finished: its end has been written."""
+    """A choice, and the request that generates it. extension: of the response, if this is its only
+    choice. is_finished: its end has been written."""
 
     choice: Choice
     handle: RequestHandle
     buffer: ResponseBuffer
+    extension: ResponseExtension | None = None
     is_finished: bool = False
 
 
@@ -67,14 +71,19 @@ class ResponseWriter:
                 _raise_error(one.buffer)
         await _start_stream(self._context)
         self._context.stream_format = response_format
-        events = response_format.begin() + self._begin(response_format)
+        extension = self._choices[0].extension
+        events = b"" if extension is None else extension.comments()
+        events += response_format.begin() + self._begin(response_format)
         while True:
             events += self._advance(response_format)
             if self._error is not None:
                 events += response_format.error(self._error)
                 break
             if not self._unfinished:
-                events += response_format.end(self._usage())
+                usage = self._usage()
+                if extension is not None:
+                    events += extension.last_comments(usage)
+                events += response_format.end(usage)
                 break
             if not has_news:
                 events += response_format.keep_alive
@@ -136,7 +145,22 @@ class ResponseWriter:
         if outcome.error is not None and not one.choice.is_complete:
             self._error = self._error or outcome.error
             return b""
-        return one.choice.finish(outcome.finish_reason, sink)
+        nvext = None if one.extension is None else self._nvext(one, one.extension, outcome)
+        return one.choice.finish(outcome.finish_reason, sink, nvext)
+
+    def _nvext(
+        self, one: OpenChoice, extension: ResponseExtension, outcome: RequestOutcome
+    ) -> dict[str, object]:
+        context, tracker = self._context, self._context.tracker
+        if context.ttft_s is not None:
+            tracker.mark("first_token", tracker.received_s + max(0.0, context.ttft_s))
+        tracker.mark("finished", time.monotonic())
+        usage = one.choice.usage(outcome.usage)
+        values = extension.extra_fields(outcome, usage, one.handle.machine.generated)
+        is_stream = context.stream_format is not None
+        if not is_stream and (annotations := extension.annotations(usage)):
+            values["annotations"] = annotations
+        return values
 
     def _usage(self) -> CompletionUsage:
         outcomes = []

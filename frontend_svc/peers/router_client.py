@@ -240,7 +240,8 @@ class RouterClient:
             pending.callback(error)
             return
         self._remove_pending(result.id, pending)
-        self._held_bookings.add(pending.key, pending.query, result.decision)
+        if not pending.query.is_query_only:
+            self._held_bookings.add(pending.key, pending.query, result.decision)
         pending.callback(decision_from_proto(result.decision))
 
     def _remove_pending(self, query_id: int, pending: PendingPlacement) -> None:

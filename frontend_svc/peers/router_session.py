@@ -83,7 +83,11 @@ def query_to_proto(
     if query.config_override is not None:
         dataclass_to_proto(query.config_override, message.config_override)
     return router_pb2.New(
-        id=query_id, key=key_to_proto(key), query=message, traceparent=query.traceparent
+        id=query_id,
+        key=key_to_proto(key),
+        query=message,
+        traceparent=query.traceparent,
+        query_only=query.is_query_only,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -64,6 +65,7 @@ class RequestHandle:
         # How many of the generated tokens are part of the current attempt's prompt.
         self._generated_in_prompt = 0
         self._sink = sink
+        self._tracker = plan.request.tracker
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._exclusions = ExclusionPolicy()
@@ -114,6 +116,7 @@ class RequestHandle:
             reply = no_worker_error(adapter_of(self._query) or self._query.model)
         if not isinstance(reply, MeshError):
             self._wait_until = None
+            self._record_hit(reply)
             self._decision_addresses[reply.worker_id] = reply.address
             if reply.prefill is not None:
                 self._decision_addresses[reply.prefill.worker_id] = reply.prefill.address
@@ -123,6 +126,11 @@ class RequestHandle:
                 self._loop.call_soon(self._place, attempt)
         elif not (self._exclusions.waits_after(reply) and self._wait_for_worker(attempt)):
             self.machine.placement_failed(attempt, reply)
+
+    def _record_hit(self, placed: RoutingDecision) -> None:
+        if self._tracker is not None and self._query.block_size:
+            self._tracker.prompt_blocks = self._query.total_tokens // self._query.block_size
+            self._tracker.cached_blocks = placed.overlap_blocks
 
     def _wait_for_worker(self, attempt: int) -> bool:
         """Whether the attempt waits for a worker: not if it has waited long enough."""
@@ -181,6 +189,8 @@ class RequestHandle:
             error = WorkerLost(f"worker {worker_id} has left the mesh", retryable=True)
             self._loop.call_soon(leg.lost, error)
             return
+        if self._tracker is not None:
+            self._tracker.mark("prefill_started", time.monotonic())
         self._submitted[leg] = gateway.workers.submit(worker_id, address, leg_request, leg)
 
     def abort(self, leg: Leg, reason: str) -> None:
@@ -190,6 +200,8 @@ class RequestHandle:
 
     def prefill_done(self, attempt: int) -> None:
         self._ask_again_s = ASK_AGAIN_MIN_S
+        if self._tracker is not None:
+            self._tracker.mark("prefill_finished", time.monotonic())
         self._release_permit()
         self._gateway.router.prefill_done(self._key(attempt))
 

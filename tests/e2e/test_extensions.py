@@ -6,24 +6,28 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from itertools import count
 from typing import Any
 
 import httpx
 import pytest
 
-from kvmesh.router.v1 import router_pb2, router_pb2_grpc
-from meshctl.commands.demo import ReceivedSpan, SpanReceiver, run_span_receiver
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, wait_for
+from meshctl.commands.demo import SpanReceiver, run_span_receiver
+from tests.e2e.extensions import (
+    BLOCK,
+    NUMBERS,
+    ORACLE,
+    Json,
+    complete,
+    explain,
+    ids,
+    refusal,
+    request_span,
+    terms,
+    unique_prompt,
+)
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
 
 pytestmark = pytest.mark.slow
-
-ORACLE = Oracle()
-BLOCK = 16
-NUMBERS = count(1)
-
-# Any: JSON.
-Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -46,57 +50,6 @@ def mesh(
         frontend_flags=traced,
     ) as mesh:
         yield mesh
-
-
-def unique_prompt(blocks: int = 4) -> list[int]:
-    """Token ids that share no block with another prompt."""
-    number = next(NUMBERS)
-    return [300 + (number * 7919 + place * place) % 2000 for place in range(blocks * BLOCK)]
-
-
-def complete(
-    mesh: Mesh, prompt: list[int] | None = None, *, alias: str = "nvext", **extensions: Any
-) -> tuple[Json, str]:
-    """A completion, and the worker that served it."""
-    name = f"request-{next(NUMBERS)}"
-    fields: Json = {alias: extensions}
-    response = mesh.post_completion(name, prompt or unique_prompt(), **fields)
-    assert response.status_code == 200, response.text
-    body: Json = response.json()
-    return body, mesh.request_line(name)["workers"][-1]
-
-
-def refusal(mesh: Mesh, status: int = 400, **fields: Any) -> Json:
-    response = mesh.post_completion(f"refused-{next(NUMBERS)}", unique_prompt(), **fields)
-    assert response.status_code == status, response.text
-    error: Json = response.json()["error"]
-    return error
-
-
-def explain(mesh: Mesh, response_id: str) -> router_pb2.ExplainResponse:
-    stub = router_pb2_grpc.RouterServiceStub(mesh.router.channel)
-    return stub.Explain(router_pb2.ExplainRequest(request_id=response_id), timeout=WAIT_S)
-
-
-def terms(mesh: Mesh, response_id: str, worker: str) -> dict[str, float]:
-    """The parts of the cost of a worker in a decision."""
-    (row,) = [
-        one for one in explain(mesh, response_id).candidates if one.worker.worker_id == int(worker)
-    ]
-    return dict(row.terms)
-
-
-def request_span(spans: tuple[SpanReceiver, str], client_id: str) -> ReceivedSpan:
-    """Waits for the frontend's span of a request."""
-
-    def found() -> list[ReceivedSpan]:
-        return [s for s in spans[0].received if s.attribute("x_request_id") == client_id]
-
-    return wait_for(found, f"the span of {client_id} is exported")[0]
-
-
-def ids(mesh: Mesh) -> list[str]:
-    return [str(worker.instance_id) for worker in mesh.workers]
 
 
 # -- the object and its names -------------------------------------------------------------------
@@ -273,6 +226,29 @@ def test_latency_targets_are_empty_by_default_and_refused_by_name(mesh: Mesh) ->
         for value, code in (("5", "invalid_type"), (-1, "invalid_value")):
             error = refusal(mesh, nvext={"router": {name: value}})
             assert (error["param"], error["code"]) == (f"nvext.router.{name}", code)
+
+
+@pytest.mark.row("S2-63")
+def test_fields_of_the_body_add_to_the_hints_of_nvext_or_create_them(mesh: Mesh) -> None:
+    prompt = unique_prompt(4)
+
+    def cached(**fields: Any) -> int:
+        response = mesh.post_completion(f"salted-{next(NUMBERS)}", prompt, **fields)
+        assert response.status_code == 200, response.text
+        count: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return count
+
+    for worker in ids(mesh):
+        assert cached(nvext={"backend_instance_id": worker}) == 0
+    # All workers have the prompt, without a salt.
+    assert cached(cache_salt="a", priority=-1) == 0
+    assert cached() == 3 * BLOCK
+    pin = {"backend_instance_id": ids(mesh)[1]}
+    name = f"pinned-{next(NUMBERS)}"
+    response = mesh.post_completion(name, prompt, nvext=pin, cache_salt="b", priority=-1)
+    assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert mesh.request_line(name)["workers"] == ids(mesh)[1:2]
+    assert cached(nvext=pin, cache_salt="b") == 3 * BLOCK
 
 
 # -- records ------------------------------------------------------------------------------------

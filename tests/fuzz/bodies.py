@@ -60,6 +60,8 @@ _NVEXT: dict[str, Any] = {
     "router_config_override": {"overlap_score_credit": 0.5, "assume_kv_reuse": True},
     "agent_context": {"session_id": "s", "trajectory_id": "t"},
     "request_timestamp_ms": 1.5,
+    "annotations": ["request_id", "user:7"],
+    "extra_fields": ["timing", "worker_id"],
 }
 _JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}}
 _CLAUDE_TURNS: list[Any] = [

@@ -184,8 +184,6 @@ async def refuses_unknown(harness: EngineHarness) -> None:
     """an unsupported field is rejected with Unsupported, by name"""
     fields: dict[str, object] = {
         "extra_args": {"no_engine_knows_this": 1},
-        # For other components than engines.
-        "annotations": ("mark",),
         "output_options": OutputOptions(formatted_prompt=True),
     }
     for name, value in fields.items():

@@ -176,7 +176,7 @@ class PreprocessedEmbeddingRequest:
 _ALWAYS_SUPPORTED = frozenset(
     {
         *("model", "token_ids", "eos_token_ids", "mdc_sum", "migration_link", "is_probe"),
-        *("routing.dp_rank", "routing.priority"),
+        *("annotations", "routing.dp_rank", "routing.priority"),
     }
 )
 # Their inner fields are named, not they.

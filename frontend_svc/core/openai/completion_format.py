@@ -63,7 +63,7 @@ class CompletionFormat:
         )
 
     def finish(self, choice: int, end: ChoiceEnd) -> bytes:
-        return self._writer.finish(end.reason, choice)
+        return self._writer.finish(end.reason, choice, end.nvext)
 
     def end(self, usage: CompletionUsage) -> bytes:
         return self._writer.usage(usage) + DONE

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from frontend_svc.core.openai.extension import ExtraField
 from frontend_svc.core.openai.fields import (
+    ANNOTATIONS_MAX,
     I32,
     NO_THINKING_LIMIT,
     SESSION_ID_CHARS_MAX,
@@ -108,6 +110,11 @@ class Nvext(GuidedFields):
     agent_context: NvextAgentContext | None = None
     # Milliseconds since the Unix epoch by the client's clock.
     request_timestamp_ms: Timestamp | None = None
+    # `key` or `key:value`.
+    annotations: Annotated[list[Name], Field(max_length=ANNOTATIONS_MAX, fail_fast=True)] | None = (
+        None
+    )
+    extra_fields: Annotated[list[ExtraField], Field(max_length=ANNOTATIONS_MAX)] | None = None
     # For engines that declare it.
     extra_args: dict[str, Any] | None = None
     token_data: Annotated[list[U32], Field(min_length=1, fail_fast=True)] | None = None
@@ -119,8 +126,6 @@ class Nvext(GuidedFields):
 
     greed_sampling: Annotated[object, refuse("set temperature to 0", False)] = None
     use_raw_prompt: Annotated[object, refuse(_NO_NVEXT, False)] = None
-    annotations: Annotated[object, refuse(_NO_NVEXT, [])] = None
-    extra_fields: Annotated[object, refuse(_NO_NVEXT, [])] = None
     max_thinking_tokens: Annotated[object, refuse(NO_THINKING_LIMIT)] = None
     cache_control: Annotated[object, refuse(_NO_NVEXT)] = None
     metadata_upload: Annotated[object, refuse(_NO_NVEXT)] = None

@@ -61,7 +61,7 @@ def to_preprocessed(
     is_stop_visible = request.include_stop_str_in_output is True
     nvext = request.nvext or Nvext()
     override, agent = nvext.router_config_override, nvext.agent_context
-    return PreprocessedRequest(
+    preprocessed = PreprocessedRequest(
         model=request.model,
         token_ids=prompt,
         stop_conditions=StopConditions(
@@ -90,12 +90,8 @@ def to_preprocessed(
         output_options=OutputOptions(logprobs=request.alternatives),
         eos_token_ids=eos,
         mdc_sum=mdc_sum,
-        routing=routing_hints(
-            request.nvext,
-            adapter,
-            priority=None if request.priority is None else -request.priority,
-            cache_salt=top_level_or_nvext(request, "cache_salt"),
-        ),
+        annotations=tuple(nvext.annotations or ()),
+        routing=routing_hints(request.nvext),
         router_config_override=None
         if override is None
         else RouterConfigOverride(**override.model_dump()),
@@ -103,6 +99,18 @@ def to_preprocessed(
         agent_context=None if agent is None else AgentContext(**agent.model_dump()),
         request_timestamp_ms=nvext.request_timestamp_ms,
     )
+    if adapter:
+        preprocessed.routing_mut().lora_name = adapter
+    if (salt := top_level_or_nvext(request, "cache_salt")) is not None:
+        preprocessed.routing_mut().cache_salt = salt
+    if request.priority is not None and preprocessed.routing_mut().priority is None:
+        _set_priority(preprocessed.routing_mut(), -request.priority)
+    return preprocessed
+
+
+def _set_priority(hints: RoutingHints, priority: int) -> None:
+    """Sets both effects of a priority; a positive one counts as that many seconds of waiting."""
+    hints.priority, hints.priority_jump = priority, float(max(0, priority))
 
 
 def _checked_prompt(
@@ -196,17 +204,10 @@ def strict_priority(nvext: Nvext | None) -> int:
     return nvext.agent_hints.strict_priority or 0
 
 
-def routing_hints(
-    nvext: Nvext | None,
-    adapter: str = "",
-    *,
-    priority: int | None = None,
-    cache_salt: str | None = None,
-) -> RoutingHints | None:
-    """The routing hints of a request; None if it has none. priority: used if `nvext` has none."""
+def routing_hints(nvext: Nvext | None) -> RoutingHints | None:
+    """The routing hints of a request; None if it has none."""
     nvext = nvext or Nvext()
     agent = nvext.agent_hints or AgentHints()
-    priority = priority if agent.priority is None else agent.priority
     constraints, session = nvext.routing_constraints, nvext.session_control
     hints = RoutingHints(
         backend_instance_id=nvext.backend_instance_id,
@@ -215,10 +216,6 @@ def routing_hints(
         dp_rank=nvext.dp_rank,
         prefill_dp_rank=nvext.prefill_dp_rank,
         expected_output_tokens=agent.osl,
-        lora_name=adapter or None,
-        priority=priority,
-        # Seconds: a positive priority counts as additional waiting time.
-        priority_jump=None if priority is None else float(max(0, priority)),
         allowed_worker_ids=None
         if nvext.allowed_worker_ids is None
         else frozenset(nvext.allowed_worker_ids),
@@ -233,6 +230,7 @@ def routing_hints(
         else SessionControl(
             session.session_id, None if session.action is None else SessionAction(session.action)
         ),
-        cache_salt=cache_salt,
     )
+    if agent.priority is not None:
+        _set_priority(hints, agent.priority)
     return None if hints == RoutingHints() else hints

@@ -41,6 +41,7 @@ def completion_json(
                 for index, one in enumerate(choices)
             ],
             "usage": usage_object(usage),
+            **({"nvext": choices[0].end.nvext} if choices[0].end.nvext else {}),
         }
     )
 

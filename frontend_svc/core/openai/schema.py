@@ -22,10 +22,11 @@ Honoured
                dp_rank, prefill_dp_rank, allowed_worker_ids, router_config_override,
                agent_hints.priority, .strict_priority and .osl, routing_constraints.required_taints
                and .preferred_taints, session_control.session_id and .action, agent_context,
-               request_timestamp_ms, extra_args (if an engine declares it), token_data, and
-               ignore_eos, top_k, min_p, repetition_penalty, cache_salt and the guided_ fields,
-               which apply only if the top level has none; headers carry some of these too, and win
-               (`headers.py`)
+               request_timestamp_ms, annotations, extra_fields (worker_id, timing, kv_hit,
+               token_ids, completion_token_ids), extra_args (if an engine declares it),
+               token_data, and ignore_eos, top_k, min_p, repetition_penalty, cache_salt and the
+               guided_ fields, which apply only if the top level has none; headers carry some of
+               these too, and win (`headers.py`)
 Accepted, because they cannot change the response
                user, metadata, safety_identifier, prompt_cache_key, prompt_cache_retention,
                prediction, verbosity
@@ -33,8 +34,7 @@ Accepted with a value that has no effect, else refused by name
                store (false), service_tier (auto, default), functions ([]), function_call (none,
                auto), modalities (["text"]), stream_options.include_obfuscation and
                .continuous_usage_stats (false), suffix (""), nvext.greed_sampling and
-               .use_raw_prompt (false), nvext.annotations and .extra_fields ([]),
-               messages[].annotations ([])
+               .use_raw_prompt (false), messages[].annotations ([])
 Refused by name unless null
                audio, web_search_options, moderation, prompt_cache_options, max_thinking_tokens,
                prompt_logprobs,

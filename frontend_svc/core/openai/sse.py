@@ -12,6 +12,7 @@ chunk of a choice has a finish reason; no content of it follows; an error is the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -104,10 +105,12 @@ class ChunkWriter:
         delta = {"role": "assistant", "content": "", "refusal": None}
         return self._event([_chat_choice(index, delta, None)], None)
 
-    def finish(self, reason: OpenAIFinishReason, index: int = 0) -> bytes:
+    def finish(
+        self, reason: OpenAIFinishReason, index: int = 0, nvext: Mapping[str, object] | None = None
+    ) -> bytes:
         assert index in self._unfinished, "a choice finishes once"
         self._unfinished.discard(index)
-        return self._event([self._choice(index, None, reason)], None)
+        return self._event([self._choice(index, None, reason)], None, nvext)
 
     def usage(self, usage: CompletionUsage) -> bytes:
         """The chunk with the counts, after `finish`; empty unless the client requested it."""
@@ -129,8 +132,15 @@ class ChunkWriter:
             return _chat_choice(index, {} if text is None else {"content": text}, reason)
         return {"index": index, "text": text or "", "logprobs": None, "finish_reason": reason}
 
-    def _event(self, choices: list[dict[str, object]], usage: CompletionUsage | None) -> bytes:
+    def _event(
+        self,
+        choices: list[dict[str, object]],
+        usage: CompletionUsage | None,
+        nvext: Mapping[str, object] | None = None,
+    ) -> bytes:
         chunk: dict[str, object] = {**self._common_fields, "choices": choices}
+        if nvext:
+            chunk["nvext"] = nvext
         if self._include_usage:
             chunk["usage"] = None if usage is None else usage_object(usage)
         return event(orjson.dumps(chunk))

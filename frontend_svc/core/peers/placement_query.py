@@ -24,7 +24,7 @@ PlacementCallback = Callable[[RoutingDecision | MeshError], None]
 class Query:
     """What to place. arrived_at: loop time, seconds. hasher: extends the prefix hashes when the
     prompt grows; None: no hashes are added. chain: the state of the hash chain after
-    `prefix_hashes`."""
+    `prefix_hashes`. is_query_only: the placement is not booked."""
 
     model: str
     total_tokens: int
@@ -38,6 +38,7 @@ class Query:
     expected_output_tokens: int | None = None
     traceparent: str = ""
     strict_priority: int = 0
+    is_query_only: bool = False
     hasher: PrefixHasher | None = None
     chain: ChainState = ROOT_CHAIN
 

@@ -183,7 +183,10 @@ class RequestMachine:
         if self.plan.is_embedding:
             placed = _prefill_only(placed)
         self._placed = placed
-        if self.plan.body is not None and placed.prefill is not None:
+        if self.plan.is_query_only:
+            self._booked = False
+            self._finish(FinishReason.STOP, None)
+        elif self.plan.body is not None and placed.prefill is not None:
             self._free_booking()
             message = "a pass-through body cannot run on separate prefill and decode workers"
             self._finish(FinishReason.ERROR, Unsupported("model", message))

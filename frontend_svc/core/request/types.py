@@ -32,7 +32,8 @@ class RequestPlan:
     pair_accept_timeout_s: the same for a silent worker of a prefill and decode pair. trace_id: 32
     hex digits, "" when not sampled. body: sent in place of the request; the response then consists
     of chunks, and token counts are unknown. is_embedding: the response is one chunk with the
-    prompt's vector, which a retry sends again.
+    prompt's vector, which a retry sends again. is_query_only: the outcome is
+    the placement; it is not booked, and no worker receives the request.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class RequestPlan:
     priority: int | None = None
     body: PassThroughPayload | None = None
     is_embedding: bool = False
+    is_query_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

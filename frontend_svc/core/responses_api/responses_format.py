@@ -49,6 +49,8 @@ class ResponsesFormat:
 
     def finish(self, choice: int, end: ChoiceEnd) -> bytes:
         self._incomplete_reason = _INCOMPLETE_REASONS.get(end.reason)
+        if end.nvext:
+            self._response |= {"nvext": end.nvext}
         events = b"" if self._output.has_items else self.output(choice, [Content("")], ())
         is_complete = self._incomplete_reason is None
         last_events = self._output.close("completed" if is_complete else "incomplete")

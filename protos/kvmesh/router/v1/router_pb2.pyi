@@ -400,12 +400,15 @@ class New(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     QUERY_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    QUERY_ONLY_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """Correlates the answer on this stream."""
     traceparent: _builtins.str
     """W3C traceparent of the request's span; the decision's spans are its children if it is sampled.
     Empty: no trace.
     """
+    query_only: _builtins.bool
+    """Neither book nor queue it: the decision only, as Route without book."""
     @_builtins.property
     def key(self) -> Global___BookingKey:
         """Key of the booking."""
@@ -421,10 +424,11 @@ class New(_message.Message):
         key: Global___BookingKey | None = ...,
         query: Global___Query | None = ...,
         traceparent: _builtins.str = ...,
+        query_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "query", b"query"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "key", b"key", "query", b"query", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "key", b"key", "query", b"query", "query_only", b"query_only", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -226,8 +226,8 @@ class PreprocessedRequest(_message.Message):
 
     @_builtins.property
     def annotations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Free-form `key` or `key:value` marks. Refused by workers. Set by the client
-        (nvext.annotations) or the frontend.
+        """Free-form `key` or `key:value` marks, for the spans of the request and for engines that read
+        them. Set by the client (nvext.annotations).
         """
 
     @_builtins.property

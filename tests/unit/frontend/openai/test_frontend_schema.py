@@ -277,10 +277,16 @@ BAD_CHATS: list[tuple[bytes, str, str, str]] = [
     (chat_body(nvext=[]), "nvext", "invalid_type", "expected an object"),
     (chat_body(nvext={"foo": 1}), "nvext.foo", "unknown_parameter", ""),
     (
-        chat_body(nvext={"annotations": ["request_id"]}),
-        "nvext.annotations",
-        "unsupported_parameter",
-        "",
+        chat_body(nvext={"annotations": ["a" * 257]}),
+        "nvext.annotations[0]",
+        "invalid_value",
+        "at most 256",
+    ),
+    (
+        chat_body(nvext={"extra_fields": ["engine_data"]}),
+        "nvext.extra_fields[0]",
+        "invalid_value",
+        "one of",
     ),
     (
         chat_body(nvext={"greed_sampling": True}),
