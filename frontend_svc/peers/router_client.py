@@ -51,6 +51,8 @@ RECONNECT_MAX_S = 0.2
 HOME_RETURN_JITTER_S = 1.0
 HOME_PROBE_TIMEOUT_S = 1.0
 PING_INTERVAL_S = 0.5
+# Between frames with nothing but changes of bookings.
+CHANGE_SPACING_S = 0.01
 _HOME_ROUTER_REACHABLE = "HOME"
 
 log = structlog.get_logger()
@@ -86,7 +88,9 @@ class RouterClient:
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._monitor = RouterMonitor(self._now())
-        self._held_bookings = HeldBookings(frontend_id, self._loop.time, self._wake.set)
+        self._held_bookings = HeldBookings(frontend_id, self._loop.time, self._on_booking_change)
+        self._wake_timer: asyncio.TimerHandle | None = None
+        self._written_at = 0.0
         self._generation = 0  # of the session, see SessionHello
         self._last_query_id = 0
         self._waiting: dict[int, PendingPlacement] = {}
@@ -137,6 +141,12 @@ class RouterClient:
         if self._held_bookings.is_session_open:  # a new session sends all pending queries
             self._unsent_queries.append(query_id)
             self._wake.set()
+
+    def _on_booking_change(self) -> None:
+        """Changes wait for each other and for the next query, for CHANGE_SPACING_S at most."""
+        if self._wake_timer is None and not self._wake.is_set():
+            at = max(self._loop.time(), self._written_at + CHANGE_SPACING_S)
+            self._wake_timer = self._loop.call_at(at, self._wake.set)
 
     def _choose(self) -> Instance | None:
         routers = {router.id: router for router in self._routers()}
@@ -267,12 +277,16 @@ class RouterClient:
             self._unsent_queries = []
             self._held_bookings.move_changes_to(frame)
             await session.write(frame)
+            self._written_at = self._loop.time()
             if self._is_ping_due:
                 self._is_ping_due = False
                 if frame.ListFields():
                     await session.write(router_pb2.SessionRequest())
             await self._wake.wait()
             self._wake.clear()
+            if self._wake_timer is not None:
+                self._wake_timer.cancel()
+                self._wake_timer = None
             frame = router_pb2.SessionRequest()
 
     def _first_frame(self) -> router_pb2.SessionRequest:

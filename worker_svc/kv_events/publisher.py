@@ -7,6 +7,7 @@ the feed's event log, from which each `Link` sends at its own pace.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
@@ -34,6 +35,8 @@ from worker_svc.kv_events.publish_link import (
 
 # Interval of reading the engine's load; a link sends it if it changed.
 LOAD_SAMPLE_S = 0.1
+# Between batches of events. An engine step frees and stores blocks every few milliseconds.
+PUBLISH_SPACING_S = 0.02
 # After this time without a shrink request, each interval publishes another tenth.
 REGROW_INTERVAL_S = 30.0
 REGROW_DIVISOR = 10
@@ -84,6 +87,7 @@ class Publisher:
         self._namespace = namespace
         self._links: dict[int, tuple[Link, asyncio.Task[None]]] = {}
         self._is_publish_scheduled = False
+        self._published_at = -math.inf
         # Whether a shrink started since the last regrow interval.
         self._has_shrunk_since_regrow = False
         # Whether the resize in progress is a shrink.
@@ -193,9 +197,15 @@ class Publisher:
             self._shrink_positions = {rank: log_position(feed) for rank, feed in self.feeds.items()}
 
     def _schedule_publish(self) -> None:
+        """Publishes soon; while steps follow each other, PUBLISH_SPACING_S after the last time."""
         if not self._is_publish_scheduled:
             self._is_publish_scheduled = True
-            asyncio.get_running_loop().call_soon(self._publish_changes)
+            loop = asyncio.get_running_loop()
+            loop.call_at(max(loop.time(), self._published_at + PUBLISH_SPACING_S), self._publish)
+
+    def _publish(self) -> None:
+        self._published_at = asyncio.get_running_loop().time()
+        self._publish_changes()
 
     def _publish_changes(self) -> None:
         self._is_publish_scheduled = False
