@@ -25,6 +25,9 @@ from pydantic import JsonValue, PlainValidator, TypeAdapter
 from common.errors import InvalidRequest
 from common.registry.instances import parse_json, slugify
 
+# Limit of a stored card.
+CARD_BYTES_MAX = 512 << 20
+
 ModelInput = Literal["tokens", "text"]
 
 # An artifact name becomes a file name in a cache directory.

@@ -4,6 +4,8 @@
     <path>/<namespace>/models/<slug>                        locked while a card is checked
     <path>/cards/<checksum>.json                            immutable
 
+Folders have mode 0700 and files 0600. An entry is a regular file of at most ENTRY_BYTES_MAX.
+
 Local file systems of Linux only. *The lock is the truth*: an instance lives as long as its owner
 holds the write lock on its file. The kernel drops that lock with the process, however it ends: no
 heartbeat, no time-out, no false death under load.
@@ -47,12 +49,14 @@ from pydantic import TypeAdapter
 
 from common.errors import InvalidRequest, MeshError, Unavailable
 from common.namespace import check_namespace
-from common.registry.card import ModelCard, decode_card, encode_card, model_slug
+from common.registry.card import CARD_BYTES_MAX, ModelCard, decode_card, encode_card, model_slug
 from common.registry.file_lock import (
-    OPEN_FLAGS,
     acquire_lock,
     inode_of_path,
     is_locked,
+    make_private,
+    open_regular,
+    read_whole,
     release_lock,
     try_lock,
     write_atomically,
@@ -159,7 +163,7 @@ class FileRegistry:
         self._check_open()
         path = self._view(namespace).directory / _entry_name(instance_id)
         with _map_os_errors(path), contextlib.suppress(FileNotFoundError):
-            os.close(os.open(path, os.O_WRONLY | os.O_TRUNC | OPEN_FLAGS))
+            os.close(open_regular(path, os.O_WRONLY | os.O_TRUNC))
             path.unlink()
 
     async def close(self) -> None:
@@ -239,8 +243,8 @@ class FileRegistry:
     ) -> bool:
         self._check_open()  # Again: the wait for the lock may have been long.
         with _map_os_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600)
+            make_private(path, 3)
+            fd = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             if not try_lock(fd, shared=True):
                 return False
@@ -313,7 +317,7 @@ class _FileLease:
                 f"instance too large: {len(record)}/{ENTRY_BYTES_MAX} bytes", "instance"
             )
         with _map_os_errors(self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(self._path, 3)
             fd = write_atomically(self._path, record, acquire_lock)
         self.detach()
         self._fd = fd
@@ -421,7 +425,7 @@ class _NamespaceView:
         path = self.directory / name
         try:
             for _ in range(OPEN_ATTEMPTS_MAX):
-                fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
+                fd = open_regular(path, os.O_RDONLY)
                 if is_locked(fd):
                     entry = self._read_entry(name, fd)
                     self._drop_entry(name)
@@ -448,7 +452,11 @@ class _NamespaceView:
 
     def _read_entry(self, name: str, fd: int) -> _Entry:
         inode = os.fstat(fd).st_ino
-        raw = os.pread(fd, ENTRY_BYTES_MAX, 0)
+        try:
+            raw = read_whole(fd, ENTRY_BYTES_MAX)
+        except OSError as error:
+            self._warn_once(name, "registry_entry_unreadable", error.strerror)
+            return _Entry(fd, inode, 0, None)
         try:
             record = parse_json(_ENTRY_RECORD_ADAPTER, raw, name)
             instance = record.instance
@@ -504,13 +512,17 @@ def _store_card(path: Path, card: ModelCard) -> None:
     except MeshError:
         # Missing or damaged. The name is the content's checksum, so a write repairs it.
         with _map_os_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(path, 2)
             os.close(write_atomically(path, encode_card(card), os.fsync))
 
 
 def _load_card(path: Path, checksum: str) -> ModelCard:
     try:
-        raw = path.read_bytes()
+        fd = open_regular(path, os.O_RDONLY)
+        try:
+            raw = read_whole(fd, CARD_BYTES_MAX)
+        finally:
+            os.close(fd)
     except FileNotFoundError as error:
         raise card_not_found_error(checksum) from error
     except OSError as error:

@@ -1,22 +1,59 @@
-"""Files that live as long as a lock on them: open file description locks of Linux, fcntl(2)."""
+"""Files that live as long as a lock on them: open file description locks of Linux, fcntl(2).
+
+A registry folder is private to one user. Names in it may still be planted, for example in a folder
+that was made with a wide umask: files are opened without following links or waiting for a peer
+(a FIFO), and only regular files are read.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+_OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 
 # struct flock of 64-bit Linux: type, whence, start, length (0 = all), pid (0 for such locks).
 _FLOCK = struct.Struct("hhqqi4x")
 _WRITE_LOCK = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _READ_LOCK = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
 _UNLOCK = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """A descriptor of a regular file. Raises OSError, for links and special files too."""
+    fd = os.open(path, flags | _OPEN_FLAGS, _FILE_MODE)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
+
+
+def read_whole(fd: int, bytes_max: int) -> bytes:
+    """The content of a file. Raises OSError, before it reads, if that exceeds `bytes_max`."""
+    size = os.fstat(fd).st_size
+    if size > bytes_max:
+        raise OSError(errno.EFBIG, f"file too large: {size}/{bytes_max} bytes")
+    return os.pread(fd, size, 0)
+
+
+def make_private(file: Path, depth: int) -> None:
+    """Create the `depth` innermost folders of a file for this user only; own ones become so."""
+    for folder in reversed(file.parents[:depth]):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, _FOLDER_MODE)
+        found = folder.stat()
+        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if is_own and stat.S_IMODE(found.st_mode) != _FOLDER_MODE:
+            folder.chmod(_FOLDER_MODE)
 
 
 def acquire_lock(fd: int) -> None:

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from common.errors import InvalidRequest, Unavailable
-from common.registry.card import ModelCard, decode_card, encode_card, model_slug
+from common.registry.card import CARD_BYTES_MAX, ModelCard, decode_card, encode_card, model_slug
 from common.registry.instances import HEALTH_META_KEY, Instance
 
 CHECK_INTERVAL_S = 1.0
@@ -19,7 +19,6 @@ CHECK_TIMEOUT_S = 0.5
 REAP_AFTER_S = 60
 # Consul allows 512 KiB per value, 512 characters per meta value and 64 meta values.
 CARD_PART_BYTES = 384 * 1024
-CARD_BYTES_MAX = 512 << 20
 META_VALUE_CHARS = 512
 META_PARTS_MAX = 58
 
