@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from common.runtime.config import Port, ServiceConfig, Share, is_loopback
+from common.runtime.config import Names, Port, ServiceConfig, Share, is_loopback
 
 
 class FrontendConfig(ServiceConfig):
@@ -43,6 +43,15 @@ class FrontendConfig(ServiceConfig):
     keep_alive_s: Annotated[float, Field(ge=0.1)] = 15.0
     """Idle seconds after which a stream receives an SSE comment. Must be below the idle timeout of
     every proxy between frontend and client."""
+    media_urls: bool = False
+    """Fetch images and audio from http and https URLs in requests, from public addresses only. Off:
+    only data: URLs are accepted."""
+    media_hosts: Names = ()
+    """Hosts as host:port from which media may be fetched although their addresses are private."""
+    media_timeout_s: PositiveFloat = 10.0
+    """Seconds in which a medium must arrive, redirects included."""
+    media_limit_mb: Annotated[int, Field(ge=1, le=40)] = 32
+    """Largest size in MB of all media of a request. With base64 it must fit into a gRPC message."""
     response_store_mb: NonNegativeInt = 256
     """Memory in MB for stored responses (`/v1/responses`). The oldest are removed first. 0: none
     are stored."""

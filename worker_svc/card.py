@@ -83,6 +83,7 @@ def build_card(
         control_tokens_in_text=control_tokens_in_text,
         embedding_size=config.embedding_size,
         shorter_embeddings=config.shorter_embeddings,
+        media=config.media,
     )
 
 

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Flag, auto
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -24,6 +24,7 @@ from pydantic import JsonValue, PlainValidator, TypeAdapter
 
 from common.errors import InvalidRequest
 from common.registry.instances import parse_json, slugify
+from common.request.media import PART_NAMES, MediaInput
 
 # Limit of a stored card.
 CARD_BYTES_MAX = 512 << 20
@@ -100,6 +101,7 @@ class ModelCard:
     default_max_tokens: for requests without one; None = the rest of the context.
     embedding_size: coordinates of a vector; None = unknown, or no embeddings. shorter_embeddings:
     whether the first coordinates of a vector alone are a valid vector ("Matryoshka").
+    media: what the model takes besides text, by kind: "image", "audio".
 
     Raises InvalidRequest with the field of a value that is out of range.
     """
@@ -121,11 +123,13 @@ class ModelCard:
     control_tokens_in_text: bool = False
     embedding_size: int | None = None
     shorter_embeddings: bool = False
+    media: Mapping[str, MediaInput] = field(default_factory=dict, hash=False)
     user_data: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "artifacts", MappingProxyType(dict(self.artifacts)))
         object.__setattr__(self, "user_data", MappingProxyType(dict(self.user_data)))
+        object.__setattr__(self, "media", MappingProxyType(dict(self.media)))
         if self.context_length == 0:
             object.__setattr__(self, "context_length", None)
         if not self.name:
@@ -138,6 +142,8 @@ class ModelCard:
                 raise InvalidRequest(f"{name} must be at least 1 or absent, not {value}", name)
         if any(not 0 <= token < 2**32 for token in self.eos_token_ids):
             raise InvalidRequest("eos_token_ids must fit 32 bits", "eos_token_ids")
+        if unknown := self.media.keys() - PART_NAMES.keys():
+            raise InvalidRequest(f"media: {min(unknown)!r} is not a known kind", "media")
         for name, artifact in self.artifacts.items():
             _validate_artifact(name, artifact)
 
@@ -250,6 +256,8 @@ def _card_to_json(card: ModelCard) -> dict[str, Any]:
         raw["model_type"] = sorted(str(flag.name).lower() for flag in card.model_type)
     if "artifacts" in raw:
         raw["artifacts"] = {name: _artifact_to_json(a) for name, a in card.artifacts.items()}
+    if "media" in raw:
+        raw["media"] = {kind: asdict(one) for kind, one in card.media.items()}
     if "user_data" in raw:
         raw["user_data"] = dict(card.user_data)
     return raw

@@ -19,6 +19,7 @@ from common.kv.hashing import HASH_SCHEME_ID
 from common.request.preprocessed import PreprocessedRequest, TokenIds
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.choice import Choice
+from frontend_svc.core.media.prompt import add_media, check_media, expand_media, media_parts
 from frontend_svc.core.models.engine_options import check_options
 from frontend_svc.core.openai.errors import HttpError, error_type
 from frontend_svc.core.openai.extension import ResponseExtension, make_extension
@@ -52,6 +53,7 @@ from frontend_svc.http.streaming import (
     relay_chunks,
     send_merged_chunks,
 )
+from frontend_svc.media.loader import MediaLoader
 from frontend_svc.metrics.families import DeploymentState, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.constraints import ConstraintChecks
@@ -78,12 +80,14 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         config: FrontendConfig,
         constraints: ConstraintChecks,
         on_request_end: Callable[[RequestOutcome], None],
+        media: MediaLoader,
     ) -> None:
         super().__init__(api.endpoint, models, state, config)
         self._api = api
         self._gateway = gateway
         self._constraints = constraints
         self._on_request_end = on_request_end
+        self._media = media
 
     def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
         return self._api.http_error(error, context.client_id.decode("latin-1"), context.names)
@@ -152,6 +156,10 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
             request.model = model.name  # not an alias, which workers do not have
             request.tracker = context.tracker
             check_options(request, refused_options)
+        if isinstance(body, ChatRequest) and (parts := media_parts(body)):
+            media = await self._media.load(parts, model.card.media)
+            block_size = model.hasher.block_size
+            prompts = [add_media(one, media, model.card.media, block_size) for one in prompts]
         context.request = prompts[0]
         prompt_tokens = check_total_tokens(prompts)
         meter.prompt(prompt_tokens)
@@ -211,7 +219,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
             block_size=model.hasher.block_size,
             hasher=model.hasher_for(request.routing),
         )
-        return query.extended(request.token_ids, len(request.token_ids))
+        return query.extended(request.block_mm_routing_info()[0], len(request.token_ids))
 
     async def _pass_through(
         self, context: HttpRequest, body: PassThroughRequest, meter: RequestMeter
@@ -337,11 +345,28 @@ async def _tokenize(
         ]
         first = body.prompts[0]
         return token_lists, first if isinstance(first, str) else None
-    if body.token_data is not None:
-        return [body.token_data], None
-    prompt = render_prompt(body, model)
-    check_prompt_length(body, model.token_count_min(prompt.text), context_length)
-    return [await model.encode_prompt(prompt)], prompt.text
+    token_ids, text = await encode_chat(body, model, context_length=context_length)
+    return [token_ids], text
+
+
+async def encode_chat(
+    body: ChatRequest,
+    model: ServedModel,
+    *,
+    add_generation_prompt: bool = True,
+    context_length: int = 0,
+) -> tuple[Sequence[int], str | None]:
+    """The prompt of a chat request, with all placeholders of its media, and its text; None: token
+    ids. context_length: 0: a prompt of any length is encoded."""
+    parts = media_parts(body)
+    check_media(parts, model.card.media, model.name)
+    token_ids: Sequence[int] | None = body.token_data
+    text = None
+    if token_ids is None:
+        prompt = render_prompt(body, model, add_generation_prompt=add_generation_prompt)
+        check_prompt_length(body, model.token_count_min(prompt.text), context_length)
+        token_ids, text = await model.encode_prompt(prompt), prompt.text
+    return expand_media(token_ids, parts, model.card.media), text
 
 
 async def _encode(

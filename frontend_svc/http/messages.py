@@ -14,7 +14,7 @@ from frontend_svc.core.openai.errors import HttpError
 from frontend_svc.core.response_format import ResponseFormat
 from frontend_svc.http.api import HeaderPairs, ParsedBody, ResponseInfo
 from frontend_svc.http.endpoint import PostEndpoint
-from frontend_svc.http.generation import render_prompt
+from frontend_svc.http.generation import encode_chat
 from frontend_svc.http.request_context import HttpRequest
 from frontend_svc.http.streaming import send_json
 from frontend_svc.metrics.families import Endpoint, RequestMeter
@@ -60,6 +60,6 @@ class CountTokensEndpoint(PostEndpoint[MessagesChat]):
     async def serve(self, context: HttpRequest, body: MessagesChat, meter: RequestMeter) -> None:
         model = self._models.get_for(body.model, "chat")
         context.base_model = model.base
-        token_ids = await model.encode_prompt(render_prompt(body, model))
+        token_ids, _ = await encode_chat(body, model)
         await send_json(context, orjson.dumps({"input_tokens": len(token_ids)}))
         meter.mark_ok()

@@ -32,6 +32,8 @@ from frontend_svc.http.operations import DOCUMENT_PATH, operations
 from frontend_svc.http.request_context import MODEL_OWNER
 from frontend_svc.http.responses import ResponsesApi, stored_response_routes
 from frontend_svc.http.tokenize import DetokenizeEndpoint, TokenizeEndpoint
+from frontend_svc.media.fetcher import MediaFetcher
+from frontend_svc.media.loader import MediaLoader
 from frontend_svc.metrics.families import DeploymentState, Endpoint
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.constraints import ConstraintChecks
@@ -146,9 +148,15 @@ def build_api(
     }
 
     constraints = ConstraintChecks(config.grammar_compile_s)
+    fetcher = None
+    if config.media_urls:
+        fetcher = MediaFetcher(hosts=config.media_hosts, timeout_s=config.media_timeout_s)
+    media = MediaLoader(fetcher, config.media_limit_mb << 20)
 
     def generation(api: GenerationApi) -> GenerationEndpoint:
-        return GenerationEndpoint(api, gateway, models, state, config, constraints, on_request_end)
+        return GenerationEndpoint(
+            api, gateway, models, state, config, constraints, on_request_end, media
+        )
 
     @cache
     def document() -> bytes:

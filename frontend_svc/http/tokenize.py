@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from frontend_svc.core.openai.tokenize import (
     DetokenizeRequest,
@@ -14,7 +15,7 @@ from frontend_svc.core.openai.tokenize import (
     tokenize_json,
 )
 from frontend_svc.http.endpoint import PostEndpoint
-from frontend_svc.http.generation import render_prompt
+from frontend_svc.http.generation import encode_chat
 from frontend_svc.http.request_context import HttpRequest
 from frontend_svc.http.streaming import send_json
 from frontend_svc.metrics.families import RequestMeter
@@ -58,8 +59,8 @@ class DetokenizeEndpoint(PostEndpoint[DetokenizeRequest]):
         meter.mark_ok()
 
 
-async def _encode(body: TokenizeRequest, model: ServedModel) -> list[int]:
+async def _encode(body: TokenizeRequest, model: ServedModel) -> Sequence[int]:
     if body.chat is None:
         return await model.encode(body.text, special_tokens=body.special_tokens)
     add = body.add_generation_prompt
-    return await model.encode_prompt(render_prompt(body.chat, model, add_generation_prompt=add))
+    return (await encode_chat(body.chat, model, add_generation_prompt=add))[0]

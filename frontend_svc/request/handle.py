@@ -154,7 +154,8 @@ class RequestHandle:
         """Adds the generated tokens to the prompt: the next worker computes and holds them too."""
         new = len(self.machine.generated) - self._generated_in_prompt
         if new:
-            token_ids = self.machine.plan.request.token_ids.extended(self.machine.generated)
+            prompt, _ = self.machine.plan.request.block_mm_routing_info()
+            token_ids = prompt.extended(self.machine.generated)
             self._query = self._query.extended(token_ids, new)
             self._block_counter = _block_counter_of(self._query)
             self._generated_in_prompt += new

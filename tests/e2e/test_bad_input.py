@@ -81,7 +81,7 @@ ROWS = [
     BadInputCase(
         "content is an image",
         400,
-        "messages[0].content[0].type",
+        "messages[0].content[0].image_url",
         chat(messages=one_message([{"type": "image_url", "image_url": {"url": "http://x"}}])),
         UNSUPPORTED,
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 from common.errors import (
@@ -25,6 +25,7 @@ from common.errors import (
 from common.kv.load import Load as Load
 from common.registry.instances import KvIndex
 from common.request.embedding import Vector as Vector
+from common.request.media import MediaInput as MediaInput
 from common.request.preprocessed import (
     BootstrapInfo as BootstrapInfo,
     CompletionUsage as CompletionUsage,
@@ -58,7 +59,7 @@ class EngineConfig:
     routers keep approximate entries) or "none" (no reuse, or approximate entries would be useless).
     kv_index_reason: why kv_index is not "events".
     kinds: requests that the engine serves, of "chat", "completions" and "embedding".
-    embedding_size, shorter_embeddings: see `ModelCard`.
+    embedding_size, shorter_embeddings, media: see `ModelCard`.
     supported_fields: of requests, as in `unsupported_fields`; with None an unsupported one is
     refused only after a worker was chosen.
     """
@@ -81,6 +82,7 @@ class EngineConfig:
     kinds: tuple[str, ...] = ("chat", "completions")
     embedding_size: int | None = None
     shorter_embeddings: bool = False
+    media: Mapping[str, MediaInput] = field(default_factory=dict)
     supported_fields: frozenset[str] | None = None
 
     @property

@@ -107,6 +107,7 @@ _REFUSAL_CODES = frozenset(
         *("invalid_json", "invalid_type", "invalid_value", "missing_required_parameter"),
         *("unknown_parameter", "unsupported_parameter", "context_length_exceeded"),
         *("body_too_large", "model_not_found"),
+        *("invalid_media", "media_refused", "media_too_large", "media_unavailable"),
     }
 )
 # Path of a field inside the mesh -> path in the client's body.

@@ -6,8 +6,9 @@ Honoured
   both         model, stream, stream_options.include_usage, max_tokens, stop (1 to 32 texts),
                temperature, top_p, seed, presence_penalty, frequency_penalty, n (1 to 128),
                logprobs (chat: true; completions: 0 to 5)
-  chat         messages (roles system, developer, user, assistant, tool; text, or a list of text
-               parts; past tool calls), max_completion_tokens, chat_template_kwargs,
+  chat         messages (roles system, developer, user, assistant, tool; text, or a list of parts:
+               text, and in messages of user and tool image_url, input_audio and audio_url, if the
+               card has media; past tool calls), max_completion_tokens, chat_template_kwargs,
                response_format (text, json_object, json_schema), tools (functions), tool_choice
                (none, auto, required, a function), parallel_tool_calls, reasoning_effort,
                top_logprobs (0 to 20)
@@ -34,11 +35,11 @@ Accepted with a value that has no effect, else refused by name
                store (false), service_tier (auto, default), functions ([]), function_call (none,
                auto), modalities (["text"]), stream_options.include_obfuscation and
                .continuous_usage_stats (false), suffix (""), nvext.greed_sampling and
-               .use_raw_prompt (false), messages[].annotations ([])
+               .use_raw_prompt (false), messages[].annotations ([]), image_url.detail (auto)
 Refused by name unless null
                audio, web_search_options, moderation, prompt_cache_options, max_thinking_tokens,
                prompt_logprobs,
-               messages[].refusal, .audio, .function_call, parts that are not text,
+               messages[].refusal, .audio, .function_call, other parts, prompt_embeds,
                nvext.max_thinking_tokens, .cache_control, .router.ttft_target and .itl_target,
                .metadata_upload
 
@@ -101,11 +102,18 @@ from frontend_svc.core.openai.fields import (
 )
 from frontend_svc.core.openai.nvext import Nvext
 
+_MEDIA_TYPES = ("image_url", "audio_url", "input_audio")
+
 
 def _check_part_type(value: object) -> object:
     if value != "text":
-        raise unsupported("only parts of type 'text' are available")
+        raise unsupported(f"only parts of type text, {', '.join(_MEDIA_TYPES)} are available")
     return value
+
+
+def _part_tag(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"\0{kind}" if kind in _MEDIA_TYPES else TEXT
 
 
 def _check_tool_type(value: object) -> object:
@@ -119,6 +127,48 @@ class TextPart(StrictModel):
 
     type: Annotated[Literal["text"], BeforeValidator(_check_part_type)]
     text: str
+
+
+class ImageUrl(StrictModel):
+    """An image at a URL of http, https or data."""
+
+    url: Annotated[str, Field(min_length=1)]
+    detail: Annotated[object, refuse("all images have the same number of tokens", "auto")] = None
+
+
+class ImagePart(StrictModel):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class AudioUrl(StrictModel):
+    url: Annotated[str, Field(min_length=1)]
+
+
+class AudioUrlPart(StrictModel):
+    type: Literal["audio_url"]
+    audio_url: AudioUrl
+
+
+class InputAudio(StrictModel):
+    """data: base64."""
+
+    data: str
+    format: Literal["wav", "mp3"]
+
+
+class InputAudioPart(StrictModel):
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+ContentPart: TypeAlias = Annotated[
+    Annotated[TextPart, Tag(TEXT)]
+    | Annotated[ImagePart, Tag("\0image_url")]
+    | Annotated[AudioUrlPart, Tag("\0audio_url")]
+    | Annotated[InputAudioPart, Tag("\0input_audio")],
+    Discriminator(_part_tag),
+]
 
 
 class FunctionCall(StrictModel):
@@ -144,8 +194,8 @@ class ChatMessage(StrictModel):
     content: (
         Annotated[
             Annotated[str, Tag(TEXT)]
-            | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag(LIST)]
-            | Annotated[Any, wrong_type("a string or a list of text parts"), Tag(WRONG_TYPE)],
+            | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True), Tag(LIST)]
+            | Annotated[Any, wrong_type("a string or a list of parts"), Tag(WRONG_TYPE)],
             Discriminator(text_or_list),
         ]
         | None
@@ -412,6 +462,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=N_MAX)] | None = None
     suffix: Annotated[object, refuse("insertion is not available", "")] = None
+    prompt_embeds: Annotated[object, refuse("no engine takes embeddings as a prompt")] = None
     # 0 requests the log probabilities of the generated tokens without alternatives.
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
 

@@ -132,7 +132,7 @@ def tokenize_json(
         {
             "count": len(token_ids),
             "max_model_len": context_length,
-            "tokens": token_ids,
+            "tokens": list(token_ids),
             "token_strs": None if token_text is None else list(map(token_text, token_ids)),
         }
     )

@@ -10,7 +10,10 @@ from common.request.preprocessed import PreprocessedRequest, RoutingHints
 from frontend_svc.core.request.types import RequestPlan
 
 # Fields for frontends and routers, which workers refuse.
-LOCAL_FIELDS = ("router_config_override", "agent_context", "request_timestamp_ms")
+LOCAL_FIELDS = (
+    *("router_config_override", "agent_context", "request_timestamp_ms"),
+    "mm_routing_info",
+)
 
 
 def continued_request(

@@ -99,6 +99,8 @@ class ControlTokens:
         # After the white space, which a template may strip.
         marked = [
             part | {"text": re.sub(r"\S", lambda found: mark + found[0], part["text"], count=1)}
+            if "text" in part
+            else part
             for part in others
         ]
         return message | {"content": [first, *marked]}
@@ -116,4 +118,4 @@ def _escape(mark: str) -> str:
 
 def _part_texts(message: Any) -> list[str]:
     content = message["content"]
-    return [part["text"] for part in content] if isinstance(content, list) else []
+    return [part["text"] for part in content if "text" in part] if isinstance(content, list) else []

@@ -10,6 +10,8 @@ once by rendering probes, and `normalise_messages` converts messages to it:
 
 - content as a list of parts is passed if the template prints such parts, else the texts are joined
   with newlines; a string becomes one text part if the template supports only parts;
+- an image or audio clip becomes a part with only its type, `image` or `audio`, for which the
+  template prints the placeholder;
 - tool call arguments (JSON text in the OpenAI API) are passed as an object, which most templates
   expect, or as text if the template fails on an object but not on text.
 """
@@ -187,10 +189,18 @@ def normalise_messages(
 
 def _normalise_content(content: Any, shape: MessageShape) -> str | list[dict[str, str]]:
     is_list = isinstance(content, list)
-    texts = [part["text"] for part in content] if is_list else [content or ""]
+    parts = content if is_list else [{"type": "text", "text": content or ""}]
     if shape.part_content and (is_list or not shape.text_content):
-        return [{"type": "text", "text": text} for text in texts]
-    return PART_SEPARATOR.join(texts)
+        return [_normalise_part(part) for part in parts]
+    if any(part["type"] != "text" for part in parts):
+        raise TemplateError("the chat template prints only text")
+    return PART_SEPARATOR.join(part["text"] for part in parts)
+
+
+def _normalise_part(part: Mapping[str, Any]) -> dict[str, str]:
+    if part["type"] == "text":
+        return {"type": "text", "text": part["text"]}
+    return {"type": "image" if part["type"] == "image_url" else "audio"}
 
 
 def _normalise_call(call: Any, field: str, shape: MessageShape) -> dict[str, Any]:

@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from common.errors import InvalidRequest, NotFound
 from common.registry.instances import Role
+from common.request.media import MediaInput
 from worker_svc.engines.handoff import HandoffTimeouts
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import DEFAULT_EOS_ONE_IN
 
 SIM_MODEL_DIR: Final = Path(__file__).parent / "model"
+_MEDIA: Final = TypeAdapter(dict[str, MediaInput])
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +26,14 @@ class SimModel:
     """The part of a model folder that the simulation uses; eos_ids[0] is the id the model emits.
 
     tokenizer_json: content of the file, for guided decoding. vocab_size: ids are below it; 0: no id
-    is above those of the words and of EOS."""
+    is above those of the words and of EOS. media: see `ModelCard`."""
 
     word_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
     context_length: int
     tokenizer_json: str = ""
     vocab_size: int = 0
+    media: Mapping[str, MediaInput] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         used = max(*self.word_ids, *self.eos_ids) + 1
@@ -53,9 +58,13 @@ def load_sim_model(folder: Path) -> SimModel:
     vocab_size: Any = sim.get("vocab_size", 0)
     if type(vocab_size) is not int:
         raise InvalidRequest(f"{folder}: vocab_size must be an integer", "model_path")
+    try:
+        media = _MEDIA.validate_python(sim.get("media", {}))
+    except ValidationError as error:
+        raise InvalidRequest(f"{folder}: media: {error.errors()[0]['msg']}", "model_path") from None
     tokenizer = folder / "tokenizer.json"
     tokenizer_json = tokenizer.read_text("utf-8") if tokenizer.is_file() else ""
-    return SimModel(tuple(words), tuple(eos_ids), context_length, tokenizer_json, vocab_size)
+    return SimModel(tuple(words), tuple(eos_ids), context_length, tokenizer_json, vocab_size, media)
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:

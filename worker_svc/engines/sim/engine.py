@@ -14,8 +14,10 @@ Semantics of requests:
 - Each loaded adapter has its own cache, block names and output. Each cache salt has its own cache
   and block names.
 - `routing.priority`, else the context's: the larger goes first.
+- If the model takes media (`sim.json`), a prompt contains their content hashes, so output, block
+  names and KV events depend on the bytes of the media.
 - Guided decoding masks tokens with a grammar (`constraint.py`), by llguidance.
-- Unsupported fields are rejected by name: n, best_of, beam search, embeddings, media, stop strings
+- Unsupported fields are rejected by name: n, best_of, beam search, prompt embeddings, stop strings
   and other options of the text, prompt log probabilities, engine arguments, handoffs of another
   role.
 - A probe gets one token, ahead of the queue, and neither reads nor fills the prefix cache.
@@ -63,7 +65,7 @@ from worker_svc.engines.contract import (
 from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
 from worker_svc.engines.sim.config import SimConfig, SimModel, load_sim_model
 from worker_svc.engines.sim.constraint import constraint_failed
-from worker_svc.engines.sim.jobs import SUPPORTED_FIELDS, JobBuilder, kv_location
+from worker_svc.engines.sim.jobs import JobBuilder, kv_location
 from worker_svc.engines.sim.logits import LogitModel
 from worker_svc.engines.sim.messages import Done, page_stamps
 from worker_svc.engines.sim.network import Network, TcpNetwork
@@ -194,7 +196,8 @@ class SimEngine:
                 config.role, config.local_prefill
             ),
             loras=self.config.loras,
-            supported_fields=SUPPORTED_FIELDS,
+            media=model.media,
+            supported_fields=core.jobs.supported_fields,
             kinds=("chat", "completions", "embedding"),
             embedding_size=self.config.embedding_size,
             shorter_embeddings=True,

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from common.errors import InvalidRequest, PromptTooLong, Unavailable, Unsupported
 from common.kv.hashing import PrefixHasher
+from common.request.media import (
+    PART_NAMES,
+    MediaHashes,
+    MediaInput,
+    content_hash,
+    read_data_url,
+    with_media,
+)
 from common.request.preprocessed import (
+    MediaUrl,
     PreprocessedRequest,
     SamplingOptions,
+    TokenIds,
     unsupported_fields,
 )
 from worker_svc.engines.sim.config import SimConfig, SimModel
@@ -43,7 +54,8 @@ _HANDOFF_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})
 
 @dataclass(frozen=True, slots=True)
 class JobBuilder:
-    """Builds the jobs of one engine. hashers: by loaded adapter, "" for the base model."""
+    """Builds the jobs of one engine. hashers: by loaded adapter, "" for the base model. media: that
+    the model takes, by kind."""
 
     config: SimConfig
     eos_ids: tuple[int, ...]
@@ -51,13 +63,14 @@ class JobBuilder:
     hashers: dict[str, PrefixHasher]
     constraints: ConstraintCompiler
     vocab_size: int
+    media: Mapping[str, MediaInput]
 
     @staticmethod
     def create(config: SimConfig, model: SimModel) -> JobBuilder:
         context_length = config.context_length or model.context_length
         constraints = ConstraintCompiler(model.tokenizer_json, model.word_ids, model.eos_ids[0])
         builder = JobBuilder(
-            config, model.eos_ids, context_length, {}, constraints, model.vocab_size
+            config, model.eos_ids, context_length, {}, constraints, model.vocab_size, model.media
         )
         for lora in ("", *config.loras):
             builder.add_lora(lora)
@@ -80,7 +93,7 @@ class JobBuilder:
 
     def build(self, request: PreprocessedRequest, priority: int | None) -> Job:
         """Returns the job of a request. priority: its default. Raises MeshError if rejected."""
-        lora = self._check_fields(request)
+        lora = self._check_fields(request, self.supported_fields)
         limit = self._max_output_tokens(request)
         stop = request.stop_conditions
         if stop.max_tokens == 0:
@@ -92,7 +105,7 @@ class JobBuilder:
         if request.is_probe:
             return Job(request.token_ids.little_endian, 1, priority=_PROBE_PRIORITY)
         job = Job(
-            request.token_ids.little_endian,
+            self._prompt(request).little_endian,
             limit if stop.max_tokens is None else min(stop.max_tokens, limit),
             stops=stop_tokens_of(request, self.eos_ids),
             min_tokens=stop.min_tokens or 0,
@@ -110,7 +123,7 @@ class JobBuilder:
     def build_embedding(self, request: PreprocessedRequest, priority: int | None) -> Job:
         """Returns the job that computes the prompt for its vector: apart from the prefix cache and,
         for every role, on this engine. Raises MeshError if rejected."""
-        lora = self._check_fields(request)
+        lora = self._check_fields(request, SUPPORTED_FIELDS)
         self._max_output_tokens(request)
         if request.routing is not None and request.routing.priority is not None:
             priority = request.routing.priority
@@ -142,9 +155,34 @@ class JobBuilder:
             raise InvalidRequest(message, "sampling_options.logit_bias")
         return LogitChanges.of(options, request.token_ids.array)
 
-    def _check_fields(self, request: PreprocessedRequest) -> str:
+    @property
+    def supported_fields(self) -> frozenset[str]:
+        return SUPPORTED_FIELDS | {"multi_modal_data"} if self.media else SUPPORTED_FIELDS
+
+    def _prompt(self, request: PreprocessedRequest) -> TokenIds:
+        """Returns the prompt with the content of its media. Raises Unsupported or InvalidRequest.
+
+        The content comes from the bytes, not from `mm_routing_info`, so the output shows which
+        media arrived.
+        """
+        inputs = {PART_NAMES[kind]: one for kind, one in self.media.items()}
+        media = []
+        for part, items in request.multi_modal_data.items():
+            name = f"multi_modal_data.{part}"
+            if part not in inputs:
+                raise Unsupported(name, "the model does not take it")
+            hashes = []
+            for index, item in enumerate(items):
+                field = f"{name}[{index}]"
+                if not isinstance(item, MediaUrl):
+                    raise Unsupported(field, "the simulated engine takes data: URLs only")
+                hashes.append(content_hash(read_data_url(item.url, field)[1]))
+            if hashes:
+                media.append(MediaHashes(inputs[part], hashes))
+        return with_media(request.token_ids, media) if media else request.token_ids
+
+    def _check_fields(self, request: PreprocessedRequest, supported: frozenset[str]) -> str:
         """Returns the adapter's name. Raises Unsupported or InvalidRequest."""
-        supported = SUPPORTED_FIELDS
         if request.is_probe or self.config.handoff.role == "decode":
             supported |= _HANDOFF_FIELDS
         elif self.config.handoff.role == "prefill" and self.config.handoff.mode == "bootstrap":

@@ -21,6 +21,7 @@ from common.registry.card import (
     verify_artifact,
 )
 from common.registry.instances import slugify
+from common.request.media import MediaInput
 
 CARD = ModelCard(
     name="Qwen/Qwen3-0.6B",
@@ -90,6 +91,7 @@ OTHERS: dict[str, Any] = {
     "control_tokens_in_text": True,
     "embedding_size": 8,
     "shorter_embeddings": True,
+    "media": {"image": MediaInput(1, 2, 3, 4)},
     "user_data": {},
 }
 

@@ -119,7 +119,7 @@ BAD_CHATS: list[tuple[bytes, str, str, str]] = [
         message(role="user", content=5),
         "messages[1].content",
         "invalid_type",
-        "a list of text parts",
+        "a list of parts",
     ),
     (message(role="user", content="x", foo=1), "messages[1].foo", "unknown_parameter", "Unknown"),
     (message(role="user", content="x", name=1), "messages[1].name", "invalid_type", "string"),
@@ -140,10 +140,22 @@ BAD_CHATS: list[tuple[bytes, str, str, str]] = [
         "",
     ),
     (
-        parts({"type": "image_url", "image_url": {"url": "data:"}}),
+        parts({"type": "video_url", "video_url": {"url": "data:"}}),
         "messages[1].content[0].type",
         "unsupported_parameter",
-        "only parts of type 'text'",
+        "only parts of type text, image_url",
+    ),
+    (
+        message(role="system", content=[{"type": "image_url", "image_url": {"url": "data:"}}]),
+        "messages[1].content[0].type",
+        "unsupported_parameter",
+        "messages of role 'system'",
+    ),
+    (
+        parts({"type": "image_url", "image_url": {"url": "data:", "detail": "low"}}),
+        "messages[1].content[0].image_url.detail",
+        "unsupported_parameter",
+        "the same number of tokens",
     ),
     (
         message(role="tool", content="x"),

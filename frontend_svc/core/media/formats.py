@@ -1,0 +1,39 @@
+"""File formats of media, by their first bytes (pure)."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from common.errors import InvalidRequest
+
+INVALID_MEDIA: Final = "INVALID_MEDIA"
+_FORMATS: Final = (
+    ("image/png", re.compile(rb"\x89PNG\r\n\x1a\n")),
+    ("image/jpeg", re.compile(rb"\xff\xd8\xff")),
+    ("image/gif", re.compile(rb"GIF8[79]a")),
+    ("image/webp", re.compile(rb"RIFF....WEBP", re.DOTALL)),
+    ("audio/wav", re.compile(rb"RIFF....WAVE", re.DOTALL)),
+    ("audio/mpeg", re.compile(rb"ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]")),
+    ("audio/flac", re.compile(rb"fLaC")),
+    ("audio/ogg", re.compile(rb"OggS")),
+)
+_NAMES: Final = {"image": "PNG, JPEG, GIF or WebP image", "audio": "WAV, MP3, FLAC or Ogg file"}
+# Servers send it for files whose type they do not know.
+_UNKNOWN_TYPES: Final = ("", "application/octet-stream", "binary/octet-stream")
+
+
+def media_type(kind: str, declared: str, data: bytes, field: str) -> str:
+    """Returns the media type of a medium by its first bytes. declared: the type that its source
+    states. Raises InvalidRequest with `field` if either is of another kind."""
+    found = next((name for name, magic in _FORMATS if magic.match(data)), "")
+    if not found.startswith(f"{kind}/"):
+        raise invalid_media(field, f"the content is not a {_NAMES[kind]}")
+    if declared not in _UNKNOWN_TYPES and not declared.startswith(f"{kind}/"):
+        raise invalid_media(field, f"its type is {declared[:80]!r}, not {kind}/...")
+    return found
+
+
+def invalid_media(field: str, message: str, reason: str = INVALID_MEDIA) -> InvalidRequest:
+    """Returns the error of a medium. reason: OpenAI's `code`, in upper case."""
+    return InvalidRequest(f"Invalid '{field}': {message}.", field, reason=reason)

@@ -1,0 +1,1 @@
+"""Loads the media that requests contain or refer to."""

@@ -1,0 +1,70 @@
+"""Which addresses media are fetched from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from common.errors import InvalidRequest
+from frontend_svc.core.media.addresses import are_public
+from frontend_svc.media.fetcher import MediaFetcher
+
+PUBLIC = ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "2a00:1450:4001::1"]
+OTHERS = [
+    *("0.0.0.0", "10.1.2.3", "100.64.0.1", "100.100.100.200", "127.0.0.1", "127.255.255.254"),
+    *("169.254.169.254", "172.16.0.1", "172.31.255.255", "192.0.0.192", "192.0.2.1"),
+    *("192.168.0.1", "192.88.99.1", "198.18.0.1", "198.51.100.1", "203.0.113.1"),
+    *("168.63.129.16", "224.0.0.1", "239.255.255.255", "240.0.0.1", "255.255.255.255"),
+    *("::", "::1", "::ffff:127.0.0.1", "::ffff:8.8.8.8", "::127.0.0.1", "64:ff9b::a00:1"),
+    *("64:ff9b:1::1", "100::1", "2001::1", "2001:db8::1", "2002:7f00:1::1", "fc00::1"),
+    *("fd00:ec2::254", "fe80::1", "fe80::1%eth0", "fec0::1", "ff02::1"),
+]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("address", PUBLIC)
+def test_addresses_of_the_internet_are_public(address: str) -> None:
+    assert are_public([address])
+
+
+@pytest.mark.parametrize("address", OTHERS)
+def test_all_other_addresses_are_not_public_even_beside_a_public_one(address: str) -> None:
+    assert not are_public([address])
+    assert not are_public([PUBLIC[0], address])
+    assert not are_public([])
+
+
+async def test_a_name_is_resolved_once_and_the_checked_address_is_used() -> None:
+    """A name that resolves to loopback at its second resolution (DNS rebinding) has no effect."""
+    connections = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n" + PNG)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    questions: list[tuple[str, int]] = []
+    answers = iter([["127.0.0.1"], ["127.0.0.1"], ["8.8.8.8", "127.0.0.1"]])
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        questions.append((host, port))
+        return next(answers)
+
+    # An allowed name has any address; it is asked for once, and no other resolver is used.
+    fetcher = MediaFetcher(hosts={f"media.invalid:{port}"}, timeout_s=5, resolve=resolve)
+    url = f"http://media.invalid:{port}/a.png"
+    assert await fetcher.fetch(url, 100, "x") == ("", PNG)
+    assert (questions, connections) == ([("media.invalid", port)], 1)
+    for host in ("other.invalid", "mixed.invalid"):
+        with pytest.raises(InvalidRequest, match="not public") as raised:
+            await fetcher.fetch(f"http://{host}/a.png", 100, "x")
+        assert (raised.value.field, raised.value.reason) == ("x", "MEDIA_REFUSED")
+    assert len(questions) == 3
+    assert connections == 1
+    server.close()
+    await server.wait_closed()
