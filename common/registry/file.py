@@ -25,7 +25,8 @@ A model's lock file holds the checksum of the card that was registered last. All
 the model have it. A registration with the same one shares the lock and reads no other entry; any
 other takes the lock for itself and reads the entries.
 
-Instance files have a few hundred bytes; a poll takes 2 µs for each and runs on the event loop. The
+Instance files have a few hundred bytes; a poll takes 2 µs for each and runs on the event loop. It
+follows a change of the folder (`folder_changes.py`); the end of an owner is one too. The least
 pause between polls grows with their number, so that polls take the same share of a core in a fleet
 of any size. Cards have megabytes and are synced to disk in a thread.
 """
@@ -61,6 +62,7 @@ from common.registry.file_lock import (
     try_lock,
     write_atomically,
 )
+from common.registry.folder_changes import FolderChanges
 from common.registry.instances import Instance, Snapshot, find_card_conflict, parse_json
 from common.registry.registry import (
     Lease,
@@ -73,7 +75,12 @@ from common.registry.registry import (
     registry_closed_error,
 )
 
+# Between polls of a folder whose changes the kernel does not report.
 POLL_INTERVAL_S = 0.05
+# And of one whose changes it does.
+RECHECK_INTERVAL_S = 1.0
+# The kernel reports the end of an owner just before it releases the lock.
+SETTLE_S = 0.005
 POLL_S_PER_ENTRY = 0.0005
 # A check takes less than a millisecond.
 CARD_CHECK_WAIT_S = 5.0
@@ -105,8 +112,9 @@ _ENTRY_RECORD_ADAPTER: TypeAdapter[_EntryRecord] = TypeAdapter(_EntryRecord)
 class FileRegistry:
     """`common.registry.registry.Registry` on the directory `path`, created if missing.
 
-    poll_interval_s: how often owners check their entries, and watches read, the latter at most
-    every POLL_S_PER_ENTRY for each entry.
+    Owners check their entries and watches read when the kernel reports a change of the folder, and
+    every RECHECK_INTERVAL_S. poll_interval_s: the least time between two reads, and at least
+    POLL_S_PER_ENTRY for each entry; all of it where the kernel reports nothing.
     card_check_wait_s: how long `register` waits for the card check of another registration.
     After that it raises Unavailable: the other process is stopped or stuck.
     """
@@ -122,6 +130,7 @@ class FileRegistry:
         self._poll_interval_s = poll_interval_s
         self._card_check_wait_s = card_check_wait_s
         self._views: dict[str, _NamespaceView] = {}
+        self._changes = FolderChanges()
         self._leases: dict[int, _FileLease] = {}
         self._reconcile_task: asyncio.Task[None] | None = None
         self._closed = False
@@ -176,6 +185,7 @@ class FileRegistry:
         for view in self._views.values():
             view.close()
         self._views.clear()
+        self._changes.close()
         # Raises if a bug ended the task earlier.
         if self._reconcile_task is not None and not self._reconcile_task.cancelled():
             self._reconcile_task.result()
@@ -200,7 +210,14 @@ class FileRegistry:
         return view.poll()
 
     async def _pause(self, namespace: str) -> None:
-        await asyncio.sleep(self._poll_s(self._view(namespace)))
+        """Waits until a poll may find something new."""
+        view = self._view(namespace)
+        if not view.is_observed:
+            await asyncio.sleep(self._poll_s(view))
+            return
+        if await self._changes.wait(view.change_count, RECHECK_INTERVAL_S):
+            next_poll_at = view.polled_at + self._poll_s(view)
+            await asyncio.sleep(max(SETTLE_S, next_poll_at - time.monotonic()))
 
     def _poll_s(self, view: _NamespaceView) -> float:
         return max(self._poll_interval_s, POLL_S_PER_ENTRY * len(view.entries))
@@ -212,7 +229,8 @@ class FileRegistry:
     def _view(self, namespace: str) -> _NamespaceView:
         if namespace not in self._views:
             check_namespace(namespace)
-            self._views[namespace] = _NamespaceView(self._path / namespace / "instances", namespace)
+            directory = self._path / namespace / "instances"
+            self._views[namespace] = _NamespaceView(directory, namespace, self._changes)
         return self._views[namespace]
 
     def _card_path(self, checksum: str) -> Path:
@@ -265,6 +283,10 @@ class FileRegistry:
 
     async def _reconcile(self) -> None:
         while True:
+            count = self._changes.count
+            folders = {lease.directory for lease in self._leases.values()}
+            if all(map(self._changes.observe, folders)):
+                await self._changes.wait(count, RECHECK_INTERVAL_S)
             await asyncio.sleep(self._poll_interval_s)
             for lease in tuple(self._leases.values()):
                 lease.reconcile()
@@ -277,6 +299,7 @@ class _FileLease:
         self, registry: FileRegistry, directory: Path, instance: Instance, order: int
     ) -> None:
         self._registry = registry
+        self.directory = directory
         self._path = directory / _entry_name(instance.id)
         self.instance = instance
         self._order = order
@@ -360,8 +383,12 @@ class _Entry:
 class _NamespaceView:
     """The members of one namespace as one process sees them. Removes files of dead owners."""
 
-    def __init__(self, directory: Path, namespace: str) -> None:
+    def __init__(self, directory: Path, namespace: str, changes: FolderChanges) -> None:
         self.directory = directory
+        self._changes = changes
+        # Whether changes since the last poll are noticed, and those before it.
+        self.is_observed = False
+        self.change_count = 0
         self._namespace = namespace
         self.snapshot = Snapshot()
         # Monotonic seconds.
@@ -373,6 +400,8 @@ class _NamespaceView:
     def poll(self) -> Snapshot:
         """The current members: lists the directory and queries every lock."""
         self.polled_at = time.monotonic()
+        self.change_count = self._changes.count
+        self.is_observed = self._changes.observe(self.directory)
         is_listed = self._load_listing()
         for name, entry in tuple(self.entries.items()):
             # An update unlocks the old file after the new one has taken its name.
