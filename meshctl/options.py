@@ -24,6 +24,7 @@ _COMMANDS = {
     "up": "start a mesh on this host and keep it running",
     "status": "show members, health, load and KV use",
     "health": "request the health of a gRPC port",
+    "replay": "compare routing policies on a trace, in virtual time",
     "demo": "run a disaggregated mesh, two requests with a common prefix, and show their trace",
 }
 
@@ -127,7 +128,14 @@ class DemoOptions:
     registry: str
 
 
-Options = UpOptions | StatusOptions | DemoOptions
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """flags: the arguments of `python -m replay`."""
+
+    flags: tuple[str, ...]
+
+
+Options = UpOptions | StatusOptions | DemoOptions | ReplayOptions
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
@@ -139,6 +147,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
             return _parse_status(flags, environ)
         case ["demo", *flags]:
             return _parse_demo(flags)
+        case ["replay", *flags]:
+            return ReplayOptions(tuple(flags))
         case ["-h" | "--help", *_]:
             lines = [f"  {name:8}{text}\n" for name, text in _COMMANDS.items()]
             sys.stdout.write(f"usage: meshctl COMMAND [FLAGS]\n\n{''.join(lines)}")

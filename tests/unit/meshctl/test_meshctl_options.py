@@ -103,7 +103,10 @@ def test_variables_of_meshctl_itself_do_not_exist_and_are_refused(
             "meshctl: 'statsu': no such command; did you mean status? (see meshctl --help)",
         ),
         (["zzz"], "meshctl: 'zzz': no such command (see meshctl --help)"),
-        ([], "meshctl: a command is required: up, status, health, demo (see meshctl --help)"),
+        (
+            [],
+            "meshctl: a command is required: up, status, health, replay, demo (see meshctl --help)",
+        ),
         (
             ["up", "--worker=3"],
             "meshctl up: the configuration cannot be used:\n"

@@ -1,0 +1,22 @@
+"""`meshctl replay`: runs `python -m replay` as a child process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from meshctl.process.child import with_parent_guard
+
+
+def replay(flags: Sequence[str]) -> int:
+    """The exit status of the replay; 128 + n after signal n."""
+    command = with_parent_guard([sys.executable, "-m", "replay", *flags])
+    with subprocess.Popen(command) as child:
+        while True:
+            try:
+                status = child.wait()
+            except KeyboardInterrupt:
+                # The terminal sends the signal to the child, too.
+                continue
+            return status if status >= 0 else 128 - status

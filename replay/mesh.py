@@ -1,0 +1,324 @@
+"""A mesh in virtual time: routers, their index, and workers, driven by the requests of a trace.
+
+Routers, their replication, the index and the workers are the production cores. The clock jumps from
+event to event; decisions take no time. Routers learn of cached blocks and of loads `index_lag_s`
+after the change, and of each other's bookings `sync_lag_s` after it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from random import Random
+
+import numpy as np
+
+from common.kv.events import Hashes, Source
+from common.kv.hashing import hashes_from_bytes, hashes_to_bytes
+from common.kv.load import LOAD_HEARTBEAT_S, Load
+from common.kv.prefix_index import AdvertisedBlocks, PrefixIndex, SourceMatch
+from common.registry.instances import Instance, Snapshot
+from replay.engine import KvChange, ReplayWorker, WorkerSettings, prompt_hashes
+from replay.policies import ReplayPolicy
+from replay.trace import TraceRequest
+from router_svc.core.overlap import IndexStatus
+from router_svc.core.query import Query
+from router_svc.core.replication import Frame, OutboundSync, Replica
+from router_svc.core.router import Router
+from router_svc.core.types import BookingKey, Placement
+from worker_svc.engines.sim.scheduler import SimSequence
+from worker_svc.kv_events.external_events import PagesStored
+
+MODEL = "replay"
+REPORT_S = 0.1
+# Work of the index that is put off until it is idle.
+_SWEEP_BLOCKS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSettings:
+    """workers, routers: numbers of each. speeds: of the first workers, as multiples of the others;
+    0: the worker accepts requests and computes nothing.
+    """
+
+    workers: int = 8
+    routers: int = 1
+    index_lag_s: float = 0.02
+    sync_lag_s: float = 0.005
+    worker: WorkerSettings = field(default=WorkerSettings())
+    speeds: tuple[float, ...] = ()
+    seed: int = 1
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The course of one request. Times in seconds; ttft_s: None if no token came. worker: from 0.
+    output_tokens: less than in the trace if the cache is too small.
+    """
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    worker: int = 0
+    cached_tokens: int = 0
+    ttft_s: float | None = None
+    end_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSample:
+    """Requests at each worker at one moment."""
+
+    at_s: float
+    requests: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """truncated: requests cut to the size of the cache."""
+
+    outcomes: list[Outcome]
+    samples: list[LoadSample] = field(default_factory=list)
+    truncated: int = 0
+    preemptions: int = 0
+
+
+class ReplayIndex:
+    """The index that all routers follow."""
+
+    def __init__(self, workers: int) -> None:
+        self._index = PrefixIndex()
+        self._sources = [self._add(number) for number in range(workers)]
+
+    def match(self, query: Query) -> Sequence[SourceMatch]:
+        return self._index.match(hashes_from_bytes(query.prefix_hashes))
+
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
+        return IndexStatus("exact")
+
+    def apply(self, worker: int, changes: Sequence[KvChange], now: float) -> None:
+        source = self._sources[worker]
+        for change in changes:
+            hashes: Hashes = np.array(change.hashes, dtype=np.uint64)
+            if isinstance(change, PagesStored):
+                self._index.store(source, hashes)
+            else:
+                self._index.remove(source, hashes)
+        self._index.sweep(_SWEEP_BLOCKS)
+
+    def _add(self, worker: int) -> AdvertisedBlocks:
+        source = self._index.add_source(Source(worker + 1))
+        self._index.set_visible(source, True)
+        return source
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A router with its replication. outbound: to the other routers, by number."""
+
+    router: Router
+    replica: Replica
+    session: int
+    rng: Random
+    outbound: dict[int, OutboundSync] = field(default_factory=dict)
+    streams: dict[int, int] = field(default_factory=dict)
+
+
+class ReplayMesh:
+    """One run of one policy. Call `run` once."""
+
+    def __init__(self, settings: MeshSettings, policy: ReplayPolicy) -> None:
+        self._settings = settings
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._event_count = 0
+        self._rng = Random(settings.seed)
+        self._index = ReplayIndex(settings.workers)
+        self._reports: dict[Placement, Load] = {}
+        self._last_sent: dict[int, tuple[float, Load]] = {}
+        self._workers = [self._make_worker(number) for number in range(settings.workers)]
+        self._active: dict[SimSequence, tuple[Outcome, BookingKey, int]] = {}
+        self._arrivals_left = 0
+        self._peers = [self._make_peer(policy, number) for number in range(settings.routers)]
+        self._connect_peers()
+
+    def run(
+        self, requests: Sequence[TraceRequest], on_progress: Callable[[int], None] = lambda _: None
+    ) -> ReplayResult:
+        """Replay the requests until all are answered. on_progress: called with their number."""
+        settings = self._settings
+        result = ReplayResult([])
+        self._arrivals_left = len(requests)
+        sample_s = max(REPORT_S, requests[-1].at_s / 300)
+        next_sample_s = 0.0
+        arrivals = iter(enumerate(requests))
+        arrival = next(arrivals, None)
+        next_report_s = 0.0
+        while arrival is not None or self._has_work():
+            event_s = self._events[0][0] if self._events else float("inf")
+            arrival_s = float("inf") if arrival is None else arrival[1].at_s
+            if next_report_s <= min(event_s, arrival_s):
+                self._now = next_report_s
+                next_report_s += REPORT_S
+                self._report_loads()
+                if self._now >= next_sample_s:
+                    next_sample_s += sample_s
+                    loads = [w.scheduler.running + w.scheduler.waiting for w in self._workers]
+                    result.samples.append(LoadSample(self._now, tuple(loads)))
+            elif arrival is not None and arrival_s <= event_s:
+                self._now = arrival_s
+                number, request = arrival
+                fitted = _fit(request, settings.worker)
+                result.truncated += fitted is not request
+                result.outcomes.append(self._arrive(number, fitted))
+                on_progress(number + 1)
+                arrival = next(arrivals, None)
+            else:
+                self._now, _, call = heapq.heappop(self._events)
+                call(self._now)
+        result.preemptions = sum(worker.scheduler.preemptions for worker in self._workers)
+        return result
+
+    def _has_work(self) -> bool:
+        stuck = {n for n, speed in enumerate(self._settings.speeds) if speed == 0}
+        if not stuck:
+            return bool(self._active)
+        return any(outcome.worker not in stuck for outcome, _, _ in self._active.values())
+
+    def _schedule(self, at_s: float, call: Callable[[float], None]) -> None:
+        self._event_count += 1
+        heapq.heappush(self._events, (at_s, self._event_count, call))
+
+    # Requests.
+
+    def _arrive(self, number: int, request: TraceRequest) -> Outcome:
+        now, block_size = self._now, self._settings.worker.block_size
+        peer_number = self._rng.randrange(len(self._peers))
+        peer = self._peers[peer_number]
+        hashes = prompt_hashes(request, block_size)
+        query = Query(
+            MODEL, request.input_tokens, hashes_to_bytes(hashes), int(len(hashes) > 0), block_size
+        )
+        key = BookingKey(peer_number + 1, str(number), 0)
+        decision = peer.router.decide(query, key, now, peer.rng, peer.session)
+        self._sync(peer_number)
+        worker = decision.worker.worker_id - 1
+        outcome = Outcome(now, request.input_tokens, request.output_tokens, worker)
+        sequence = self._workers[worker].submit(number, request, hashes, request.output_tokens, now)
+        self._active[sequence] = (outcome, key, peer_number)
+        return outcome
+
+    def _on_tokens(self, sequences: Sequence[SimSequence], now: float) -> None:
+        for sequence in sequences:
+            if len(sequence.output) > 1 and not sequence.is_ended:
+                continue
+            outcome, key, peer_number = self._active[sequence]
+            load_tracker = self._peers[peer_number].router.load_tracker
+            load_tracker.expire(now)
+            if outcome.ttft_s is None:
+                outcome.ttft_s = now - outcome.at_s
+                outcome.cached_tokens = sequence.cached_tokens or 0
+                load_tracker.mark_prefill_done(key)
+            if sequence.is_ended:
+                outcome.end_s = now
+                load_tracker.free(key)
+                del self._active[sequence]
+            self._sync(peer_number)
+
+    # What routers learn.
+
+    def _report_loads(self) -> None:
+        for number, worker in enumerate(self._workers):
+            load = worker.load()
+            sent = self._last_sent.get(number)
+            if sent is None or sent[1] != load or self._now - sent[0] >= LOAD_HEARTBEAT_S:
+                self._last_sent[number] = (self._now, load)
+                arrival_s = self._now + self._settings.index_lag_s
+                self._schedule(arrival_s, partial(self._receive_load, number + 1, load))
+
+    def _receive_load(self, worker_id: int, load: Load, now: float) -> None:
+        self._reports[Placement(worker_id, 0)] = load
+        for peer in self._peers:
+            peer.router.load_tracker.report(worker_id, 0, load, now)
+
+    def _on_kv_changes(self, number: int, changes: Sequence[KvChange], now: float) -> None:
+        arrival_s = now + self._settings.index_lag_s
+        self._schedule(arrival_s, partial(self._index.apply, number, changes))
+
+    def _sync(self, sender: int) -> None:
+        """Send the unsent bookings of a router to its peers."""
+        for receiver, outbound in self._peers[sender].outbound.items():
+            if outbound.seconds_until_due(self._now) == 0:
+                frame = outbound.frame(self._now)
+                arrival_s = self._now + self._settings.sync_lag_s
+                self._schedule(arrival_s, partial(self._apply_frame, sender, receiver, frame))
+
+    def _apply_frame(self, sender: int, receiver: int, frame: Frame, now: float) -> None:
+        peer = self._peers[receiver]
+        if peer.replica.apply_frame(sender, peer.streams[sender], frame, now):
+            self._peers[sender].outbound[receiver].request_full_sync()
+
+    # Parts.
+
+    def _make_worker(self, number: int) -> ReplayWorker:
+        settings, speeds = self._settings.worker, self._settings.speeds
+        speed = speeds[number] if number < len(speeds) else 1.0
+        timing = replace(settings.timing, speedup=settings.timing.speedup * (speed or 1.0))
+        return ReplayWorker(
+            replace(settings, timing=timing),
+            self._schedule,
+            self._on_tokens,
+            partial(self._on_kv_changes, number),
+            is_stuck=speed == 0,
+        )
+
+    def _make_peer(self, policy: ReplayPolicy, number: int) -> _Peer:
+        router = Router(
+            policy.make_selector(self._reports),
+            index=self._index,
+            index_settings=policy.index_settings,
+            cost_settings=policy.cost_settings,
+        )
+        router.update(self._fleet(), 0.0)
+        session = router.load_tracker.open_session(number + 1, 1)
+        rng = Random(f"{self._settings.seed}:{number}")
+        return _Peer(router, Replica(router.load_tracker), session, rng)
+
+    def _connect_peers(self) -> None:
+        for receiver, peer in enumerate(self._peers):
+            for sender, other in enumerate(self._peers):
+                if sender != receiver:
+                    other.outbound[receiver] = other.replica.open_outbound()
+                    peer.streams[sender] = peer.replica.stream_opened(sender)
+
+    def _fleet(self) -> Snapshot:
+        sizes = self._settings.worker
+        workers = [
+            Instance(
+                number + 1,
+                "replay",
+                "worker",
+                f"worker-{number}",
+                "127.0.0.1:1",
+                model=MODEL,
+                block_size=sizes.block_size,
+                total_kv_blocks=sizes.total_blocks,
+                max_num_seqs=sizes.max_num_seqs,
+                max_num_batched_tokens=sizes.max_num_batched_tokens,
+                kv_index="events",
+            )
+            for number in range(self._settings.workers)
+        ]
+        return Snapshot(1, {worker.id: worker for worker in workers})
+
+
+def _fit(request: TraceRequest, sizes: WorkerSettings) -> TraceRequest:
+    """The request, cut so that prompt and output fit the cache of a worker."""
+    tokens_max = sizes.total_blocks * sizes.block_size
+    if request.input_tokens + request.output_tokens <= tokens_max:
+        return request
+    output_tokens = min(request.output_tokens, tokens_max // 2)
+    input_tokens = min(request.input_tokens, tokens_max - output_tokens)
+    return replace(request, input_tokens=input_tokens, output_tokens=output_tokens)

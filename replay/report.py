@@ -1,0 +1,152 @@
+"""Figures of a replay: summaries, the table, the JSON object and the plot."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from replay.mesh import LoadSample, Outcome, ReplayResult
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Figures of one run. hit_rate: share of prompt tokens read from the cache. ttft_*: seconds to
+    the first token. load_variation: standard deviation of the requests per worker divided by their
+    mean, averaged over time. unanswered: requests without a complete output. truncated: requests
+    cut to the size of the cache.
+    """
+
+    policy: str
+    routers: int
+    requests: int
+    hit_rate: float
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    load_variation: float
+    duration_s: float
+    unanswered: int
+    truncated: int
+    preemptions: int
+
+
+def summarize(policy: str, routers: int, result: ReplayResult) -> Summary:
+    outcomes = result.outcomes
+    ttfts = ttfts_of(outcomes)
+    ends = [one.end_s for one in outcomes if one.end_s is not None]
+    answered = [one for one in outcomes if one.ttft_s is not None]
+    return Summary(
+        policy,
+        routers,
+        len(outcomes),
+        sum(o.cached_tokens for o in answered) / max(1, sum(o.input_tokens for o in answered)),
+        fmean(ttfts) if ttfts else math.nan,
+        percentile(ttfts, 0.5),
+        percentile(ttfts, 0.9),
+        percentile(ttfts, 0.99),
+        load_variation(result.samples),
+        max(ends, default=0.0),
+        len(outcomes) - len(ends),
+        result.truncated,
+        result.preemptions,
+    )
+
+
+def ttfts_of(outcomes: Sequence[Outcome]) -> list[float]:
+    """Sorted, in seconds."""
+    return sorted(one.ttft_s for one in outcomes if one.ttft_s is not None)
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value below which `share` of the sorted values lie; NaN without values."""
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else math.nan
+
+
+def load_variation(samples: Sequence[LoadSample]) -> float:
+    """See `Summary`. Moments without requests do not count."""
+    busy = [one.requests for one in samples if sum(one.requests)]
+    return fmean(pstdev(counts) / fmean(counts) for counts in busy) if busy else 0.0
+
+
+def to_json(summaries: Sequence[Summary], facts: Mapping[str, Any]) -> dict[str, Any]:
+    runs = [
+        {key: None if value != value else value for key, value in asdict(one).items()}
+        for one in summaries
+    ]
+    return {**facts, "runs": runs}
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """The summaries as aligned text, one line each."""
+    titles = ("policy", "routers", "hit rate", "TTFT mean", "p50", "p90", "p99", "load var.")
+    rows = [
+        (
+            one.policy,
+            str(one.routers),
+            f"{one.hit_rate:.3f}",
+            *(
+                f"{value:.3f} s"
+                for value in (one.ttft_mean_s, one.ttft_p50_s, one.ttft_p90_s, one.ttft_p99_s)
+            ),
+            f"{one.load_variation:.2f}",
+        )
+        for one in summaries
+    ]
+    widths = [max(len(row[at]) for row in (titles, *rows)) for at in range(len(titles))]
+    lines = []
+    for row in (titles, *rows):
+        first, rest = row[0].ljust(widths[0]), zip(row[1:], widths[1:], strict=True)
+        lines.append("  ".join((first, *(cell.rjust(width) for cell, width in rest))))
+    return "\n".join(lines)
+
+
+class PlotUnavailable(Exception):
+    """matplotlib is not installed."""
+
+
+def import_matplotlib() -> Any:
+    """Raises PlotUnavailable."""
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+        matplotlib.use("Agg")
+        return importlib.import_module("matplotlib.pyplot")
+    except ImportError:
+        raise PlotUnavailable(
+            "--plot needs matplotlib: pip install 'kvmesh[plot]', or omit --plot"
+        ) from None
+
+
+def plot(runs: Sequence[tuple[Summary, ReplayResult]], title: str, path: Path) -> None:
+    """Write a picture: TTFT distribution, hit rate over routers, load over time."""
+    pyplot = import_matplotlib()
+    figure, (cdf, hits, loads) = pyplot.subplots(1, 3, figsize=(16, 4.8))
+    fewest = min(summary.routers for summary, _ in runs)
+    for summary, result in runs:
+        if summary.routers != fewest:
+            continue
+        ttfts = ttfts_of(result.outcomes)
+        shares = [(n + 1) / len(ttfts) for n in range(len(ttfts))]
+        cdf.plot(ttfts, shares, label=summary.policy)
+        times = [one.at_s / 60 for one in result.samples]
+        loads.plot(times, [max(one.requests) for one in result.samples], label=summary.policy)
+    policies = dict.fromkeys(summary.policy for summary, _ in runs)
+    for policy in policies:
+        points = sorted((s.routers, s.hit_rate) for s, _ in runs if s.policy == policy)
+        hits.plot(*zip(*points, strict=True), marker="o", label=policy)
+    cdf.set(title="Time to first token", xlabel="seconds", ylabel="share of requests", xscale="log")
+    routers = sorted({summary.routers for summary, _ in runs})
+    hits.set(title="Hit rate", xlabel="routers", ylabel="share of prompt tokens", xticks=routers)
+    hits.set_ylim(bottom=0)
+    loads.set(title="Load", xlabel="minutes", ylabel="requests at the busiest worker")
+    for axes in (cdf, hits, loads):
+        axes.grid(alpha=0.3)
+    cdf.legend(fontsize=8)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,109 @@
+"""Requests of a trace: the formats, and changes of arrival times (pure but for `load_trace`).
+
+Formats, also with the suffix `.gz`:
+
+- `.jsonl`: one object a line with `timestamp` (ms), `input_length`, `output_length` (tokens) and
+  `hash_ids`: one id for each block of the prompt. An id names a block together with its whole
+  prefix. Mooncake publishes this format with blocks of 512 tokens; `--request-trace` of a mesh
+  writes it too.
+- `.csv`: columns `TIMESTAMP,ContextTokens,GeneratedTokens` (Azure). Prompts share nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+
+# Names of blocks that no other prompt has. Ids of traces are below.
+PRIVATE_NAMES = 1 << 48
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """at_s: arrival in seconds. hash_ids: of the full blocks of the prompt; the rest is private."""
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+
+
+class TraceError(Exception):
+    """A trace that cannot be read; the text names the file and the line."""
+
+
+def load_trace(path: Path) -> list[TraceRequest]:
+    """The requests of a file, from second 0 on, in order of arrival. Raises TraceError."""
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        raise TraceError(f"{path}: {error}") from None
+    format_name = path.name.removesuffix(".gz").rsplit(".", 1)[-1]
+    read = {"jsonl": _read_jsonl, "csv": _read_csv}.get(format_name)
+    if read is None:
+        raise TraceError(f"{path}: the name must end in .jsonl or .csv, or these with .gz")
+    requests: list[TraceRequest] = []
+    rows = read(io.StringIO(text, newline=""))
+    try:
+        requests.extend(rows)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise TraceError(f"{path}: request {len(requests) + 1}: {reason}") from None
+    if not requests:
+        raise TraceError(f"{path}: it has no requests")
+    requests.sort(key=lambda one: one.at_s)
+    first_s = requests[0].at_s
+    return [replace(one, at_s=one.at_s - first_s) for one in requests]
+
+
+def _read_jsonl(lines: Iterable[str]) -> Iterator[TraceRequest]:
+    for line in lines:
+        if line.strip():
+            row = json.loads(line)
+            yield TraceRequest(
+                float(row["timestamp"]) / 1000.0,
+                max(1, int(row["input_length"])),
+                max(1, int(row["output_length"])),
+                tuple(int(one) for one in row.get("hash_ids", ())),
+            )
+
+
+def _read_csv(lines: Iterable[str]) -> Iterator[TraceRequest]:
+    for row in csv.DictReader(lines):
+        # Seven digits of a second; Python reads six.
+        stamp = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+        yield TraceRequest(
+            stamp, max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"]))
+        )
+
+
+def at_speed(requests: Sequence[TraceRequest], speed: float) -> list[TraceRequest]:
+    """The requests at `speed` times the arrival rate."""
+    return [replace(one, at_s=one.at_s / speed) for one in requests]
+
+
+def largest_batch(requests: Sequence[TraceRequest]) -> int:
+    """The greatest number of requests with one arrival time."""
+    return max(sum(1 for _ in group) for _, group in groupby(requests, lambda one: one.at_s))
+
+
+def spread_arrivals(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Batches of equal arrival times spread evenly over the time until the next batch."""
+    batches = [list(group) for _, group in groupby(requests, lambda one: one.at_s)]
+    spread: list[TraceRequest] = []
+    gap_s = 0.0
+    for number, batch in enumerate(batches):
+        start_s = batch[0].at_s
+        if number + 1 < len(batches):
+            gap_s = batches[number + 1][0].at_s - start_s
+        step_s = gap_s / len(batch)
+        spread += [replace(one, at_s=start_s + at * step_s) for at, one in enumerate(batch)]
+    return spread
