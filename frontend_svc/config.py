@@ -19,6 +19,9 @@ class FrontendConfig(ServiceConfig):
     """Address that the OpenAI API binds. Use 0.0.0.0 in a container."""
     http_port: Port = 8000
     """Port of the OpenAI API. 0: any."""
+    http_open: bool = False
+    """Allow an http_host that is open to other hosts. The HTTP API has no keys: every client that
+    reaches the port may use it. --mesh-token does not protect it."""
     request_timeout_s: Annotated[float, Field(ge=1)] = 600.0
     """Longest duration of a request. Must exceed the longest response."""
     accept_timeout_s: Annotated[float, Field(ge=0.05)] = 3.0
@@ -67,10 +70,10 @@ class FrontendConfig(ServiceConfig):
 
     def problems(self) -> list[str]:
         found = super().problems()
-        is_protected = self.mesh_token is not None or self.insecure
-        if not is_loopback(self.http_host) and not is_protected:
+        if not (is_loopback(self.http_host) or self.http_open or self.insecure):
             found.append(
-                f"http_host: {self.http_host!r} is open to other hosts; "
-                "set --mesh-token or --insecure"
+                f"http_host: {self.http_host!r} is open to other hosts, and the HTTP API has no"
+                " keys: bind a loopback address behind a proxy that authenticates clients, or set"
+                " --http-open"
             )
         return found

@@ -13,6 +13,9 @@ from typing import Any
 
 import yaml
 
+from common.runtime.config import read_config
+from frontend_svc.config import FrontendConfig
+
 ROOT = Path(__file__).resolve().parents[2]
 BINARIES = Path(sys.executable).parent
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -49,6 +52,16 @@ def test_ports_are_published_on_this_host_only() -> None:
     for name, service in COMPOSE["services"].items():
         for port in service.get("ports", []):
             assert port.startswith("127.0.0.1:"), f"{name} publishes {port} to other hosts"
+
+
+def test_the_frontend_of_the_compose_file_accepts_its_configuration() -> None:
+    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
+    variables = dict(re.findall(r"\b(KVMESH_\w+)=(\S+)", dockerfile))
+    for name, value in COMPOSE["services"]["frontend"]["environment"].items():
+        variables[name] = re.sub(r"\$\{\w+:-(.*)\}", r"\1", value)
+    # deploy/serve.sh sets the flag.
+    config, _ = read_config(FrontendConfig, "FRONTEND", variables, ["--advertise-host=frontend"])
+    assert config.http_host == "0.0.0.0"
 
 
 def test_every_file_that_a_service_mounts_is_there() -> None:
