@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import ParamSpec, Protocol, TypeAlias, TypeVar
 
 from frontend_svc.core.models.model_watch import Table
 from frontend_svc.core.openai.completion_format import CompletionFormat
 from frontend_svc.core.openai.errors import HttpError, http_error
-from frontend_svc.core.openai.parsing import parse_chat, parse_completion
+from frontend_svc.core.openai.parsing import INLINE_BODY_BYTES, parse_chat, parse_completion
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.openai.sse import ChunkKind
 from frontend_svc.core.response_format import ResponseFormat
 from frontend_svc.metrics.families import Endpoint
 
 HeaderPairs: TypeAlias = Iterable[tuple[bytes, bytes]]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+async def off_loop(body_bytes: int, parse: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Calls a parser of a body of `body_bytes`: in a thread if it could block the event loop."""
+    if body_bytes <= INLINE_BODY_BYTES:
+        return parse(*args, **kwargs)
+    return await asyncio.to_thread(parse, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +86,7 @@ class CompletionApi:
     passes_through: bool = True
 
     async def parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody:
-        request = self.parse_body(raw)
+        request = await off_loop(len(raw), self.parse_body, raw)
 
         def make_format(info: ResponseInfo) -> ResponseFormat:
             return CompletionFormat(

@@ -22,6 +22,7 @@ from frontend_svc.core.openai.nvext import Nvext
 from frontend_svc.core.openai.preprocessing import routing_hints
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import RequestPlan
+from frontend_svc.http.api import off_loop
 from frontend_svc.http.asgi import JSON_HEADER, send_response_parts
 from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.request_context import HttpRequest
@@ -54,7 +55,7 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
         self._gateway = gateway
 
     async def parse(self, context: HttpRequest, raw: bytes) -> EmbeddingBody:
-        context.body = request = parse_embedding(raw)
+        context.body = request = await off_loop(len(raw), parse_embedding, raw)
         return EmbeddingBody(request, read_headers(context.header_pairs))
 
     async def serve(self, context: HttpRequest, body: EmbeddingBody, meter: RequestMeter) -> None:

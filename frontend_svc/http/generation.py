@@ -44,7 +44,7 @@ from frontend_svc.core.tools.formats import HERMES
 from frontend_svc.core.tools.harmony import HarmonyParser
 from frontend_svc.core.tools.parser import ToolCallParser
 from frontend_svc.core.tools.response import ResponseParser
-from frontend_svc.http.api import GenerationApi, ParsedBody, ResponseInfo
+from frontend_svc.http.api import GenerationApi, ParsedBody, ResponseInfo, off_loop
 from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.request_context import HttpRequest
 from frontend_svc.http.streaming import (
@@ -94,7 +94,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
 
     async def parse(self, context: HttpRequest, raw: bytes) -> ParsedBody | PassThroughRequest:
         if self._api.passes_through and self._models.pass_through():
-            body = read_body(raw)
+            body = await off_loop(len(raw), read_body, raw)
             if self._is_pass_through(body.model):
                 context.body = body = replace(body, nvext=read_headers(context.header_pairs))
                 return body
@@ -363,6 +363,8 @@ async def encode_chat(
     token_ids: Sequence[int] | None = body.token_data
     text = None
     if token_ids is None:
+        # Templates print these in full: their length can refuse a body before it is rendered.
+        check_prompt_length(body, model.token_count_min(*body.input_texts()), context_length)
         prompt = render_prompt(body, model, add_generation_prompt=add_generation_prompt)
         check_prompt_length(body, model.token_count_min(prompt.text), context_length)
         token_ids, text = await model.encode_prompt(prompt), prompt.text

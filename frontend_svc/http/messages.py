@@ -12,7 +12,7 @@ from frontend_svc.core.anthropic.message_format import MessageFormat
 from frontend_svc.core.anthropic.translation import MessagesChat, parse_count, parse_messages
 from frontend_svc.core.openai.errors import HttpError
 from frontend_svc.core.response_format import ResponseFormat
-from frontend_svc.http.api import HeaderPairs, ParsedBody, ResponseInfo
+from frontend_svc.http.api import HeaderPairs, ParsedBody, ResponseInfo, off_loop
 from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.generation import encode_chat
 from frontend_svc.http.request_context import HttpRequest
@@ -29,7 +29,7 @@ class MessagesApi:
     passes_through: Final = False
 
     async def parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody:
-        request = parse_messages(raw)
+        request = await off_loop(len(raw), parse_messages, raw)
 
         def make_format(info: ResponseInfo) -> ResponseFormat:
             return MessageFormat(
@@ -54,7 +54,7 @@ class CountTokensEndpoint(PostEndpoint[MessagesChat]):
         return http_error(error, context.client_id.decode("latin-1"), context.headers)
 
     async def parse(self, context: HttpRequest, raw: bytes) -> MessagesChat:
-        context.body = request = parse_count(raw)
+        context.body = request = await off_loop(len(raw), parse_count, raw)
         return request
 
     async def serve(self, context: HttpRequest, body: MessagesChat, meter: RequestMeter) -> None:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from common.errors import InvalidRequest, MeshError, NotFound, Unavailable, Unsupported
 from frontend_svc.core.models.model_watch import Table
 from frontend_svc.core.openai.errors import HttpError, http_error
+from frontend_svc.core.openai.schema import ChatRequest
 from frontend_svc.core.openai.validation_errors import INVALID_VALUE
 from frontend_svc.core.response_format import ResponseFormat
 from frontend_svc.core.responses_api.ids import response_id, response_of_item
@@ -35,7 +36,7 @@ from frontend_svc.core.responses_api.translation import (
     stored_items,
     to_chat,
 )
-from frontend_svc.http.api import HeaderPairs, ParsedBody, ResponseInfo
+from frontend_svc.http.api import HeaderPairs, ParsedBody, ResponseInfo, off_loop
 from frontend_svc.metrics.families import Endpoint
 from frontend_svc.peers.stored_responses import StoredResponses
 
@@ -54,12 +55,16 @@ class ResponsesApi:
     passes_through: bool = False
 
     async def parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody:
-        request = parse_responses(raw)
+        request = await off_loop(len(raw), parse_responses, raw)
         if request.store and self.stored is None:
             raise Unsupported("store", _NO_STORE)
         earlier = await self._earlier_items(request)
         new_items = input_items(request, await self._referenced(request))
-        chat = to_chat(request, [*read_items(earlier), *new_items])
+
+        def make_chat() -> ChatRequest:
+            return to_chat(request, [*read_items(earlier), *new_items])
+
+        chat = await off_loop(len(raw) + sum(map(len, earlier)), make_chat)
 
         def make_format(info: ResponseInfo) -> ResponseFormat:
             return self._format(request, info, earlier, new_items)

@@ -14,6 +14,7 @@ from frontend_svc.core.openai.tokenize import (
     parse_tokenize,
     tokenize_json,
 )
+from frontend_svc.http.api import off_loop
 from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.generation import encode_chat
 from frontend_svc.http.request_context import HttpRequest
@@ -26,7 +27,7 @@ class TokenizeEndpoint(PostEndpoint[TokenizeRequest]):
     """The ASGI application of `/tokenize`."""
 
     async def parse(self, context: HttpRequest, raw: bytes) -> TokenizeRequest:
-        context.body = body = parse_tokenize(raw)
+        context.body = body = await off_loop(len(raw), parse_tokenize, raw)
         return body
 
     async def serve(self, context: HttpRequest, body: TokenizeRequest, meter: RequestMeter) -> None:
@@ -43,7 +44,7 @@ class DetokenizeEndpoint(PostEndpoint[DetokenizeRequest]):
     """The ASGI application of `/detokenize`."""
 
     async def parse(self, context: HttpRequest, raw: bytes) -> DetokenizeRequest:
-        context.body = body = parse_detokenize(raw)
+        context.body = body = await off_loop(len(raw), parse_detokenize, raw)
         return body
 
     async def serve(

@@ -95,10 +95,12 @@ class ServedModel:
         salt = None if routing is None else routing.cache_salt
         return self.hasher.salted(salt) if salt else self.hasher
 
-    def token_count_min(self, text: str) -> int:
-        """A lower bound of a text's token count, without tokenizing it."""
+    def token_count_min(self, *texts: str) -> int:
+        """A lower bound of the token count of all texts, without tokenizing them."""
         bytes_max = self.max_bytes_per_token
-        return 0 if bytes_max is None else -(-len(text.encode()) // bytes_max)
+        return (
+            0 if bytes_max is None else -(-sum(len(text.encode()) for text in texts) // bytes_max)
+        )
 
     @property
     def is_reasoning(self) -> bool:

@@ -34,7 +34,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from frontend_svc.core.openai.fields import (
     LIST,
+    MESSAGES_MAX,
     MODEL_CHARS_MAX,
+    PARTS_MAX,
     STOP_STRINGS_MAX,
     TEXT,
     TOOLS_MAX,
@@ -123,7 +125,7 @@ class OtherBlock(StrictModel):
 # Text, or blocks of text.
 Text: TypeAlias = Annotated[
     Annotated[str, Tag(TEXT)]
-    | Annotated[list[TextOnlyBlock], Field(fail_fast=True), Tag(LIST)]
+    | Annotated[list[TextOnlyBlock], Field(max_length=PARTS_MAX, fail_fast=True), Tag(LIST)]
     | Annotated[Any, wrong_type("a string or a list of text blocks"), Tag(WRONG_TYPE)],
     Discriminator(text_or_list),
 ]
@@ -156,7 +158,9 @@ class Message(StrictModel):
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         Annotated[str, Tag(TEXT)]
-        | Annotated[list[Block], Field(min_length=1, fail_fast=True), Tag(LIST)]
+        | Annotated[
+            list[Block], Field(min_length=1, max_length=PARTS_MAX, fail_fast=True), Tag(LIST)
+        ]
         | Annotated[Any, wrong_type("a string or a list of blocks"), Tag(WRONG_TYPE)],
         Discriminator(text_or_list),
     ]
@@ -213,7 +217,7 @@ class PromptRequest(StrictModel):
     """The body of `/v1/messages/count_tokens`: the fields that decide the prompt."""
 
     model: Annotated[str, Field(min_length=1, max_length=MODEL_CHARS_MAX)]
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
     system: Text | None = None
     tools: Annotated[list[CustomTool], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None

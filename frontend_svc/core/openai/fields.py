@@ -37,6 +37,10 @@ CHOICES_MAX = 256
 # Of all prompts of a request, together.
 PROMPT_TOKENS_MAX = 2**20
 TOOLS_MAX = 128
+MESSAGES_MAX = 4096
+# Of a message: parts of its content, and calls.
+PARTS_MAX = 4096
+CALLS_MAX = 1024
 BIASES_MAX = 1024
 CACHE_SALT_CHARS_MAX = 256
 # No model has half as many. Without a limit, one body could cause millions of error reports.

@@ -50,7 +50,7 @@ numbers. `parsing.py` refuses combinations of fields that cannot both be honoure
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
@@ -62,16 +62,19 @@ from pydantic import (
 
 from common.errors import Unsupported
 from frontend_svc.core.openai.fields import (
+    CALLS_MAX,
     CHOICES_MAX,
     I64,
     LIST,
     MANY_PROMPTS,
+    MESSAGES_MAX,
     MODEL_CHARS_MAX,
     N_MAX,
     NO_AUDIO,
     NO_FUNCTIONS,
     NO_THINKING_LIMIT,
     OBJECT,
+    PARTS_MAX,
     STOP_STRINGS_MAX,
     STOP_TOKEN_IDS_MAX,
     TEXT,
@@ -194,14 +197,18 @@ class ChatMessage(StrictModel):
     content: (
         Annotated[
             Annotated[str, Tag(TEXT)]
-            | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True), Tag(LIST)]
+            | Annotated[
+                list[ContentPart],
+                Field(min_length=1, max_length=PARTS_MAX, fail_fast=True),
+                Tag(LIST),
+            ]
             | Annotated[Any, wrong_type("a string or a list of parts"), Tag(WRONG_TYPE)],
             Discriminator(text_or_list),
         ]
         | None
     ) = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=CALLS_MAX, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -367,7 +374,9 @@ class GenerationRequest(GuidedFields):
 class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)
+    ]
     max_completion_tokens: AtLeastOne | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: RequestedFormat | None = None
@@ -434,6 +443,18 @@ class ChatRequest(GenerationRequest):
                 text = "the model's chat template has no such setting"
                 raise Unsupported("reasoning_effort", text)
         return settings | (self.chat_template_kwargs or {})
+
+    def input_texts(self) -> Iterator[str]:
+        """The texts of all messages but those of the assistant, of which a chat template may leave
+        out some. Without the white space around them, which others strip."""
+        for message in self.messages:
+            if isinstance(message.content, str):
+                texts = [message.content]
+            else:
+                parts = message.content or ()
+                texts = [part.text for part in parts if isinstance(part, TextPart)]
+            if message.role != "assistant":
+                yield from (text.strip() for text in texts)
 
     def template_messages(self) -> list[dict[str, Any]]:
         return [message.model_dump(exclude_none=True) for message in self.messages]

@@ -33,8 +33,10 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from frontend_svc.core.openai.fields import (
     LIST,
+    MESSAGES_MAX,
     MODEL_CHARS_MAX,
     OBJECT,
+    PARTS_MAX,
     TEXT,
     TOOLS_MAX,
     WRONG_TYPE,
@@ -93,7 +95,9 @@ def _item_tag(value: object) -> str:
     return f"\0{kind}" if kind in _ITEM_TYPES else _OTHER_ITEM
 
 
-Include: TypeAlias = list[Annotated[Any, AfterValidator(_check_include)]]
+Include: TypeAlias = Annotated[
+    list[Annotated[Any, AfterValidator(_check_include)]], Field(max_length=16, fail_fast=True)
+]
 
 
 class ItemText(StrictModel):
@@ -110,7 +114,7 @@ class ItemText(StrictModel):
 
 Content: TypeAlias = Annotated[
     Annotated[str, Tag(TEXT)]
-    | Annotated[list[ItemText], Field(fail_fast=True), Tag(LIST)]
+    | Annotated[list[ItemText], Field(max_length=PARTS_MAX, fail_fast=True), Tag(LIST)]
     | Annotated[Any, wrong_type("a string or a list of text parts"), Tag(WRONG_TYPE)],
     Discriminator(text_or_list),
 ]
@@ -162,8 +166,8 @@ class ReasoningItem(StrictModel):
     """The reasoning of an earlier response. summary: not part of the prompt."""
 
     type: Literal["reasoning"]
-    summary: list[SummaryText] | None = None
-    content: list[ReasoningText] | None = None
+    summary: Annotated[list[SummaryText], Field(fail_fast=True)] | None = None
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
     id: str | None = None
     status: Status = None
     encrypted_content: Annotated[object, refuse("send the text in content")] = None
@@ -248,7 +252,7 @@ class ResponsesRequest(StrictModel):
     model: Annotated[str, Field(min_length=1, max_length=MODEL_CHARS_MAX)]
     input: Annotated[
         Annotated[str, Tag(TEXT)]
-        | Annotated[list[InputItem], Field(fail_fast=True), Tag(LIST)]
+        | Annotated[list[InputItem], Field(max_length=MESSAGES_MAX, fail_fast=True), Tag(LIST)]
         | Annotated[Any, wrong_type("a string or a list of items"), Tag(WRONG_TYPE)],
         Discriminator(text_or_list),
     ]
