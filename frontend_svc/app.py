@@ -174,7 +174,12 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._hit_monitor.on_request_end,
             self._stored_responses,
         )
-        return HttpServer(direct_routes(api), lambda: lifecycle.is_draining, self._config.drain_s)
+        return HttpServer(
+            direct_routes(api),
+            lambda: lifecycle.is_draining,
+            self._config.drain_s,
+            self._config.connections_max,
+        )
 
     def _instance(self) -> Instance:
         """With this entry routers free a frontend's bookings as soon as it leaves."""

@@ -4,34 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import math
+import resource
 import socket
 from collections.abc import Callable, Iterator, MutableMapping
+from functools import partial
 from typing import Any
 
+import structlog
 import uvicorn
 
 from common.errors import Conflict
 from frontend_svc.http.asgi import AsgiApp, Receive, Scope, Send
-from frontend_svc.http.protocol import StreamProtocol
+from frontend_svc.http.bounded_protocol import REFUSED_MAX, BoundedProtocol
 
 BACKLOG = 4096
 # Clients and load balancers close idle connections after 4 to 60 s. If the server closed one first,
 # a request that the client sends at the same moment would be lost.
 IDLE_CONNECTION_S = 75
+SEND_BUFFER_BYTES = 256 << 10
+# Descriptors for files and other services.
+OTHER_DESCRIPTORS = 512
 # Time for the last bytes of aborted responses to reach their clients.
 FINAL_WRITE_TIMEOUT_S = 1.0
+
+log = structlog.get_logger()
 
 
 class HttpServer(uvicorn.Server):
     """Serves an API until `should_exit` is set. The lifecycle owns the signals."""
 
-    def __init__(self, api: AsgiApp, is_draining: Callable[[], bool], drain_s: float) -> None:
+    def __init__(
+        self,
+        api: AsgiApp,
+        is_draining: Callable[[], bool],
+        drain_s: float,
+        connections_max: int,
+    ) -> None:
+        limit = _connection_limit(connections_max)
+        protocol = partial(BoundedProtocol, connections_max=limit)
         super().__init__(
             uvicorn.Config(
                 _close_connections_on_drain(api, is_draining),
                 log_config=None,
                 access_log=False,
-                http=StreamProtocol,
+                # Any callable that makes a protocol.
+                http=protocol,  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 proxy_headers=False,
@@ -54,6 +71,8 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listen_socket = socket.socket(family, socket.SOCK_STREAM)
     listen_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it. The kernel would buffer megabytes for each client that does not read.
+    listen_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     try:
         listen_socket.bind((host, port))
     except OSError as error:
@@ -65,6 +84,21 @@ def listen(host: str, port: int) -> socket.socket:
             reason="ADDRESS_IN_USE",
         ) from error
     return listen_socket
+
+
+def _connection_limit(connections_max: int) -> int:
+    """The connections that the limit of descriptors permits; raises that limit if possible."""
+    others = OTHER_DESCRIPTORS + REFUSED_MAX
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections_max + others
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = max(1, min(connections_max, wanted - others))
+    if limit < connections_max:
+        log.warning("connections_limited", connections_max=limit, descriptors=wanted)
+    return limit
 
 
 def _close_connections_on_drain(api: AsgiApp, is_draining: Callable[[], bool]) -> AsgiApp:

@@ -145,7 +145,7 @@ async def served(
             ended.append,
             None,
         )
-        server, listener = HttpServer(api, lambda: False, 1), listen("127.0.0.1", 0)
+        server, listener = HttpServer(api, lambda: False, 1, 100), listen("127.0.0.1", 0)
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
