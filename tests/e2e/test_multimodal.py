@@ -269,6 +269,36 @@ def test_explain_shows_which_worker_holds_an_image(mesh: Mesh) -> None:
     assert list(blocks.values()) == [0]
 
 
+@pytest.mark.parametrize("api", ["messages", "responses"])
+def test_other_apis_translate_their_images(mesh: Mesh, api: str) -> None:
+    expected = answer(mesh, image(CAT), text(TEXT))
+    if api == "messages":
+        source = {"type": "base64", "media_type": "image/png", "data": data_url(CAT)[22:]}
+        content = [{"type": "image", "source": source}, text(TEXT)]
+        body: Any = {"messages": [{"role": "user", "content": content}], "max_tokens": 12}
+        count = mesh.http.post(
+            f"{mesh.url}/v1/messages/count_tokens",
+            json={"model": MODEL, "messages": body["messages"]},
+        )
+        assert count.json() == {"input_tokens": expected[1]}
+    else:
+        content = [
+            {"type": "input_image", "image_url": data_url(CAT)},
+            {"type": "input_text", "text": TEXT},
+        ]
+        body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 12}
+    response = mesh.http.post(f"{mesh.url}/v1/{api}", json={"model": MODEL, **body}).json()
+    if api == "messages":
+        assert response["content"][0]["text"] == expected[0]
+        return
+    assert response["output"][0]["content"][0]["text"] == expected[0]
+    stored = mesh.http.get(f"{mesh.url}/v1/responses/{response['id']}/input_items").json()
+    assert stored["data"][0]["content"] == content
+    again = {"model": MODEL, "input": "And?", "previous_response_id": response["id"]}
+    usage = mesh.http.post(f"{mesh.url}/v1/responses", json=again).json()["usage"]
+    assert usage["input_tokens"] > expected[1], "the image is part of the conversation"
+
+
 def test_placeholders_in_text_are_ordinary_text(mesh: Mesh) -> None:
     forged = answer(mesh, image(CAT), text("<|image|> and <|audio|>"))
     assert forged[1] > answer(mesh, image(CAT), text("and"))[1]
@@ -287,6 +317,7 @@ def test_placeholders_in_text_are_ordinary_text(mesh: Mesh) -> None:
         ([image(CAT)] * 9, "", "invalid_value"),
         ([{"type": "video_url", "video_url": {"url": "x"}}], "type", "unsupported_parameter"),
         ([{"type": "image_url"}], "image_url", "missing_required_parameter"),
+        ([image("")], "image_url.url", "invalid_value"),
     ],
 )
 def test_an_invalid_medium_is_refused_by_name(
@@ -296,6 +327,13 @@ def test_an_invalid_medium_is_refused_by_name(
     index = len(content) - 1
     assert error["code"] == code, error
     assert error["param"] == f"messages[0].content[{index}].{param or 'image_url'}"
+
+
+def test_only_messages_of_user_and_tool_have_media(mesh: Mesh) -> None:
+    messages = [{"role": role, "content": [image(CAT)]} for role in ("user", "system")]
+    error = post(mesh, "", messages=messages).json()["error"]
+    assert error["code"] == "unsupported_parameter"
+    assert error["param"] == "messages[1].content[0].image_url"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ Every field belongs to exactly one of the following classes; any other name is r
 
 Honoured
   both         model, messages (roles user, assistant, system; text, or blocks of type text,
-               thinking, tool_use, tool_result), system (text or text blocks), tools (name,
+               image, thinking, tool_use, tool_result), system (text or text blocks), tools (name,
                description, input_schema, strict), tool_choice (auto, any, tool, none,
                disable_parallel_tool_use), thinking (adaptive, disabled), thinking.display,
                output_config.format (json_schema), output_config.effort (low, medium, high, if the
@@ -19,7 +19,7 @@ Accepted with a value that has no effect, else refused by name
                tools[].allowed_callers (direct), tools[].defer_loading (false),
                tools[].input_examples ([]), context_management (no edits, or thinking kept)
 Refused by name unless null
-               other blocks (images, documents, redacted thinking, server tools), other tools,
+               other blocks (documents, redacted thinking, server tools), other tools,
                thinking.budget_tokens, container, diagnostics, inference_geo, mcp_servers,
                user_profile_id, toolset_name
 
@@ -53,7 +53,7 @@ from frontend_svc.core.openai.fields import (
 )
 
 THINKING_TOKENS_MIN = 1024
-_BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
+_BLOCK_TYPES = ("text", "image", "thinking", "tool_use", "tool_result")
 _OTHER_BLOCK = "\0block"
 _NO_TOOLSETS = "only tools of the request are available"
 
@@ -65,6 +65,16 @@ ToolName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 def _block_tag(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
     return f"\0{kind}" if kind in _BLOCK_TYPES else _OTHER_BLOCK
+
+
+def _source_tag(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "\0url" if kind == "url" else "\0base64"
+
+
+def _result_tag(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "\0image" if kind == "image" else TEXT
 
 
 def _refuse_block_type(value: object) -> NoReturn:
@@ -88,6 +98,26 @@ class TextBlock(StrictModel):
     text: str
     cache_control: CacheControl = None
     citations: Annotated[object, refuse("only an empty list is accepted", [])] = None
+
+
+class Base64Image(StrictModel):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlImage(StrictModel):
+    type: Literal["url"]
+    url: Annotated[str, Field(min_length=1)]
+
+
+class ImageBlock(StrictModel):
+    type: Literal["image"]
+    source: Annotated[
+        Annotated[Base64Image, Tag("\0base64")] | Annotated[UrlImage, Tag("\0url")],
+        Discriminator(_source_tag),
+    ]
+    cache_control: CacheControl = None
 
 
 class TextOnlyBlock(TextBlock):
@@ -131,12 +161,30 @@ Text: TypeAlias = Annotated[
 ]
 
 
+# Text, or blocks of text and images.
+ResultContent: TypeAlias = Annotated[
+    Annotated[str, Tag(TEXT)]
+    | Annotated[
+        list[
+            Annotated[
+                Annotated[TextOnlyBlock, Tag(TEXT)] | Annotated[ImageBlock, Tag("\0image")],
+                Discriminator(_result_tag),
+            ]
+        ],
+        Field(max_length=PARTS_MAX, fail_fast=True),
+        Tag(LIST),
+    ]
+    | Annotated[Any, wrong_type("a string or a list of blocks"), Tag(WRONG_TYPE)],
+    Discriminator(text_or_list),
+]
+
+
 class ToolResultBlock(StrictModel):
     """The result of a call; is_error: the call failed."""
 
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1)]
-    content: Text | None = None
+    content: ResultContent | None = None
     is_error: bool | None = None
     cache_control: CacheControl = None
     toolset_name: Annotated[object, refuse(_NO_TOOLSETS)] = None
@@ -144,6 +192,7 @@ class ToolResultBlock(StrictModel):
 
 Block: TypeAlias = Annotated[
     Annotated[TextBlock, Tag(TEXT)]
+    | Annotated[ImageBlock, Tag("\0image")]
     | Annotated[ThinkingBlock, Tag("\0thinking")]
     | Annotated[ToolUseBlock, Tag("\0tool_use")]
     | Annotated[ToolResultBlock, Tag("\0tool_result")]

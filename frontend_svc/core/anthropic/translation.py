@@ -12,8 +12,10 @@ from pydantic import ValidationError
 
 from common.errors import InvalidRequest, Unsupported
 from frontend_svc.core.anthropic.schema import (
+    Base64Image,
     Block,
     CustomTool,
+    ImageBlock,
     Message,
     MessagesRequest,
     PromptRequest,
@@ -22,6 +24,7 @@ from frontend_svc.core.anthropic.schema import (
     ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
+    UrlImage,
 )
 from frontend_svc.core.openai import schema as openai
 from frontend_svc.core.openai.parsing import check_tools, parse_json_object
@@ -46,6 +49,7 @@ _BLOCK_ROLES: Final = {
     ThinkingBlock: "assistant",
     ToolUseBlock: "assistant",
     ToolResultBlock: "user",
+    ImageBlock: "user",
 }
 # Fields of a chat -> fields of the Messages API.
 _RENAMED_FIELDS: Final = (
@@ -53,6 +57,8 @@ _RENAMED_FIELDS: Final = (
     (re.compile(r"^(tools\[\d+\]|tool_choice)\.function"), r"\1"),
     (re.compile(r"^response_format\.json_schema"), "output_config.format"),
     (re.compile(r"^stop$"), "stop_sequences"),
+    # Neighbouring messages become one, so their indices differ.
+    (re.compile(r"^messages\[.*\.image_url\b.*"), "messages"),
 )
 
 # Variables of chat templates that turn reasoning on and off.
@@ -228,9 +234,9 @@ def _tool_choice(choice: ToolChoice) -> str | openai.NamedToolChoice:
 def _system(request: PromptRequest) -> list[openai.ChatMessage]:
     if request.system is None:
         return []
-    blocks = _text_blocks(request.system)
-    texts = [one.text for one in blocks if not one.text.startswith(_BILLING_PREFIX)]
-    return [_text_message("system", texts)] if texts else []
+    blocks = [_text(request.system)] if isinstance(request.system, str) else request.system
+    texts = [one for one in blocks if not one.text.startswith(_BILLING_PREFIX)]
+    return [openai.ChatMessage(role="system", content=_content(texts))] if texts else []
 
 
 def _turns(messages: Iterable[Message]) -> Iterator[openai.ChatMessage]:
@@ -242,20 +248,22 @@ def _turns(messages: Iterable[Message]) -> Iterator[openai.ChatMessage]:
             yield from _user_messages(role, blocks)
 
 
-def _user_messages(role: str, blocks: Iterable[Block]) -> Iterator[openai.ChatMessage]:
+# Any: a role of the chat.
+def _user_messages(role: Any, blocks: Iterable[Block]) -> Iterator[openai.ChatMessage]:
     """The results of calls are messages of their own in a chat."""
-    for is_text, group in groupby(blocks, lambda block: isinstance(block, TextBlock)):
-        if is_text:
-            yield _text_message(role, [one.text for one in group if isinstance(one, TextBlock)])
-        else:
+    for is_result, group in groupby(blocks, lambda block: isinstance(block, ToolResultBlock)):
+        if is_result:
             yield from (_result(one) for one in group if isinstance(one, ToolResultBlock))
+        else:
+            parts = [one for one in group if isinstance(one, TextBlock | ImageBlock)]
+            yield openai.ChatMessage(role=role, content=_content(parts))
 
 
 def _assistant_message(blocks: Sequence[Block]) -> openai.ChatMessage:
     thinking = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     return openai.ChatMessage(
         role="assistant",
-        content=_content([block.text for block in blocks if isinstance(block, TextBlock)]),
+        content=_content([block for block in blocks if isinstance(block, TextBlock)]),
         tool_calls=[_call(block) for block in blocks if isinstance(block, ToolUseBlock)] or None,
         reasoning_content="\n".join(filter(None, thinking)) or None,
     )
@@ -267,27 +275,43 @@ def _call(block: ToolUseBlock) -> openai.ToolCall:
 
 
 def _result(block: ToolResultBlock) -> openai.ChatMessage:
-    texts = [one.text for one in _text_blocks(block.content or "")]
+    parts = _parts(block.content or "")
     if block.is_error:
-        texts = [_ERROR_PREFIX + "".join(texts[:1]), *texts[1:]]
-    return openai.ChatMessage(role="tool", content=_content(texts), tool_call_id=block.tool_use_id)
+        match parts:
+            case [TextBlock(text=text), *others]:
+                parts = [_text(_ERROR_PREFIX + text), *others]
+            case _:
+                parts = [_text(_ERROR_PREFIX), *parts]
+    return openai.ChatMessage(role="tool", content=_content(parts), tool_call_id=block.tool_use_id)
 
 
-def _text_message(role: Any, texts: Sequence[str]) -> openai.ChatMessage:
-    return openai.ChatMessage(role=role, content=_content(texts))
+def _content(parts: Sequence[TextBlock | ImageBlock]) -> str | list[openai.ContentPart]:
+    match parts:
+        case []:
+            return ""
+        case [TextBlock(text=text)]:
+            return text
+    return [_part(one) for one in parts]
 
 
-def _content(texts: Sequence[str]) -> str | list[openai.TextPart]:
-    if len(texts) <= 1:
-        return "".join(texts)
-    return [openai.TextPart(type="text", text=text) for text in texts]
+def _part(part: TextBlock | ImageBlock) -> openai.ContentPart:
+    if isinstance(part, TextBlock):
+        return openai.TextPart(type="text", text=part.text)
+    match part.source:
+        case UrlImage(url=url):
+            pass
+        case Base64Image(media_type=media_type, data=data):
+            url = f"data:{media_type};base64,{data}"
+    return openai.ImagePart(type="image_url", image_url=openai.ImageUrl(url=url))
+
+
+def _text(text: str) -> TextBlock:
+    return TextBlock(type="text", text=text)
 
 
 def _blocks(message: Message) -> Sequence[Block]:
-    if isinstance(message.content, str):
-        return [TextBlock(type="text", text=message.content)]
-    return message.content
+    return [_text(message.content)] if isinstance(message.content, str) else message.content
 
 
-def _text_blocks(text: str | Sequence[TextBlock]) -> Sequence[TextBlock]:
-    return [TextBlock(type="text", text=text)] if isinstance(text, str) else text
+def _parts(content: str | Sequence[TextBlock | ImageBlock]) -> Sequence[TextBlock | ImageBlock]:
+    return [_text(content)] if isinstance(content, str) else content

@@ -28,11 +28,12 @@ from frontend_svc.core.openai.validation_errors import INVALID_VALUE
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """A part of a message. kind: as in a card. field: its path in the body."""
+    """A part of a message of a role. kind: as in a card. field: its path in the body."""
 
     kind: str
     url: str
     field: str
+    role: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Medium:
 def media_parts(body: ChatRequest) -> list[MediaPart]:
     """Returns the media of a chat in the order of the prompt."""
     return [
-        _media_part(part, f"messages[{number}].content[{index}]")
+        _media_part(part, f"messages[{number}].content[{index}]", message.role)
         for number, message in enumerate(body.messages)
         if isinstance(message.content, list)
         for index, part in enumerate(message.content)
@@ -55,21 +56,24 @@ def media_parts(body: ChatRequest) -> list[MediaPart]:
     ]
 
 
-def _media_part(part: ImagePart | AudioUrlPart | InputAudioPart, path: str) -> MediaPart:
+def _media_part(part: ImagePart | AudioUrlPart | InputAudioPart, path: str, role: str) -> MediaPart:
     match part:
         case ImagePart(image_url=image):
-            return MediaPart("image", image.url, f"{path}.image_url")
+            return MediaPart("image", image.url, f"{path}.image_url", role)
         case AudioUrlPart(audio_url=audio):
-            return MediaPart("audio", audio.url, f"{path}.audio_url")
+            return MediaPart("audio", audio.url, f"{path}.audio_url", role)
         case InputAudioPart(input_audio=audio):
             url = f"data:audio/{audio.format};base64,{audio.data}"
-            return MediaPart("audio", url, f"{path}.input_audio")
+            return MediaPart("audio", url, f"{path}.input_audio", role)
 
 
 def check_media(parts: Sequence[MediaPart], inputs: Mapping[str, MediaInput], model: str) -> None:
-    """Raises Unsupported for a kind that the model does not take, InvalidRequest for too many."""
+    """Raises Unsupported for a kind that the model does not take and for another role than user and
+    tool, InvalidRequest for too many."""
     counts: Counter[str] = Counter()
     for part in parts:
+        if part.role not in ("user", "tool"):
+            raise Unsupported(part.field, f"messages of role '{part.role}' have only text")
         if part.kind not in inputs:
             raise Unsupported(part.field, f"the model {model!r} takes no {part.kind} input")
         counts[part.kind] += 1

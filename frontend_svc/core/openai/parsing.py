@@ -16,7 +16,6 @@ from frontend_svc.core.openai.schema import (
     CompletionRequest,
     GenerationRequest,
     NamedToolChoice,
-    TextPart,
 )
 from frontend_svc.core.openai.validation_errors import (
     INVALID_JSON,
@@ -185,11 +184,6 @@ def _check_message(message: ChatMessage, path: str) -> None:
         raise _invalid_field(f"{path}.tool_call_id", text)
     if message.tool_call_id is None and message.role == "tool":
         raise missing_parameter(f"{path}.tool_call_id")
-    if message.role not in ("user", "tool") and isinstance(message.content, list):
-        for index, part in enumerate(message.content):
-            if not isinstance(part, TextPart):
-                text = f"messages of role '{message.role}' have only parts of type 'text'"
-                raise Unsupported(f"{path}.content[{index}].type", text)
     if message.content is None and not message.tool_calls:
         raise missing_parameter(f"{path}.content")
 

@@ -4,7 +4,8 @@ Every field belongs to exactly one of the following classes; any other name is r
 
 Honoured
   model, input (a text, or items: messages of the roles user, assistant, system, developer with
-  text parts; function_call; function_call_output; reasoning; item_reference), instructions,
+  text parts, those of user and results of functions also with input_image; function_call;
+  function_call_output; reasoning; item_reference), instructions,
   previous_response_id, store, stream, max_output_tokens, temperature, top_p, tools (functions),
   tool_choice (none, auto, required, a function), parallel_tool_calls, text.format (text,
   json_object, json_schema), reasoning.effort (as reasoning_effort of a chat), metadata (returned)
@@ -17,9 +18,9 @@ Accepted with a value that has no effect, else refused by name
   send them back), background (false), truncation (disabled), service_tier (auto, default),
   prompt_cache_retention (in_memory), top_logprobs (0), text.verbosity (medium), reasoning.summary
   (auto: there is none), reasoning.context (auto), reasoning.mode (standard),
-  stream_options.include_obfuscation (false), annotations of parts ([])
+  stream_options.include_obfuscation (false), annotations of parts ([]), detail of images (auto)
 Refused by name unless null
-  other items, parts and tools (images, files, web search, MCP), conversation, prompt, moderation,
+  other items, parts and tools (files, web search, MCP), conversation, prompt, moderation,
   access_programs, context_management, image, prompt_cache_options, encrypted_content of reasoning
 
 `null` means absent. Types are strict, as in `core/openai/schema.py`.
@@ -64,8 +65,13 @@ Status: TypeAlias = Literal["in_progress", "completed", "incomplete"] | None
 
 def _check_part_type(value: object) -> object:
     if value not in _PART_TYPES:
-        raise unsupported("only text parts (input_text, output_text) are available")
+        raise unsupported("only parts of type input_text, output_text, input_image are available")
     return value
+
+
+def _part_tag(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "\0image" if kind == "input_image" else TEXT
 
 
 def _check_function_type(value: object) -> object:
@@ -112,10 +118,23 @@ class ItemText(StrictModel):
     prompt_cache_breakpoint: UnsupportedField = None
 
 
+class ItemImage(StrictModel):
+    """An image at a URL of http, https or data."""
+
+    type: Literal["input_image"]
+    image_url: Annotated[str, Field(min_length=1)]
+    detail: Annotated[object, refuse("all images have the same number of tokens", "auto")] = None
+    file_id: UnsupportedField = None
+
+
+ItemPart: TypeAlias = Annotated[
+    Annotated[ItemText, Tag(TEXT)] | Annotated[ItemImage, Tag("\0image")],
+    Discriminator(_part_tag),
+]
 Content: TypeAlias = Annotated[
     Annotated[str, Tag(TEXT)]
-    | Annotated[list[ItemText], Field(max_length=PARTS_MAX, fail_fast=True), Tag(LIST)]
-    | Annotated[Any, wrong_type("a string or a list of text parts"), Tag(WRONG_TYPE)],
+    | Annotated[list[ItemPart], Field(max_length=PARTS_MAX, fail_fast=True), Tag(LIST)]
+    | Annotated[Any, wrong_type("a string or a list of parts"), Tag(WRONG_TYPE)],
     Discriminator(text_or_list),
 ]
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from common.errors import InvalidRequest, MeshError
+from common.errors import InvalidRequest, MeshError, Unsupported
 from frontend_svc.core.openai.parsing import check_tools, parse_json_object, use_alias
 from frontend_svc.core.openai.schema import ChatRequest
 from frontend_svc.core.openai.validation_errors import (
@@ -22,6 +22,7 @@ from frontend_svc.core.responses_api.schema import (
     FunctionCallItem,
     FunctionCallOutputItem,
     Item,
+    ItemImage,
     ItemReference,
     ItemText,
     MessageItem,
@@ -102,10 +103,15 @@ def _stored_item(item: Item, response_id: str, index: int) -> Json:
     value |= {"id": item.id or new_id, "status": item.status or "completed"}
     match item:
         case MessageItem(role=role, content=content):
-            part: Json = {"type": "input_text"}
+            text: Json = {"type": "input_text"}
             if role == "assistant":
-                part = {"type": "output_text", "annotations": []}
-            parts = [part | {"text": text} for text in _texts(content)]
+                text = {"type": "output_text", "annotations": []}
+            parts = [
+                part.model_dump(exclude_none=True)
+                if isinstance(part, ItemImage)
+                else text | {"text": part.text}
+                for part in _parts(content)
+            ]
             value |= {"type": "message", "content": parts}
         case ReasoningItem():
             value.setdefault("summary", [])
@@ -255,12 +261,29 @@ def _append(answer: Json, name: str, text: str) -> Json:
     return answer | {name: answer.get(name, "") + text}
 
 
-def _content(content: str | Sequence[ItemText]) -> str | list[Json]:
-    texts = _texts(content)
-    if len(texts) <= 1:
-        return "".join(texts)
-    return [{"type": "text", "text": text} for text in texts]
+def _content(content: str | Sequence[ItemText | ItemImage]) -> str | list[Json]:
+    match _parts(content):
+        case []:
+            return ""
+        case [ItemText(text=text)]:
+            return text
+        case parts:
+            return [_part(one) for one in parts]
 
 
-def _texts(content: str | Sequence[ItemText]) -> list[str]:
-    return [content] if isinstance(content, str) else [part.text for part in content]
+def _part(part: ItemText | ItemImage) -> Json:
+    if isinstance(part, ItemText):
+        return {"type": "text", "text": part.text}
+    return {"type": "image_url", "image_url": {"url": part.image_url}}
+
+
+def _texts(content: str | Sequence[ItemText | ItemImage]) -> Iterator[str]:
+    """The texts of an answer. Raises Unsupported for an image."""
+    for part in _parts(content):
+        if isinstance(part, ItemImage):
+            raise Unsupported("input", "messages of role 'assistant' have only text")
+        yield part.text
+
+
+def _parts(content: str | Sequence[ItemText | ItemImage]) -> Sequence[ItemText | ItemImage]:
+    return [ItemText(type="input_text", text=content)] if isinstance(content, str) else content

@@ -15,6 +15,13 @@ HI = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"name": "f", "description": "F.", "input_schema": SCHEMA}
 CALL = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}
+IMAGE = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+}
+URL_IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a/b"}}
+CHAT_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+CHAT_URL_IMAGE = {"type": "image_url", "image_url": {"url": "https://a/b"}}
 CHAT_TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "F.", "parameters": SCHEMA},
@@ -197,6 +204,21 @@ def test_a_tool_name_may_have_128_characters() -> None:
                 {"role": "tool", "content": "", "tool_call_id": "t1"},
             ],
         ),
+        (
+            {
+                "messages": [
+                    turn("user", IMAGE, text("What?"), URL_IMAGE),
+                    turn("assistant", CALL),
+                    turn("user", result([IMAGE], is_error=True), IMAGE),
+                ]
+            },
+            [
+                {"role": "user", "content": [CHAT_IMAGE, text("What?"), CHAT_URL_IMAGE]},
+                {"role": "assistant", "content": "", "tool_calls": [CHAT_CALL]},
+                {"role": "tool", "content": [text("Error: "), CHAT_IMAGE], "tool_call_id": "t1"},
+                {"role": "user", "content": [CHAT_IMAGE]},
+            ],
+        ),
     ],
 )
 def test_turns_become_the_messages_of_a_chat(
@@ -224,15 +246,21 @@ def test_turns_become_the_messages_of_a_chat(
         ({"messages": [turn("user", 1)]}, "messages[0].content[0]", "an object"),
         ({"messages": [turn("user", {})]}, "messages[0].content[0].type", "Missing"),
         (
-            {"messages": [turn("user", {"type": "image", "source": {}})]},
+            {"messages": [turn("user", {"type": "document", "source": {}})]},
             "messages[0].content[0].type",
             "only blocks of type",
         ),
         (
-            {"messages": [turn("user", result([{"type": "image"}]))]},
-            "messages[0].content[0].content[0].type",
-            "only blocks of type text",
+            {"messages": [turn("user", {"type": "image", "source": {"type": "file"}})]},
+            "messages[0].content[0].source.type",
+            "base64",
         ),
+        (
+            {"messages": [turn("user", result([{"type": "image"}]))]},
+            "messages[0].content[0].content[0].source",
+            "Missing",
+        ),
+        ({"messages": [turn("system", IMAGE)]}, "messages[0].content[0].type", "role 'user'"),
         ({"messages": [turn("user", CALL)]}, "messages[0].content[0].type", "role 'assistant'"),
         (
             {"messages": [turn("system", result("R"))]},

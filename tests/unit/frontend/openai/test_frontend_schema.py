@@ -146,12 +146,6 @@ BAD_CHATS: list[tuple[bytes, str, str, str]] = [
         "only parts of type text, image_url",
     ),
     (
-        message(role="system", content=[{"type": "image_url", "image_url": {"url": "data:"}}]),
-        "messages[1].content[0].type",
-        "unsupported_parameter",
-        "messages of role 'system'",
-    ),
-    (
         parts({"type": "image_url", "image_url": {"url": "data:", "detail": "low"}}),
         "messages[1].content[0].image_url.detail",
         "unsupported_parameter",

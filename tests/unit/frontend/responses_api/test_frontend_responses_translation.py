@@ -160,6 +160,7 @@ def test_the_text_format_is_the_response_format_of_the_chat() -> None:
 
 
 IMAGE = {"type": "input_image", "image_url": "data:,"}
+FILE = {"type": "input_file", "file_id": "f"}
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
@@ -175,7 +176,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": {}}}, "reasoning.effort"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0]"),
-    ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": [FILE]}]}, "input[0].content[0].type"),
+    ({"input": [{"role": "assistant", "content": [IMAGE]}]}, "input"),
+    ({"input": [{"role": "user", "content": [{**IMAGE, "file_id": "f"}]}]},
+     "input[0].content[0].file_id"),
     ({"input": [{**REASONING, "encrypted_content": "x"}]}, "input[0].encrypted_content"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}},
      "stream_options.include_obfuscation"),
