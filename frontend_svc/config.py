@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from common.errors import InvalidRequest
 from common.runtime.config import Names, Port, ServiceConfig, Share, is_loopback
+from frontend_svc.core.openai.request_template import RequestTemplate, parse_templates
 
 
 class FrontendConfig(ServiceConfig):
@@ -71,8 +76,23 @@ class FrontendConfig(ServiceConfig):
     metrics_path: Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")] = "/metrics"
     """Path of the metrics on the HTTP port."""
 
+    request_template: Path | None = None
+    """JSON file with defaults for the fields that requests leave out, by model. Read at the
+    start."""
+
+    @cached_property
+    def request_templates(self) -> Mapping[str, RequestTemplate]:
+        """The defaults by model. Raises OSError and InvalidRequest."""
+        if self.request_template is None:
+            return {}
+        return parse_templates(self.request_template.read_bytes())
+
     def problems(self) -> list[str]:
         found = super().problems()
+        try:
+            _ = self.request_templates
+        except (OSError, InvalidRequest) as error:
+            found.append(f"request_template: {error}")
         if not (is_loopback(self.http_host) or self.http_open or self.insecure):
             found.append(
                 f"http_host: {self.http_host!r} is open to other hosts, and the HTTP API has no"

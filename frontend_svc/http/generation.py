@@ -33,6 +33,7 @@ from frontend_svc.core.openai.preprocessing import (
     routing_hints,
     to_preprocessed,
 )
+from frontend_svc.core.openai.request_template import with_defaults
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.openai.sse import ChunkKind
 from frontend_svc.core.openai.tool_calls import ToolPlan, plan_tools
@@ -132,8 +133,11 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
     async def _generate(
         self, context: HttpRequest, parsed: ParsedBody, meter: RequestMeter
     ) -> None:
-        body = parsed.request
-        model = self._models.get_for(body.model, self._api.table)
+        model = self._models.get_for(parsed.request.model, self._api.table)
+        templates = self._config.request_templates
+        template = templates.get(model.name) or templates.get(model.base)
+        body = with_defaults(parsed.request, template)
+        default_max_tokens = template and template.max_completion_tokens
         plan = plan_tools(body, model.call_format) if isinstance(body, ChatRequest) else None
         guided = await self._constraints.resolve(body, plan)
         token_lists, prompt_text = await _tokenize(body, model)
@@ -144,7 +148,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
                 eos_token_ids=model.card.eos_token_ids,
                 mdc_sum=model.checksum,
                 context_length=model.card.context_length or 0,
-                default_max_tokens=model.card.default_max_tokens,
+                default_max_tokens=default_max_tokens or model.card.default_max_tokens,
                 vocab_size=model.vocab_size,
                 adapter=model.adapter,
                 guided=guided,

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -108,49 +109,6 @@ def test_only_allowed_workers_serve_a_request(mesh: Mesh) -> None:
     for absent in ([], [12]):
         error = refusal(mesh, 503, nvext={"allowed_worker_ids": absent})
         assert error["param"] == "nvext.allowed_worker_ids"
-
-
-@pytest.mark.row("S2-14")
-@pytest.mark.parametrize("allowed", [1, 2])
-def test_a_started_response_continues_on_an_allowed_worker_only(
-    start: Callable[..., AbstractContextManager[Mesh]], allowed: int
-) -> None:
-    with start(workers=3, worker_flags=["--speedup=1"]) as mesh:
-        prompt, tokens = unique_prompt(), 150
-        allowed_ids = ids(mesh)[:allowed]
-        body: Json = {
-            "model": MODEL,
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "stream": True,
-            "ignore_eos": True,
-            "nvext": {"allowed_worker_ids": allowed_ids},
-        }
-        first, text, error = None, "", None
-        headers = {"x-request-id": "migrated"}
-        url = f"{mesh.url}/v1/completions"
-        with mesh.http.stream("POST", url, json=body, headers=headers) as response:
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                error = chunk.get("error")
-                text += "" if error else chunk["choices"][0]["text"]
-                if first is None:
-                    (first,) = [worker for worker in mesh.workers if worker.open_slots()]
-                    first.kill()
-        log_line = mesh.request_line("migrated")
-        if allowed == 1:
-            assert error is not None
-            assert error["param"] == "nvext.allowed_worker_ids"
-            return
-        assert error is None
-        assert text == ORACLE.completion(prompt, tokens, ignore_eos=True).text
-        assert first is not None
-        assert log_line["workers"] == [
-            str(first.instance_id),
-            *({*allowed_ids} - {str(first.instance_id)}),
-        ]
 
 
 @pytest.mark.row("S2-45", "S2-86")
@@ -288,6 +246,42 @@ def test_the_clients_time_gives_the_delay_to_the_frontend(
     assert float(request_span(spans, "delayed").attribute("client_delay_ms")) == delay_ms
     error = refusal(mesh, nvext={"request_timestamp_ms": -1})
     assert error["param"] == "nvext.request_timestamp_ms"
+
+
+# -- defaults of a model -------------------------------------------------------------------------
+
+
+def test_a_request_template_fills_fields_that_the_client_leaves_out(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    template = {"model": MODEL, "temperature": 0, "max_completion_tokens": 5}
+    file = tmp_path / "template.json"
+    file.write_text(json.dumps(template))
+    frontend = mesh.spawn("frontend", f"--request-template={file}").wait_ready()
+    url = frontend.addresses["http"]
+    wait_for(lambda: mesh.http.get(f"{url}/ready").status_code == 200, "the frontend is ready")
+    prompt = unique_prompt()
+
+    def text(url: str, **fields: Any) -> tuple[str, int]:
+        body = {"model": MODEL, "prompt": prompt, "ignore_eos": True, **fields}
+        response = mesh.http.post(f"{url}/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        value = response.json()
+        return value["choices"][0]["text"], value["usage"]["completion_tokens"]
+
+    # A seed has no effect at temperature 0.
+    assert text(url, seed=1) == (ORACLE.completion(prompt, 5, ignore_eos=True).text, 5)
+    assert text(url, seed=1, temperature=1) == text(mesh.url, seed=1, max_tokens=5)
+    assert text(url, seed=1, temperature=1) != text(url, seed=1)
+    assert text(url, max_tokens=3)[1] == 3
+    chat: Json = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+    for path, body, count in (
+        ("chat/completions", chat, "completion_tokens"),
+        ("responses", {"model": MODEL, "input": "Hi"}, "output_tokens"),
+    ):
+        response = mesh.http.post(f"{url}/v1/{path}", json=body).json()
+        assert response["usage"][count] <= 5
+    frontend.kill()
 
 
 # -- arguments of engines -----------------------------------------------------------------------

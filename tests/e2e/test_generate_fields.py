@@ -121,6 +121,7 @@ EFFECTS: dict[str, Callable[[Result], bool]] = {
 # The effect is not in the output of one request; the test that shows it.
 SHOWN_ELSEWHERE = {
     "request_id": "test_abort_ends_a_request_by_its_id",
+    "request.annotations": "test_annotations_are_in_the_log_line_and_in_the_spans_of_frontend_and_worker",  # noqa: E501
     "request.routing.priority": "test_the_larger_priority_goes_first_and_the_hint_outweighs_the_context",  # noqa: E501
     "request.routing.cache_salt": "test_two_cache_salts_never_share_blocks",
     "request.migration_link.trace_id": "test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill",
