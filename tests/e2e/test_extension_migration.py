@@ -25,8 +25,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    shape = {"workers": 0, "prefill": 1, "decode": 4}
-    with Mesh(tmp_path_factory.mktemp("pairs"), **shape, worker_flags=["--speedup=1"]) as mesh:
+    folder = tmp_path_factory.mktemp("pairs")
+    with Mesh(folder, workers=0, prefill=1, decode=4, worker_flags=["--speedup=1"]) as mesh:
         yield mesh
 
 

@@ -121,6 +121,7 @@ def test_settings_of_the_cost_apply_to_one_request(mesh: Mesh) -> None:
     )
 
     def of_holder(**override: Any) -> dict[str, float]:
+        wait_for(lambda: not mesh.router.bookings(), "no worker has booked load")
         body, _ = complete(mesh, prompt, router_config_override=override)
         return terms(mesh, body["id"], holder)
 
