@@ -187,7 +187,7 @@ _OPTION_FIELDS = frozenset({"stop_conditions", "sampling_options", "output_optio
 def unsupported_fields(request: PreprocessedRequest, supported: frozenset[str]) -> list[str]:
     """Return dotted names of the set fields that an engine must refuse.
 
-    These are all fields except the prompt, its EOS ids and its placement, and those that
+    These are all fields except the prompt, its EOS ids, placement and annotations, and those that
     `supported` contains. A name in `supported` includes all fields below it; a full path such as
     `sampling_options.guided_decoding.regex` includes only that field. Values without effect
     (n = 1, top_p = 1, a penalty of 0, ...) request nothing, nor does a best-effort constraint.
