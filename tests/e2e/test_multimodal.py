@@ -108,10 +108,16 @@ class Site(BaseHTTPRequestHandler):
         pass
 
 
+class SiteServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The frontend closed the connection."""
+
+
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
-    server.daemon_threads = True
+    server = SiteServer(("127.0.0.1", 0), Site)
     Thread(target=server.serve_forever, daemon=True).start()
     yield f"127.0.0.1:{server.server_address[1]}"
     Site.released.set()
@@ -327,6 +333,13 @@ def test_an_invalid_medium_is_refused_by_name(
     index = len(content) - 1
     assert error["code"] == code, error
     assert error["param"] == f"messages[0].content[{index}].{param or 'image_url'}"
+
+
+@pytest.mark.row("S2-35")
+def test_embeddings_of_a_prompt_are_refused_by_name(mesh: Mesh) -> None:
+    response = mesh.post_completion("embeds", "hi", prompt_embeds="gASVAAAA")
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "prompt_embeds")
 
 
 def test_only_messages_of_user_and_tool_have_media(mesh: Mesh) -> None:
