@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, gener
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route, Router
+from starlette.routing import Route
 
 from common.errors import MeshError, Unimplemented
 from frontend_svc.config import FrontendConfig
@@ -41,7 +41,6 @@ from frontend_svc.models.served_model import ServedModel
 from frontend_svc.peers.stored_responses import StoredResponses
 from frontend_svc.request.gateway import Gateway
 
-METRICS_PATH = "/metrics"
 MESSAGES_PATH = "/v1/messages"
 API_VERSION = "1"
 
@@ -58,14 +57,6 @@ class Readiness:
     degraded: tuple[str, ...]
     models_not_ready: Mapping[str, str]
     instances: tuple[Mapping[str, object], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RouteDoc:
-    """Method and path of a documented route."""
-
-    method: str
-    path: str
 
 
 def build_api(
@@ -165,7 +156,6 @@ def build_api(
     async def openapi(_: Request) -> Response:
         return Response(document(), media_type="application/json")
 
-    _docs, metrics = metrics_router(registry, config.metrics_path)
     api = Starlette(
         routes=[
             Route("/v1/chat/completions", generation(CHAT_COMPLETIONS), methods=["POST"]),
@@ -190,8 +180,7 @@ def build_api(
             Route("/ready", ready),
             Route("/live", live),
             Route(DOCUMENT_PATH, openapi),
-            # Not mounted: a mount at "" would also match requests that other routes answer 405.
-            *metrics.routes,
+            metrics_route(registry, config.metrics_path),
         ],
         exception_handlers={404: _not_found, 405: _not_found},
     )
@@ -216,28 +205,27 @@ def direct_routes(api: Starlette) -> AsgiApp:
     return serve
 
 
-def metrics_router(
+def metrics_route(
     registry: CollectorRegistry,
-    path: str | None = None,
+    path: str,
     *,
     encode: Callable[[CollectorRegistry], bytes] = generate_latest,
-) -> tuple[list[RouteDoc], Router]:
-    """Returns the scrape route of `registry` at `path` (default `/metrics`) with its documentation.
-    A registry that cannot be encoded as UTF-8 text returns 500 and is logged."""
-    route_path = path or METRICS_PATH
+) -> Route:
+    """Returns the scrape route of `registry`. A registry that cannot be encoded as UTF-8 text
+    returns 500 and is logged."""
 
     # Not a coroutine: Starlette runs it in a thread, so a large scrape does not delay streams.
     def scrape(_: Request) -> Response:
         try:
             text = encode(registry).decode()
         except Exception:  # a collector may raise anything
-            log.exception("metrics_not_encoded", path=route_path)
+            log.exception("metrics_not_encoded", path=path)
             return PlainTextResponse("Failed to encode metrics", status_code=500)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    route = Route(route_path, scrape, methods=["GET"])
+    route = Route(path, scrape, methods=["GET"])
     route.methods = {"GET"}  # Starlette adds HEAD
-    return [RouteDoc("GET", route_path)], Router([route])
+    return route
 
 
 def _model_entry(model: ServedModel, name: str = "") -> dict[str, object]:

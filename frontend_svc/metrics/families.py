@@ -45,12 +45,7 @@ DURATION_BUCKETS_S = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 _INPUT_TOKENS = (50, 128_000, 12)
 
 
-class _Label(StrEnum):
-    def as_str(self) -> str:
-        return self.value
-
-
-class Endpoint(_Label):
+class Endpoint(StrEnum):
     """Values of the label `endpoint`."""
 
     COMPLETIONS = "completions"
@@ -63,14 +58,14 @@ class Endpoint(_Label):
     RESPONSES = "responses"
 
 
-class RequestType(_Label):
+class RequestType(StrEnum):
     """Values of the label `request_type`."""
 
     UNARY = "unary"
     STREAM = "stream"
 
 
-class Status(_Label):
+class Status(StrEnum):
     """Values of the label `status`."""
 
     SUCCESS = "success"
@@ -130,15 +125,6 @@ class Metrics:
     @property
     def collectors(self) -> tuple[Collector, ...]:
         return self._requests, self._inflight, self._durations
-
-    def get_request_counter(
-        self, model: str, endpoint: Endpoint, request_type: RequestType, status: Status
-    ) -> int:
-        """Returns the number of ended requests; creates no series."""
-        return _sample_value(self._requests, (model, endpoint, request_type, status))
-
-    def get_inflight_count(self, model: str) -> int:
-        return _sample_value(self._inflight, (model,))
 
     def inc_request_counter(
         self, model: str, endpoint: Endpoint, request_type: RequestType, status: Status
@@ -397,12 +383,3 @@ def _register(registry: MetricsRegistry, collectors: Sequence[Collector]) -> Non
                 registry.unregister(earlier)
             raise Conflict(f"metrics are registered already: {error}") from error
         registered.append(collector)
-
-
-def _sample_value(collector: Counter | Gauge, labels: tuple[str, ...]) -> int:
-    """Returns the value of one series, 0 if it does not exist."""
-    for family in collector.collect():
-        for sample in family.samples:
-            if tuple(sample.labels.values()) == labels and not sample.name.endswith("_created"):
-                return int(sample.value)
-    return 0

@@ -147,7 +147,7 @@ async def test_the_annotation_request_id_returns_the_id_of_the_call() -> None:
         assert np.array_equal(array(response.embeddings[0].values), ORACLE.embed([1, 2], SIZE))
 
 
-@pytest.mark.row("S2-70")
+@pytest.mark.row("S2-70", "S2-72")
 @pytest.mark.parametrize("key", ["token_ids", "model", "annotations"])
 async def test_the_json_form_needs_tokens_model_and_annotations(key: str) -> None:
     whole = {"token_ids": [[1]], "model": "sim", "annotations": []}

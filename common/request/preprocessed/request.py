@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from common.request.preprocessed.builder import Builder
 from common.request.preprocessed.codecs import (
     LOCAL,
     NULL,
@@ -120,13 +119,6 @@ class PreprocessedRequest:
     is_probe: bool = field(default=False, metadata={"rule": "skip", "key": "_HEALTH_CHECK"})
     tracker: RequestTracker | None = field(default=None, compare=False, repr=False, metadata=LOCAL)
 
-    @staticmethod
-    def builder() -> Builder[PreprocessedRequest]:
-        return Builder(
-            PreprocessedRequest,
-            ("model", "token_ids", "stop_conditions", "sampling_options", "output_options"),
-        )
-
     def has_annotation(self, annotation: str) -> bool:
         return annotation in self.annotations
 
@@ -163,10 +155,6 @@ class PreprocessedEmbeddingRequest:
     dimensions: U32 | None = field(default=None, metadata=NULL)
     mdc_sum: str | None = field(default=None, metadata=NULL)
     annotations: tuple[str, ...]
-
-    @staticmethod
-    def builder() -> Builder[PreprocessedEmbeddingRequest]:
-        return Builder(PreprocessedEmbeddingRequest, ("token_ids", "model", "annotations"))
 
     def has_annotation(self, annotation: str) -> bool:
         return annotation in self.annotations

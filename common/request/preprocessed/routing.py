@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.request.preprocessed.builder import Builder
 from common.request.preprocessed.codecs import I32, U32, U64, no_op
 
 
@@ -63,10 +62,6 @@ class RoutingHints:
     routing_constraints: RoutingConstraints | None = None
     session_control: SessionControl | None = None
     cache_salt: str | None = field(default=None, metadata=no_op(""))
-
-    @staticmethod
-    def builder() -> Builder[RoutingHints]:
-        return Builder(RoutingHints, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

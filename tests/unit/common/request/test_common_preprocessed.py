@@ -220,29 +220,6 @@ def test_unknown_keys_are_ignored_at_every_level() -> None:
     assert "from_the_future" not in to_json_value(newer)
 
 
-@pytest.mark.row("S2-56", "S2-62")
-def test_the_builder_needs_five_fields_and_defaults_the_rest() -> None:
-    five: dict[str, object] = {
-        "model": "m",
-        "token_ids": TokenIds.of([1]),
-        "stop_conditions": StopConditions(max_tokens=1),
-        "sampling_options": SamplingOptions(),
-        "output_options": OutputOptions(),
-    }
-    built = PreprocessedRequest.builder().set(**five).build()
-    assert built == request(model="m", stop_conditions=StopConditions(max_tokens=1))
-    for missing in five:
-        rest = {name: value for name, value in five.items() if name != missing}
-        with pytest.raises(InvalidRequest) as error:
-            PreprocessedRequest.builder().set(**rest).build()
-        assert error.value.field == missing
-
-
-def test_a_builder_refuses_a_name_the_type_does_not_have() -> None:
-    with pytest.raises(TypeError, match="temprature"):
-        PreprocessedRequest.builder().set(temprature=1.0)
-
-
 @pytest.mark.row("S2-58", "S2-60")
 def test_an_annotation_is_found_by_its_exact_text() -> None:
     marked = request(annotations=("trace", "user:7"))
@@ -328,16 +305,6 @@ def test_an_embedding_request_needs_tokens_model_and_annotations(key: str) -> No
     with pytest.raises(InvalidRequest) as error:
         from_json_value(PreprocessedEmbeddingRequest, whole)
     assert error.value.field == key
-
-
-@pytest.mark.row("S2-72")
-def test_an_embedding_request_has_a_builder() -> None:
-    start = PreprocessedEmbeddingRequest.builder().set(model="e", annotations=())
-    with pytest.raises(InvalidRequest) as error:
-        start.build()
-    assert error.value.field == "token_ids"
-    built = start.set(token_ids=(TokenIds.of([4]),), dimensions=8).build()
-    assert (built.dimensions, built.mdc_sum) == (8, None)
 
 
 @pytest.mark.parametrize(
