@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 
@@ -21,6 +21,7 @@ from frontend_svc.config import FrontendConfig
 from frontend_svc.core.choice import Choice
 from frontend_svc.core.media.prompt import add_media, check_media, expand_media, media_parts
 from frontend_svc.core.models.engine_options import check_options
+from frontend_svc.core.models.model_watch import Table
 from frontend_svc.core.openai.errors import HttpError, error_type
 from frontend_svc.core.openai.extension import ResponseExtension, make_extension
 from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
@@ -67,6 +68,19 @@ from frontend_svc.request.response import Reader, ResponseBuffer
 _RANK_HEADERS = ("x-kvmesh-dp-rank", "x-kvmesh-prefill-dp-rank")
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBody:
+    """A body after all checks and tokenization. body: with the defaults of its model. requests:
+    one for each prompt. prompt_text: of the first prompt; None: it was given as token ids."""
+
+    body: ChatRequest | CompletionRequest
+    model: ServedModel
+    plan: ToolPlan | None
+    requests: Sequence[PreprocessedRequest]
+    prompt_text: str | None
+    prompt_tokens: int
 
 
 class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
@@ -130,13 +144,15 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         else:
             meter.mark_failed(error_type(outcome.error))
 
-    async def _generate(
-        self, context: HttpRequest, parsed: ParsedBody, meter: RequestMeter
-    ) -> None:
-        model = self._models.get_for(parsed.request.model, self._api.table)
+    async def prepare(
+        self, context: HttpRequest, parsed: ChatRequest | CompletionRequest, meter: RequestMeter
+    ) -> PreparedBody:
+        """Raises MeshError with the field of the body."""
+        table: Table = "chat" if isinstance(parsed, ChatRequest) else "completions"
+        model = self._models.get_for(parsed.model, table)
         templates = self._config.request_templates
         template = templates.get(model.name) or templates.get(model.base)
-        body = with_defaults(parsed.request, template)
+        body = with_defaults(parsed, template)
         default_max_tokens = template and template.max_completion_tokens
         plan = plan_tools(body, model.call_format) if isinstance(body, ChatRequest) else None
         guided = await self._constraints.resolve(body, plan)
@@ -167,15 +183,23 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         context.request = prompts[0]
         prompt_tokens = check_total_tokens(prompts)
         meter.prompt(prompt_tokens)
-        context.base_model, context.choices_per_prompt = model.base, body.choices_per_prompt
+        context.base_model = model.base
+        return PreparedBody(body, model, plan, prompts, prompt_text, prompt_tokens)
+
+    async def _generate(
+        self, context: HttpRequest, parsed: ParsedBody, meter: RequestMeter
+    ) -> None:
+        prepared = await self.prepare(context, parsed.request, meter)
+        body, model, prompts = prepared.body, prepared.model, prepared.requests
+        context.choices_per_prompt = body.choices_per_prompt
         info = ResponseInfo(
             context.request_id,
             model.name,
             _now_s(),
             choices=len(prompts) * body.choices_per_prompt,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=prepared.prompt_tokens,
         )
-        extension = _extension(body, model, info, prompts[0], prompt_text)
+        extension = _extension(body, model, info, prompts[0], prepared.prompt_text)
         is_query_only = extension is not None and extension.is_query_only
         response_format = parsed.make_format(info)
         requests: list[tuple[RequestPlan, Query]] = []
@@ -193,7 +217,9 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
                 requests.append((request_plan, query))
                 parser = None
                 if isinstance(body, ChatRequest):
-                    parser = _response_parser(request_plan.request_id, model, plan, request)
+                    parser = _response_parser(
+                        request_plan.request_id, model, prepared.plan, request
+                    )
                 text = _text_stream(body, model, for_parser=parser is not None)
                 token_bytes = _token_bytes(body, model)
                 choices.append(

@@ -30,6 +30,7 @@ _OPERATIONS = {
     Endpoint.EMBEDDINGS: "embeddings",
     Endpoint.TOKENIZE: "tokenize",
     Endpoint.DETOKENIZE: "detokenize",
+    Endpoint.PREPROCESS: "preprocess",
 }
 
 # Parts of the time to the first token.

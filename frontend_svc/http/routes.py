@@ -29,6 +29,7 @@ from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.messages import CountTokensEndpoint, MessagesApi
 from frontend_svc.http.operations import DOCUMENT_PATH, operations
+from frontend_svc.http.preprocess import PreprocessApi, PreprocessEndpoint
 from frontend_svc.http.request_context import MODEL_OWNER
 from frontend_svc.http.responses import ResponsesApi, stored_response_routes
 from frontend_svc.http.tokenize import DetokenizeEndpoint, TokenizeEndpoint
@@ -144,10 +145,10 @@ def build_api(
         fetcher = MediaFetcher(hosts=config.media_hosts, timeout_s=config.media_timeout_s)
     media = MediaLoader(fetcher, config.media_limit_mb << 20)
 
-    def generation(api: GenerationApi) -> GenerationEndpoint:
-        return GenerationEndpoint(
-            api, gateway, models, state, config, constraints, on_request_end, media
-        )
+    def generation(
+        api: GenerationApi, endpoint: type[GenerationEndpoint] = GenerationEndpoint
+    ) -> GenerationEndpoint:
+        return endpoint(api, gateway, models, state, config, constraints, on_request_end, media)
 
     @cache
     def document() -> bytes:
@@ -174,6 +175,11 @@ def build_api(
             ),
             Route("/v1/responses", generation(ResponsesApi(stored_responses)), methods=["POST"]),
             *stored_response_routes(stored_responses),
+            Route(
+                "/v1/internal/preprocess",
+                generation(PreprocessApi(stored_responses), PreprocessEndpoint),
+                methods=["POST"],
+            ),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", get_model),
             Route("/health", health),

@@ -56,6 +56,7 @@ class Endpoint(StrEnum):
     MESSAGES = "messages"
     COUNT_TOKENS = "count_tokens"
     RESPONSES = "responses"
+    PREPROCESS = "preprocess"
 
 
 class RequestType(StrEnum):

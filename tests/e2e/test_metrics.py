@@ -184,7 +184,10 @@ def test_every_end_is_counted_with_its_labels(scrapes: Scrapes, setting: str) ->
         failures = {(a[0], a[1], a[4]): 1 for a in REQUESTS if a[3] == "error"}
         assert samples(found[f"{CURRENT}failures"], "_total") == failures
         refused = samples(found[f"{CURRENT}refused_bodies"], "_total")
-        assert refused == {(MODEL, "chat_completions", "INVALID_VALUE"): 1}
+        assert refused == {
+            (MODEL, "chat_completions", "invalid_value"): 1,
+            ("other", "chat_completions", "model_not_found"): 1,
+        }
         assert samples(found[f"{CURRENT}disconnected_clients"], "_total")[(MODEL,)] == 1
 
 

@@ -165,6 +165,11 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"messages": _TURNS, "tools": [_TOOL]},
     ],
     "/detokenize": [{"tokens": [1, 2, 3]}],
+    "/v1/internal/preprocess": [
+        {"messages": _TURNS, "tools": [_TOOL], **_SAMPLING},
+        {"prompt": ["Hello", "you"], "nvext": _NVEXT},
+        {"input": "Hello"},
+    ],
     "/v1/rerank": [{"query": "a", "documents": ["b", "c"], "top_n": 1}],
     "/v1/score": [{"text_1": "a", "text_2": ["b", "c"]}],
 }

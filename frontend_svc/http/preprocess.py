@@ -1,0 +1,60 @@
+"""`/v1/internal/preprocess`: the requests that workers would receive for a body."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Final
+
+import orjson
+
+from common.request.preprocessed import to_json_value
+from frontend_svc.core.openai.errors import HttpError, http_error
+from frontend_svc.core.openai.parsing import parse_json_object
+from frontend_svc.core.openai.pass_through import PassThroughRequest
+from frontend_svc.core.request.leg_request import worker_request
+from frontend_svc.http.api import CHAT_COMPLETIONS, COMPLETIONS, HeaderPairs, ParsedBody
+from frontend_svc.http.generation import GenerationEndpoint
+from frontend_svc.http.request_context import HttpRequest
+from frontend_svc.http.responses import ResponsesApi
+from frontend_svc.http.streaming import send_json
+from frontend_svc.metrics.families import Endpoint, RequestMeter
+from frontend_svc.peers.stored_responses import StoredResponses
+
+
+class PreprocessApi:
+    """Reads a body of chat completions (`messages`), of the Responses API (`input`) or of
+    completions."""
+
+    endpoint: Final = Endpoint.PREPROCESS
+    table: Final = "chat"
+    # The frontend does not preprocess bodies of pass-through models.
+    passes_through: Final = False
+
+    def __init__(self, stored: StoredResponses | None) -> None:
+        self._responses = ResponsesApi(stored)
+
+    async def parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody:
+        names = parse_json_object(raw).keys()
+        if "messages" in names:
+            return await CHAT_COMPLETIONS.parse(raw, headers)
+        if "input" in names:
+            return await self._responses.parse(raw, headers)
+        return await COMPLETIONS.parse(raw, headers)
+
+    def http_error(
+        self, error: BaseException, request_id: str, headers: Container[bytes]
+    ) -> HttpError:
+        return http_error(error, headers)
+
+
+class PreprocessEndpoint(GenerationEndpoint):
+    """Checks and tokenizes a body as generation does, and returns the requests."""
+
+    async def serve(
+        self, context: HttpRequest, body: ParsedBody | PassThroughRequest, meter: RequestMeter
+    ) -> None:
+        assert isinstance(body, ParsedBody), "the API passes nothing through"
+        prepared = await self.prepare(context, body.request, meter)
+        requests = [to_json_value(worker_request(one, dp_rank=0)) for one in prepared.requests]
+        await send_json(context, orjson.dumps({"requests": requests}))
+        meter.mark_ok()
