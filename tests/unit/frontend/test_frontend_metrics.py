@@ -86,21 +86,21 @@ def counts(state: DeploymentState, status: Status, model: str = "m", kind: str =
 @pytest.mark.row("S3-01", "S3-02", "S3-31")
 def test_the_status_labels_are_success_and_error() -> None:
     assert list(Status) == ["success", "error"]
-    assert Status.SUCCESS == "success"
-    assert Status.ERROR == "error"
+    assert str(Status.SUCCESS) == "success"
+    assert str(Status.ERROR) == "error"
 
 
 @pytest.mark.row("S3-03", "S3-04", "S3-30")
 def test_the_request_type_labels_are_stream_and_unary() -> None:
-    assert RequestType.STREAM == "stream"
-    assert RequestType.UNARY == "unary"
+    assert str(RequestType.STREAM) == "stream"
+    assert str(RequestType.UNARY) == "unary"
     assert len(RequestType) == 2
 
 
 @pytest.mark.row("S3-27", "S3-28")
 def test_the_endpoint_labels_are_completions_and_chat_completions() -> None:
-    assert Endpoint.COMPLETIONS == "completions"
-    assert Endpoint.CHAT_COMPLETIONS == "chat_completions"
+    assert str(Endpoint.COMPLETIONS) == "completions"
+    assert str(Endpoint.CHAT_COMPLETIONS) == "chat_completions"
 
 
 @pytest.mark.row("S3-05")
