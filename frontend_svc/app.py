@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 
 from prometheus_client import CollectorRegistry
@@ -14,6 +15,7 @@ from common.errors import MeshError, Unavailable
 from common.registry.instances import Instance, Snapshot
 from common.registry.registry import Registry, follow
 from common.rpc import channel as rpc
+from common.runtime.config import ConfigError, flag_name
 from common.runtime.tasks import TaskGroup
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
@@ -24,11 +26,13 @@ from frontend_svc.core.peers.recently_left import RecentlyLeft
 from frontend_svc.core.peers.stall_clock import StallClock
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.core.responses_api.store import ResponseStore
+from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.http.routes import Readiness, build_api, direct_routes
 from frontend_svc.http.server import FINAL_WRITE_TIMEOUT_S, HttpServer, listen
 from frontend_svc.metrics.collectors import (
     HitDriftCollector,
     ModelConfigCollector,
+    RecordCollector,
     ResilienceCollector,
 )
 from frontend_svc.metrics.families import DeploymentState, FrontendMetrics
@@ -46,12 +50,15 @@ from frontend_svc.peers.stored_responses import (
     StoredResponses,
 )
 from frontend_svc.readiness import assess_readiness
+from frontend_svc.records.record_file import RecordFile
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
 from kvmesh.frontend.v1 import frontend_pb2_grpc
 
 # Interval of attempts to load a model that failed to load.
 MODEL_RETRY_INTERVAL_S = 1.0
+# For the records of the last requests to be written.
+RECORDS_CLOSE_TIMEOUT_S = 5.0
 
 
 class FrontendApp(ServiceApp[FrontendConfig]):
@@ -116,6 +123,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics = FrontendMetrics(config.metrics_prefix)
         self._state = DeploymentState(self._models.request_names, frontend=metrics)
         self._hit_monitor = HitMonitor(lambda: self._snapshot, loop.time, config.kv_drift_max)
+        self._records = _open_records(config)
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._lifecycle: Lifecycle | None = None
@@ -163,6 +171,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics.register(ArtifactCollector(self._models.artifacts, prefix))
         metrics.register(HitDriftCollector(self._hit_monitor.drift_stats, prefix))
         metrics.register(ResilienceCollector(self._resilience_values, prefix))
+        metrics.register(RecordCollector(self._records.counts, prefix))
         add_process_metrics(metrics)
         api = build_api(
             self.gateway,
@@ -170,6 +179,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._state,
             metrics,
             self._config,
+            self._records,
             self._readiness,
             self._hit_monitor.on_request_end,
             self._stored_responses,
@@ -197,6 +207,10 @@ class FrontendApp(ServiceApp[FrontendConfig]):
                 aborted = self.gateway.abort_all(Unavailable("this frontend is shutting down", 1.0))
                 await asyncio.wait([self._http_task], timeout=FINAL_WRITE_TIMEOUT_S)
         return [*aborted, *await rpc.stop(self._server, 0.5, self._calls)]
+
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.to_thread(self._records.close, RECORDS_CLOSE_TIMEOUT_S)
 
     async def _run_engine_client(self, client_started: asyncio.Event) -> None:
         """Owns the streams to workers: the task that opens them also ends them."""
@@ -257,3 +271,15 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._hit_monitor,
             is_draining=self._lifecycle is not None and self._lifecycle.is_draining,
         )
+
+
+def _open_records(config: FrontendConfig) -> RequestRecords:
+    def open_file(name: str, path: str) -> RecordFile | None:
+        try:
+            return RecordFile(Path(path), config.record_file_mb << 20) if path else None
+        except OSError as error:
+            raise ConfigError([f"{flag_name(name)}: {path!r} cannot be opened: {error}"]) from None
+
+    audit = open_file("audit_log", config.audit_log)
+    trace = open_file("request_trace", config.request_trace)
+    return RequestRecords(audit, trace, config.audit_content)

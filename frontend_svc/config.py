@@ -13,6 +13,8 @@ from common.errors import InvalidRequest
 from common.runtime.config import Names, Port, ServiceConfig, Share, is_loopback
 from frontend_svc.core.openai.request_template import RequestTemplate, parse_templates
 
+AuditContent = Literal["all", "request", "none"]
+
 
 class FrontendConfig(ServiceConfig):
     """The settings of a frontend."""
@@ -68,6 +70,16 @@ class FrontendConfig(ServiceConfig):
     are stored."""
     response_ttl_s: PositiveFloat = 86_400.0
     """Seconds after which a stored response is removed."""
+    audit_log: str = ""
+    """File for one JSON line per HTTP request with body and response. Each frontend needs a file of
+    its own. Empty: none."""
+    audit_content: AuditContent = "all"
+    """Texts in the audit log: all (request and response), request, or none."""
+    request_trace: str = ""
+    """File for one JSON line per request to workers, without texts, for `meshctl replay`. Each
+    frontend needs a file of its own. Empty: none."""
+    record_file_mb: PositiveInt = 256
+    """Size in MB at which these two files are renamed; four older ones of each are kept."""
     metrics_prefix: str = "kvmesh_frontend"
     """First part of the metric names. Must match the dashboards."""
     metrics_families: Literal["both", "legacy", "current"] = "both"
@@ -93,6 +105,8 @@ class FrontendConfig(ServiceConfig):
             _ = self.request_templates
         except (OSError, InvalidRequest) as error:
             found.append(f"request_template: {error}")
+        if self.audit_log and self.audit_log == self.request_trace:
+            found.append(f"request_trace: {self.request_trace!r} is the audit_log; name another")
         if not (is_loopback(self.http_host) or self.http_open or self.insecure):
             found.append(
                 f"http_host: {self.http_host!r} is open to other hosts, and the HTTP API has no"

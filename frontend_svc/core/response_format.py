@@ -104,3 +104,27 @@ class ChoiceRecorder:
     def finish(self, choice: int, end: ChoiceEnd) -> bytes:
         self.results[choice].end = end
         return b""
+
+
+class RecordedFormat:
+    """A ResponseFormat; `recorder` receives the output of a stream too."""
+
+    def __init__(self, inner: ResponseFormat, recorder: ChoiceRecorder) -> None:
+        self.keep_alive = inner.keep_alive
+        self.begin, self.end = inner.begin, inner.end
+        self.error, self.body = inner.error, inner.body
+        self._inner = inner
+        self._recorder = recorder
+
+    def text(self, choice: int, pieces: Iterable[str]) -> bytes:
+        pieces = list(pieces)
+        self._recorder.text(choice, pieces)
+        return self._inner.text(choice, pieces)
+
+    def output(self, choice: int, deltas: Sequence[Delta], tokens: Sequence[TokenText]) -> bytes:
+        self._recorder.output(choice, deltas, tokens)
+        return self._inner.output(choice, deltas, tokens)
+
+    def finish(self, choice: int, end: ChoiceEnd) -> bytes:
+        self._recorder.finish(choice, end)
+        return self._inner.finish(choice, end)

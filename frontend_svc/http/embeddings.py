@@ -26,6 +26,7 @@ from frontend_svc.http.api import off_loop
 from frontend_svc.http.asgi import JSON_HEADER, send_response_parts
 from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.request_context import HttpRequest
+from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ServedModel
@@ -50,8 +51,9 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
         models: ModelCatalog,
         state: DeploymentState,
         config: FrontendConfig,
+        records: RequestRecords,
     ) -> None:
-        super().__init__(Endpoint.EMBEDDINGS, models, state, config)
+        super().__init__(Endpoint.EMBEDDINGS, models, state, config, records)
         self._gateway = gateway
 
     async def parse(self, context: HttpRequest, raw: bytes) -> EmbeddingBody:

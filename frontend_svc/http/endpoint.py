@@ -45,6 +45,7 @@ from frontend_svc.http.asgi import (
     send_response,
 )
 from frontend_svc.http.request_context import HttpRequest, log_request, span_attributes
+from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.tracing import start_request_span
@@ -67,11 +68,13 @@ class PostEndpoint(ABC, Generic[P]):
         models: ModelCatalog,
         state: DeploymentState,
         config: FrontendConfig,
+        records: RequestRecords,
     ) -> None:
         self._endpoint = endpoint
         self._models = models
         self._state = state
         self._config = config
+        self._records = records
         self._active_requests = 0
 
     @abstractmethod
@@ -118,7 +121,9 @@ class PostEndpoint(ABC, Generic[P]):
             if meter is not None:
                 meter.close()
             context.span.end(partial(span_attributes, context), context.final_error)
-            log_request(context, self._state.clock())
+            now_s = self._state.clock()
+            log_request(context, now_s)
+            self._records.request_ended(context, raw, now_s)
 
     def _make_context(self, scope: Scope, receive: Receive, send: Send) -> HttpRequest:
         header_pairs = tuple(scope["headers"])
@@ -207,7 +212,7 @@ class PostEndpoint(ABC, Generic[P]):
             await context.send(BODY_END)
             return
         response = self.http_error(error, context)
-        context.status = response.status
+        context.status, context.response_json = response.status, response.body
         headers = tuple((k.encode(), v.encode()) for k, v in response.headers)
         await send_response(
             context.send, response.status, (*headers, *context.id_headers), response.body

@@ -35,11 +35,13 @@ from frontend_svc.core.openai.preprocessing import (
     to_preprocessed,
 )
 from frontend_svc.core.openai.request_template import with_defaults
+from frontend_svc.core.openai.responses import completion_json
 from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.openai.sse import ChunkKind
 from frontend_svc.core.openai.tool_calls import ToolPlan, plan_tools
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import PassThroughPayload, RequestOutcome, RequestPlan
+from frontend_svc.core.response_format import ChoiceRecorder, RecordedFormat, ResponseFormat
 from frontend_svc.core.text.output_text import TextStream
 from frontend_svc.core.text.prompt import Prompt, TemplateError
 from frontend_svc.core.tools.formats import HERMES
@@ -49,6 +51,7 @@ from frontend_svc.core.tools.response import ResponseParser
 from frontend_svc.http.api import GenerationApi, ParsedBody, ResponseInfo, off_loop
 from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.request_context import HttpRequest
+from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.http.streaming import (
     OpenChoice,
     ResponseWriter,
@@ -93,11 +96,12 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         models: ModelCatalog,
         state: DeploymentState,
         config: FrontendConfig,
+        records: RequestRecords,
         constraints: ConstraintChecks,
         on_request_end: Callable[[RequestOutcome], None],
         media: MediaLoader,
     ) -> None:
-        super().__init__(api.endpoint, models, state, config)
+        super().__init__(api.endpoint, models, state, config, records)
         self._api = api
         self._gateway = gateway
         self._constraints = constraints
@@ -231,10 +235,26 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
                 for choice, one in zip(choices, opened, strict=True)
             ]
             writer = ResponseWriter(context, open_choices, self._config.keep_alive_s)
-            if body.is_stream:
-                await writer.stream(response_format)
-            else:
+            if not body.is_stream:
                 await writer.send(response_format)
+                return
+            if self._records.has_response:
+                response_format = self._recorded(context, body, info, response_format)
+            await writer.stream(response_format)
+
+    def _recorded(
+        self,
+        context: HttpRequest,
+        body: ChatRequest | CompletionRequest,
+        info: ResponseInfo,
+        response_format: ResponseFormat,
+    ) -> ResponseFormat:
+        """The same format; `context` receives the whole response."""
+        recorder = ChoiceRecorder(info.choices)
+        is_chat = isinstance(body, ChatRequest)
+        whole = partial(completion_json, info.request_id, info.model, info.created, is_chat=is_chat)
+        context.render_stream = partial(whole, recorder.results)
+        return RecordedFormat(response_format, recorder)
 
     def _make_query(
         self,
@@ -284,6 +304,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         def fail(index: int, error: MeshError, reason: str) -> None:
             handles[index].fail(error, reason)
 
+        context.queries = [query for _, query in plans]
         context.responses = buffers = [
             ResponseBuffer(meter, self._state.clock, partial(fail, index), reader=reader)
             for index in range(len(plans))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,9 +11,15 @@ import structlog
 from opentelemetry.util.types import AttributeValue
 
 from common.errors import MeshError
-from common.request.preprocessed import PreprocessedRequest, RequestTracker, to_json_value
+from common.request.preprocessed import (
+    CompletionUsage,
+    PreprocessedRequest,
+    RequestTracker,
+    to_json_value,
+)
 from frontend_svc.core.anthropic import errors as anthropic
 from frontend_svc.core.openai import errors as openai
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.outcomes import merge_outcomes
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.core.response_format import ResponseFormat
@@ -65,7 +71,9 @@ class HttpRequest:
     model of an adapter; "" if passed through or not known yet. responses: one per choice or input.
     stream_format: of the stream that has begun. status: HTTP status sent to the client, 0 before
     it is sent. tracker: of the first choice. uses_alias: whether the body names its extensions
-    `kvmesh`. request: of the first prompt; None: unknown."""
+    `kvmesh`. request: of the first prompt; None: unknown. queries: of the responses, in order.
+    response_json: the body sent to the client; b"": none, or a stream. render_stream: writes the
+    response of a stream, up to now, as one object; None: it is not recorded."""
 
     endpoint: Endpoint
     request_id: str
@@ -83,9 +91,12 @@ class HttpRequest:
     request: PreprocessedRequest | None = None
     base_model: str = ""
     responses: Sequence[ResponsePart] = ()
+    queries: Sequence[Query] = ()
     choices_per_prompt: int = 1
     stream_format: ResponseFormat | None = None
+    render_stream: Callable[[CompletionUsage], bytes] | None = None
     status: int = 0
+    response_json: bytes = b""
     error: MeshError | None = None
     is_response_complete: bool = False
 

@@ -31,6 +31,7 @@ from frontend_svc.http.messages import CountTokensEndpoint, MessagesApi
 from frontend_svc.http.operations import DOCUMENT_PATH, operations
 from frontend_svc.http.preprocess import PreprocessApi, PreprocessEndpoint
 from frontend_svc.http.request_context import MODEL_OWNER
+from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.http.responses import ResponsesApi, stored_response_routes
 from frontend_svc.http.tokenize import DetokenizeEndpoint, TokenizeEndpoint
 from frontend_svc.media.fetcher import MediaFetcher
@@ -66,6 +67,7 @@ def build_api(
     state: DeploymentState,
     registry: CollectorRegistry,
     config: FrontendConfig,
+    records: RequestRecords,
     readiness: Callable[[], Readiness],
     on_request_end: Callable[[RequestOutcome], None],
     stored_responses: StoredResponses | None,
@@ -130,11 +132,11 @@ def build_api(
         response = http_error(Unimplemented(text))
         return Response(response.body, response.status, dict(response.headers))
 
-    embeddings = EmbeddingEndpoint(gateway, models, state, config)
+    embeddings = EmbeddingEndpoint(gateway, models, state, config, records)
     # Any: Starlette takes ASGI applications and functions.
     text_tools: dict[str, Callable[..., Any]] = {
-        "/tokenize": TokenizeEndpoint(Endpoint.TOKENIZE, models, state, config),
-        "/detokenize": DetokenizeEndpoint(Endpoint.DETOKENIZE, models, state, config),
+        "/tokenize": TokenizeEndpoint(Endpoint.TOKENIZE, models, state, config, records),
+        "/detokenize": DetokenizeEndpoint(Endpoint.DETOKENIZE, models, state, config, records),
         "/rerank": rerank,
         "/score": rerank,
     }
@@ -145,10 +147,23 @@ def build_api(
         fetcher = MediaFetcher(hosts=config.media_hosts, timeout_s=config.media_timeout_s)
     media = MediaLoader(fetcher, config.media_limit_mb << 20)
 
-    def generation(
-        api: GenerationApi, endpoint: type[GenerationEndpoint] = GenerationEndpoint
-    ) -> GenerationEndpoint:
-        return endpoint(api, gateway, models, state, config, constraints, on_request_end, media)
+    def generation(api: GenerationApi) -> GenerationEndpoint:
+        return GenerationEndpoint(
+            api, gateway, models, state, config, records, constraints, on_request_end, media
+        )
+
+    preprocess = PreprocessEndpoint(
+        PreprocessApi(stored_responses),
+        gateway,
+        models,
+        state,
+        config,
+        records,
+        constraints,
+        on_request_end,
+        # It fetches nothing: its response would have the content.
+        MediaLoader(None, config.media_limit_mb << 20),
+    )
 
     @cache
     def document() -> bytes:
@@ -164,7 +179,7 @@ def build_api(
             Route(MESSAGES_PATH, generation(MessagesApi()), methods=["POST"]),
             Route(
                 f"{MESSAGES_PATH}/count_tokens",
-                CountTokensEndpoint(Endpoint.COUNT_TOKENS, models, state, config),
+                CountTokensEndpoint(Endpoint.COUNT_TOKENS, models, state, config, records),
                 methods=["POST"],
             ),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
@@ -175,11 +190,7 @@ def build_api(
             ),
             Route("/v1/responses", generation(ResponsesApi(stored_responses)), methods=["POST"]),
             *stored_response_routes(stored_responses),
-            Route(
-                "/v1/internal/preprocess",
-                generation(PreprocessApi(stored_responses), PreprocessEndpoint),
-                methods=["POST"],
-            ),
+            Route("/v1/internal/preprocess", preprocess, methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", get_model),
             Route("/health", health),

@@ -214,4 +214,5 @@ async def _end_stream(context: HttpRequest, events: bytes) -> None:
 
 async def send_json(context: HttpRequest, payload: bytes) -> None:
     context.status, context.is_response_complete = 200, True
+    context.response_json = payload
     await send_response(context.send, 200, (JSON_HEADER, *context.id_headers), payload)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -84,6 +84,23 @@ class HitDriftCollector(Collector):
             for family, value in zip(families, values, strict=True):
                 family.add_metric(labels, float(value))
         yield from families
+
+
+class RecordCollector(Collector):
+    """Counts of each file of records. counts: written and dropped records by file."""
+
+    def __init__(self, counts: Callable[[], Mapping[str, tuple[int, int]]], prefix: str) -> None:
+        self._counts = counts
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        texts = {"written": "Records written", "dropped": "Records lost: queue full, disk error"}
+        for index, (name, text) in enumerate(texts.items()):
+            metric = f"{self._prefix}_records_{name}"
+            family = CounterMetricFamily(metric, text, labels=("file",))
+            for file, counts in self._counts().items():
+                family.add_metric((file,), counts[index])
+            yield family
 
 
 class ResilienceCollector(Collector):

@@ -23,7 +23,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 def routes() -> set[tuple[str, str]]:
     """Method and path of the routes of the application, whose parts are not called."""
     part = cast("Any", None)
-    app = build_api(part, part, part, part, FrontendConfig(), part, part, part)
+    app = build_api(part, part, part, part, FrontendConfig(), part, part, part, part)
     paths = [route for route in app.routes if isinstance(route, Route)]
     return {
         (method.lower(), route.path.replace(":path}", "}"))

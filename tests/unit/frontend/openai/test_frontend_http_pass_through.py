@@ -23,6 +23,7 @@ from frontend_svc.config import FrontendConfig
 from frontend_svc.core.openai.sse import KEEP_ALIVE
 from frontend_svc.core.peers.placement_query import PlacementKey, Query
 from frontend_svc.core.request.types import RequestOutcome, RoutingDecision
+from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.http.routes import Readiness, build_api
 from frontend_svc.http.server import HttpServer, listen
 from frontend_svc.metrics.families import DeploymentState
@@ -141,6 +142,7 @@ async def served(
             DeploymentState(models.names),
             CollectorRegistry(),
             FrontendConfig(keep_alive_s=keep_alive_s),
+            RequestRecords(None, None, "none"),
             lambda: ready,
             ended.append,
             None,

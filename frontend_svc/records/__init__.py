@@ -1,0 +1,1 @@
+"""Files of records: the audit log and the request trace."""
