@@ -56,9 +56,11 @@ BLOCK = 4
 
 
 @pytest.fixture(autouse=True)
-def never_regrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regrowing, due after half a minute, must not occur in a test on a slow machine."""
+def intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regrowing, due after half a minute, must not occur in a test on a slow machine. Each turn of
+    the loop publishes its changes."""
     monkeypatch.setattr(publisher_module, "REGROW_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(publisher_module, "PUBLISH_SPACING_S", 0.0)
 
 
 @dataclass
@@ -460,6 +462,15 @@ async def test_an_indexer_that_does_not_read_gets_a_snapshot_later_and_delays_no
         assert slow.stream.chunks == [(1, 2 * RING_BATCHES, True, True)]
         assert quick.stream.chunks == []
         assert len(slow.streams) == len(quick.streams) == 1
+
+
+async def test_changes_within_the_spacing_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "PUBLISH_SPACING_S", 0.2)
+    async with mesh() as m:
+        for _ in range(5):
+            m.store_pages()
+            await asyncio.sleep(0.01)
+        await until(lambda: m.publisher.counters["batches"] == 2, "the first, then the others")
 
 
 async def test_an_indexer_over_budget_makes_the_publisher_withdraw() -> None:

@@ -18,6 +18,7 @@ from tests.integration.mesh_bed import RecordingEngine, eventually
 from tests.living import WAIT_S, living
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
+from worker_svc.kv_events import publisher
 from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat, PagesStored
 
 BLOCK = 4
@@ -32,6 +33,12 @@ class PagedRecordingEngine(RecordingEngine):
 
     def publish_to(self, sink: Any) -> None:
         self.sink = sink
+
+
+@pytest.fixture(autouse=True)
+def _no_spacing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn of the loop publishes its changes."""
+    monkeypatch.setattr(publisher, "PUBLISH_SPACING_S", 0.0)
 
 
 @pytest.mark.slow

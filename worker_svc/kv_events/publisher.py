@@ -197,11 +197,15 @@ class Publisher:
             self._shrink_positions = {rank: log_position(feed) for rank, feed in self.feeds.items()}
 
     def _schedule_publish(self) -> None:
-        """Publishes soon; while steps follow each other, PUBLISH_SPACING_S after the last time."""
+        """Publishes soon; while steps follow each other, not before PUBLISH_SPACING_S is over."""
         if not self._is_publish_scheduled:
             self._is_publish_scheduled = True
             loop = asyncio.get_running_loop()
-            loop.call_at(max(loop.time(), self._published_at + PUBLISH_SPACING_S), self._publish)
+            publish_at = self._published_at + PUBLISH_SPACING_S
+            if loop.time() >= publish_at:
+                loop.call_soon(self._publish)
+            else:
+                loop.call_at(publish_at, self._publish)
 
     def _publish(self) -> None:
         self._published_at = asyncio.get_running_loop().time()
