@@ -211,7 +211,7 @@ async def test_a_store_that_fails_is_another_error_with_key_and_cause(tmp_path: 
         async def has_reason() -> bool:
             reason: str = (await bed.health())["models_not_ready"].get("m", "")
             return f"cannot load the card cards/{NOT_STORED} of 'm': " in reason and (
-                "directory" in reason
+                "not a regular file" in reason
             )
 
         await eventually(has_reason, "the failure and its cause are shown")
