@@ -416,7 +416,7 @@ async def encode_chat(
     if token_ids is None:
         # Templates print these in full: their length can refuse a body before it is rendered.
         check_prompt_length(body, model.token_count_min(*body.input_texts()), context_length)
-        prompt = render_prompt(body, model, add_generation_prompt=add_generation_prompt)
+        prompt = await render_prompt(body, model, add_generation_prompt=add_generation_prompt)
         check_prompt_length(body, model.token_count_min(prompt.text), context_length)
         token_ids, text = await model.encode_prompt(prompt), prompt.text
     return expand_media(token_ids, parts, model.card.media), text
@@ -436,7 +436,7 @@ def _echoed_text(body: ChatRequest | CompletionRequest, model: ServedModel, prom
     return value if isinstance(value, str) else model.tokenizer.decode(value)
 
 
-def render_prompt(
+async def render_prompt(
     body: ChatRequest, model: ServedModel, *, add_generation_prompt: bool = True
 ) -> Prompt:
     """The prompt of a chat request. Raises InvalidRequest or Unsupported, which name the field."""
@@ -447,9 +447,8 @@ def render_prompt(
     if tools is not None and not model.template.prints_tools:
         raise Unsupported("tools", "the model's chat template does not print them")
     try:
-        return model.template.prompt(
+        return await model.template.prompt(
             body.template_messages(),
-            model.control_tokens,
             tools=tools,
             template_kwargs=body.template_kwargs(
                 model.template.variables, is_reasoning=model.is_reasoning

@@ -22,7 +22,7 @@ from frontend_svc.core.text.detokenizer import (
     UnsupportedTokenizer,
     Vocabulary,
 )
-from frontend_svc.core.text.prompt import ChatTemplate, Prompt, TemplateError
+from frontend_svc.core.text.prompt import Prompt, TemplateError
 from frontend_svc.core.text.token_bound import max_bytes_per_token
 from frontend_svc.core.tools.formats import FORMATS, CallFormat
 from frontend_svc.core.tools.harmony import HARMONY, HARMONY_MARKERS
@@ -37,6 +37,7 @@ from frontend_svc.models.encoder import (
     build_encoder,
     find_control_tokens,
 )
+from frontend_svc.models.template_process import TemplateProcess
 
 # Texts above this length are encoded in a thread: they could block the event loop for > 5 ms.
 ENCODE_INLINE_CHARS = 16_384
@@ -69,7 +70,7 @@ class ServedModel:
     vocabulary: Vocabulary | None
     vocab_size: int
     max_bytes_per_token: int | None
-    template: ChatTemplate | None
+    template: TemplateProcess | None
     hasher: PrefixHasher
     call_format: CallFormat | None
     reasoning_format: ReasoningFormat | None
@@ -202,7 +203,7 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
         # Not the number of tokens: some files have gaps in their ids.
         vocab_size=max(ids, default=-1) + 1,
         max_bytes_per_token=max_bytes_per_token(raw),
-        template=_template(card, config),
+        template=_template(card, config, control_tokens),
         hasher=_hasher(card, mesh_key),
         call_format=call_format,
         reasoning_format=reasoning,
@@ -246,7 +247,9 @@ def _json_artifact(card: ModelCard, name: str) -> Mapping[str, Any]:
     return value
 
 
-def _template(card: ModelCard, config: Mapping[str, Any]) -> ChatTemplate | None:
+def _template(
+    card: ModelCard, config: Mapping[str, Any], control: ControlTokens
+) -> TemplateProcess | None:
     source = config.get("chat_template")
     if "chat_template.jinja" in card.artifacts:
         try:
@@ -261,7 +264,7 @@ def _template(card: ModelCard, config: Mapping[str, Any]) -> ChatTemplate | None
         raise InvalidRequest(text, "artifacts.tokenizer_config.json")
     try:
         bos_token, eos_token = _text(config, "bos_token"), _text(config, "eos_token")
-        return ChatTemplate(source, bos_token=bos_token, eos_token=eos_token)
+        return TemplateProcess(source, bos_token=bos_token, eos_token=eos_token, control=control)
     except TemplateError as error:
         text = f"chat_template: {error}"
         raise InvalidRequest(text, "artifacts.tokenizer_config.json") from error

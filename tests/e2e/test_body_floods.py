@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from frontend_svc.core.openai.body_size import CONTAINERS_MAX
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
+from tests.e2e.mesh import MODEL, Mesh
+from tests.e2e.paced_streams import GAP_MAX_S, MESSAGE, paced_streams, post_beside
 
 pytestmark = pytest.mark.slow
 
-STREAMS = 16
-# Between two tokens of a paced stream, in seconds: usually 0.03.
-GAP_MAX_S = 0.25
 MEGABYTE = 1 << 20
-MESSAGE = {"role": "user", "content": "x"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 # Any, here and below: JSON.
@@ -121,72 +115,19 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
         yield mesh
 
 
-class PacedStream(threading.Thread):
-    """A streamed response, and the longest time between two of its events."""
-
-    def __init__(self, url: str, stop: threading.Event) -> None:
-        super().__init__(daemon=True)
-        self.gap_s = 0.0
-        self.events = 0
-        self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=WAIT_S)
-        self._stop_reading = stop
-
-    def run(self) -> None:
-        body = chat([MESSAGE], stream=True, ignore_eos=True) | {"max_tokens": 8000}
-        self._connection.request("POST", "/v1/chat/completions", json.dumps(body))
-        response = self._connection.getresponse()
-        last: float | None = None
-        while not self._stop_reading.is_set() and response.readline():
-            if (now := time.monotonic()) and last is not None:
-                self.gap_s = max(self.gap_s, now - last)
-            last = now
-            self.events += 1
-        self._connection.close()
-
-
-def post(url: str, path: str, body: bytes) -> tuple[int, Json, float]:
-    """Status, JSON and seconds of a response."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=WAIT_S)
-    begin = time.monotonic()
-    connection.request("POST", path, body)
-    response = connection.getresponse()
-    value = json.loads(response.read())
-    connection.close()
-    return response.status, value, time.monotonic() - begin
-
-
-def wait_for_events(streams: list[PacedStream], count: int) -> None:
-    """Waits until each stream has received `count` more events."""
-    targets = [stream.events + count for stream in streams]
-    wait_for(
-        lambda: all(one.events >= target for one, target in zip(streams, targets, strict=True)),
-        f"{count} events on each stream",
-    )
-
-
 def test_streams_go_on_while_bodies_of_many_small_values_are_refused(mesh: Mesh) -> None:
     bodies = {
         name: (path, json.dumps(body, separators=(",", ":")).encode(), param)
         for name, (path, body, param) in FLOODS.items()
     }
-    stop = threading.Event()
-    streams = [PacedStream(mesh.url, stop) for _ in range(STREAMS)]
-    for stream in streams:
-        stream.start()
-    wait_for_events(streams, 20)
     failures = []
-    for name, (path, body, param) in bodies.items():
-        for stream in streams:
-            stream.gap_s = 0.0
-        status, value, seconds = post(mesh.url, path, body)
-        wait_for_events(streams, 2)
-        gap_s = max(stream.gap_s for stream in streams)
-        error = value.get("error", {})
-        named = error.get("details", error).get("param")
-        print(f"{name:26} {len(body) / 1e6:5.1f} MB  {status}  {seconds:5.2f} s  gap {gap_s:5.3f}")
-        if (status, named) != (400, param) or gap_s > GAP_MAX_S:
-            failures.append((name, status, value, gap_s))
-    stop.set()
-    for stream in streams:
-        stream.join(WAIT_S)
+    with paced_streams(mesh) as streams:
+        for name, (path, body, param) in bodies.items():
+            status, value, seconds, gap_s = post_beside(streams, mesh.url, path, body)
+            error = value.get("error", {})
+            named = error.get("details", error).get("param")
+            size = f"{len(body) / 1e6:5.1f} MB"
+            print(f"{name:26} {size}  {status}  {seconds:5.2f} s  gap {gap_s:5.3f}")
+            if (status, named) != (400, param) or gap_s > GAP_MAX_S:
+                failures.append((name, status, value, gap_s))
     assert not failures

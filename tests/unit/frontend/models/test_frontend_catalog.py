@@ -313,8 +313,11 @@ async def test_a_bos_token_is_text_an_object_with_text_or_absent(bos: object) ->
     assert await table.models.follow(snapshot(worker(1, good)))
     template = table.models.get("good").template
     assert template is not None
-    rendered = template.render([], template_kwargs={}, now=datetime(2026, 1, 1, tzinfo=UTC))
-    assert rendered == ("" if bos is None else "<s>")
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    prompt = await template.prompt(
+        [], tools=None, template_kwargs={}, add_generation_prompt=False, now=now
+    )
+    assert prompt.text == ("" if bos is None else "<s>")
 
 
 async def test_truncation_and_padding_settings_of_the_tokenizer_file_are_ignored() -> None:

@@ -1,0 +1,90 @@
+"""Streams of evenly paced tokens, and the longest time without one."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
+
+STREAMS = 16
+# Between two tokens of a paced stream, in seconds: usually 0.03.
+GAP_MAX_S = 0.25
+MESSAGE = {"role": "user", "content": "x"}
+_BODY = {
+    "model": MODEL,
+    "messages": [MESSAGE],
+    "stream": True,
+    "ignore_eos": True,
+    "max_tokens": 8000,
+}
+
+
+class PacedStream(threading.Thread):
+    """A streamed response, and the longest time between two of its events."""
+
+    def __init__(self, url: str, stop: threading.Event) -> None:
+        super().__init__(daemon=True)
+        self.gap_s = 0.0
+        self.events = 0
+        self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=WAIT_S)
+        self._stop_reading = stop
+
+    def run(self) -> None:
+        self._connection.request("POST", "/v1/chat/completions", json.dumps(_BODY))
+        response = self._connection.getresponse()
+        last: float | None = None
+        while not self._stop_reading.is_set() and response.readline():
+            if (now := time.monotonic()) and last is not None:
+                self.gap_s = max(self.gap_s, now - last)
+            last = now
+            self.events += 1
+        self._connection.close()
+
+
+def wait_for_events(streams: Sequence[PacedStream], count: int) -> None:
+    """Waits until each stream has received `count` more events."""
+    targets = [stream.events + count for stream in streams]
+    wait_for(
+        lambda: all(one.events >= target for one, target in zip(streams, targets, strict=True)),
+        f"{count} events on each stream",
+    )
+
+
+@contextmanager
+def paced_streams(mesh: Mesh) -> Iterator[Sequence[PacedStream]]:
+    """Streams of a mesh whose worker has the sim's default speed; they have begun."""
+    stop = threading.Event()
+    streams = [PacedStream(mesh.url, stop) for _ in range(STREAMS)]
+    for stream in streams:
+        stream.start()
+    try:
+        wait_for_events(streams, 20)
+        yield streams
+    finally:
+        stop.set()
+        for stream in streams:
+            stream.join(WAIT_S)
+
+
+# Any: JSON.
+def post_beside(
+    streams: Sequence[PacedStream], url: str, path: str, body: bytes
+) -> tuple[int, Any, float, float]:
+    """Status, JSON and seconds of a response, and the longest gap of the streams until then."""
+    for stream in streams:
+        stream.gap_s = 0.0
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=WAIT_S)
+    begin = time.monotonic()
+    connection.request("POST", path, body)
+    response = connection.getresponse()
+    value = json.loads(response.read())
+    connection.close()
+    seconds = time.monotonic() - begin
+    wait_for_events(streams, 2)
+    return response.status, value, seconds, max(stream.gap_s for stream in streams)
