@@ -26,6 +26,7 @@ from frontend_svc.core.peers.recently_left import RecentlyLeft
 from frontend_svc.core.peers.stall_clock import StallClock
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.core.responses_api.store import ResponseStore
+from frontend_svc.http.browsers import with_browser_policy
 from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.http.routes import Readiness, build_api, direct_routes
 from frontend_svc.http.server import FINAL_WRITE_TIMEOUT_S, HttpServer, listen
@@ -185,7 +186,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._stored_responses,
         )
         return HttpServer(
-            direct_routes(api),
+            with_browser_policy(direct_routes(api), self._config),
             lambda: lifecycle.is_draining,
             self._config.drain_s,
             self._config.connections_max,

@@ -29,6 +29,15 @@ class FrontendConfig(ServiceConfig):
     http_open: bool = False
     """Allow an http_host that is open to other hosts. The HTTP API has no keys: every client that
     reaches the port may use it. --mesh-token does not protect it."""
+    cors_origins: Names = ()
+    """Sites whose pages may send requests, such as https://chat.example.org. *: all. Requests of
+    other sites' pages are refused."""
+    allowed_hosts: Names = ()
+    """Names by which clients reach this server. Other names in Host are refused; addresses and
+    localhost are accepted. Unset: any name if http_host is open to other hosts, else none."""
+    trust_traceparent: bool = False
+    """Sample a request if its traceparent says so. Only behind a proxy that sets it. By default
+    trace_sample_ratio decides."""
     request_timeout_s: Annotated[float, Field(ge=1)] = 600.0
     """Longest duration of a request. Must exceed the longest response."""
     accept_timeout_s: Annotated[float, Field(ge=0.05)] = 3.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from random import Random
 
 from opentelemetry import trace
 from opentelemetry.util.types import AttributeValue
@@ -12,6 +13,9 @@ from common.errors import MeshError
 from common.runtime import telemetry
 
 SPAN_NAME = "http-request"
+# Of a traceparent.
+_FLAGS = slice(53, 55)
+_rng = Random()
 
 
 class RequestSpan:
@@ -40,8 +44,13 @@ class RequestSpan:
         self._span.end()
 
 
-def start_request_span(path: str, traceparent: str) -> RequestSpan:
-    """Returns a running span. traceparent: of the client, or ""."""
+def start_request_span(path: str, traceparent: str, sample_ratio: float | None) -> RequestSpan:
+    """Returns a running span. traceparent: of the client, or "". sample_ratio: share of the
+    clients' traces that are sampled; None: the client decides."""
+    if traceparent and sample_ratio is not None:
+        # Not by the trace id, which the client chooses.
+        flags = "01" if _rng.random() < sample_ratio else "00"
+        traceparent = traceparent[: _FLAGS.start] + flags + traceparent[_FLAGS.stop :]
     parent = telemetry.context_from_traceparent(traceparent)
     attributes = {"http.request.method": "POST", "url.path": path}
     return RequestSpan(_tracer().start_span(SPAN_NAME, parent, trace.SpanKind.SERVER, attributes))

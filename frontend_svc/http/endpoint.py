@@ -131,11 +131,13 @@ class PostEndpoint(ABC, Generic[P]):
         request_id = uuid.uuid4().hex
         client_id = headers.get(b"x-request-id", b"")
         traceparent = headers.get(b"traceparent", b"").decode("latin-1")
+        config = self._config
+        own_ratio = None if config.trust_traceparent else config.trace_sample_ratio
         return HttpRequest(
             endpoint=self._endpoint,
             request_id=request_id,
             client_id=client_id if _REQUEST_ID.fullmatch(client_id) else request_id.encode(),
-            span=start_request_span(scope["path"], traceparent),
+            span=start_request_span(scope["path"], traceparent, own_ratio),
             started_at_s=self._state.clock(),
             tracker=RequestTracker(received_ms=time.time() * 1000, received_s=time.monotonic()),
             header_pairs=header_pairs,

@@ -70,7 +70,7 @@ def test_a_request_of_a_disconnected_client_has_a_log_line_with_the_reason(mesh:
     body = b'{"model":"%b","prompt":"hi","max_tokens":2000,"ignore_eos":true}' % MODEL.encode()
     with socket.create_connection((host, int(port)), WAIT_S) as client:
         client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: left\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-request-id: left\r\n"
             b"content-length: %d\r\n\r\n%b" % (len(body), body)
         )
         wait_for(lambda: sum(w.open_slots() for w in mesh.workers), "a worker has the request")
