@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 LEGACY, CURRENT = "nv_llm_http_service_", "kvmesh_frontend_"
 PATH = "/internal/metrics"
+PATHS = {"both": "/metrics", "current": "/metrics", "legacy": PATH}
 TOKENS = 5
 _KIND = ("model", "endpoint", "request_type")
 
@@ -61,11 +62,15 @@ REQUESTS = {
 
 @dataclass(frozen=True)
 class Scrapes:
-    """The families of each frontend by name; while a request ran, and after all of them."""
+    """The families of each frontend by its setting. running: while a request ran."""
 
     mesh: Mesh
+    frontends: Mapping[str, Service]
     running: Mapping[str, dict[str, Metric]]
-    ended: Mapping[str, dict[str, Metric]]
+
+    def ended(self, setting: str) -> dict[str, Metric]:
+        """After all requests."""
+        return scrape(self.mesh, self.frontends[setting], PATHS[setting])
 
 
 def scrape(mesh: Mesh, frontend: Service, path: str) -> dict[str, Metric]:
@@ -115,8 +120,7 @@ def scrapes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scrapes]:
             if frontend is not both:
                 frontend.wait_ready()
         wait_for(mesh.is_complete, "all frontends use the router and the worker")
-        paths = {"both": "/metrics", "current": "/metrics", "legacy": PATH}
-        running, ended = {}, {}
+        running = {}
         for name, frontend in frontends.items():
             url = frontend.addresses["http"]
             body = {"model": MODEL, "prompt": "hi", "max_tokens": TOKENS, "stream": True}
@@ -126,14 +130,13 @@ def scrapes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scrapes]:
             assert chat(mesh, url, max_tokens=-1) == 400
             assert chat(mesh, url, model="absent") == 404
             with begin_endless_stream(url):
-                running[name] = scrape(mesh, frontend, paths[name])
+                running[name] = scrape(mesh, frontend, PATHS[name])
 
             def have_ended(frontend: Service = frontend) -> bool:
                 return len(frontend.events("request")) == len(REQUESTS)
 
             wait_for(have_ended, "every request has a log line")
-            ended[name] = scrape(mesh, frontend, paths[name])
-        yield Scrapes(mesh, running, ended)
+        yield Scrapes(mesh, frontends, running)
 
 
 def has_prefixes(families: Mapping[str, Metric]) -> set[str]:
@@ -142,7 +145,7 @@ def has_prefixes(families: Mapping[str, Metric]) -> set[str]:
 
 @pytest.mark.row("S3-39")
 def test_each_setting_exposes_its_families_of_request_metrics(scrapes: Scrapes) -> None:
-    assert {name: has_prefixes(one) for name, one in scrapes.ended.items()} == {
+    assert {name: has_prefixes(scrapes.ended(name)) for name in PATHS} == {
         "both": {LEGACY, CURRENT},
         "current": {CURRENT},
         "legacy": {LEGACY},
@@ -152,7 +155,7 @@ def test_each_setting_exposes_its_families_of_request_metrics(scrapes: Scrapes) 
 @pytest.mark.row("S3-06", "S3-07", "S3-08", "S3-10")
 @pytest.mark.parametrize("setting", ["both", "current", "legacy"])
 def test_every_name_has_its_type_and_labels(scrapes: Scrapes, setting: str) -> None:
-    found = scrapes.ended[setting]
+    found = scrapes.ended(setting)
     prefixes = tuple(has_prefixes(found))
     for name, (kind, labels) in FAMILIES.items():
         if name.startswith(prefixes):
@@ -171,7 +174,7 @@ def test_every_name_has_its_type_and_labels(scrapes: Scrapes, setting: str) -> N
 @pytest.mark.row("S3-11", "S3-42", "S3-44", "S3-45")
 @pytest.mark.parametrize("setting", ["both", "current", "legacy"])
 def test_every_end_is_counted_with_its_labels(scrapes: Scrapes, setting: str) -> None:
-    found = scrapes.ended[setting]
+    found = scrapes.ended(setting)
     if LEGACY in has_prefixes(found):
         by_status = {labels[:4]: count for labels, count in REQUESTS.items()}
         assert samples(found[f"{LEGACY}requests"], "_total") == by_status
@@ -194,15 +197,16 @@ def test_every_end_is_counted_with_its_labels(scrapes: Scrapes, setting: str) ->
 @pytest.mark.row("S3-13", "S3-14", "S3-41")
 @pytest.mark.parametrize("setting", ["both", "current", "legacy"])
 def test_a_gauge_counts_the_request_that_runs(scrapes: Scrapes, setting: str) -> None:
-    for prefix in has_prefixes(scrapes.ended[setting]):
+    ended = scrapes.ended(setting)
+    for prefix in has_prefixes(ended):
         name = f"{prefix}inflight_requests"
         assert samples(scrapes.running[setting][name])[(MODEL,)] == 1
-        assert samples(scrapes.ended[setting][name]) == {(MODEL,): 0, ("other",): 0}
+        assert samples(ended[name]) == {(MODEL,): 0, ("other",): 0}
 
 
 @pytest.mark.row("S3-40")
 def test_the_histograms_have_the_tokens_and_times_of_the_requests(scrapes: Scrapes) -> None:
-    found = scrapes.ended["both"]
+    found = scrapes.ended("both")
     of_model = sum(count for labels, count in REQUESTS.items() if labels[0] == MODEL)
     for prefix in (LEGACY, CURRENT):
         durations = found[f"{prefix}request_duration_seconds"]
@@ -235,5 +239,5 @@ def test_a_log_line_has_the_labels_of_its_request(scrapes: Scrapes) -> None:
     lines = scrapes.mesh.frontend.events("request")
     kinds = {True: "stream", False: "unary"}
     logged = sorted((one["endpoint"], kinds[one["stream"]]) for one in lines if "stream" in one)
-    labels = [labels[1:3] for labels in REQUESTS if labels[4] != "validation"]
-    assert logged == sorted(labels)
+    counted = samples(scrapes.ended("both")[f"{CURRENT}requests"], "_total")
+    assert logged == sorted(labels[1:3] for labels in counted if labels[4] != "validation")
