@@ -114,6 +114,10 @@ def _built_in(name: str) -> Callable[[Reports], WorkerSelector]:
     return lambda _: SELECTORS[name]()
 
 
+# As the router's defaults.
+_PREDICTED = derive_index_settings(
+    overlap_score_credit=1.0, kv_events=True, limits=ApproxLimits(), predicted_ttl_s=5.0
+)
 # Entries of the approximate tree last as long as they fit.
 _TREE = ApproxLimits(ttl_s=1e9, blocks_max=1 << 18)
 
@@ -121,16 +125,12 @@ POLICIES: Mapping[str, ReplayPolicy] = MappingProxyType(
     {
         one.name: one
         for one in (
-            ReplayPolicy("kv", _built_in("kv")),
+            ReplayPolicy("kv", _built_in("kv"), index_settings=_PREDICTED),
             ReplayPolicy("least_loaded", _built_in("least_loaded")),
             ReplayPolicy("random", _built_in("random")),
             ReplayPolicy("round_robin", _built_in("round_robin")),
             ReplayPolicy("power_of_two", _built_in("power_of_two")),
-            ReplayPolicy(
-                "dynamo",
-                _built_in("kv"),
-                CostSettings(assume_kv_reuse=True, recent_miss_weight=0.0),
-            ),
+            ReplayPolicy("dynamo", _built_in("dynamo"), CostSettings(assume_kv_reuse=True)),
             ReplayPolicy("llm_d", PreciseScorerSelector),
             ReplayPolicy(
                 "sglang_cache_aware",

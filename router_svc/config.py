@@ -110,7 +110,7 @@ class RouterConfig(ServiceConfig):
     """Reduces the credit of busy workers; 1 halves it at an excess of one request. Raise it if busy
     workers keep attracting the prompts that they have cached."""
     prefill_load_scale: NonNegativeFloat = DEFAULT_COST_SETTINGS.prefill_load_scale
-    """Weight of prompt blocks against held blocks. Raise it for a shorter time to first token."""
+    """Weight of prompt blocks against held blocks and requests."""
     decode_active_request_weight: NonNegativeFloat = (
         DEFAULT_COST_SETTINGS.decode_active_request_weight
     )
@@ -128,6 +128,12 @@ class RouterConfig(ServiceConfig):
     """Count uncached prompt tokens as load. Unset it if prefill costs nothing."""
     track_active_blocks: bool = DEFAULT_COST_SETTINGS.track_active_blocks
     """Count held blocks as load. Unset it if workers never run out of blocks."""
+    uncached_block_weight: NonNegativeFloat = DEFAULT_COST_SETTINGS.uncached_block_weight
+    """Cost of a prompt block that a worker has to compute, in blocks queued there. Raise it if
+    caches are small against the prompts in use."""
+    held_block_weight: NonNegativeFloat = DEFAULT_COST_SETTINGS.held_block_weight
+    """Cost of a block held while decoding, in blocks queued. Raise it if engines preempt when
+    full."""
     recent_miss_weight: NonNegativeFloat = DEFAULT_COST_SETTINGS.recent_miss_weight
     """Weight of a worker's recent prefill work in its cost. 0: an idle worker that has a common
     prefix attracts all prompts with it."""
@@ -146,10 +152,10 @@ class RouterConfig(ServiceConfig):
         _APPROX_DEFAULTS.prune_target_ratio
     )
     """Share of router_max_tree_size that remains after pruning. Lower it to prune less often."""
-    router_predicted_ttl_secs: NonNegativeFloat = 0.0
-    """Above 0, the blocks of a prompt count as cached for so many seconds after the decision, at
-    the router that decided, before KV events confirm them. Try 5 if requests with a common prefix
-    arrive in bursts."""
+    router_predicted_ttl_secs: NonNegativeFloat = 5.0
+    """The blocks of a prompt count as cached for so many seconds after the decision, at the router
+    that decided, before KV events confirm them. Requests of a burst with a common prefix then meet
+    on one worker. 0: only KV events count."""
     session_affinity_ttl_s: Annotated[float, AfterValidator(_validate_ttl)] = (
         DEFAULT_POLICY.session_ttl_s
     )

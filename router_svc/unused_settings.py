@@ -7,10 +7,12 @@ from dataclasses import fields
 from router_svc.config import RouterConfig
 from router_svc.core.cost import CostSettings
 from router_svc.core.pairing import ISL_POLICIES, LOAD_POLICIES
-from router_svc.core.selectors import SELECTORS, KvSelector
+from router_svc.core.selectors import COST_SELECTORS, SELECTORS, DynamoSelector
 
 # The load tracker uses these with every selector.
 _TRACKING = {"track_prefill_tokens", "track_active_blocks"}
+# Terms that Dynamo's cost lacks.
+_KV_COST = "uncached_block_weight held_block_weight recent_miss_weight recent_miss_half_life_s"
 _COST = {spec.name for spec in fields(CostSettings)} - _TRACKING
 
 
@@ -22,9 +24,10 @@ def settings_without_effect(config: RouterConfig) -> dict[str, str]:
     # A credit of 0 also disables the index, with every selector.
     cost = _COST - ({"overlap_score_credit"} if config.overlap_score_credit == 0 else set())
     is_enforced = config.kv_transfer_enforcement == "required"
-    has_other_cost = config.selector in SELECTORS and config.selector != KvSelector.name
+    has_other_cost = config.selector in SELECTORS and config.selector not in COST_SELECTORS
     table: list[tuple[bool, str, str]] = [
         (has_other_cost, f"selector is {config.selector}", " ".join(cost)),
+        (config.selector == DynamoSelector.name, "selector is dynamo", _KV_COST),
         (
             index == "none",
             "overlap_score_credit is 0",

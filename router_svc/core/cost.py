@@ -9,22 +9,33 @@ the host, and beyond those on disk):
     excess  = (Q - min Q over the eligible) / b / R               0 unless prefill is tracked
     device  = overlap_score_credit / (1 + overlap_score_credit_decay * excess)
     credit  = device * on_device + host_cache_hit_weight * on_host + disk_cache_hit_weight * on_disk
-    prefill = prefill_load_scale * max(0, (Q + total_tokens) / b - credit)
-    decode  = D + R - reused
-    active  = decode_active_request_weight * (N + 1)
-    misses  = recent_miss_weight * R * M / (M + mean M over the eligible + R)
-    cost    = (prefill + decode + active + misses) * exp(-tanh(sum of matching preferred taints))
+    held    = D + R - reused + decode_active_request_weight * (N + 1)
 
-On the decode leg of a pair, which computes no prompt: prefill = misses = 0, and decode =
-max(0, D + R - reused - credit).
+The cost of the selector `kv`, chosen by replay of traces (ADR 0021):
 
-All but `misses` is the cost that NVIDIA Dynamo 1.6 documents. The credit never exceeds the work it
-saves: the prefill term is at least 0.
+    prefill = prefill_load_scale * slowness * (work / b + uncached_block_weight * U)
+    U       = max(0, total_tokens / b - credit)
+    misses  = uncached_block_weight * recent_miss_weight * R * M / (M + mean M of the eligible + R)
+    cost    = (prefill + held_block_weight * held + misses) * taints
+    taints  = exp(-tanh(sum of matching preferred taints))
+
+`work` are the prompt tokens that w still has to compute, less its progress since the last prompt
+was done; `slowness` is the time of w for a token, divided by the mean of all ranks
+(`RankLoads.prefill_work`). An uncached block counts more than a queued one, since it also evicts a
+block that another prompt would reuse. A held block costs little: it delays no prompt until the
+cache is full.
+
+The cost of the selector `dynamo`, as NVIDIA Dynamo 1.6 documents it:
+
+    cost    = (prefill_load_scale * max(0, (Q + total_tokens) / b - credit) + held) * taints
+
+The credit never exceeds the work it saves. On the decode leg of a pair, which computes no prompt,
+both cost max(0, D + R - reused - credit) + decode_active_request_weight * (N + 1), times taints.
 
 Misses. The load of idle workers is equal, so overlap alone would decide, and the worker of the
 first of many short prompts with a common prefix would get all of them. M is the recent prefill work
-of w in blocks, halved every `recent_miss_half_life_s` (`RecentPrefill`). The term grows like
-recent_miss_weight * M while M is small and stays below recent_miss_weight * R. A rank with much
+of w in blocks, halved every `recent_miss_half_life_s` (`RecentPrefill`). At weights of 1 the
+term grows like M while M is small and stays below R. A rank with much
 recent prefill is more expensive for prompts that it holds in part; a prompt that it holds nearly
 whole stays; if all compute equally much, the term is the same for all. The reference is the mean,
 not the minimum: one worker that computes nothing (a stuck one, for example) changes the terms of
@@ -61,8 +72,8 @@ class CostSettings:
     blocks per request; above 0, requests of unknown length count. host_cache_hit_weight,
     disk_cache_hit_weight: credit of a block held there only, 0..1. router_temperature: 0 takes the
     cheapest; above 0, a draw from the softmax of the costs. track_prefill_tokens,
-    track_active_blocks: bookings include prompt tokens to be computed, and blocks held. Others: see
-    the module.
+    track_active_blocks: bookings include prompt tokens to be computed, and blocks held.
+    uncached_block_weight, held_block_weight: of `kv`, in queued blocks. Others: see the module.
     """
 
     overlap_score_credit: float = 1.0
@@ -77,6 +88,8 @@ class CostSettings:
     recent_miss_half_life_s: float = 60.0
     track_prefill_tokens: bool = True
     track_active_blocks: bool = True
+    uncached_block_weight: float = 2.0
+    held_block_weight: float = 0.02
 
     def with_override(self, override: RouterConfigOverride | None) -> CostSettings:
         """The settings for one request. Raises InvalidRequest for a field out of range, Unsupported

@@ -124,6 +124,7 @@ class LoadTracker:
         if not entry.prefill_done:
             booking = entry.booking
             self._apply_load(entry, -1)
+            self._record_prefill_done(booking)
             entry.prefill_done = True
             entry.booking = replace(booking, prefill_tokens=0, revision=booking.revision + 1)
             self._apply_load(entry, +1)
@@ -285,6 +286,7 @@ class LoadTracker:
     def expire(self, now: float) -> int:
         """Free overdue orphans and unrenewed bookings; how many. Call it before reading loads."""
         freed = 0
+        self.ranks.set_time(now)
         if now >= self._last_expiry_scan_at + EXPIRY_SCAN_INTERVAL_S:
             freed = self._expire_unrenewed(now)
         while self._orphans and self._orphans[0][0] <= now:
@@ -318,6 +320,9 @@ class LoadTracker:
         self.ranks.add(booking.worker, entry.worker_report_count, worker_tokens, weight, sign)
         if booking.prefill is not None and not entry.prefill_done:
             self.ranks.add(booking.prefill, entry.prefill_report_count, tokens, 0, sign)
+
+    def _record_prefill_done(self, booking: Booking) -> None:
+        self.ranks.prefill_done(booking.prefill or booking.worker, booking.prefill_tokens)
 
     def _record_report_counts(self, entry: _BookingEntry) -> None:
         booking = entry.booking
@@ -353,6 +358,8 @@ class LoadTracker:
             entry.booking = booking
             return
         self._apply_load(entry, -1)
+        if not entry.prefill_done and booking.prefill_tokens == 0:
+            self._record_prefill_done(old)
         entry.booking = booking
         entry.prefill_done = booking.prefill_tokens == 0
         self._record_report_counts(entry)

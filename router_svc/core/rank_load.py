@@ -6,6 +6,7 @@ Invariant (asserted): no sum is negative.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.kv.load import LOAD_MAX_AGE_S, Load
@@ -13,6 +14,10 @@ from router_svc.core.types import LoadTotals, Placement
 
 # Block weights are integers in units of 1 / 2^16 blocks, so that sums stay exact.
 _WEIGHT_BITS = 16
+# Seconds of prefill in the measured rate of a rank, and seconds at the mean rate of all ranks
+# that are added, so that a few short prompts do not make a rank fast or slow.
+PACE_WINDOW_S = 30.0
+PACE_PRIOR_S = 2.0
 _HALF_WEIGHT = 1 << (_WEIGHT_BITS - 1)
 
 
@@ -43,6 +48,24 @@ class _LoadSums:
 
 
 @dataclass(slots=True)
+class _PrefillPace:
+    """How fast a rank computes prompts, from its bookings. prompts: booked and not computed yet.
+    since: when the last prompt was computed, or the first of these was booked. tokens, busy_s:
+    computed tokens, and seconds with prompts to compute; both are halved after each PACE_WINDOW_S.
+    """
+
+    prompts: int = 0
+    since: float = 0.0
+    tokens: float = 0.0
+    busy_s: float = 0.0
+
+
+# Prompt tokens to compute, and slowness.
+PrefillWork = tuple[float, float]
+_NO_WORK: PrefillWork = (0.0, 1.0)
+
+
+@dataclass(slots=True)
 class _RankState:
     """since_report: sums of the bookings made at the current `report_count` (a counter: a booking
     and a report may have the same `now`). estimate: the cached result of `RankLoads.load`, valid
@@ -50,6 +73,7 @@ class _RankState:
     """
 
     booked: _LoadSums = field(default_factory=_LoadSums)
+    pace: _PrefillPace = field(default_factory=_PrefillPace)
     since_report: _LoadSums = field(default_factory=_LoadSums)
     report: Load | None = None
     reported_at: float = 0.0
@@ -81,6 +105,10 @@ class RankLoads:
 
     def __init__(self) -> None:
         self._ranks: dict[Placement, _RankState] = {}
+        # The latest `now` of any call.
+        self._now = 0.0
+        # Sums of the paces of all ranks, including ranks that left; halved like them.
+        self._tokens = self._busy_s = 0.0
 
     def add(
         self, placement: Placement, report_count: int, tokens: int, weight: int, requests: int
@@ -91,6 +119,8 @@ class RankLoads:
         rank = self._ranks[placement]
         rank.estimate = None
         rank.booked.add(tokens, weight, requests)
+        if tokens:
+            self._count_prompt(rank.pace, 1 if tokens > 0 else -1)
         if report_count == rank.report_count:
             rank.since_report.add(tokens, weight, requests)
 
@@ -100,12 +130,70 @@ class RankLoads:
 
     def report(self, placement: Placement, load: Load, now: float) -> None:
         """Store a worker's load report of one rank; it replaces the previous one."""
+        self.set_time(now)
         rank = self._rank(placement)
         rank.report = load
         rank.reported_at = now
         rank.report_count += 1
         rank.since_report = _LoadSums()
         rank.estimate = None
+
+    def set_time(self, now: float) -> None:
+        self._now = max(self._now, now)
+
+    def prefill_done(self, placement: Placement, tokens: int) -> None:
+        """The rank computed a prompt of so many tokens, which were booked there."""
+        if (rank := self._ranks.get(placement)) is not None:
+            rank.pace.tokens += tokens
+            self._tokens += tokens
+
+    def prefill_work(self, placements: Iterable[Placement], now: float) -> list[PrefillWork]:
+        """For each rank the prompt tokens that it has to compute, and its slowness: the time it
+        takes for one, divided by the mean of all ranks. By its rate r in tokens per second:
+
+            r = (tokens + PACE_PRIOR_S * R) / (busy_s + PACE_PRIOR_S)       R: of all ranks
+            computed = min(r * seconds since the last prompt was computed, mean prompt)
+            work = max(booked tokens - computed, last report + bookings newer than it)
+            slowness = R / r, with the seconds since the last prompt in busy_s
+
+        Optimized: a large part of a decision.
+        """
+        mean_rate = self._tokens / self._busy_s if self._busy_s else 0.0
+        prior_tokens = PACE_PRIOR_S * mean_rate
+        get_rank, found = self._ranks.get, []
+        for placement in placements:
+            if (rank := get_rank(placement)) is None:
+                found.append(_NO_WORK)
+                continue
+            pace, slowness = rank.pace, 1.0
+            work: float = rank.booked.prefill_tokens
+            if mean_rate:
+                tokens, busy_s = pace.tokens + prior_tokens, pace.busy_s + PACE_PRIOR_S
+                if pace.prompts and (elapsed_s := now - pace.since) > 0:
+                    computed, mean_prompt = elapsed_s * tokens / busy_s, work / pace.prompts
+                    work -= computed if computed < mean_prompt else mean_prompt
+                    busy_s += elapsed_s
+                slowness = mean_rate * busy_s / tokens
+            report = rank.report
+            if report is not None and now <= rank.reported_at + LOAD_MAX_AGE_S:
+                reported = report.waiting_tokens + rank.since_report.prefill_tokens
+                if reported > work:
+                    work = reported
+            found.append((work, slowness))
+        return found
+
+    def _count_prompt(self, pace: _PrefillPace, change: int) -> None:
+        if pace.prompts:
+            elapsed_s = self._now - pace.since
+            if change < 0:
+                pace.busy_s += elapsed_s
+                self._busy_s += elapsed_s
+        if change < 0 or not pace.prompts:
+            pace.since = self._now
+        pace.prompts += change
+        if pace.busy_s > PACE_WINDOW_S:
+            pace.tokens, pace.busy_s = pace.tokens / 2, pace.busy_s / 2
+            self._tokens, self._busy_s = self._tokens - pace.tokens, self._busy_s - pace.busy_s
 
     def drop_report(self, placement: Placement) -> None:
         """Forget the report of a rank: no further one follows it."""

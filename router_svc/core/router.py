@@ -32,7 +32,7 @@ from router_svc.core.query import (
     predicted_cached_tokens,
     validate_query,
 )
-from router_svc.core.selectors import SELECTORS, KvSelector, View, WorkerSelector
+from router_svc.core.selectors import COST_SELECTORS, SELECTORS, View, WorkerSelector
 from router_svc.core.sessions import SessionAffinity
 from router_svc.core.types import (
     Booking,
@@ -297,10 +297,10 @@ class Router:
     def _settings_for(self, query: Query) -> CostSettings:
         """The cost settings of one request. Selectors from outside may use them as they like."""
         name = self.selector.name
-        if name in SELECTORS and name != KvSelector.name:
+        if name in SELECTORS and name not in COST_SELECTORS:
             self._cost_settings.reject_cost_overrides(query.override, name)
         cost_settings = self._cost_settings.with_override(query.override)
-        if name == KvSelector.name and self.overlaps.settings.kind == "none":
+        if name in COST_SELECTORS and self.overlaps.settings.kind == "none":
             cost_settings.reject_overlap_overrides(query.override, self.overlaps.settings.reason)
         return cost_settings
 

@@ -29,6 +29,7 @@ from router_svc.core.cost import (
 from router_svc.core.eligibility import pinned_worker_id
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query, block_size_of, bookable_decode_blocks
+from router_svc.core.rank_load import PrefillWork
 from router_svc.core.types import (
     NO_MATCHES,
     Candidate,
@@ -137,9 +138,10 @@ class KvSelector:
     """The least cost, with cache savings; see `cost`. Without KV events, load alone decides."""
 
     name = "kv"
+    is_dynamo = False
 
     def select(self, query: Query, candidates: Candidates, view: View, rng: Random) -> Selection:
-        scored = score_candidates(query, candidates, view)
+        scored = score_candidates(query, candidates, view, is_dynamo=self.is_dynamo)
         reason = "least cost"
         if not view.matches and not _any_publishes_kv_events(candidates):
             reason = "least cost by load: no worker publishes KV events"
@@ -148,6 +150,13 @@ class KvSelector:
         temperature = view.cost_settings.router_temperature
         at = draw_index(scored.costs, temperature, rng.random())
         return Selection(candidates[at], f"drawn by cost at temperature {temperature:g}", scored)
+
+
+class DynamoSelector(KvSelector):
+    """The least cost by the formula of NVIDIA Dynamo 1.6; see `cost`."""
+
+    name = "dynamo"
+    is_dynamo = True
 
 
 class RoundRobinSelector:
@@ -208,6 +217,7 @@ class DirectSelector:
 SELECTORS: Mapping[str, Callable[[], WorkerSelector]] = MappingProxyType(
     {
         "kv": KvSelector,
+        "dynamo": DynamoSelector,
         "round_robin": RoundRobinSelector,
         "random": RandomSelector,
         "least_loaded": LeastLoadedSelector,
@@ -217,6 +227,10 @@ SELECTORS: Mapping[str, Callable[[], WorkerSelector]] = MappingProxyType(
 )
 
 
+# The selectors whose choice depends on CostSettings.
+COST_SELECTORS = frozenset((KvSelector.name, DynamoSelector.name))
+
+
 def _any_publishes_kv_events(candidates: Candidates) -> bool:
     for candidate in candidates:  # noqa: SIM110 -- a generator takes twice as long.
         if candidate.instance.kv_index == "events":
@@ -224,8 +238,10 @@ def _any_publishes_kv_events(candidates: Candidates) -> bool:
     return False
 
 
-def score_candidates(query: Query, candidates: Candidates, view: View) -> CandidateCosts:
-    """Every candidate with its cost, by the formula of `cost`. Optimized: most of a decision."""
+def score_candidates(
+    query: Query, candidates: Candidates, view: View, *, is_dynamo: bool = False
+) -> CandidateCosts:
+    """Every candidate with its cost, by a formula of `cost`. Optimized: most of a decision."""
     cost_settings, now, matches = view.cost_settings, view.now, view.matches
     load_of = view.load_tracker.ranks.load
     placements = [c.placement for c in candidates]
@@ -236,7 +252,14 @@ def score_candidates(query: Query, candidates: Candidates, view: View) -> Candid
     least_queued = min([load[0] for load in loads]) if has_credit_decay else 0
     full_credit, assumes_reuse = cost_settings.overlap_score_credit, cost_settings.assume_kv_reuse
     scale = cost_settings.prefill_load_scale
+    uncached_weight = cost_settings.uncached_block_weight
     request_weight = cost_settings.decode_active_request_weight
+    held_weight, miss_weight = 1.0, 0.0
+    works: Sequence[PrefillWork] = ()
+    if not (is_dynamo or is_decode):
+        works = view.load_tracker.ranks.prefill_work(placements, now)
+        held_weight = cost_settings.held_block_weight
+        miss_weight = uncached_weight * cost_settings.recent_miss_weight
     total_tokens, block_size = query.total_tokens, query.block_size
     blocks = -(-total_tokens // block_size) if block_size else 0
     costs: list[float] = []
@@ -245,7 +268,7 @@ def score_candidates(query: Query, candidates: Candidates, view: View) -> Candid
         candidates,
         placements,
         loads,
-        _recent_miss_terms(query, candidates, placements, view),
+        _recent_miss_terms(query, candidates, placements, view, miss_weight),
         _taint_factors(query, candidates),
         strict=True,
     ):
@@ -267,9 +290,17 @@ def score_candidates(query: Query, candidates: Candidates, view: View) -> Candid
         prefill, decode = 0.0, float(used_blocks + blocks)
         if is_decode:
             decode = decode - credit if decode > credit else 0.0
+        elif not is_dynamo:
+            to_compute, slowness = works[len(costs)]
+            uncached = total_tokens / block_size - credit
+            prefill = to_compute / block_size
+            if uncached > 0:
+                prefill += uncached_weight * uncached
+            prefill *= scale * slowness
+            decode *= held_weight
         elif (work := (queued + total_tokens) / block_size) > credit:
             prefill = scale * (work - credit)
-        active = request_weight * (requests + 1)
+        active = held_weight * request_weight * (requests + 1)
         costs.append((prefill + decode + active + misses) * factor)
         parts.append((prefill, decode, active, misses, credit, factor))
     return CandidateCosts(candidates, costs, loads, parts)
@@ -282,10 +313,13 @@ def _lower_tier_credit(row: SourceMatch, cost_settings: CostSettings) -> float:
 
 
 def _recent_miss_terms(
-    query: Query, candidates: Candidates, placements: Sequence[Placement], view: View
+    query: Query,
+    candidates: Candidates,
+    placements: Sequence[Placement],
+    view: View,
+    weight: float,
 ) -> list[float]:
-    weight = view.cost_settings.recent_miss_weight
-    if view.recent_prefill is None or weight == 0 or view.leg == "decode" or not query.total_tokens:
+    if view.recent_prefill is None or weight == 0 or not query.total_tokens:
         return [0.0] * len(candidates)
     recent_misses = view.recent_prefill.blocks_of(placements, view.now)
     blocks = bookable_decode_blocks(query, block_size_of(query, candidates[0].instance.block_size))

@@ -257,8 +257,8 @@ def test_removing_a_worker_removes_all_its_ranks(kind: str) -> None:
 def test_a_decision_inserts_predicted_entries_only_with_an_index() -> None:
     for choice, inserted in (
         (RouterConfig(kv_events=False).index_settings, 8),
-        (RouterConfig(router_predicted_ttl_secs=5.0).index_settings, 8),
-        (RouterConfig().index_settings, 5),
+        (RouterConfig().index_settings, 8),
+        (RouterConfig(router_predicted_ttl_secs=0.0).index_settings, 5),
         (RouterConfig(overlap_score_credit=0.0).index_settings, 0),
     ):
         known = overlaps(choice)

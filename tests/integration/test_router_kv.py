@@ -224,7 +224,8 @@ async def test_an_explanation_has_terms_states_and_ages(bed: RouterBed) -> None:
         assert (one.overlap_blocks, one.source_state, one.source_age_ms) == (4, "exact", 250)
         assert one.report_age_ms == 250
         terms = dict(one.terms)
-        assert (terms["overlap_credit"], terms["prefill"], terms["decode"]) == (4.0, 6.0, 12.0)
+        # Six uncached blocks count twice, twelve held ones a fiftieth.
+        assert (terms["overlap_credit"], terms["prefill"], terms["decode"]) == (4.0, 12.0, 0.24)
         parts = sum(terms[name] for name in ("prefill", "decode", "active", "misses"))
         assert parts * terms["taint_factor"] == one.cost
         assert (two.source_state, two.source_reason, two.overlap_blocks) == ("gapped", "a test", 0)

@@ -313,7 +313,7 @@ async def test_a_booking_of_another_router_counts_as_load() -> None:
             "overlap_score_credit is 0",
         ),
         ({"kv_events": False}, "approx", ""),
-        ({}, "none", "no indexer was reached yet"),
+        ({"router_predicted_ttl_secs": 0.0}, "none", "no indexer was reached yet"),
     ],
 )
 async def test_the_first_rule_that_applies_chooses_the_index(

@@ -305,9 +305,9 @@ def test_the_settings_of_the_configuration_reach_the_index() -> None:
     approximate = Overlaps(FakeIndex({}), config.index_settings).approximate
     assert approximate is not None
     assert approximate.limits == LIMITS
-    predicted = RouterConfig(router_predicted_ttl_secs=5.0).index_settings.predicted
-    assert predicted == ApproxLimits(ttl_s=5.0)
-    assert RouterConfig().index_settings == EVENT_INDEX_SETTINGS
+    assert RouterConfig().index_settings.predicted == ApproxLimits(ttl_s=5.0)
+    without = RouterConfig(router_predicted_ttl_secs=0.0)
+    assert without.index_settings == EVENT_INDEX_SETTINGS
 
 
 # A router with approximate entries.
@@ -395,7 +395,8 @@ def test_a_query_without_booking_leaves_no_entry() -> None:
 
 
 def test_a_worker_without_events_gets_approximate_entries_among_publishers() -> None:
-    bed = Bed("events", "approx", reported={1: (2, 2, 2), 2: (9, 9, 9)})
+    reported = {1: (2, 2, 2), 2: (9, 9, 9)}
+    bed = Bed("events", "approx", reported=reported, router_predicted_ttl_secs=0.0)
     hints = replace(prompt(1, 2, 3, 4), excluded_worker_ids=frozenset({1}))
     bed.send(hints)
     assert bed.overlap(prompt(1, 2, 3, 4)) == {1: 2, 2: 4}, (
@@ -438,8 +439,8 @@ def test_requests_of_a_burst_meet_on_one_worker_before_any_event_arrives() -> No
             begun.add((family, bed.router.decide(query, key, 0.0, rng).worker))
         return len(begun)
 
-    blind = sum(beginnings_computed(seed) for seed in range(5))
-    seeing = sum(beginnings_computed(seed, router_predicted_ttl_secs=5.0) for seed in range(5))
+    blind = sum(beginnings_computed(seed, router_predicted_ttl_secs=0.0) for seed in range(5))
+    seeing = sum(beginnings_computed(seed) for seed in range(5))
     assert seeing < 0.9 * blind, (seeing, blind)
 
 

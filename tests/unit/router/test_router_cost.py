@@ -1,4 +1,4 @@
-"""The cost of a placement: the formula, its settings, the draw by temperature."""
+"""The costs of a placement: Dynamo's formula and ours, their settings, the draw by temperature."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from common.request.preprocessed import RouterConfigOverride, RoutingConstraints
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, RecentPrefill, draw_index
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query, predicted_cached_tokens
-from router_svc.core.selectors import KvSelector, ScoredCandidate, View, score_candidates
+from router_svc.core.selectors import DynamoSelector, ScoredCandidate, View, score_candidates
 from router_svc.core.types import Candidate, Leg, Matches, Placement
 
 B = 16
@@ -61,10 +61,12 @@ def prices(
     leg: Leg = "whole",
     recent_prefill: RecentPrefill | None = None,
     routing: RoutingHints | None = None,
+    is_dynamo: bool = True,
 ) -> Sequence[ScoredCandidate]:
     query = Query("m", blocks * B, bytes(8 * blocks), 1, B, routing=routing)
     view = View(load_tracker, 0.0, None, matches or {}, leg, cost_settings, recent_prefill)
-    return score_candidates(query, [candidate(n) for n in range(1, workers + 1)], view)
+    candidates = [candidate(n) for n in range(1, workers + 1)]
+    return score_candidates(query, candidates, view, is_dynamo=is_dynamo)
 
 
 def costs(*args: Any, **facts: Any) -> list[float]:
@@ -121,9 +123,8 @@ def test_requests_count_by_the_configured_weight_and_taints_multiply() -> None:
     likes = RoutingConstraints(required_taints=frozenset(), preferred_taints={"fast": 1.0})
     query = Query("m", 4 * B, routing=RoutingHints(routing_constraints=likes))
     view = View(loaded((0, 0, 3), (0, 0, 3)), 0.0, cost_settings=cost_settings)
-    plain, fast = score_candidates(
-        query, [candidate(1), candidate(2, taints=frozenset({"fast"}))], view
-    )
+    candidates = [candidate(1), candidate(2, taints=frozenset({"fast"}))]
+    plain, fast = score_candidates(query, candidates, view, is_dynamo=True)
     assert plain.cost == 4 + 4 + 2 * 4
     assert fast.cost == pytest.approx(plain.cost * math.exp(-math.tanh(1.0)))
 
@@ -164,13 +165,18 @@ def test_recent_misses_cost_at_most_as_much_as_the_request() -> None:
     missed.add(Placement(2, 0), 1e6, 0.0)
     cost_settings = CostSettings(decode_active_request_weight=0.0)
     one, two, none = prices(
-        100, loaded((0, 0, 0)), workers=3, cost_settings=cost_settings, recent_prefill=missed
+        100,
+        loaded((0, 0, 0)),
+        workers=3,
+        cost_settings=cost_settings,
+        recent_prefill=missed,
+        is_dynamo=False,
     )
     assert one.terms is not None
     assert two.terms is not None
     assert none.terms is not None
-    assert 0 < one.terms.misses < 1.0
-    assert 70 < two.terms.misses < 100
+    assert 0 < one.terms.misses < 2.0
+    assert 140 < two.terms.misses < 200
     assert none.terms.misses == 0
 
 
@@ -306,9 +312,8 @@ def test_a_temperature_makes_the_selector_draw() -> None:
     cost_settings = CostSettings(router_temperature=1.0, recent_miss_weight=0.0)
     view = View(loaded((0, 10, 0), (0, 0, 0)), 0.0, cost_settings=cost_settings)
     candidates = [candidate(1), candidate(2)]
-    choices = [
-        KvSelector().select(Query("m", B), candidates, view, Random(seed)) for seed in range(200)
-    ]
+    query, select = Query("m", B), DynamoSelector().select
+    choices = [select(query, candidates, view, Random(seed)) for seed in range(200)]
     drawn = Counter(choice.candidate.placement.worker_id for choice in choices)
     assert drawn[2] > drawn[1] > 20
     assert "temperature" in choices[0].reason

@@ -1,4 +1,4 @@
-"""The documented formulas of a placement, term by term and as properties; see `cost`."""
+"""Dynamo's formula of a placement, term by term and as properties; see `cost`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from common.request.preprocessed import RouterConfigOverride
 from router_svc.core.cost import CostSettings, draw_index
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query
-from router_svc.core.selectors import KvSelector, ScoredCandidate, View, score_candidates
+from router_svc.core.selectors import DynamoSelector, ScoredCandidate, View, score_candidates
 from router_svc.core.types import Candidate, Placement
 
 B = 16
@@ -48,7 +48,8 @@ def priced(
         )
         members.append(Candidate(Placement(number, 0), instance))
     view = View(load_tracker, 0.0, None, matches, leg, replace(PLAIN, **cost_settings))
-    return score_candidates(Query("m", blocks * B, bytes(8 * blocks), 1, B), members, view)
+    query = Query("m", blocks * B, bytes(8 * blocks), 1, B)
+    return score_candidates(query, members, view, is_dynamo=True)
 
 
 def cost(*args: Any, **fields: Any) -> float:
@@ -209,7 +210,7 @@ def chosen(seed: int, temperature: float, *used: int) -> int:
         instance = Instance(number, "mesh", "worker", "", "127.0.0.1:1", model="m", block_size=B)
         members.append(Candidate(Placement(number, 0), instance))
     view = View(load_tracker, 0.0, cost_settings=replace(PLAIN, router_temperature=temperature))
-    choice = KvSelector().select(Query("m", B), members, view, Random(seed))
+    choice = DynamoSelector().select(Query("m", B), members, view, Random(seed))
     return choice.candidate.placement.worker_id
 
 

@@ -40,7 +40,10 @@ COST_SETTINGS: dict[str, Any] = {
     "assume_kv_reuse": True,
     "recent_miss_weight": 0.5,
     "recent_miss_half_life_s": 5.0,
+    "uncached_block_weight": 3.0,
+    "held_block_weight": 0.5,
 }
+NOT_DYNAMO = [*COST_SETTINGS][-4:]
 WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"kv_transfer_domain": "zone", "kv_transfer_weight": 0.5}, "kv_transfer_weight"),
     ({"active_prefill_tokens_threshold": 9, "track_prefill_tokens": False},
@@ -60,8 +63,8 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"queue_tokens_max": 9}, "queue_tokens_max"),
     ({"queue_wait_max_s": 9.0}, "queue_wait_max_s"),
     ({"session_affinity_ttl_s": 0.0, "session_affinity_mode": "soft"}, "session_affinity_mode"),
-    ({"overlap_score_credit": 0.0, "router_predicted_ttl_secs": 5.0}, "router_predicted_ttl_secs"),
-    ({"kv_events": False, "router_predicted_ttl_secs": 5.0}, "router_predicted_ttl_secs"),
+    ({"overlap_score_credit": 0.0, "router_predicted_ttl_secs": 9.0}, "router_predicted_ttl_secs"),
+    ({"kv_events": False, "router_predicted_ttl_secs": 9.0}, "router_predicted_ttl_secs"),
     ({"overlap_score_credit": 0.0, "router_ttl_secs": 5.0}, "router_ttl_secs"),
     ({"overlap_score_credit": 0.0, "router_max_tree_size": 5}, "router_max_tree_size"),
     ({"overlap_score_credit": 0.0, "router_prune_target_ratio": 0.5}, "router_prune_target_ratio"),
@@ -104,7 +107,7 @@ def test_the_table_of_this_file_has_every_cost_setting() -> None:
 
 
 @pytest.mark.parametrize("name", COST_SETTINGS)
-@pytest.mark.parametrize("selector", sorted(set(SELECTORS) - {"kv"}))
+@pytest.mark.parametrize("selector", sorted(set(SELECTORS) - {"kv", "dynamo"}))
 def test_cost_settings_have_no_effect_with_another_built_in_selector(
     selector: str, name: str
 ) -> None:
@@ -114,6 +117,13 @@ def test_cost_settings_have_no_effect_with_another_built_in_selector(
     assert settings_without_effect(RouterConfig(**value)) == {}
     custom = RouterConfig.model_construct(selector="my.own:make", **value)
     assert settings_without_effect(custom) == {}
+
+
+@pytest.mark.parametrize("name", COST_SETTINGS)
+def test_the_settings_of_our_cost_have_no_effect_on_that_of_dynamo(name: str) -> None:
+    config = RouterConfig(selector="dynamo", **{name: COST_SETTINGS[name]})
+    expected = {name: "selector is dynamo"} if name in NOT_DYNAMO else {}
+    assert settings_without_effect(config) == expected
 
 
 @pytest.mark.parametrize("selector", sorted(SELECTORS))

@@ -128,6 +128,10 @@ class BlockManager:
         events, self.events = self.events, []
         return events
 
+    def cached_tokens(self, names: Sequence[int], tokens: int) -> int:
+        """Returns how many of `tokens` tokens `admit` would find in the cache."""
+        return len(self._cached_prefix(names, (tokens - 1) // self.block_size)) * self.block_size
+
     def admit(self, names: Sequence[int], tokens: int) -> BlockTable | None:
         """Returns a table that reuses cached blocks of `names`; None, unchanged, without capacity.
 

@@ -91,6 +91,7 @@ class SimSequence:
     ended it, if any. cached_tokens: prompt tokens found in the cache at its first start, None
     before; for a remote one, in the other worker's cache. computed_tokens: tokens with KV
     present. total_tokens: tokens of prompt and output.
+    pending_tokens: to compute before the next output token, less those cached when it was queued.
     is_kv_pending: its KV has not arrived. is_corrupt: it read a page with wrong content.
     transfer: pinned blocks; see the module.
     """
@@ -99,6 +100,7 @@ class SimSequence:
     arrival_number: int
     state: int
     total_tokens: int
+    pending_tokens: int = 0
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     next_logprob: TokenLogprob | None = None
@@ -211,7 +213,7 @@ class SimScheduler:
             return
         if seq.block_table is None:
             self._waiting.remove(seq)
-            self.waiting_tokens -= _pending_tokens(seq)
+            self.waiting_tokens -= seq.pending_tokens
         elif seq in self._awaiting_kv:
             del self._awaiting_kv[seq]
             self._allocated.pop(seq, None)
@@ -368,7 +370,7 @@ class SimScheduler:
             if seq.block_table is None:
                 return
             del self._waiting[0]
-            self.waiting_tokens -= _pending_tokens(seq)
+            self.waiting_tokens -= seq.pending_tokens
             bisect.insort(self._running, seq, key=_sort_key)
             if not self.blocks.is_intact(seq.block_table, 0, seq.block_table.reused_count):
                 self._mark_corrupt(seq)
@@ -443,7 +445,9 @@ class SimScheduler:
 
     def _enqueue(self, seq: SimSequence) -> None:
         bisect.insort(self._waiting, seq, key=_sort_key)
-        self.waiting_tokens += _pending_tokens(seq)
+        cached = self.blocks.cached_tokens(seq.names, seq.total_tokens)
+        seq.pending_tokens = 0 if seq.is_kv_pending else seq.total_tokens - cached
+        self.waiting_tokens += seq.pending_tokens
 
     def _name_blocks(self, seq: SimSequence) -> None:
         """Names the full blocks that have a known name."""
@@ -469,11 +473,6 @@ class SimScheduler:
         names, sums = seq.job.hasher.extend(seq.chain_state, seq.content(start * size, stop * size))
         seq.names.extend(names.tolist())
         seq.chain_state = ChainState(stop, int(sums[-1]))
-
-
-def _pending_tokens(seq: SimSequence) -> int:
-    """Returns the tokens to compute before the next output token."""
-    return 0 if seq.is_kv_pending else seq.total_tokens
 
 
 def _can_end(seq: SimSequence) -> bool:

@@ -1,0 +1,162 @@
+"""`make bench-replay`: routing policies on ten workloads in virtual time; the last line is JSON.
+
+8 workers with 3,000 blocks of 512 tokens, one router. Keys, all ratios of mean TTFT except hits:
+
+- `conversation_vs_least_loaded`, `conversation_vs_random`: kv on Mooncake conversation at speed 2;
+- `geomean_vs_best`: geometric mean over the workloads of kv / the best policy of each;
+  `geomean_verified`: over the workloads that the weights of the cost were not chosen on;
+- `no_reuse_vs_least_loaded`: kv on prompts that share nothing;
+- `slow_worker_p99`: p99 with one of 8 workers at a quarter of the speed / without;
+- `routers4_hit`, `routers4_ttft`: 4 routers / one router, arrivals spread; `routers8_*` likewise,
+  `routers4_late_ttft` at ten times the lags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from replay.mesh import MeshSettings, ReplayMesh
+from replay.policies import POLICIES
+from replay.report import Summary, summarize
+from replay.trace import TraceRequest, at_speed, load_trace, spread_arrivals
+from replay.workloads import generate
+
+TRACES = Path(__file__).parent / "traces"
+CONVERSATION = "mooncake_conversation.jsonl.gz"
+AZURE = "azure2023_conversation.csv.gz"
+COMPARED = ("kv", "dynamo", "least_loaded", "random", "llm_d", "sglang_cache_aware")
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """source: a file of TRACES or a generator. requests: the first ones; None: all. is_chosen_on:
+    the weights of the cost were chosen on it.
+    """
+
+    name: str
+    source: str
+    requests: int | None = 4000
+    speed: float = 1.0
+    speeds: tuple[float, ...] = ()
+    is_chosen_on: bool = False
+
+    def read(self, requests_max: int | None) -> list[TraceRequest]:
+        count = min(self.requests or sys.maxsize, requests_max or sys.maxsize)
+        if "." in self.source:
+            requests = load_trace(TRACES / self.source)[:count]
+        else:
+            requests = generate(self.source, count, SEED)
+        return at_speed(requests, self.speed)
+
+
+WORKLOADS = (
+    Workload("conversation", CONVERSATION, None, 2.0, is_chosen_on=True),
+    Workload("conversation_overload", CONVERSATION, None, 2.72),
+    Workload("azure_conversation", AZURE, None, 8.5, is_chosen_on=True),
+    Workload("no_reuse", "no_reuse"),
+    Workload("zipf_prefixes", "zipf_prefixes", is_chosen_on=True),
+    Workload("sessions", "sessions", is_chosen_on=True),
+    Workload("tool_agents", "tool_agents"),
+    Workload("bursts", "bursts", is_chosen_on=True),
+    Workload("one_slow_worker", CONVERSATION, 4000, 1.7, (0.25,)),
+    Workload("one_stuck_worker", CONVERSATION, 2000, 1.0, (0.0,)),
+)
+WITHOUT_SLOW_WORKER = Workload("without_slow_worker", CONVERSATION, 4000, 1.7)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    workload: Workload
+    policy: str = "kv"
+    routers: int = 1
+    is_spread: bool = False
+    lag_factor: float = 1.0
+
+
+def execute(run: Run, requests_max: int | None) -> Summary:
+    requests = run.workload.read(requests_max)
+    if run.is_spread:
+        requests = spread_arrivals(requests)
+    settings = MeshSettings(
+        routers=run.routers,
+        speeds=run.workload.speeds,
+        index_lag_s=0.02 * run.lag_factor,
+        sync_lag_s=0.005 * run.lag_factor,
+    )
+    result = ReplayMesh(settings, POLICIES[run.policy]).run(requests)
+    return summarize(run.policy, run.routers, result)
+
+
+def geomean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--requests", type=int, help="at most so many of each workload")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    runs: dict[object, Run] = {(w.name, p): Run(w, p) for w in WORKLOADS for p in COMPARED}
+    conversation = WORKLOADS[0]
+    runs |= {
+        "one": Run(conversation, is_spread=True),
+        "routers4": Run(conversation, routers=4, is_spread=True),
+        "routers8": Run(conversation, routers=8, is_spread=True),
+        "routers4_late": Run(conversation, routers=4, is_spread=True, lag_factor=10.0),
+        "without_slow_worker": Run(WITHOUT_SLOW_WORKER),
+    }
+    with ProcessPoolExecutor(args.processes) as pool:
+        futures = {key: pool.submit(execute, run, args.requests) for key, run in runs.items()}
+        found = {key: future.result() for key, future in futures.items()}
+    sys.stdout.write(_table(found))
+    sys.stdout.write(json.dumps(_figures(found)) + "\n")
+
+
+def _ttft(found: dict[object, Summary], workload: str, policy: str) -> float:
+    return found[workload, policy].ttft_mean_s
+
+
+def _table(found: dict[object, Summary]) -> str:
+    lines = [f"{'mean TTFT, s':24}" + "".join(f"{policy:>20}" for policy in COMPARED)]
+    lines += [
+        f"{w.name:24}" + "".join(f"{_ttft(found, w.name, policy):20.3f}" for policy in COMPARED)
+        for w in WORKLOADS
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(found: dict[object, Summary]) -> dict[str, float]:
+    vs_best = {
+        w: _ttft(found, w.name, "kv") / min(_ttft(found, w.name, p) for p in COMPARED)
+        for w in WORKLOADS
+    }
+    one, stuck = found["one"], found["one_stuck_worker", "kv"]
+    kv = _ttft(found, "conversation", "kv")
+    no_reuse = _ttft(found, "no_reuse", "kv") / _ttft(found, "no_reuse", "least_loaded")
+    slow, fast = found["one_slow_worker", "kv"], found["without_slow_worker"]
+    figures = {
+        "conversation_vs_least_loaded": kv / _ttft(found, "conversation", "least_loaded"),
+        "conversation_vs_random": kv / _ttft(found, "conversation", "random"),
+        "geomean_vs_best": geomean(list(vs_best.values())),
+        "geomean_verified": geomean([v for w, v in vs_best.items() if not w.is_chosen_on]),
+        "no_reuse_vs_least_loaded": no_reuse,
+        "slow_worker_p99": slow.ttft_p99_s / fast.ttft_p99_s,
+        "stuck_worker_unanswered": stuck.unanswered / stuck.requests,
+    }
+    for name in ("routers4", "routers8", "routers4_late"):
+        figures[f"{name}_hit"] = found[name].hit_rate / one.hit_rate
+        figures[f"{name}_ttft"] = found[name].ttft_mean_s / one.ttft_mean_s
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+if __name__ == "__main__":
+    main()
