@@ -70,8 +70,7 @@ async def _list_worker_blocks(
     try:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
         request = engine_pb2.ListKvBlocksRequest(dp_rank=source.dp_rank)
-        metadata = rpc.call_metadata(security)
-        call = stub.ListKvBlocks(request, timeout=LIST_TIMEOUT_S, metadata=metadata)
+        call = stub.ListKvBlocks(request, timeout=LIST_TIMEOUT_S)
         with map_rpc_errors():
             async with rpc.cancelling(call):
                 async for part in call:

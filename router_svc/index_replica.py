@@ -310,9 +310,7 @@ def grpc_subscriptions(security: rpc.Security = rpc.PLAINTEXT) -> Subscribe:
     ) -> AbstractAsyncContextManager[Subscription]:
         return open_stream(
             indexer.address,
-            lambda channel: indexer_pb2_grpc.IndexerServiceStub(channel).Subscribe(
-                request, metadata=rpc.call_metadata(security)
-            ),
+            lambda channel: indexer_pb2_grpc.IndexerServiceStub(channel).Subscribe(request),
             security,
         )
 

@@ -296,9 +296,7 @@ def grpc_syncs(security: rpc.Security = rpc.PLAINTEXT) -> OpenSync:
     def open_sync(router: Instance) -> AbstractAsyncContextManager[Stream]:
         return open_stream(
             router.address,
-            lambda channel: router_pb2_grpc.RouterServiceStub(channel).Sync(
-                metadata=rpc.call_metadata(security)
-            ),
+            lambda channel: router_pb2_grpc.RouterServiceStub(channel).Sync(),
             security,
         )
 

@@ -4,6 +4,7 @@
     <path>/<namespace>/models/<slug>                        locked while a card is checked
     <path>/cards/<checksum>.json                            immutable
 
+An entry's second line is its signature (`common/registry/signature.py`), empty without mesh token.
 Folders have mode 0700 and files 0600. An entry is a regular file of at most ENTRY_BYTES_MAX.
 
 Local file systems of Linux only. *The lock is the truth*: an instance lives as long as its owner
@@ -48,7 +49,7 @@ from pathlib import Path
 import structlog
 from pydantic import TypeAdapter
 
-from common.errors import InvalidRequest, MeshError, Unavailable
+from common.errors import InvalidRequest, MeshError, Unauthenticated, Unavailable
 from common.namespace import check_namespace
 from common.registry.card import CARD_BYTES_MAX, ModelCard, decode_card, encode_card, model_slug
 from common.registry.file_lock import (
@@ -74,6 +75,7 @@ from common.registry.registry import (
     raise_if_card_conflicts,
     registry_closed_error,
 )
+from common.registry.signature import UNSIGNED, EntrySigner
 
 # Between polls of a folder whose changes the kernel does not report.
 POLL_INTERVAL_S = 0.05
@@ -112,6 +114,7 @@ _ENTRY_RECORD_ADAPTER: TypeAdapter[_EntryRecord] = TypeAdapter(_EntryRecord)
 class FileRegistry:
     """`common.registry.registry.Registry` on the directory `path`, created if missing.
 
+    signer: signs own entries; entries that it does not accept are not members.
     Owners check their entries and watches read when the kernel reports a change of the folder, and
     every RECHECK_INTERVAL_S. poll_interval_s: the least time between two reads, and at least
     POLL_S_PER_ENTRY for each entry; all of it where the kernel reports nothing.
@@ -123,10 +126,12 @@ class FileRegistry:
         self,
         path: Path,
         *,
+        signer: EntrySigner = UNSIGNED,
         poll_interval_s: float = POLL_INTERVAL_S,
         card_check_wait_s: float = CARD_CHECK_WAIT_S,
     ) -> None:
         self._path = path
+        self._signer = signer
         self._poll_interval_s = poll_interval_s
         self._card_check_wait_s = card_check_wait_s
         self._views: dict[str, _NamespaceView] = {}
@@ -230,7 +235,9 @@ class FileRegistry:
         if namespace not in self._views:
             check_namespace(namespace)
             directory = self._path / namespace / "instances"
-            self._views[namespace] = _NamespaceView(directory, namespace, self._changes)
+            self._views[namespace] = _NamespaceView(
+                directory, namespace, self._changes, self._signer
+            )
         return self._views[namespace]
 
     def _card_path(self, checksum: str) -> Path:
@@ -304,6 +311,7 @@ class _FileLease:
         self.instance = instance
         self._order = order
         self._fd: int | None = None
+        self._signature = ""
         self._is_lost = False
 
     async def update(self, instance: Instance) -> None:
@@ -335,6 +343,9 @@ class _FileLease:
     def publish(self, instance: Instance) -> None:
         """Replace the entry, or keep it and raise Unavailable, or InvalidRequest if too large."""
         record = b'{"order":%d,"instance":%s}' % (self._order, instance.to_json())
+        signature = self._registry._signer.sign(record)
+        if signature:
+            record += b"\n" + signature.encode()
         if len(record) > ENTRY_BYTES_MAX:
             raise InvalidRequest(
                 f"instance too large: {len(record)}/{ENTRY_BYTES_MAX} bytes", "instance"
@@ -344,17 +355,22 @@ class _FileLease:
             fd = write_atomically(self._path, record, acquire_lock)
         self.detach()
         self._fd = fd
+        self._signature = signature
         self.instance = instance
 
     def reconcile(self) -> None:
-        """Restore the entry if it vanished; log the first failure and the recovery."""
+        """Restore a lost entry, renew an old signature; log the first failure and the recovery."""
         if self._fd is None:
             return
         try:
             own_stat = os.fstat(self._fd)
-            if own_stat.st_size > 0 and inode_of_path(self._path) == own_stat.st_ino:
+            is_present = own_stat.st_size > 0 and inode_of_path(self._path) == own_stat.st_ino
+            is_old = self._registry._signer.is_old(self._signature)
+            if is_present and not is_old:
                 return
             self.publish(self.instance)
+            if is_present:
+                return
         except (OSError, Unavailable) as error:
             if not self._is_lost:
                 LOG.warning("registration_lost", path=str(self._path), error=str(error))
@@ -383,8 +399,11 @@ class _Entry:
 class _NamespaceView:
     """The members of one namespace as one process sees them. Removes files of dead owners."""
 
-    def __init__(self, directory: Path, namespace: str, changes: FolderChanges) -> None:
+    def __init__(
+        self, directory: Path, namespace: str, changes: FolderChanges, signer: EntrySigner
+    ) -> None:
         self.directory = directory
+        self._signer = signer
         self._changes = changes
         # Whether changes since the last poll are noticed, and those before it.
         self.is_observed = False
@@ -487,12 +506,17 @@ class _NamespaceView:
             self._warn_once(name, "registry_entry_unreadable", error.strerror)
             return _Entry(fd, inode, 0, None)
         try:
-            record = parse_json(_ENTRY_RECORD_ADAPTER, raw, name)
+            text, _, signature = raw.partition(b"\n")
+            self._signer.check(text, signature.decode(errors="replace"))
+            record = parse_json(_ENTRY_RECORD_ADAPTER, text, name)
             instance = record.instance
             if (_entry_name(instance.id), instance.namespace) != (name, self._namespace):
                 raise InvalidRequest(
                     f"it holds instance {instance.id:016x} of {instance.namespace!r}", "id"
                 )
+        except Unauthenticated as error:
+            LOG.warning("registry_entry_unauthenticated", path=name, error=error.message)
+            return _Entry(fd, inode, 0, None)
         except InvalidRequest as error:
             if raw:
                 LOG.warning(

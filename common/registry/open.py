@@ -6,6 +6,7 @@ from common.errors import InvalidRequest
 from common.registry.file import FileRegistry
 from common.registry.instances import HEALTH_META_KEY
 from common.registry.registry import MemoryRegistry, Registry
+from common.registry.signature import EntrySigner
 from common.runtime.config import ServiceConfig
 
 
@@ -13,12 +14,16 @@ def open_registry(config: ServiceConfig) -> Registry:
     """The registry that `config.registry` names. Raises InvalidRequest for an unknown one."""
     match config.registry:
         case "file":
-            return FileRegistry(config.registry_path)
+            return FileRegistry(config.registry_path, signer=EntrySigner(config.mesh_token))
         case "consul":
             # Imported here: py-consul takes 0.1 s, and most processes do not need it.
             from common.registry.consul.registry import ConsulRegistry
 
-            return ConsulRegistry(config.consul_url, token=config.consul_token)
+            return ConsulRegistry(
+                config.consul_url,
+                token=config.consul_token,
+                signer=EntrySigner(config.mesh_token),
+            )
         case "memory":
             return MemoryRegistry()
         case other:

@@ -5,18 +5,23 @@ pings. So a silent stream (a long prefill) is neither lost nor ended by GOAWAY `
 Messages may have MESSAGE_BYTES_MAX in both directions. A call continues if its client drops it
 (since grpcio 1.83 even if the object is collected): always use `cancelling`.
 
-Security: plaintext on loopback by default; a mesh token, sent with every call and checked by the
-server; mutual TLS if certificates are given. `bind` rejects an open port without either.
+Security: plaintext on loopback by default; a mesh token, which both sides of every call prove and
+never send (`common/runtime/mesh_auth.py`); mutual TLS if certificates are given. `bind` rejects an
+open port without either.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import grpc
 import grpc.aio
@@ -24,16 +29,19 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry import trace
 
-from common.errors import Conflict, InvalidRequest
+from common.errors import Conflict, InvalidRequest, Unauthenticated
 from common.rpc.interceptors import (
+    REPLY_KEY,
     MeshInterceptor,
     RunningCalls,
+    is_open_on_loopback,
     map_rpc_errors,
     mesh_error_from_rpc,
     outgoing_metadata,
     remaining_time_s,
 )
-from common.runtime.config import ServiceConfig, flag_name, is_loopback
+from common.runtime.config import WILDCARD_HOSTS, ServiceConfig, flag_name, is_loopback
+from common.runtime.mesh_auth import MeshSecret
 from common.runtime.tasks import TaskGroup
 
 KEEPALIVE_INTERVAL_S = 10.0
@@ -44,7 +52,10 @@ CONNECT_TIMEOUT_S = 2.0
 RECONNECT_BACKOFF_MAX_S = 2.0
 # After the grace period of `stop`, cancelled handlers have this long to clean up.
 CLEANUP_TIMEOUT_S = 5.0
+# The status of a refused call comes at once.
+STATUS_TIMEOUT_S = 1.0
 
+_SHAPES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _CallT = TypeVar("_CallT", bound=grpc.aio.Call)
 _MessageT = TypeVar("_MessageT")
 _Options = list[tuple[str, Any]]  # Values are ints or strings.
@@ -52,9 +63,9 @@ _Options = list[tuple[str, Any]]  # Values are ints or strings.
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """Credentials that a process sends to its peers and requires of them; by default none.
+    """Credentials that a process proves to its peers and requires of them; by default none.
 
-    token: the mesh token; admin_token: required of callers of AdminService, never sent; cert, key,
+    token: the mesh token, never sent; admin_token: required of callers of AdminService; cert, key,
     ca: PEM, all three for mutual TLS; server_name: the name in the peers' certificates if it is not
     their address; insecure: allow an open bind without either.
     """
@@ -100,25 +111,97 @@ def _read_pem(path: Path | None, setting: str) -> bytes | None:
 def channel(
     address: str, *, security: Security = PLAINTEXT, keepalive_s: float = KEEPALIVE_INTERVAL_S
 ) -> grpc.aio.Channel:
-    """A channel to `host:port`. Its calls must pass `call_metadata(security)` as metadata."""
+    """A channel to `host:port`. Its calls carry request id, traceparent and proof of the token."""
     options = _channel_options(keepalive_s)
     if not security.uses_mutual_tls:
-        return grpc.aio.insecure_channel(address, options=options)
-    if security.server_name is not None:
-        options.append(("grpc.ssl_target_name_override", security.server_name))
-    credentials = grpc.ssl_channel_credentials(security.ca, security.key, security.cert)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+        made = grpc.aio.insecure_channel(address, options=options)
+    else:
+        if security.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", security.server_name))
+        credentials = grpc.ssl_channel_credentials(security.ca, security.key, security.cert)
+        made = grpc.aio.secure_channel(address, credentials, options=options)
+    secret = None if security.token is None else MeshSecret(security.token)
+    # In place of client interceptors, which leak (`common/rpc/interceptors.py`).
+    for shape in _SHAPES:
+        setattr(made, shape, partial(_with_metadata, getattr(made, shape), secret, address))
+    return made
+
+
+def _with_metadata(
+    make: Callable[..., Any],
+    secret: MeshSecret | None,
+    address: str,
+    method: str,
+    *args: Any,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """A stub's method whose calls carry the metadata of their moment."""
+    multi_callable = make(method, *args, **kwargs)
+
+    def start_call(*args: Any, metadata: Iterable[Any] = (), **kwargs: Any) -> Any:
+        credential = None if secret is None else secret.sign_call(method, address, time.time())
+        sent = (*outgoing_metadata(credential), *metadata)
+        call = multi_callable(*args, metadata=sent, **kwargs)
+        if secret is not None and credential is not None and not is_open_on_loopback(method):
+            _expected_replies[call] = secret.reply_to(credential)
+        return call
+
+    return start_call
+
+
+# Call -> the reply that proves the peer, until it has come.
+_expected_replies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+async def confirm_peer(call: Any) -> None:
+    """Returns once the peer of a call has proved the mesh token; at once if it has, or if there is
+    none. To be awaited before a stream's first message that is not for every process.
+
+    Raises Unauthenticated, or the MeshError with which the peer refused the call.
+    """
+    expected = _expected_replies.get(call)
+    if expected is None:
+        return
+    with map_rpc_errors():
+        replied = dict(await call.initial_metadata() or ())
+        if replied.get(REPLY_KEY) != expected:
+            try:
+                async with asyncio.timeout(STATUS_TIMEOUT_S):
+                    failed = await call.code() is not grpc.StatusCode.OK
+            except TimeoutError:
+                failed = False
+            if failed:
+                raise await _failure_of(call)
+            raise Unauthenticated("the peer does not prove that it has the mesh token")
+    _expected_replies.pop(call, None)
+
+
+async def _failure_of(call: Any) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(
+        await call.code(),
+        await call.initial_metadata(),
+        await call.trailing_metadata(),
+        await call.details(),
+    )
 
 
 def server(
     *,
     security: Security = PLAINTEXT,
+    addresses: Collection[str] = (),
     calls: RunningCalls | None = None,
     tracer: trace.Tracer | None = None,
 ) -> grpc.aio.Server:
-    """A server with `MeshInterceptor`."""
+    """A server with `MeshInterceptor`.
+
+    addresses: under which peers dial it, `own_addresses` of the bound port. May be filled later.
+    """
     interceptor = MeshInterceptor(
-        token=security.token, admin_token=security.admin_token, calls=calls, tracer=tracer
+        token=security.token,
+        admin_token=security.admin_token,
+        addresses=addresses,
+        calls=calls,
+        tracer=tracer,
     )
     return grpc.aio.server(interceptors=[interceptor], options=_server_options())
 
@@ -151,6 +234,14 @@ def bind(
             f"cannot bind {address}: {hint if security.uses_mutual_tls else error}",
             reason="ADDRESS_IN_USE",
         ) from error
+
+
+def own_addresses(host: str, port: int, advertise_host: str | None = None) -> set[str]:
+    """Each `host:port` under which peers dial a server that is bound so."""
+    hosts = {host, advertise_host or host}
+    if is_loopback(host) or host in WILDCARD_HOSTS:
+        hosts |= {"127.0.0.1", "::1", "localhost"}
+    return {join_address(one, port) for one in hosts}
 
 
 def join_address(host: str, port: int) -> str:
@@ -215,11 +306,6 @@ def enable_reflection(grpc_server: grpc.aio.Server, service_names: Iterable[str]
     reflection.enable_server_reflection(names, grpc_server)
 
 
-def call_metadata(security: Security = PLAINTEXT) -> tuple[tuple[str, str], ...]:
-    """Metadata for a call made now: token, request id, traceparent."""
-    return outgoing_metadata(security.token)
-
-
 @asynccontextmanager
 async def cancelling(call: _CallT) -> AsyncIterator[_CallT]:
     """Cancels the call at the end of the block, however that is reached; no-op if finished."""
@@ -234,23 +320,23 @@ async def read(
 ) -> _MessageT | None:
     """The next message of a stream; None at its end. Raises MeshError if the call failed."""
     try:
+        await confirm_peer(call)
         message = await call.read()
     except grpc.aio.AioRpcError as error:
         raise mesh_error_from_rpc(error) from error
     return None if message is grpc.aio.EOF else cast(_MessageT, message)
 
 
-async def unary(
-    method: Callable[..., Any], request: Any, *, timeout_s: float, security: Security = PLAINTEXT
-) -> Any:
+async def unary(method: Callable[..., Any], request: Any, *, timeout_s: float) -> Any:
     """The response of a stub's unary-unary method. Raises MeshError.
 
     timeout_s: upper limit; the time left of the current RPC may be shorter. Any: annotate the
     variable that takes the response.
     """
-    call = method(request, timeout=remaining_time_s(timeout_s), metadata=call_metadata(security))
+    call = method(request, timeout=remaining_time_s(timeout_s))
     with map_rpc_errors():
         async with cancelling(call):
+            await confirm_peer(call)
             return await call
 
 

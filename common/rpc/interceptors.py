@@ -17,9 +17,10 @@ import asyncio
 import hmac
 import math
 import re
+import time
 import urllib.parse
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -38,12 +39,15 @@ from common import errors
 from common.errors import MeshError
 from common.runtime import telemetry
 from common.runtime.config import is_loopback
+from common.runtime.mesh_auth import CALL_SCHEME, CallVerifier, MeshSecret
 
 LOG = structlog.get_logger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
 TRACEPARENT_KEY = "traceparent"
 AUTHORIZATION_KEY = "authorization"
+# In the initial metadata of a server: it has the mesh token too.
+REPLY_KEY = "x-kvmesh-proof"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "kvmesh"
 
@@ -132,10 +136,10 @@ def remaining_time_s(timeout_s: float) -> float:
     return max(0.0, min(timeout_s, deadline - asyncio.get_running_loop().time()))
 
 
-def outgoing_metadata(token: str | None = None) -> tuple[tuple[str, str], ...]:
-    """Metadata of an outgoing call: mesh token, request id and traceparent, if set."""
+def outgoing_metadata(credential: str | None = None) -> tuple[tuple[str, str], ...]:
+    """Metadata of an outgoing call: credential, request id and traceparent, if set."""
     entries = (
-        (AUTHORIZATION_KEY, f"Bearer {token}" if token is not None else None),
+        (AUTHORIZATION_KEY, credential),
         (REQUEST_ID_KEY, _request_id.get()),
         (TRACEPARENT_KEY, telemetry.current_traceparent()),
     )
@@ -238,7 +242,7 @@ class RunningCalls:
 class MeshInterceptor(grpc.aio.ServerInterceptor):
     """Wraps each handler as described above.
 
-    token: the mesh token that callers must send as `authorization: Bearer ...`, or None.
+    token: the mesh token that callers must prove, or None. addresses: under which they dial.
     admin_token: the token that callers of AdminService send in its place; None: they are refused.
     calls: tracks running calls. tracer: makes the SERVER spans; None: of the global provider.
     """
@@ -248,10 +252,12 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
         *,
         token: str | None = None,
         admin_token: str | None = None,
+        addresses: Collection[str] = (),
         calls: RunningCalls | None = None,
         tracer: trace.Tracer | None = None,
     ) -> None:
-        self._expected_authorization = _authorization(token)
+        self._verifier = None if token is None else CallVerifier(MeshSecret(token), addresses)
+        self._mesh_bearer = _authorization(token)
         self._admin_authorization = _authorization(admin_token)
         self._calls = RunningCalls() if calls is None else calls
         self._tracer = trace.get_tracer("kvmesh") if tracer is None else tracer
@@ -289,10 +295,11 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
             headers = dict(context.invocation_metadata() or ())
             name = method if is_long_lived else f"{method} {_bind_incoming_request_id(headers)}"
             # A drain does not wait for health watchers.
-            is_tracked = not method.startswith(_UNAUTHENTICATED_SERVICES)
+            is_tracked = not is_open_on_loopback(method)
             with self._calls.track(name) if is_tracked else nullcontext():
                 try:
-                    self._authenticate(method, headers, context.peer())
+                    if reply := self._authenticate(method, headers, context.peer()):
+                        await context.send_initial_metadata(((REPLY_KEY, reply),))
                     with nullcontext() if is_long_lived else self._server_span(method, headers):
                         limit_s = _bind_incoming_deadline(context.time_remaining(), timeout_s)
                         return await _run_with_timeout(limit_s, run(request, context))
@@ -305,21 +312,19 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
             response_serializer=handler.response_serializer,
         )
 
-    def _authenticate(self, method: str, headers: Mapping[str, str | bytes], peer: str) -> None:
-        header = headers.get(AUTHORIZATION_KEY)
-        header = header.encode() if isinstance(header, str) else header
+    def _authenticate(
+        self, method: str, headers: Mapping[str, str | bytes], peer: str
+    ) -> str | None:
+        """What proves this process to the caller, if a mesh token is required."""
+        text = headers.get(AUTHORIZATION_KEY)
+        header = text.encode() if isinstance(text, str) else text
         if method.startswith(_ADMIN_SERVICE):
             self._authorize_admin(header)
             LOG.info("admin_call", method=method, peer=peer)
-            return
-        if self._expected_authorization is None or (
-            method.startswith(_UNAUTHENTICATED_SERVICES) and _is_local_peer(peer)
-        ):
-            return
-        if header is None:
-            raise errors.Unauthenticated("a mesh token is required")
-        if not hmac.compare_digest(header, self._expected_authorization):
-            raise errors.Unauthenticated("the mesh token is wrong")
+            return None
+        if self._verifier is None or (is_open_on_loopback(method) and _is_local_peer(peer)):
+            return None
+        return self._verifier.check(method, text if isinstance(text, str) else "", time.time())
 
     def _authorize_admin(self, header: bytes | None) -> None:
         if self._admin_authorization is None:
@@ -330,9 +335,8 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
             raise errors.Unauthenticated("an admin token is required: authorization: Bearer ...")
         if hmac.compare_digest(header, self._admin_authorization):
             return
-        if self._expected_authorization and hmac.compare_digest(
-            header, self._expected_authorization
-        ):
+        is_bearer = self._mesh_bearer and hmac.compare_digest(header, self._mesh_bearer)
+        if is_bearer or header.startswith(CALL_SCHEME.encode()):
             raise errors.PermissionDenied("the mesh token does not permit AdminService")
         raise errors.Unauthenticated("the admin token is wrong")
 
@@ -408,6 +412,11 @@ async def _abort_call(method: str, error: Exception, context: Context) -> None:
         )
     code, status = mesh_error_to_status(known)
     await context.abort(code, status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+
+
+def is_open_on_loopback(method: str) -> bool:
+    """Whether callers on this host need no token for a method."""
+    return method.startswith(_UNAUTHENTICATED_SERVICES)
 
 
 def _authorization(token: str | None) -> bytes | None:

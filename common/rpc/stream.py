@@ -32,6 +32,7 @@ class GrpcStream(Generic[RequestT, ResponseT]):
 
     async def write(self, message: RequestT) -> None:
         """Send a message. Raises Unavailable after the end; `read` then raises its cause."""
+        await rpc.confirm_peer(self._call)
         try:
             await self._call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:

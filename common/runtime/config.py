@@ -66,6 +66,10 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+# Bind addresses of all interfaces.
+WILDCARD_HOSTS = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address is only reachable from this host. Unknown host names are not."""
     if host == "localhost" or host.startswith("unix:"):
@@ -136,7 +140,8 @@ class ServiceConfig(BaseModel):
     consul_token: str | None = Field(default=None, repr=False)
     """ACL token for Consul."""
     mesh_token: str | None = Field(default=None, repr=False)
-    """Secret shared by all services. Set it if a port is open to other hosts."""
+    """Secret of all services, never sent: calls and registry entries prove it. Use 32 random bytes.
+    Set it if a port is open to other hosts."""
     admin_token: str | None = Field(default=None, repr=False)
     """Secret that callers of AdminService send in place of the mesh token. Unset: its operations
     are refused."""
@@ -188,7 +193,7 @@ class ServiceConfig(BaseModel):
             )
         if self.admin_token is not None and self.admin_token == self.mesh_token:
             found.append("admin_token: must differ from --mesh-token, which every service has")
-        if self.host in ("", "*", "0.0.0.0", "::", "[::]") and not self.advertise_host:
+        if self.host in WILDCARD_HOSTS and not self.advertise_host:
             found.append(f"advertise_host: required, because peers cannot connect to {self.host!r}")
         return found
 

@@ -65,7 +65,10 @@ class ServiceApp(Generic[ConfigT]):
         self._registry = open_registry(config) if registry is None else registry
         self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
         self._calls = RunningCalls()
-        self._server = rpc.server(security=self._security, calls=self._calls)
+        self._own_addresses: set[str] = set()
+        self._server = rpc.server(
+            security=self._security, addresses=self._own_addresses, calls=self._calls
+        )
         self._meta: dict[str, str] = {}
         self._lease: Lease | None = None
         self._close_metrics: Callable[[], Awaitable[None]] | None = None
@@ -94,6 +97,7 @@ class ServiceApp(Generic[ConfigT]):
         config = self._config
         port = rpc.bind(self._server, config.host, config.port, security=self._security)
         self.address = rpc.join_address(config.advertise_host or config.host, port)
+        self._own_addresses |= rpc.own_addresses(config.host, port, config.advertise_host)
         self._meta = health_check_meta(config, self.address, lifecycle.health.port)
         rpc.add_health(self._server, lifecycle.health.servicer)
         rpc.enable_reflection(self._server, grpc_services)

@@ -59,7 +59,6 @@ def grpc_artifact_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenArtifact
             call = engine_pb2_grpc.EngineServiceStub(channel).GetArtifact(
                 engine_pb2.GetArtifactRequest(name=name, offset=offset),
                 timeout=CARD_TIMEOUT_S,
-                metadata=rpc.call_metadata(security),
             )
             async with rpc.cancelling(call):
                 yield aiter(call)

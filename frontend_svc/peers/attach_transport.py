@@ -34,16 +34,17 @@ class Dialer(Protocol):
 class GrpcTransport:
     """Attach over gRPC. The stream owns its channel."""
 
-    def __init__(self, channel: grpc.aio.Channel, security: rpc.Security) -> None:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
         stub = engine_pb2_grpc.EngineServiceStub(channel)
-        self._call = stub.Attach(metadata=rpc.call_metadata(security))
+        self._call = stub.Attach()
 
     async def read(self) -> ResponseFrame | None:
         message = await rpc.read(self._call)
         return None if message is None else response_frame_from_proto(message)
 
     async def write(self, frame: RequestFrame) -> None:
+        await rpc.confirm_peer(self._call)
         try:
             await self._call.write(request_frame_to_proto(frame))
         except grpc.aio.AioRpcError as error:
@@ -63,4 +64,4 @@ class GrpcDialer:
         self._security = security
 
     async def dial(self, address: str) -> Transport:
-        return GrpcTransport(rpc.channel(address, security=self._security), self._security)
+        return GrpcTransport(rpc.channel(address, security=self._security))

@@ -41,6 +41,7 @@ class _GrpcSession:
         return await rpc.read(self._call)
 
     async def write(self, frame: router_pb2.SessionRequest) -> None:
+        await rpc.confirm_peer(self._call)
         try:
             await self._call.write(frame)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
@@ -55,7 +56,7 @@ def grpc_session_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenRouterSes
         channel = rpc.channel(router.address, security=security)
         stub = router_pb2_grpc.RouterServiceStub(channel)
         try:
-            call = stub.Session(metadata=rpc.call_metadata(security))
+            call = stub.Session()
             async with rpc.cancelling(call):
                 yield _GrpcSession(call)
         finally:

@@ -61,10 +61,10 @@ async def run_stall_monitor(
                 stall_clock.tick(loop.time(), interval_s)
                 await asyncio.sleep(interval_s)
                 if is_reachable:
-                    is_reachable = await _is_reachable(stub, security)
+                    is_reachable = await _is_reachable(stub)
                     continue
                 stall_clock.tick(loop.time())
-                probe = tasks.create_task(_is_reachable(stub, security))
+                probe = tasks.create_task(_is_reachable(stub))
                 while not probe.done():
                     await asyncio.wait([probe], timeout=TICK_S)
                     stall_clock.tick(loop.time())
@@ -73,10 +73,10 @@ async def run_stall_monitor(
         await channel.close()
 
 
-async def _is_reachable(stub: Any, security: rpc.Security) -> bool:
+async def _is_reachable(stub: Any) -> bool:
     request = health_pb2.HealthCheckRequest()
     try:
-        await rpc.unary(stub.Check, request, timeout_s=PROBE_TIMEOUT_S, security=security)
+        await rpc.unary(stub.Check, request, timeout_s=PROBE_TIMEOUT_S)
     except MeshError:
         return False
     return True

@@ -103,9 +103,7 @@ class StoredResponses:
     # Any: a method of the stub, and its messages.
     async def _call(self, method: Any, request: Any) -> Any:
         try:
-            return await rpc.unary(
-                method, request, timeout_s=PEER_TIMEOUT_S, security=self._security
-            )
+            return await rpc.unary(method, request, timeout_s=PEER_TIMEOUT_S)
         except NotFound:
             raise
         except MeshError as error:

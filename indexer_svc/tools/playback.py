@@ -135,7 +135,7 @@ async def play_to_indexer(
     began = time.perf_counter()
     async with rpc.channel(address, security=security) as channel, TaskGroup() as tasks:
         stub = indexer_pb2_grpc.IndexerServiceStub(channel)
-        publishers = _PublisherStreams(stub, security, workers, tasks)
+        publishers = _PublisherStreams(stub, workers, tasks)
         try:
             with _open_recording(path) as reader:
                 async for entry in _paced(reader, speed):
@@ -203,13 +203,11 @@ class _PublisherStreams:
     def __init__(
         self,
         stub: Any,
-        security: rpc.Security,
         workers: dict[int, _RecordedWorker],
         tasks: TaskGroup,
     ) -> None:
         self.playback_stats = PlaybackStats()
         self._stub = stub
-        self._security = security
         self._workers = workers
         self._tasks = tasks
         self._streams: dict[int, _PublishStream] = {}
@@ -314,7 +312,7 @@ class _PublisherStreams:
 
     async def _open_stream(self, worker_id: int) -> _PublishStream:
         worker = self._workers[worker_id]
-        call = self._stub.Publish(metadata=rpc.call_metadata(self._security))
+        call = self._stub.Publish()
         ranks = (Source(worker_id, rank) for rank in worker.ranks)
         sources = [source for source in ranks if source not in self._gone]
         stream = _PublishStream(call, sources, self._tasks)

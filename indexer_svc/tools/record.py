@@ -147,7 +147,7 @@ async def _subscribe_until_cancelled(
             received = asyncio.Event()
             failure: MeshError = Unavailable("the indexer ended the stream")
             try:
-                await _subscribe(stub, recorder, security, received)
+                await _subscribe(stub, recorder, received)
             except MeshError as error:
                 if recorder.recording_stats.is_full or isinstance(error, InvalidRequest):
                     raise
@@ -165,12 +165,10 @@ async def _subscribe_until_cancelled(
             await asyncio.sleep(RETRY_S)
 
 
-async def _subscribe(
-    stub: Any, recorder: Recorder, security: rpc.Security, received: asyncio.Event
-) -> None:
+async def _subscribe(stub: Any, recorder: Recorder, received: asyncio.Event) -> None:
     resume = map(source_state_to_proto, recorder.positions.states())
     request = indexer_pb2.SubscribeRequest(resume=resume)
-    call = stub.Subscribe(request, metadata=rpc.call_metadata(security))
+    call = stub.Subscribe(request)
     async with rpc.cancelling(call):
         with map_rpc_errors():
             async for message in call:

@@ -95,17 +95,14 @@ def _sort_key(one: Instance) -> tuple[int, int, list[str | int]]:
 
 async def _query_instance(instance: Instance, security: rpc.Security) -> Row:
     async with rpc.channel(instance.address, security=security) as channel:
-        metadata = rpc.call_metadata(security)
         try:
             stub: Any = health_pb2_grpc.HealthStub(channel)  # its methods are not typed
-            response = await stub.Check(
-                health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S, metadata=metadata
-            )
+            response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
             health = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status).lower()
             if instance.service != "worker":
                 return Row(instance, health)
             load = await engine_pb2_grpc.EngineServiceStub(channel).GetLoad(
-                engine_pb2.GetLoadRequest(), timeout=TIMEOUT_S, metadata=metadata
+                engine_pb2.GetLoadRequest(), timeout=TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
             return Row(instance, error.code().name.lower())

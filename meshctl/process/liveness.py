@@ -27,7 +27,6 @@ async def is_live(line: ReadyLine, *, security: rpc.Security) -> bool:
             await stub.Check(
                 health_pb2.HealthCheckRequest(),
                 timeout=TIMEOUT_S,
-                metadata=rpc.call_metadata(security),
             )
         except grpc.aio.AioRpcError as error:
             return error.code() not in (

@@ -116,14 +116,16 @@ def handlers(service: RunningServer) -> grpc.GenericRpcHandler:
 async def serving(handle: Handler, **options: Any) -> AsyncIterator[RunningServer]:
     client = options.pop("client", None)
     service = RunningServer(handle, **options)
+    addresses: set[str] = set()
     service.server = rpc.server(
-        security=service.security, calls=service.calls, tracer=service.tracer
+        security=service.security, addresses=addresses, calls=service.calls, tracer=service.tracer
     )
     service.server.add_generic_rpc_handlers((handlers(service),))
     servicer = health.aio.HealthServicer()
     rpc.add_health(service.server, servicer)
     rpc.enable_reflection(service.server, ["test.Echo"])
     service.port = rpc.bind(service.server, "127.0.0.1", 0, security=service.security)
+    addresses |= rpc.own_addresses("127.0.0.1", service.port)
     await service.server.start()
     service.channel = rpc.channel(f"127.0.0.1:{service.port}", security=client or service.security)
     try:
@@ -465,19 +467,15 @@ async def test_a_request_id_is_reused_or_created_and_reaches_logs_and_outgoing_c
 async def test_a_wrong_or_missing_token_is_rejected_and_the_right_one_passes() -> None:
     security = rpc.Security(token="s3cret")
     async with serving(echo, security=security) as service:
-        for metadata in (
-            (),
-            (("authorization", "Bearer s3cret!"),),
-            (("authorization", "s3cret"),),
-        ):
+        for shape in SHAPES:
+            assert (await service.call(shape))[-1] == b"hi"
+        assert await rpc.unary(service.method("unary_unary"), b"hi", timeout_s=5) == b"hi"
+    for other in (rpc.PLAINTEXT, rpc.Security(token="s3cret!")):
+        async with serving(echo, security=security, client=other) as service:
             for shape in SHAPES:
-                with pytest.raises(errors.Unauthenticated), interceptors.map_rpc_errors():
-                    await service.call(shape, metadata=metadata)
-        assert await service.call("unary_unary", metadata=rpc.call_metadata(security)) == [b"hi"]
-        reply = await rpc.unary(
-            service.method("unary_unary"), b"hi", timeout_s=5, security=security
-        )
-        assert reply == b"hi"
+                for metadata in ((), (("authorization", "Bearer s3cret"),)):
+                    with pytest.raises(errors.Unauthenticated), interceptors.map_rpc_errors():
+                        await service.call(shape, metadata=metadata)
 
 
 async def test_health_and_reflection_stay_open_on_loopback() -> None:
@@ -972,4 +970,4 @@ def test_without_an_endpoint_there_is_no_sdk_provider() -> None:
     assert traces.provider is None
     assert traces.shutdown(0.1)
     assert telemetry.current_traceparent() is None
-    assert rpc.call_metadata() == ()
+    assert interceptors.outgoing_metadata() == ()

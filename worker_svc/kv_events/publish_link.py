@@ -83,8 +83,9 @@ def grpc_call_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenCall:
         channel = rpc.channel(indexer.address, security=security)
         try:
             stub = indexer_pb2_grpc.IndexerServiceStub(channel)
-            call = stub.Publish(metadata=rpc.call_metadata(security))
+            call = stub.Publish()
             async with rpc.cancelling(call):
+                await rpc.confirm_peer(call)
                 yield call
         finally:
             await channel.close()

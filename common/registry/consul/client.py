@@ -16,6 +16,7 @@ from consul.exceptions import ConsulException
 
 from common.errors import InvalidRequest, MeshError, PermissionDenied, Unavailable
 from common.registry.consul.entries import (
+    InstanceReader,
     Listing,
     check_id,
     departure_key,
@@ -26,6 +27,7 @@ from common.registry.consul.entries import (
     service_name,
 )
 from common.registry.instances import Instance
+from common.registry.signature import EntrySigner
 
 CALL_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 2.0
@@ -45,13 +47,15 @@ _MAY_BE_ABSENT = ("/v1/kv/", "/v1/agent/service/")
 class ConsulClient:
     """The calls that a registry needs.
 
-    token: an ACL token, or None.
+    token: an ACL token, or None. signer: of own entries, and checks those of others.
 
     Raises Unavailable if Consul cannot be reached, has no leader or sends an unreadable response,
     PermissionDenied for 403, InvalidRequest for other refusals and for an invalid `url`.
     """
 
-    def __init__(self, url: str, token: str | None) -> None:
+    def __init__(self, url: str, token: str | None, signer: EntrySigner) -> None:
+        self._signer = signer
+        self._reader = InstanceReader(signer)
         self._http = _open_http_client(url, token)
         call_slots = asyncio.Semaphore(CONCURRENT_CALLS_MAX)
         self._consul = _HttpxConsul(_HttpxTransport(self._http, call_slots))
@@ -63,25 +67,33 @@ class ConsulClient:
     async def list_entries(self, namespace: str) -> Listing:
         """All registered instances now."""
         index, services = await self._consul.health.service(service_name(namespace))
-        return parse_listing(namespace, index, services)
+        return self._parse(namespace, index, services)
 
     async def list_rivals(self, instance: Instance) -> Listing:
         """The entry of `instance`, if listed, and those of its model with another card."""
         index, services = await self._consul.health.service(
             service_name(instance.namespace), filter_expr=rivals_filter(instance)
         )
-        return parse_listing(instance.namespace, index, services)
+        return parse_listing(instance.namespace, index, services, InstanceReader(self._signer))
 
     async def wait_for_entries(self, namespace: str, index: int, wait_s: float) -> Listing:
         """Instances once `index` is passed, or after `wait_s` (0: at once); needs no leader."""
         new_index, services = await self._stale_consul.health.service(
             service_name(namespace), index=index, wait=f"{int(wait_s * 1000)}ms"
         )
-        return parse_listing(namespace, new_index, services)
+        return self._parse(namespace, new_index, services)
 
-    async def register(self, instance: Instance, ttl_s: float) -> None:
-        """Create or replace the agent's entry of `instance`."""
-        await self._consul.agent.service.register(**registration(instance, ttl_s))
+    # Any: Consul's JSON.
+    def _parse(self, namespace: str, index: str, services: Any) -> Listing:
+        listing = parse_listing(namespace, index, services, self._reader)
+        self._reader.retain({service_id(namespace, e.instance.id) for e in listing.entries})
+        return listing
+
+    async def register(self, instance: Instance, ttl_s: float) -> str:
+        """Create or replace the agent's entry of `instance`; returns its signature."""
+        signature = self._signer.sign(instance.to_json())
+        await self._consul.agent.service.register(**registration(instance, ttl_s, signature))
+        return signature
 
     async def is_registered(self, namespace: str, instance_id: int) -> bool:
         found = await self._consul.agent.service_definition(service_id(namespace, instance_id))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from common.errors import InvalidRequest, Unavailable
+from common.errors import InvalidRequest, Unauthenticated, Unavailable
 from common.registry.card import CARD_BYTES_MAX, ModelCard, decode_card, encode_card, model_slug
 from common.registry.instances import HEALTH_META_KEY, Instance
+from common.registry.signature import EntrySigner
 
 CHECK_INTERVAL_S = 1.0
 CHECK_TIMEOUT_S = 0.5
@@ -24,7 +25,8 @@ CARD_PART_BYTES = 384 * 1024
 CARD_RATIO_MAX = 50
 CARD_SLACK_BYTES = 1 << 20
 META_VALUE_CHARS = 512
-META_PARTS_MAX = 58
+META_PARTS_MAX = 57
+SIGNATURE_KEY = "signature"
 
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 _HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s/]+):(\d{1,5})")
@@ -74,7 +76,7 @@ def departure_key(namespace: str, instance_id: int | None = None) -> str:
     return f"kvmesh/{namespace}/left/" + ("" if instance_id is None else f"{instance_id:016x}")
 
 
-def registration(instance: Instance, ttl_s: float) -> dict[str, Any]:
+def registration(instance: Instance, ttl_s: float, signature: str = "") -> dict[str, Any]:
     """Arguments of `agent.service.register`. Raises InvalidRequest for an invalid instance."""
     host, _, port = instance.address.rpartition(":")
     return {
@@ -83,7 +85,7 @@ def registration(instance: Instance, ttl_s: float) -> dict[str, Any]:
         "tags": [instance.service],
         "address": host.strip("[]"),
         "port": int(port),
-        "meta": _meta(instance),
+        "meta": _meta(instance) | ({SIGNATURE_KEY: signature} if signature else {}),
         "check": _check(instance, ttl_s),
     }
 
@@ -133,24 +135,48 @@ def rivals_filter(instance: Instance) -> str:
     return f'{own} or (Service.Meta.slug == "{slug}" and Service.Meta.card != "{card}")'
 
 
+class InstanceReader:
+    """Instances in entries. An entry that is listed again unchanged is not read again."""
+
+    def __init__(self, signer: EntrySigner) -> None:
+        self._signer = signer
+        self._known: dict[str, tuple[str, str, Instance]] = {}
+
+    def read(self, key: str, text: str, signature: str) -> Instance:
+        """The instance in `text`. Raises Unauthenticated, InvalidRequest."""
+        known = self._known.get(key)
+        if known is not None and known[:2] == (text, signature):
+            return known[2]
+        self._signer.check(text.encode(errors="replace"), signature)
+        instance = Instance.from_json(text)
+        self._known[key] = (text, signature, instance)
+        return instance
+
+    def retain(self, keys: Collection[str]) -> None:
+        """Forget all other entries."""
+        for key in self._known.keys() - keys:
+            del self._known[key]
+
+
 # Any: Consul's JSON.
-def parse_listing(namespace: str, index: str, services: Any) -> Listing:
+def parse_listing(namespace: str, index: str, services: Any, reader: InstanceReader) -> Listing:
     """The listing in a response to a health query. Raises Unavailable if it is not one."""
     if not index.isdecimal() or int(index) < 1 or not isinstance(services, list):
         raise Unavailable(f"unreadable list of services from Consul, index {index}", 1.0)
     entries, unreadable = [], {}
     for item in services:
         try:
-            entries.append(_parse_entry(namespace, item))
-        except InvalidRequest as error:
+            entries.append(_parse_entry(namespace, item, reader))
+        except (InvalidRequest, Unauthenticated) as error:
             unreadable[str(item["Service"]["ID"])] = error.message
     return Listing(int(index), tuple(entries), unreadable)
 
 
-def _parse_entry(namespace: str, item: Any) -> Entry:
+def _parse_entry(namespace: str, item: Any, reader: InstanceReader) -> Entry:
     service = item["Service"]
     meta: Mapping[str, str] = service["Meta"] or {}
-    instance = Instance.from_json("".join(meta[k] for k in sorted(meta) if _META_PART.fullmatch(k)))
+    text = "".join(meta[k] for k in sorted(meta) if _META_PART.fullmatch(k))
+    instance = reader.read(service["ID"], text, meta.get(SIGNATURE_KEY, ""))
     # Consul's names ignore case; namespaces do not.
     if instance.namespace != namespace or service["ID"] != service_id(namespace, instance.id):
         raise InvalidRequest(f"the entry belongs to namespace {instance.namespace!r}", "id")

@@ -44,6 +44,7 @@ from common.registry.registry import (
     raise_if_card_conflicts,
     registry_closed_error,
 )
+from common.registry.signature import UNSIGNED, EntrySigner
 
 UNREACHABLE_TIMEOUT_S = 30.0
 TTL_S = 10.0
@@ -60,9 +61,10 @@ T = TypeVar("T")
 class ConsulRegistry:
     """`common.registry.registry.Registry` on the Consul agent at `url`.
 
-    token: an ACL token, or None. ttl_s: life of TTL checks. reconcile_interval_s: how often owners
-    check their entries. unreachable_timeout_s: how long each step of `register` and `put_card`
-    waits for an unreachable Consul before it raises Unavailable. rng: for jitter.
+    token: an ACL token, or None. signer: as of FileRegistry. ttl_s: life of TTL checks.
+    reconcile_interval_s: how often owners check their entries. unreachable_timeout_s: how long each
+    step of `register` and `put_card` waits for an unreachable Consul before it raises Unavailable.
+    rng: for jitter.
 
     Raises InvalidRequest for an invalid `url`.
     """
@@ -72,12 +74,14 @@ class ConsulRegistry:
         url: str,
         *,
         token: str | None = None,
+        signer: EntrySigner = UNSIGNED,
         ttl_s: float = TTL_S,
         reconcile_interval_s: float = RECONCILE_INTERVAL_S,
         unreachable_timeout_s: float = UNREACHABLE_TIMEOUT_S,
         rng: Random | None = None,
     ) -> None:
-        self._client = ConsulClient(url, token)
+        self._client = ConsulClient(url, token, signer)
+        self._signer = signer
         self._ttl_s = ttl_s
         self._reconcile_interval_s = reconcile_interval_s
         self._unreachable_timeout_s = unreachable_timeout_s
@@ -305,6 +309,7 @@ class _ConsulLease:
         self.lock = asyncio.Lock()
         self._is_open = True
         self._is_published = False
+        self._signature = ""
         self._is_lost = False
 
     async def update(self, instance: Instance) -> None:
@@ -316,7 +321,7 @@ class _ConsulLease:
 
     async def publish(self, instance: Instance) -> None:
         """Replace the agent's entry. After Unavailable it may be the old or the new one."""
-        await self._client.register(instance, self._registry._ttl_s)
+        self._signature = await self._client.register(instance, self._registry._ttl_s)
         self.instance = instance
         self._is_published = True
 
@@ -333,7 +338,7 @@ class _ConsulLease:
                 LOG.warning("registry_entry_left_behind", id=self.instance.id, error=error.message)
 
     async def reconcile(self) -> None:
-        """Register again if the agent lost the entry; renew the TTL. Failures are logged once."""
+        """Register again if it is lost; renew signature and TTL. Failures are logged."""
         async with self.lock:
             if not (self._is_open and self._is_published):
                 return
@@ -354,5 +359,7 @@ class _ConsulLease:
             self._is_lost = True
             await self.publish(self.instance)
             await self._client.delete(departure_key(namespace, instance_id))
+        elif self._registry._signer.is_old(self._signature):
+            await self.publish(self.instance)
         if HEALTH_META_KEY not in self.instance.meta:
             await self._client.renew_ttl(namespace, instance_id)

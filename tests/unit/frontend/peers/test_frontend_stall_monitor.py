@@ -61,7 +61,7 @@ def test_an_own_address_that_never_replies_counts_as_one_stall_at_most(
 ) -> None:
     calls: list[float] = []
 
-    async def never_reply(stub: Any, security: rpc.Security) -> bool:
+    async def never_reply(stub: Any) -> bool:
         calls.append(asyncio.get_running_loop().time())
         if len(calls) <= replies:
             return True

@@ -31,10 +31,12 @@ def frontend(address: str) -> Instance:
 async def serving() -> AsyncIterator[tuple[StoredResponses, StoredResponses]]:
     """The stored responses of a frontend, and the view of another one."""
     own = StoredResponses(OWNER, ResponseStore(10**6, 60.0), tuple, lambda: 0.0)
-    server = rpc.server(security=TOKEN)
+    addresses: set[str] = set()
+    server = rpc.server(security=TOKEN, addresses=addresses)
     service = ResponseStoreService(own)
     frontend_pb2_grpc.add_ResponseStoreServiceServicer_to_server(service, server)
     port = rpc.bind(server, "127.0.0.1", 0)
+    addresses |= rpc.own_addresses("127.0.0.1", port)
     await server.start()
     try:
         peers = (frontend(f"127.0.0.1:{port}"),)

@@ -1,0 +1,135 @@
+"""Proofs of the mesh token, which is never sent: signed registry entries and authenticated calls.
+
+    entry: `<expiry, Unix s> <MAC>` over the stored text of an instance, which names its namespace,
+           service, role, id and address
+    call:  `KVMesh-1 <Unix ms> <nonce> <address> <MAC>` over method, time, nonce and the address
+           that the caller dialled
+    reply: MAC over the call's credential
+
+MACs are HMAC-SHA256 under keys derived from the token, one for each use. The derivation is slow
+(scrypt), because a reader of the registry can try guesses of the token against a MAC. Threats and
+limits: docs/security.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import secrets
+from collections import OrderedDict
+from collections.abc import Collection
+
+from common.errors import Overloaded, Unauthenticated
+
+CALL_SCHEME = "KVMesh-1"
+ENTRY_VALID_S = 7200
+ENTRY_RENEWED_AFTER_S = 3600
+# Also the largest difference between the clocks of two hosts.
+CALL_VALID_S = 60
+NONCES_MAX = 1 << 16
+
+_SALT = b"kvmesh mesh token 1"
+
+
+class MeshSecret:
+    """The keys of a mesh token."""
+
+    def __init__(self, token: str) -> None:
+        root = _derive_root(token)
+        self._entry_key, self._call_key, self._reply_key = (
+            hmac.digest(root, use, "sha256") for use in (b"entry", b"call", b"reply")
+        )
+
+    def sign_entry(self, text: bytes, now_s: float) -> str:
+        """The signature of an entry that is published now."""
+        expiry = str(int(now_s) + ENTRY_VALID_S)
+        return f"{expiry} {_mac(self._entry_key, expiry.encode(), text)}"
+
+    def check_entry(self, text: bytes, signature: str, now_s: float) -> None:
+        """Raises Unauthenticated unless a member of the mesh signed `text` and it is valid."""
+        expiry, _, mac = signature.partition(" ")
+        if not expiry.isdecimal():
+            raise Unauthenticated("the entry is not signed: its process has no mesh token")
+        if not _equal(mac, _mac(self._entry_key, expiry.encode(), text)):
+            raise Unauthenticated("the entry's signature is wrong: forged, or another mesh token")
+        if int(expiry) < now_s:
+            raise Unauthenticated(f"the entry's signature expired {now_s - int(expiry):.0f} s ago")
+
+    def sign_call(self, method: str, address: str, now_s: float) -> str:
+        """The credential of one call. address: dialled, `host:port`."""
+        fields = f"{now_s * 1000:.0f} {secrets.token_hex(16)} {address}"
+        mac = _mac(self._call_key, method.encode(), fields.encode())
+        return f"{CALL_SCHEME} {fields} {mac}"
+
+    def reply_to(self, credential: str) -> str:
+        """What a member replies to a credential, and no other process can."""
+        return _mac(self._reply_key, credential.encode())
+
+    def check_call(
+        self, method: str, credential: str, addresses: Collection[str], now_s: float
+    ) -> str:
+        """The nonce of a valid credential. Raises Unauthenticated.
+
+        addresses: under which peers dial this process.
+        """
+        scheme, _, rest = credential.partition(" ")
+        parts = rest.split(" ")
+        if scheme != CALL_SCHEME or len(parts) != 4:
+            raise Unauthenticated(
+                f"a proof of the mesh token is required: authorization: {CALL_SCHEME} ..."
+            )
+        time_ms, nonce, address, mac = parts
+        if not _equal(mac, _mac(self._call_key, method.encode(), rest.rpartition(" ")[0].encode())):
+            raise Unauthenticated("the caller's mesh token is wrong")
+        if address not in addresses:
+            raise Unauthenticated(
+                f"the call is for {address}, and this process is {', '.join(sorted(addresses))};"
+                " check --advertise-host"
+            )
+        age_s = now_s - int(time_ms) / 1000
+        if abs(age_s) > CALL_VALID_S:
+            raise Unauthenticated(
+                f"the call's time differs by {age_s:.0f} s, allowed are {CALL_VALID_S} s;"
+                " check the clocks of both hosts"
+            )
+        return nonce
+
+
+class CallVerifier:
+    """Checks the calls that a process receives; each credential is accepted once."""
+
+    def __init__(self, secret: MeshSecret, addresses: Collection[str]) -> None:
+        """addresses: under which peers dial this process; read at each call."""
+        self._secret = secret
+        self._addresses = addresses
+        # Nonce -> Unix time at which its credential is invalid; by order of arrival.
+        self._nonces: OrderedDict[str, float] = OrderedDict()
+
+    def check(self, method: str, credential: str, now_s: float) -> str:
+        """The reply to the credential. Raises Unauthenticated, and Overloaded if NONCES_MAX
+        calls came within 2 * CALL_VALID_S."""
+        nonce = self._secret.check_call(method, credential, self._addresses, now_s)
+        nonces = self._nonces
+        while nonces and next(iter(nonces.values())) < now_s:
+            nonces.popitem(last=False)
+        if nonce in nonces:
+            raise Unauthenticated("the call's credential was used before")
+        if len(nonces) >= NONCES_MAX:
+            raise Overloaded(1.0, f"too many calls: {NONCES_MAX} in {2 * CALL_VALID_S} s")
+        nonces[nonce] = now_s + 2 * CALL_VALID_S
+        return self._secret.reply_to(credential)
+
+
+@functools.lru_cache(maxsize=8)
+def _derive_root(token: str) -> bytes:
+    return hashlib.scrypt(token.encode(), salt=_SALT, n=1 << 14, r=8, p=1, dklen=32)
+
+
+def _mac(key: bytes, *parts: bytes) -> str:
+    """Of the parts in order; only the last may contain NUL."""
+    return hmac.digest(key, b"\0".join(parts), "sha256").hex()
+
+
+def _equal(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(), expected.encode())
