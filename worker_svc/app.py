@@ -110,6 +110,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         self._bind(lifecycle, [SERVICE_NAME, ADMIN_SERVICE_NAME])
         self._registered_instance = self._instance_of(engine_config, self._card)
         self.runner.spans = GenerateSpans(self._card.name, config.role)
+        self.runner.vocab_size = await asyncio.to_thread(read_vocab_size, self._card)
         servicer = EngineServicer(
             self.runner,
             self._attach,
@@ -118,7 +119,6 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             self._engine_name,
             self._card,
             publisher=self.publisher,
-            vocab_size=await asyncio.to_thread(read_vocab_size, self._card),
         )
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, self._server)
         admin = AdminServicer(

@@ -74,6 +74,8 @@ _UNAUTHENTICATED_SERVICES = (
     "/grpc.reflection.v1.ServerReflection/",
     "/grpc.reflection.v1alpha.ServerReflection/",
 )
+# Their concurrent calls, health watches for example.
+OPEN_CALLS_MAX = 128
 # Operations on a process. They need the admin token, on loopback too.
 _ADMIN_SERVICE = "/kvmesh.engine.v1.AdminService/"
 
@@ -261,6 +263,7 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
         self._admin_authorization = _authorization(admin_token)
         self._calls = RunningCalls() if calls is None else calls
         self._tracer = trace.get_tracer("kvmesh") if tracer is None else tracer
+        self._open_calls = 0
         # By method; bounded, since unknown methods have no handler.
         self._wrapped_handlers: dict[str, tuple[Handler, Handler]] = {}
 
@@ -296,8 +299,12 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
             name = method if is_long_lived else f"{method} {_bind_incoming_request_id(headers)}"
             # A drain does not wait for health watchers.
             is_tracked = not is_open_on_loopback(method)
-            with self._calls.track(name) if is_tracked else nullcontext():
+            with self._calls.track(name) if is_tracked else self._count_open_call():
                 try:
+                    if not is_tracked and self._open_calls > OPEN_CALLS_MAX:
+                        raise errors.Overloaded(
+                            1.0, f"too many health and reflection calls: {OPEN_CALLS_MAX}"
+                        )
                     if reply := self._authenticate(method, headers, context.peer()):
                         await context.send_initial_metadata(((REPLY_KEY, reply),))
                     with nullcontext() if is_long_lived else self._server_span(method, headers):
@@ -311,6 +318,14 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
+
+    @contextmanager
+    def _count_open_call(self) -> Iterator[None]:
+        self._open_calls += 1
+        try:
+            yield
+        finally:
+            self._open_calls -= 1
 
     def _authenticate(
         self, method: str, headers: Mapping[str, str | bytes], peer: str

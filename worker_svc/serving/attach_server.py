@@ -10,7 +10,14 @@ import structlog
 
 from common.errors import Conflict, MeshError
 from common.request.preprocessed import PrefillResult, TokenIds
-from common.request.token_stream import RequestFrame, ResponseFrame, StartSlot, StopSlot, WorkerLink
+from common.request.token_stream import (
+    ArrivingPrompts,
+    RequestFrame,
+    ResponseFrame,
+    StartSlot,
+    StopSlot,
+    WorkerLink,
+)
 from common.runtime.tasks import TaskGroup
 from worker_svc.engines.contract import LLMEngineOutput
 from worker_svc.serving.runner import Runner
@@ -32,12 +39,19 @@ class _StreamClosed(Exception):
 class AttachStream:
     """One stream. `serve` returns after the stream has ended and all its tasks have stopped."""
 
-    def __init__(self, worker_id: int, runner: Runner, read: Read, write: Write) -> None:
+    def __init__(
+        self,
+        worker_id: int,
+        runner: Runner,
+        read: Read,
+        write: Write,
+        arriving: ArrivingPrompts | None = None,
+    ) -> None:
         self._runner = runner
         self._read = read
         self._write = write
         self._loop = asyncio.get_running_loop()
-        self.link = WorkerLink(worker_id, self._loop.time())
+        self.link = WorkerLink(worker_id, self._loop.time(), arriving=arriving)
         self._wake = asyncio.Event()
         self._keys: dict[int, int] = {}
         self._tasks: TaskGroup | None = None
@@ -175,6 +189,7 @@ class AttachServer:
         self._worker_id = worker_id
         self._runner = runner
         self._streams: dict[int, AttachStream] = {}
+        self._arriving = ArrivingPrompts()
 
     @property
     def open_slots(self) -> int:
@@ -187,7 +202,7 @@ class AttachServer:
 
     async def serve(self, read: Read, write: Write) -> None:
         """Serves one stream until it ends. Raises MeshError if the frontend breaks the protocol."""
-        stream = AttachStream(self._worker_id, self._runner, read, write)
+        stream = AttachStream(self._worker_id, self._runner, read, write, self._arriving)
         try:
             await stream.serve(self._register_stream)
         except MeshError as error:

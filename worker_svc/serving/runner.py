@@ -75,6 +75,7 @@ class Runner:
     """Admits requests and runs them on one engine.
 
     model: the public name; "" accepts any.
+    vocab_size: token ids of prompts are below it; None: not known, the engine checks.
     max_requests: limit of concurrent requests; more are rejected.
     role: of the engine; used for legs that do not name their phase.
     last_output_at: loop time of the engine's last output; -inf before the first. Cancelled and
@@ -93,6 +94,7 @@ class Runner:
         self.engine = engine
         self.model = model
         self.card_checksum = card_checksum
+        self.vocab_size: int | None = None
         self.counters: Counter[str] = Counter()
         self.is_draining = False
         self.spans: GenerateSpans | None = None
@@ -189,6 +191,17 @@ class Runner:
                 f"{self.card_checksum or 'none'}",
                 "mdc_sum",
                 reason="CARD_MISMATCH",
+            )
+        self._check_vocabulary(leg_request.request)
+
+    def _check_vocabulary(self, request: PreprocessedRequest) -> None:
+        if self.vocab_size is None or not request.token_ids:
+            return
+        largest = int(request.token_ids.array.max())
+        if largest >= self.vocab_size:
+            raise InvalidRequest(
+                f"token_ids: {largest} is above the largest token id {self.vocab_size - 1}",
+                "token_ids",
             )
 
     async def run(self, key: int, emit: Emit) -> LLMEngineOutput:

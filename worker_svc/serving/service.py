@@ -69,7 +69,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     engine_name: str
     card: ModelCard | None
     publisher: Publisher | None = None
-    vocab_size: int | None = None
     generate_timeout_max_s: float = GENERATE_TIMEOUT_MAX_S
 
     # grpc.aio accepts coroutines; the generated types allow generators only.
@@ -95,7 +94,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             timeout_s=timeout_s,
             request=_read_request(request),
         )
-        self._check_vocabulary(leg_request.request)
         key = self.runner.admit(leg_request)
         outputs: list[LLMEngineOutput] = []
         wake = asyncio.Event()
@@ -140,17 +138,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         if terminal.disaggregated_params is not None:
             dataclass_to_proto(PrefillResult(terminal.disaggregated_params), message.prefill_result)
         await context.write(message)
-
-    def _check_vocabulary(self, request: PreprocessedRequest | None) -> None:
-        """Rejects unknown token ids. Requests on Attach were tokenized by a frontend."""
-        if request is None or self.vocab_size is None or not request.token_ids:
-            return
-        largest = int(request.token_ids.array.max())
-        if largest >= self.vocab_size:
-            raise InvalidRequest(
-                f"token_ids: {largest} is above the largest token id {self.vocab_size - 1}",
-                "token_ids",
-            )
 
     async def Abort(
         self, request: engine_pb2.AbortRequest, context: Context
@@ -213,7 +200,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             model=embedding.model, token_ids=embedding.token_ids[index], mdc_sum=embedding.mdc_sum
         )
         leg_request = LegRequest(leg_id, request=request, phase="embedding")
-        self._check_vocabulary(request)
         key = self.runner.admit(leg_request)
         chunks: list[bytes] = []
 

@@ -8,10 +8,12 @@ Invariants of both ends: token offsets of a slot have no gap and no duplicate; a
 once; queued output belongs to an open slot or is its end; a lost stream sends nothing.
 """
 
+from common.request.token_stream.frames import ARRIVING_BYTES_MAX, ARRIVING_BYTES_MAX_PER_STREAM
+from common.request.token_stream.frames import SUBMITS_PER_FRAME_MAX
 from common.request.token_stream.frames import CREDIT_BYTES, FRAME_BYTES, HEARTBEAT_S
 from common.request.token_stream.frames import MISSED_HEARTBEATS_MAX, PROMPT_BYTES_MAX
 from common.request.token_stream.frames import PROMPT_PART_BYTES, AbortSlot, Hello, HelloAck
 from common.request.token_stream.frames import JsonChunk, LegRequest, LegSink, PromptPart, Rejected
 from common.request.token_stream.frames import RequestFrame, ResponseFrame, Submit, Terminal
 from common.request.token_stream.frontend import FrontendLink
-from common.request.token_stream.worker import StartSlot, StopSlot, WorkerLink
+from common.request.token_stream.worker import ArrivingPrompts, StartSlot, StopSlot, WorkerLink

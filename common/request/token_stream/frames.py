@@ -27,6 +27,11 @@ FRAME_BYTES = 256 << 10
 PROMPT_PART_BYTES = 64 << 10
 # Largest prompt that a worker assembles; far above any context length.
 PROMPT_BYTES_MAX = 64 << 20
+# Limits of a worker for prompts whose parts are still arriving.
+ARRIVING_BYTES_MAX_PER_STREAM = 2 * PROMPT_BYTES_MAX
+ARRIVING_BYTES_MAX = 4 * PROMPT_BYTES_MAX
+# A frontend's frame of FRAME_BYTES has at most 256.
+SUBMITS_PER_FRAME_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from common.errors import DeadlineExceeded, MeshError, PromptTooLong, WorkerLost
+from common.errors import DeadlineExceeded, MeshError, Overloaded, PromptTooLong, WorkerLost
 from common.kv.load import Load
 from common.request.preprocessed import (
     CompletionUsage,
@@ -17,11 +17,14 @@ from common.request.preprocessed import (
     TraceLink,
 )
 from common.request.token_stream.frames import (
+    ARRIVING_BYTES_MAX,
+    ARRIVING_BYTES_MAX_PER_STREAM,
     CREDIT_BYTES,
     FRAME_BYTES,
     HEARTBEAT_S,
     MISSED_HEARTBEATS_MAX,
     PROMPT_BYTES_MAX,
+    SUBMITS_PER_FRAME_MAX,
     AbortSlot,
     Hello,
     HelloAck,
@@ -91,11 +94,30 @@ class _Slot:
     is_queued: bool = False
 
 
-class WorkerLink:
-    """The worker's end of one Attach stream. Holds no socket, task or clock."""
+@dataclass(slots=True)
+class ArrivingPrompts:
+    """Bytes of prompts that have begun to arrive on all streams of a worker."""
 
-    def __init__(self, worker_id: int, now: float, *, heartbeat_s: float = HEARTBEAT_S) -> None:
+    size: int = 0
+
+
+class WorkerLink:
+    """The worker's end of one Attach stream. Holds no socket, task or clock.
+
+    arriving: shared by the streams of a worker.
+    """
+
+    def __init__(
+        self,
+        worker_id: int,
+        now: float,
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+        arriving: ArrivingPrompts | None = None,
+    ) -> None:
         self.worker_id = worker_id
+        self._arriving = ArrivingPrompts() if arriving is None else arriving
+        self._arriving_bytes = 0
         self.hello: Hello | None = None
         self._heartbeat_s = heartbeat_s
         self._slots: dict[int, _Slot] = {}
@@ -133,6 +155,10 @@ class WorkerLink:
                 "i", f"{frame.acked_bytes} bytes acknowledged, {self._sent_bytes} were sent"
             )
         self._acked_bytes = max(self._acked_bytes, frame.acked_bytes)
+        if len(frame.submits) > SUBMITS_PER_FRAME_MAX:
+            raise protocol_violation(
+                "b", f"{len(frame.submits)}/{SUBMITS_PER_FRAME_MAX} submits in one frame"
+            )
         commands: list[StartSlot | StopSlot] = []
         for submit in frame.submits:
             self._handle_submit(submit, now, commands)
@@ -181,7 +207,7 @@ class WorkerLink:
             slot.state = _SlotState.STARTED
             commands.append(StartSlot(submit.slot, submit.leg_request, submit.prompt))
             return
-        slot.prompt += submit.prompt
+        self._keep_part(submit.slot, slot, submit.prompt)
 
     def _handle_prompt_part(self, part: PromptPart, commands: list[StartSlot | StopSlot]) -> None:
         if part.slot > self._last_slot:
@@ -196,7 +222,8 @@ class WorkerLink:
             raise protocol_violation(
                 "g", f"slot {part.slot}: prompt part at {part.offset} is out of order"
             )
-        slot.prompt += part.data
+        if not self._keep_part(part.slot, slot, part.data):
+            return
         if len(slot.prompt) > slot.prompt_bytes:
             raise protocol_violation(
                 "g", f"slot {part.slot}: the prompt is longer than prompt_bytes of its Submit"
@@ -205,7 +232,27 @@ class WorkerLink:
             assert slot.leg_request is not None
             slot.state = _SlotState.STARTED
             commands.append(StartSlot(part.slot, slot.leg_request, bytes(slot.prompt)))
-            slot.prompt = bytearray()
+            self._drop_parts(slot)
+
+    def _keep_part(self, number: int, slot: _Slot, data: bytes) -> bool:
+        """Append to a begun prompt; if that exceeds a limit, reject the slot and return False."""
+        of_stream, of_worker = self._arriving_bytes + len(data), self._arriving.size + len(data)
+        if of_stream > ARRIVING_BYTES_MAX_PER_STREAM or of_worker > ARRIVING_BYTES_MAX:
+            self._drop_parts(slot)
+            message = (
+                f"too many prompts are arriving: {of_stream}/{ARRIVING_BYTES_MAX_PER_STREAM} bytes"
+                f" on this stream, {of_worker}/{ARRIVING_BYTES_MAX} at this worker"
+            )
+            self.reject(number, Overloaded(1.0, message))
+            return False
+        slot.prompt += data
+        self._arriving_bytes, self._arriving.size = of_stream, of_worker
+        return True
+
+    def _drop_parts(self, slot: _Slot) -> None:
+        self._arriving_bytes -= len(slot.prompt)
+        self._arriving.size -= len(slot.prompt)
+        slot.prompt = bytearray()
 
     def _handle_abort(self, abort: AbortSlot, commands: list[StartSlot | StopSlot]) -> None:
         slot = self._slots.get(abort.slot)
@@ -280,7 +327,7 @@ class WorkerLink:
         if state.state is not _SlotState.ACCEPTED:  # rule (c): Accepted precedes Terminal
             self._accepted.append(slot)
         state.state = _SlotState.ENDED
-        state.prompt = bytearray()
+        self._drop_parts(state)
         state.terminal = Terminal(
             slot=slot,
             finish_reason=finish_reason,
@@ -414,6 +461,8 @@ class WorkerLink:
             return []
         self._lost = True
         slots, self._slots = self._slots, {}
+        for state in slots.values():
+            self._drop_parts(state)
         self._send_queue.clear()
         self._accepted.clear()
         self._rejected.clear()
