@@ -31,6 +31,7 @@ from frontend_svc.core.openai.preprocessing import (
     check_prompt_length,
     check_total_tokens,
     choice_request,
+    input_texts,
     routing_hints,
     to_preprocessed,
 )
@@ -415,7 +416,7 @@ async def encode_chat(
     text = None
     if token_ids is None:
         # Templates print these in full: their length can refuse a body before it is rendered.
-        check_prompt_length(body, model.token_count_min(*body.input_texts()), context_length)
+        check_prompt_length(body, model.token_count_min(*input_texts(body)), context_length)
         prompt = await render_prompt(body, model, add_generation_prompt=add_generation_prompt)
         check_prompt_length(body, model.token_count_min(prompt.text), context_length)
         token_ids, text = await model.encode_prompt(prompt), prompt.text

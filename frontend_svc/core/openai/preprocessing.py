@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +25,7 @@ from common.request.preprocessed import (
 from frontend_svc.core.openai.fields import PROMPT_TOKENS_MAX
 from frontend_svc.core.openai.nvext import AgentHints, Nvext
 from frontend_svc.core.openai.parsing import check_min_tokens, top_level_or_nvext
-from frontend_svc.core.openai.schema import ChatRequest, GenerationRequest
+from frontend_svc.core.openai.schema import ChatRequest, GenerationRequest, TextPart
 from frontend_svc.core.openai.validation_errors import INVALID_VALUE
 
 
@@ -134,6 +134,19 @@ def _logit_bias(request: GenerationRequest, vocab_size: int | None) -> dict[int,
         text = f"token {largest} is not in the vocabulary of {vocab_size}"
         raise InvalidRequest(f"Invalid 'logit_bias': {text}.", "logit_bias")
     return bias
+
+
+def input_texts(request: ChatRequest) -> Iterator[str]:
+    """The texts of all messages but those of the assistant, of which a chat template may leave out
+    some. Without the white space around them, which others strip."""
+    for message in request.messages:
+        if message.role == "assistant":
+            continue
+        if isinstance(message.content, str):
+            yield message.content.strip()
+        else:
+            parts = message.content or ()
+            yield from (part.text.strip() for part in parts if isinstance(part, TextPart))
 
 
 def check_prompt_length(request: GenerationRequest, tokens_min: int, context_length: int) -> None:

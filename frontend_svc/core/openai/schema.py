@@ -50,7 +50,7 @@ numbers. `parsing.py` refuses combinations of fields that cannot both be honoure
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
@@ -443,18 +443,6 @@ class ChatRequest(GenerationRequest):
                 text = "the model's chat template has no such setting"
                 raise Unsupported("reasoning_effort", text)
         return settings | (self.chat_template_kwargs or {})
-
-    def input_texts(self) -> Iterator[str]:
-        """The texts of all messages but those of the assistant, of which a chat template may leave
-        out some. Without the white space around them, which others strip."""
-        for message in self.messages:
-            if isinstance(message.content, str):
-                texts = [message.content]
-            else:
-                parts = message.content or ()
-                texts = [part.text for part in parts if isinstance(part, TextPart)]
-            if message.role != "assistant":
-                yield from (text.strip() for text in texts)
 
     def template_messages(self) -> list[dict[str, Any]]:
         return [message.model_dump(exclude_none=True) for message in self.messages]
