@@ -14,7 +14,7 @@ from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
 
 STREAMS = 16
 # Between two tokens of a paced stream, in seconds: usually 0.03.
-GAP_MAX_S = 0.25
+GAP_MAX_S = 0.4
 MESSAGE = {"role": "user", "content": "x"}
 _BODY = {
     "model": MODEL,

@@ -73,7 +73,7 @@ def disconnect(mesh: Mesh, client_id: str) -> None:
     fields = {"prompt": list(range(300, 340)), "max_tokens": 2000, "ignore_eos": True}
     body = json.dumps({"model": MODEL, "stream": True, **fields}).encode()
     with socket.create_connection((host, int(port)), WAIT_S) as client:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: {client_id}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-request-id: {client_id}\r\n"
         client.sendall(head.encode() + b"content-length: %d\r\n\r\n%b" % (len(body), body))
         received = b""
         while received.count(b"data: ") < 3:
