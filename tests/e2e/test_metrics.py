@@ -101,10 +101,10 @@ def begin_endless_stream(url: str) -> socket.socket:
     )
     client = socket.create_connection((host, int(port)), WAIT_S)
     client.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b"
         % (len(body), body)
     )
-    assert client.recv(1)
+    assert client.recv(15) == b"HTTP/1.1 200 OK"
     return client
 
 
