@@ -24,7 +24,8 @@ _CHECKED_MAX = 4096
 
 
 class ConstraintChecks:
-    """Compiles each new constraint in a thread. compile_s: time limit of one."""
+    """Compiles each new constraint in a thread. compile_s: time limit of one, and of all functions
+    of a request together."""
 
     def __init__(self, compile_s: float) -> None:
         self._compile_s = compile_s
@@ -32,15 +33,16 @@ class ConstraintChecks:
         # One at a time: compiling takes a processor.
         self._lock = asyncio.Lock()
 
-    async def check(self, constraint: Constraint) -> None:
+    async def check(self, constraint: Constraint, deadline_s: float | None = None) -> None:
         """Raises InvalidRequest, which names the field, if the constraint is invalid, too large or
-        too complex, or is not compiled in time; Overloaded if others are not compiled in time."""
+        too complex, or is not compiled in time; Overloaded if others are not compiled in time.
+        deadline_s: on the loop's clock; None: that of a single constraint."""
         try:
             key = hashlib.sha256(repr(constraint.guided).encode("utf-8", "replace")).digest()
             if key in self._checked:
                 self._checked.move_to_end(key)
                 return
-            await self._compile(constraint.guided)
+            await self._compile(constraint.guided, deadline_s or self._deadline_s())
         except (ConstraintError, RecursionError) as error:
             text = f"Invalid '{constraint.field}': {error}."
             raise InvalidRequest(text, constraint.field) from error
@@ -57,7 +59,8 @@ class ConstraintChecks:
         constraint = requested_constraint(request)
         if plan is not None:
             assert isinstance(request, ChatRequest), "only chats have tools"
-            functions = [await self._usable(function) for function in plan.functions]
+            deadline_s = self._deadline_s()
+            functions = [await self._usable(function, deadline_s) for function in plan.functions]
             plan = replace(plan, functions=functions)
             constraint = constraint_with_tools(request, plan, constraint)
         if constraint is None:
@@ -65,21 +68,27 @@ class ConstraintChecks:
         await self.check(constraint)
         return constraint.guided
 
-    async def _usable(self, function: UsableFunction) -> UsableFunction:
+    async def _usable(self, function: UsableFunction, deadline_s: float) -> UsableFunction:
         """The function, with arguments of any form if its schema cannot be enforced and need not
         be."""
         guided = GuidedDecoding(json=dict(function.schema))
         try:
-            await self.check(Constraint(guided, f"{function.field}.parameters"))
+            await self.check(Constraint(guided, f"{function.field}.parameters"), deadline_s)
         except (InvalidRequest, Overloaded):
             if function.is_strict:
                 raise
             return with_any_arguments(function)
         return function
 
-    async def _compile(self, guided: GuidedDecoding) -> None:
+    def _deadline_s(self) -> float:
+        return asyncio.get_running_loop().time() + self._compile_s
+
+    async def _compile(self, guided: GuidedDecoding, deadline_s: float) -> None:
+        if asyncio.get_running_loop().time() >= deadline_s:
+            text = f"the functions before it take more than {self._compile_s:g} s to compile"
+            raise ConstraintError(text)
         try:
-            async with asyncio.timeout(self._compile_s):
+            async with asyncio.timeout_at(deadline_s):
                 await self._lock.acquire()
         except TimeoutError:
             text = f"other grammars took more than {self._compile_s:g} s to compile"
@@ -87,7 +96,7 @@ class ConstraintChecks:
         compiling = asyncio.ensure_future(asyncio.to_thread(check_constraint, guided))
         compiling.add_done_callback(self._on_compiled)
         try:
-            async with asyncio.timeout(self._compile_s):
+            async with asyncio.timeout_at(deadline_s):
                 await asyncio.shield(compiling)
         except TimeoutError:
             text = f"it takes more than {self._compile_s:g} s to compile"

@@ -64,7 +64,7 @@ from worker_svc.engines.contract import (
 )
 from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
 from worker_svc.engines.sim.config import SimConfig, SimModel, load_sim_model
-from worker_svc.engines.sim.constraint import constraint_failed
+from worker_svc.engines.sim.constraint import Constraint, constraint_failed
 from worker_svc.engines.sim.jobs import JobBuilder, kv_location
 from worker_svc.engines.sim.logits import LogitModel
 from worker_svc.engines.sim.messages import Done, page_stamps
@@ -151,6 +151,7 @@ class SimEngine:
         self._core: _Core | None = None
         self._loop_task: asyncio.Task[None] | None = None
         self._wakeup = asyncio.Event()
+        self._compile_lock = asyncio.Lock()
         self._streams: dict[SimSequence, Stream] = {}
         self._steps = self._prefill_tokens = 0
         self._is_frozen = False
@@ -238,7 +239,10 @@ class SimEngine:
         Raises InvalidRequest, Unsupported, PromptTooLong, Overloaded, Unavailable, and WorkerLost
         or InternalError if the engine fails meanwhile.
         """
-        stream = self._open_stream(request, ctx, is_embedding=is_embedding)
+        constraint = None
+        if not is_embedding and request.sampling_options.guided_decoding is not None:
+            constraint = await self._compile(request)
+        stream = self._open_stream(request, ctx, constraint, is_embedding=is_embedding)
         outcome = "closed"
         # Takes effect at once, even while the caller does not read the stream.
         watch = asyncio.ensure_future(ctx.stopped())
@@ -375,11 +379,28 @@ class SimEngine:
         self._unavailable_error = error
         self._fail_all(error)
 
+    async def _compile(self, request: PreprocessedRequest) -> Constraint | None:
+        """Returns the constraint of a request, compiled in a thread, one at a time: llguidance
+        releases the GIL, so other streams continue. Raises MeshError if the request is rejected."""
+        if self._core is None:
+            return None
+        try:
+            async with self._compile_lock:
+                return await asyncio.to_thread(self._core.jobs.constraint, request)
+        except MeshError:
+            self._counters["rejected"] += 1
+            raise
+
     def _open_stream(
-        self, request: PreprocessedRequest, ctx: GenerateContext, *, is_embedding: bool
+        self,
+        request: PreprocessedRequest,
+        ctx: GenerateContext,
+        constraint: Constraint | None,
+        *,
+        is_embedding: bool,
     ) -> Stream:
         try:
-            stream = self._admit(request, ctx, is_embedding=is_embedding)
+            stream = self._admit(request, ctx, constraint, is_embedding=is_embedding)
         except MeshError as error:
             self._counters["rejected"] += 1
             self._counters["overloaded"] += isinstance(error, Overloaded)
@@ -391,13 +412,22 @@ class SimEngine:
         return stream
 
     def _admit(
-        self, request: PreprocessedRequest, ctx: GenerateContext, *, is_embedding: bool
+        self,
+        request: PreprocessedRequest,
+        ctx: GenerateContext,
+        constraint: Constraint | None,
+        *,
+        is_embedding: bool,
     ) -> Stream:
         core = self._core
         if self._unavailable_error is not None or core is None:
             raise _copy_error(self._unavailable_error or Unavailable("the engine has not started"))
-        build = core.jobs.build_embedding if is_embedding else core.jobs.build
-        job, scheduler = build(request, ctx.priority), core.scheduler
+        job = (
+            core.jobs.build_embedding(request, ctx.priority)
+            if is_embedding
+            else core.jobs.build(request, ctx.priority, constraint)
+        )
+        scheduler = core.scheduler
         if scheduler.waiting >= self.config.max_waiting:
             wait_s = self.config.timing.prefill_s(scheduler.waiting_tokens)
             raise Overloaded(

@@ -91,8 +91,15 @@ class JobBuilder:
         del self.hashers[name]
         return frozenset(self.hashers) - {""}
 
-    def build(self, request: PreprocessedRequest, priority: int | None) -> Job:
-        """Returns the job of a request. priority: its default. Raises MeshError if rejected."""
+    def build(
+        self,
+        request: PreprocessedRequest,
+        priority: int | None,
+        constraint: Constraint | None = None,
+    ) -> Job:
+        """Returns the job of a request. priority: its default. constraint: from `constraint`.
+
+        Raises MeshError if rejected."""
         lora = self._check_fields(request, self.supported_fields)
         limit = self._max_output_tokens(request)
         stop = request.stop_conditions
@@ -113,12 +120,25 @@ class JobBuilder:
             lora_name=lora,
             cache_salt=salt,
             priority=priority or 0,
-            constraint=self._constraint(request),
+            constraint=constraint,
             seed=_seed(request.sampling_options),
             changes=self._logit_changes(request),
             logprobs=request.output_options.logprobs,
         )
         return self._job_for_role(request, job)
+
+    def constraint(self, request: PreprocessedRequest) -> Constraint | None:
+        """Returns the constraint of guided decoding, which takes up to seconds. Raises MeshError if
+        the request is rejected."""
+        guided, stop = request.sampling_options.guided_decoding, request.stop_conditions
+        if guided is None:
+            return None
+        self._check_fields(request, self.supported_fields)
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(stop, name):
+                message = f"{name} cannot be combined with guided decoding, which decides the end"
+                raise InvalidRequest(message, f"stop_conditions.{name}")
+        return self.constraints.compile(guided, request.token_ids.tolist())
 
     def build_embedding(self, request: PreprocessedRequest, priority: int | None) -> Job:
         """Returns the job that computes the prompt for its vector: apart from the prefix cache and,
@@ -135,17 +155,6 @@ class JobBuilder:
         if not self.config.prefix_caching:
             return None
         return self.hashers[lora].salted(salt) if salt else self.hashers[lora]
-
-    def _constraint(self, request: PreprocessedRequest) -> Constraint | None:
-        """Returns the constraint of guided decoding. Raises InvalidRequest."""
-        guided, stop = request.sampling_options.guided_decoding, request.stop_conditions
-        if guided is None:
-            return None
-        for name in ("ignore_eos", "min_tokens"):
-            if getattr(stop, name):
-                message = f"{name} cannot be combined with guided decoding, which decides the end"
-                raise InvalidRequest(message, f"stop_conditions.{name}")
-        return self.constraints.compile(guided, request.token_ids.tolist())
 
     def _logit_changes(self, request: PreprocessedRequest) -> LogitChanges | None:
         """Returns the changes of the logits. Raises InvalidRequest."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import time
+from typing import Any
 
 import pytest
 
 from common.errors import InvalidRequest, Overloaded
 from common.request.preprocessed import GuidedDecoding
 from frontend_svc.core.openai.guided import Constraint
+from frontend_svc.core.openai.parsing import parse_chat
+from frontend_svc.core.openai.tool_calls import plan_tools
+from frontend_svc.core.tools.formats import HERMES
 from frontend_svc.models import constraints
 from frontend_svc.models.constraints import ConstraintChecks
 
@@ -46,3 +52,43 @@ async def test_a_long_grammar_is_refused_before_its_conversion() -> None:
     guided = GuidedDecoding(grammar="root ::= " + '"a" ' * 100_000)
     with pytest.raises(InvalidRequest, match="400009/262144"):
         await ConstraintChecks(5.0).check(Constraint(guided, "guided_grammar"))
+
+
+async def test_the_functions_of_a_request_share_one_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = list[GuidedDecoding]()
+
+    def compile_slowly(guided: GuidedDecoding) -> None:
+        compiled.append(guided)
+        time.sleep(0.03)
+
+    monkeypatch.setattr(constraints, "check_constraint", compile_slowly)
+    for strict in (True, False):
+        tools = [
+            {
+                "type": "function",
+                "function": {
+                    "name": f"f{one}",
+                    "strict": strict,
+                    "parameters": {"title": f"{one}"},
+                },
+            }
+            for one in range(128)
+        ]
+        body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools}
+        request = parse_chat(json.dumps(body | {"tool_choice": "required"}).encode())
+        plan = plan_tools(request, HERMES)
+        compiled.clear()
+        if strict:
+            with pytest.raises(InvalidRequest, match=r"more than 0\.1 s") as refused:
+                await ConstraintChecks(0.1).resolve(request, plan)
+            assert (refused.value.field or "").startswith("tools[")
+        else:
+            guided = await ConstraintChecks(0.1).resolve(request, plan)
+            assert guided is not None
+            tags: Any = guided.structural_tag
+            schemas = [tag["content"]["json_schema"] for tag in tags["format"]["tags"]]
+            assert schemas[0] == {"type": "object", "title": "0"}
+            assert schemas[-1] == {"type": "object"}, "not enforced, since there was no time left"
+        assert len(compiled) < 10
