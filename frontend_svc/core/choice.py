@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from common.request.preprocessed import CompletionUsage, FinishReason, TokenLogprob
+from common.request.preprocessed import (
+    CompletionTokensDetails,
+    CompletionUsage,
+    FinishReason,
+    TokenLogprob,
+)
 from frontend_svc.core.response_format import (
     ChoiceEnd,
     ChoiceSink,
@@ -14,7 +19,7 @@ from frontend_svc.core.response_format import (
 )
 from frontend_svc.core.text.output_text import TextStream
 from frontend_svc.core.text.token_queue import TokenQueue
-from frontend_svc.core.tools.deltas import Content, Delta
+from frontend_svc.core.tools.deltas import Content, Delta, Reasoning
 from frontend_svc.core.tools.response import ResponseParser
 
 
@@ -39,6 +44,9 @@ class Choice:
         self._token_bytes = token_bytes
         self._queue = TokenQueue[TokenText]()
         self.is_complete = False
+        self._reasoning_tokens = 0
+        # Tokens since the last delta.
+        self._pending_tokens = 0
 
     def begin(self, sink: ChoiceSink) -> bytes:
         """Writes what comes before the first token."""
@@ -51,14 +59,34 @@ class Choice:
         if self._token_bytes is not None:
             entries = zip(token_ids, logprobs, strict=True)
             return b"".join([self._feed_token(*one, sink) for one in entries])
-        pieces = self._text.feed(token_ids)
         parser = self._parser
         if parser is None:
+            pieces = self._text.feed(token_ids)
             self.is_complete = self._text.matched_stop is not None
             return sink.text(self._index, pieces) if pieces else b""
-        deltas = [delta for piece in pieces for delta in parser.feed(piece)]
+        if parser.is_past_reasoning:
+            pieces = self._text.feed(token_ids)
+            deltas = [delta for piece in pieces for delta in parser.feed(piece)]
+        else:
+            deltas = [delta for one in token_ids for delta in self._count_token(one, parser)]
         self.is_complete = self._text.matched_stop is not None or parser.is_done
         return sink.output(self._index, deltas, ()) if deltas else b""
+
+    def _count_token(self, token_id: int, parser: ResponseParser) -> Sequence[Delta]:
+        """The deltas that one token completes, which may be one of the reasoning."""
+        if self._text.matched_stop is not None:
+            return ()
+        _, text = self._text.feed_token(token_id)
+        return self._count(parser.feed(text))
+
+    def _count(self, deltas: Sequence[Delta], tokens: int = 1) -> Sequence[Delta]:
+        """Counts the tokens up to those that completed a delta, if it is reasoning."""
+        self._pending_tokens += tokens
+        if deltas:
+            if isinstance(deltas[0], Reasoning):
+                self._reasoning_tokens += self._pending_tokens
+            self._pending_tokens = 0
+        return deltas
 
     def _feed_token(self, token_id: int, logprob: TokenLogprob, sink: ChoiceSink) -> bytes:
         if self.is_complete:
@@ -68,7 +96,7 @@ class Choice:
         characters, text = self._text.feed_token(token_id)
         queue.add(entry, characters)
         tokens = queue.send(len(text))
-        deltas = self._deltas(text)
+        deltas = self._count(self._deltas(text))
         if self._text.matched_stop is not None:
             tokens += queue.stop()
             self.is_complete = True
@@ -99,7 +127,7 @@ class Choice:
         rest = self._text.finish()
         deltas = self._deltas(rest)
         if self._parser is not None:
-            deltas = [*deltas, *self._parser.finish()]
+            deltas = self._count([*deltas, *self._parser.finish()], 0)
         tokens = self._queue.send(len(rest))
         is_stopped = self._text.matched_stop is not None
         tokens += self._queue.stop() if is_stopped else self._queue.finish()
@@ -117,7 +145,11 @@ class Choice:
         return "tool_calls" if name == "stop" and has_calls else name
 
     def usage(self, usage: CompletionUsage) -> CompletionUsage:
-        """The counts without the tokens after a stop string."""
+        """The counts without the tokens after a stop string. The reasoning's include its first
+        marker."""
+        if self._parser is not None and self._parser.has_reasoning:
+            details = CompletionTokensDetails(reasoning_tokens=self._reasoning_tokens)
+            usage = replace(usage, completion_tokens_details=details)
         if self._text.matched_stop is None:
             return usage
         count = self._text.consumed

@@ -63,6 +63,35 @@ async def test_reasoning_is_separate_from_the_answer(client: openai.AsyncOpenAI)
         assert await streamed(client, f"{number}", guided_regex=FORM) == (reasoning, answer)
 
 
+@pytest.mark.parametrize("stop", [None, " zz"])
+async def test_the_usage_counts_the_tokens_of_the_reasoning(
+    client: openai.AsyncOpenAI, stop: str | None
+) -> None:
+    messages: Any = [{"role": "user", "content": "Count"}]
+    body: dict[str, Any] = {"model": MODEL, "messages": messages, "stop": stop}
+    body["extra_body"] = {"guided_regex": FORM}
+    response = await client.chat.completions.create(**body, logprobs=True)
+    entries = response.choices[0].logprobs
+    assert entries is not None
+    tokens = [bytes(one.bytes or ()) for one in entries.content or ()]
+    end = b"".join(tokens).index(b"</think>")
+    expected = 1 + next(at for at, _ in enumerate(tokens) if len(b"".join(tokens[: at + 1])) >= end)
+    plain = await client.chat.completions.create(**body)
+    async with await client.chat.completions.create(
+        **body, stream=True, stream_options={"include_usage": True}
+    ) as chunks:
+        streamed_usage = [chunk.usage async for chunk in chunks][-1]
+    for usage in (response.usage, plain.usage, streamed_usage):
+        assert usage is not None
+        assert usage.completion_tokens_details is not None
+        assert usage.completion_tokens_details.reasoning_tokens == expected
+        assert usage.completion_tokens > expected
+    both = (await client.chat.completions.create(**body, n=2)).usage
+    assert both is not None
+    assert both.completion_tokens_details is not None
+    assert both.completion_tokens_details.reasoning_tokens == 2 * expected
+
+
 async def test_a_response_without_reasoning_is_content(client: openai.AsyncOpenAI) -> None:
     reasoning, answer = await whole(client, "Hello")
     assert (reasoning, bool(answer)) == ("", True)

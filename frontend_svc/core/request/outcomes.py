@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from common.errors import MeshError, RequestCancelled
-from common.request.preprocessed import CompletionUsage, PromptTokensDetails
+from common.request.preprocessed import (
+    CompletionTokensDetails,
+    CompletionUsage,
+    PromptTokensDetails,
+)
 from frontend_svc.core.request.types import RequestOutcome
 
 
@@ -42,9 +46,12 @@ def _sum_usage(usages: Sequence[CompletionUsage], choices_per_prompt: int) -> Co
     ]
     reported = [count for count in cached if count is not None]
     details = PromptTokensDetails(cached_tokens=sum(reported))
+    counts = [one.completion_tokens_details for one in usages]
+    reasoning = [one.reasoning_tokens or 0 for one in counts if one is not None]
     return CompletionUsage(
         prompt_tokens,
         completion_tokens,
         prompt_tokens + completion_tokens,
         details if len(reported) == len(cached) else None,
+        CompletionTokensDetails(reasoning_tokens=sum(reasoning)) if reasoning else None,
     )

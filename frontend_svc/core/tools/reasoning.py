@@ -68,6 +68,11 @@ class ReasoningParser:
         self._state = _State.START
         self._buffer = ""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the rest of the response is answer."""
+        return self._state is _State.ANSWER
+
     def feed(self, text: str) -> SplitText:
         """The parts that the next piece completes."""
         if self._state is _State.ANSWER:

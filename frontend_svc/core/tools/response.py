@@ -46,6 +46,15 @@ class ResponseParser:
     def has_calls(self) -> bool:
         return self._tools is not None and self._tools.calls > 0
 
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the model marks its reasoning."""
+        return self._reasoning is not None or isinstance(self._tools, HarmonyParser)
+
+    @property
+    def is_past_reasoning(self) -> bool:
+        return not self.has_reasoning or (self._reasoning is not None and self._reasoning.is_over)
+
     def feed(self, text: str) -> list[Delta]:
         """The deltas that the next piece of text completes."""
         if self._reasoning is None:
