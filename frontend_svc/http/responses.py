@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from common.errors import InvalidRequest, MeshError, NotFound, Unavailable, Unsupported
+from frontend_svc.core.json_bytes import compact_json
 from frontend_svc.core.models.model_watch import Table
 from frontend_svc.core.openai.errors import HttpError, http_error
 from frontend_svc.core.openai.schema import ChatRequest
@@ -134,7 +135,7 @@ class ResponsesApi:
 def _conversation(stored: StoredResponse) -> tuple[bytes, ...]:
     """The items of a stored response, with its output."""
     output = orjson.loads(stored.response)["output"]
-    return (*stored.input_items, *map(orjson.dumps, output))
+    return (*stored.input_items, *map(compact_json, output))
 
 
 def stored_response_routes(stored: StoredResponses | None) -> list[Route]:

@@ -15,6 +15,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 from common.errors import InvalidRequest, PromptTooLong
 from common.request.embedding import Vector, to_base64
 from common.request.preprocessed import TokenIds
+from frontend_svc.core.json_bytes import compact_json
 from frontend_svc.core.openai.fields import (
     LIST,
     MANY_PROMPTS,
@@ -122,7 +123,7 @@ def embedding_entry(index: int, vector: Vector, encoding_format: str | None) -> 
     """One entry of `data`. encoding_format: None: float."""
     value = to_base64(vector) if encoding_format == "base64" else vector
     entry = {"object": "embedding", "index": index, "embedding": value}
-    return orjson.dumps(entry, option=orjson.OPT_SERIALIZE_NUMPY)
+    return compact_json(entry)
 
 
 def embedding_list(entries: Iterable[bytes], model: str, tokens: int) -> list[bytes]:

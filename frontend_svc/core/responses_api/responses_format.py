@@ -9,6 +9,7 @@ import orjson
 
 from common.errors import MeshError
 from common.request.preprocessed import CompletionUsage
+from frontend_svc.core.json_bytes import compact_json
 from frontend_svc.core.openai.errors import http_error
 from frontend_svc.core.openai.sse import KEEP_ALIVE
 from frontend_svc.core.response_format import ChoiceEnd, ChoiceResult, TokenText
@@ -86,7 +87,7 @@ class ResponsesFormat:
             "output": self._output.items,
             "usage": usage_object(usage),
         }
-        self._on_complete(orjson.dumps(response))
+        self._on_complete(compact_json(response))
         return response
 
     def _event(self, event: Json) -> bytes:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from common.errors import InvalidRequest, MeshError, Unsupported
+from frontend_svc.core.json_bytes import compact_json
 from frontend_svc.core.openai.parsing import check_tools, parse_json_object, use_alias
 from frontend_svc.core.openai.schema import ChatRequest
 from frontend_svc.core.openai.validation_errors import (
@@ -93,7 +93,7 @@ def read_items(raw: Iterable[bytes]) -> list[Item]:
 def stored_items(items: Sequence[Item], response_id: str) -> tuple[bytes, ...]:
     """The input of a response as JSON objects of the Responses API, each with an id."""
     return tuple(
-        orjson.dumps(_stored_item(item, response_id, index)) for index, item in enumerate(items)
+        compact_json(_stored_item(item, response_id, index)) for index, item in enumerate(items)
     )
 
 
