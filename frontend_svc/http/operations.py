@@ -87,6 +87,14 @@ def operations(metrics_path: str) -> tuple[Operation, ...]:
             result="a response, or a stream of its events",
             streams=True,
         ),
+        Operation(
+            "POST",
+            "/v1/responses/input_tokens",
+            "Counts the tokens of a prompt (Responses API)",
+            bodies=(ResponsesRequest,),
+            example={"model": "sim", "input": "Hi"},
+            result="the count, as input_tokens",
+        ),
         Operation("GET", "/v1/responses/{id}", "Returns a stored response", query=ResponseQuery),
         Operation("DELETE", "/v1/responses/{id}", "Deletes a stored response"),
         Operation(

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from common.errors import InvalidRequest, MeshError, NotFound, Unavailable, Unsupported
+from frontend_svc.config import FrontendConfig
 from frontend_svc.core.json_bytes import compact_json
 from frontend_svc.core.models.model_watch import Table
 from frontend_svc.core.openai.errors import HttpError, http_error
@@ -38,7 +39,13 @@ from frontend_svc.core.responses_api.translation import (
     to_chat,
 )
 from frontend_svc.http.api import HeaderPairs, ParsedBody, ResponseInfo, off_loop
-from frontend_svc.metrics.families import Endpoint
+from frontend_svc.http.endpoint import PostEndpoint
+from frontend_svc.http.generation import encode_chat
+from frontend_svc.http.request_context import HttpRequest
+from frontend_svc.http.request_records import RequestRecords
+from frontend_svc.http.streaming import send_json
+from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
+from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.peers.stored_responses import StoredResponses
 
 # `code` of the error, in upper case.
@@ -136,6 +143,39 @@ def _conversation(stored: StoredResponse) -> tuple[bytes, ...]:
     """The items of a stored response, with its output."""
     output = orjson.loads(stored.response)["output"]
     return (*stored.input_items, *map(compact_json, output))
+
+
+class InputTokensEndpoint(PostEndpoint[ChatRequest]):
+    """`POST /v1/responses/input_tokens`: the number of prompt tokens of a body of
+    `/v1/responses`, without a worker."""
+
+    def __init__(
+        self,
+        api: ResponsesApi,
+        models: ModelCatalog,
+        state: DeploymentState,
+        config: FrontendConfig,
+        records: RequestRecords,
+    ) -> None:
+        super().__init__(Endpoint.COUNT_TOKENS, models, state, config, records)
+        self._api = api
+
+    def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
+        return self._api.http_error(error, context.client_id.decode("latin-1"), context.names)
+
+    async def parse(self, context: HttpRequest, raw: bytes) -> ChatRequest:
+        chat = (await self._api.parse(raw, context.header_pairs)).request
+        assert isinstance(chat, ChatRequest), "a body of the Responses API becomes a chat"
+        context.body = chat
+        return chat
+
+    async def serve(self, context: HttpRequest, body: ChatRequest, meter: RequestMeter) -> None:
+        model = self._models.get_for(body.model, "chat")
+        context.base_model = model.base
+        token_ids, _ = await encode_chat(body, model)
+        count = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+        await send_json(context, orjson.dumps(count))
+        meter.mark_ok()
 
 
 def stored_response_routes(stored: StoredResponses | None) -> list[Route]:

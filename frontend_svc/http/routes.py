@@ -32,7 +32,7 @@ from frontend_svc.http.operations import DOCUMENT_PATH, operations
 from frontend_svc.http.preprocess import PreprocessApi, PreprocessEndpoint
 from frontend_svc.http.request_context import MODEL_OWNER
 from frontend_svc.http.request_records import RequestRecords
-from frontend_svc.http.responses import ResponsesApi, stored_response_routes
+from frontend_svc.http.responses import InputTokensEndpoint, ResponsesApi, stored_response_routes
 from frontend_svc.http.tokenize import DetokenizeEndpoint, TokenizeEndpoint
 from frontend_svc.media.fetcher import MediaFetcher
 from frontend_svc.media.loader import MediaLoader
@@ -141,6 +141,7 @@ def build_api(
         "/score": rerank,
     }
 
+    responses = ResponsesApi(stored_responses)
     constraints = ConstraintChecks(config.grammar_compile_s)
     fetcher = None
     if config.media_urls:
@@ -188,7 +189,12 @@ def build_api(
                 for prefix in ("", "/v1")
                 for path, endpoint in text_tools.items()
             ),
-            Route("/v1/responses", generation(ResponsesApi(stored_responses)), methods=["POST"]),
+            Route("/v1/responses", generation(responses), methods=["POST"]),
+            Route(
+                "/v1/responses/input_tokens",
+                InputTokensEndpoint(responses, models, state, config, records),
+                methods=["POST"],
+            ),
             *stored_response_routes(stored_responses),
             Route("/v1/internal/preprocess", preprocess, methods=["POST"]),
             Route("/v1/models", list_models),

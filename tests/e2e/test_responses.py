@@ -201,6 +201,24 @@ async def test_a_json_schema_is_enforced_and_parsed_by_the_sdk(client: openai.As
     assert isinstance(json.loads(any_object.output_text), dict)
 
 
+async def test_input_tokens_are_those_of_the_response(client: openai.AsyncOpenAI) -> None:
+    first = await whole(client, "Hello", max_output_tokens=8)
+    for fields in (
+        {"input": "Hello"},
+        {"input": "Hello", "instructions": "Be brief.", "tools": TOOLS},
+        {"input": "Again", "previous_response_id": first.id},
+    ):
+        counted = await client.responses.input_tokens.count(model=MODEL, **fields)
+        assert counted.object == "response.input_tokens"
+        content = fields.pop("input")
+        response = await whole(client, content, max_output_tokens=1, **fields)
+        assert response.usage is not None
+        assert counted.input_tokens == response.usage.input_tokens
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.input_tokens.count(model=MODEL, input=[], extra_body={"top": 1})
+    assert refused.value.param == "top"
+
+
 async def test_reasoning_is_an_item_before_the_message(client: openai.AsyncOpenAI) -> None:
     fields: Any = {"extra_body": {"nvext": {"guided_regex": REASONING_FORM}}}
     events = await streamed(client, "Hello", **fields)

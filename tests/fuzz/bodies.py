@@ -145,6 +145,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "metadata": {"a": "b"},
         },
     ],
+    "/v1/responses/input_tokens": [{"input": "Hello", "tools": [_RESPONSES_TOOL]}],
     "/v1/messages": [
         {"messages": _CLAUDE_TURNS, "max_tokens": 4, "system": "Be brief.", "stream": True},
         {
