@@ -50,8 +50,11 @@ def build_loadgen() -> Path:
 
 
 def cpu_s(pid: int) -> float:
+    """CPU seconds of a process, of its children now, and of those it has waited for."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / TICK
+    own = sum(map(int, fields[11:15])) / TICK
+    return own + sum(cpu_s(int(child)) for child in children)
 
 
 def rss_mb(pid: int) -> float:

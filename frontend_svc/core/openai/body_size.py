@@ -40,11 +40,11 @@ def check_size(body: bytes) -> None:
 
 
 def count_values(body: bytes) -> JsonCounts:
-    """Counts outside of strings. If there are too many strings, these may count too."""
+    """Counts outside of strings. If there are too many strings, only these are counted."""
     # Without escaped characters, each quote begins or ends a string.
     text = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    if text.count(b'"') > 2 * STRINGS_MAX:
-        return _count(text)
+    if (quotes := text.count(b'"')) > 2 * STRINGS_MAX:
+        return JsonCounts(0, quotes // 2, 0)
     return _count(b'""'.join(text.split(b'"')[::2]))
 
 

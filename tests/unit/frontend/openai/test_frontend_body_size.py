@@ -74,3 +74,9 @@ def test_a_body_with_more_values_than_the_limit_is_refused(
 
 def test_text_may_have_any_number_of_brackets_quotes_and_commas() -> None:
     check_size(json.dumps({"prompt": '{["\\,' * 2_000_000}).encode())
+
+
+def test_too_many_strings_are_named_whatever_they_contain() -> None:
+    body = json.dumps(["[" for _ in range(STRINGS_MAX + 1)]).encode()
+    with pytest.raises(InvalidRequest, match=f"{STRINGS_MAX + 1} strings"):
+        check_size(body)
