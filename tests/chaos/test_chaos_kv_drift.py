@@ -109,7 +109,9 @@ def test_an_empty_index_is_reported_in_log_readiness_and_metrics(tmp_path: Path)
             reply = await fetch(url, Reply(f"{system(1)} {number}", 4))
             assert not reply.error, reply.error
 
-    with Mesh(tmp_path, workers=1) as mesh:  # no indexer: the router receives no KV events
+    # No indexer: the router receives no KV events. Its predictions would hide that for seconds.
+    no_predictions = ["--router-predicted-ttl-secs=0"]
+    with Mesh(tmp_path, workers=1, router_flags=no_predictions) as mesh:
         asyncio.run(send_requests(mesh.url))
         (warning_text,) = mesh.http.get(f"{mesh.url}/ready").json()["degraded"]
         assert "worker" in warning_text
