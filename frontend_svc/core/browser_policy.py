@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from common.errors import InvalidRequest, MeshError, PermissionDenied
@@ -60,11 +61,19 @@ class BrowserPolicy:
     def _is_own_name(self, host: str) -> bool:
         """Whether no other site's DNS can make a name stand for this server. host: may have a
         port."""
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-            if name in self.hosts or name == "localhost" or name.endswith(".localhost"):
-                return True
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+        name, is_local = _host_name(host)
+        return is_local or name in self.hosts
+
+
+@lru_cache(maxsize=1024)
+def _host_name(host: str) -> tuple[str, bool]:
+    """The name without a port, and whether it is an address or a name of this machine."""
+    name = ""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if name == "localhost" or name.endswith(".localhost"):
+            return name, True
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name, False
+    return name, True

@@ -68,10 +68,12 @@ def _serve(connection: socket.socket) -> None:
     reply: Json = {"variables": variables, "prints_tools": template.prints_tools}
     while True:
         connection.sendall(frame(reply))
-        request = receive(connection)
-        signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_S)
-        reply = _render(template, control, request)
+        replies = []
+        for request in receive(connection)["requests"]:
+            signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_S)
+            replies.append(_render(template, control, request))
         signal.setitimer(signal.ITIMER_PROF, 0)
+        reply = {"replies": replies}
 
 
 def _render(template: ChatTemplate, control: ControlTokens, request: Json) -> Json:

@@ -35,9 +35,14 @@ from frontend_svc.models.template_child import (
 
 REPLY_BYTES_MAX: Final = 512 << 20
 RECEIVE_BYTES: Final = 256 << 10
+# Prompts of one exchange with the process.
+BATCH_MAX: Final = 64
 # Time to wait for a process that gets no processor, or has other prompts to render.
 LOAD_TIMEOUT_S: Final = 20.0
 RENDER_TIMEOUT_S: Final = 30.0
+
+# The request, and its reply.
+_Waiting = tuple[Json, asyncio.Future[Json]]
 
 log = structlog.get_logger()
 
@@ -60,7 +65,8 @@ class TemplateProcess:
         )
         self._process = _Process()
         weakref.finalize(self, self._process.end)
-        self._lock = asyncio.Lock()
+        self._waiting: list[_Waiting] = []
+        self._batch_task: asyncio.Task[None] | None = None
         loaded = self._start()
         self.variables = frozenset[str](loaded["variables"])
         self.prints_tools = bool(loaded["prints_tools"])
@@ -77,18 +83,21 @@ class TemplateProcess:
     ) -> Prompt:
         """See `ChatTemplate.prompt`. Raises TemplateError also if the template exceeds a limit, and
         Unavailable if the process does not respond in time."""
-        request = frame(
-            {
-                "messages": messages,
-                "tools": tools,
-                "template_kwargs": template_kwargs,
-                "add_generation_prompt": add_generation_prompt,
-                "now": now.isoformat(),
-            }
-        )
+        request = {
+            "messages": messages,
+            "tools": tools,
+            "template_kwargs": template_kwargs,
+            "add_generation_prompt": add_generation_prompt,
+            "now": now.isoformat(),
+        }
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Json] = loop.create_future()
+        self._waiting.append((request, future))
+        if self._batch_task is None:
+            self._batch_task = loop.create_task(self._render_batches())
         try:
-            async with asyncio.timeout(RENDER_TIMEOUT_S), self._lock:
-                reply = await self._call(request)
+            async with asyncio.timeout(RENDER_TIMEOUT_S):
+                reply = await future
         except TimeoutError:
             raise Unavailable("the chat template is busy with other prompts", 1.0) from None
         if "error" in reply:
@@ -97,6 +106,47 @@ class TemplateProcess:
         if pieces is None:
             return Prompt(reply["text"])
         return Prompt("".join(pieces), tuple(pieces))
+
+    async def _render_batches(self) -> None:
+        """Renders what waits: all requests of a loop turn in one exchange, so that they also
+        continue in one."""
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting[:BATCH_MAX], self._waiting[BATCH_MAX:]
+                try:
+                    await self._render(batch)
+                except TemplateError:
+                    # One of them exceeded a limit: only that one fails.
+                    for one in batch:
+                        await self._render_alone(one)
+        finally:
+            self._batch_task = None
+            for _, future in self._waiting:
+                future.cancel()
+
+    async def _render_alone(self, one: _Waiting) -> None:
+        _, future = one
+        try:
+            if not future.done():
+                await self._render([one])
+        except TemplateError as error:
+            if not future.done():
+                future.set_exception(error)
+
+    async def _render(self, batch: Sequence[_Waiting]) -> None:
+        """Raises TemplateError if the process was ended."""
+        try:
+            reply = await self._call(frame({"requests": [request for request, _ in batch]}))
+        except TemplateError:
+            raise
+        except Exception as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), rendered in zip(batch, reply["replies"], strict=True):
+            if not future.done():
+                future.set_result(rendered)
 
     async def _call(self, request: bytes) -> Json:
         loop = asyncio.get_running_loop()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.mesh import MODEL, Mesh, wait_for
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
 from tests.e2e.paced_streams import GAP_MAX_S, paced_streams, post_beside
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
@@ -66,6 +67,18 @@ def test_a_template_that_exceeds_its_limits_fails_its_own_request_only(mesh: Mes
             assert gap_s < GAP_MAX_S
         status, value, seconds, gap_s = post_beside(streams, mesh.url, path, chat("able about"))
         assert status == 200, value
+
+
+def test_prompts_rendered_together_with_a_hostile_one_are_served(mesh: Mesh) -> None:
+    url = f"{mesh.url}/v1/chat/completions"
+
+    def status_of(content: str) -> int:
+        return mesh.http.post(url, content=chat(content), timeout=WAIT_S).status_code
+
+    contents = ["able about", "loop"] * 2 + ["able about"] * 12
+    with ThreadPoolExecutor(len(contents)) as pool:
+        statuses = list(pool.map(status_of, contents))
+    assert statuses == [400 if one == "loop" else 200 for one in contents]
 
 
 def test_a_card_whose_template_cannot_be_loaded_disables_its_model_only(
