@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-import orjson
 import structlog
 
+from frontend_svc.core.openai.errors import INVALID, error_body
 from frontend_svc.http.asgi import JSON_HEADER, AsgiApp, Receive, Scope, Send, send_response
 from frontend_svc.http.protocol import StreamProtocol
 
@@ -201,6 +201,4 @@ def _refusal(status: int, message: str, code: str) -> AsgiApp:
 
 
 def _error_body(message: str, code: str) -> bytes:
-    kind = "server_error" if code == "overloaded" else "invalid_request_error"
-    details = {"message": message, "type": kind, "param": None, "code": code}
-    return orjson.dumps({"error": details})
+    return error_body(message, "server_error" if code == "overloaded" else INVALID, None, code)

@@ -11,7 +11,8 @@ from common.runtime.config import is_loopback
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.browser_policy import UNSUPPORTED_MEDIA_TYPE, BrowserPolicy
 from frontend_svc.core.openai.errors import HttpError, http_error
-from frontend_svc.http.asgi import AsgiApp, Receive, Scope, Send, send_response
+from frontend_svc.http.asgi import AsgiApp, Receive, Scope, Send
+from frontend_svc.http.error_response import send_error
 
 _EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms")
 
@@ -29,9 +30,7 @@ def with_browser_policy(api: AsgiApp, config: FrontendConfig) -> AsgiApp:
         if refusal is None:
             await api(scope, receive, send)
             return
-        response = _response(refusal)
-        headers = tuple((name.encode(), value.encode()) for name, value in response.headers)
-        await send_response(send, response.status, headers, response.body)
+        await send_error(send, _response(refusal))
 
     if not config.cors_origins:
         return serve

@@ -42,8 +42,8 @@ from frontend_svc.http.asgi import (
     Scope,
     Send,
     body_part,
-    send_response,
 )
+from frontend_svc.http.error_response import send_error
 from frontend_svc.http.request_context import HttpRequest, log_request, span_attributes
 from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
@@ -215,7 +215,4 @@ class PostEndpoint(ABC, Generic[P]):
             return
         response = self.http_error(error, context)
         context.status, context.response_json = response.status, response.body
-        headers = tuple((k.encode(), v.encode()) for k, v in response.headers)
-        await send_response(
-            context.send, response.status, (*headers, *context.id_headers), response.body
-        )
+        await send_error(context.send, response, context.id_headers)

@@ -12,7 +12,7 @@ from frontend_svc.core.openai.errors import HttpError, http_error
 from frontend_svc.core.openai.parsing import parse_json_object
 from frontend_svc.core.openai.pass_through import PassThroughRequest
 from frontend_svc.core.request.leg_request import worker_request
-from frontend_svc.http.api import CHAT_COMPLETIONS, COMPLETIONS, HeaderPairs, ParsedBody
+from frontend_svc.http.api import CHAT_COMPLETIONS, COMPLETIONS, HeaderPairs, ParsedBody, off_loop
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.request_context import HttpRequest
 from frontend_svc.http.responses import ResponsesApi
@@ -34,7 +34,7 @@ class PreprocessApi:
         self._responses = ResponsesApi(stored)
 
     async def parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody:
-        names = parse_json_object(raw).keys()
+        names = (await off_loop(len(raw), parse_json_object, raw)).keys()
         if "messages" in names:
             return await CHAT_COMPLETIONS.parse(raw, headers)
         if "input" in names:

@@ -40,6 +40,7 @@ from frontend_svc.core.responses_api.translation import (
 )
 from frontend_svc.http.api import HeaderPairs, ParsedBody, ResponseInfo, off_loop
 from frontend_svc.http.endpoint import PostEndpoint
+from frontend_svc.http.error_response import error_response
 from frontend_svc.http.generation import encode_chat
 from frontend_svc.http.request_context import HttpRequest
 from frontend_svc.http.request_records import RequestRecords
@@ -215,7 +216,6 @@ def _json_endpoint(
         try:
             return Response(await handler(request), media_type="application/json")
         except MeshError as error:
-            response = http_error(error)
-            return Response(response.body, response.status, dict(response.headers))
+            return error_response(http_error(error))
 
     return serve

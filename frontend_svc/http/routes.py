@@ -17,15 +17,16 @@ from starlette.routing import Route
 
 from common.errors import MeshError, Unimplemented
 from frontend_svc.config import FrontendConfig
-from frontend_svc.core.anthropic.errors import error_body
+from frontend_svc.core.anthropic import errors as anthropic
 from frontend_svc.core.api_document import api_document
-from frontend_svc.core.openai.errors import http_error
+from frontend_svc.core.openai.errors import INVALID, error_body, http_error
 from frontend_svc.core.openai.responses import model_list, model_object
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.http.api import CHAT_COMPLETIONS, COMPLETIONS, GenerationApi
 from frontend_svc.http.asgi import AsgiApp, Receive, Scope, Send
 from frontend_svc.http.embeddings import EmbeddingEndpoint
 from frontend_svc.http.endpoint import PostEndpoint
+from frontend_svc.http.error_response import error_response
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.messages import CountTokensEndpoint, MessagesApi
 from frontend_svc.http.operations import DOCUMENT_PATH, operations
@@ -123,14 +124,12 @@ def build_api(
         try:
             model = models.get(name)
         except MeshError as error:
-            response = http_error(error)
-            return Response(response.body, response.status, dict(response.headers))
+            return error_response(http_error(error))
         return _json_response(_model_entry(model, name), 200)
 
     async def rerank(_: Request) -> Response:
         text = "no engine of this server ranks or scores texts; compare their embeddings instead"
-        response = http_error(Unimplemented(text))
-        return Response(response.body, response.status, dict(response.headers))
+        return error_response(http_error(Unimplemented(text)))
 
     embeddings = EmbeddingEndpoint(gateway, models, state, config, records)
     # Any: Starlette takes ASGI applications and functions.
@@ -274,11 +273,9 @@ async def _not_found(request: Request, error: Exception) -> Response:
     message = f"{problem}: {request.method} {path}"
     code = "not_found" if status == 404 else "method_not_allowed"
     if path.startswith(MESSAGES_PATH):
-        body = error_body(status, message, None, code, None)
-        response = Response(body, status, media_type="application/json")
+        body = anthropic.error_body(status, message, None, code, None)
     else:
-        error_type = "invalid_request_error"
-        details = {"message": message, "type": error_type, "param": None, "code": code}
-        response = _json_response({"error": details}, status)
+        body = error_body(message, INVALID, None, code)
+    response = Response(body, status, media_type="application/json")
     response.headers.update(getattr(error, "headers", None) or {})  # Allow, with 405
     return response

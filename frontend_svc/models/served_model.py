@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -41,10 +42,13 @@ from frontend_svc.models.template_process import TemplateProcess
 
 # Texts above this length are encoded in a thread: they could block the event loop for > 5 ms.
 ENCODE_INLINE_CHARS = 16_384
+# One thread, because fastokens keeps a cache of words in each (about 80 MB): long texts take turns.
+_FAST_ENCODING = ThreadPoolExecutor(1, thread_name_prefix="encode")
 # The chat template may open or close the reasoning of a response in them.
 PROMPT_END_TOKENS = 16
 
 F = TypeVar("F")
+R = TypeVar("R")
 
 log = structlog.get_logger()
 
@@ -52,19 +56,20 @@ log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """Everything that requests for one model or adapter need. checksum: of the card. created: Unix
-    time. encode_text, piece_encoder: see `encoder.py`. control_tokens: those that are ordinary text
-    in messages. vocabulary: None for tokenizers that need the slow
-    detokenizer. vocab_size: token ids are below it. max_bytes_per_token: see
-    `core/text/token_bound.py`. template: None if the card has none. call_format,
-    reasoning_format: None if the card names none. parser_vocabulary: as vocabulary, with a text for
-    the markers of both formats. is_harmony: whether it writes harmony messages. adapter: "" for the
-    model itself; an adapter differs from its model only in name and hasher."""
+    time. encode_text, piece_encoder: see `encoder.py`. encodes_fast: whether encode_text is
+    fastokens. control_tokens: those that are ordinary text in messages. vocabulary: None for
+    tokenizers that need the slow detokenizer. vocab_size: token ids are below it.
+    max_bytes_per_token: see `core/text/token_bound.py`. template: None if the card has none.
+    call_format, reasoning_format: None if the card names none. parser_vocabulary: as vocabulary,
+    with a text for the markers of both formats. is_harmony: whether it writes harmony messages.
+    adapter: "" for the model itself; an adapter differs from its model only in name and hasher."""
 
     card: ModelCard
     checksum: str
     created: int
     tokenizer: Tokenizer
     encode_text: Encode
+    encodes_fast: bool
     control_tokens: ControlTokens
     piece_encoder: PieceEncoder
     vocabulary: Vocabulary | None
@@ -112,7 +117,7 @@ class ServedModel:
         """Token ids of a text; long texts are encoded in a thread."""
         if len(text) <= ENCODE_INLINE_CHARS:
             return self.encode_text(text, special_tokens)
-        return await asyncio.to_thread(self.encode_text, text, special_tokens)
+        return await self._in_thread(lambda: self.encode_text(text, special_tokens))
 
     async def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of several texts, with special tokens; together long ones are encoded in a
@@ -123,13 +128,17 @@ class ServedModel:
 
         if sum(map(len, texts)) <= ENCODE_INLINE_CHARS:
             return encode_all()
-        return await asyncio.to_thread(encode_all)
+        return await self._in_thread(encode_all)
 
     async def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Token ids of a rendered prompt; the chat template writes the special tokens itself."""
         if prompt.pieces is None:
             return await self.encode(prompt.text, special_tokens=False)
         return await asyncio.to_thread(self.piece_encoder.encode, prompt.pieces)
+
+    async def _in_thread(self, encode: Callable[[], R]) -> R:
+        executor = _FAST_ENCODING if self.encodes_fast else None
+        return await asyncio.get_running_loop().run_in_executor(executor, encode)
 
     def detokenizer(
         self, *, for_parser: bool = False, skips_special: bool = True
@@ -197,6 +206,7 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
         created=created,
         tokenizer=tokenizer,
         encode_text=encode_text,
+        encodes_fast=not difference,
         control_tokens=control_tokens,
         piece_encoder=PieceEncoder(raw, control_tokens),
         vocabulary=vocabulary,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from meshctl.commands.demo import SpanReceiver, run_span_receiver
 from tests.e2e.mesh import HAS_FAILED, Mesh, logs_on_failure
 
 
@@ -35,6 +36,13 @@ def _print_logs(request: pytest.FixtureRequest) -> Iterator[None]:
             yield
     else:
         yield
+
+
+@pytest.fixture(scope="module")
+def spans() -> Iterator[tuple[SpanReceiver, str]]:
+    """A receiver of spans, and its address."""
+    with run_span_receiver() as receiver:
+        yield receiver
 
 
 @pytest.fixture

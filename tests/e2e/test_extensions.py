@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from meshctl.commands.demo import SpanReceiver, run_span_receiver
+from meshctl.commands.demo import SpanReceiver
 from tests.e2e.extensions import (
     BLOCK,
     NUMBERS,
@@ -29,12 +29,6 @@ from tests.e2e.extensions import (
 from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def spans() -> Iterator[tuple[SpanReceiver, str]]:
-    with run_span_receiver() as receiver:
-        yield receiver
 
 
 @pytest.fixture(scope="module")

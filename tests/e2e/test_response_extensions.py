@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from meshctl.commands.demo import SpanReceiver, run_span_receiver
+from meshctl.commands.demo import SpanReceiver
 from tests.e2e.extensions import (
     BLOCK,
     ORACLE,
@@ -35,12 +35,6 @@ pytestmark = pytest.mark.slow
 TIMES = ("prefill_wait_time_ms", "prefill_time_ms", "ttft_ms", "total_time_ms")
 ALL_FIELDS = ["worker_id", "timing", "kv_hit", "token_ids", "completion_token_ids"]
 MARKS = ["request_id", "formatted_prompt", "token_ids", "llm_metrics", "user:7"]
-
-
-@pytest.fixture(scope="module")
-def spans() -> Iterator[tuple[SpanReceiver, str]]:
-    with run_span_receiver() as receiver:
-        yield receiver
 
 
 @pytest.fixture(scope="module")

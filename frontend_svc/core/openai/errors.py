@@ -100,7 +100,8 @@ class _Mapping:
     error_type: ErrorType
 
 
-_INVALID = "invalid_request_error"
+# The `type` of errors of the client.
+INVALID = "invalid_request_error"
 _INVALID_VALUE = "invalid_value"
 _REFUSAL_CODES = frozenset(
     {
@@ -129,18 +130,18 @@ _FIELD_PREFIXES = (
 _HEADER_BY_FIELD = {".".join(("nvext", *path)): header for header, path in HEADER_FIELDS.items()}
 
 _TENANT_LIMIT = _Mapping(429, "rate_limit_error", "rate_limit_exceeded", ErrorType.RATE_LIMITED)
-_TOO_LARGE = _Mapping(413, _INVALID, "body_too_large", ErrorType.VALIDATION)
+_TOO_LARGE = _Mapping(413, INVALID, "body_too_large", ErrorType.VALIDATION)
 _WORKER_LOST_FINAL = _Mapping(502, "server_error", "worker_lost", ErrorType.WORKER_LOST)
 _NOT_MIGRATABLE = _Mapping(503, "server_error", "not_migratable", ErrorType.WORKER_LOST)
 
 _TABLE: dict[type[MeshError], _Mapping] = {
-    InvalidRequest: _Mapping(400, _INVALID, None, ErrorType.VALIDATION),
-    Unsupported: _Mapping(400, _INVALID, "unsupported_parameter", ErrorType.VALIDATION),
-    PromptTooLong: _Mapping(400, _INVALID, "context_length_exceeded", ErrorType.VALIDATION),
-    NotFound: _Mapping(404, _INVALID, "not_found", ErrorType.NOT_FOUND),
-    UnknownModel: _Mapping(404, _INVALID, "model_not_found", ErrorType.NOT_FOUND),
-    Conflict: _Mapping(409, _INVALID, "conflict", ErrorType.VALIDATION),
-    Unauthenticated: _Mapping(401, _INVALID, "invalid_api_key", ErrorType.UNAUTHORIZED),
+    InvalidRequest: _Mapping(400, INVALID, None, ErrorType.VALIDATION),
+    Unsupported: _Mapping(400, INVALID, "unsupported_parameter", ErrorType.VALIDATION),
+    PromptTooLong: _Mapping(400, INVALID, "context_length_exceeded", ErrorType.VALIDATION),
+    NotFound: _Mapping(404, INVALID, "not_found", ErrorType.NOT_FOUND),
+    UnknownModel: _Mapping(404, INVALID, "model_not_found", ErrorType.NOT_FOUND),
+    Conflict: _Mapping(409, INVALID, "conflict", ErrorType.VALIDATION),
+    Unauthenticated: _Mapping(401, INVALID, "invalid_api_key", ErrorType.UNAUTHORIZED),
     PermissionDenied: _Mapping(
         403, "permission_error", "permission_denied", ErrorType.UNAUTHORIZED
     ),
@@ -151,7 +152,7 @@ _TABLE: dict[type[MeshError], _Mapping] = {
         504, "timeout_error", "deadline_exceeded", ErrorType.RESPONSE_TIMEOUT
     ),
     RequestCancelled: _Mapping(499, "request_cancelled", "request_cancelled", ErrorType.CANCELLED),
-    Unimplemented: _Mapping(501, _INVALID, "not_implemented", ErrorType.NOT_IMPLEMENTED),
+    Unimplemented: _Mapping(501, INVALID, "not_implemented", ErrorType.NOT_IMPLEMENTED),
     InternalError: _Mapping(500, "server_error", "internal_error", ErrorType.INTERNAL),
 }
 
@@ -206,6 +207,12 @@ def is_server_fault(error: BaseException) -> bool:
     return _mapping_of(error).status >= 500
 
 
+def error_body(message: str, type_: str, param: str | None, code: str | None) -> bytes:
+    """The JSON of an error in OpenAI's form."""
+    details = {"message": message, "type": type_, "param": param, "code": code}
+    return orjson.dumps({"error": details})
+
+
 def error_event(error: BaseException) -> bytes:
     """The last SSE event of a stream that fails after its first byte."""
     return b"data: " + _response_body(error, _mapping_of(error), ()) + b"\n\n"
@@ -242,8 +249,7 @@ def error_details(
 
 def _response_body(error: BaseException, mapping: _Mapping, headers: Container[bytes]) -> bytes:
     message, param, code = error_details(error, headers)
-    details = {"message": message, "type": mapping.type, "param": param, "code": code}
-    return orjson.dumps({"error": details})
+    return error_body(message, mapping.type, param, code)
 
 
 def _response_headers(error: BaseException, mapping: _Mapping) -> tuple[tuple[str, str], ...]:
