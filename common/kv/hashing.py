@@ -6,7 +6,7 @@ A block is `block_size` consecutive token ids. Only full blocks have a hash. Two
   including its last block. A few vectorised passes compute it for a prompt; it is the only hash on
   the hot path. It is a hint: a collision costs a wrong placement, never a wrong response.
 - The **XXH3 hashes** (`compute_block_hash_for_seq`, `compute_seq_hashes`) of other routers and
-  their recordings, for compatibility and queries by hash.
+  their recordings. `/v1/internal/preprocess` returns them; the mesh itself does not use them.
 
 The prefix hash, scheme 1. All arithmetic is modulo 2^64; i is a block's position in the prompt,
 t[i, j] its token ids, mix(x) the 64-bit finaliser of SplitMix64 (Stafford's variant 13):
@@ -35,7 +35,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, NewType, TypeAlias
+from typing import Any, Final, NewType, Protocol, TypeAlias
 
 import numpy as np
 import xxhash
@@ -189,32 +189,24 @@ def hashes_from_bytes(data: bytes) -> NDArray[np.uint64]:
     return np.frombuffer(data, dtype="<u8").astype(np.uint64, copy=False)
 
 
-@dataclass(frozen=True, slots=True)
-class MediaHash:
-    """One image, video or audio clip in a block, identified by the hash of its content.
+class MediaObject(Protocol):
+    """One image, video or audio clip in a block. mm_hash: of its content, 0 <= mm_hash < 2^64."""
 
-    `offsets` are [start, end) token positions in the block; they do not enter the hash.
-    Raises ValueError unless 0 <= mm_hash < 2^64.
-    """
-
-    mm_hash: int
-    offsets: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        _require_uint64("mm_hash", self.mm_hash)
+    @property
+    def mm_hash(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class BlockMediaInfo:
-    """The multimodal objects in a block."""
+class BlockMedia(Protocol):
+    """The media in a block."""
 
-    mm_objects: tuple[MediaHash, ...] = ()
+    @property
+    def mm_objects(self) -> Sequence[MediaObject]: ...
 
 
 def compute_block_hash_for_seq(
     tokens: TokenIdsLike,
     block_size: int,
-    block_mm_infos: Sequence[BlockMediaInfo | None] | None = None,
+    block_mm_infos: Sequence[BlockMedia | None] | None = None,
     lora_name: str | None = None,
     *,
     is_eagle: bool = False,
@@ -250,7 +242,9 @@ def compute_block_hash_for_seq(
         content = data[4 * start : 4 * (start + window)]
         info = media_infos[i] if i < len(media_infos) else None
         if info is not None:
-            media_hashes = sorted(mm.mm_hash for mm in info.mm_objects)
+            media_hashes = sorted(one.mm_hash for one in info.mm_objects)
+            for media_hash in media_hashes:
+                _require_uint64("mm_hash", media_hash)
             content += struct.pack(f"<{len(media_hashes)}Q", *media_hashes)
         hashes.append(LocalBlockHash(xxhash.xxh3_64_intdigest(content, seed & _U64_MAX)))
     return hashes
@@ -283,7 +277,7 @@ class TokensWithHashes:
         self,
         tokens: TokenIdsLike,
         block_size: int,
-        block_mm_infos: Sequence[BlockMediaInfo | None] | None = None,
+        block_mm_infos: Sequence[BlockMedia | None] | None = None,
         lora_name: str | None = None,
         *,
         is_eagle: bool = False,

@@ -109,7 +109,7 @@ def operations(metrics_path: str) -> tuple[Operation, ...]:
             "Returns the requests that workers would receive for a body",
             bodies=(ChatRequest, CompletionRequest, ResponsesRequest),
             example={"model": "sim", "messages": _MESSAGES, "max_tokens": 8},
-            result="requests: one PreprocessedRequest for each prompt",
+            result="requests: one PreprocessedRequest for each prompt; hashes: those of its blocks",
         ),
         *(one for prefix in ("", "/v1") for one in _text_tools(prefix)),
         Operation("GET", "/v1/models", "Lists the models that can be served now"),

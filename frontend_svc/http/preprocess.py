@@ -7,7 +7,8 @@ from typing import Final
 
 import orjson
 
-from common.request.preprocessed import to_json_value
+from common.kv.hashing import TokensWithHashes
+from common.request.preprocessed import JsonValue, PreprocessedRequest, to_json_value
 from frontend_svc.core.openai.errors import HttpError, http_error
 from frontend_svc.core.openai.parsing import parse_json_object
 from frontend_svc.core.openai.pass_through import PassThroughRequest
@@ -18,6 +19,7 @@ from frontend_svc.http.request_context import HttpRequest
 from frontend_svc.http.responses import ResponsesApi
 from frontend_svc.http.streaming import send_json
 from frontend_svc.metrics.families import Endpoint, RequestMeter
+from frontend_svc.models.served_model import ServedModel
 from frontend_svc.peers.stored_responses import StoredResponses
 
 
@@ -48,13 +50,34 @@ class PreprocessApi:
 
 
 class PreprocessEndpoint(GenerationEndpoint):
-    """Checks and tokenizes a body as generation does, and returns the requests."""
+    """Checks and tokenizes a body as generation does, and returns the requests with the hashes
+    of their blocks."""
 
     async def serve(
         self, context: HttpRequest, body: ParsedBody | PassThroughRequest, meter: RequestMeter
     ) -> None:
         assert isinstance(body, ParsedBody), "the API passes nothing through"
         prepared = await self.prepare(context, body.request, meter)
-        requests = [to_json_value(worker_request(one, dp_rank=0)) for one in prepared.requests]
-        await send_json(context, orjson.dumps({"requests": requests}))
+        requests = prepared.requests
+        value = {
+            "requests": [to_json_value(worker_request(one, dp_rank=0)) for one in requests],
+            "hashes": [_hashes(one, prepared.model) for one in requests],
+        }
+        await send_json(context, orjson.dumps(value))
         meter.mark_ok()
+
+
+def _hashes(request: PreprocessedRequest, model: ServedModel) -> JsonValue:
+    """The hashes that identify the blocks of a prompt in Dynamo's router and its recordings."""
+    media = request.mm_routing_info
+    tokens = TokensWithHashes(
+        request.token_ids.array,
+        model.hasher.block_size,
+        None if media is None else media.block_mm_infos,
+        model.adapter,
+    )
+    return {
+        "block_size": tokens.block_size,
+        "block_hashes": list(tokens.block_hashes),
+        "sequence_hashes": list(tokens.seq_hashes),
+    }

@@ -202,6 +202,21 @@ def test_the_output_depends_on_each_medium_and_on_their_order(mesh: Mesh, model:
     assert len({answer(mesh, *one)[0] for one in [parts, *others]}) == 5
 
 
+@pytest.mark.row("S1-38")
+def test_an_image_enters_the_hashes_of_its_blocks_in_preprocess(mesh: Mesh) -> None:
+    def block_hashes(picture: bytes) -> list[int]:
+        content = [text(TEXT), image(picture), text(TEXT)]
+        body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
+        response = mesh.http.post(f"{mesh.url}/v1/internal/preprocess", json=body)
+        found: list[int] = response.json()["hashes"][0]["block_hashes"]
+        return found
+
+    cat, dog = block_hashes(CAT), block_hashes(DOG)
+    assert cat[0] == dog[0]
+    assert cat[-1] == dog[-1]
+    assert set(cat) - set(dog)
+
+
 def compact(token_ids: list[int]) -> list[int]:
     """One placeholder for each medium."""
     return [

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
+from common.kv.hashing import compute_block_hash_for_seq, compute_seq_hashes
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
 from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle
@@ -119,6 +120,28 @@ def test_a_request_has_the_five_fields_and_the_defaults_of_the_others(mesh: Mesh
     }
     assert request["stop_conditions"]["stop_token_ids_hidden"] == eos != []
     assert generate(mesh, {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 4}})
+
+
+@pytest.mark.row("S1-31", "S1-36", "S1-38")
+@pytest.mark.parametrize(
+    ("model", "blocks"),
+    [
+        (MODEL, [16863443419780771464, 2287610619914608821]),
+        ("french", compute_block_hash_for_seq(range(1, 33), 16, lora_name="french")),
+    ],
+)
+def test_the_hashes_of_a_prompt_are_those_of_other_routers(
+    mesh: Mesh, model: str, blocks: list[int]
+) -> None:
+    body = {"model": model, "prompt": [[*range(1, 33), 7], [1, 2]]}
+    response = mesh.http.post(f"{mesh.url}/v1/internal/preprocess", json=body)
+    prompt, short = response.json()["hashes"]
+    assert prompt == {
+        "block_size": 16,
+        "block_hashes": blocks,
+        "sequence_hashes": compute_seq_hashes(blocks),
+    }
+    assert short == {"block_size": 16, "block_hashes": [], "sequence_hashes": []}
 
 
 def test_each_prompt_of_a_list_is_a_request(mesh: Mesh) -> None:

@@ -390,6 +390,19 @@ async def test_the_json_form_of_a_request_reaches_the_engine() -> None:
         assert (canary.model, list(canary.token_ids), canary.is_probe) == ("", [1], True)
 
 
+@pytest.mark.row("S2-31")
+async def test_a_raw_url_is_read_from_its_own_tag_and_written_as_url() -> None:
+    text = '{"token_ids":[1],"multi_modal_data":{"image_url":[{"RawUrl":"a b"}]}}'
+    async with working() as worker:
+        request = await received_json(worker, text)
+        assert request.multi_modal_data == {"image_url": (MediaRawUrl("a b"),)}
+        written = to_json(request)
+        assert '"image_url":[{"Url":"a b"}]' in written
+        with pytest.raises(InvalidRequest) as refused:
+            await received_json(worker, written)
+    assert refused.value.field == "multi_modal_data.image_url[0].Url"
+
+
 @pytest.mark.parametrize(
     ("text", "field"),
     [('{"token_ids":[1]', ""), ('{"token_ids":["a"]}', "token_ids[0]")],

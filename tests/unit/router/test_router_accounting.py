@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from common.errors import InvalidRequest, Overloaded, Unavailable
 from common.kv.events import Source
 from common.kv.hashing import (
-    BlockMediaInfo,
-    MediaHash,
     PrefixHasher,
     compute_block_hash_for_seq,
     compute_seq_hashes,
@@ -27,7 +25,7 @@ from common.kv.hashing import (
 from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
-from common.request.preprocessed import RouterConfigOverride, RoutingHints
+from common.request.preprocessed import BlockExtraInfo, MmObject, RouterConfigOverride, RoutingHints
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, QueueSettings
 from router_svc.core.cost import CostSettings
@@ -305,7 +303,7 @@ XXH3 = 2  # Any number for the publishers' hash scheme.
 
 def named(image: int | None = None, lora: str | None = None) -> tuple[int, ...]:
     """The prompt's blocks by the reference's hashes, with an image in the second one."""
-    infos = [None, None if image is None else BlockMediaInfo((MediaHash(image),))]
+    infos = [None, None if image is None else BlockExtraInfo((MmObject(image),))]
     local = compute_block_hash_for_seq(TOKENS, 16, infos, lora)
     return tuple(int(name) for name in compute_seq_hashes(local))
 

@@ -21,9 +21,7 @@ from common.kv.hashing import (
     HASH_SCHEME_ID,
     POSITION_KEYS_CACHED_MAX,
     POSITION_MAX,
-    BlockMediaInfo,
     ChainState,
-    MediaHash,
     PrefixHasher,
     TokensWithHashes,
     compute_block_hash_for_seq,
@@ -31,6 +29,7 @@ from common.kv.hashing import (
     hashes_from_bytes,
     hashes_to_bytes,
 )
+from common.request.preprocessed import BlockExtraInfo, MmObject
 
 MESH_KEY = b"test mesh key"
 MODEL = "a-model"
@@ -478,8 +477,8 @@ VECTOR_TOKENS = list(range(1, 33))
 PLAIN_VECTOR = [16863443419780771464, 2287610619914608821]
 
 
-def objects(*mm_hashes: int) -> BlockMediaInfo:
-    return BlockMediaInfo(tuple(MediaHash(mm_hash) for mm_hash in mm_hashes))
+def objects(*mm_hashes: int) -> BlockExtraInfo:
+    return BlockExtraInfo(tuple(MmObject(mm_hash) for mm_hash in mm_hashes))
 
 
 @pytest.mark.row("S1-38")
@@ -524,7 +523,7 @@ def test_a_local_hash_depends_only_on_the_content_of_its_block() -> None:
 
 @pytest.mark.row("S1-30")
 def test_multimodal_objects_distinguish_blocks_of_equal_tokens() -> None:
-    def hashes(*infos: BlockMediaInfo | None) -> list[int]:
+    def hashes(*infos: BlockExtraInfo | None) -> list[int]:
         return list(compute_block_hash_for_seq([1, 2, 1, 2], 2, infos))
 
     plain = hashes()
@@ -532,8 +531,8 @@ def test_multimodal_objects_distinguish_blocks_of_equal_tokens() -> None:
     assert hashes(None, objects(9))[1] not in (*plain, *hashes(objects(8)))
     assert hashes(objects(7, 3)) == hashes(objects(3, 7)) != hashes(objects(7))
     assert hashes(objects(7, 7)) != hashes(objects(7))
-    assert hashes(BlockMediaInfo()) == plain
-    placed = BlockMediaInfo((MediaHash(9, offsets=((0, 2),)),))
+    assert hashes(BlockExtraInfo()) == plain
+    placed = BlockExtraInfo((MmObject(9, offsets=((0, 2),)),))
     assert hashes(placed) == hashes(objects(9))
 
 
@@ -544,7 +543,7 @@ def test_multimodal_infos_that_fit_no_block_are_refused() -> None:
         compute_block_hash_for_seq([1, 2, 3], 2, [None, None, None])
     for mm_hash in (-1, 2**64):
         with pytest.raises(ValueError, match=r"^mm_hash: "):
-            MediaHash(mm_hash)
+            compute_block_hash_for_seq([1, 2], 2, [objects(mm_hash)])
 
 
 def test_sequence_hashes_chain_the_local_ones() -> None:
@@ -582,7 +581,7 @@ def test_tokens_with_hashes_pass_on_adapter_objects_and_mode() -> None:
 
 @pytest.mark.row("S1-36")
 def test_tokens_with_hashes_compute_lazily_and_once() -> None:
-    class CountedInfo(BlockMediaInfo):
+    class CountedInfo(BlockExtraInfo):
         """Counts how often hashing reads the objects."""
 
         reads = 0
@@ -592,7 +591,7 @@ def test_tokens_with_hashes_compute_lazily_and_once() -> None:
                 CountedInfo.reads += 1
             return super().__getattribute__(name)
 
-    held = TokensWithHashes(VECTOR_TOKENS, 16, [CountedInfo((MediaHash(9),))])
+    held = TokensWithHashes(VECTOR_TOKENS, 16, [CountedInfo((MmObject(9),))])
     assert CountedInfo.reads == 0
     sequence = held.seq_hashes
     assert CountedInfo.reads == 1

@@ -7,8 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
-from common.kv.hashing import BlockMediaInfo as BlockMediaInfo
-from common.kv.hashing import MediaHash as MediaHash
 from common.kv.hashing import PrefixHasher
 from common.request.media import (
     MediaHashes,
