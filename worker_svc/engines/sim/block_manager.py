@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from worker_svc.kv_events.external_events import PagesRemoved, PagesStored
 
@@ -318,8 +319,8 @@ class BlockManager:
 
     def _evict(self, count: int) -> None:
         removed: list[int] = []
-        for _ in range(count):
-            block = next(iter(self._idle_blocks))
+        # One scan for all: a dict whose first entries were deleted is slow to find the next one.
+        for block in list(islice(self._idle_blocks, count)):
             assert block.ref_count == 0, "only idle blocks are evicted"
             assert block.children == 0, "a parent is never evicted before its child"
             assert block.name is not None, "idle blocks have names"
