@@ -17,6 +17,7 @@ from common.request.preprocessed import (
     RequestTracker,
     to_json_value,
 )
+from frontend_svc.core.access import ANONYMOUS, Caller
 from frontend_svc.core.anthropic import errors as anthropic
 from frontend_svc.core.openai import errors as openai
 from frontend_svc.core.peers.placement_query import Query
@@ -86,6 +87,7 @@ class HttpRequest:
     receive: Receive
     send: Send
     connection: ClientConnection
+    caller: Caller = ANONYMOUS
     body: RequestBody | None = None
     uses_alias: bool = False
     request: PreprocessedRequest | None = None
