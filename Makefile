@@ -63,9 +63,10 @@ rows: $(VENV)/.dev ## Mission rows: proved by a service, in a core, or open
 mutants: $(VENV)/.dev ## One-line defects of the product; the tests of their rows must fail (ARGS='-j 4 S1-83')
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
-bench-index: $(VENV)/.dev ## KV index: restart with 1M blocks, memory under ten times the budget; two lines of JSON
-	$(BIN)/python bench/bench_index_restart.py
-	$(BIN)/python bench/bench_index_memory.py
+bench-index: $(VENV)/.dev ## KV index: restart with 1M blocks, memory limit, hash, ingest, match; three lines of JSON
+	$(BIN)/python -m bench.bench_index_restart
+	$(BIN)/python -m bench.bench_index_memory
+	$(BIN)/python -m bench.bench_index $(ARGS)
 
 bench-gateway: $(VENV)/.dev ## Token path figures, ARGS='--against COMMIT' for ratios; last line is JSON
 	$(BIN)/python -m bench.gateway $(ARGS)

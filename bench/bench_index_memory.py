@@ -26,7 +26,7 @@ from bench.measure import parse_settings, print_report, rss_mb
 from kvmesh.indexer.v1 import indexer_pb2
 
 # Bytes per block in the indexer's estimate.
-BLOCK_BYTES = 108
+BLOCK_BYTES = 92
 HELD_PER_BUDGET = 4
 CHECKS = 10
 # Limit of the growth: twice the budget, plus streams and a dump.

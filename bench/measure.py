@@ -109,6 +109,17 @@ def print_report(
     sys.stdout.write(line)
 
 
+def dynamo_figures(what: str) -> dict[str, object]:
+    """The figures of `bench/dynamo_binding.py`, with the Python of DYNAMO_PYTHON; else none."""
+    python = os.environ.get("DYNAMO_PYTHON")
+    if not python:
+        return {}
+    command = [python, str(ROOT / "bench/dynamo_binding.py"), what]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def _commit() -> str:
     """The checked out commit, with -dirty when files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

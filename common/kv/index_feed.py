@@ -33,7 +33,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeAlias
+
+import numpy as np
 
 from common.errors import InvalidRequest
 from common.kv.events import (
@@ -418,7 +421,7 @@ class IndexFeed:
 
     def _apply_batch(self, entry: SourceEntry, batch: EventBatch) -> Iterator[None]:
         # The position moves at the end: an interrupted batch is applied again, which is idempotent.
-        for event in batch.events:
+        for event in _joined(batch.events):
             yield from _apply_event(entry, event)
         self._feed_events.append(BatchApplied(batch))
         entry.sequence = batch.sequence
@@ -445,6 +448,13 @@ class IndexFeed:
         ):
             entry.resend_requested_at = now
             self._feed_events.append(ResendRequest(entry.source, entry.epoch, entry.sequence + 1))
+
+
+def _joined(events: Iterable[KvEvent]) -> Iterator[KvEvent]:
+    """The events, consecutive ones of one kind and tier as one: a few large ones cost less."""
+    for (kind, tier), run in groupby(events, key=lambda event: (event.kind, event.tier)):
+        parts = [event.hashes for event in run]
+        yield KvEvent(kind, parts[0] if len(parts) == 1 else np.concatenate(parts), tier)
 
 
 def _apply_event(entry: SourceEntry, event: KvEvent) -> Iterator[None]:

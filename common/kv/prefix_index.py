@@ -7,6 +7,8 @@ regardless of the number of sources (docs/adr/0001-index-structure.md).
 
 The table is split into SHARD_COUNT dicts, because a dict that grows or has many deletions is
 rebuilt as a whole: with a million entries this blocks for 30 ms, with one shard of it for 0.1 ms.
+The low bits of a hash are the number of its shard, the others its key there: the int object of such
+a key is 16 bytes smaller.
 
 The blocks of a source are `AdvertisedBlocks`, a handle that is filled while hidden, then made
 visible, hidden and retired. Hidden blocks do not match. `retire` costs O(1): `sweep` clears the bit
@@ -24,15 +26,22 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from typing import NamedTuple
 
 import numpy as np
 
 from common.kv.events import SNAPSHOT_CHUNK_BLOCKS, Hashes, Source, Tier
 
-SHARD_COUNT = 256
-"""Dicts of the table; a power of two. With 8M blocks, one rebuild takes about 1 ms."""
+SHARD_BITS = 8
+SHARD_COUNT = 1 << SHARD_BITS
+"""Dicts of the table. With 8M blocks, one rebuild takes about 1 ms."""
+
+LARGE_BATCH_BLOCKS = 256
+"""Blocks above which a batch is stored without Python code for each block."""
+
+MASKS_CACHED_MAX = 1024
+"""Masks whose sources are cached."""
 
 SWEEP_STEP_BLOCKS = 256
 """Blocks between two checks of the budget of a sweep."""
@@ -42,7 +51,7 @@ LOG_SLACK_ENTRIES = 8192
 
 _SHARD_MASK = SHARD_COUNT - 1
 # Measured (bench/bench_index.py): table and hash of one block, and one entry of a log.
-_BLOCK_BYTES = 100
+_BLOCK_BYTES = 84
 _LOG_BYTES = 8
 # A Python int: 28 bytes including the first digit of 30 bits, 4 for each further digit.
 _MASK_BYTES = 28
@@ -89,7 +98,10 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(SHARD_COUNT)]
+        self._shard_array = np.array(self._shards, dtype=object)
         self._sources: dict[int, Source] = {}
+        # Cached for `match`; a mask is of bits that are in use.
+        self._sources_by_mask: dict[int, tuple[Source, ...]] = {}
         self._visible_bits = 0
         self._tier_bits = [0, 0, 0]
         self._free_bits: list[int] = []
@@ -116,19 +128,19 @@ class PrefixIndex:
         """Return a row per visible source of the first block, deepest first. hashes: contiguous."""
         if not len(hashes):
             return []
-        # Few elements are read; a memoryview converts only those to Python ints.
-        keys = hashes.data
-        key = keys[0]
-        held = self._shards[key & _SHARD_MASK].get(key, 0) & self._visible_bits
+        # Few elements are read; memoryviews convert only those to Python ints.
+        keys, shard_indexes = (hashes >> SHARD_BITS).data, (hashes & _SHARD_MASK).data
+        held = self._shards[shard_indexes[0]].get(keys[0], 0) & self._visible_bits
         if not held:
             return []
-        match_ends = self._find_match_ends(keys, held)
+        match_ends = self._find_match_ends(keys, shard_indexes, held)
         if held & ~self._tier_bits[Tier.DEVICE]:
             return self._matches_by_tier(match_ends)
         return self._matches_on_device(match_ends)
 
     def holds(self, advertised: AdvertisedBlocks, key: int, tier: Tier = Tier.DEVICE) -> bool:
-        return bool(self._shards[key & _SHARD_MASK].get(key, 0) & advertised._bits[tier])
+        held = self._shards[key & _SHARD_MASK].get(key >> SHARD_BITS, 0)
+        return bool(held & advertised._bits[tier])
 
     def chunks(
         self, advertised: AdvertisedBlocks, size: int = SNAPSHOT_CHUNK_BLOCKS
@@ -158,18 +170,12 @@ class PrefixIndex:
         """Add distinct blocks; a block that is held already is a no-op."""
         assert not advertised.retired, "a retired handle stores nothing"
         bit = advertised._bits[tier] or self._allocate_bit(advertised, tier)
-        shards = self._shards
-        added = 0
-        shard_indexes = (hashes & _SHARD_MASK).tolist()
-        for key, shard_index in zip(hashes.tolist(), shard_indexes, strict=True):
-            table = shards[shard_index]
-            mask = table.get(key)
-            if mask is None:
-                table[key] = bit  # One int object, shared by all blocks of a single source.
-                added += 1
-            elif not mask & bit:
-                table[key] = mask | bit
-                added += 1
+        keys, shard_indexes = (hashes >> SHARD_BITS).tolist(), hashes & _SHARD_MASK
+        # If the index lacks the first block of a chain, it lacks the others too.
+        if len(keys) >= LARGE_BATCH_BLOCKS and keys[0] not in self._shards[shard_indexes[0]]:
+            added = self._store_new(keys, self._shard_array[shard_indexes].tolist(), bit)
+        else:
+            added = self._store_few(keys, shard_indexes.tolist(), bit)
         if added:
             advertised._logs[tier].frombytes(hashes.tobytes())
             self._log_entries += len(hashes)
@@ -227,7 +233,9 @@ class PrefixIndex:
         mask_bits = self._bit_count * sources_per_block / (sources_per_block + 1)
         return round(shared_blocks * (_MASK_BYTES + _MASK_BIT_BYTES * mask_bits))
 
-    def _find_match_ends(self, keys: memoryview, held: int) -> list[tuple[int, int]]:
+    def _find_match_ends(
+        self, keys: memoryview, shard_indexes: memoryview, held: int
+    ) -> list[tuple[int, int]]:
         """Return (depth, bits that end there), shallow first. held: mask of the first block."""
         shards = self._shards
         count = len(keys)
@@ -235,8 +243,8 @@ class PrefixIndex:
         # Right ends of the intervals left, with their masks; no source holds block n.
         right_bounds = [(count, 0)]
         if count > 1:
-            key = keys[count - 1]
-            right_bounds.append((count - 1, shards[key & _SHARD_MASK].get(key, 0)))
+            mask = shards[shard_indexes[count - 1]].get(keys[count - 1], 0)
+            right_bounds.append((count - 1, mask))
         left = 0
         while held:
             right, mask = right_bounds[-1]
@@ -244,8 +252,8 @@ class PrefixIndex:
             mask &= held
             if mask != held and right - left > 1:
                 middle = (left + right) // 2
-                key = keys[middle]
-                right_bounds.append((middle, shards[key & _SHARD_MASK].get(key, 0)))
+                mask = shards[shard_indexes[middle]].get(keys[middle], 0)
+                right_bounds.append((middle, mask))
                 continue
             if mask != held:
                 match_ends.append((right, held ^ mask))
@@ -254,15 +262,26 @@ class PrefixIndex:
         return match_ends
 
     def _matches_on_device(self, match_ends: list[tuple[int, int]]) -> list[SourceMatch]:
-        sources, new_tuple = self._sources, tuple.__new__
+        sources_of, new_tuple = self._sources_by_mask, tuple.__new__
         rows = []
         for depth, bits in reversed(match_ends):
-            while bits:
-                bit = bits & -bits
-                bits ^= bit
-                # Takes half the time of a call of the class; there may be hundreds of rows.
-                rows.append(new_tuple(SourceMatch, (sources[bit], depth, depth, depth)))
+            if (sources := sources_of.get(bits)) is None:
+                sources = self._sources_of(bits)
+            # Takes half the time of a call of the class; there may be hundreds of rows.
+            rows += [new_tuple(SourceMatch, (source, depth, depth, depth)) for source in sources]
         return rows
+
+    def _sources_of(self, bits: int) -> tuple[Source, ...]:
+        """Return the sources of a mask, lowest bit first, and keep them for the next query."""
+        if len(self._sources_by_mask) >= MASKS_CACHED_MAX:
+            self._sources_by_mask.clear()
+        sources, mask = [], bits
+        while mask:
+            bit = mask & -mask
+            mask ^= bit
+            sources.append(self._sources[bit])
+        found = self._sources_by_mask[bits] = tuple(sources)
+        return found
 
     def _matches_by_tier(self, match_ends: list[tuple[int, int]]) -> list[SourceMatch]:
         depths: dict[Source, list[int]] = {}
@@ -281,7 +300,34 @@ class PrefixIndex:
 
     def _held_keys(self, keys: array[int], bit: int) -> list[int]:
         shards = self._shards
-        return [key for key in keys if shards[key & _SHARD_MASK].get(key, 0) & bit]
+        return [key for key in keys if shards[key & _SHARD_MASK].get(key >> SHARD_BITS, 0) & bit]
+
+    def _store_few(self, keys: list[int], shard_indexes: list[int], bit: int) -> int:
+        """Set a bit; returns how many blocks did not have it."""
+        shards = self._shards
+        added = 0
+        for key, shard_index in zip(keys, shard_indexes, strict=True):
+            table = shards[shard_index]
+            mask = table.get(key)
+            if mask is None:
+                table[key] = bit  # One int object, shared by all blocks of a single source.
+                added += 1
+            elif not mask & bit:
+                table[key] = mask | bit
+                added += 1
+        return added
+
+    def _store_new(self, keys: list[int], tables: list[dict[int, int]], bit: int) -> int:
+        """As `_store_few`, without Python code for each block that is new to the index."""
+        held_before = len(self)
+        masks = list(map(dict.setdefault, tables, keys, repeat(bit)))
+        added = len(self) - held_before
+        if added < len(keys):
+            for key, table, mask in zip(keys, tables, masks, strict=True):
+                if not mask & bit:
+                    table[key] = mask | bit
+                    added += 1
+        return added
 
     def _clear_bit(self, keys: list[int] | array[int], bit: int) -> int:
         """Clear a bit; returns how many blocks had it."""
@@ -289,6 +335,7 @@ class PrefixIndex:
         cleared = 0
         for key in keys:
             table = shards[key & _SHARD_MASK]
+            key >>= SHARD_BITS
             mask = table.get(key, 0)
             if mask == bit:
                 del table[key]
@@ -329,6 +376,7 @@ class PrefixIndex:
         advertised._logs[tier] = array("Q")
         advertised._bits[tier] = 0
         del self._sources[bit]
+        self._sources_by_mask.clear()
         self._tier_bits[tier] ^= bit
         heapq.heappush(self._free_bits, bit)
 

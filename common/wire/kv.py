@@ -168,15 +168,15 @@ def snapshot_chunk_from_proto(
 
 
 def matches_to_proto(rows: Iterable[SourceMatch]) -> indexer_pb2.MatchResponse:
-    message = indexer_pb2.MatchResponse()
-    for source, device, host, disk in rows:
-        message.matches.add(
-            source=source_to_proto(source),
-            device_blocks=device,
-            host_blocks=host,
-            disk_blocks=disk,
-        )
-    return message
+    response = indexer_pb2.MatchResponse()
+    add = response.matches.add
+    for (worker_id, dp_rank), device, host, disk in rows:
+        # Half the time of constructors: there may be hundreds of rows.
+        message = add()
+        message.device_blocks, message.host_blocks, message.disk_blocks = device, host, disk
+        source = message.source
+        source.worker_id, source.dp_rank = worker_id, dp_rank
+    return response
 
 
 def message_parts(

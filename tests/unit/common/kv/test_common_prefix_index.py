@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from common.kv.events import EMPTY_HASHES, SNAPSHOT_CHUNK_BLOCKS, Hashes, Source, Tier
 from common.kv.prefix_index import (
+    LARGE_BATCH_BLOCKS,
     LOG_SLACK_ENTRIES,
     SHARD_COUNT,
     AdvertisedBlocks,
@@ -321,3 +322,39 @@ def test_the_index_holds_what_plain_sets_hold(
     for key in range(1, 4 * SHARD_COUNT, 7):
         matched = {row.source.worker_id - 1 for row in index.match(array([key]))}
         assert matched == {w for w in range(4) if visible[w] and key in set().union(*held[w])}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_large_batches_of_known_and_new_blocks_give_the_sets_of_their_sources(seed: int) -> None:
+    rng, index = Random(seed), PrefixIndex()
+    keys = [rng.getrandbits(64) for _ in range(4 * LARGE_BATCH_BLOCKS)]
+    held: dict[Source, set[int]] = {A: set(), B: set(), C: set()}
+    handles = {source: shown(index, source) for source in held}
+    for _ in range(12):
+        source = rng.choice(list(held))
+        batch = rng.sample(keys, rng.randint(LARGE_BATCH_BLOCKS // 2, 2 * LARGE_BATCH_BLOCKS))
+        if rng.random() < 0.7:
+            index.store(handles[source], array(batch))
+            held[source] |= set(batch)
+        else:
+            index.remove(handles[source], array(batch))
+            held[source] -= set(batch)
+        for one, handle in handles.items():
+            assert handle.blocks == len(held[one])
+            assert set(listed(index, handle)) == held[one]
+        assert len(index) == len(set().union(*held.values()))
+        assert index.blocks == sum(map(len, held.values()))
+    for key in keys:
+        assert {row.source for row in index.match(array([key]))} == {
+            source for source, blocks in held.items() if key in blocks
+        }
+
+
+def test_a_reused_bit_names_its_new_source() -> None:
+    index = PrefixIndex()
+    old = shown(index, A, 1)
+    assert rows(index, 1) == [(A, 1)]
+    index.retire(old)
+    sweep(index)
+    shown(index, B, 1)
+    assert rows(index, 1) == [(B, 1)]
