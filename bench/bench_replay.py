@@ -8,7 +8,7 @@
 - `no_reuse_vs_least_loaded`: kv on prompts that share nothing;
 - `slow_worker_p99`: p99 with one of 8 workers at a quarter of the speed / without;
 - `routers4_hit`, `routers4_ttft`: 4 routers / one router, arrivals spread; `routers8_*` likewise,
-  `routers4_late_ttft` at ten times the lags.
+  `routers4_late_ttft` at ten times the lags; `approx4_*` without KV events (`kv_approx`).
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ def main() -> None:
         "routers4": Run(conversation, routers=4, is_spread=True),
         "routers8": Run(conversation, routers=8, is_spread=True),
         "routers4_late": Run(conversation, routers=4, is_spread=True, lag_factor=10.0),
+        "approx": Run(conversation, "kv_approx", is_spread=True),
+        "approx4": Run(conversation, "kv_approx", routers=4, is_spread=True),
         "without_slow_worker": Run(WITHOUT_SLOW_WORKER),
     }
     with ProcessPoolExecutor(args.processes) as pool:
@@ -139,7 +141,7 @@ def _figures(found: dict[object, Summary]) -> dict[str, float]:
         w: _ttft(found, w.name, "kv") / min(_ttft(found, w.name, p) for p in COMPARED)
         for w in WORKLOADS
     }
-    one, stuck = found["one"], found["one_stuck_worker", "kv"]
+    stuck = found["one_stuck_worker", "kv"]
     kv = _ttft(found, "conversation", "kv")
     no_reuse = _ttft(found, "no_reuse", "kv") / _ttft(found, "no_reuse", "least_loaded")
     slow, fast = found["one_slow_worker", "kv"], found["without_slow_worker"]
@@ -152,7 +154,9 @@ def _figures(found: dict[object, Summary]) -> dict[str, float]:
         "slow_worker_p99": slow.ttft_p99_s / fast.ttft_p99_s,
         "stuck_worker_unanswered": stuck.unanswered / stuck.requests,
     }
-    for name in ("routers4", "routers8", "routers4_late"):
+    one_router = {"routers4": "one", "routers8": "one", "routers4_late": "one", "approx4": "approx"}
+    for name, single in one_router.items():
+        one = found[single]
         figures[f"{name}_hit"] = found[name].hit_rate / one.hit_rate
         figures[f"{name}_ttft"] = found[name].ttft_mean_s / one.ttft_mean_s
     return {name: round(value, 3) for name, value in figures.items()}

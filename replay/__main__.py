@@ -112,7 +112,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--index-lag-ms", type=seconds, default=20.0, help="delay of KV events and loads"
     )
     parser.add_argument(
-        "--sync-lag-ms", type=seconds, default=5.0, help="delay of bookings between routers"
+        "--sync-lag-ms",
+        type=seconds,
+        default=5.0,
+        help="delay of bookings and prompts between routers",
     )
     parser.add_argument(
         "--speed", type=_bounded(float, 1e-3), default=1.0, help="multiple of the arrival rate"

@@ -2,7 +2,7 @@
 
 Routers, their replication, the index and the workers are the production cores. The clock jumps from
 event to event; decisions take no time. Routers learn of cached blocks and of loads `index_lag_s`
-after the change, and of each other's bookings `sync_lag_s` after it.
+after the change, and of each other's bookings and prompts `sync_lag_s` after it.
 """
 
 from __future__ import annotations
@@ -284,7 +284,8 @@ class ReplayMesh:
         router.update(self._fleet(), 0.0)
         session = router.load_tracker.open_session(number + 1, 1)
         rng = Random(f"{self._settings.seed}:{number}")
-        return _Peer(router, Replica(router.load_tracker), session, rng)
+        replica = Replica(router.load_tracker, overlaps=router.overlaps)
+        return _Peer(router, replica, session, rng)
 
     def _connect_peers(self) -> None:
         for receiver, peer in enumerate(self._peers):

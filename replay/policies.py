@@ -8,6 +8,8 @@ The rivals are written from their documentation, with its defaults:
 - `llm_d` (llm-d, precise prefix cache scorer): 3, 2 and 2 parts of prefix share, free KV
   share and short queue, each scaled to 0..1 over the workers; the highest sum.
 - `dynamo` (NVIDIA Dynamo 1.6): its cost with its defaults.
+
+`kv_approx` is `kv` without KV events: caches are approximated from decisions.
 """
 
 from __future__ import annotations
@@ -118,6 +120,9 @@ def _built_in(name: str) -> Callable[[Reports], WorkerSelector]:
 _PREDICTED = derive_index_settings(
     overlap_score_credit=1.0, kv_events=True, limits=ApproxLimits(), predicted_ttl_s=5.0
 )
+_APPROXIMATE = derive_index_settings(
+    overlap_score_credit=1.0, kv_events=False, limits=ApproxLimits(), predicted_ttl_s=0.0
+)
 # Entries of the approximate tree last as long as they fit.
 _TREE = ApproxLimits(ttl_s=1e9, blocks_max=1 << 18)
 
@@ -126,6 +131,7 @@ POLICIES: Mapping[str, ReplayPolicy] = MappingProxyType(
         one.name: one
         for one in (
             ReplayPolicy("kv", _built_in("kv"), index_settings=_PREDICTED),
+            ReplayPolicy("kv_approx", _built_in("kv"), index_settings=_APPROXIMATE),
             ReplayPolicy("least_loaded", _built_in("least_loaded")),
             ReplayPolicy("random", _built_in("random")),
             ReplayPolicy("round_robin", _built_in("round_robin")),

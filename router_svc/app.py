@@ -77,6 +77,7 @@ class RouterApp(ServiceApp[RouterConfig]):
             lambda: self.router.fleet.routers,
             load_tracker,
             self.router.affinity,
+            self.router.overlaps,
             open_sync=grpc_syncs(self._security),
             rng=rng,
             clock=clock,

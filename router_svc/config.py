@@ -141,7 +141,7 @@ class RouterConfig(ServiceConfig):
     """Seconds after which recent prefill work counts half."""
     kv_events: bool = True
     """Track the KV events of the engines. Unset it if no engine publishes them: the router then
-    approximates caches from its own decisions, which other routers do not see."""
+    approximates caches from the decisions of all routers."""
     router_ttl_secs: PositiveFloat = _APPROX_DEFAULTS.ttl_s
     """Seconds an approximate entry counts, for workers without KV events. About as long as a prompt
     stays cached there."""
@@ -153,9 +153,9 @@ class RouterConfig(ServiceConfig):
     )
     """Share of router_max_tree_size that remains after pruning. Lower it to prune less often."""
     router_predicted_ttl_secs: NonNegativeFloat = 5.0
-    """The blocks of a prompt count as cached for so many seconds after the decision, at the router
-    that decided, before KV events confirm them. Requests of a burst with a common prefix then meet
-    on one worker. 0: only KV events count."""
+    """The blocks of a prompt count as cached for so many seconds after the decision, at all
+    routers, before KV events confirm them. Requests of a burst with a common prefix then meet on
+    one worker. 0: only KV events count."""
     session_affinity_ttl_s: Annotated[float, AfterValidator(_validate_ttl)] = (
         DEFAULT_POLICY.session_ttl_s
     )

@@ -13,8 +13,8 @@ from router_svc.core.decision import Decision
 from router_svc.core.explain import CandidateRow
 from router_svc.core.fleet import Fleet
 from router_svc.core.load_tracker import COUNTER_MAX
-from router_svc.core.query import Query
-from router_svc.core.replication import Frame
+from router_svc.core.query import HASH_BYTES, Query, validate_query
+from router_svc.core.replication import Frame, PlacedPrompt
 from router_svc.core.sessions import (
     SESSION_ID_CHARS_MAX,
     SessionPlacement,
@@ -115,7 +115,7 @@ def frame_from_proto(message: router_pb2.SyncRequest) -> Frame:
     if not message.sequence:
         raise InvalidRequest("sequence must be at least 1", "sequence")
     refused: list[InvalidRequest] = []
-    refused_records: list[InvalidRequest] = []
+    refused_uncounted: list[InvalidRequest] = []
     return Frame(
         message.sequence,
         tuple(_parse_valid(peer_booking_from_proto, message.upserts, "upserts", refused)),
@@ -125,11 +125,12 @@ def frame_from_proto(message: router_pb2.SyncRequest) -> Frame:
         message.ends_all,
         tuple(SessionHello(hello.frontend_id, hello.generation) for hello in message.sessions),
         tuple(
-            _parse_valid(session_record_from_proto, message.bindings, "bindings", refused_records)
+            _parse_valid(session_record_from_proto, message.bindings, "bindings", refused_uncounted)
         ),
         tuple(_parse_valid(_key_of, message.released, "released", refused)),
+        tuple(_parse_valid(_prompt_from_proto, message.prompts, "prompts", refused_uncounted)),
         tuple(refused),
-        tuple(refused_records),
+        tuple(refused_uncounted),
     )
 
 
@@ -190,6 +191,7 @@ def frame_to_proto(frame: Frame, router_id: int) -> router_pb2.SyncRequest:
         ends_all=frame.ends_all,
         sessions=(router_pb2.SessionHello(**hello._asdict()) for hello in frame.sessions),
         bindings=map(session_record_to_proto, frame.session_records),
+        prompts=map(_prompt_to_proto, frame.prompts),
     )
 
 
@@ -243,6 +245,28 @@ def load_to_proto(placement: Placement, load: LoadTotals) -> router_pb2.Potentia
 
 def placement_to_proto(placement: Placement) -> router_pb2.Placement:
     return router_pb2.Placement(worker_id=placement.worker_id, dp_rank=placement.dp_rank)
+
+
+def _prompt_from_proto(message: router_pb2.PlacedPrompt, field: str) -> PlacedPrompt:
+    hashes = message.prefix_hashes
+    tokens = len(hashes) // HASH_BYTES * message.block_size
+    query = Query(message.model, tokens, hashes, message.hash_scheme, message.block_size)
+    try:
+        validate_query(query)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{field}: {error.message}", field) from None
+    return PlacedPrompt(query, _placement(message.worker))
+
+
+def _prompt_to_proto(prompt: PlacedPrompt) -> router_pb2.PlacedPrompt:
+    query, placement = prompt
+    return router_pb2.PlacedPrompt(
+        model=query.model,
+        prefix_hashes=query.prefix_hashes,
+        hash_scheme=query.hash_scheme,
+        block_size=query.block_size,
+        worker=placement_to_proto(placement),
+    )
 
 
 def _parse_valid(

@@ -28,6 +28,7 @@ from common.rpc.stream import open_stream
 from common.runtime.tasks import TaskGroup
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from router_svc.core.load_tracker import LoadTracker
+from router_svc.core.overlap import Overlaps
 from router_svc.core.replication import OutboundSync, Replica
 from router_svc.core.sessions import SessionAffinity
 from router_svc.proto import (
@@ -76,6 +77,7 @@ class PeerSync:
         routers: Callable[[], Sequence[Instance]],
         load_tracker: LoadTracker,
         affinity: SessionAffinity | None = None,
+        overlaps: Overlaps | None = None,
         *,
         open_sync: OpenSync | None = None,
         rng: Random | None = None,
@@ -89,7 +91,7 @@ class PeerSync:
         self._change_event = asyncio.Event()
         self._readers: set[asyncio.Task[None]] = set()
         self._awaiting_snapshot: set[int] = set()
-        self.replica = Replica(load_tracker, self._change_event.set, affinity)
+        self.replica = Replica(load_tracker, self._change_event.set, affinity, overlaps)
         self.caught_up = asyncio.Event()
 
     # Outbound.
@@ -242,7 +244,7 @@ class _InboundStream:
             elif not self._replica.is_current(self._peer_id, self._stream):
                 raise Conflict("a newer stream of this router replaced it", reason="REPLACED")
             frame = frame_from_proto(message)
-            _log_refused(self._peer_id, (*frame.refused, *frame.refused_session_records))
+            _log_refused(self._peer_id, (*frame.refused, *frame.refused_uncounted))
             now = self._last_received_at
             resend = self._replica.apply_frame(self._peer_id, self._stream, frame, now)
             if resend:

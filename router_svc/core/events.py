@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, ParamSpec
 
+from router_svc.core.query import Query
 from router_svc.core.types import Booking, BookingKey, Placement, SessionName
 
 P = ParamSpec("P")
@@ -46,6 +47,8 @@ class RouterEvents:
         self.booking_removed: Event[[Booking, bool]] = Event()
         # A newer session of the same frontend superseded this frontend session.
         self.frontend_session_superseded: Event[[int]] = Event()
+        # A prompt was sent to a rank, of whose cache it made approximate entries here.
+        self.prompt_entered: Event[[Query, Placement]] = Event()
         # Client sessions: peers need an update of this one.
         self.session_changed: Event[[SessionName]] = Event()
         # This one has another placement than before, or none.

@@ -10,7 +10,8 @@ The source depends on what a rank's worker advertises (`Instance.kv_index`):
 
 *Predicted entries* are short-lived approximate entries for ranks that publish events: a prompt's
 blocks count from its decision on, so that requests of a burst with one prefix meet on one worker.
-The larger of reported and predicted blocks counts. A request without prefix hashes matches nothing
+The larger of reported and predicted blocks counts. Routers send both kinds of entries to each other
+(`replication`). A request without prefix hashes matches nothing
 and leaves no entry: its token ids alone do not identify its content.
 """
 
@@ -41,7 +42,7 @@ class IndexStatus(NamedTuple):
 
 
 UNKNOWN_STATUS = IndexStatus()
-_APPROXIMATE_STATUS = IndexStatus("approx", "derived from this router's decisions")
+_APPROXIMATE_STATUS = IndexStatus("approx", "derived from decisions")
 
 
 class IndexStatusProvider(Protocol):
@@ -161,13 +162,17 @@ class Overlaps:
                     found[row.source] = row
         return found
 
-    def record_placement(self, query: Query, placement: Placement, now: float) -> None:
-        """Enter a booked prompt that the rank will compute."""
+    def record_placement(self, query: Query, placement: Placement, now: float) -> bool:
+        """Enter a booked prompt that the rank will compute; False if that makes no entry."""
+        index = None
         if placement.worker_id in self._event_workers:
-            if self.predicted is not None:
-                self.predicted.touch(query, placement, now)
-        elif placement.worker_id in self._approximate_workers and self.approximate is not None:
-            self.approximate.touch(query, placement, now)
+            index = self.predicted
+        elif placement.worker_id in self._approximate_workers:
+            index = self.approximate
+        if index is None or not query.prefix_hashes:
+            return False
+        index.touch(query, placement, now)
+        return True
 
     def is_approximate(self, placement: Placement) -> bool:
         """Whether a rank's entries are derived from decisions."""

@@ -14,8 +14,12 @@ while the peer responds and has not yet sent a full sync, however late discovery
 
 Client sessions (`sessions`) are replicated too: sent by the router that changed them and, in a full
 sync, by all. Session records converge in any order, so that no reported state and no digest of
-them is kept. Loads are exchanged, never prompt content. Digests detect lost updates; the repair is
-a full sync: what the peer holds and does not receive again has ended.
+them is kept. Loads and hashes are exchanged, never prompt content. Digests detect lost updates; the
+repair is a full sync: what the peer holds and does not receive again has ended.
+
+Prompts that made approximate or predicted entries (`overlap`) are sent once, to the peers connected
+then, so that all routers expect the same caches. A lost one costs at most a cache hit: no digest
+covers them, and no full sync repeats them.
 
 Invariants: reported bookings are those of peers with an open stream; an update is sent after its
 change was made, and all bookings are sent before the end of a full sync.
@@ -23,16 +27,20 @@ change was made, and all bookings are sent before the end of a full sync.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from struct import Struct
+from typing import NamedTuple
 
 from common.errors import InvalidRequest, Overloaded
 from router_svc.core.load_tracker import LoadTracker
+from router_svc.core.overlap import Overlaps
+from router_svc.core.query import HASH_BYTES, Query
 from router_svc.core.sessions import SessionAffinity, SessionUpdate
-from router_svc.core.types import Booking, BookingKey, SessionHello, SessionName
+from router_svc.core.types import Booking, BookingKey, Placement, SessionHello, SessionName
 
 # Bookings, and client sessions, in one frame: a peer applies them in a few milliseconds.
 FRAME_ENTRIES_MAX = 512
@@ -40,15 +48,26 @@ FRAME_ENTRIES_MAX = 512
 DIGEST_S = 1.0
 # Unsent changes for one peer; above it, the peer gets a full sync instead.
 BACKLOG_MAX = 65_536
+# Blocks of prompts in one frame, which the last one may exceed: a peer enters them in about 4 ms.
+FRAME_BLOCKS_MAX = 8192
+# Blocks of unsent prompts for one peer; above it, the oldest prompts are not sent.
+BACKLOG_BLOCKS_MAX = 1 << 18
 
 _EMPTY_DIGEST = 0x6B766D6573680001
 _FOUR_UINT64 = Struct("<QQQQ")
 
 
+class PlacedPrompt(NamedTuple):
+    """A prompt by its hashes, and the rank that it was sent to. query: no other fields are set."""
+
+    query: Query
+    placement: Placement
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """One message to a peer; see `router.v1.SyncRequest`. digest: 0 for none. refused,
-    refused_session_records: why entries were left out; no digest covers the latter.
+    refused_uncounted: why entries were left out; no digest covers the latter.
     """
 
     sequence: int
@@ -60,8 +79,9 @@ class Frame:
     sessions: tuple[SessionHello, ...] = ()
     session_records: tuple[SessionUpdate, ...] = ()
     released: tuple[BookingKey, ...] = ()
+    prompts: tuple[PlacedPrompt, ...] = ()
     refused: tuple[InvalidRequest, ...] = ()
-    refused_session_records: tuple[InvalidRequest, ...] = ()
+    refused_uncounted: tuple[InvalidRequest, ...] = ()
 
 
 def fingerprint(booking: Booking) -> int:
@@ -137,6 +157,8 @@ class OutboundSync:
         # Whether the booking had ended at the change: a peer may have it again when this is sent.
         self._changed_bookings: dict[BookingKey, bool] = {}
         self._changed_sessions: dict[SessionName, None] = {}
+        self._prompts: deque[PlacedPrompt] = deque()
+        self._prompt_blocks = 0
         self._full_sync_remaining = 0
         self._is_full_sync_start = self._is_full_sync = True
         self._sequence = 0
@@ -161,16 +183,23 @@ class OutboundSync:
         if len(self._changed_sessions) > 2 * BACKLOG_MAX:
             self.request_full_sync()
 
+    def prompt_entered(self, prompt: PlacedPrompt) -> None:
+        self._prompts.append(prompt)
+        self._prompt_blocks += _blocks_of(prompt)
+        while self._prompt_blocks > BACKLOG_BLOCKS_MAX:
+            self._prompt_blocks -= _blocks_of(self._prompts.popleft())
+
     def seconds_until_due(self, now: float) -> float:
         """Seconds until a frame is due: 0 if there are changes, else until the next digest."""
-        if self._changed_bookings or self._is_full_sync or self._changed_sessions:
+        if self._changed_bookings or self._is_full_sync or self._changed_sessions or self._prompts:
             return 0.0
         return max(0.0, self._last_digest_at + DIGEST_S - now)
 
     @property
     def is_frame_full(self) -> bool:
         """Whether enough changes wait to fill a frame."""
-        return max(len(self._changed_bookings), len(self._changed_sessions)) >= FRAME_ENTRIES_MAX
+        changes = max(len(self._changed_bookings), len(self._changed_sessions))
+        return changes >= FRAME_ENTRIES_MAX or self._prompt_blocks >= FRAME_BLOCKS_MAX
 
     def frame(self, now: float) -> Frame:
         """The next frame, with the present state of all it contains."""
@@ -212,7 +241,17 @@ class OutboundSync:
             tuple(self._load_tracker.sessions()) if digest else (),
             self._affinity.updates(changed_sessions, now),
             tuple(released),
+            self._take_prompts(),
         )
+
+    def _take_prompts(self) -> tuple[PlacedPrompt, ...]:
+        taken: list[PlacedPrompt] = []
+        blocks = 0
+        while self._prompts and blocks < FRAME_BLOCKS_MAX:
+            taken.append(self._prompts.popleft())
+            blocks += _blocks_of(taken[-1])
+        self._prompt_blocks -= blocks
+        return tuple(taken)
 
     def _take_digest(self, now: float) -> int:
         if self._changed_bookings or self._is_full_sync or now < self._last_digest_at + DIGEST_S:
@@ -224,8 +263,8 @@ class OutboundSync:
 class Replica:
     """This router's side of the replication. Times are seconds. on_change: called when there is
     something new to send. refused: entries of peers left out: invalid, or the tracker was full.
-    resends: full syncs requested from peers. affinity: the client sessions to replicate; None:
-    none.
+    resends: full syncs requested from peers. affinity: the client sessions to replicate; overlaps:
+    the approximate entries; None: none.
     """
 
     def __init__(
@@ -233,8 +272,10 @@ class Replica:
         load_tracker: LoadTracker,
         on_change: Callable[[], object] = lambda: None,
         affinity: SessionAffinity | None = None,
+        overlaps: Overlaps | None = None,
     ) -> None:
         self._load_tracker = load_tracker
+        self._overlaps = overlaps
         self._affinity = (
             SessionAffinity(0.0, events=load_tracker.events) if affinity is None else affinity
         )
@@ -248,6 +289,7 @@ class Replica:
         self.resends = 0
         load_tracker.events.booking_changed.subscribe(self._booking_changed)
         load_tracker.events.session_changed.subscribe(self._session_changed)
+        load_tracker.events.prompt_entered.subscribe(self._prompt_entered)
 
     def _booking_changed(self, key: BookingKey) -> None:
         if (booking := self._load_tracker.get_own(key)) is not None:
@@ -314,13 +356,16 @@ class Replica:
         if frame.begins_all:
             peer_state.round += 1
             peer_state.awaits_full_sync = peer_state.is_partial = False
-        self.refused += len(frame.refused) + len(frame.refused_session_records)
+        self.refused += len(frame.refused) + len(frame.refused_uncounted)
         peer_state.is_partial |= bool(frame.refused)
         self._apply_bookings(peer_state, frame, now)
         if frame.ends_all and not (has_gap or peer_state.awaits_full_sync):
             self._finish_full_sync(router_id, peer_state)
         for record in frame.session_records:
             self._affinity.receive(record, now)
+        if self._overlaps is not None:
+            for query, placement in frame.prompts:
+                self._overlaps.record_placement(query, placement, now)
         differs = frame.digest not in (0, peer_state.digest.value) and not peer_state.is_partial
         # A gap counts even while a full sync is awaited: it may have hidden the beginning of that.
         if not (has_gap or (differs and not peer_state.awaits_full_sync)):
@@ -379,6 +424,15 @@ class Replica:
             outbound.session_changed(session)
         self._on_change()
 
+    def _prompt_entered(self, query: Query, placement: Placement) -> None:
+        if not self._outbound_syncs:
+            return
+        hashes = (query.prefix_hashes, query.hash_scheme, query.block_size)
+        prompt = PlacedPrompt(Query(query.model, query.total_tokens, *hashes), placement)
+        for outbound in self._outbound_syncs:
+            outbound.prompt_entered(prompt)
+        self._on_change()
+
     def _apply_bookings(self, peer_state: _PeerState, frame: Frame, now: float) -> None:
         for booking in frame.upserts:
             peer_state.bookings[booking.key] = (booking, peer_state.round)
@@ -406,3 +460,7 @@ class Replica:
     def _apply_removal(self, peer_state: _PeerState, key: BookingKey) -> None:
         peer_state.discard(key)
         self._load_tracker.booking_ended(key)
+
+
+def _blocks_of(prompt: PlacedPrompt) -> int:
+    return len(prompt.query.prefix_hashes) // HASH_BYTES

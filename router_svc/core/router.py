@@ -324,7 +324,9 @@ class Router:
         if key is not None:
             self.load_tracker.book(booking_of(key, query, decision), session, now)
             self._record_prefill_work(query, decision, plan, now)
-            self.overlaps.record_placement(query, plan.prompt_leg.chosen.placement, now)
+            prompt_at = plan.prompt_leg.chosen.placement
+            if self.overlaps.record_placement(query, prompt_at, now):
+                self.events.prompt_entered(query, prompt_at)
             if record is not None:
                 self.affinity.record_booking(record, now)
             self._store_recent(key, decision)

@@ -1,4 +1,4 @@
-"""A router without KV events predicts cache hits from its own decisions."""
+"""Routers without KV events predict cache hits from their decisions."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
-from tests.e2e.mesh import Mesh, wait_for
+from kvmesh.router.v1 import router_pb2, router_pb2_grpc
+from tests.e2e.mesh import WAIT_S, Mesh, Service, wait_for
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs far away from all of them "
 
@@ -20,7 +22,10 @@ def post_completion(mesh: Mesh, client_id: str, prompt: str) -> dict[str, Any]:
     line = mesh.request_line(client_id)
     # Its booking could still count against the next one: a router answers the queries of a frame
     # before it frees the bookings of that frame.
-    wait_for(lambda: mesh.router.bookings() == 0, "the router has freed the booking")
+    wait_for(
+        lambda: not any(router.bookings() for router in mesh.running("router")),
+        "the routers have freed the booking",
+    )
     return line
 
 
@@ -40,3 +45,33 @@ def test_without_kv_events_prefix_hits_are_predicted_as_the_engine_reports_them(
                 assert line["workers"] == first["workers"], line
                 assert line["predicted_cached_tokens"] == line["cached_tokens"] > 200
                 assert "prefix hit" in json.dumps(line["routing"])
+
+
+def has_decided(router: Service, request_id: str) -> bool:
+    stub = router_pb2_grpc.RouterServiceStub(router.channel)
+    try:
+        stub.Explain(router_pb2.ExplainRequest(request_id=request_id), timeout=WAIT_S)
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.NOT_FOUND:
+            return False
+        raise
+    return True
+
+
+@pytest.mark.slow
+def test_a_prompt_that_one_router_placed_is_a_hit_at_another(tmp_path: Path) -> None:
+    flags = ["--kv-events=off", "--recent-miss-weight=0"]
+    sizes: dict[str, Any] = {"workers": 4, "routers": 2, "worker_flags": ["--speedup=20"]}
+    with Mesh(tmp_path, router_flags=flags, **sizes) as mesh:
+        routers = mesh.running("router")
+        topics = [f"topic {n}: " + WORDS * 20 for n in range(6)]
+        firsts = [post_completion(mesh, f"{n}.0", topic) for n, topic in enumerate(topics)]
+        deciders = {
+            router.name for router in routers if has_decided(router, firsts[0]["request_id"])
+        }
+        assert len(deciders) == 1, "one router placed the request"
+        next(router for router in routers if router.name in deciders).kill()
+        for number, first in enumerate(firsts):
+            line = post_completion(mesh, f"{number}.1", topics[number] + " again")
+            assert line["workers"] == first["workers"], line
+            assert line["predicted_cached_tokens"] == line["cached_tokens"] > 200

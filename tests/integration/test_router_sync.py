@@ -15,7 +15,7 @@ import pytest
 import router_svc.app
 import router_svc.replication_sync
 from common.errors import Conflict, InvalidRequest, MeshError
-from common.registry.instances import Instance
+from common.registry.instances import Instance, KvIndex
 from common.registry.registry import MemoryRegistry, MemoryStore, Watch
 from common.rpc import channel as rpc
 from common.rpc.interceptors import mesh_error_from_rpc
@@ -37,10 +37,10 @@ class Bed:
         self.registry = MemoryRegistry(self.store)
 
     async def node(
-        self, *, registered: bool = True, watched: MemoryRegistry | None = None
+        self, *, registered: bool = True, watched: MemoryRegistry | None = None, **settings: Any
     ) -> RouterBed:
         return await self.stack.enter_async_context(
-            running(watched, store=self.store, registered=registered)
+            running(watched, store=self.store, registered=registered, **settings)
         )
 
     async def nodes(self, count: int) -> list[RouterBed]:
@@ -273,6 +273,55 @@ async def test_output_blocks_and_decay_give_the_same_load_at_all_routers(bed: Be
         late = await bed.node()
         nodes.append(late)
         await check_load(20, 5)
+
+
+@pytest.mark.parametrize(("kv_index", "kv_events"), [("approx", True), ("events", False)])
+async def test_a_prompt_placed_by_one_router_is_a_hit_at_another(
+    bed: Bed, kv_index: KvIndex, kv_events: bool
+) -> None:
+    await check_prompts_are_shared(bed, kv_index, kv_events=kv_events)
+
+
+async def test_predicted_entries_of_one_router_count_at_another(bed: Bed) -> None:
+    """No worker publishes an event."""
+    await check_prompts_are_shared(bed, "events", router_predicted_ttl_secs=60.0)
+
+
+async def check_prompts_are_shared(bed: Bed, kv_index: KvIndex, **settings: Any) -> None:
+    nodes = [await bed.node(recent_miss_weight=0, **settings) for _ in range(2)]
+    fields: dict[str, Any] = {"model": "a", "block_size": 16, "kv_index": kv_index}
+    await nodes[0].add(*(Instance(n, NS, "worker", "", f"w:{n}", **fields) for n in range(10, 18)))
+    await nodes[1].sees(*range(10, 18))
+    await until(lambda: all(peers(node) == 1 for node in nodes), "the routers are connected")
+    query: dict[str, Any] = {
+        "model": "a",
+        "total_tokens": 100,
+        "prefix_hashes": b"".join(n.to_bytes(8, "little") for n in range(1, 7)),
+        "hash_scheme": 1,
+        "block_size": 16,
+    }
+    placed = await nodes[0].route(1, **query)
+    assert placed.predicted_cached_tokens == 0
+    explain = pb.ExplainRequest(query=pb.Query(**query))
+    deadline = asyncio.get_running_loop().time() + WAIT_S
+    while (other := await nodes[1].unary("Explain", explain)).decision.overlap_blocks == 0:
+        assert asyncio.get_running_loop().time() < deadline, other
+        await asyncio.sleep(0.005)
+    assert other.decision.worker == placed.worker
+    assert other.decision.predicted_cached_tokens == 96
+    holders = [c.worker for c in other.candidates if c.overlap_blocks]
+    assert holders == [placed.worker], "the other workers hold nothing"
+
+
+async def test_a_malformed_prompt_of_a_peer_is_refused_and_the_rest_applied(bed: Bed) -> None:
+    node = await bed.node()
+    async with _sync_call(node, 900) as call:
+        odd = pb.PlacedPrompt(model="m", prefix_hashes=b"odd", hash_scheme=1, block_size=16)
+        whole = {"upserts": [_booking(0)], "begins_all": True, "ends_all": True}
+        await call.write(_frame(900, 1, prompts=[odd], **whole))
+        await until(lambda: peers(node) == 1 and not orphans(node), "the router is a peer")
+        assert (await dump(node)).keys() == {"r0"}
+        assert node.app.peers.replica.refused == 1
 
 
 async def test_a_peer_that_does_not_respond_does_not_delay_the_start(

@@ -337,7 +337,7 @@ class ApproximatesAllWorkers(ObservedRouter):
 class NeverRecordsRouting(ObservedRouter):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        self.overlaps.record_placement = lambda *args: None  # type: ignore[method-assign]
+        self.overlaps.record_placement = lambda *args: False  # type: ignore[method-assign]
 
 
 class NeverExpiresPredictions(ObservedRouter):

@@ -5,16 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from common.errors import Overloaded
+from common.kv.hashing import hashes_from_bytes, hashes_to_bytes
 from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
+from router_svc.core.query import Query
 from router_svc.core.replication import (
+    BACKLOG_BLOCKS_MAX,
     BACKLOG_MAX,
     DIGEST_S,
+    FRAME_BLOCKS_MAX,
     FRAME_ENTRIES_MAX,
     Digest,
     Frame,
@@ -674,6 +679,39 @@ def test_a_full_tracker_refuses_bookings_of_peers_and_counts_them() -> None:
         one.load_tracker.free(key(name))
     link.step(0.1)
     assert len(two.load_tracker) == 0
+
+
+def prompt(first: int, blocks: int, model: str = "m") -> Query:
+    hashes = np.arange(first, first + blocks, dtype=np.uint64)
+    return Query(model, blocks * 16, hashes_to_bytes(hashes), 1, 16)
+
+
+def test_prompts_are_sent_once_in_frames_of_bounded_size() -> None:
+    one, two, link = pair()
+    link.flush(0.0)
+    queries = [prompt(1 << 20 * n, FRAME_BLOCKS_MAX // 2) for n in range(1, 4)]
+    for query in queries:
+        one.load_tracker.events.prompt_entered(query, W1)
+    assert link.outbound.is_frame_full
+    sent = [link.step(0.1).prompts for _ in range(3)]
+    assert [len(prompts) for prompts in sent] == [2, 1, 0]
+    assert [p.query.prefix_hashes for part in sent for p in part] == [
+        query.prefix_hashes for query in queries
+    ]
+    link.outbound.request_full_sync()
+    assert not link.step(0.2).prompts, "a full sync does not repeat them"
+    assert two.replica.refused == 0, "a router without such entries ignores them"
+
+
+def test_prompts_for_a_peer_that_reads_nothing_use_bounded_memory() -> None:
+    one, _, link = pair()
+    blocks = BACKLOG_BLOCKS_MAX // 4
+    for n in range(1, 7):
+        one.load_tracker.events.prompt_entered(prompt(n << 20, blocks), W1)
+    firsts = []
+    while prompts := link.outbound.frame(0.0).prompts:
+        firsts += [int(hashes_from_bytes(p.query.prefix_hashes)[0]) >> 20 for p in prompts]
+    assert firsts == [3, 4, 5, 6], "the oldest are not sent"
 
 
 def test_a_digest_does_not_depend_on_order() -> None:

@@ -457,7 +457,7 @@ def test_invalid_entries_of_a_peer_are_refused_and_the_rest_is_applied() -> None
         "removals.key.request_id",
         "released.key.request_id",
     ]
-    assert [error.field for error in first.refused_session_records] == [
+    assert [error.field for error in first.refused_uncounted] == [
         "bindings.model",
         "bindings.revision",
     ]
@@ -495,7 +495,7 @@ def test_a_refused_session_record_does_not_change_the_booking_digest() -> None:
         sequence=1, begins_all=True, ends_all=True, bindings=[session_binding(revision=2**64 - 1)]
     )
     frame = frame_from_proto(request)
-    assert [error.field for error in frame.refused_session_records] == ["bindings.revision"]
+    assert [error.field for error in frame.refused_uncounted] == ["bindings.revision"]
     peer.replica.apply_frame(1, stream, frame, 0.0)
     assert peer.replica.refused == 1
     assert peer.replica.apply_frame(

@@ -861,7 +861,7 @@ class Candidate(_message.Message):
     leg: _builtins.str
     """Leg: whole, prefill or decode."""
     source_state: _builtins.str
-    """State of its source in the index: exact, degraded, stale and approx (predicted from this router's
+    """State of its source in the index: exact, degraded, stale and approx (predicted from the routers'
     decisions) match, gapped and none do not.
     """
     source_reason: _builtins.str
@@ -993,6 +993,7 @@ class SyncRequest(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     BINDINGS_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.int
     """Instance id of the sending router."""
     sequence: _builtins.int
@@ -1033,6 +1034,12 @@ class SyncRequest(_message.Message):
         frontend_id only. A router that has not received them from that peer counts them as orphans.
         """
 
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedPrompt]:
+        """Prompts that the sender booked since the last frame, for approximate and predicted entries of the
+        receiver. Sent once: the digest does not include them, and a full sync does not repeat them.
+        """
+
     def __init__(
         self,
         *,
@@ -1046,14 +1053,55 @@ class SyncRequest(_message.Message):
         sessions: _abc.Iterable[Global___SessionHello] | None = ...,
         bindings: _abc.Iterable[Global___SessionBinding] | None = ...,
         released: _abc.Iterable[Global___Booking] | None = ...,
+        prompts: _abc.Iterable[Global___PlacedPrompt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_all", b"begins_all", "bindings", b"bindings", "digest", b"digest", "ends_all", b"ends_all", "released", b"released", "removals", b"removals", "router_id", b"router_id", "sequence", b"sequence", "sessions", b"sessions", "upserts", b"upserts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_all", b"begins_all", "bindings", b"bindings", "digest", b"digest", "ends_all", b"ends_all", "prompts", b"prompts", "released", b"released", "removals", b"removals", "router_id", b"router_id", "sequence", b"sequence", "sessions", b"sessions", "upserts", b"upserts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SyncRequest: _TypeAlias = SyncRequest  # noqa: Y015
+
+@_typing.final
+class PlacedPrompt(_message.Message):
+    """A prompt that a worker was chosen to compute. Hashes as in Query; never prompt content."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PREFIX_HASHES_FIELD_NUMBER: _builtins.int
+    HASH_SCHEME_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Its model."""
+    prefix_hashes: _builtins.bytes
+    """Hashes of its full blocks."""
+    hash_scheme: _builtins.int
+    """Scheme of the hashes."""
+    block_size: _builtins.int
+    """Tokens of each block."""
+    @_builtins.property
+    def worker(self) -> Global___Placement:
+        """Where it was sent."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        prefix_hashes: _builtins.bytes = ...,
+        hash_scheme: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        worker: Global___Placement | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "hash_scheme", b"hash_scheme", "model", b"model", "prefix_hashes", b"prefix_hashes", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacedPrompt: _TypeAlias = PlacedPrompt  # noqa: Y015
 
 @_typing.final
 class SessionBinding(_message.Message):
