@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from common.errors import MeshError, Unavailable
 from common.registry.instances import Instance, Snapshot
@@ -50,6 +50,7 @@ from frontend_svc.peers.stored_responses import (
     ResponseStoreService,
     StoredResponses,
 )
+from frontend_svc.processes.siblings import Siblings
 from frontend_svc.readiness import assess_readiness
 from frontend_svc.records.record_file import RecordFile
 from frontend_svc.request.gateway import Gateway
@@ -71,8 +72,11 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         *,
         instance_id: int | None = None,
         registry: Registry | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
+        """siblings: None if no other process shares the HTTP port."""
         super().__init__("frontend", config, instance_id=instance_id, registry=registry)
+        self._siblings = siblings
         self._rng = Random()
         self._snapshot = Snapshot()
         self._recently_left = RecentlyLeft()
@@ -137,7 +141,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         if self._stored_responses is not None:
             service = ResponseStoreService(self._stored_responses)
             frontend_pb2_grpc.add_ResponseStoreServiceServicer_to_server(service, self._server)
-        listen_socket = listen(config.http_host, config.http_port)
+        is_shared = self._siblings is not None
+        listen_socket = listen(config.http_host, config.http_port, shared=is_shared)
         http_port = listen_socket.getsockname()[1]
         self.http_address = rpc.join_address(config.advertise_host or config.http_host, http_port)
         self._stall_clock.tick(asyncio.get_running_loop().time())
@@ -159,12 +164,15 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MODEL_RETRY_INTERVAL_S):
                 await models_loaded.wait()
-        self._http = self._build_http_server(lifecycle)
+        metrics = self._build_metrics()
+        if self._siblings is not None:
+            await self._siblings.open(metrics, self._readiness)
+        self._http = self._build_http_server(lifecycle, metrics)
         self._http_task = lifecycle.spawn(self._http.serve([listen_socket]), name="http")
         await self._server.start()
         return self._info(http=f"http://{self.http_address}")
 
-    def _build_http_server(self, lifecycle: Lifecycle) -> HttpServer:
+    def _build_metrics(self) -> CollectorRegistry:
         metrics = CollectorRegistry()
         families, prefix = self._config.metrics_families, self._config.metrics_prefix
         self._state.register(metrics, legacy=families != "current", current=families != "legacy")
@@ -174,6 +182,9 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics.register(ResilienceCollector(self._resilience_values, prefix))
         metrics.register(RecordCollector(self._records.counts, prefix))
         add_process_metrics(metrics)
+        return metrics
+
+    def _build_http_server(self, lifecycle: Lifecycle, metrics: CollectorRegistry) -> HttpServer:
         api = build_api(
             self.gateway,
             self._models,
@@ -184,6 +195,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._readiness,
             self._hit_monitor.on_request_end,
             self._stored_responses,
+            generate_latest if self._siblings is None else self._siblings.encode,
+            None if self._siblings is None else self._siblings.combine,
         )
         return HttpServer(
             with_browser_policy(direct_routes(api), self._config),
@@ -210,6 +223,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         return [*aborted, *await rpc.stop(self._server, 0.5, self._calls)]
 
     async def close(self) -> None:
+        if self._siblings is not None:
+            await self._siblings.close()
         await super().close()
         await asyncio.to_thread(self._records.close, RECORDS_CLOSE_TIMEOUT_S)
 

@@ -26,6 +26,10 @@ class FrontendConfig(ServiceConfig):
     """Address that the OpenAI API binds. Use 0.0.0.0 in a container."""
     http_port: Port = 8000
     """Port of the OpenAI API. 0: any."""
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that share http_port, each with all settings and limits of a frontend. More than
+    one: stable_name and the files of records end in a number, and port and health_port, if fixed,
+    count up."""
     http_open: bool = False
     """Allow an http_host that is open to other hosts. The HTTP API has no keys: every client that
     reaches the port may use it. --mesh-token does not protect it."""

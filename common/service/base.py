@@ -34,6 +34,13 @@ def main(service: str, config_class: type[ConfigT], build: BuildApp[ConfigT]) ->
     config, warnings = read_config_or_exit(
         config_class, service.upper(), env.environ(), sys.argv[1:]
     )
+    serve(service, config, build, warnings)
+
+
+def serve(
+    service: str, config: ConfigT, build: BuildApp[ConfigT], warnings: Sequence[str] = ()
+) -> NoReturn:
+    """Runs a configured service as a new instance until stopped, and exits."""
     instance_id = new_instance_id(SystemRandom())
     run_service(
         service,

@@ -212,7 +212,7 @@ def run_service(
                 threaded_health = ThreadedHealthServer(config.host, config.health_port)
             app = build()
         except Exception as error:
-            _report_start_failure(error, name, config.ready_fd)
+            report_start_failure(error, name, config.ready_fd)
             return EXIT_CONFIG if isinstance(error, ConfigError) else 1
         return await run(
             app,
@@ -251,7 +251,7 @@ async def _start_app(
         await app.register()
         on_ready()
     except Exception as error:
-        _report_start_failure(error, name, ready_fd)
+        report_start_failure(error, name, ready_fd)
         lifecycle.drain("start failed", failed=True)
         return
     lifecycle.ready_event.set()
@@ -263,7 +263,7 @@ async def _start_app(
     _write_ready_line(ready_fd, line | {"instance_id": ready.instance_id, "addresses": addresses})
 
 
-def _report_start_failure(error: Exception, name: str, ready_fd: int | None) -> None:
+def report_start_failure(error: Exception, name: str, ready_fd: int | None) -> None:
     """Writes the ready line {"error": ...}, and one log line.
 
     Both contain the message if the operator can fix the error. Otherwise the log has the traceback,

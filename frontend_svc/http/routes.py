@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -72,12 +72,18 @@ def build_api(
     readiness: Callable[[], Readiness],
     on_request_end: Callable[[RequestOutcome], None],
     stored_responses: StoredResponses | None,
+    encode_metrics: Callable[[CollectorRegistry], bytes] = generate_latest,
+    combine: Callable[[Readiness], Awaitable[Readiness]] | None = None,
 ) -> Starlette:
     """Returns the whole HTTP API. registry: the registry behind /metrics. on_request_end: called
-    once for each request that was sent to workers. stored_responses: None: none are stored."""
+    once for each request that was sent to workers. stored_responses: None: none are stored.
+    combine: adds the readiness of the other processes of this frontend; None: there are none."""
+
+    async def frontend_readiness() -> Readiness:
+        return await combine(readiness()) if combine is not None else readiness()
 
     async def health(_: Request) -> Response:
-        now = readiness()
+        now = await frontend_readiness()
         return _json_response(
             {
                 "status": "healthy" if now.is_ready else "unhealthy",
@@ -91,7 +97,7 @@ def build_api(
         )
 
     async def ready(_: Request) -> Response:
-        now = readiness()
+        now = await frontend_readiness()
         return _json_response(
             {"ready": now.is_ready, "reasons": now.reasons, "degraded": now.degraded},
             200 if now.is_ready else 503,
@@ -202,7 +208,7 @@ def build_api(
             Route("/ready", ready),
             Route("/live", live),
             Route(DOCUMENT_PATH, openapi),
-            metrics_route(registry, config.metrics_path),
+            metrics_route(registry, config.metrics_path, encode=encode_metrics),
         ],
         exception_handlers={404: _not_found, 405: _not_found},
     )

@@ -66,11 +66,14 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises Conflict if the address is not available."""
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A bound socket. shared: with other sockets; those that listen share the connections. Raises
+    Conflict if the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listen_socket = socket.socket(family, socket.SOCK_STREAM)
     listen_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listen_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     # Connections inherit it. The kernel would buffer megabytes for each client that does not read.
     listen_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     try:

@@ -1,0 +1,157 @@
+"""A frontend of two processes: shared port, summed metrics, restart of a process, drain."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Service, wait_for
+
+pytestmark = pytest.mark.slow
+
+PREFIX = "kvmesh_frontend"
+OUTPUT_TOKENS = 4
+# Enough that both processes receive one: 2**-31 that they do not.
+REQUESTS = 32
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    with Mesh(
+        tmp_path_factory.mktemp("mesh"),
+        workers=1,
+        frontend_flags=["--processes=2", "--notice-s=0.2"],
+        worker_flags=["--speedup=2"],
+    ) as mesh:
+        yield mesh
+
+
+def complete(mesh: Mesh, max_tokens: int = OUTPUT_TOKENS) -> int:
+    """The status of a request on a connection of its own."""
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": max_tokens, "ignore_eos": True}
+    url = f"{mesh.url}/v1/completions"
+    return httpx.post(url, json=body, timeout=WAIT_S, trust_env=False).status_code
+
+
+def scrape(mesh: Mesh) -> dict[str, float]:
+    """Sums of the samples by name, of a scrape on a connection of its own."""
+    text = httpx.get(f"{mesh.url}/metrics", timeout=WAIT_S, trust_env=False).text
+    sums: dict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.labels.get("le", "+Inf") == "+Inf":
+                sums[sample.name] += sample.value
+    return sums
+
+
+def process_pids(mesh: Mesh) -> set[int]:
+    """The pids of the two processes."""
+    pid = mesh.frontend.pid
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def serving_instances(mesh: Mesh) -> set[str]:
+    return {event["instance"] for event in mesh.frontend.events("request")}
+
+
+def is_ready(mesh: Mesh, *, degraded: bool) -> bool:
+    try:
+        response = httpx.get(f"{mesh.url}/ready", timeout=WAIT_S, trust_env=False)
+    except httpx.TransportError:  # it was accepted by a process that was killed
+        return False
+    has_news = any("started again" in reason for reason in response.json()["degraded"])
+    return response.status_code == 200 and has_news == degraded
+
+
+@pytest.mark.row("S3-46")
+def test_requests_reach_both_processes_and_metrics_are_their_sums(mesh: Mesh) -> None:
+    before = scrape(mesh)
+    for _ in range(REQUESTS):
+        assert complete(mesh) == 200
+    wait_for(lambda: len(serving_instances(mesh)) == 2, "both processes log requests")
+    assert len(mesh.known_instance_ids("frontend")) == 2
+    for _ in range(8):  # from either process
+        now = scrape(mesh)
+        grown = {name: now[name] - before[name] for name in now}
+        assert grown[f"{PREFIX}_requests_total"] == REQUESTS
+        assert grown[f"{PREFIX}_output_tokens_total"] == REQUESTS * OUTPUT_TOKENS
+        assert grown[f"{PREFIX}_time_to_first_token_seconds_count"] == REQUESTS
+        assert grown[f"{PREFIX}_request_duration_seconds_bucket"] == REQUESTS
+        assert now[f"{PREFIX}_inflight_requests"] == 0
+        assert now[f"{PREFIX}_model_workers"] == 1
+
+
+@pytest.mark.row("S3-46")
+def test_a_killed_process_is_replaced_while_the_other_one_serves(mesh: Mesh) -> None:
+    for _ in range(REQUESTS):
+        complete(mesh)
+    earlier, before = process_pids(mesh), scrape(mesh)
+    # A stopped parent does not restart it.
+    mesh.frontend.send(signal.SIGSTOP)
+    try:
+        os.kill(min(earlier), signal.SIGKILL)
+        wait_for(lambda: is_ready(mesh, degraded=True), "the other process reports it")
+        assert {complete(mesh) for _ in range(8)} == {200}
+    finally:
+        mesh.frontend.send(signal.SIGCONT)
+    wait_for(lambda: is_ready(mesh, degraded=False), "a new process serves")
+    pids = process_pids(mesh)
+    assert len(pids) == 2
+    assert min(earlier) not in pids
+    assert {complete(mesh) for _ in range(REQUESTS)} == {200}
+    (event,) = mesh.frontend.events("process_ended")
+    assert event["status"] == -signal.SIGKILL
+    # The counts of the killed process count on, its gauges do not.
+    for _ in range(8):
+        now = scrape(mesh)
+        requests = now[f"{PREFIX}_requests_total"] - before[f"{PREFIX}_requests_total"]
+        assert requests == 8 + REQUESTS
+        assert now[f"{PREFIX}_inflight_requests"] == 0
+    wait_for(lambda: len(mesh.known_instance_ids("frontend")) == 2, "the killed one has left")
+
+
+def test_another_frontend_cannot_join_the_port(mesh: Mesh, tmp_path: Path) -> None:
+    port = mesh.url.rsplit(":", 1)[1]
+    flags = [f"--http-port={port}", f"--registry-path={tmp_path}", "--processes=2"]
+    second = Service("frontend", flags, tmp_path, "second")
+    try:
+        with pytest.raises(AssertionError, match="cannot serve HTTP on"):
+            second.wait_ready()
+        assert second.wait() == 1
+    finally:
+        second.close()
+
+
+def test_a_stop_lets_the_streams_of_both_processes_end(mesh: Mesh) -> None:
+    url, finished = f"{mesh.url}/v1/completions", list[int]()
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    started = threading.Barrier(13)
+
+    def read_stream() -> None:
+        with httpx.stream("POST", url, json=body, timeout=WAIT_S, trust_env=False) as response:
+            lines = response.iter_lines()
+            next(lines)
+            started.wait(WAIT_S)
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            finished.append(sum(len(event["choices"]) for event in events))
+
+    threads = [threading.Thread(target=read_stream) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    started.wait(WAIT_S)
+    assert scrape(mesh)[f"{PREFIX}_inflight_requests"] == 12
+    mesh.frontend.send(signal.SIGTERM)
+    assert mesh.frontend.wait() == 0
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert len(finished) == 12
+    assert min(finished) >= 298

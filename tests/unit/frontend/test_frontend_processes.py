@@ -1,0 +1,62 @@
+"""Sums of the metrics of several processes, and the settings of one."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from frontend_svc.config import FrontendConfig
+from frontend_svc.processes.metric_sums import (
+    as_registry,
+    monotonic,
+    read_families,
+    sum_families,
+)
+from frontend_svc.processes.parent import process_config
+
+
+def process(requests: int, inflight: int, latency_s: float, drift: float) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    Counter("requests_total", "Requests", ("model",), registry=registry).labels("m").inc(requests)
+    Gauge("inflight", "Now", registry=registry).set(inflight)
+    Gauge("x_kv_drift_ratio", "Share", registry=registry).set(drift)
+    Histogram("latency", "Time", registry=registry, buckets=(1, 2)).observe(latency_s)
+    return registry
+
+
+def values(text: bytes) -> dict[str, float]:
+    lines = [line for line in text.decode().splitlines() if not line.startswith("#")]
+    found = dict(line.rsplit(" ", 1) for line in lines if "_created" not in line)
+    return {name: float(value) for name, value in found.items()}
+
+
+def test_amounts_are_added_and_shares_are_not() -> None:
+    both = [read_families(process(3, 1, 0.5, 0.25)), read_families(process(4, 2, 1.5, 0.75))]
+    assert values(generate_latest(as_registry(sum_families(both)))) == {
+        'requests_total{model="m"}': 7,
+        "inflight": 3,
+        "x_kv_drift_ratio": 0.75,
+        'latency_bucket{le="1.0"}': 1,
+        'latency_bucket{le="2.0"}': 2,
+        'latency_bucket{le="+Inf"}': 2,
+        "latency_count": 2,
+        "latency_sum": 2.0,
+    }
+
+
+def test_the_encoding_of_one_process_is_unchanged() -> None:
+    registry = process(3, 1, 0.5, 0.25)
+    again = as_registry(sum_families([read_families(registry)]))
+    assert generate_latest(again) == generate_latest(registry)
+
+
+def test_counters_and_histograms_outlive_their_process() -> None:
+    ended = monotonic(read_families(process(3, 1, 0.5, 0.25)))
+    assert {name for name, *_ in ended} == {"requests", "latency"}
+
+
+def test_names_ports_and_files_differ_between_processes() -> None:
+    config = FrontendConfig(stable_name="f", port=7000, audit_log="a/audit.jsonl", health_port=0)
+    one = process_config(config, 1, 8001)
+    found = (one.stable_name, one.port, one.audit_log, one.request_trace, one.health_port)
+    assert found == ("f-1", 7001, "a/audit-1.jsonl", "", 0)
+    assert one.http_port == 8001
