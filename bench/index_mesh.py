@@ -48,12 +48,15 @@ WAIT_S = 60.0
 PARTITION = Partition("bench", BLOCK_SIZE, 1)
 
 
-class IndexerProcess:
-    """A process `python -m indexer_svc` that can be killed and restarted."""
+class ServiceProcess:
+    """A process of a service that can be killed and restarted. make_stub: its gRPC stub."""
 
-    def __init__(self, registry_path: Path, *flags: str) -> None:
+    def __init__(
+        self, module: str, make_stub: Callable[[Any], Any], registry_path: Path, *flags: str
+    ) -> None:
+        self._make_stub = make_stub
         self._command = [
-            *(sys.executable, "-m", "indexer_svc", "--registry-path", str(registry_path)),
+            *(sys.executable, "-m", module, "--registry-path", str(registry_path)),
             *("--notice-s", "0", "--log-level", "error", *flags),
         ]
         self._process: asyncio.subprocess.Process | None = None
@@ -88,7 +91,12 @@ class IndexerProcess:
     async def stub(self) -> AsyncIterator[Any]:
         """Yield a stub. Any: stubs of grpc.aio are untyped."""
         async with rpc.channel(self.address) as channel:
-            yield indexer_pb2_grpc.IndexerServiceStub(channel)
+            yield self._make_stub(channel)
+
+
+class IndexerProcess(ServiceProcess):
+    def __init__(self, registry_path: Path, *flags: str) -> None:
+        super().__init__("indexer_svc", indexer_pb2_grpc.IndexerServiceStub, registry_path, *flags)
 
 
 def hasher_factory(lora: str, salt: str, block_size: int) -> PrefixHasher:

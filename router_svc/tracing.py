@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.util.types import AttributeValue
 
 from common.errors import MeshError
@@ -62,7 +63,7 @@ class DecisionSpans:
         decision: Decision,
     ) -> None:
         """Create the spans of a decision, as children of the caller's span."""
-        if not traceparent:
+        if (parent := _sampled_context(traceparent)) is None:
             return
         attributes: dict[str, AttributeValue] = {
             "model": query.model,
@@ -84,24 +85,21 @@ class DecisionSpans:
         for row in decision.considered:
             if row.placement == decision.worker and row.cost is not None:
                 attributes["cost"] = row.cost
-        self._write(traceparent, stopwatch, attributes, None)
+        self._write(parent, stopwatch, attributes, None)
 
     def failed(self, traceparent: str, stopwatch: Stopwatch, error: MeshError) -> None:
         """Create the spans of the stages up to the failed one, which carries the error."""
-        if traceparent:
+        if (parent := _sampled_context(traceparent)) is not None:
             stopwatch.lap()
-            self._write(traceparent, stopwatch, {"error.type": type(error).__name__}, error)
+            self._write(parent, stopwatch, {"error.type": type(error).__name__}, error)
 
     def _write(
         self,
-        traceparent: str,
+        parent: Context,
         stopwatch: Stopwatch,
         attributes: dict[str, AttributeValue],
         error: MeshError | None,
     ) -> None:
-        parent = telemetry.context_from_traceparent(traceparent)
-        if parent is None or not telemetry.is_sampled(parent):
-            return
         laps = stopwatch.laps_s()
         began_ns = stopwatch.began_ns
         for number, (name, lap_s) in enumerate(zip(SPANS, laps, strict=False), 1):
@@ -113,3 +111,8 @@ class DecisionSpans:
                 span.set_status(trace.StatusCode.ERROR, error.message)
             began_ns += round(lap_s * 1e9)
             span.end(began_ns)
+
+
+def _sampled_context(traceparent: str) -> Context | None:
+    parent = telemetry.context_from_traceparent(traceparent) if traceparent else None
+    return parent if parent is not None and telemetry.is_sampled(parent) else None

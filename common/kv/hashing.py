@@ -32,6 +32,7 @@ from __future__ import annotations
 import array
 import hashlib
 import struct
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -187,6 +188,13 @@ def hashes_from_bytes(data: bytes) -> NDArray[np.uint64]:
     if len(data) % 8:
         raise ValueError(f"data: {len(data)} bytes are not a multiple of 8")
     return np.frombuffer(data, dtype="<u8").astype(np.uint64, copy=False)
+
+
+def hash_view(data: bytes) -> memoryview:
+    """Return the hashes of `hashes_to_bytes` one by one, without a copy: ints only when read."""
+    if sys.byteorder == "little":
+        return memoryview(data).cast("Q")
+    return hashes_from_bytes(data).data
 
 
 class MediaObject(Protocol):

@@ -1,38 +1,41 @@
 """An approximate index: what ranks probably hold, derived from where prompts were sent (pure).
 
-One ordered map has the time of the last decision that touched each (rank, block), oldest first. A
-prompt is touched deepest block first, so that removal at the old end leaves no hole in a chain. If
-the map is full, the oldest entries are dropped, a few at each step, down to `prune_target_ratio`,
-so that no step takes longer than the size of the prompt just added.
+The prompts form a tree of *runs*, consecutive blocks of one chain. Each run has the ranks that a
+prompt with all of its blocks was sent to, with the number of the last such decision; a run is split
+where a prompt ends or differs. So a decision costs a few steps for each run of its prompt, not for
+each block, and a query finds all ranks in one walk. A heap has the pairs of run and rank, the
+oldest decision first and of one decision the deepest run first, so that removal in this order
+leaves no hole in a chain. If the index is full, the oldest entries are dropped, a few at each step,
+down to `prune_target_ratio`, so that no step takes longer than the size of the prompt just added.
 
-Invariants: entries are ordered by time; on one rank a block's ancestors come after it; therefore
-the valid blocks of a rank are prefix-closed at any moment, and bisection finds their number. There
-are never more than `blocks_max` entries. A rank that left matches nothing from then on (O(1)); its
-entries are dropped when they expire or when the map is full. A rank without entries has no state.
+An entry is a block on a rank. Invariants: a rank of a run is one of its parent's too, by the same
+or a later decision, so that the valid blocks of a rank are prefix-closed at any moment; every run
+has a rank. There are never more than `blocks_max` entries. A rank that left matches nothing from
+then on (O(1)); its entries are dropped when they expire or when the index is full. A rank without
+entries has no state.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import ceil
 
-from common.kv.events import Source
-from common.kv.hashing import hashes_from_bytes
-from common.kv.prefix_index import SourceMatch
-from router_svc.core.query import Query
+from common.kv.hashing import hash_view
+from router_svc.core.query import HASH_BYTES, Query
 from router_svc.core.types import Placement
 
 # Chains are per model, tokens per block and hash scheme.
 _Partition = tuple[str, int, int]
-
-_NEVER_TOUCHED = float("-inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApproxLimits:
     """ttl_s: seconds for which an entry counts. blocks_max: entries, a block on n ranks counting n
     times. prune_target_ratio: the part of blocks_max that remains after pruning. Defaults: NVIDIA
-    Dynamo's. At most about 230 bytes per block (1M blocks: 225 MiB).
+    Dynamo's. Memory: 8 bytes per block of a run, and about 900 per run.
     """
 
     ttl_s: float = 120.0
@@ -46,13 +49,41 @@ class ApproxLimits:
 
 
 @dataclass(slots=True, eq=False)
-class _RankEntries:
-    """One rank's entries: their keys are `number << 64 | hash`. Numbers are never reused."""
+class _Run:
+    """keys: hashes of its blocks. start: blocks before it. siblings: the runs that start there too,
+    by first hash, this one included. decisions: by rank, the number of the last one.
+    """
 
-    number: int
+    keys: array[int]
+    start: int
+    siblings: dict[int, _Run]
+    children: dict[int, _Run] = field(default_factory=dict)
+    decisions: dict[_Rank, int] = field(default_factory=dict)
+
+    def common_blocks(self, keys: memoryview) -> int:
+        """Leading blocks of the run that the chain `keys` has after `start`; the first is one."""
+        own, start = self.keys, self.start
+        count = min(len(own), len(keys) - start)
+        if own[count - 1] == keys[start + count - 1]:
+            return count
+        equal, different = 1, count
+        while different - equal > 1:
+            middle = (equal + different) // 2
+            if own[middle - 1] == keys[start + middle - 1]:
+                equal = middle
+            else:
+                different = middle
+        return equal
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """One rank in one partition, until its worker leaves or its last entry is dropped."""
+
     partition: _Partition
     placement: Placement
     blocks: int = 0
+    is_gone: bool = False
 
 
 class ApproxIndex:
@@ -60,120 +91,156 @@ class ApproxIndex:
 
     def __init__(self, limits: ApproxLimits | None = None) -> None:
         self.limits = ApproxLimits() if limits is None else limits
-        self._touched_at: OrderedDict[int, float] = OrderedDict()
-        self._entries_by_number: dict[int, _RankEntries] = {}
-        self._by_partition: dict[_Partition, dict[Placement, _RankEntries]] = {}
-        self._last_number = 0
-        self._now = _NEVER_TOUCHED
+        self._runs: dict[_Partition, dict[int, _Run]] = {}
+        self._ranks: dict[_Partition, dict[Placement, _Rank]] = {}
+        # Decision, -start, run, rank. Outdated unless it is the rank's last decision for the run.
+        self._oldest: list[tuple[int, int, _Run, _Rank]] = []
+        # Decisions that have not expired, and their times; the last one of each time.
+        self._times: deque[tuple[int, float]] = deque()
+        self._last_decision = self._expired_decision = 0
+        self._now = float("-inf")
         self._is_pruning = False
+        self.blocks = 0  # Entries, including expired ones that are not dropped yet.
 
-    @property
-    def blocks(self) -> int:
-        """Entries, including expired ones that are not dropped yet."""
-        return len(self._touched_at)
-
-    def match(self, query: Query) -> list[SourceMatch]:
-        """One row per rank that has the first block, by the latest time of `touch` or `expire`."""
-        entries_by_rank = self._by_partition.get(_partition_of(query))
-        if not (entries_by_rank and query.prefix_hashes):
-            return []
-        # A memoryview creates ints only for the few elements that are read.
-        keys = hashes_from_bytes(query.prefix_hashes).data
-        horizon = self._now - self.limits.ttl_s
-        rows = []
-        expected_depth = len(keys)
-        for placement, rank_entries in entries_by_rank.items():
-            if depth := self._depth(rank_entries.number << 64, keys, horizon, expected_depth):
-                rows.append(SourceMatch(Source(*placement), depth, depth, depth))
-                expected_depth = depth
-        return rows
+    def depths(self, query: Query) -> dict[Placement, int]:
+        """How many leading blocks each rank has, by the latest time of `touch` or `expire`. Absent:
+        none.
+        """
+        runs = self._runs.get(_partition_of(query))
+        found: dict[Placement, int] = {}
+        if not (runs and query.prefix_hashes):
+            return found
+        keys, depth, expired = hash_view(query.prefix_hashes), 0, self._expired_decision
+        while depth < len(keys) and (run := runs.get(keys[depth])) is not None:
+            common = run.common_blocks(keys)
+            depth += common
+            for rank, decision in run.decisions.items():
+                if decision > expired and not rank.is_gone:
+                    found[rank.placement] = depth
+            if common < len(run.keys):
+                break
+            runs = run.children
+        return found
 
     def touch(self, query: Query, placement: Placement, now: float) -> None:
-        """Enter a prompt sent to a rank. O(1) for each of its blocks."""
+        """Enter a prompt sent to a rank."""
         if not query.prefix_hashes:
             return
-        self._now = now = max(self._now, now)
-        hashes = hashes_from_bytes(query.prefix_hashes)[: self.limits.blocks_max]
-        rank_entries = self._rank_entries(_partition_of(query), placement)
-        touched_at, base = self._touched_at, rank_entries.number << 64
-        count_before = len(touched_at)
-        for key in hashes[::-1].tolist():
-            touched_at[base | key] = now
-            touched_at.move_to_end(base | key)
-        added = len(touched_at) - count_before
-        rank_entries.blocks += added
-        while len(touched_at) > self.limits.blocks_max:
+        self._set_time(now)
+        decision = self._last_decision = self._last_decision + 1
+        if self._times and self._times[-1][1] == self._now:
+            self._times.pop()
+        self._times.append((decision, self._now))
+        partition, added = _partition_of(query), 0
+        rank = self._rank(partition, placement)
+        path = self._path(partition, query.prefix_hashes[: HASH_BYTES * self.limits.blocks_max])
+        for run in path:
+            if rank not in run.decisions:
+                added += len(run.keys)
+            run.decisions[rank] = decision
+            heappush(self._oldest, (decision, -run.start, run, rank))
+        rank.blocks += added
+        self.blocks += added
+        if self.blocks > self.limits.blocks_max:
             self._is_pruning = True
-            self._drop_oldest()
-        self.expire(now, 2 * added)
+            while self.blocks > self.limits.blocks_max:
+                self._drop_oldest(self.blocks - self.limits.blocks_max)
+        self.expire(now, 2 * max(added, len(path)))
 
     def expire(self, now: float, blocks: int) -> bool:
         """Advance the time and drop up to `blocks` due entries; returns whether there are more."""
-        self._now = max(self._now, now)
-        for _ in range(blocks):
-            if not self._must_drop_oldest():
-                return False
-            self._drop_oldest()
-        return self._must_drop_oldest()
+        self._set_time(now)
+        while blocks > 0 and (due := self._due_blocks()):
+            blocks -= self._drop_oldest(min(blocks, due))
+        return self._due_blocks() > 0
 
     def forget(self, worker_id: int) -> None:
         """Drop a worker that left. The cost grows with the number of ranks, not blocks."""
-        for rank_entries in list(self._entries_by_number.values()):
-            if rank_entries.placement.worker_id == worker_id:
-                self._drop_rank(rank_entries)
+        for rank in [rank for ranks in self._ranks.values() for rank in ranks.values()]:
+            if rank.placement.worker_id == worker_id:
+                self._drop_rank(rank)
 
-    def _depth(self, base: int, keys: memoryview, horizon: float, expected_depth: int) -> int:
-        """The number of leading blocks held, by bisection that starts at the expected depth."""
-        get_touched_at = self._touched_at.get
-        if get_touched_at(base | keys[0], _NEVER_TOUCHED) <= horizon:
-            return 0
-        held, not_held = 1, len(keys) + 1  # Depths.
-        middle = expected_depth
-        while not_held - held > 1:
-            if not held < middle < not_held:
-                middle = (held + not_held) // 2
-            if get_touched_at(base | keys[middle - 1], _NEVER_TOUCHED) > horizon:
-                held = middle
-                # Ranks that share a prefix usually share its length.
-                middle = expected_depth + 1
-            else:
-                not_held = middle
-        return held
+    def _set_time(self, now: float) -> None:
+        self._now = max(self._now, now)
+        horizon, times = self._now - self.limits.ttl_s, self._times
+        while times and times[0][1] <= horizon:
+            self._expired_decision = times.popleft()[0]
 
-    def _must_drop_oldest(self) -> bool:
-        """Whether the oldest entry is due."""
-        blocks = len(self._touched_at)
-        if blocks <= self.limits.prune_target_ratio * self.limits.blocks_max:
+    def _path(self, partition: _Partition, hashes: bytes) -> list[_Run]:
+        """The runs of a prompt, shallow first, after adding what is missing."""
+        keys = hash_view(hashes)
+        runs = self._runs.setdefault(partition, {})
+        path, depth = [], 0
+        while depth < len(keys):
+            run = runs.get(keys[depth])
+            if run is None:
+                own = array("Q", keys[depth:].tobytes())
+                run = runs[own[0]] = _Run(own, depth, runs)
+            elif (common := run.common_blocks(keys)) < len(run.keys):
+                self._split(run, common)
+            path.append(run)
+            depth += len(run.keys)
+            runs = run.children
+        return path
+
+    def _split(self, run: _Run, size: int) -> None:
+        """Keep the first `size` blocks of a run; the others become its only child."""
+        children: dict[int, _Run] = {}
+        rest = _Run(run.keys[size:], run.start + size, children, run.children, dict(run.decisions))
+        children[rest.keys[0]] = rest
+        run.keys, run.children = run.keys[:size], children
+        for rank, decision in rest.decisions.items():
+            heappush(self._oldest, (decision, -rest.start, rest, rank))
+
+    def _due_blocks(self) -> int:
+        """How many of the oldest entries may be dropped now, at least 1 if any may."""
+        excess = ceil(self.blocks - self.limits.prune_target_ratio * self.limits.blocks_max)
+        if excess <= 0:
             self._is_pruning = False
-        if not blocks or self._is_pruning:
-            return blocks > 0
-        oldest = next(iter(self._touched_at.values()))
-        return oldest <= self._now - self.limits.ttl_s
+        if self._is_pruning:
+            return excess
+        if self._oldest and self._oldest[0][0] <= self._expired_decision:
+            return max(1, self.blocks)
+        return 0
 
-    def _drop_oldest(self) -> None:
-        key, _ = self._touched_at.popitem(last=False)
-        rank_entries = self._entries_by_number.get(key >> 64)
-        if rank_entries is None:
-            return  # Its worker left.
-        rank_entries.blocks -= 1
-        assert rank_entries.blocks >= 0, "negative blocks of a rank"
-        if not rank_entries.blocks:
-            self._drop_rank(rank_entries)
+    def _drop_oldest(self, blocks_max: int) -> int:
+        """Drop the blocks of the oldest run, the deepest ones first, at most `blocks_max`; or an
+        outdated item of the heap, which counts as one.
+        """
+        decision, _, run, rank = self._oldest[0]
+        if run.decisions.get(rank) != decision:
+            heappop(self._oldest)
+            return 1
+        size = len(run.keys)
+        if size > blocks_max:
+            self._split(run, size - blocks_max)  # The rest is the oldest now.
+            return self._drop_oldest(blocks_max)
+        heappop(self._oldest)
+        del run.decisions[rank]
+        self.blocks -= size
+        rank.blocks -= size
+        assert rank.blocks >= 0, "negative blocks of a rank"
+        if not (rank.blocks or rank.is_gone):
+            self._drop_rank(rank)
+        if not run.decisions:
+            del run.siblings[run.keys[0]]
+            if not (run.start or run.siblings):
+                self._runs = {key: runs for key, runs in self._runs.items() if runs}
+        return size
 
-    def _rank_entries(self, partition: _Partition, placement: Placement) -> _RankEntries:
-        entries_by_rank = self._by_partition.setdefault(partition, {})
-        rank_entries = entries_by_rank.get(placement)
-        if rank_entries is None:
-            self._last_number += 1
-            rank_entries = _RankEntries(self._last_number, partition, placement)
-            entries_by_rank[placement] = self._entries_by_number[rank_entries.number] = rank_entries
-        return rank_entries
+    def _rank(self, partition: _Partition, placement: Placement) -> _Rank:
+        ranks = self._ranks.setdefault(partition, {})
+        rank = ranks.get(placement)
+        if rank is None:
+            rank = ranks[placement] = _Rank(partition, placement)
+        return rank
 
-    def _drop_rank(self, rank_entries: _RankEntries) -> None:
-        entries_by_rank = self._by_partition[rank_entries.partition]
-        del entries_by_rank[rank_entries.placement], self._entries_by_number[rank_entries.number]
-        if not entries_by_rank:
-            del self._by_partition[rank_entries.partition]
+    def _drop_rank(self, rank: _Rank) -> None:
+        rank.is_gone = True
+        ranks = self._ranks[rank.partition]
+        del ranks[rank.placement]
+        if not ranks:
+            del self._ranks[rank.partition]
 
 
 def _partition_of(query: Query) -> _Partition:

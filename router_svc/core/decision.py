@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.request.preprocessed import BootstrapInfo
-from router_svc.core.explain import CandidateRow, explain
+from router_svc.core.explain import CandidateRow, LegRecord, record_leg
 from router_svc.core.overlap import Overlaps
 from router_svc.core.pairing import make_bootstrap_info
 from router_svc.core.placement import PlacementAttempt, ServingPlan, cached_tokens
@@ -21,14 +21,14 @@ from router_svc.core.types import Booking, BookingKey, Placement
 CONSIDERED_MAX = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
     """A placement with its booked load. prefill: None if the request is not split. bootstrap: None
     also if prefill completes before decode starts. overlap_blocks: blocks of the prompt that the
     prefilling rank holds. prefill_tokens, decode_blocks: the booked load. made_at: `now` of the
     decision. fallback, bypass, affinity: one of `placement.FALLBACK_REASONS`,
     `pairing.BYPASS_REASONS`, `sessions.AFFINITY_OUTCOMES`, or empty. session_revision: of the
-    session record, 0 without one. considered: candidates per leg, cheapest first.
+    session record, 0 without one. legs: what `considered` shows.
     """
 
     worker: Placement
@@ -46,7 +46,12 @@ class Decision:
     bypass: str = ""
     affinity: str = ""
     session_revision: int = 0
-    considered: tuple[CandidateRow, ...] = field(default=(), compare=False)
+    legs: tuple[LegRecord, ...] = field(default=(), compare=False)
+
+    @property
+    def considered(self) -> list[CandidateRow]:
+        """Candidates per leg, cheapest first."""
+        return [row for leg in self.legs for row in leg.rows()]
 
 
 def make_decision(
@@ -64,8 +69,7 @@ def make_decision(
     predicted_cached = cached_tokens(query, plan.prompt_leg)
     session = attempt.session_constraint
     affinity = "" if session is None else session.outcome(worker.placement)
-    rows = [] if prefill is None else explain(prefill, overlaps, considered_max)
-    rows += explain(plan.worker, overlaps, considered_max)
+    legs = [one for one in (prefill, plan.worker) if one is not None]
     reasons = _reasons(query, plan, overlaps, selector)
     if affinity:
         reasons.append(f"session {affinity}")
@@ -89,11 +93,11 @@ def make_decision(
         bypass=plan.bypass,
         affinity=affinity,
         session_revision=session_revision,
-        considered=tuple(rows),
+        legs=tuple([record_leg(leg, overlaps, considered_max) for leg in legs]),
     )
 
 
-def booking_of(key: BookingKey, query: Query, decision: Decision) -> Booking:
+def booking_of(key: BookingKey, query: Query, decision: Decision, generation: int = 0) -> Booking:
     routing = query.routing
     control = routing.session_control if routing is not None else None
     has_session = control is not None and decision.session_revision > 0
@@ -105,6 +109,7 @@ def booking_of(key: BookingKey, query: Query, decision: Decision) -> Booking:
         decision.prefill,
         decision.prefill_tokens,
         decision.decode_blocks,
+        generation=generation,
         session_id=control.session_id if control is not None and has_session else "",
         session_revision=decision.session_revision,
         lora_name=lora_name,

@@ -306,7 +306,7 @@ class BusyLimits:
 
     @property
     def is_disabled(self) -> bool:
-        return self == NO_LIMITS
+        return self is NO_LIMITS or self == NO_LIMITS
 
     def is_exceeded(self, candidate: Candidate, load: LoadTotals, leg: Leg) -> bool:
         worker, tokens = candidate.instance, load.prefill_tokens

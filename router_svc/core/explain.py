@@ -1,4 +1,4 @@
-"""Explains decisions: one row per candidate (pure)."""
+"""Explains decisions: one row per candidate, made when a caller asks for it (pure)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from router_svc.core.types import Candidate, Candidates, Leg, LoadTotals, Placem
 
 
 class CandidateRow(NamedTuple):
-    """One row of an explanation. A tuple, because every decision makes some. cost: in the
-    selector's unit; None if not scored or excluded. terms: None if the selector reports none.
-    report_age_s: seconds; None without a report. excluded_reason: empty if the candidate was
-    eligible.
+    """One row of an explanation. cost: in the selector's unit; None if not scored or
+    excluded. terms: None if the selector reports none. report_age_s: seconds; None without a
+    report. excluded_reason: empty if the candidate was eligible.
     """
 
     placement: Placement
@@ -32,7 +31,7 @@ class CandidateRow(NamedTuple):
     index_status: IndexStatus = UNKNOWN_STATUS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LegPlan:
     """The selection of one leg. kept: the eligible candidates."""
 
@@ -46,30 +45,79 @@ class LegPlan:
         return self.choice.candidate
 
 
-def explain(
-    leg_plan: LegPlan, index: IndexStatusProvider, rows_max: int | None
-) -> list[CandidateRow]:
-    """Rows of the scored candidates, cheapest first, then of the others, the chosen one first, then
-    of the excluded ones. rows_max: None for all; the chosen candidate is always included.
+@dataclass(slots=True, eq=False)
+class LegRecord:
+    """What the rows of one leg show, in columns: each decision stores one, few are asked for.
+    scored: candidates with `costs`, `loads`, `terms`. others: without a cost, with the reasons of
+    the excluded ones; `overlaps` and `report_ages_s` are of both.
     """
-    choice, view = leg_plan.choice, leg_plan.view
-    candidate_costs = CandidateCosts.of(choice.scored)
-    candidates, costs = candidate_costs.candidates, candidate_costs.costs
-    loads = candidate_costs.loads
-    shown_indexes: Sequence[int] = sorted(range(len(costs)), key=costs.__getitem__)
-    if rows_max is not None and len(shown_indexes) >= rows_max:
-        shown_indexes = _with_chosen(shown_indexes, candidates, leg_plan.chosen, rows_max)
-    rows = [
-        candidate_row(candidates[at], view, index, loads[at], costs[at], candidate_costs.terms(at))
-        for at in shown_indexes
-    ]
-    if rows_max == len(rows):
+
+    leg: Leg
+    now: float
+    index: IndexStatusProvider
+    scored: CandidateCosts
+    others: Sequence[tuple[Candidate, str, LoadTotals]]
+    overlaps: Sequence[int]
+    report_ages_s: Sequence[float | None]
+
+    def rows(self) -> list[CandidateRow]:
+        """Scored candidates, cheapest first, then the others. The state of the index is the present
+        one.
+        """
+        costs, scored = self.scored.costs, self.scored
+        by_cost = sorted(range(len(costs)), key=costs.__getitem__)
+        rows = [
+            self._row(scored.candidates[at], scored.loads[at], at, "", costs[at], scored.terms(at))
+            for at in by_cost
+        ]
+        for at, (candidate, reason, load) in enumerate(self.others, len(costs)):
+            rows.append(self._row(candidate, load, at, reason, None, None))
         return rows
-    others = ((candidate, "") for candidate in _without_cost(candidates, leg_plan))
-    remaining = None if rows_max is None else rows_max - len(rows)
-    unscored = islice(chain(others, leg_plan.excluded), remaining)
-    rows += [candidate_row(candidate, view, index, reason=reason) for candidate, reason in unscored]
-    return rows
+
+    def _row(
+        self,
+        candidate: Candidate,
+        load: LoadTotals,
+        at: int,
+        reason: str,
+        cost: float | None,
+        terms: Terms | None,
+    ) -> CandidateRow:
+        placement = candidate.placement
+        status = self.index.index_status(placement, self.now)
+        overlap, age_s = self.overlaps[at], self.report_ages_s[at]
+        return CandidateRow(placement, load, cost, overlap, age_s, reason, self.leg, terms, status)
+
+
+def record_leg(leg_plan: LegPlan, index: IndexStatusProvider, rows_max: int | None) -> LegRecord:
+    """The record of at most `rows_max` rows, None for all: of the scored candidates, cheapest
+    first, then of the others, the chosen one first, then of the excluded ones. The chosen candidate
+    is always included.
+    """
+    view, scored = leg_plan.view, CandidateCosts.of(leg_plan.choice.scored)
+    count, are_all_scored = len(scored), len(scored) == len(leg_plan.kept)
+    if rows_max is not None and (count > rows_max or (count == rows_max and not are_all_scored)):
+        by_cost = sorted(range(count), key=scored.costs.__getitem__)
+        scored = scored.subset(_with_chosen(by_cost, scored.candidates, leg_plan.chosen, rows_max))
+    others: Sequence[tuple[Candidate, str, LoadTotals]] = ()
+    if (leg_plan.excluded or not are_all_scored) and len(scored) != rows_max:
+        unscored = chain(
+            ((one, "") for one in _without_cost(scored.candidates, leg_plan)), leg_plan.excluded
+        )
+        remaining = None if rows_max is None else rows_max - len(scored)
+        others = [(one, why, view.load(one.placement)) for one, why in islice(unscored, remaining)]
+    placements = [one.placement for one in scored.candidates]
+    placements += [one.placement for one, _, _ in others]
+    age_of = view.load_tracker.ranks.report_age_s
+    return LegRecord(
+        view.leg,
+        view.now,
+        index,
+        scored,
+        others,
+        [view.overlap(at) for at in placements],
+        [age_of(at, view.now) for at in placements],
+    )
 
 
 def _with_chosen(
@@ -95,19 +143,8 @@ def _without_cost(scored: Candidates, leg_plan: LegPlan) -> Iterator[Candidate]:
     yield from (one for one in leg_plan.kept if one.placement not in with_cost)
 
 
-def candidate_row(
-    candidate: Candidate,
-    view: View,
-    index: IndexStatusProvider,
-    load: LoadTotals | None = None,
-    cost: float | None = None,
-    terms: Terms | None = None,
-    *,
-    reason: str = "",
-) -> CandidateRow:
-    at, now, load_tracker = candidate.placement, view.now, view.load_tracker
-    if load is None:
-        load = load_tracker.load(at, now)
-    age_s, index_status = load_tracker.ranks.report_age_s(at, now), index.index_status(at, now)
-    fields = (at, load, cost, view.overlap(at), age_s, reason, view.leg, terms, index_status)
-    return tuple.__new__(CandidateRow, fields)  # Half the time of the call that does the same.
+def candidate_row(candidate: Candidate, view: View, index: IndexStatusProvider) -> CandidateRow:
+    """A row without a cost."""
+    at, now, ranks = candidate.placement, view.now, view.load_tracker.ranks
+    age_s, status = ranks.report_age_s(at, now), index.index_status(at, now)
+    return CandidateRow(at, view.load(at), None, view.overlap(at), age_s, index_status=status)

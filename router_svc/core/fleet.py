@@ -28,6 +28,7 @@ class Fleet:
         self.has_snapshot = False
         self._snapshot = Snapshot()
         self._candidates: dict[tuple[str, Role], tuple[Candidate, ...]] = {}
+        self._roles: dict[str, tuple[Role, ...]] = {}
         self.models: frozenset[str] = frozenset()  # Served now, in any role.
         # When models lost their last worker; oldest first.
         self._gone_models: dict[str, float] = {}
@@ -47,6 +48,9 @@ class Fleet:
             key: tuple(sorted(worker_candidates, key=lambda c: c.placement))
             for key, worker_candidates in candidates_by_role.items()
         }
+        self._roles = {}
+        for model, role in self._candidates:
+            self._roles[model] = (*self._roles.get(model, ()), role)
         self._track_gone_models(frozenset(model for model, _ in candidates_by_role), now)
         return changes
 
@@ -61,7 +65,7 @@ class Fleet:
                 yield from worker_candidates
 
     def roles(self, model: str) -> tuple[Role, ...]:
-        return tuple(role for name, role in self._candidates if name == model)
+        return self._roles.get(model, ())
 
     def block_size(self, model: str) -> int | None:
         """Tokens per block, of the first worker of the model that advertises them."""

@@ -251,6 +251,10 @@ class LoadTracker:
             self.frontend_left(frontend_id)
         return count
 
+    def generation_of(self, session: int | None) -> int:
+        """The generation of a booking that the session makes; 0: unknown."""
+        return 0 if session is None else self._sessions.generation(session)
+
     def sessions(self) -> Iterator[SessionHello]:
         """Open sessions here that have a generation."""
         return (hello for hello in self._sessions if hello.generation)
@@ -471,5 +475,7 @@ class LoadTracker:
         return any(key in keys for keys in self._peer_bookings.values())
 
     def _with_session_generation(self, booking: Booking, session: int | None) -> Booking:
-        generation = 0 if session is None else self._sessions.generation(session)
+        generation = self.generation_of(session)
+        if generation == booking.generation:
+            return booking
         return replace(booking, generation=generation)

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
+from common.kv.events import Source
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from router_svc.core.approx_index import ApproxIndex, ApproxLimits
@@ -151,15 +152,16 @@ class Overlaps:
         event_workers, approximate_workers = self._event_workers, self._approximate_workers
         if event_workers:
             rows = self._index.match(query)
-            found = {row[0]: row for row in rows if row[0].worker_id in event_workers}
+            found = {row[0]: row for row in rows if row[0][0] in event_workers}
             if self.predicted is not None:
-                for row in self.predicted.match(query):
-                    if row.source.worker_id in event_workers:
-                        found[row.source] = _larger_match(found.get(row.source), row)
+                for placement, depth in self.predicted.depths(query).items():
+                    known = found.get(placement)
+                    if placement[0] in event_workers and (known is None or known[1] < depth):
+                        found[placement] = _raised_match(known, placement, depth)
         if approximate_workers and self.approximate is not None:
-            for row in self.approximate.match(query):
-                if row.source.worker_id in approximate_workers:
-                    found[row.source] = row
+            for placement, depth in self.approximate.depths(query).items():
+                if placement[0] in approximate_workers:
+                    found[placement] = _raised_match(None, placement, depth)
         return found
 
     def record_placement(self, query: Query, placement: Placement, now: float) -> bool:
@@ -211,8 +213,8 @@ class Overlaps:
         return "none" if self.settings.kind == "none" else worker.kv_index
 
 
-def _larger_match(known: SourceMatch | None, predicted: SourceMatch) -> SourceMatch:
-    """The larger of the two on each tier."""
+def _raised_match(known: SourceMatch | None, placement: Placement, depth: int) -> SourceMatch:
+    """The match of a rank with at least `depth` blocks on each tier."""
     if known is None:
-        return predicted
-    return SourceMatch(known.source, *map(max, known[1:], predicted[1:]))
+        return SourceMatch(Source(*placement), depth, depth, depth)
+    return SourceMatch(known.source, depth, max(known.host_blocks, depth), max(known[3], depth))

@@ -17,7 +17,7 @@ DEFAULT_BLOCK_SIZE = 16
 HASH_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Query:
     """One request to place; fields and defaults as in `kvmesh/router/v1/router.proto`.
     total_tokens: of the whole prompt, 0 if it is not tokenized (pass-through kinds). prefix_hashes:

@@ -322,7 +322,8 @@ class Router:
         revision = record.revision if record is not None and record.placement is not None else 0
         decision = make_decision(attempt, plan, self.overlaps, CONSIDERED_MAX, queued_s, revision)
         if key is not None:
-            self.load_tracker.book(booking_of(key, query, decision), session, now)
+            generation = self.load_tracker.generation_of(session)
+            self.load_tracker.book(booking_of(key, query, decision, generation), session, now)
             self._record_prefill_work(query, decision, plan, now)
             prompt_at = plan.prompt_leg.chosen.placement
             if self.overlaps.record_placement(query, prompt_at, now):

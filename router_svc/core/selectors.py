@@ -41,7 +41,7 @@ from router_svc.core.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class View:
     """The inputs of a selector. last: the placement chosen before for the same model and leg, None
     at first. matches: what placements hold of the prompt; absent ones hold nothing. cost_settings:
@@ -80,7 +80,9 @@ _TermValues = tuple[float, float, float, float, float, float]
 
 @dataclass(slots=True, eq=False)
 class CandidateCosts(Sequence[ScoredCandidate]):
-    """Candidates with costs in columns: few of many are read singly. parts: None: not reported."""
+    """Candidates with costs in columns: few of many are read singly. parts: the fields of `Terms`;
+    None: not reported.
+    """
 
     candidates: Candidates
     costs: Sequence[float]
@@ -98,6 +100,15 @@ class CandidateCosts(Sequence[ScoredCandidate]):
         parts = None if self.parts is None else self.parts[at]
         return None if parts is None else Terms._make(parts)
 
+    def subset(self, indexes: Sequence[int]) -> CandidateCosts:
+        candidates, costs, loads, parts = self.candidates, self.costs, self.loads, self.parts
+        return CandidateCosts(
+            [candidates[at] for at in indexes],
+            [costs[at] for at in indexes],
+            [loads[at] for at in indexes],
+            None if parts is None else [parts[at] for at in indexes],
+        )
+
     def __len__(self) -> int:
         return len(self.costs)
 
@@ -113,7 +124,7 @@ class CandidateCosts(Sequence[ScoredCandidate]):
         return ScoredCandidate(self.candidates[at], self.costs[at], self.loads[at], self.terms(at))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Selection:
     """The result of a selector: the chosen candidate, the reason, and all priced candidates."""
 

@@ -182,8 +182,8 @@ MUTANTS = (
     _mutant(
         "S1-99",
         _APPROX,
-        "while len(touched_at) > self.limits.blocks_max:",
-        "while len(touched_at) > 2 * self.limits.blocks_max:",
+        "while self.blocks > self.limits.blocks_max:",
+        "while self.blocks > 2 * self.limits.blocks_max:",
     ),
     _mutant(
         "S1-100",

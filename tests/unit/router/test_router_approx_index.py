@@ -56,7 +56,7 @@ def at(worker_id: int, rank: int = 0) -> Placement:
 
 
 def depths(index: ApproxIndex, query: Query) -> dict[int, int]:
-    return {row.source.worker_id: row.device_blocks for row in index.match(query)}
+    return {placement.worker_id: depth for placement, depth in index.depths(query).items()}
 
 
 def test_a_prompt_and_its_prefixes_match_where_it_was_sent() -> None:
@@ -72,7 +72,7 @@ def test_a_prompt_and_its_prefixes_match_where_it_was_sent() -> None:
 def test_ranks_of_one_worker_match_separately() -> None:
     index = ApproxIndex()
     index.touch(prompt(1, 2), at(1, 1), 0.0)
-    assert index.match(prompt(1)) == [SourceMatch(Source(1, 1), 1, 1, 1)]
+    assert index.depths(prompt(1)) == {at(1, 1): 1}
 
 
 @pytest.mark.parametrize("other", [{"model": "other"}, {"block_size": 32}])
@@ -168,8 +168,8 @@ def test_expired_entries_leave_no_state() -> None:
         index.expire(now, 10)
     index.expire(1000.0, 1000)
     assert index.blocks == 0
-    assert not index._entries_by_number
-    assert not index._by_partition
+    assert not index._ranks
+    assert not index._runs
 
 
 # Against a naive list of all touched entries, oldest first.
@@ -257,7 +257,8 @@ def test_ten_times_the_capacity_never_exceeds_the_capacity(seed: int) -> None:
         blocks = [rng.randrange(1000) for _ in range(20)]
         index.touch(prompt(*blocks), at(rng.randrange(4)), float(now))
         assert index.blocks <= 200
-        assert sum(trail.blocks for trail in index._entries_by_number.values()) == index.blocks
+        ranks = (rank for ranks in index._ranks.values() for rank in ranks.values())
+        assert sum(rank.blocks for rank in ranks) == index.blocks
     assert depths(index, prompt(*blocks)) != {}, "the newest is there"
 
 
