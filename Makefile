@@ -23,7 +23,7 @@ RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test demo status sim chaos storm soak churn scale router-kills setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-gateway bench-replay lock clean
+.PHONY: help run test demo status sim chaos storm soak churn scale router-kills setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -70,6 +70,9 @@ bench-index: $(VENV)/.dev ## KV index: restart with 1M blocks, memory limit, has
 
 bench-router: $(VENV)/.dev ## Router: decisions in process, sessions through the service; last line is JSON
 	$(BIN)/python -m bench.bench_router $(ARGS)
+
+bench-mesh: $(VENV)/.dev ## Routing policies on a real mesh of 8 sim workers and in replay, 7 minutes; last line is JSON
+	$(BIN)/python -m bench.bench_mesh $(ARGS)
 
 bench-gateway: $(VENV)/.dev ## Token path figures, ARGS='--against COMMIT' for ratios; last line is JSON
 	$(BIN)/python -m bench.gateway $(ARGS)

@@ -33,11 +33,14 @@ def mesh(
     shape: str = "agg",
     selector: str = "kv",
     root: Path = ROOT,
+    workers: int | None = None,
 ) -> Iterator[tuple[int, dict[str, int]]]:
-    """Yields the HTTP port and the pids of a frontend, a router, an indexer and two sim workers.
+    """Yields the HTTP port and the pids of a frontend, a router, an indexer and sim workers.
 
-    root: the source tree that the services run from.
+    root: the source tree that the services run from. workers: that many aggregated ones; None: the
+    two of the shape.
     """
+    roles = ROLES[shape] if workers is None else ("aggregated",) * workers
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
         common = ["--registry-path", f"{folder}/registry", "--log-level", "warning"]
         worker = [*common, *sim_flags, "--model-name", MODEL, "--notice-s", "0"]
@@ -46,7 +49,7 @@ def mesh(
             "router": ["router_svc", *common, "--notice-s", "0", "--selector", selector],
             **{
                 f"worker{i}": ["worker_svc", *worker, "--role", role]
-                for i, role in enumerate(ROLES[shape])
+                for i, role in enumerate(roles)
             },
             "frontend": [
                 *("frontend_svc", *common, "--http-port", "0", "--notice-s", "0", *frontend_flags)
@@ -58,7 +61,7 @@ def mesh(
             for name, command in commands.items():
                 running[name], ready[name] = _start(name, command, Path(folder), root)
             port = int(ready["frontend"]["addresses"]["http"].rsplit(":", 1)[1])
-            _await_model(port)
+            _await_model(port, len(roles))
             yield port, {name: process.pid for name, process in running.items()}
         finally:
             for process in running.values():
@@ -90,13 +93,13 @@ def _start(
     return process, line
 
 
-def _await_model(port: int) -> None:
+def _await_model(port: int, workers: int) -> None:
     deadline = time.monotonic() + READY_S
     url = f"http://127.0.0.1:{port}/health"
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
-            workers = [i for i in json.load(response)["instances"] if i["service"] == "worker"]
-            if len(workers) == 2:
+            instances = json.load(response)["instances"]
+            if sum(one["service"] == "worker" for one in instances) == workers:
                 return
         time.sleep(0.05)
     raise RuntimeError(f"the mesh was not ready within {READY_S:g} s")
