@@ -26,6 +26,7 @@ from frontend_svc.core.peers.recently_left import RecentlyLeft
 from frontend_svc.core.peers.stall_clock import StallClock
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.core.responses_api.store import ResponseStore
+from frontend_svc.http.access import KeyFile, with_keys
 from frontend_svc.http.browsers import with_browser_policy
 from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.http.routes import Readiness, build_api, direct_routes
@@ -198,8 +199,13 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             generate_latest if self._siblings is None else self._siblings.encode,
             None if self._siblings is None else self._siblings.combine,
         )
+        served = direct_routes(api, {"/health", self._config.metrics_path})
+        if self._config.api_keys is not None:
+            keys = KeyFile(self._config.api_keys)
+            lifecycle.spawn(keys.follow(), name="api keys")
+            served = with_keys(served, keys)
         return HttpServer(
-            with_browser_policy(direct_routes(api), self._config),
+            with_browser_policy(served, self._config),
             lambda: lifecycle.is_draining,
             self._config.drain_s,
             self._config.connections_max,

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from common.api_keys import parse_keys
 from common.errors import InvalidRequest
 from common.runtime.config import Names, Port, ServiceConfig, Share, is_loopback
 from frontend_svc.core.openai.request_template import RequestTemplate, parse_templates
@@ -31,8 +32,11 @@ class FrontendConfig(ServiceConfig):
     one: stable_name and the files of records end in a number, and port and health_port, if fixed,
     count up."""
     http_open: bool = False
-    """Allow an http_host that is open to other hosts. The HTTP API has no keys: every client that
-    reaches the port may use it. --mesh-token does not protect it."""
+    """Allow an http_host that is open to other hosts without api_keys: every client that reaches
+    the port may use the API. --mesh-token does not protect it."""
+    api_keys: Path | None = None
+    """File of the API keys, which meshctl keys writes. Changes are read within 2 s. Unset: clients
+    need no key."""
     cors_origins: Names = ()
     """Sites whose pages may send requests, such as https://chat.example.org. *: all. Requests of
     other sites' pages are refused."""
@@ -120,10 +124,14 @@ class FrontendConfig(ServiceConfig):
             found.append(f"request_template: {error}")
         if self.audit_log and self.audit_log == self.request_trace:
             found.append(f"request_trace: {self.request_trace!r} is the audit_log; name another")
-        if not (is_loopback(self.http_host) or self.http_open or self.insecure):
+        if self.api_keys is not None:
+            try:
+                parse_keys(self.api_keys.read_bytes())
+            except (OSError, InvalidRequest) as error:
+                found.append(f"api_keys: {error}")
+        elif not (is_loopback(self.http_host) or self.http_open or self.insecure):
             found.append(
-                f"http_host: {self.http_host!r} is open to other hosts, and the HTTP API has no"
-                " keys: bind a loopback address behind a proxy that authenticates clients, or set"
-                " --http-open"
+                f"http_host: {self.http_host!r} is open to other hosts, and clients need no key:"
+                " set --api-keys, or --http-open behind a proxy that authenticates clients"
             )
         return found

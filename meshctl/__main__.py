@@ -20,7 +20,14 @@ def _run_command() -> None:
     from common.runtime import env
     from meshctl.commands.status import status
     from meshctl.commands.up import up
-    from meshctl.options import DemoOptions, ReplayOptions, StatusOptions, UpOptions, parse
+    from meshctl.options import (
+        DemoOptions,
+        KeysOptions,
+        ReplayOptions,
+        StatusOptions,
+        UpOptions,
+        parse,
+    )
 
     # Standard output carries results only.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
@@ -30,6 +37,10 @@ def _run_command() -> None:
             sys.exit(up(options, environ))
         case StatusOptions(config, as_json):
             sys.exit(status(config, as_json=as_json))
+        case KeysOptions(flags):
+            from meshctl.commands.keys import keys
+
+            sys.exit(keys(flags, environ))
         case ReplayOptions(flags):
             from meshctl.commands.replay import replay
 

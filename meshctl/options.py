@@ -24,6 +24,7 @@ _COMMANDS = {
     "up": "start a mesh on this host and keep it running",
     "status": "show members, health, load and KV use",
     "health": "request the health of a gRPC port",
+    "keys": "create, list, revoke and rotate the API keys of clients",
     "replay": "compare routing policies on a trace, in virtual time",
     "demo": "run a disaggregated mesh, two requests with a common prefix, and show their trace",
 }
@@ -135,7 +136,14 @@ class ReplayOptions:
     flags: tuple[str, ...]
 
 
-Options = UpOptions | StatusOptions | DemoOptions | ReplayOptions
+@dataclass(frozen=True, slots=True)
+class KeysOptions:
+    """flags: the arguments of `meshctl keys`."""
+
+    flags: tuple[str, ...]
+
+
+Options = UpOptions | StatusOptions | DemoOptions | ReplayOptions | KeysOptions
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
@@ -149,6 +157,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
             return _parse_demo(flags)
         case ["replay", *flags]:
             return ReplayOptions(tuple(flags))
+        case ["keys", *flags]:
+            return KeysOptions(tuple(flags))
         case ["-h" | "--help", *_]:
             lines = [f"  {name:8}{text}\n" for name, text in _COMMANDS.items()]
             sys.stdout.write(f"usage: meshctl COMMAND [FLAGS]\n\n{''.join(lines)}")

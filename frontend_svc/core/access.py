@@ -1,11 +1,17 @@
-"""The client of a request: its tenant and what its key permits (pure)."""
+"""Which client sent a request, and what its API key permits (pure)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Self
 
-from common.api_keys import Scope
-from common.errors import PermissionDenied
+from common.api_keys import ApiKey, KeyDocument, Scope, hash_of
+from common.errors import PermissionDenied, Unauthenticated
+from common.request.preprocessed import PreprocessedRequest
+
+Headers = Iterable[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +30,66 @@ class Caller:
             text = f"{part} needs an API key with the scope {scope.value!r}"
             raise PermissionDenied(text, field=field, reason="MISSING_SCOPE")
 
+    def confine(self, request: PreprocessedRequest) -> None:
+        """Separates the request's KV and session from those of other tenants: their names become
+        hashes of the tenant and the client's names. Without keys they stay as they are."""
+        if not self.tenant:
+            return
+        hints = request.routing_mut()
+        hints.cache_salt = self._own(hints.cache_salt or "")
+        if (session := hints.session_control) is not None:
+            hints.session_control = replace(session, session_id=self._own(session.session_id))
+
+    def _own(self, name: str) -> str:
+        # The name of a tenant has no NUL.
+        return sha256(f"{self.tenant}\0{name}".encode()).hexdigest()
+
 
 ANONYMOUS = Caller("", "", frozenset(Scope))
 """Every client of a frontend without keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTable:
+    """The callers by the hash of their key; with the key, for its expiry."""
+
+    callers: Mapping[str, tuple[Caller, ApiKey]]
+
+    @classmethod
+    def of(cls, document: KeyDocument) -> Self:
+        return cls(
+            {
+                key.sha256: (Caller(tenant, key.id, key.scopes), key)
+                for tenant, key in document.entries()
+            }
+        )
+
+    def identify(self, headers: Headers, now_s: float) -> Caller:
+        """The client with the key in the headers. now_s: Unix seconds. Raises Unauthenticated."""
+        credentials = set(_credentials(headers))
+        if not credentials:
+            raise Unauthenticated(
+                "no API key: send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                reason="NO_API_KEY",
+            )
+        if len(credentials) > 1:
+            raise Unauthenticated("the request has several API keys", reason="SEVERAL_API_KEYS")
+        found = self.callers.get(hash_of(credentials.pop()))
+        if found is None:
+            raise Unauthenticated("the API key is not valid", reason="INVALID_API_KEY")
+        caller, key = found
+        if key.expires is not None and key.expires.timestamp() <= now_s:
+            text = f"the API key {key.id!r} expired at {key.expires.isoformat()}"
+            raise Unauthenticated(text, reason="EXPIRED_API_KEY")
+        return caller
+
+
+def _credentials(headers: Headers) -> Iterable[bytes]:
+    """The keys in the headers, whose names are in lower case."""
+    for name, value in headers:
+        if name == b"x-api-key":
+            yield value.strip()
+        elif name == b"authorization":
+            scheme, _, credential = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                yield credential.strip()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
+from frontend_svc.core.access import Caller
 from frontend_svc.core.models.model_watch import Table
 from frontend_svc.core.openai.completion_format import CompletionFormat
 from frontend_svc.core.openai.errors import HttpError, http_error
@@ -15,8 +16,6 @@ from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.openai.sse import ChunkKind
 from frontend_svc.core.response_format import ResponseFormat
 from frontend_svc.metrics.families import Endpoint
-
-HeaderPairs: TypeAlias = Iterable[tuple[bytes, bytes]]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,7 +61,7 @@ class GenerationApi(Protocol):
     @property
     def passes_through(self) -> bool: ...
 
-    async def parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody:
+    async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
         """Raises MeshError with the field of the client's body."""
         ...
 
@@ -85,7 +84,7 @@ class CompletionApi:
     parse_body: Callable[[bytes], ChatRequest | CompletionRequest]
     passes_through: bool = True
 
-    async def parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody:
+    async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
         request = await off_loop(len(raw), self.parse_body, raw)
 
         def make_format(info: ResponseInfo) -> ResponseFormat:

@@ -19,6 +19,7 @@ from frontend_svc.core.openai.embeddings import (
 )
 from frontend_svc.core.openai.headers import read_headers
 from frontend_svc.core.openai.nvext import Nvext
+from frontend_svc.core.openai.permissions import check_permissions
 from frontend_svc.core.openai.preprocessing import routing_hints
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import RequestPlan
@@ -58,7 +59,9 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
 
     async def parse(self, context: HttpRequest, raw: bytes) -> EmbeddingBody:
         context.body = request = await off_loop(len(raw), parse_embedding, raw)
-        return EmbeddingBody(request, read_headers(context.header_pairs))
+        hints = read_headers(context.header_pairs)
+        check_permissions(context.caller, hints)
+        return EmbeddingBody(request, hints)
 
     async def serve(self, context: HttpRequest, body: EmbeddingBody, meter: RequestMeter) -> None:
         request = body.request
@@ -108,6 +111,7 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
         )
         if model.adapter:
             request.routing_mut().lora_name = model.adapter
+        context.caller.confine(request)
         query = self.make_query(context, model.base, request.routing, body.hints)
         plan = replace(self.make_plan(context, request), is_embedding=True)
         for index, token_ids in enumerate(inputs):

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
+from common.api_keys import Scope as Permission
 from common.errors import (
     DeadlineExceeded,
     InternalError,
@@ -35,6 +36,7 @@ from frontend_svc.core.openai.parsing import named_model
 from frontend_svc.core.openai.preprocessing import strict_priority
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import RequestPlan
+from frontend_svc.http.access import admit
 from frontend_svc.http.asgi import (
     BODY_END,
     CONNECTION,
@@ -53,6 +55,11 @@ from frontend_svc.tracing import start_request_span
 # Time a client may take to send its body.
 BODY_TIMEOUT_S = 60.0
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+# What the key of a request must permit, other than INFER.
+_PERMISSIONS = {
+    Endpoint.EMBEDDINGS: Permission.EMBEDDINGS,
+    Endpoint.PREPROCESS: Permission.EXPLAIN,
+}
 
 P = TypeVar("P")
 
@@ -97,6 +104,8 @@ class PostEndpoint(ABC, Generic[P]):
         self._active_requests += 1
         try:
             try:
+                needed = _PERMISSIONS.get(self._endpoint, Permission.INFER)
+                context.caller = admit(scope, needed)
                 if self._active_requests > (limit := self._config.requests_max):
                     raise Overloaded(1.0, f"too many concurrent requests: {limit}/{limit}")
                 raw = await self._receive_body(context)

@@ -27,6 +27,7 @@ from frontend_svc.core.openai.extension import ResponseExtension, make_extension
 from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
 from frontend_svc.core.openai.logprobs import token_id_text
 from frontend_svc.core.openai.pass_through import PassThroughRequest, read_body
+from frontend_svc.core.openai.permissions import check_permissions
 from frontend_svc.core.openai.preprocessing import (
     check_prompt_length,
     check_total_tokens,
@@ -117,10 +118,12 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
             body = await off_loop(len(raw), read_body, raw)
             if self._is_pass_through(body.model):
                 context.body = body = replace(body, nvext=read_headers(context.header_pairs))
+                check_permissions(context.caller, body.nvext)
                 return body
-        parsed = await self._api.parse(raw, context.header_pairs)
+        parsed = await self._api.parse(raw, context.caller)
         request = with_headers(parsed.request, read_headers(context.header_pairs))
         context.body, context.uses_alias = request, request.kvmesh is not None
+        check_permissions(context.caller, request.nvext, request.priority)
         return replace(parsed, request=request)
 
     def _is_pass_through(self, model: str) -> bool:
@@ -180,6 +183,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         for request in prompts:
             request.model = model.name  # not an alias, which workers do not have
             request.tracker = context.tracker
+            context.caller.confine(request)
             check_options(request, refused_options)
         if isinstance(body, ChatRequest) and (parts := media_parts(body)):
             media = await self._media.load(parts, model.card.media)
@@ -280,9 +284,10 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         payload = PassThroughPayload(body.json, is_chat)
         routing = routing_hints(body.nvext)
         empty_request = PreprocessedRequest(model=body.model, token_ids=TokenIds(), routing=routing)
+        context.caller.confine(empty_request)
         plan = replace(self.make_plan(context, empty_request), body=payload)
         # The frontend has no token count, so the router balances these requests by number.
-        query = self.make_query(context, body.model, routing, body.nvext)
+        query = self.make_query(context, body.model, empty_request.routing, body.nvext)
         with self._open_requests(context, [(plan, query)], meter) as ((_, buffer),):
             if body.is_stream:
                 await relay_chunks(context, buffer, self._config.keep_alive_s)

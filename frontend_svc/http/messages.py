@@ -7,12 +7,13 @@ from typing import Final
 
 import orjson
 
+from frontend_svc.core.access import Caller
 from frontend_svc.core.anthropic.errors import http_error
 from frontend_svc.core.anthropic.message_format import MessageFormat
 from frontend_svc.core.anthropic.translation import MessagesChat, parse_count, parse_messages
 from frontend_svc.core.openai.errors import HttpError
 from frontend_svc.core.response_format import ResponseFormat
-from frontend_svc.http.api import HeaderPairs, ParsedBody, ResponseInfo, off_loop
+from frontend_svc.http.api import ParsedBody, ResponseInfo, off_loop
 from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.generation import encode_chat
 from frontend_svc.http.request_context import HttpRequest
@@ -28,7 +29,7 @@ class MessagesApi:
     # The workers of pass-through models take bodies of the OpenAI API.
     passes_through: Final = False
 
-    async def parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody:
+    async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
         request = await off_loop(len(raw), parse_messages, raw)
 
         def make_format(info: ResponseInfo) -> ResponseFormat:

@@ -9,11 +9,12 @@ import orjson
 
 from common.kv.hashing import TokensWithHashes
 from common.request.preprocessed import JsonValue, PreprocessedRequest, to_json_value
+from frontend_svc.core.access import Caller
 from frontend_svc.core.openai.errors import HttpError, http_error
 from frontend_svc.core.openai.parsing import parse_json_object
 from frontend_svc.core.openai.pass_through import PassThroughRequest
 from frontend_svc.core.request.leg_request import worker_request
-from frontend_svc.http.api import CHAT_COMPLETIONS, COMPLETIONS, HeaderPairs, ParsedBody, off_loop
+from frontend_svc.http.api import CHAT_COMPLETIONS, COMPLETIONS, ParsedBody, off_loop
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.request_context import HttpRequest
 from frontend_svc.http.responses import ResponsesApi
@@ -35,13 +36,13 @@ class PreprocessApi:
     def __init__(self, stored: StoredResponses | None) -> None:
         self._responses = ResponsesApi(stored)
 
-    async def parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody:
+    async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
         names = (await off_loop(len(raw), parse_json_object, raw)).keys()
         if "messages" in names:
-            return await CHAT_COMPLETIONS.parse(raw, headers)
+            return await CHAT_COMPLETIONS.parse(raw, caller)
         if "input" in names:
-            return await self._responses.parse(raw, headers)
-        return await COMPLETIONS.parse(raw, headers)
+            return await self._responses.parse(raw, caller)
+        return await COMPLETIONS.parse(raw, caller)
 
     def http_error(
         self, error: BaseException, request_id: str, headers: Container[bytes]

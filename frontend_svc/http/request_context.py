@@ -113,6 +113,12 @@ class HttpRequest:
         return {*self.headers, openai.ALIAS} if self.uses_alias else self.headers
 
     @property
+    def caller_fields(self) -> Mapping[str, str]:
+        """Its client, for logs and traces; empty without keys."""
+        caller = self.caller
+        return {"tenant": caller.tenant, "key_id": caller.key_id} if caller.tenant else {}
+
+    @property
     def is_messages(self) -> bool:
         """Whether its client is one of the Messages API."""
         return self.endpoint in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
@@ -142,6 +148,7 @@ def span_attributes(context: HttpRequest) -> dict[str, AttributeValue]:
         "request_id": context.request_id,
         "x_request_id": context.client_id.decode("latin-1"),
         "http.response.status_code": context.status,
+        **context.caller_fields,
     }
     if context.body is not None:
         fields |= {
@@ -180,6 +187,7 @@ def log_request(context: HttpRequest, now_s: float) -> None:
         "status": context.status,
         "total_ms": round((now_s - context.started_at_s) * 1000, 1),
     }
+    fields |= context.caller_fields
     if context.client_id != context.request_id.encode():
         fields["client_request_id"] = context.client_id.decode("latin-1")
     if context.span.trace_id:

@@ -88,6 +88,7 @@ def _identity(context: HttpRequest, total_ms: float) -> dict[str, object]:
         "received_ms": round(context.tracker.received_ms, 3),
         "total_ms": total_ms,
         "endpoint": context.endpoint.value,
+        **context.caller_fields,
     }
     if context.client_id != context.request_id.encode():
         record["x_request_id"] = context.client_id.decode("latin-1")

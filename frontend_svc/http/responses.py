@@ -10,8 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from common.api_keys import Scope as Permission
 from common.errors import InvalidRequest, MeshError, NotFound, Unavailable, Unsupported
 from frontend_svc.config import FrontendConfig
+from frontend_svc.core.access import Caller
 from frontend_svc.core.json_bytes import compact_json
 from frontend_svc.core.models.model_watch import Table
 from frontend_svc.core.openai.errors import HttpError, http_error
@@ -38,7 +40,8 @@ from frontend_svc.core.responses_api.translation import (
     stored_items,
     to_chat,
 )
-from frontend_svc.http.api import HeaderPairs, ParsedBody, ResponseInfo, off_loop
+from frontend_svc.http.access import admit
+from frontend_svc.http.api import ParsedBody, ResponseInfo, off_loop
 from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.error_response import error_response
 from frontend_svc.http.generation import encode_chat
@@ -63,12 +66,13 @@ class ResponsesApi:
     table: Table = "chat"
     passes_through: bool = False
 
-    async def parse(self, raw: bytes, headers: HeaderPairs) -> ParsedBody:
+    async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
         request = await off_loop(len(raw), parse_responses, raw)
         if request.store and self.stored is None:
             raise Unsupported("store", _NO_STORE)
-        earlier = await self._earlier_items(request)
-        new_items = input_items(request, await self._referenced(request))
+        tenant = caller.tenant
+        earlier = await self._earlier_items(request, tenant)
+        new_items = input_items(request, await self._referenced(request, tenant))
 
         def make_chat() -> ChatRequest:
             return to_chat(request, [*read_items(earlier), *new_items])
@@ -76,7 +80,7 @@ class ResponsesApi:
         chat = await off_loop(len(raw) + sum(map(len, earlier)), make_chat)
 
         def make_format(info: ResponseInfo) -> ResponseFormat:
-            return self._format(request, info, earlier, new_items)
+            return self._format(request, info, earlier, new_items, tenant)
 
         return ParsedBody(chat, make_format)
 
@@ -91,6 +95,7 @@ class ResponsesApi:
         info: ResponseInfo,
         earlier: tuple[bytes, ...],
         new_items: list[Item],
+        tenant: str,
     ) -> ResponsesFormat:
         stored = self.stored if request.store is not False else None
         new_id = response_id(info.request_id, 0 if self.stored is None else self.stored.frontend_id)
@@ -98,20 +103,20 @@ class ResponsesApi:
         def store(response: bytes) -> None:
             if stored is not None:
                 items = (*earlier, *stored_items(new_items, new_id))
-                stored.put(new_id, StoredResponse(response, items))
+                stored.put(new_id, StoredResponse(response, items, tenant))
 
         response = new_response(request, new_id, info.created, is_stored=stored is not None)
         return ResponsesFormat(response, store)
 
-    async def _earlier_items(self, request: ResponsesRequest) -> tuple[bytes, ...]:
+    async def _earlier_items(self, request: ResponsesRequest, tenant: str) -> tuple[bytes, ...]:
         """The conversation up to the previous response, as JSON items."""
         previous_id = request.previous_response_id
         if previous_id is None:
             return ()
-        previous = await self._get(previous_id, "previous_response_id", PREVIOUS_NOT_FOUND)
+        previous = await self._get(previous_id, tenant, "previous_response_id", PREVIOUS_NOT_FOUND)
         return _conversation(previous)
 
-    async def _referenced(self, request: ResponsesRequest) -> Mapping[int, Item]:
+    async def _referenced(self, request: ResponsesRequest, tenant: str) -> Mapping[int, Item]:
         """The stored items to which the input refers, by their index."""
         found: dict[int, Item] = {}
         responses: dict[str, StoredResponse] = {}
@@ -119,7 +124,7 @@ class ResponsesApi:
             field = f"input[{index}].id"
             of_response = response_of_item(item_id) or item_id
             if of_response not in responses:
-                responses[of_response] = await self._get(of_response, field, INVALID_VALUE)
+                responses[of_response] = await self._get(of_response, tenant, field, INVALID_VALUE)
             items = map(orjson.loads, _conversation(responses[of_response]))
             raw = [orjson.dumps(one) for one in items if one["id"] == item_id]
             if not raw:
@@ -128,11 +133,11 @@ class ResponsesApi:
             (found[index],) = read_items(raw)
         return found
 
-    async def _get(self, stored_id: str, field: str, reason: str) -> StoredResponse:
+    async def _get(self, stored_id: str, tenant: str, field: str, reason: str) -> StoredResponse:
         if self.stored is None:
             raise Unsupported(field, _NO_STORE)
         try:
-            return await self.stored.get(stored_id)
+            return await self.stored.get(stored_id, tenant)
         except NotFound as error:
             text = f"Invalid '{field}': {error.message}."
             raise InvalidRequest(text, field, reason=reason) from None
@@ -165,7 +170,7 @@ class InputTokensEndpoint(PostEndpoint[ChatRequest]):
         return self._api.http_error(error, context.client_id.decode("latin-1"), context.names)
 
     async def parse(self, context: HttpRequest, raw: bytes) -> ChatRequest:
-        chat = (await self._api.parse(raw, context.header_pairs)).request
+        chat = (await self._api.parse(raw, context.caller)).request
         assert isinstance(chat, ChatRequest), "a body of the Responses API becomes a chat"
         context.body = chat
         return chat
@@ -187,18 +192,19 @@ def stored_response_routes(stored: StoredResponses | None) -> list[Route]:
             raise NotFound(_NO_STORE)
         return stored
 
-    async def get(request: Request) -> bytes:
+    async def get(request: Request, tenant: str) -> bytes:
         parse_query(ResponseQuery, request.query_params.multi_items())
-        return (await responses().get(request.path_params["id"])).response
+        return (await responses().get(request.path_params["id"], tenant)).response
 
-    async def delete(request: Request) -> bytes:
+    async def delete(request: Request, tenant: str) -> bytes:
         deleted_id = request.path_params["id"]
-        await responses().delete(deleted_id)
+        await responses().delete(deleted_id, tenant)
         return orjson.dumps({"id": deleted_id, "object": "response", "deleted": True})
 
-    async def list_items(request: Request) -> bytes:
+    async def list_items(request: Request, tenant: str) -> bytes:
         query = parse_query(ItemsQuery, request.query_params.multi_items())
-        return items_page((await responses().get(request.path_params["id"])).input_items, query)
+        stored = await responses().get(request.path_params["id"], tenant)
+        return items_page(stored.input_items, query)
 
     return [
         Route("/v1/responses/{id}", _json_endpoint(get), methods=["GET"]),
@@ -208,13 +214,14 @@ def stored_response_routes(stored: StoredResponses | None) -> list[Route]:
 
 
 def _json_endpoint(
-    handler: Callable[[Request], Awaitable[bytes]],
+    handler: Callable[[Request, str], Awaitable[bytes]],
 ) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that responds with the handler's JSON, or with its error."""
+    """An endpoint that responds with the JSON for a request of a tenant, or with its error."""
 
     async def serve(request: Request) -> Response:
         try:
-            return Response(await handler(request), media_type="application/json")
+            tenant = admit(request.scope, Permission.INFER).tenant
+            return Response(await handler(request, tenant), media_type="application/json")
         except MeshError as error:
             return error_response(http_error(error))
 

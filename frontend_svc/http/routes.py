@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from common.api_keys import Scope as Permission
 from common.errors import MeshError, Unimplemented
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.anthropic import errors as anthropic
@@ -22,11 +23,12 @@ from frontend_svc.core.api_document import api_document
 from frontend_svc.core.openai.errors import INVALID, error_body, http_error
 from frontend_svc.core.openai.responses import model_list, model_object
 from frontend_svc.core.request.types import RequestOutcome
+from frontend_svc.http.access import admit
 from frontend_svc.http.api import CHAT_COMPLETIONS, COMPLETIONS, GenerationApi
 from frontend_svc.http.asgi import AsgiApp, Receive, Scope, Send
 from frontend_svc.http.embeddings import EmbeddingEndpoint
 from frontend_svc.http.endpoint import PostEndpoint
-from frontend_svc.http.error_response import error_response
+from frontend_svc.http.error_response import error_response, send_error
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.messages import CountTokensEndpoint, MessagesApi
 from frontend_svc.http.operations import DOCUMENT_PATH, operations
@@ -45,6 +47,8 @@ from frontend_svc.peers.stored_responses import StoredResponses
 from frontend_svc.request.gateway import Gateway
 
 MESSAGES_PATH = "/v1/messages"
+# They need no key.
+_OPEN_PATHS = frozenset({"/live", "/ready"})
 API_VERSION = "1"
 
 log = structlog.get_logger()
@@ -217,9 +221,9 @@ def build_api(
     return api
 
 
-def direct_routes(api: Starlette) -> AsgiApp:
+def direct_routes(api: Starlette, admin_paths: Container[str]) -> AsgiApp:
     """The same API, but requests to a PostEndpoint bypass the layers of Starlette: an endpoint
-    reports its errors itself."""
+    checks the key and reports its errors itself. admin_paths: need a key of an administrator."""
     endpoints = {
         route.path: route.endpoint
         for route in api.routes
@@ -227,7 +231,16 @@ def direct_routes(api: Starlette) -> AsgiApp:
     }
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        path = scope["path"]
+        endpoint = endpoints.get(path) if scope["method"] == "POST" else None
+        if endpoint is None and path not in _OPEN_PATHS:
+            try:
+                admit(scope, Permission.ADMIN if path in admin_paths else None)
+            except MeshError as error:
+                is_messages = path.startswith(MESSAGES_PATH)
+                refusal = anthropic.http_error(error, None) if is_messages else http_error(error)
+                await send_error(send, refusal)
+                return
         await (api if endpoint is None else endpoint)(scope, receive, send)
 
     return serve

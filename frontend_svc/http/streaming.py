@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from common.api_keys import Scope
 from common.errors import MeshError
 from common.request.preprocessed import CompletionUsage
 from frontend_svc.core.choice import Choice
@@ -168,7 +169,10 @@ class ResponseWriter:
             assert one.buffer.outcome is not None, "every choice has finished"
             usage = one.choice.usage(one.buffer.outcome.usage)
             outcomes.append(replace(one.buffer.outcome, usage=usage))
-        return merge_outcomes(outcomes, self._context.choices_per_prompt).usage
+        usage = merge_outcomes(outcomes, self._context.choices_per_prompt).usage
+        if Scope.EXPLAIN not in self._context.caller.scopes:
+            usage = replace(usage, prompt_tokens_details=None)
+        return usage
 
 
 async def relay_chunks(context: HttpRequest, buffer: ResponseBuffer, keep_alive_s: float) -> None:

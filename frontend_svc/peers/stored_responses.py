@@ -43,38 +43,37 @@ class StoredResponses:
         """Stores a response of this frontend."""
         self._store.put(response_id, stored, self._clock())
 
-    def get_own(self, response_id: str) -> StoredResponse:
-        """A response of this frontend. Raises NotFound."""
+    def get_own(self, response_id: str, tenant: str = "") -> StoredResponse:
+        """A tenant's response of this frontend. Raises NotFound."""
         stored = self._store.get(response_id, self._clock())
-        if stored is None:
+        if stored is None or stored.tenant != tenant:
             raise _not_stored(response_id)
         return stored
 
-    def delete_own(self, response_id: str) -> None:
-        """Removes a response of this frontend. Raises NotFound."""
-        if not self._store.delete(response_id, self._clock()):
-            raise _not_stored(response_id)
+    def delete_own(self, response_id: str, tenant: str = "") -> None:
+        """Removes a tenant's response of this frontend. Raises NotFound."""
+        self.get_own(response_id, tenant)
+        self._store.delete(response_id, self._clock())
 
-    async def get(self, response_id: str) -> StoredResponse:
-        """A response of any frontend. Raises NotFound, also if its frontend has left, and
+    async def get(self, response_id: str, tenant: str = "") -> StoredResponse:
+        """A tenant's response of any frontend. Raises NotFound, also if that has left, and
         Unavailable if its frontend does not respond."""
         owner = self._owner(response_id)
         if owner is None:
-            return self.get_own(response_id)
+            return self.get_own(response_id, tenant)
         async with self._stub(owner) as stub:
-            response: frontend_pb2.GetResponseResponse = await self._call(
-                stub.GetResponse, frontend_pb2.GetResponseRequest(response_id=response_id)
-            )
-        return StoredResponse(response.response, tuple(response.input_items))
+            request = frontend_pb2.GetResponseRequest(response_id=response_id, tenant=tenant)
+            response: frontend_pb2.GetResponseResponse = await self._call(stub.GetResponse, request)
+        return StoredResponse(response.response, tuple(response.input_items), tenant)
 
-    async def delete(self, response_id: str) -> None:
+    async def delete(self, response_id: str, tenant: str = "") -> None:
         """Removes a response of any frontend. Raises as `get`."""
         owner = self._owner(response_id)
         if owner is None:
-            self.delete_own(response_id)
+            self.delete_own(response_id, tenant)
             return
         async with self._stub(owner) as stub:
-            request = frontend_pb2.DeleteResponseRequest(response_id=response_id)
+            request = frontend_pb2.DeleteResponseRequest(response_id=response_id, tenant=tenant)
             await self._call(stub.DeleteResponse, request)
 
     def _owner(self, response_id: str) -> Instance | None:
@@ -128,7 +127,7 @@ class ResponseStoreService(frontend_pb2_grpc.ResponseStoreServiceServicer):
     async def GetResponse(
         self, request: frontend_pb2.GetResponseRequest, context: Context
     ) -> frontend_pb2.GetResponseResponse:
-        stored = self._stored.get_own(request.response_id)
+        stored = self._stored.get_own(request.response_id, request.tenant)
         return frontend_pb2.GetResponseResponse(
             response=stored.response, input_items=stored.input_items
         )
@@ -136,5 +135,5 @@ class ResponseStoreService(frontend_pb2_grpc.ResponseStoreServiceServicer):
     async def DeleteResponse(
         self, request: frontend_pb2.DeleteResponseRequest, context: Context
     ) -> frontend_pb2.DeleteResponseResponse:
-        self._stored.delete_own(request.response_id)
+        self._stored.delete_own(request.response_id, request.tenant)
         return frontend_pb2.DeleteResponseResponse()

@@ -237,7 +237,7 @@ class _UpCommand:
 
     async def _run_session(self, supervisor: Supervisor) -> None:
         """Wait until the mesh is ready, print it, run the sample and the command of --then."""
-        async with gateway.new_http_client() as http:
+        async with gateway.new_http_client(self.environ.get("OPENAI_API_KEY")) as http:
             url = await self._await_ready(supervisor, http)
             if url is None:
                 self.session_status = 1

@@ -19,9 +19,11 @@ class GatewayError(Exception):
     """An unexpected response of the gateway; the message describes it."""
 
 
-def new_http_client() -> httpx.AsyncClient:
+def new_http_client(api_key: str | None) -> httpx.AsyncClient:
     """A client that connects directly, without a proxy from the environment."""
-    return httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(5.0, read=READ_TIMEOUT_S))
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = httpx.Timeout(5.0, read=READ_TIMEOUT_S)
+    return httpx.AsyncClient(headers=headers, trust_env=False, timeout=timeout)
 
 
 def chat_body(model: str, prompt: str, max_tokens: int) -> dict[str, object]:
@@ -36,10 +38,12 @@ def chat_body(model: str, prompt: str, max_tokens: int) -> dict[str, object]:
 async def find_serving_problem(http: httpx.AsyncClient, url: str, model: str) -> str:
     """ "" if the gateway at `url` is healthy and lists `model`; else what is missing."""
     try:
-        health = await http.get(f"{url}/health", timeout=2.0)
-        if health.status_code != 200:
-            return f"GET {url}/health returned {health.status_code}"
+        ready = await http.get(f"{url}/ready", timeout=2.0)
+        if ready.status_code != 200:
+            return f"GET {url}/ready returned {ready.status_code}"
         models = await http.get(f"{url}/v1/models", timeout=2.0)
+        if models.status_code == 401:
+            return f"{url} needs an API key: set OPENAI_API_KEY"
         if models.status_code != 200:
             return f"GET {url}/v1/models returned {models.status_code}"
         listed = [entry["id"] for entry in models.json()["data"]]

@@ -317,7 +317,6 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(
     [
         ("logit_bias", {"logit_bias": {"5": 1}}),
         ("presence_penalty", {"presence_penalty": 1}),
-        ("cache_salt", {"cache_salt": "a"}),
         ("guided_decoding", {"guided_regex": "a"}),
     ],
 )

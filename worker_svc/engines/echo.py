@@ -41,6 +41,8 @@ _SUPPORTED_FIELDS: Final = frozenset(
             f"sampling_options.{name}"
             for name in ("temperature", "top_p", "top_k", "min_p", "seed")
         ),
+        # It shares no KV.
+        "routing.cache_salt",
     }
 )
 _IGNORED_FOR_PROBES: Final = frozenset({"bootstrap_info", "prefill_result"})

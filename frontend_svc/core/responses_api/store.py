@@ -14,10 +14,12 @@ _ITEM_OVERHEAD_BYTES = 50
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """response: its object, as JSON. input_items: the items before its output, each as JSON: those
-    of the responses that it continues, and its own input, without instructions."""
+    of the responses that it continues, and its own input, without instructions. tenant: whose
+    clients may read it; "" without API keys."""
 
     response: bytes
     input_items: tuple[bytes, ...]
+    tenant: str = ""
 
     @property
     def size(self) -> int:

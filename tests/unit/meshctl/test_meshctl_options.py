@@ -105,7 +105,8 @@ def test_variables_of_meshctl_itself_do_not_exist_and_are_refused(
         (["zzz"], "meshctl: 'zzz': no such command (see meshctl --help)"),
         (
             [],
-            "meshctl: a command is required: up, status, health, replay, demo (see meshctl --help)",
+            "meshctl: a command is required: up, status, health, keys, replay, demo"
+            " (see meshctl --help)",
         ),
         (
             ["up", "--worker=3"],

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!kvmesh/frontend/v1/frontend.proto\x12\x12kvmesh.frontend.v1\")\n\x12GetResponseRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\"<\n\x13GetResponseResponse\x12\x10\n\x08response\x18\x01 \x01(\x0c\x12\x13\n\x0binput_items\x18\x02 \x03(\x0c\",\n\x15\x44\x65leteResponseRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\"\x18\n\x16\x44\x65leteResponseResponse2\xdf\x01\n\x14ResponseStoreService\x12^\n\x0bGetResponse\x12&.kvmesh.frontend.v1.GetResponseRequest\x1a\'.kvmesh.frontend.v1.GetResponseResponse\x12g\n\x0e\x44\x65leteResponse\x12).kvmesh.frontend.v1.DeleteResponseRequest\x1a*.kvmesh.frontend.v1.DeleteResponseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!kvmesh/frontend/v1/frontend.proto\x12\x12kvmesh.frontend.v1\"9\n\x12GetResponseRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"<\n\x13GetResponseResponse\x12\x10\n\x08response\x18\x01 \x01(\x0c\x12\x13\n\x0binput_items\x18\x02 \x03(\x0c\"<\n\x15\x44\x65leteResponseRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x18\n\x16\x44\x65leteResponseResponse2\xdf\x01\n\x14ResponseStoreService\x12^\n\x0bGetResponse\x12&.kvmesh.frontend.v1.GetResponseRequest\x1a\'.kvmesh.frontend.v1.GetResponseResponse\x12g\n\x0e\x44\x65leteResponse\x12).kvmesh.frontend.v1.DeleteResponseRequest\x1a*.kvmesh.frontend.v1.DeleteResponseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,13 +32,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.frontend.v1.frontend
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETRESPONSEREQUEST']._serialized_start=57
-  _globals['_GETRESPONSEREQUEST']._serialized_end=98
-  _globals['_GETRESPONSERESPONSE']._serialized_start=100
-  _globals['_GETRESPONSERESPONSE']._serialized_end=160
-  _globals['_DELETERESPONSEREQUEST']._serialized_start=162
-  _globals['_DELETERESPONSEREQUEST']._serialized_end=206
-  _globals['_DELETERESPONSERESPONSE']._serialized_start=208
-  _globals['_DELETERESPONSERESPONSE']._serialized_end=232
-  _globals['_RESPONSESTORESERVICE']._serialized_start=235
-  _globals['_RESPONSESTORESERVICE']._serialized_end=458
+  _globals['_GETRESPONSEREQUEST']._serialized_end=114
+  _globals['_GETRESPONSERESPONSE']._serialized_start=116
+  _globals['_GETRESPONSERESPONSE']._serialized_end=176
+  _globals['_DELETERESPONSEREQUEST']._serialized_start=178
+  _globals['_DELETERESPONSEREQUEST']._serialized_end=238
+  _globals['_DELETERESPONSERESPONSE']._serialized_start=240
+  _globals['_DELETERESPONSERESPONSE']._serialized_end=264
+  _globals['_RESPONSESTORESERVICE']._serialized_start=267
+  _globals['_RESPONSESTORESERVICE']._serialized_end=490
 # @@protoc_insertion_point(module_scope)

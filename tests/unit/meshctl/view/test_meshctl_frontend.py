@@ -23,7 +23,7 @@ def models(*names: str) -> httpx.Response:
 
 
 async def missing(health: int, listing: httpx.Response) -> str:
-    answers = {"/health": httpx.Response(health), "/v1/models": listing}
+    answers = {"/ready": httpx.Response(health), "/v1/models": listing}
     async with answering(answers) as http:
         return await find_serving_problem(http, URL, "sim")
 
