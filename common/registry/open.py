@@ -22,6 +22,7 @@ def open_registry(config: ServiceConfig) -> Registry:
             return ConsulRegistry(
                 config.consul_url,
                 token=config.consul_token,
+                ca_path=config.consul_ca_path,
                 signer=EntrySigner(config.mesh_token),
             )
         case "memory":

@@ -3,6 +3,7 @@
 The field `drain_s` of the router is the flag `--drain-s` and the variable `KVMESH_ROUTER_DRAIN_S`.
 A field of `ServiceConfig` is also the mesh-wide variable `KVMESH_DRAIN_S`. Precedence: flag,
 variable of the service, mesh-wide variable, alias, default. Boolean fields also have `--no-x`.
+A secret can be read from a file: `--mesh-token-file`, `KVMESH_MESH_TOKEN_FILE`.
 An unknown name, a bad value or a missing value stops the start; `ConfigError` lists all problems.
 
 `read_config` takes mappings and sequences. Only `env.py` reads the process environment.
@@ -43,6 +44,8 @@ SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER")
 PREFIX = "KVMESH_"
 # Of an error in a ready line.
 ERROR_CHARS_MAX = 4096
+# Ends the names of the file of a secret.
+FILE_SUFFIX = "_file"
 # Variables of other standards, with the lowest precedence.
 _ALIASES = {"consul_token": "CONSUL_HTTP_TOKEN", "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 
@@ -139,6 +142,8 @@ class ServiceConfig(BaseModel):
     """Address of the Consul agent."""
     consul_token: str | None = Field(default=None, repr=False)
     """ACL token for Consul."""
+    consul_ca_path: Path | None = None
+    """PEM certificate authorities of an https Consul agent. Unset: those of the system."""
     mesh_token: str | None = Field(default=None, repr=False)
     """Secret of all services, never sent: calls and registry entries prove it. Use 32 random bytes.
     Set it if a port is open to other hosts."""
@@ -319,6 +324,10 @@ class _Setting:
         return flag_name(self.name)
 
     @property
+    def is_secret(self) -> bool:
+        return not self.field.repr
+
+    @property
     def is_optional(self) -> bool:
         return type(None) in get_args(self.field.annotation)
 
@@ -380,6 +389,14 @@ def _build_parser(name: str, description: str, settings: Iterable[_Setting]) -> 
     common = parser.add_argument_group("settings of every service")
     for one in settings:
         group = common if one.name in ServiceConfig.model_fields else own
+        if one.is_secret:
+            variables = " or ".join(name + FILE_SUFFIX.upper() for name in one.variables)
+            group.add_argument(
+                flag_name(one.name + FILE_SUFFIX),
+                action="append",
+                metavar="PATH",
+                help=f"File that contains {one.flag}.\n{variables}",
+            )
         if one.kind is not bool:
             group.add_argument(one.flag, action="append", metavar=one.metavar, help=one.help_text)
             continue
@@ -405,9 +422,12 @@ def _read_flags(
         after_unknown_flag = word.startswith("--") and "=" not in word
     for setting in settings:
         texts = getattr(values, setting.name) or []
-        if len(texts) > 1:
-            problems.append(f"{setting.flag}: given {len(texts)} times; give it once")
+        files = getattr(values, setting.name + FILE_SUFFIX, None) or []
+        if (count := len(texts) + len(files)) > 1:
+            problems.append(f"{setting.flag}: given {count} times; give it once")
         yield from (_Given(setting, setting.flag, text) for text in texts)
+        source = flag_name(setting.name + FILE_SUFFIX)
+        yield from _read_secret_files(setting, source, files, problems)
 
 
 def _read_environ(
@@ -419,6 +439,9 @@ def _read_environ(
 ) -> Iterator[_Given]:
     known = {PREFIX + name.upper() for name in ServiceConfig.model_fields}
     known.update(name for setting in settings for name in setting.variables)
+    known.update(
+        name + FILE_SUFFIX.upper() for one in settings if one.is_secret for name in one.variables
+    )
     others = tuple(f"{PREFIX}{other}_" for other in SERVICES if other != service)
     injected = set()
     for name in sorted(one for one in environ if one.startswith(PREFIX)):
@@ -432,6 +455,25 @@ def _read_environ(
         for name in setting.variables:
             if name in environ and name not in injected:
                 yield _Given(setting, name, environ[name])
+            source = name + FILE_SUFFIX.upper()
+            if setting.is_secret and environ.get(source):
+                yield from _read_secret_files(setting, source, [environ[source]], problems)
+
+
+def _read_secret_files(
+    setting: _Setting, source: str, paths: Iterable[str], problems: list[str]
+) -> Iterator[_Given]:
+    for path in paths:
+        try:
+            text = Path(path).read_text().strip()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            problems.append(f"{source}: cannot read {path!r}: {reason}")
+            continue
+        if not text:
+            problems.append(f"{source}: {path!r} is empty")
+            continue
+        yield _Given(setting, source, text)
 
 
 def _find_problems(cls: type[ServiceConfig], given: _Given) -> Iterator[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import Callable
 from functools import partialmethod
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -47,16 +49,19 @@ _MAY_BE_ABSENT = ("/v1/kv/", "/v1/agent/service/")
 class ConsulClient:
     """The calls that a registry needs.
 
-    token: an ACL token, or None. signer: of own entries, and checks those of others.
+    token: an ACL token, or None. ca_path: certificate authorities of an https agent. signer: of
+    own entries, and checks those of others.
 
     Raises Unavailable if Consul cannot be reached, has no leader or sends an unreadable response,
     PermissionDenied for 403, InvalidRequest for other refusals and for an invalid `url`.
     """
 
-    def __init__(self, url: str, token: str | None, signer: EntrySigner) -> None:
+    def __init__(
+        self, url: str, token: str | None, signer: EntrySigner, ca_path: Path | None = None
+    ) -> None:
         self._signer = signer
         self._reader = InstanceReader(signer)
-        self._http = _open_http_client(url, token)
+        self._http = _open_http_client(url, token, ca_path)
         call_slots = asyncio.Semaphore(CONCURRENT_CALLS_MAX)
         self._consul = _HttpxConsul(_HttpxTransport(self._http, call_slots))
         self._stale_consul = _HttpxConsul(_HttpxTransport(self._http, call_slots, stale=True))
@@ -212,17 +217,21 @@ def _timeout(wait: str | None) -> httpx.Timeout:
     return httpx.Timeout(wait_s * 1.1 + 5.0, connect=CONNECT_TIMEOUT_S)
 
 
-def _open_http_client(url: str, token: str | None) -> httpx.AsyncClient:
+def _open_http_client(url: str, token: str | None, ca_path: Path | None) -> httpx.AsyncClient:
     if not url.startswith(("http://", "https://")):
         raise InvalidRequest(f"{url!r} must begin with http:// or https://", "consul_url")
+    is_https = url.startswith("https")
     try:
         return httpx.AsyncClient(
             base_url=url,
             headers={} if token is None else {"X-Consul-Token": token},
             limits=httpx.Limits(max_connections=None),
             # Reading the system's certificate authorities takes 20 ms.
-            verify=url.startswith("https"),
+            verify=ssl.create_default_context(cafile=ca_path) if is_https else False,
             trust_env=False,
         )
     except httpx.InvalidURL as error:
         raise InvalidRequest(f"{url!r} is not a URL: {error}", "consul_url") from error
+    except OSError as error:  # ssl.SSLError is one.
+        text = f"cannot use the certificate authorities of {ca_path}: {error}"
+        raise InvalidRequest(text, "consul_ca_path") from error

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from random import Random, SystemRandom
 from typing import TypeVar
 
@@ -61,12 +62,13 @@ T = TypeVar("T")
 class ConsulRegistry:
     """`common.registry.registry.Registry` on the Consul agent at `url`.
 
-    token: an ACL token, or None. signer: as of FileRegistry. ttl_s: life of TTL checks.
+    token: an ACL token, or None. ca_path: certificate authorities of an https agent; None: those of
+    the system. signer: as of FileRegistry. ttl_s: life of TTL checks.
     reconcile_interval_s: how often owners check their entries. unreachable_timeout_s: how long each
     step of `register` and `put_card` waits for an unreachable Consul before it raises Unavailable.
     rng: for jitter.
 
-    Raises InvalidRequest for an invalid `url`.
+    Raises InvalidRequest for an invalid `url` or `ca_path`.
     """
 
     def __init__(
@@ -74,13 +76,14 @@ class ConsulRegistry:
         url: str,
         *,
         token: str | None = None,
+        ca_path: Path | None = None,
         signer: EntrySigner = UNSIGNED,
         ttl_s: float = TTL_S,
         reconcile_interval_s: float = RECONCILE_INTERVAL_S,
         unreachable_timeout_s: float = UNREACHABLE_TIMEOUT_S,
         rng: Random | None = None,
     ) -> None:
-        self._client = ConsulClient(url, token, signer)
+        self._client = ConsulClient(url, token, signer, ca_path)
         self._signer = signer
         self._ttl_s = ttl_s
         self._reconcile_interval_s = reconcile_interval_s

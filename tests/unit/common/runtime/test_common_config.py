@@ -235,6 +235,40 @@ def test_a_secret_is_neither_in_problems_nor_in_the_repr() -> None:
     assert problems(["--key", "hunter2"]) == ["--key: too short"]
 
 
+def test_a_secret_is_read_from_a_file_that_a_flag_or_variable_names(tmp_path: Path) -> None:
+    file, other = tmp_path / "a", tmp_path / "b"
+    file.write_text("from-a-file\n")
+    other.write_text("from-another-file")
+    variables = {"KVMESH_MESH_TOKEN_FILE": str(file)}
+    assert read((), variables).mesh_token == "from-a-file"
+    variables["KVMESH_ROUTER_MESH_TOKEN_FILE"] = str(other)
+    assert read((), variables).mesh_token == "from-another-file"
+    assert read(["--mesh-token-file", str(file)], variables).mesh_token == "from-a-file"
+    assert read((), {"CONSUL_HTTP_TOKEN_FILE": str(file)}).consul_token == "from-a-file"
+    assert read(["--key-file", str(file)]).key == "from-a-file"
+    assert problems(["--slots-file", str(file)]) == ["--slots-file: no such flag"]
+    assert problems(["--key-file", str(file), "--key", "text-of-it"]) == [
+        "--key: given 2 times; give it once"
+    ]
+
+
+def test_an_unreadable_or_empty_secret_file_is_a_problem(tmp_path: Path) -> None:
+    empty, binary, short = (tmp_path / name for name in ("empty", "binary", "short"))
+    empty.write_text("\n")
+    binary.write_bytes(b"\xff")
+    short.write_text("hunter2")
+    missing = str(tmp_path / "none")
+    assert problems(
+        ["--key-file", str(short), "--mesh-token-file", missing, "--mesh-key-file", str(binary)],
+        {"KVMESH_ADMIN_TOKEN_FILE": str(empty)},
+    ) == [
+        f"KVMESH_ADMIN_TOKEN_FILE: {str(empty)!r} is empty",
+        f"--mesh-token-file: cannot read {missing!r}: No such file or directory",
+        f"--mesh-key-file: cannot read {str(binary)!r}: it is not UTF-8",
+        "--key-file: too short",
+    ]
+
+
 def test_variables_injected_by_kubernetes_are_ignored_with_a_warning() -> None:
     injected = {
         "KVMESH_SERVICE_HOST": "10.0.0.1",
