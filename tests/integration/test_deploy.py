@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from common.errors import PermissionDenied, Unavailable
+from common.registry.card import Artifact, ModelCard
+from common.registry.consul.registry import ConsulRegistry
+from common.registry.instances import Instance
+from common.registry.registry import Lease
 from common.runtime.config import read_config
+from common.runtime.free_ports import free_ports
 from frontend_svc.config import FrontendConfig
+from tests.contract.consul_agent import PORTS, consul_binary
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARIES = Path(sys.executable).parent
@@ -54,20 +65,130 @@ def test_ports_are_published_on_this_host_only() -> None:
             assert port.startswith("127.0.0.1:"), f"{name} publishes {port} to other hosts"
 
 
-def test_the_frontend_of_the_compose_file_accepts_its_configuration() -> None:
+def test_the_frontend_of_the_compose_file_accepts_its_configuration(tmp_path: Path) -> None:
     dockerfile = (ROOT / "deploy/Dockerfile").read_text()
     variables = dict(re.findall(r"\b(KVMESH_\w+)=(\S+)", dockerfile))
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret\n")
     for name, value in COMPOSE["services"]["frontend"]["environment"].items():
-        variables[name] = re.sub(r"\$\{\w+:-(.*)\}", r"\1", value)
+        text = str(secret) if name.endswith("_FILE") else value
+        variables[name] = re.sub(r"\$\{\w+:-(.*)\}", r"\1", text)
     # deploy/serve.sh sets the flag.
     config, _ = read_config(FrontendConfig, "FRONTEND", variables, ["--advertise-host=frontend"])
     assert config.http_host == "0.0.0.0"
+    assert (config.mesh_token, config.consul_token) == ("s3cret", "s3cret")
 
 
-def test_every_file_that_a_service_mounts_is_there() -> None:
+def test_every_file_and_volume_that_a_service_mounts_is_there() -> None:
     for service in COMPOSE["services"].values():
-        for volume in service.get("volumes", []):
-            assert (ROOT / volume.split(":")[0]).exists(), volume
+        for source, *_ in (volume.split(":") for volume in service.get("volumes", [])):
+            is_file = source.startswith(".")
+            assert (ROOT / source).exists() if is_file else source in COMPOSE["volumes"], source
+
+
+def test_no_container_has_a_writable_root_or_privileges_or_unbounded_resources() -> None:
+    for name, service in COMPOSE["services"].items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["pids_limit"] > 0, name
+        assert service["mem_limit"], name
+        assert "cap_add" not in service, name
+        assert "privileged" not in service, name
+
+
+def test_the_compose_file_has_no_secret_and_every_secret_is_read_from_a_volume() -> None:
+    for name, service in COMPOSE["services"].items():
+        for variable, value in service.get("environment", {}).items():
+            if re.search("TOKEN|PASSWORD|SECRET|_KEY", variable):
+                assert variable.endswith("_FILE"), f"{name} has the secret {variable}"
+                assert value.startswith("/run/kvmesh/"), variable
+    secrets = {"service-secrets", "consul-secrets"}
+    mounts = {
+        name: {v.split(":")[0] for v in service.get("volumes", [])} & secrets
+        for name, service in COMPOSE["services"].items()
+    }
+    assert mounts.pop("secrets") == mounts.pop("consul") == secrets
+    assert {name for name, found in mounts.items() if "consul-secrets" in found} == set()
+
+
+def test_images_are_pinned_to_an_exact_version() -> None:
+    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
+    images = [s["image"] for s in COMPOSE["services"].values() if "build" not in s]
+    images += re.findall(r"^FROM (\S+:\S+)", dockerfile, re.MULTILINE)
+    assert len(images) >= 6
+    for image in images:
+        assert re.search(r":v?\d+\.\d+\.\d+[\w.-]*(@sha256:[0-9a-f]{64})?$", image), image
+
+
+def test_secrets_are_generated_once_and_differ(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("service", "consul")]
+    for folder in folders:
+        folder.mkdir()
+
+    def generate() -> dict[str, str]:
+        subprocess.run([ROOT / "deploy/make_secrets.sh", *folders], check=True)
+        return {path.name: path.read_text() for folder in folders for path in folder.iterdir()}
+
+    made = generate()
+    assert re.fullmatch("[0-9a-f]{64}", made["mesh_token"])
+    assert set(made) == {"mesh_token", "consul_token", "management_token"}
+    assert len(set(made.values())) == len(made)
+    assert generate() == made
+
+
+@pytest.fixture
+def consul(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """The URL of the compose file's agent and the token of the services."""
+    binary = consul_binary()
+    for name in ("management", "service"):
+        (tmp_path / name).write_text(f"{uuid.uuid4()}\n")
+    first = free_ports(len(PORTS))
+    flags = [f"-{name}-port={first + at}" for at, name in enumerate(PORTS)]
+    command = [ROOT / "deploy/consul.sh", tmp_path / "management", tmp_path / "service"]
+    url = f"http://127.0.0.1:{first}"
+    environ = {
+        "PATH": f"{Path(binary).parent}:/usr/bin:/bin",
+        "CONSUL_HTTP_ADDR": url,
+        "CONSUL_MANAGEMENT_SETTING": "master",  # The agent of the tests is older than 1.11.
+    }
+    with subprocess.Popen(
+        [*command, ROOT / "deploy/consul_policy.hcl", "-bind=127.0.0.1", *flags],
+        env=environ,
+        stdout=subprocess.DEVNULL,
+    ) as agent:
+        yield url, (tmp_path / "service").read_text().strip()
+        agent.terminate()
+
+
+async def test_consul_permits_the_services_what_they_need_and_others_nothing(
+    consul: tuple[str, str],
+) -> None:
+    url, token = consul
+    service, anonymous = ConsulRegistry(url, token=token), ConsulRegistry(url)
+    card = ModelCard(name="m", artifacts={"a": Artifact.of(b"x" * 100_000)})
+    try:
+        async with asyncio.timeout(20.0):
+            lease = await _register(service, Instance(1, "default", "worker", "", "a:1"))
+            assert (await service.snapshot("default")).instances
+            await service.put_card(card)
+            assert await service.get_card(card.checksum) == card
+            assert not (await anonymous.snapshot("default")).instances
+            with pytest.raises(PermissionDenied):
+                await anonymous.register(Instance(2, "default", "worker", "", "a:2"))
+            await lease.close()
+    finally:
+        await service.close()
+        await anonymous.close()
+
+
+async def _register(registry: ConsulRegistry, instance: Instance) -> Lease:
+    """Registers once the agent has the policy."""
+    while True:
+        try:
+            return await registry.register(instance)
+        except (PermissionDenied, Unavailable):
+            await asyncio.sleep(0.1)
 
 
 def test_every_folder_that_the_dockerfile_copies_is_there() -> None:

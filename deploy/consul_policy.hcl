@@ -1,0 +1,9 @@
+service_prefix "kvmesh-" {
+  policy = "write"
+}
+key_prefix "kvmesh/" {
+  policy = "write"
+}
+node_prefix "" {
+  policy = "read"
+}
