@@ -74,7 +74,7 @@ bench-router: $(VENV)/.dev ## Router: decisions in process, sessions through the
 bench-mesh: $(VENV)/.dev ## Routing policies on a real mesh of 8 sim workers and in replay, 7 minutes; last line is JSON
 	$(BIN)/python -m bench.bench_mesh $(ARGS)
 
-bench-gateway: $(VENV)/.dev ## Token path figures, ARGS='--against COMMIT' for ratios; last line is JSON
+bench-gateway: $(VENV)/.dev ## Token path figures: DYNAMO_PYTHON=..., ARGS='--full', '--against COMMIT'; last line is JSON
 	$(BIN)/python -m bench.gateway $(ARGS)
 
 bench-replay: $(VENV)/.runtime ## Routing policies on ten workloads in virtual time, six to ten minutes; last line is JSON

@@ -1,15 +1,18 @@
 """The token path under load: frontend, router, indexer and two sim workers against bench/loadgen.c.
 
-usage: python -m bench.gateway [--seconds 4] [--repeat 3] [--concurrency 1,16,64,256]
-                               [--modes burst,paced,burst-unary,real] [--shape agg|pd]
-                               [--selector kv|round_robin|...] [--shared N] [--out FILE]
-                               [--against COMMIT]
+usage: python -m bench.gateway [--full] [--seconds 4] [--repeat 3] [--out FILE] [--against COMMIT]
+                               [--concurrency 1,16,64,256] [--modes burst,paced,burst-unary,real]
+                               [--shape agg|pd] [--selector kv|round_robin|...] [--isl N] [--osl N]
+                               [--shared N]
+
+Without --modes and --concurrency it runs the rows named in NAMED (with Dynamo about 15 minutes),
+--full all of FULL. All bodies differ; with --shared, the first N tokens are one of SHARED_PREFIXES.
+The last line is one JSON object.
 
 burst: steps of the sim take no time, so tokens arrive as fast as the path carries them. paced: the
 sim runs in real time (steps of 6 ms and more, prefill nearly free). real: the sim as it is, 12k
-prompt tokens a second. agg: two aggregated workers; pd: one prefill and one decode worker. All
-bodies differ; with --shared, the first N tokens are one of SHARED_PREFIXES. The last line is one
-JSON object.
+prompt tokens a second. even: as paced, and Dynamo's mocker has the same steps instead of those of
+its own model. agg: two aggregated workers; pd: one prefill and one decode worker.
 
 --against also starts a mesh of that commit, from a worktree of its own and with the same Python
 environment, and loads the two meshes in turns (A B, B A, ...). It reports the median ratio, this
@@ -18,47 +21,43 @@ burst at 64 connections and paced at 32.
 
 With DYNAMO_PYTHON, the Python of an environment with ai-dynamo, it also starts Dynamo (KV router,
 mocker with two workers) with its default tokenizer and with fastokens, and loads the three in
-turns; those that are not loaded are stopped, and each is warmed up before it is measured. The rows
-are DYNAMO_LOADS; a ratio is this tree to the better of the two.
+turns; those that are not loaded are stopped, and each is warmed up before it is measured. A ratio
+is this tree to the better of the two. Dynamo has no pd rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import random
 import statistics
-import sysconfig
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
+from bench.bodies import write_bodies
+from bench.extras import idle_cpu_pct, long_prompt_gaps, processes_ratios
 from bench.measure import ROOT, build_loadgen, machine_lock, print_report, run_load
-from bench.stacks import MODEL, ROLES, SIM_MODEL_DIR, dynamo, mesh, suspended, worktree
+from bench.stacks import ROLES, dynamo, mesh, suspended, worktree
 
-ISL, OSL, BODIES = 512, 128, 4096
+ISL, OSL = 512, 128
 # name: (flags of the sim, streaming)
 _BURST = ("--speedup", "1000000")
+PACED = ("--speedup", "1", "--prefill-tokens-per-s", "10000000")
 MODES = {
     "burst": (_BURST, True),
     "burst-unary": (_BURST, False),
     # Prompts cost little, so that the pace of tokens is the load, not the sim's prefill.
     "real": (("--speedup", "1"), True),
-    "paced": (("--speedup", "1", "--prefill-tokens-per-s", "10000000"), True),
+    "paced": (PACED, True),
+    "even": (PACED, True),
 }
-SHARED_PREFIXES = 16
-# What the chat template adds around one user message.
-TEMPLATE_TOKENS = 10
-TEXT_CHARS = 4_000_000
+# Of the mocker in mode `even`: a step of the sim with 16 streams.
+EVEN_STEP_MS = 6.34
 
 
 # Any: JSON trees of figures.
@@ -97,11 +96,11 @@ def _print_row(mode: str, row: dict[str, float]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A server under load. open: yields the HTTP port and the pids by name. gateway: the processes
-    between client and engine."""
+    """A server under load. open: for a mode and a shape, yields the HTTP port and the pids by name.
+    gateway: the processes between client and engine."""
 
     name: str
-    open: Callable[[str], AbstractContextManager[tuple[int, dict[str, int]]]]
+    open: Callable[[str, str], AbstractContextManager[tuple[int, dict[str, int]]]]
     gateway: tuple[str, ...]
 
 
@@ -117,6 +116,8 @@ FIGURES = {
     "tokens_per_s": Figure("tokens_per_s", is_higher_better=True),
     "ttft_p50": Figure("ttft_ms.p50"),
     "ttft_mean": Figure("ttft_ms.mean"),
+    # Beyond the step that computes the prompt, which takes as long as the median gap.
+    "added_ttft": Figure("added_ttft_ms"),
     "gap_p99": Figure("gap_ms.p99"),
     "frontend_cpu": Figure("cpu.frontend.s_per_mtok"),
     # Of all processes between client and engine, and of all processes.
@@ -124,24 +125,44 @@ FIGURES = {
     "mesh_cpu": Figure("mesh_cpu"),
 }
 MESH_GATEWAY = ("frontend", "router", "indexer")
-# Mode and connections; the report's name of each ratio.
-DYNAMO_LOADS = [("burst", [1, 64, 256]), ("burst-unary", [64]), ("paced", [32, 256])]
 DYNAMO_RATIOS = {
     "burst_c64_tok_s_ratio": ("burst", 64, "tokens_per_s"),
     "burst_c256_tok_s_ratio": ("burst", 256, "tokens_per_s"),
     "burst_c64_cpu_ratio": ("burst", 64, "gateway_cpu"),
     "unary_c64_req_s_ratio": ("burst-unary", 64, "tokens_per_s"),
     "paced_c32_cpu_ratio": ("paced", 32, "gateway_cpu"),
+    "paced_c32_added_ttft_ratio": ("even", 32, "added_ttft"),
     "paced_c256_gap_p99_ratio": ("paced", 256, "gap_p99"),
     "c1_ttft_ratio": ("burst", 1, "ttft_p50"),
 }
-MOCKER_FLAGS = {
-    "burst": ("--speedup-ratio", "1000000"),
-    "burst-unary": ("--speedup-ratio", "1000000"),
-    "paced": ("--speedup-ratio", "1"),
-    "real": ("--speedup-ratio", "1"),
-}
+MOCKER_SPEED = {"burst": "1000000", "burst-unary": "1000000"}
 WARM_UP_S = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One start of the stacks. connections: of each of its rows."""
+
+    mode: str
+    connections: tuple[int, ...]
+    isl: int = ISL
+    shape: str = "agg"
+
+
+NAMED = (
+    Load("burst", (1, 64, 256)),
+    Load("burst-unary", (64,)),
+    Load("paced", (32, 256)),
+    Load("even", (32,)),
+)
+_SIZES = ((512, (1, 16, 64, 256, 1024)), (8192, (1, 16, 64)), (131_072, (1, 4)))
+FULL = tuple(
+    Load(mode, connections, isl, shape)
+    for shape in ROLES
+    for isl, connections in _SIZES
+    for mode in ("burst", "burst-unary", "paced", "even")
+)
+AGAINST = (Load("burst", (64,)), Load("paced", (32,)))
 
 
 def _figures(run: dict[str, Any]) -> dict[str, float]:
@@ -177,8 +198,9 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.gateway")
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--repeat", type=int, default=None, help="3; with --against 7")
-    parser.add_argument("--concurrency", default="1,16,64,256")
-    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--full", action="store_true", help="the whole matrix; hours")
+    parser.add_argument("--concurrency")
+    parser.add_argument("--modes")
     parser.add_argument("--frontend", default="", help="more flags for the frontend")
     parser.add_argument("--shape", choices=sorted(ROLES), default="agg")
     parser.add_argument("--selector", default="kv")
@@ -193,23 +215,30 @@ def _parse_args() -> argparse.Namespace:
     return args
 
 
-def _loads(args: argparse.Namespace, *, with_dynamo: bool) -> list[tuple[str, list[int]]]:
-    """Modes with their numbers of connections."""
-    if args.modes == ",".join(MODES) and (args.against or with_dynamo):
-        return DYNAMO_LOADS if with_dynamo else [("burst", [64]), ("paced", [32])]
-    connections = [int(number) for number in args.concurrency.split(",")]
-    return [(mode, connections) for mode in args.modes.split(",")]
+def _loads(args: argparse.Namespace) -> Sequence[Load]:
+    if args.full:
+        return FULL
+    if not (args.modes or args.concurrency):
+        named = AGAINST if args.against else NAMED
+        return [replace(load, isl=args.isl, shape=args.shape) for load in named]
+    connections = tuple(map(int, (args.concurrency or "1,16,64,256").split(",")))
+    modes = (args.modes or ",".join(MODES)).split(",")
+    return [Load(mode, connections, args.isl, args.shape) for mode in modes]
 
 
 def _mesh_stack(args: argparse.Namespace, name: str, root: Path) -> Stack:
-    def open_mesh(mode: str) -> AbstractContextManager[tuple[int, dict[str, int]]]:
-        return mesh(MODES[mode][0], args.frontend.split(), args.shape, args.selector, root)
+    def open_mesh(mode: str, shape: str) -> AbstractContextManager[tuple[int, dict[str, int]]]:
+        return mesh(MODES[mode][0], args.frontend.split(), shape, args.selector, root)
 
     return Stack(name, open_mesh, MESH_GATEWAY)
 
 
 def _dynamo_stack(name: str, python: str, env: Mapping[str, str]) -> Stack:
-    return Stack(name, lambda mode: dynamo(python, MOCKER_FLAGS[mode], env), ("frontend",))
+    def open_dynamo(mode: str, _: str) -> AbstractContextManager[tuple[int, dict[str, int]]]:
+        flags = ("--speedup-ratio", MOCKER_SPEED.get(mode, "1"))
+        return dynamo(python, flags, env, EVEN_STEP_MS if mode == "even" else None)
+
+    return Stack(name, open_dynamo, ("frontend",))
 
 
 def main() -> None:
@@ -232,20 +261,44 @@ def main() -> None:
                 _dynamo_stack("dynamo", dynamo_python, {}),
                 _dynamo_stack("dynamo-fastokens", dynamo_python, {"DYN_TOKENIZER": "fastokens"}),
             ]
-        for mode, connections in _loads(args, with_dynamo=bool(dynamo_python)):
-            _write_bodies(folder / f"{mode}.jsonl", args, stream=MODES[mode][1])
-            bench = partial(_run_mode, args, loadgen, folder / f"{mode}.jsonl", stacks, mode)
-            rows.extend(bench(connections))
+        for load in _loads(args):
+            bodies = folder / "bodies.jsonl"
+            stream = MODES[load.mode][1]
+            write_bodies(bodies, isl=load.isl, osl=args.osl, shared=args.shared, stream=stream)
+            rows.extend(_run(args, loadgen, bodies, stacks, load))
+        result: dict[str, object] = {"rows": rows}
+        if _loads(args) == list(NAMED) or args.full:
+            result |= _extras(args, loadgen, folder, rows)
     settings = {k: str(v) for k, v in vars(args).items() if k != "out"}
-    result: dict[str, object] = {"rows": rows}
     if dynamo_python:
         result |= _dynamo_ratios(rows)
     print_report("gateway", settings, result, args.out)
 
 
+def _extras(
+    args: argparse.Namespace, loadgen: Path, folder: Path, rows: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """Figures of this tree alone, by the report's names."""
+    rss_mb = next(
+        row["medians"]["kvmesh"]["cpu.frontend.rss_mb"]
+        for row in rows
+        if (row["mode"], row["concurrency"], row["isl"]) == ("burst", 256, ISL)
+    )
+    found = {"frontend_rss_mb_c256": rss_mb, "idle_mesh_cpu_pct": idle_cpu_pct()}
+    found |= processes_ratios(loadgen, folder, _BURST, args.seconds, args.repeat)
+    found |= long_prompt_gaps(loadgen, folder, PACED, args.seconds, args.repeat)
+    for name, value in found.items():
+        print(f"{name}: {value}", flush=True)
+    return found
+
+
 def _dynamo_ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The ratios of DYNAMO_RATIOS, of the rows that were run."""
-    found = {(row["mode"], row["concurrency"]): row["ratios"]["dynamo"] for row in rows}
+    found = {
+        (row["mode"], row["concurrency"]): row["ratios"]["dynamo"]
+        for row in rows
+        if row["isl"] == ISL and "dynamo" in row["ratios"]
+    }
     return {
         key: found[mode, connections][figure]["median"]
         for key, (mode, connections, figure) in DYNAMO_RATIOS.items()
@@ -253,48 +306,15 @@ def _dynamo_ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def _write_bodies(out: Path, args: argparse.Namespace, *, stream: bool) -> None:
-    """Write BODIES chat bodies of about --isl prompt tokens, one JSON a line, all different.
-
-    Prompts are random slices of Python's standard library, cut at token offsets.
-    """
-    rng = random.Random(1)
-    tokenizer = Tokenizer.from_file(str(SIM_MODEL_DIR / "tokenizer.json"))
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = "".join(source.read_text("utf-8", "ignore") for source in sources)[:TEXT_CHARS]
-    offsets = tokenizer.encode(text).offsets
-
-    def cut(tokens: int) -> str:
-        first = rng.randrange(len(offsets) - tokens)
-        return text[offsets[first][0] : offsets[first + tokens - 1][1]]
-
-    heads = [cut(args.shared) if args.shared else "" for _ in range(SHARED_PREFIXES)]
-    with out.open("w") as file:
-        for _ in range(BODIES):
-            head = heads[rng.randrange(SHARED_PREFIXES)]
-            content = head + cut(args.isl - TEMPLATE_TOKENS - args.shared)
-            body = {
-                "model": MODEL,
-                "messages": [{"role": "user", "content": content}],
-                "max_tokens": args.osl,
-                "ignore_eos": True,
-                "stream": stream,
-            }
-            file.write(json.dumps(body) + "\n")
-
-
-def _run_mode(
-    args: argparse.Namespace,
-    loadgen: Path,
-    bodies: Path,
-    stacks: Sequence[Stack],
-    mode: str,
-    connections: Sequence[int],
+def _run(
+    args: argparse.Namespace, loadgen: Path, bodies: Path, stacks: Sequence[Stack], plan: Load
 ) -> Iterator[dict[str, Any]]:
     """Starts the stacks, loads them in turns, yields one row for each number of connections."""
+    if plan.shape != "agg":
+        stacks = [stack for stack in stacks if not stack.name.startswith("dynamo")]
     has_dynamo = any(stack.name.startswith("dynamo") for stack in stacks)
     with contextlib.ExitStack() as exit_stack:
-        opened = [exit_stack.enter_context(stack.open(mode)) for stack in stacks]
+        opened = [exit_stack.enter_context(stack.open(plan.mode, plan.shape)) for stack in stacks]
 
         def load(which: int, concurrency: int, repeat: int, seconds: float) -> dict[str, Any]:
             settings = {"offset": 997 * repeat, "tokens_per_request": args.osl}
@@ -303,6 +323,7 @@ def _run_mode(
             cpu = {name: process["s_per_mtok"] or 0 for name, process in run["cpu"].items()}
             run["gateway_cpu"] = sum(cpu[name] for name in stacks[which].gateway)
             run["mesh_cpu"] = sum(cpu.values())
+            run["added_ttft_ms"] = max(0.0, run["ttft_ms"]["mean"] - run["gap_ms"]["p50"])
             return run
 
         def load_alone(which: int, concurrency: int, repeat: int) -> dict[str, Any]:
@@ -313,7 +334,7 @@ def _run_mode(
                 load(which, concurrency, args.repeat + repeat, WARM_UP_S)
                 return load(which, concurrency, repeat, args.seconds)
 
-        for concurrency in connections:
+        for concurrency in plan.connections:
             if len(stacks) > 1 and not has_dynamo:
                 for which in range(len(stacks)):
                     load(which, concurrency, args.repeat, args.seconds)  # warm up
@@ -321,16 +342,16 @@ def _run_mode(
             for repeat in range(args.repeat):
                 order = sorted(range(len(stacks)), reverse=repeat % 2 == 1)
                 runs.append({stacks[i].name: load_alone(i, concurrency, repeat) for i in order})
-            yield _row(mode, concurrency, [stack.name for stack in stacks], runs)
+            yield _row(plan, concurrency, [stack.name for stack in stacks], runs)
 
 
 def _row(
-    mode: str, concurrency: int, names: Sequence[str], runs: Sequence[dict[str, dict[str, Any]]]
+    plan: Load, concurrency: int, names: Sequence[str], runs: Sequence[dict[str, dict[str, Any]]]
 ) -> dict[str, Any]:
     """The report of a load: medians by stack, and ratios to each other commit and to Dynamo."""
     medians = {name: _median_row([run[name] for run in runs]) for name in names}
     for name, median in medians.items():
-        _print_row(mode if name == names[0] else name, median)
+        _print_row(plan.mode if name == names[0] else name, median)
     others = names[1:]
     rivals = {name: [name] for name in others if not name.startswith("dynamo")}
     if dynamos := [name for name in others if name.startswith("dynamo")]:
@@ -338,7 +359,8 @@ def _row(
     ratios = {name: compare(runs, names[0], rival) for name, rival in rivals.items()}
     for name, one in ratios.items():
         _print_ratios(name, one)
-    return {"mode": mode, "concurrency": concurrency, "medians": medians, "ratios": ratios}
+    facts = {"mode": plan.mode, "concurrency": concurrency, "isl": plan.isl, "shape": plan.shape}
+    return {**facts, "medians": medians, "ratios": ratios}
 
 
 def _print_ratios(rival: str, ratios: dict[str, dict[str, float]]) -> None:

@@ -49,16 +49,26 @@ def build_loadgen() -> Path:
     return binary
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds of a process, of its children now, and of those it has waited for."""
+def with_descendants(pid: int) -> list[int]:
+    """A process, its children, and theirs."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(one for child in children for one in with_descendants(int(child)))]
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process and its descendants now, and of those they have waited for."""
+    return sum(map(_own_cpu_s, with_descendants(pid)))
+
+
+def _own_cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    own = sum(map(int, fields[11:15])) / TICK
-    return own + sum(cpu_s(int(child)) for child in children)
+    return sum(map(int, fields[11:15])) / TICK
 
 
 def rss_mb(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE / 1e6
+    """Memory of a process and its descendants; a page that they share counts in each."""
+    found = with_descendants(pid)
+    return sum(int(Path(f"/proc/{one}/statm").read_text().split()[1]) * PAGE for one in found) / 1e6
 
 
 def _core_sha256_mb_s() -> int:
@@ -145,9 +155,11 @@ def run_load(
     *,
     offset: int,
     tokens_per_request: int,
+    path: str = "/v1/chat/completions",
 ) -> dict[str, Any]:
     """One closed-loop run; client figures, CPU by process, what others used of the machine."""
     command = [str(loadgen), "127.0.0.1", str(port), str(bodies), str(concurrency), str(seconds)]
+    command.append(path)
     env = {**os.environ, "BODY_OFFSET": str(offset)}
     load_1m_at_start = os.getloadavg()[0]
     before, busy_before = {name: cpu_s(pid) for name, pid in pids.items()}, machine_busy()

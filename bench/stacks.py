@@ -1,4 +1,7 @@
-"""Serving stacks under load: a mesh of a source tree, or Dynamo with mocker workers."""
+"""Serving stacks under load: a mesh of a source tree, or Dynamo with mocker workers.
+
+Both have two workers and a model with a context of CONTEXT tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.measure import ROOT
+import numpy as np
+
+from bench.measure import ROOT, with_descendants
 
 MODEL = "bench"
 SIM_MODEL_DIR = ROOT / "worker_svc/engines/sim/model"
 BLOCK_SIZE = 16
+CONTEXT = 262_144
 READY_S = 60.0
 ROLES = {"agg": ("aggregated", "aggregated"), "pd": ("prefill", "decode")}
 
@@ -43,7 +49,8 @@ def mesh(
     roles = ROLES[shape] if workers is None else ("aggregated",) * workers
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
         common = ["--registry-path", f"{folder}/registry", "--log-level", "warning"]
-        worker = [*common, *sim_flags, "--model-name", MODEL, "--notice-s", "0"]
+        model = ["--model-path", str(_sim_model(Path(folder))), "--model-name", MODEL]
+        worker = [*common, *sim_flags, *model, "--notice-s", "0"]
         commands = {
             "indexer": ["indexer_svc", *common, "--notice-s", "0"],
             "router": ["router_svc", *common, "--notice-s", "0", "--selector", selector],
@@ -69,6 +76,45 @@ def mesh(
                 process.send_signal(signal.SIGTERM)
             for process in running.values():
                 process.wait(20)
+
+
+def _sim_model(folder: Path) -> Path:
+    """A copy of the sim's model, with a context of CONTEXT."""
+    copy = folder / "model"
+    shutil.copytree(SIM_MODEL_DIR, copy)
+    settings = json.loads((copy / "sim.json").read_bytes())
+    (copy / "sim.json").write_text(json.dumps({**settings, "context_length": CONTEXT}))
+    return copy
+
+
+@contextlib.contextmanager
+def demo_mesh() -> Iterator[int]:
+    """Yields the pid of `meshctl up`, whose children are the services of `make run`."""
+    with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
+        flags = ["--http-port", "0", "--log-dir", f"{folder}/logs"]
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "meshctl",
+                "up",
+                *flags,
+                "--registry-path",
+                f"{folder}/registry",
+            ],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}/protos:{ROOT}"},
+        )
+        assert process.stdout is not None
+        try:
+            while b"is served" not in (line := process.stdout.readline()):
+                if not line:
+                    raise RuntimeError("meshctl up did not start the mesh")
+            yield process.pid
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=30)
 
 
 def _start(
@@ -128,7 +174,7 @@ _MODEL_CONFIG = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 32768,
+    "max_position_embeddings": CONTEXT,
     "bos_token_id": 0,
     "eos_token_id": 2,
 }
@@ -136,10 +182,12 @@ _MODEL_CONFIG = {
 
 @contextlib.contextmanager
 def dynamo(
-    python: str, mocker_flags: Sequence[str], env: Mapping[str, str]
+    python: str, mocker_flags: Sequence[str], env: Mapping[str, str], step_ms: float | None = None
 ) -> Iterator[tuple[int, dict[str, int]]]:
     """Yields the HTTP port and the pids of Dynamo's frontend, with its KV router, and of a mocker
-    process with two workers. python: of an environment with ai-dynamo. env: more settings."""
+    process with two workers. python: of an environment with ai-dynamo. env: more settings. step_ms:
+    of the mocker, if not by its own model, which has 16 ms and more for a prefill; prefill is then
+    as fast as that of a paced sim."""
     with (
         tempfile.TemporaryDirectory(prefix="dynamo-bench-") as name,
         contextlib.ExitStack() as stack,
@@ -149,6 +197,8 @@ def dynamo(
         shutil.copytree(SIM_MODEL_DIR, model_dir)
         vocab = len(json.loads((model_dir / "tokenizer.json").read_bytes())["model"]["vocab"])
         (model_dir / "config.json").write_text(json.dumps({**_MODEL_CONFIG, "vocab_size": vocab}))
+        if step_ms is not None:
+            mocker_flags = [*mocker_flags, *_fixed_steps(folder, step_ms)]
         port = _free_port()
         block_size = str(BLOCK_SIZE)
         commands = {
@@ -175,6 +225,19 @@ def dynamo(
             pids[process_name] = process.pid
         _await_dynamo(port)
         yield port, pids
+
+
+def _fixed_steps(folder: Path, step_ms: float) -> list[str]:
+    """Flags of a mocker with steps of this duration and 10,000 prompt tokens a millisecond."""
+    np.savez(
+        folder / "steps.npz",
+        prefill_isl=np.array([0.0, 1e6]),
+        prefill_ttft_ms=np.array([0.0, 100.0]),
+        decode_active_kv_tokens=np.array([0.0, 1e6]),
+        decode_context_length=np.array([1.0, 1e6]),
+        decode_itl=np.full((2, 2), step_ms),
+    )
+    return ["--planner-profile-data", str(folder / "steps.npz")]
 
 
 def _free_port() -> int:
@@ -208,13 +271,14 @@ def _await_dynamo(port: int) -> None:
 
 @contextlib.contextmanager
 def suspended(pids: Sequence[int]) -> Iterator[None]:
-    """Stops processes for the time of the block."""
-    for pid in pids:
+    """Stops processes and their descendants for the time of the block."""
+    found = [one for pid in pids for one in with_descendants(pid)]
+    for pid in found:
         os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        for pid in pids:
+        for pid in found:
             os.kill(pid, signal.SIGCONT)
 
 

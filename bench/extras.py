@@ -1,0 +1,95 @@
+"""Figures of a mesh that are no rows of a load: idle, two processes, a long prompt."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.bodies import write_bodies
+from bench.measure import cpu_s, run_load
+from bench.stacks import demo_mesh, mesh, suspended
+
+IDLE_SETTLE_S, IDLE_S = 5.0, 15.0
+CHAT_PATH, PREPROCESS_PATH = "/v1/chat/completions", "/v1/internal/preprocess"
+ISL, OSL = 512, 128
+LONG_ISL, LONG_OSL, STREAMS = 131_072, 8, 16
+
+
+def idle_cpu_pct() -> float:
+    """CPU of all processes of `make run` without requests, in percent of a core."""
+    with demo_mesh() as pid:
+        time.sleep(IDLE_SETTLE_S)
+        before, started_at = cpu_s(pid), time.monotonic()
+        time.sleep(IDLE_S)
+        return round(100 * (cpu_s(pid) - before) / (time.monotonic() - started_at), 2)
+
+
+def processes_ratios(
+    loadgen: Path, folder: Path, sim_flags: Sequence[str], seconds: float, repeat: int
+) -> dict[str, float]:
+    """Two frontend processes to one, median of interleaved runs.
+
+    processes2_ratio: requests a second that the frontend alone can preprocess (HTTP, template,
+    tokens, hashes), which no other service limits. processes2_burst_ratio: tokens a second of
+    streams; the workers need the same cores.
+    """
+    bodies = folder / "processes.jsonl"
+    write_bodies(bodies, isl=ISL, osl=OSL)
+    loads = {"processes2_ratio": (PREPROCESS_PATH, 32), "processes2_burst_ratio": (CHAT_PATH, 64)}
+    ratios: dict[str, list[float]] = {name: [] for name in loads}
+    with mesh(sim_flags, []) as one, mesh(sim_flags, ["--processes", "2"]) as two:
+
+        def rate(which: int, name: str, turn: int) -> float:
+            (port, pids), (_, others) = (one, two) if which == 1 else (two, one)
+            path, connections = loads[name]
+            with suspended(list(others.values())):
+                run = run_load(
+                    *(loadgen, port, bodies, connections, seconds, pids),
+                    offset=997 * turn,
+                    tokens_per_request=OSL,
+                    path=path,
+                )
+            return float(run["window_rps"])
+
+        for turn in range(repeat + 1):  # the first warms up
+            for name in loads:
+                rates = {which: rate(which, name, turn) for which in ((1, 2), (2, 1))[turn % 2]}
+                if turn:
+                    ratios[name].append(rates[2] / rates[1])
+    return {name: round(statistics.median(values), 3) for name, values in ratios.items()}
+
+
+def long_prompt_gaps(
+    loadgen: Path, folder: Path, sim_flags: Sequence[str], seconds: float, repeat: int
+) -> dict[str, float]:
+    """How much prompts of LONG_ISL tokens, one at a time, delay the tokens of STREAMS streams."""
+    short, long = folder / "short.jsonl", folder / "long.jsonl"
+    write_bodies(short, isl=ISL, osl=OSL)
+    write_bodies(long, isl=LONG_ISL, osl=LONG_OSL)
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    with mesh(sim_flags, []) as (port, pids):
+
+        def p99_ms(turn: int) -> float:
+            # Any: JSON of the load generator.
+            run: dict[str, Any] = run_load(
+                *(loadgen, port, short, STREAMS, seconds, pids),
+                offset=997 * turn,
+                tokens_per_request=OSL,
+            )
+            return float(run["gap_ms"]["p99"])
+
+        p99_ms(0)
+        for turn in range(repeat):
+            gaps[False].append(p99_ms(2 * turn + 1))
+            command = [str(loadgen), "127.0.0.1", str(port), str(long), "1", str(seconds)]
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL):
+                gaps[True].append(p99_ms(2 * turn + 2))
+    alone, beside = (statistics.median(gaps[with_long]) for with_long in (False, True))
+    return {
+        "paced_c16_gap_p99_ms": round(alone, 3),
+        "long_prompt_gap_p99_added_ms": round(beside - alone, 3),
+    }
