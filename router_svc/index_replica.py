@@ -39,7 +39,7 @@ from common.wire.kv import (
     source_status_from_proto,
 )
 from common.wire.load import load_from_proto
-from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
+from kvmesh.indexer.v1 import indexer_pb2
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.query import Query
 from router_svc.core.types import Placement
@@ -310,8 +310,10 @@ def grpc_subscriptions(security: rpc.Security = rpc.PLAINTEXT) -> Subscribe:
     ) -> AbstractAsyncContextManager[Subscription]:
         return open_stream(
             indexer.address,
-            lambda channel: indexer_pb2_grpc.IndexerServiceStub(channel).Subscribe(request),
+            "/kvmesh.indexer.v1.IndexerService/Subscribe",
+            indexer_pb2.SubscribeResponse,
             security,
+            request,
         )
 
     return subscribe

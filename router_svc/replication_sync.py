@@ -26,7 +26,7 @@ from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from common.rpc.stream import open_stream
 from common.runtime.tasks import TaskGroup
-from kvmesh.router.v1 import router_pb2, router_pb2_grpc
+from kvmesh.router.v1 import router_pb2
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.overlap import Overlaps
 from router_svc.core.replication import OutboundSync, Replica
@@ -298,7 +298,8 @@ def grpc_syncs(security: rpc.Security = rpc.PLAINTEXT) -> OpenSync:
     def open_sync(router: Instance) -> AbstractAsyncContextManager[Stream]:
         return open_stream(
             router.address,
-            lambda channel: router_pb2_grpc.RouterServiceStub(channel).Sync(),
+            "/kvmesh.router.v1.RouterService/Sync",
+            router_pb2.SyncResponse,
             security,
         )
 

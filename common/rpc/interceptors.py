@@ -179,9 +179,18 @@ def mesh_error_to_status(error: MeshError) -> tuple[grpc.StatusCode, status_pb2.
 
 def mesh_error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
     """The error that a peer raised; without usable details, the class nearest to the status."""
-    code = error.code()
-    message = _RESET_TEXTS.get(error.details() or "", error.details() or code.name)
-    info, field, retry_after_s = _unpack_details(error.trailing_metadata())
+    trailing = error.trailing_metadata()
+    raw = trailing.get(STATUS_DETAILS_KEY) if trailing is not None else None
+    text = _RESET_TEXTS.get(error.details() or "", error.details() or "")
+    return mesh_error_from_status(error.code(), text, raw if isinstance(raw, bytes) else None)
+
+
+def mesh_error_from_status(
+    code: grpc.StatusCode, message: str, raw_details: bytes | None
+) -> MeshError:
+    """The same for the parts of a status. raw_details: its STATUS_DETAILS_KEY."""
+    message = message or code.name
+    info, field, retry_after_s = _unpack_details(raw_details)
     cls = errors.ERROR_CLASS_BY_KIND.get(info.metadata[_KIND_KEY]) if info is not None else None
     if info is not None and cls is not None:
         metadata = {k: v for k, v in info.metadata.items() if k not in (_KIND_KEY, _RETRYABLE_KEY)}
@@ -471,12 +480,11 @@ def _is_local_peer(peer: str) -> bool:
 
 
 def _unpack_details(
-    trailing: grpc.aio.Metadata | None,
+    raw: bytes | None,
 ) -> tuple[error_details_pb2.ErrorInfo | None, str | None, float | None]:
     info, field, retry_after_s = None, None, None
-    raw = trailing.get(STATUS_DETAILS_KEY) if trailing is not None else None
     try:
-        details = status_pb2.Status.FromString(raw).details if isinstance(raw, bytes) else ()
+        details = () if raw is None else status_pb2.Status.FromString(raw).details
     except DecodeError:
         LOG.debug("status_details_unreadable")
         return info, field, retry_after_s

@@ -1,54 +1,288 @@
-"""Client streams: one RPC on a channel of its own."""
+"""Client streams: one RPC on a connection of its own.
+
+They live as long as their peers, and carry all tokens, decisions and KV events. So they use an
+HTTP/2 end of their own (`http2.py`) in place of grpc.aio, whose servers they call (ADR 0029).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import functools
+import ssl
+import tempfile
+import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar, cast
 
-import grpc.aio
+from google.protobuf.message import DecodeError, Message
+from grpc import StatusCode
 
-from common.errors import Unavailable
-from common.rpc import channel as rpc
-
-RequestT = TypeVar("RequestT")
-ResponseT = TypeVar("ResponseT")
-StreamingCall: TypeAlias = (
-    "grpc.aio.UnaryStreamCall[RequestT, ResponseT] | grpc.aio.StreamStreamCall[RequestT, ResponseT]"
+from common.errors import InternalError, MeshError, Unauthenticated, Unavailable
+from common.rpc.channel import (
+    CONNECT_TIMEOUT_S,
+    KEEPALIVE_INTERVAL_S,
+    KEEPALIVE_TIMEOUT_S,
+    MESSAGE_BYTES_MAX,
+    METADATA_BYTES_MAX,
+    Security,
 )
+from common.rpc.http2 import Http2Call
+from common.rpc.interceptors import (
+    REPLY_KEY,
+    is_open_on_loopback,
+    mesh_error_from_status,
+    outgoing_metadata,
+)
+from common.runtime.mesh_auth import MeshSecret
+
+# Silence of the peer is measured in ticks, so that a stall of this process counts as one.
+_TICK_S = KEEPALIVE_TIMEOUT_S
+_PING_TICKS = round(KEEPALIVE_INTERVAL_S / _TICK_S)
+# After the end of the context, the peer has this long to take what is left.
+_CLOSE_TIMEOUT_S = 1.0
+
+RequestT = TypeVar("RequestT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Message)
 
 
-class GrpcStream(Generic[RequestT, ResponseT]):
-    """The messages of one streaming call."""
+class GrpcStream(asyncio.Protocol, Generic[RequestT, ResponseT]):
+    """The messages of one streaming call. One task reads, one writes.
 
-    def __init__(self, call: StreamingCall[RequestT, ResponseT]) -> None:
-        self._call: Any = call
+    expected_reply: the proof of the mesh token that the peer must give before it receives a
+    message; None: none is required.
+    """
+
+    def __init__(
+        self,
+        headers: list[tuple[str, str]],
+        response_type: type[ResponseT],
+        expected_reply: str | None,
+    ) -> None:
+        self._call = Http2Call(
+            headers, message_bytes_max=MESSAGE_BYTES_MAX, header_bytes_max=METADATA_BYTES_MAX
+        )
+        self._response_type = response_type
+        self._expected_reply = expected_reply
+        self._refusal: MeshError | None = None
+        self._loop = asyncio.get_running_loop()
+        self._is_paused = False
+        self._silent_ticks = 0
+        # Set on each change that a task may wait for.
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+        self._transport: asyncio.Transport
+        self._timer: asyncio.TimerHandle
 
     async def read(self) -> ResponseT | None:
         """The next message; None at the end. Raises MeshError if the stream failed."""
-        message: ResponseT | None = await rpc.read(self._call)
-        return message
+        call = self._call
+        while not call.messages:
+            if call.status is not None:
+                self._raise_failure()
+                return None
+            self._reader = self._loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        message = call.take_message()
+        self._send()
+        try:
+            return self._response_type.FromString(message)
+        except DecodeError as error:
+            raise InternalError(f"a message that is no {self._response_type.__name__}") from error
+
+    def __aiter__(self) -> AsyncIterator[ResponseT]:
+        return self._messages()
 
     async def write(self, message: RequestT) -> None:
-        """Send a message. Raises Unavailable after the end; `read` then raises its cause."""
-        await rpc.confirm_peer(self._call)
+        """Sends a message; returns when the next one can be sent. Raises the MeshError of a stream
+        that failed, and Unavailable after its end."""
+        await self.confirmed()
+        self._call.send(message.SerializeToString())
+        await self._drained()
+
+    async def confirmed(self) -> None:
+        """Returns once the peer has proved the mesh token. Raises MeshError if it does not."""
+        while self._expected_reply is not None and self._call.status is None:
+            await self._wait_to_write()
+        if self._call.status is not None:
+            self._raise_failure()
+            raise Unavailable("the stream has ended")
+
+    async def done_writing(self) -> None:
+        """Half-closes the stream."""
+        self._call.half_close()
+        await self._drained()
+
+    def done(self) -> bool:
+        """Whether the call has ended."""
+        return self._call.status is not None
+
+    def close(self) -> None:
+        """Ends the call in any state."""
+        self._call.cancel()
+        self._send()
+        self._timer.cancel()
+        self._transport.close()
+        self._loop.call_later(_CLOSE_TIMEOUT_S, self._transport.abort)
+
+    # Calls of the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such base
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+        self._send()
+
+    def data_received(self, data: bytes) -> None:
+        self._silent_ticks = 0
+        call = self._call
+        call.receive(data)
+        if self._expected_reply is not None and call.headers is not None:
+            if call.headers.get(REPLY_KEY) == self._expected_reply:
+                self._expected_reply = None
+            elif call.status is None:
+                self._refusal = Unauthenticated(
+                    "the peer does not prove that it has the mesh token"
+                )
+                call.cancel()
+        self._send()
+        self._wake(self._reader)
+        self._wake(self._writer)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        reason = "was closed" if error is None else f"was lost: {error}"
+        self._fail(f"the connection {reason}")
+
+    def pause_writing(self) -> None:
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        self._is_paused = False
+        self._wake(self._writer)
+
+    def _tick(self) -> None:
+        self._silent_ticks += 1
+        if self._silent_ticks > _PING_TICKS + 1:
+            self._fail(f"the peer is silent for {self._silent_ticks * _TICK_S:g} s")
+            self._transport.abort()
+            return
+        if self._silent_ticks >= _PING_TICKS:
+            self._call.ping()
+            self._send()
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+
+    def _fail(self, text: str) -> None:
+        self._timer.cancel()
+        self._call.end(StatusCode.UNAVAILABLE, text)
+        self._wake(self._reader)
+        self._wake(self._writer)
+
+    def _send(self) -> None:
+        if output := self._call.take_output():
+            self._transport.write(output)
+
+    async def _drained(self) -> None:
+        self._send()
+        while (self._is_paused or self._call.is_blocked) and self._call.status is None:
+            await self._wait_to_write()
+
+    async def _wait_to_write(self) -> None:
+        self._writer = self._loop.create_future()
         try:
-            await self._call.write(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise Unavailable("the stream has ended") from error
+            await self._writer
+        finally:
+            self._writer = None
+
+    @staticmethod
+    def _wake(waiter: asyncio.Future[None] | None) -> None:
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _raise_failure(self) -> None:
+        """Raises the error of a stream that failed."""
+        if self._refusal is not None:
+            raise self._refusal
+        status = self._call.status
+        if status is not None and status.code is not StatusCode.OK:
+            raise mesh_error_from_status(status.code, status.message, status.details)
+
+    async def _messages(self) -> AsyncIterator[ResponseT]:
+        while (message := await self.read()) is not None:
+            yield message
 
 
 @asynccontextmanager
 async def open_stream(
     address: str,
-    open_call: Callable[[grpc.aio.Channel], StreamingCall[RequestT, ResponseT]],
-    security: rpc.Security,
-) -> AsyncIterator[GrpcStream[RequestT, ResponseT]]:
-    """The call that `open_call` makes on a new channel; the context ends call and channel."""
-    channel = rpc.channel(address, security=security)
+    method: str,
+    response_type: type[ResponseT],
+    security: Security,
+    request: Message | None = None,
+) -> AsyncIterator[GrpcStream[Message, ResponseT]]:
+    """A call on a new connection; the context ends both. Raises MeshError without a connection.
+
+    address: `host:port`. method: `/package.Service/Method`. request: the only one, of a method that
+    streams its responses alone.
+    """
+    stream = await connect(address, method, response_type, security)
     try:
-        async with rpc.cancelling(open_call(channel)) as call:
-            yield GrpcStream(call)
+        if request is not None:
+            await stream.write(request)
+            await stream.done_writing()
+        yield stream
     finally:
-        await channel.close()
+        stream.close()
+
+
+async def connect(
+    address: str, method: str, response_type: type[ResponseT], security: Security
+) -> GrpcStream[Message, ResponseT]:
+    """As `open_stream`; the caller closes it."""
+    secret = None if security.token is None else MeshSecret(security.token)
+    credential = None if secret is None else secret.sign_call(method, address, time.time())
+    expected_reply = None
+    if secret is not None and credential is not None and not is_open_on_loopback(method):
+        expected_reply = secret.reply_to(credential)
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    name = security.server_name or host
+    headers = [
+        (":method", "POST"),
+        (":scheme", "https" if security.uses_mutual_tls else "http"),
+        (":path", method),
+        (":authority", security.server_name or address),
+        ("te", "trailers"),
+        ("content-type", "application/grpc"),
+        ("user-agent", "kvmesh"),
+        *outgoing_metadata(credential),
+    ]
+    uses_tls = security.uses_mutual_tls
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, stream = await asyncio.get_running_loop().create_connection(
+                lambda: GrpcStream[Message, ResponseT](headers, response_type, expected_reply),
+                host,
+                int(port),
+                ssl=_tls_context(security) if uses_tls else None,
+                server_hostname=name if uses_tls else None,
+            )
+    except (OSError, TimeoutError) as error:
+        reason = str(error) or f"no connection within {CONNECT_TIMEOUT_S:g} s"
+        raise Unavailable(f"cannot connect to {address}: {reason}") from error
+    return stream
+
+
+@functools.lru_cache(maxsize=8)
+def _tls_context(security: Security) -> ssl.SSLContext:
+    """Raises OSError if the PEM of the security does not fit together."""
+    context = ssl.create_default_context(cadata=(security.ca or b"").decode())
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["h2"])
+    # The library loads keys from files only.
+    with tempfile.NamedTemporaryFile() as file:
+        file.write((security.key or b"") + b"\n" + (security.cert or b""))
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Protocol
 
-import grpc.aio
+from google.protobuf.message import Message
 
-from common.errors import WorkerLost
 from common.request.token_stream import RequestFrame, ResponseFrame
 from common.rpc import channel as rpc
-from common.rpc.interceptors import mesh_error_from_rpc
+from common.rpc.stream import GrpcStream, connect
 from common.wire.token_stream import request_frame_to_proto, response_frame_from_proto
-from kvmesh.engine.v1 import engine_pb2_grpc
+from kvmesh.engine.v1 import engine_pb2
 
 
 class Transport(Protocol):
@@ -32,29 +30,20 @@ class Dialer(Protocol):
 
 
 class GrpcTransport:
-    """Attach over gRPC. The stream owns its channel."""
+    """Attach over gRPC, on a connection of its own."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._channel = channel
-        stub = engine_pb2_grpc.EngineServiceStub(channel)
-        self._call = stub.Attach()
+    def __init__(self, stream: GrpcStream[Message, engine_pb2.AttachResponse]) -> None:
+        self._stream = stream
 
     async def read(self) -> ResponseFrame | None:
-        message = await rpc.read(self._call)
+        message = await self._stream.read()
         return None if message is None else response_frame_from_proto(message)
 
     async def write(self, frame: RequestFrame) -> None:
-        await rpc.confirm_peer(self._call)
-        try:
-            await self._call.write(request_frame_to_proto(frame))
-        except grpc.aio.AioRpcError as error:
-            raise mesh_error_from_rpc(error) from error
-        except asyncio.InvalidStateError as error:  # the call is done; `read` raises its status
-            raise WorkerLost("the stream has ended", retryable=True) from error
+        await self._stream.write(request_frame_to_proto(frame))
 
     async def close(self) -> None:
-        self._call.cancel()
-        await self._channel.close()
+        self._stream.close()
 
 
 class GrpcDialer:
@@ -64,4 +53,7 @@ class GrpcDialer:
         self._security = security
 
     async def dial(self, address: str) -> Transport:
-        return GrpcTransport(rpc.channel(address, security=self._security))
+        method = "/kvmesh.engine.v1.EngineService/Attach"
+        return GrpcTransport(
+            await connect(address, method, engine_pb2.AttachResponse, self._security)
+        )

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-import grpc.aio
-
-from common.errors import WorkerLost
 from common.registry.instances import Instance
 from common.request.preprocessed import BootstrapInfo
 from common.rpc import channel as rpc
+from common.rpc.stream import open_stream
 from common.wire.preprocessed import dataclass_from_proto, dataclass_to_proto
 from frontend_svc.core.peers.placement_query import PlacementKey, Query
 from frontend_svc.core.request.types import Placement, RoutingDecision
-from kvmesh.router.v1 import router_pb2, router_pb2_grpc
+from kvmesh.router.v1 import router_pb2
 
 
 class Session(Protocol):
@@ -31,36 +28,16 @@ class Session(Protocol):
 OpenRouterSession = Callable[[Instance], AbstractAsyncContextManager[Session]]
 
 
-class _GrpcSession:
-    def __init__(
-        self, call: grpc.aio.StreamStreamCall[router_pb2.SessionRequest, router_pb2.SessionResponse]
-    ) -> None:
-        self._call = call
-
-    async def read(self) -> router_pb2.SessionResponse | None:
-        return await rpc.read(self._call)
-
-    async def write(self, frame: router_pb2.SessionRequest) -> None:
-        await rpc.confirm_peer(self._call)
-        try:
-            await self._call.write(frame)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise WorkerLost("the session has ended", retryable=True) from error
-
-
 def grpc_session_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenRouterSession:
-    """Returns an opener of gRPC sessions. Each session owns its channel."""
+    """Returns an opener of gRPC sessions, each on a connection of its own."""
 
-    @asynccontextmanager
-    async def open_session(router: Instance) -> AsyncIterator[Session]:
-        channel = rpc.channel(router.address, security=security)
-        stub = router_pb2_grpc.RouterServiceStub(channel)
-        try:
-            call = stub.Session()
-            async with rpc.cancelling(call):
-                yield _GrpcSession(call)
-        finally:
-            await channel.close()
+    def open_session(router: Instance) -> AbstractAsyncContextManager[Session]:
+        return open_stream(
+            router.address,
+            "/kvmesh.router.v1.RouterService/Session",
+            router_pb2.SessionResponse,
+            security,
+        )
 
     return open_session
 

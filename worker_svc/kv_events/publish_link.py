@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol, TypeAlias
@@ -29,7 +29,7 @@ from common.kv.events import Partition, SnapshotChunk, SourcePosition
 from common.kv.load import LOAD_HEARTBEAT_S, Load
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
-from common.rpc.interceptors import map_rpc_errors
+from common.rpc.stream import open_stream
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import (
     batch_to_proto,
@@ -39,7 +39,7 @@ from common.wire.kv import (
     source_state_to_proto,
 )
 from common.wire.load import load_to_proto
-from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
+from kvmesh.indexer.v1 import indexer_pb2
 from worker_svc.kv_events.event_log import SourceFeed
 
 # Time for an indexer to name where to continue; then the link continues after its hello.
@@ -80,15 +80,14 @@ def grpc_call_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenCall:
 
     @asynccontextmanager
     async def open_call(indexer: Instance) -> AsyncIterator[PublishCall]:
-        channel = rpc.channel(indexer.address, security=security)
-        try:
-            stub = indexer_pb2_grpc.IndexerServiceStub(channel)
-            call = stub.Publish()
-            async with rpc.cancelling(call):
-                await rpc.confirm_peer(call)
-                yield call
-        finally:
-            await channel.close()
+        async with open_stream(
+            indexer.address,
+            "/kvmesh.indexer.v1.IndexerService/Publish",
+            indexer_pb2.PublishResponse,
+            security,
+        ) as call:
+            await call.confirmed()
+            yield call
 
     return open_call
 
@@ -198,12 +197,15 @@ class Link:
         try:
             async with TaskGroup() as tasks:
                 reader = tasks.create_task(self._read_responses(call))
-                with _call_end_as_error(call):
+                try:
                     await self._write_frames(call, hello)
                     is_restart = True
                     # Half-close first: streams of one worker must not overlap at the indexer.
                     await call.done_writing()
                     await asyncio.wait([reader], timeout=STREAM_END_TIMEOUT_S)
+                except MeshError:
+                    if not call.done():
+                        raise
                 raise _StreamEnded
         except _StreamEnded:
             # The task group prefers other exceptions, but the reader's MeshError is the cause.
@@ -307,9 +309,8 @@ class Link:
 
     async def _read_responses(self, call: PublishCall) -> None:
         """Handles responses until the indexer ends the stream."""
-        with _call_end_as_error(call):
-            async for response in call:
-                self._handle_response(response)
+        async for response in call:
+            self._handle_response(response)
         raise _StreamEnded
 
     def _handle_response(self, response: indexer_pb2.PublishResponse) -> None:
@@ -355,21 +356,6 @@ class Link:
         cursor.resumed_at = cursor.sequence
         if not feed.event_log.has_batches_from(cursor.sequence + 1):
             self._begin_snapshot(feed, cursor)
-
-
-@contextmanager
-def _call_end_as_error(call: PublishCall) -> Iterator[None]:
-    """Raises the MeshError of an ended call, or _StreamEnded if the reader has it."""
-    try:
-        with map_rpc_errors():
-            yield
-    except asyncio.InvalidStateError:
-        raise _StreamEnded from None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if not call.done() or (task is not None and task.cancelling()):
-            raise
-        raise _StreamEnded from None  # The call was cancelled, not this task.
 
 
 def jittered(backoff_s: float, rng: Random) -> float:
