@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
 import grpc.aio
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
@@ -38,39 +35,13 @@ from common.runtime.config import ServiceConfig
 from common.runtime.tasks import TaskGroup
 from common.service.health import ThreadedHealthServer
 from common.service.metrics_server import serve_metrics
+from tests.integration.rpc_bed import Handler, echo, serving
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 SPAN_ID = "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-01"
 UNSAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-00"
 SHAPES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
-
-Handler = Callable[[bytes, Any], Awaitable[bytes]]
-
-
-@dataclass
-class RunningServer:
-    """A server that runs `handle` for calls of every shape, and a channel to it."""
-
-    handle: Handler
-    calls: interceptors.RunningCalls = field(default_factory=interceptors.RunningCalls)
-    security: rpc.Security = rpc.PLAINTEXT
-    tracer: trace.Tracer | None = None
-    port: int = 0
-    server: grpc.aio.Server | None = None
-    channel: grpc.aio.Channel | None = None
-
-    def method(self, shape: str, name: str | None = None) -> Any:
-        assert self.channel is not None
-        return getattr(self.channel, shape)(f"/test.Echo/{name or shape}")
-
-    async def call(self, shape: str, request: bytes = b"hi", **options: Any) -> list[bytes]:
-        """The responses of one call."""
-        sent = iter([request]) if shape.startswith("stream") else request
-        call = self.method(shape)(sent, timeout=options.pop("timeout", 10), **options)
-        if shape.endswith("unary"):
-            return [await call]
-        return [message async for message in call]
 
 
 def health_stub(channel: grpc.Channel | grpc.aio.Channel | None) -> Any:
@@ -82,61 +53,6 @@ def health_stub(channel: grpc.Channel | grpc.aio.Channel | None) -> Any:
 def unary_stream(channel: grpc.aio.Channel, name: str) -> grpc.aio.UnaryStreamCall[bytes, bytes]:
     method: Any = channel.unary_stream(f"/test.Echo/{name}")
     return cast("grpc.aio.UnaryStreamCall[bytes, bytes]", method(b""))
-
-
-def handlers(service: RunningServer) -> grpc.GenericRpcHandler:
-    async def unary_unary(request: bytes, context: Any) -> bytes:
-        return await service.handle(request, context)
-
-    async def unary_stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
-        yield b"first"
-        yield await service.handle(request, context)
-
-    async def stream_unary(requests: AsyncIterator[bytes], context: Any) -> bytes:
-        return await service.handle(b"".join([part async for part in requests]), context)
-
-    async def stream_stream(requests: AsyncIterator[bytes], context: Any) -> None:
-        await context.write(b"first")
-        async for part in requests:
-            await context.write(await service.handle(part, context))
-
-    return grpc.method_handlers_generic_handler(
-        "test.Echo",
-        {
-            "unary_unary": grpc.unary_unary_rpc_method_handler(unary_unary),
-            "unary_stream": grpc.unary_stream_rpc_method_handler(unary_stream),
-            "stream_unary": grpc.stream_unary_rpc_method_handler(stream_unary),
-            "stream_stream": grpc.stream_stream_rpc_method_handler(stream_stream),
-            "Attach": grpc.unary_stream_rpc_method_handler(unary_stream),
-        },
-    )
-
-
-@asynccontextmanager
-async def serving(handle: Handler, **options: Any) -> AsyncIterator[RunningServer]:
-    client = options.pop("client", None)
-    service = RunningServer(handle, **options)
-    addresses: set[str] = set()
-    service.server = rpc.server(
-        security=service.security, addresses=addresses, calls=service.calls, tracer=service.tracer
-    )
-    service.server.add_generic_rpc_handlers((handlers(service),))
-    servicer = health.aio.HealthServicer()
-    rpc.add_health(service.server, servicer)
-    rpc.enable_reflection(service.server, ["test.Echo"])
-    service.port = rpc.bind(service.server, "127.0.0.1", 0, security=service.security)
-    addresses |= rpc.own_addresses("127.0.0.1", service.port)
-    await service.server.start()
-    service.channel = rpc.channel(f"127.0.0.1:{service.port}", security=client or service.security)
-    try:
-        yield service
-    finally:
-        await service.channel.close()
-        await service.server.stop(None)
-
-
-async def echo(request: bytes, _context: object) -> bytes:
-    return request
 
 
 def raising(error: BaseException) -> Handler:
@@ -512,29 +428,6 @@ async def test_an_open_bind_is_allowed_with_a_token_or_on_request(security: rpc.
     assert rpc.bind(server, "0.0.0.0", 0, security=security) > 0
     await server.start()
     await server.stop(None)
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, rpc.Security]:
-    """Two pairs for the name kvmesh.test, `good` and `other`, each trusting only itself."""
-    if (openssl := shutil.which("openssl")) is None:
-        pytest.skip("needs the openssl command to make certificates")
-    made = {}
-    for name in ("good", "other"):
-        folder = tmp_path_factory.mktemp(name)
-        config = ServiceConfig(
-            tls_cert_path=folder / "cert.pem",
-            tls_key_path=folder / "key.pem",
-            tls_ca_path=folder / "cert.pem",
-            tls_server_name="kvmesh.test",
-        )
-        # Self-signed: the certificate is its own authority.
-        command = f"{openssl} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
-        command += f" -days 2 -subj /CN={name} -addext subjectAltName=DNS:kvmesh.test"
-        command += f" -keyout {config.tls_key_path} -out {config.tls_cert_path}"
-        subprocess.run(command.split(), check=True, capture_output=True, timeout=30)
-        made[name] = rpc.security_from_config(config)
-    return made
 
 
 async def test_with_mutual_tls_only_a_peer_with_a_certificate_is_served(
