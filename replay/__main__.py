@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from replay.engine import WorkerSettings
 from replay.mesh import MeshSettings, ReplayMesh, ReplayResult
-from replay.policies import POLICIES
+from replay.policies import POLICIES, ReplayPolicy
 from replay.report import (
     PlotUnavailable,
     Summary,
@@ -22,6 +22,7 @@ from replay.report import (
     table,
     to_json,
 )
+from replay.settings import SETTING_NAMES, RouterSettings, parse_settings
 from replay.trace import (
     TraceError,
     TraceRequest,
@@ -88,6 +89,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--policies", type=_policies, default=DEFAULT_POLICIES, help=", ".join(POLICIES)
     )
     parser.add_argument("--workers", type=count, default=8, help="number of workers")
+    parser.add_argument(
+        "--prefill-workers",
+        type=_bounded(int, 0),
+        default=0,
+        help="so many of the workers prefill, and the others decode; 0: all do both",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the routers: " + ", ".join(SETTING_NAMES),
+    )
     parser.add_argument("--blocks", type=count, default=3000, help="KV blocks of a worker")
     parser.add_argument(
         "--block-size", type=count, default=512, help="tokens of a block: those of one hash id"
@@ -162,10 +176,12 @@ def read_requests(args: argparse.Namespace) -> tuple[list[TraceRequest], list[st
     return at_speed(requests, args.speed), notes
 
 
-def mesh_settings(args: argparse.Namespace, routers: int) -> MeshSettings:
+def mesh_settings(args: argparse.Namespace, routers: int, router: RouterSettings) -> MeshSettings:
     timing = Timing(prefill_token_s=1 / args.prefill_tokens_per_s)
     return MeshSettings(
         workers=args.workers,
+        prefill_workers=args.prefill_workers,
+        rules=router.rules,
         routers=routers,
         index_lag_s=args.index_lag_ms / 1000,
         sync_lag_s=args.sync_lag_ms / 1000,
@@ -175,24 +191,31 @@ def mesh_settings(args: argparse.Namespace, routers: int) -> MeshSettings:
     )
 
 
+def policy_of(name: str, router: RouterSettings) -> ReplayPolicy:
+    policy = POLICIES[name]
+    return replace(policy, cost_settings=router.cost) if name.startswith("kv") else policy
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     if len(args.speeds) >= args.workers and not any(args.speeds[: args.workers]):
         parser.error("--speeds: every worker is stuck")
+    if args.prefill_workers >= args.workers:
+        parser.error("--prefill-workers: no worker is left to decode")
     try:
+        router = parse_settings(args.set)
         if args.plot is not None:
             import_matplotlib()
         requests, notes = read_requests(args)
-    except (TraceError, PlotUnavailable) as error:
+    except (TraceError, PlotUnavailable, ValueError) as error:
         parser.error(str(error))
     runs: list[tuple[Summary, ReplayResult]] = []
     for routers in args.routers:
         for name in args.policies:
             progress = _Progress(f"{name}, routers: {routers}", len(requests), sys.stderr.isatty())
-            result = ReplayMesh(mesh_settings(args, routers), POLICIES[name]).run(
-                requests, progress
-            )
+            mesh = ReplayMesh(mesh_settings(args, routers, router), policy_of(name, router))
+            result = mesh.run(requests, progress)
             runs.append((summarize(name, routers, result), result))
     summaries = [summary for summary, _ in runs]
     if truncated := summaries[0].truncated:

@@ -2,6 +2,9 @@
 
 The scheduler, its KV cache and its timing are those of the sim engine. Content does not matter: all
 tokens are equal, and the ids of the trace name the blocks.
+
+A `Handoff` moves the KV of a prompt from a prefill to a decode worker, as the sim engine does: once
+the prompt is computed and decode has all its blocks, in order over the link of the prefill worker.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from common.kv.events import Hashes
 from common.kv.hashing import ChainState, PrefixHasher
 from common.kv.load import Load
 from replay.trace import PRIVATE_NAMES, TraceRequest
+from router_svc.core.types import Leg
 from worker_svc.engines.sim.block_manager import BlockManager
+from worker_svc.engines.sim.config import SimHandoffConfig
 from worker_svc.engines.sim.scheduler import Job, SimScheduler, SimSequence, Step
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
@@ -71,6 +76,7 @@ class WorkerSettings:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     timing: Timing = field(default=Timing())
+    handoff: SimHandoffConfig = field(default=SimHandoffConfig())
 
 
 def prompt_hashes(request: TraceRequest, block_size: int) -> Hashes:
@@ -81,7 +87,9 @@ def prompt_hashes(request: TraceRequest, block_size: int) -> Hashes:
 
 class ReplayWorker:
     """One engine. schedule: calls a function at a time in seconds. on_tokens: called with the
-    sequences that got a token or ended. is_stuck: it accepts requests and computes nothing.
+    sequences that got a token or ended. on_allocated: with the sequences that got blocks for KV
+    of another worker. is_stuck: it accepts requests and computes nothing. link_free_at: when the
+    handoffs from here that were started are over, in seconds.
     """
 
     def __init__(
@@ -90,6 +98,7 @@ class ReplayWorker:
         schedule: Callable[[float, Callable[[float], None]], None],
         on_tokens: Callable[[Sequence[SimSequence], float], None],
         on_kv_changes: Callable[[Sequence[KvChange], float], None],
+        on_allocated: Callable[[Sequence[SimSequence], float], None],
         *,
         is_stuck: bool = False,
     ) -> None:
@@ -105,20 +114,30 @@ class ReplayWorker:
         self._schedule = schedule
         self._on_tokens = on_tokens
         self._on_kv_changes = on_kv_changes
+        self._on_allocated = on_allocated
+        self.link_free_at = 0.0
         self._is_stuck = is_stuck
         self._step: Step | None = None
         self._steps = self._prefill_tokens = 0
 
     def submit(
-        self, number: int, request: TraceRequest, hashes: Hashes, output_tokens: int, now: float
+        self, number: int, request: TraceRequest, hashes: Hashes, leg: Leg = "whole"
     ) -> SimSequence:
-        """Add a request; its first step starts at once if the engine is idle."""
+        """Add a request, or a leg of it. The caller then calls `wake`."""
         hasher = _TraceHasher(number, hashes, self.settings.block_size)
-        prompt = bytes(4 * request.input_tokens)
-        sequence = self.scheduler.submit(Job(prompt, output_tokens, hasher=hasher))
+        job = Job(
+            bytes(4 * request.input_tokens),
+            1 if leg == "prefill" else request.output_tokens,
+            hasher=hasher,
+            is_remote=leg == "decode",
+            is_handed_over=leg == "prefill",
+        )
+        return self.scheduler.submit(job)
+
+    def wake(self, now: float) -> None:
+        """Start a step if the engine is idle and has work."""
         if self._step is None:
             self._start_step(now)
-        return sequence
 
     def load(self) -> Load:
         """The load as the sim engine reports it."""
@@ -132,11 +151,41 @@ class ReplayWorker:
             prefill_tokens=self._prefill_tokens,
         )
 
+    def reserve_link(self, blocks: int, now: float) -> float:
+        """When so many blocks have left over the link, if they start at `now` or in their turn."""
+        handoff = self.settings.handoff
+        size = blocks * self.settings.block_size * handoff.bytes_per_token
+        begin = max(now + handoff.latency_s, self.link_free_at)
+        self.link_free_at = begin + size / (handoff.gb_per_s * 1e9)
+        return self.link_free_at
+
+    def finish_sending(self, sequence: SimSequence, now: float) -> None:
+        """Release the blocks of a prompt that has been handed over."""
+        assert sequence.transfer is not None, "the blocks are pinned until then"
+        self.blocks.unpin(sequence.transfer)
+        sequence.transfer = None
+        self.wake(now)
+
+    def receive_kv(self, sequence: SimSequence, cached_tokens: int, now: float) -> None:
+        """Start a sequence whose KV has arrived; it gets its first token."""
+        transfer = sequence.transfer
+        assert transfer is not None, "the blocks are pinned until then"
+        for block in transfer.blocks:
+            self.blocks.write(block.page, block.stamp)
+        self.blocks.unpin(transfer)
+        sequence.transfer = None
+        self.scheduler.on_kv_arrived(sequence, 1, cached_tokens)
+        self._take_events(now)
+        self._on_tokens((sequence,), now)
+        self.wake(now)
+
     def _start_step(self, now: float) -> None:
         if self._is_stuck:
             return
         self._step = step = self.scheduler.plan()
         self._take_events(now)
+        if allocated := self.scheduler.take_allocated():
+            self._on_allocated(allocated, now)
         if step is not None:
             self._schedule(now + step.duration_s, self._complete_step)
 

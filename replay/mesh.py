@@ -15,19 +15,23 @@ from random import Random
 
 import numpy as np
 
+from common.errors import Overloaded
 from common.kv.events import Hashes, Source
 from common.kv.hashing import hashes_from_bytes, hashes_to_bytes
 from common.kv.load import LOAD_HEARTBEAT_S, Load
 from common.kv.prefix_index import AdvertisedBlocks, PrefixIndex, SourceMatch
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance, Role, Snapshot
 from replay.engine import KvChange, ReplayWorker, WorkerSettings, prompt_hashes
 from replay.policies import ReplayPolicy
 from replay.trace import TraceRequest
+from router_svc.core.admission import QueuedRequest
+from router_svc.core.decision import Decision
 from router_svc.core.overlap import IndexStatus
+from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.query import Query
 from router_svc.core.replication import Frame, OutboundSync, Replica
 from router_svc.core.router import Router
-from router_svc.core.types import BookingKey, Placement
+from router_svc.core.types import BookingKey, Leg, Placement
 from worker_svc.engines.sim.scheduler import SimSequence
 from worker_svc.kv_events.external_events import PagesStored
 
@@ -39,29 +43,34 @@ _SWEEP_BLOCKS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class MeshSettings:
-    """workers, routers: numbers of each. speeds: of the first workers, as multiples of the others;
-    0: the worker accepts requests and computes nothing.
+    """workers, routers: numbers of each. prefill_workers: the first so many workers prefill and the
+    others decode; 0: all do both. speeds: of the first workers, as multiples of the others; 0: the
+    worker accepts requests and computes nothing. rules: queue and bypass of the routers.
     """
 
     workers: int = 8
+    prefill_workers: int = 0
     routers: int = 1
     index_lag_s: float = 0.02
     sync_lag_s: float = 0.005
     worker: WorkerSettings = field(default=WorkerSettings())
     speeds: tuple[float, ...] = ()
+    rules: Policy = DEFAULT_POLICY
     seed: int = 1
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The course of one request. Times in seconds; ttft_s: None if no token came. worker: from 0.
-    output_tokens: less than in the trace if the cache is too small.
+    """The course of one request. Times in seconds; ttft_s: None if no token came. worker: from 0;
+    prefill: of its prefill leg, None: not split. output_tokens: less than in the trace if the cache
+    is too small.
     """
 
     at_s: float
     input_tokens: int
     output_tokens: int
     worker: int = 0
+    prefill: int | None = None
     cached_tokens: int = 0
     ttft_s: float | None = None
     end_s: float | None = None
@@ -114,6 +123,22 @@ class ReplayIndex:
         return source
 
 
+@dataclass(slots=True, eq=False)
+class _Active:
+    """A request at a router or at workers. peer: the number of its router. sequence, prefill: at
+    the engines, once it is placed; prefill: None: not split.
+    """
+
+    number: int
+    request: TraceRequest
+    hashes: Hashes
+    outcome: Outcome
+    key: BookingKey
+    peer: int
+    sequence: SimSequence | None = None
+    prefill: SimSequence | None = None
+
+
 @dataclass(slots=True)
 class _Peer:
     """A router with its replication. outbound: to the other routers, by number."""
@@ -139,7 +164,8 @@ class ReplayMesh:
         self._reports: dict[Placement, Load] = {}
         self._last_sent: dict[int, tuple[float, Load]] = {}
         self._workers = [self._make_worker(number) for number in range(settings.workers)]
-        self._active: dict[SimSequence, tuple[Outcome, BookingKey, int]] = {}
+        self._active: dict[SimSequence, _Active] = {}
+        self._queued: dict[BookingKey, _Active] = {}
         self._arrivals_left = 0
         self._peers = [self._make_peer(policy, number) for number in range(settings.routers)]
         self._connect_peers()
@@ -183,9 +209,10 @@ class ReplayMesh:
 
     def _has_work(self) -> bool:
         stuck = {n for n, speed in enumerate(self._settings.speeds) if speed == 0}
-        if not stuck:
-            return bool(self._active)
-        return any(outcome.worker not in stuck for outcome, _, _ in self._active.values())
+        if not stuck or self._queued:
+            return bool(self._active or self._queued)
+        outcomes = (active.outcome for active in self._active.values())
+        return any(stuck.isdisjoint((one.worker, one.prefill)) for one in outcomes)
 
     def _schedule(self, at_s: float, call: Callable[[float], None]) -> None:
         self._event_count += 1
@@ -202,30 +229,97 @@ class ReplayMesh:
             MODEL, request.input_tokens, hashes_to_bytes(hashes), int(len(hashes) > 0), block_size
         )
         key = BookingKey(peer_number + 1, str(number), 0)
-        decision = peer.router.decide(query, key, now, peer.rng, peer.session)
-        self._sync(peer_number)
-        worker = decision.worker.worker_id - 1
-        outcome = Outcome(now, request.input_tokens, request.output_tokens, worker)
-        sequence = self._workers[worker].submit(number, request, hashes, request.output_tokens, now)
-        self._active[sequence] = (outcome, key, peer_number)
+        outcome = Outcome(now, request.input_tokens, request.output_tokens)
+        active = _Active(number, request, hashes, outcome, key, peer_number)
+        try:
+            placed = peer.router.admit(query, key, now, peer.rng, peer.session)
+        except Overloaded:
+            return outcome  # The queue is full.
+        if isinstance(placed, QueuedRequest):
+            self._queued[key] = active
+            self._serve_queue(peer)
+        else:
+            self._start(active, placed)
         return outcome
 
+    def _start(self, active: _Active, decision: Decision) -> None:
+        """Send a placed request to its workers."""
+        self._sync(active.peer)
+        now, outcome = self._now, active.outcome
+        outcome.worker = decision.worker.worker_id - 1
+        leg: Leg = "whole"
+        if decision.prefill is not None:
+            leg, outcome.prefill = "decode", decision.prefill.worker_id - 1
+            active.prefill = self._submit(active, outcome.prefill, "prefill")
+        active.sequence = self._submit(active, outcome.worker, leg)
+        for worker in (outcome.worker, outcome.prefill):
+            if worker is not None:
+                self._workers[worker].wake(now)
+
+    def _submit(self, active: _Active, worker: int, leg: Leg) -> SimSequence:
+        sequence = self._workers[worker].submit(active.number, active.request, active.hashes, leg)
+        self._active[sequence] = active
+        return sequence
+
+    def _serve_queue(self, peer: _Peer) -> None:
+        """Place queued requests for which there is capacity; drop those that waited too long."""
+        queue, now = peer.router.queue, self._now
+        if not queue:
+            return
+        for queued in queue.pop_overdue(now):
+            del self._queued[queued.key]
+        if queue.has_dirty:
+            for queued, result in peer.router.rescan(now, peer.rng):
+                if isinstance(result, Decision):
+                    self._start(self._queued.pop(queued.key), result)
+                elif result is not None:
+                    del self._queued[queued.key]
+
     def _on_tokens(self, sequences: Sequence[SimSequence], now: float) -> None:
+        peers: set[int] = set()
         for sequence in sequences:
             if len(sequence.output) > 1 and not sequence.is_ended:
                 continue
-            outcome, key, peer_number = self._active[sequence]
-            load_tracker = self._peers[peer_number].router.load_tracker
+            active = self._active[sequence]
+            outcome, load_tracker = active.outcome, self._peers[active.peer].router.load_tracker
             load_tracker.expire(now)
+            peers.add(active.peer)
+            if sequence is active.prefill:
+                del self._active[sequence]
+                outcome.cached_tokens = sequence.cached_tokens or 0
+                load_tracker.mark_prefill_done(active.key)
+                self._hand_over(active, now)
+                continue
             if outcome.ttft_s is None:
                 outcome.ttft_s = now - outcome.at_s
                 outcome.cached_tokens = sequence.cached_tokens or 0
-                load_tracker.mark_prefill_done(key)
+                load_tracker.mark_prefill_done(active.key)
             if sequence.is_ended:
                 outcome.end_s = now
-                load_tracker.free(key)
+                load_tracker.free(active.key)
                 del self._active[sequence]
-            self._sync(peer_number)
+        for peer in sorted(peers):
+            self._sync(peer)
+            self._serve_queue(self._peers[peer])
+
+    def _on_allocated(self, sequences: Sequence[SimSequence], now: float) -> None:
+        for sequence in sequences:
+            self._hand_over(self._active[sequence], now)
+
+    def _hand_over(self, active: _Active, now: float) -> None:
+        """Start the transfer if the prompt is computed and decode has its blocks."""
+        prefill, decode, at = active.prefill, active.sequence, active.outcome.prefill
+        if prefill is None or decode is None or at is None:
+            return
+        if prefill.transfer is None or decode.transfer is None:
+            return
+        sender, receiver = self._workers[at], self._workers[active.outcome.worker]
+
+        def arrive(now: float) -> None:
+            sender.finish_sending(prefill, now)
+            receiver.receive_kv(decode, prefill.cached_tokens or 0, now)
+
+        self._schedule(sender.reserve_link(len(prefill.transfer.blocks), now), arrive)
 
     # What routers learn.
 
@@ -242,6 +336,7 @@ class ReplayMesh:
         self._reports[Placement(worker_id, 0)] = load
         for peer in self._peers:
             peer.router.load_tracker.report(worker_id, 0, load, now)
+            self._serve_queue(peer)
 
     def _on_kv_changes(self, number: int, changes: Sequence[KvChange], now: float) -> None:
         arrival_s = now + self._settings.index_lag_s
@@ -259,6 +354,7 @@ class ReplayMesh:
         peer = self._peers[receiver]
         if peer.replica.apply_frame(sender, peer.streams[sender], frame, now):
             self._peers[sender].outbound[receiver].request_full_sync()
+        self._serve_queue(peer)
 
     # Parts.
 
@@ -271,6 +367,7 @@ class ReplayMesh:
             self._schedule,
             self._on_tokens,
             partial(self._on_kv_changes, number),
+            self._on_allocated,
             is_stuck=speed == 0,
         )
 
@@ -280,6 +377,7 @@ class ReplayMesh:
             index=self._index,
             index_settings=policy.index_settings,
             cost_settings=policy.cost_settings,
+            policy=self._settings.rules,
         )
         router.update(self._fleet(), 0.0)
         session = router.load_tracker.open_session(number + 1, 1)
@@ -295,7 +393,7 @@ class ReplayMesh:
                     peer.streams[sender] = peer.replica.stream_opened(sender)
 
     def _fleet(self) -> Snapshot:
-        sizes = self._settings.worker
+        sizes, prefill_workers = self._settings.worker, self._settings.prefill_workers
         workers = [
             Instance(
                 number + 1,
@@ -309,10 +407,18 @@ class ReplayMesh:
                 max_num_seqs=sizes.max_num_seqs,
                 max_num_batched_tokens=sizes.max_num_batched_tokens,
                 kv_index="events",
+                role=_role(number, prefill_workers),
+                transfer_group="replay" if prefill_workers else "",
             )
             for number in range(self._settings.workers)
         ]
         return Snapshot(1, {worker.id: worker for worker in workers})
+
+
+def _role(number: int, prefill_workers: int) -> Role:
+    if not prefill_workers:
+        return "aggregated"
+    return "prefill" if number < prefill_workers else "decode"
 
 
 def _fit(request: TraceRequest, sizes: WorkerSettings) -> TraceRequest:

@@ -5,8 +5,9 @@ The rivals are written from their documentation, with its defaults:
 - `sglang_cache_aware` (SGLang router): with the loads in balance, the worker with the longest
   prefix in an approximate tree if it covers `cache_threshold` of the prompt, else the worker with
   the smallest tree; else the worker with the fewest requests.
-- `llm_d` (llm-d, precise prefix cache scorer): 3, 2 and 2 parts of prefix share, free KV
-  share and short queue, each scaled to 0..1 over the workers; the highest sum.
+- `llm_d` (llm-d, precise prefix cache scorer): 3, 2 and 2 parts of prefix, free KV share and short
+  queue; the highest sum, a random one of equals. The queue is scaled to 0..1 over the workers, the
+  prefix over those that have one.
 - `dynamo` (NVIDIA Dynamo 1.6): its cost with its defaults.
 
 `kv_approx` is `kv` without KV events: caches are approximated from decisions.
@@ -96,7 +97,9 @@ class PreciseScorerSelector:
     def select(self, query: Query, candidates: Candidates, view: View, rng: Random) -> Selection:
         loads = [view.load_tracker.ranks.load(c.placement, view.now) for c in candidates]
         reports = [self.reports.get(c.placement, Load()) for c in candidates]
-        prefixes = _scaled([float(view.overlap(c.placement)) for c in candidates])
+        overlaps = [view.overlap(c.placement) for c in candidates]
+        holders = _scaled([float(blocks) for blocks in overlaps if blocks])
+        prefixes = [holders.pop(0) if blocks else 0.0 for blocks in overlaps]
         free = [1 - one.kv_used_blocks / (one.kv_total_blocks or 1) for one in reports]
         queues = _scaled([-float(one.waiting) for one in reports])
         a, b, c = self.weights
@@ -108,7 +111,8 @@ class PreciseScorerSelector:
 
 def _scaled(values: list[float]) -> list[float]:
     """Scaled so that the least is 0 and the greatest 1; all 1 if they are equal."""
-    low, span = min(values), max(values) - min(values)
+    low = min(values, default=0.0)
+    span = max(values, default=0.0) - low
     return [(value - low) / span if span else 1.0 for value in values]
 
 

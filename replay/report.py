@@ -16,9 +16,10 @@ from replay.mesh import LoadSample, Outcome, ReplayResult
 @dataclass(frozen=True, slots=True)
 class Summary:
     """Figures of one run. hit_rate: share of prompt tokens read from the cache. ttft_*: seconds to
-    the first token. load_variation: standard deviation of the requests per worker divided by their
-    mean, averaged over time. unanswered: requests without a complete output. truncated: requests
-    cut to the size of the cache.
+    the first token. itl_*: seconds for a further token, the mean of each request. split: share of
+    requests on a prefill and a decode worker. load_variation: standard deviation of the requests
+    per worker divided by their mean, averaged over time. unanswered: requests without a complete
+    output. truncated: requests cut to the size of the cache.
     """
 
     policy: str
@@ -29,6 +30,9 @@ class Summary:
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
+    itl_mean_s: float
+    itl_p99_s: float
+    split: float
     load_variation: float
     duration_s: float
     unanswered: int
@@ -39,6 +43,11 @@ class Summary:
 def summarize(policy: str, routers: int, result: ReplayResult) -> Summary:
     outcomes = result.outcomes
     ttfts = ttfts_of(outcomes)
+    itls = sorted(
+        (one.end_s - one.at_s - one.ttft_s) / (one.output_tokens - 1)
+        for one in outcomes
+        if one.end_s is not None and one.ttft_s is not None and one.output_tokens > 1
+    )
     ends = [one.end_s for one in outcomes if one.end_s is not None]
     answered = [one for one in outcomes if one.ttft_s is not None]
     return Summary(
@@ -50,6 +59,9 @@ def summarize(policy: str, routers: int, result: ReplayResult) -> Summary:
         percentile(ttfts, 0.5),
         percentile(ttfts, 0.9),
         percentile(ttfts, 0.99),
+        fmean(itls) if itls else math.nan,
+        percentile(itls, 0.99),
+        sum(one.prefill is not None for one in outcomes) / len(outcomes),
         load_variation(result.samples),
         max(ends, default=0.0),
         len(outcomes) - len(ends),
@@ -84,7 +96,17 @@ def to_json(summaries: Sequence[Summary], facts: Mapping[str, Any]) -> dict[str,
 
 def table(summaries: Sequence[Summary]) -> str:
     """The summaries as aligned text, one line each."""
-    titles = ("policy", "routers", "hit rate", "TTFT mean", "p50", "p90", "p99", "load var.")
+    titles = (
+        "policy",
+        "routers",
+        "hit rate",
+        "TTFT mean",
+        "p50",
+        "p90",
+        "p99",
+        "ITL p99",
+        "load var.",
+    )
     rows = [
         (
             one.policy,
@@ -94,6 +116,7 @@ def table(summaries: Sequence[Summary]) -> str:
                 f"{value:.3f} s"
                 for value in (one.ttft_mean_s, one.ttft_p50_s, one.ttft_p90_s, one.ttft_p99_s)
             ),
+            f"{one.itl_p99_s * 1000:.1f} ms",
             f"{one.load_variation:.2f}",
         )
         for one in summaries

@@ -5,8 +5,10 @@ KV that must stay inside a domain goes from a prefill worker to decode workers w
 
 Conditional disaggregation. If most of a prompt is cached where it could be decoded, prefill there
 costs less than a handoff; a busy prefill worker costs more than it saves. `Bypass` has the
-formulas, as NVIDIA Dynamo documents them. The booking of a request that bypasses prefill counts at
-once, so that concurrent requests do not all pass the same threshold.
+formulas, as NVIDIA Dynamo documents them, and one condition more (ADR 0031): prompt tokens that
+wait at the worker count like those of the request. Else each of many prompts is short, and together
+they block all decoding. The booking of a request that bypasses prefill counts at once, so that
+concurrent requests do not all pass the same threshold.
 """
 
 from __future__ import annotations
@@ -69,11 +71,12 @@ ANY_DOMAIN = TransferDomain()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bypass:
     """When a request that could be split is served by one worker. isl_bounding: if prefill there is
-    short, in tokens (eff_isl_threshold) and as a share of the prompt (eff_isl_ratio_threshold).
-    prefill_load: if more tokens wait at the prefill worker of the pair than prefill_busy_threshold
-    times its batch, or if no prefill worker accepts the request now, by the queue's threshold or a
-    busy limit. isl_or_load: either. decode_busy_threshold: only if the worker, with the request,
-    holds at most this share of its KV blocks; None: no limit.
+    short, in tokens (eff_isl_threshold, with those that wait there) and as a share of the prompt
+    (eff_isl_ratio_threshold). prefill_load: if more tokens wait at the prefill worker of the pair
+    than prefill_busy_threshold times its batch, and with the request it has at least as many to
+    compute as this worker; or if no prefill worker accepts the request now, by the queue's
+    threshold or a busy limit. isl_or_load: either. decode_busy_threshold: only if the worker, with
+    the request, holds at most this share of its KV blocks; None: no limit.
     """
 
     policy: BypassPolicy = "off"
@@ -82,11 +85,25 @@ class Bypass:
     prefill_busy_threshold: float | None = None
     decode_busy_threshold: float | None = None
 
-    def cause(self, total_tokens: int, cached_tokens: int, prefill_is_busy: bool) -> str:
-        """One of BYPASS_REASONS, or empty. cached_tokens: on its only worker."""
-        if self.policy in ISL_POLICIES and self.is_short(total_tokens, cached_tokens):
+    def cause(
+        self,
+        total_tokens: int,
+        cached_tokens: int,
+        prefill_is_busy: bool,
+        waiting_tokens: int = 0,
+        prefill_tokens: int | None = None,
+    ) -> str:
+        """One of BYPASS_REASONS, or empty. cached_tokens, waiting_tokens: on its only worker.
+        prefill_tokens: that the prefill worker of the pair would have to compute, with the request;
+        None: no prefill worker accepts it.
+        """
+        work = waiting_tokens + max(0, total_tokens - cached_tokens)
+        is_short = self.is_short(total_tokens, cached_tokens) and work < self.eff_isl_threshold
+        if self.policy in ISL_POLICIES and is_short:
             return "short_prompt"
-        return "prefill_busy" if self.policy in LOAD_POLICIES and prefill_is_busy else ""
+        is_sooner = prefill_tokens is None or work <= prefill_tokens
+        is_relieved = self.policy in LOAD_POLICIES and prefill_is_busy and is_sooner
+        return "prefill_busy" if is_relieved else ""
 
     def is_short(self, total_tokens: int, cached_tokens: int) -> bool:
         """eff_isl < eff_isl_threshold and eff_isl / total_tokens < eff_isl_ratio_threshold, with

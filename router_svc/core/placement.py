@@ -375,20 +375,25 @@ class PlacementAttempt:
         query, bypass = self.query, self.planner.policy.bypass
         if bypass.policy == "off" or not unsplit_candidates or not query.total_tokens:
             return None
+        prefill_tokens = None
         if isinstance(pair, MeshError):
             if _fallback_reason(pair) != "prefill_busy":
                 return None
             is_busy = True
         else:
-            at, view = pair.prompt_leg.chosen, pair.prompt_leg.view
-            waiting_tokens = view.load(at.placement).prefill_tokens
-            is_busy = bypass.is_busy(waiting_tokens, at.instance.max_num_batched_tokens)
-            is_busy = is_busy or self._are_prefill_busy(pair.prompt_leg.kept)
+            first = pair.prompt_leg
+            waiting_tokens = first.view.load(first.chosen.placement).prefill_tokens
+            prefill_tokens = waiting_tokens + query.total_tokens - cached_tokens(query, first)
+            is_busy = bypass.is_busy(waiting_tokens, first.chosen.instance.max_num_batched_tokens)
+            if self._are_prefill_busy(first.kept):
+                is_busy, prefill_tokens = True, None
         sorted_candidates = sorted(unsplit_candidates, key=attrgetter("placement"))
         plan = self._plan_unsplit(sorted_candidates, "", is_gated=True)
         if isinstance(plan, MeshError):
             return None
-        cause = bypass.cause(query.total_tokens, cached_tokens(query, plan.worker), is_busy)
+        waiting_tokens = plan.worker.view.load(plan.worker.chosen.placement).prefill_tokens
+        cached = cached_tokens(query, plan.worker)
+        cause = bypass.cause(query.total_tokens, cached, is_busy, waiting_tokens, prefill_tokens)
         return replace(plan, bypass=cause) if cause else None
 
     def _passing_gate(self, candidates: Candidates) -> Candidates:

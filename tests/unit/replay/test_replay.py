@@ -14,6 +14,7 @@ from replay.engine import WorkerSettings
 from replay.mesh import MeshSettings, ReplayMesh, ReplayResult
 from replay.policies import POLICIES
 from replay.report import summarize
+from replay.settings import parse_settings
 from replay.trace import (
     TraceError,
     TraceRequest,
@@ -23,6 +24,7 @@ from replay.trace import (
     spread_arrivals,
 )
 from replay.workloads import GENERATORS, generate
+from worker_svc.engines.sim.config import SimHandoffConfig
 from worker_svc.engines.sim.timing import Timing
 
 ROW = {"timestamp": 2000, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]}
@@ -154,6 +156,83 @@ def test_a_stuck_worker_leaves_its_requests_unanswered() -> None:
     assert (summary.requests, summary.unanswered) == (20, 10)
 
 
+def test_a_pair_answers_after_prefill_and_the_transfer_of_its_blocks() -> None:
+    """TTFT = prefill step + latency + bytes / link; the second transfer waits for the link."""
+    timing = Timing(base_s=0.01, prefill_token_s=0.001, decode_seq_s=0, kv_token_s=0)
+    link = SimHandoffConfig(gb_per_s=1e-3, bytes_per_token=1000, latency_s=0.1)
+    worker = WorkerSettings(timing=timing, handoff=link, max_num_batched_tokens=1024)
+    settings = MeshSettings(workers=2, prefill_workers=1, worker=worker)
+    first, second = replay(
+        [TraceRequest(0.0, 1024, 3), TraceRequest(0.0, 512, 3)], settings=settings
+    ).outcomes
+    assert (first.prefill, first.worker) == (0, 1)
+    first_s = 0.01 + 1.024 + 0.1 + 1.024
+    assert first.ttft_s == pytest.approx(first_s)
+    assert second.ttft_s == pytest.approx(first_s + 0.512)
+    assert first.end_s == pytest.approx(first_s + 2 * 0.01)
+
+
+@pytest.mark.parametrize("routers", [1, 3])
+def test_pools_answer_all_requests_and_repeat_exactly(routers: int) -> None:
+    requests = generate("sessions", 150, 1)
+    settings = MeshSettings(workers=5, prefill_workers=3, routers=routers)
+    result = replay(requests, settings=settings)
+    assert all(one.end_s is not None for one in result.outcomes)
+    assert {one.prefill for one in result.outcomes} == {0, 1, 2}
+    assert {one.worker for one in result.outcomes} == {3, 4}
+    assert summarize("kv", routers, result).split == 1.0
+    assert result.outcomes == replay(requests, settings=settings).outcomes
+
+
+def test_handoffs_that_fill_the_decode_cache_wait_and_preempted_ones_recover() -> None:
+    requests = [TraceRequest(0.01 * n, 2048, 700) for n in range(30)]
+    worker = WorkerSettings(total_blocks=24)
+    settings = MeshSettings(workers=3, prefill_workers=2, worker=worker)
+    result = replay(requests, settings=settings)
+    assert result.preemptions > 0
+    assert all(one.end_s is not None for one in result.outcomes)
+
+
+def test_the_rules_of_the_routers_are_set_by_name() -> None:
+    settings = parse_settings(
+        ["queue_threshold=2", "bypass_policy=isl_or_load", "uncached_block_weight=3"]
+    )
+    assert settings.rules.queue.threshold == 2
+    assert settings.rules.bypass.policy == "isl_or_load"
+    assert settings.rules.bypass.prefill_busy_threshold == 2, "as in the router"
+    assert settings.cost.uncached_block_weight == 3
+
+
+def test_a_bypass_serves_short_prompts_on_one_worker() -> None:
+    requests = [TraceRequest(n * 1.0, tokens, 2) for n, tokens in enumerate([600, 6000] * 4)]
+    texts = ["bypass_policy=isl_bounding", "bypass_eff_isl_ratio_threshold=2"]
+    rules = parse_settings(texts).rules
+    settings = MeshSettings(workers=2, prefill_workers=1, rules=rules)
+    splits = [one.prefill is not None for one in replay(requests, settings=settings).outcomes]
+    assert splits == [False, True] * 4
+
+
+@pytest.mark.parametrize("routers", [1, 2])
+def test_a_queue_holds_prompts_until_a_worker_has_capacity(routers: int) -> None:
+    """Without the queue the engine is at work in order of arrival; wspt takes short ones first."""
+    sizes = [8192] * 6 + [600] * 4
+    requests = [TraceRequest(n * 1e-4, tokens, 1) for n, tokens in enumerate(sizes)]
+    rules = parse_settings(["queue_threshold=0", "queue_policy=wspt"]).rules
+    settings = MeshSettings(workers=1, routers=routers, rules=rules)
+    outcomes = replay(requests, settings=settings).outcomes
+    assert all(one.end_s is not None for one in outcomes)
+    ends = [one.end_s or 0.0 for one in outcomes]
+    assert max(ends[6:]) < sorted(ends[:6])[2 * routers]
+
+
+def test_requests_beyond_the_limits_of_the_queue_are_unanswered() -> None:
+    requests = [TraceRequest(n * 1e-4, 8192, 1) for n in range(20)]
+    texts = ["queue_threshold=0", "queue_requests_max=4", "queue_wait_max_s=2"]
+    settings = MeshSettings(workers=1, rules=parse_settings(texts).rules)
+    summary = summarize("kv", 1, replay(requests, settings=settings))
+    assert summary.unanswered == 17, "one ran, four were queued, and two of these in time"
+
+
 def test_the_table_has_a_line_for_each_policy_and_number_of_routers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -187,6 +266,11 @@ def test_json_has_the_figures_and_the_notes(
         (["bursts", "--workers", "0"], "0 is below 1"),
         (["bursts", "--speed", "nan"], "nan is below"),
         (["bursts", "--workers", "1", "--speeds", "0"], "every worker is stuck"),
+        (["bursts", "--workers", "2", "--prefill-workers", "2"], "no worker is left to decode"),
+        (["bursts", "--set", "speed=2"], "'speed': no such setting"),
+        (["bursts", "--set", "queue_threshold=-1"], "'-1' is not a number of 0 or more"),
+        (["bursts", "--set", "bypass_policy=on"], "'on' is none of off, isl_bounding"),
+        (["bursts", "--set", "assume_kv_reuse=1"], "'1' is not true or false"),
         (["absent.jsonl"], "absent.jsonl"),
     ],
 )

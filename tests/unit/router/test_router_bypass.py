@@ -244,6 +244,23 @@ def test_concurrent_requests_do_not_all_pass_the_same_threshold() -> None:
     assert [d.bypass for d in placed] == ["short_prompt"] * 5 + [""] * 5
 
 
+def test_prompts_that_wait_for_prefill_at_decode_count_like_those_of_the_request() -> None:
+    bed = Bed(P1, D11, cached={11: 90})
+    placed = [bed.place() for _ in range(14)]
+    assert [d.bypass for d in placed] == ["short_prompt"] * 12 + [""] * 2, "12 * 160 < 2048"
+    bed.router.load_tracker.free(next(iter(bed.router.load_tracker)).key)
+    assert bed.place().bypass == "short_prompt"
+
+
+def test_a_busy_prefill_worker_is_bypassed_only_if_decode_has_less_to_compute() -> None:
+    bed = Bed(P1, D11, policy="prefill_load", prefill_busy_threshold=1.0)
+    bed.router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=4000), 0.0)
+    placed = [bed.place() for _ in range(5)]
+    work = [(d.bypass, d.prefill_tokens) for d in placed]
+    assert work[:3] == [("prefill_busy", 1600)] * 3, "up to 4800 of 5600 tokens"
+    assert placed[3].prefill == Placement(1, 0), "6400 of 5600"
+
+
 def test_rotating_selectors_reach_every_worker_that_a_bypass_may_use() -> None:
     """Decode and aggregated workers are passed together, in order of placement."""
     whole = [replace(D11, id=n, role="aggregated") for n in (3, 15)]

@@ -227,7 +227,7 @@ def test_bypasses_and_sessions_are_counted() -> None:
         worker(11, role="decode"),
     )
     router.update(Snapshot(1, {i.id: i for i in members}), 0.0)
-    router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=1), 0.0)
+    router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=1000), 0.0)
     metrics = Metrics(router)
     query = Query("m", 100, routing=RoutingHints(session_control=SessionControl("s")))
     for number in range(3):
