@@ -3,6 +3,7 @@
 8 workers with 3,000 blocks of 512 tokens, one router. Keys, all ratios of mean TTFT except hits:
 
 - `conversation_vs_least_loaded`, `conversation_vs_random`: kv on Mooncake conversation at speed 2;
+  `conversation_queued_vs_least_loaded`: with `queue_threshold` 0.5;
 - `geomean_vs_best`: geometric mean over the workloads of kv / the best policy of each;
   `geomean_verified`: over the workloads that the weights of the cost were not chosen on;
 - `no_reuse_vs_least_loaded`: kv on prompts that share nothing;
@@ -26,6 +27,7 @@ from pathlib import Path
 from replay.mesh import MeshSettings, ReplayMesh
 from replay.policies import POLICIES
 from replay.report import Summary, summarize
+from replay.settings import parse_settings
 from replay.trace import TraceRequest, at_speed, load_trace, spread_arrivals
 from replay.workloads import generate
 
@@ -80,6 +82,7 @@ class Run:
     routers: int = 1
     is_spread: bool = False
     lag_factor: float = 1.0
+    settings: tuple[str, ...] = ()
 
 
 def execute(run: Run, requests_max: int | None) -> Summary:
@@ -89,6 +92,7 @@ def execute(run: Run, requests_max: int | None) -> Summary:
     settings = MeshSettings(
         routers=run.routers,
         speeds=run.workload.speeds,
+        rules=parse_settings(run.settings).rules,
         index_lag_s=0.02 * run.lag_factor,
         sync_lag_s=0.005 * run.lag_factor,
     )
@@ -112,6 +116,7 @@ def main() -> None:
         "routers4": Run(conversation, routers=4, is_spread=True),
         "routers8": Run(conversation, routers=8, is_spread=True),
         "routers4_late": Run(conversation, routers=4, is_spread=True, lag_factor=10.0),
+        "queued": Run(conversation, settings=("queue_threshold=0.5",)),
         "approx": Run(conversation, "kv_approx", is_spread=True),
         "approx4": Run(conversation, "kv_approx", routers=4, is_spread=True),
         "without_slow_worker": Run(WITHOUT_SLOW_WORKER),
@@ -147,6 +152,8 @@ def _figures(found: dict[object, Summary]) -> dict[str, float]:
     slow, fast = found["one_slow_worker", "kv"], found["without_slow_worker"]
     figures = {
         "conversation_vs_least_loaded": kv / _ttft(found, "conversation", "least_loaded"),
+        "conversation_queued_vs_least_loaded": found["queued"].ttft_mean_s
+        / _ttft(found, "conversation", "least_loaded"),
         "conversation_vs_random": kv / _ttft(found, "conversation", "random"),
         "geomean_vs_best": geomean(list(vs_best.values())),
         "geomean_verified": geomean([v for w, v in vs_best.items() if not w.is_chosen_on]),
