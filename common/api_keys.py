@@ -59,10 +59,27 @@ class ApiKey(_Part):
     expires: AwareDatetime | None = None
 
 
+class Limits(_Part):
+    """The most that a tenant may use at all frontends together; None: no limit. tokens_per_min: of
+    prompts and output."""
+
+    requests_per_s: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    tokens_per_min: Annotated[int, Field(gt=0, le=10**12)] | None = None
+    concurrency: Annotated[int, Field(gt=0, le=10**6)] | None = None
+
+    @property
+    def is_unlimited(self) -> bool:
+        return self.requests_per_s is self.tokens_per_min is self.concurrency is None
+
+
+NO_LIMITS = Limits()
+
+
 class Tenant(_Part):
     """A client of the mesh. It shares no KV, sessions and stored responses with others."""
 
     keys: tuple[ApiKey, ...] = ()
+    limits: Limits = NO_LIMITS
 
 
 class KeyDocument(_Part):

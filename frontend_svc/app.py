@@ -24,6 +24,7 @@ from frontend_svc.config import FrontendConfig
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.peers.recently_left import RecentlyLeft
 from frontend_svc.core.peers.stall_clock import StallClock
+from frontend_svc.core.quotas import TenantQuotas
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.core.responses_api.store import ResponseStore
 from frontend_svc.http.access import KeyFile, with_keys
@@ -203,7 +204,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         if self._config.api_keys is not None:
             keys = KeyFile(self._config.api_keys)
             lifecycle.spawn(keys.follow(), name="api keys")
-            served = with_keys(served, keys)
+            quotas = TenantQuotas(lambda: len(self._snapshot.of("frontend")))
+            served = with_keys(served, keys, quotas)
         return HttpServer(
             with_browser_policy(served, self._config),
             lambda: lifecycle.is_draining,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Self
 
-from common.api_keys import ApiKey, KeyDocument, Scope, hash_of
+from common.api_keys import NO_LIMITS, ApiKey, KeyDocument, Limits, Scope, hash_of
 from common.errors import PermissionDenied, Unauthenticated
 from common.request.preprocessed import PreprocessedRequest
 
@@ -16,11 +16,13 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The client of a request, as its API key names it. tenant, key_id: "" without keys."""
+    """The client of a request, as its API key names it. tenant, key_id: "" without keys. limits: of
+    its tenant."""
 
     tenant: str
     key_id: str
     scopes: frozenset[Scope]
+    limits: Limits = NO_LIMITS
 
     def require(self, scope: Scope, field: str | None = None) -> None:
         """Raises PermissionDenied, which names the scope, if the key does not have it. field: of
@@ -59,8 +61,9 @@ class KeyTable:
     def of(cls, document: KeyDocument) -> Self:
         return cls(
             {
-                key.sha256: (Caller(tenant, key.id, key.scopes), key)
-                for tenant, key in document.entries()
+                key.sha256: (Caller(name, key.id, key.scopes, tenant.limits), key)
+                for name, tenant in document.tenants.items()
+                for key in tenant.keys
             }
         )
 

@@ -12,12 +12,15 @@ from common.api_keys import KeyDocument, parse_keys
 from common.api_keys import Scope as Permission
 from common.errors import MeshError
 from frontend_svc.core.access import ANONYMOUS, Caller, KeyTable
+from frontend_svc.core.quotas import Quota, TenantQuotas
 from frontend_svc.http.asgi import AsgiApp, Receive, Scope, Send
 
 # Time until a change of the file is in effect.
 RELOAD_INTERVAL_S = 1.0
 # Key of the KeyFile in the state of a scope; absent: the API has no keys.
 _KEYS = "kvmesh.api_keys"
+# Key of the TenantQuotas, beside it.
+_QUOTAS = "kvmesh.quotas"
 
 log = structlog.get_logger()
 
@@ -59,11 +62,12 @@ class KeyFile:
         log.info("api_keys_loaded", tenants=len(self.document.tenants), keys=keys)
 
 
-def with_keys(api: AsgiApp, keys: KeyFile) -> AsgiApp:
-    """The same API, whose `admit` demands a key."""
+def with_keys(api: AsgiApp, keys: KeyFile, quotas: TenantQuotas) -> AsgiApp:
+    """The same API, whose `admit` demands a key, and whose requests have the quotas of tenants."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"][_KEYS] = keys
+        scope["state"][_QUOTAS] = quotas
         await api(scope, receive, send)
 
     return serve
@@ -79,3 +83,9 @@ def admit(scope: Scope, needed: Permission | None) -> Caller:
     if needed is not None:
         caller.require(needed)
     return caller
+
+
+def quota_of(scope: Scope, caller: Caller) -> Quota | None:
+    """The quota of a client's new request; None without limits."""
+    quotas: TenantQuotas | None = scope["state"].get(_QUOTAS)
+    return None if quotas is None else quotas.quota(caller, time.monotonic())

@@ -71,6 +71,8 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
         inputs = await _tokenize(request, model)
         total_tokens = sum(map(len, inputs))
         meter.prompt(total_tokens)
+        if context.quota is not None:
+            context.quota.reserve(total_tokens)
         context.base_model = model.base
         entries = [b""] * len(inputs)
 
@@ -90,7 +92,7 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
             await batch.run()
         context.status, context.is_response_complete = 200, True
         parts = embedding_list(entries, model.name, total_tokens)
-        await send_response_parts(context.send, 200, (JSON_HEADER, *context.id_headers), parts)
+        await send_response_parts(context.send, 200, (JSON_HEADER, *context.own_headers), parts)
         meter.mark_ok()
 
     def _plans(

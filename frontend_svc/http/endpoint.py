@@ -36,7 +36,7 @@ from frontend_svc.core.openai.parsing import named_model
 from frontend_svc.core.openai.preprocessing import strict_priority
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import RequestPlan
-from frontend_svc.http.access import admit
+from frontend_svc.http.access import admit, quota_of
 from frontend_svc.http.asgi import (
     BODY_END,
     CONNECTION,
@@ -106,6 +106,9 @@ class PostEndpoint(ABC, Generic[P]):
             try:
                 needed = _PERMISSIONS.get(self._endpoint, Permission.INFER)
                 context.caller = admit(scope, needed)
+                if (quota := quota_of(scope, context.caller)) is not None:
+                    context.quota = quota
+                    quota.begin()
                 if self._active_requests > (limit := self._config.requests_max):
                     raise Overloaded(1.0, f"too many concurrent requests: {limit}/{limit}")
                 raw = await self._receive_body(context)
@@ -127,6 +130,8 @@ class PostEndpoint(ABC, Generic[P]):
             await self._fail(context, meter, InternalError("see the frontend's log"))
         finally:
             self._active_requests -= 1
+            if context.quota is not None:
+                context.quota.close(context.used_tokens)
             if meter is not None:
                 meter.close()
             context.span.end(partial(span_attributes, context), context.final_error)
@@ -224,4 +229,4 @@ class PostEndpoint(ABC, Generic[P]):
             return
         response = self.http_error(error, context)
         context.status, context.response_json = response.status, response.body
-        await send_error(context.send, response, context.id_headers)
+        await send_error(context.send, response, context.own_headers)

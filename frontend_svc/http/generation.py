@@ -193,6 +193,9 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         prompt_tokens = check_total_tokens(prompts)
         meter.prompt(prompt_tokens)
         context.base_model = model.base
+        if context.quota is not None:
+            outputs = [one.stop_conditions.max_tokens or 0 for one in prompts]
+            context.quota.reserve(prompt_tokens + sum(outputs) * body.choices_per_prompt)
         return PreparedBody(body, model, plan, prompts, prompt_text, prompt_tokens)
 
     async def _generate(

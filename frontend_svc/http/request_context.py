@@ -21,6 +21,7 @@ from frontend_svc.core.access import ANONYMOUS, Caller
 from frontend_svc.core.anthropic import errors as anthropic
 from frontend_svc.core.openai import errors as openai
 from frontend_svc.core.peers.placement_query import Query
+from frontend_svc.core.quotas import Quota
 from frontend_svc.core.request.outcomes import merge_outcomes
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.core.response_format import ResponseFormat
@@ -70,6 +71,7 @@ class HttpRequest:
     the client's x-request-id, or request_id. started_at_s: on the clock of the metrics. headers: of
     the client; header_pairs: the same, with repetitions. base_model: the model itself, or the base
     model of an adapter; "" if passed through or not known yet. responses: one per choice or input.
+    quota: of a tenant with limits.
     stream_format: of the stream that has begun. status: HTTP status sent to the client, 0 before
     it is sent. tracker: of the first choice. uses_alias: whether the body names its extensions
     `kvmesh`. request: of the first prompt; None: unknown. queries: of the responses, in order.
@@ -88,6 +90,7 @@ class HttpRequest:
     send: Send
     connection: ClientConnection
     caller: Caller = ANONYMOUS
+    quota: Quota | None = None
     body: RequestBody | None = None
     uses_alias: bool = False
     request: PreprocessedRequest | None = None
@@ -103,9 +106,19 @@ class HttpRequest:
     is_response_complete: bool = False
 
     @property
-    def id_headers(self) -> Headers:
-        header = (b"x-request-id", self.client_id)
-        return (header, (b"request-id", self.client_id)) if self.is_messages else (header,)
+    def own_headers(self) -> Headers:
+        """Headers of every response: the ids of the request, and what is left of its quota."""
+        headers: Headers = ((b"x-request-id", self.client_id),)
+        if self.is_messages:
+            headers = (*headers, (b"request-id", self.client_id))
+        return headers if self.quota is None else (*headers, *self.quota.headers)
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of its prompts and its output so far."""
+        if (outcome := self.outcome) is None:
+            return 0
+        return outcome.usage.prompt_tokens + outcome.usage.completion_tokens
 
     @property
     def names(self) -> Container[bytes]:

@@ -207,7 +207,7 @@ def _raise_error(buffer: ResponseBuffer) -> None:
 
 async def _start_stream(context: HttpRequest) -> None:
     context.status = 200
-    await context.send(response_start(200, (*STREAM_HEADERS, *context.id_headers)))
+    await context.send(response_start(200, (*STREAM_HEADERS, *context.own_headers)))
 
 
 async def _end_stream(context: HttpRequest, events: bytes) -> None:
@@ -219,4 +219,4 @@ async def _end_stream(context: HttpRequest, events: bytes) -> None:
 async def send_json(context: HttpRequest, payload: bytes) -> None:
     context.status, context.is_response_complete = 200, True
     context.response_json = payload
-    await send_response(context.send, 200, (JSON_HEADER, *context.id_headers), payload)
+    await send_response(context.send, 200, (JSON_HEADER, *context.own_headers), payload)

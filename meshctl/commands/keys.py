@@ -1,4 +1,4 @@
-"""`meshctl keys`: creates, lists, revokes and rotates the API keys of a file."""
+"""`meshctl keys`: creates, lists, revokes and rotates the API keys of a file, and sets limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from common.api_keys import ApiKey, KeyDocument, Scope, Tenant, hash_of, parse_keys
+from common.api_keys import ApiKey, KeyDocument, Limits, Scope, Tenant, hash_of, parse_keys
 from common.errors import MeshError, NotFound
 
 VARIABLE = "KVMESH_FRONTEND_API_KEYS"
@@ -39,6 +39,15 @@ def keys(argv: Sequence[str], environ: Mapping[str, str]) -> int:
                     old = old.model_copy(update={"expires": min(old.expires or end, end)})
                     key, text = _new_key(old.scopes, now, options.days)
                     _add(tenants, tenant, old, key)
+            case "limits":
+                limits = Limits(
+                    requests_per_s=options.requests_per_s,
+                    tokens_per_min=options.tokens_per_min,
+                    concurrency=options.concurrency,
+                )
+                with _edited(path) as tenants:
+                    _limit(tenants, options.tenant, limits)
+                return 0
             case "revoke":
                 with _edited(path) as tenants:
                     _removed(tenants, options.id)
@@ -67,6 +76,13 @@ def _new_key(scopes: frozenset[Scope], now: datetime, days: float | None) -> tup
 def _add(tenants: dict[str, Tenant], name: str, *keys: ApiKey) -> None:
     tenant = tenants.get(name, Tenant())
     tenants[name] = tenant.model_copy(update={"keys": (*tenant.keys, *keys)})
+
+
+def _limit(tenants: dict[str, Tenant], name: str, limits: Limits) -> None:
+    """Raises NotFound."""
+    if name not in tenants:
+        raise NotFound(f"no tenant has the name {name!r}")
+    tenants[name] = tenants[name].model_copy(update={"limits": limits})
 
 
 def _removed(tenants: dict[str, Tenant], key_id: str) -> tuple[str, ApiKey]:
@@ -144,6 +160,11 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     create.add_argument(
         "--scopes", default=_DEFAULT_SCOPES, help=f"of {scopes}; default {_DEFAULT_SCOPES}"
     )
+    limits = commands.add_parser("limits", help="set the limits of a tenant; unset: no limit")
+    limits.add_argument("tenant", help="its name: see list")
+    limits.add_argument("--requests-per-s", type=float, help="requests a second")
+    limits.add_argument("--tokens-per-min", type=int, help="tokens a minute, prompts and output")
+    limits.add_argument("--concurrency", type=int, help="requests at a time")
     commands.add_parser("list", help="show all keys, without the keys themselves")
     revoke = commands.add_parser("revoke", help="remove a key")
     rotate = commands.add_parser("rotate", help="add a key like another one, which then expires")
