@@ -61,11 +61,13 @@ class ApiKey(_Part):
 
 class Limits(_Part):
     """The most that a tenant may use at all frontends together; None: no limit. tokens_per_min: of
-    prompts and output."""
+    prompts and output. weight: share of the capacity of busy workers, relative to other tenants.
+    """
 
     requests_per_s: Annotated[float, Field(gt=0, le=1e6)] | None = None
     tokens_per_min: Annotated[int, Field(gt=0, le=10**12)] | None = None
     concurrency: Annotated[int, Field(gt=0, le=10**6)] | None = None
+    weight: Annotated[float, Field(ge=0.01, le=100)] = 1.0
 
     @property
     def is_unlimited(self) -> bool:

@@ -60,6 +60,8 @@ def query_from_proto(message: router_pb2.Query) -> Query:
         message.waited_ms / 1000,
         message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
         message.strict_priority,
+        message.tenant,
+        message.tenant_weight or 1.0,
     )
 
 

@@ -207,6 +207,8 @@ class PostEndpoint(ABC, Generic[P]):
             routing=routing,
             traceparent=context.span.traceparent,
             strict_priority=strict_priority(nvext),
+            tenant=context.caller.tenant,
+            tenant_weight=context.caller.limits.weight,
         )
 
     async def _fail(

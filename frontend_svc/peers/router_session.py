@@ -55,6 +55,8 @@ def query_to_proto(
         waited_ms=waited_ms,
         expected_output_tokens=query.expected_output_tokens,
         strict_priority=query.strict_priority,
+        tenant=query.tenant,
+        tenant_weight=query.tenant_weight,
     )
     if query.routing is not None:
         dataclass_to_proto(query.routing, message.routing)

@@ -44,6 +44,7 @@ def keys(argv: Sequence[str], environ: Mapping[str, str]) -> int:
                     requests_per_s=options.requests_per_s,
                     tokens_per_min=options.tokens_per_min,
                     concurrency=options.concurrency,
+                    weight=options.weight,
                 )
                 with _edited(path) as tenants:
                     _limit(tenants, options.tenant, limits)
@@ -165,6 +166,9 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     limits.add_argument("--requests-per-s", type=float, help="requests a second")
     limits.add_argument("--tokens-per-min", type=int, help="tokens a minute, prompts and output")
     limits.add_argument("--concurrency", type=int, help="requests at a time")
+    limits.add_argument(
+        "--weight", type=float, default=1.0, help="share of busy workers, relative to others"
+    )
     commands.add_parser("list", help="show all keys, without the keys themselves")
     revoke = commands.add_parser("revoke", help="remove a key")
     rotate = commands.add_parser("rotate", help="add a key like another one, which then expires")

@@ -23,6 +23,11 @@ queue, and is clean once one stays, until capacity is freed for its model, the f
 periodic rescan. A class that becomes dirty during a round is tried in the next one, so that a
 rescan reaches every class; across classes the order is approximate.
 
+*Tenants* share by the prompt tokens that were admitted, divided by their weights: the requests of
+each are classes of their own, and a round tries the classes of the tenant with the least tokens
+first, within a level of strict priority. A tenant whose requests begin to wait starts at the least
+of the others; what was admitted is forgotten once the queue is empty.
+
 Invariants: a key is queued at most once; every class has a request and is in order; `tokens` is the
 sum over the queued requests; none is queued beyond `requests_max`, nor once `tokens_max` is
 reached.
@@ -68,8 +73,9 @@ _NO_HINTS = RoutingHints()
 
 
 class ConstraintClass(NamedTuple):
-    """What decides the ranks eligible for a query. placements: of a hard session."""
+    """The tenant of a query, and what decides its ranks. placements: of a hard session."""
 
+    tenant: str
     model: str
     worker_id: int | None
     decode_worker_id: int | None
@@ -81,6 +87,15 @@ class ConstraintClass(NamedTuple):
     lora_name: str
     excluded_worker_ids: frozenset[int]
     placements: tuple[Placement, ...]
+
+
+class _Turn(NamedTuple):
+    """When a class is tried, least first. admitted: tokens of its tenant, by weight."""
+
+    level: int
+    admitted: float
+    order: QueueOrder
+    constraint_class: ConstraintClass
 
 
 class QueueOrder(NamedTuple):
@@ -116,8 +131,10 @@ class AdmissionQueue:
         self._dirty_models: set[str] = set()  # Each class of these is dirty.
         self._dirty_classes: set[ConstraintClass] = set()
         # A heap of the dirty classes of the present round, with the heads that they had.
-        self._round: list[tuple[QueueOrder, ConstraintClass]] = []
+        self._round: list[_Turn] = []
         self._last_number = 0
+        self._count_by_tenant: Counter[str] = Counter()
+        self._admitted_by_tenant: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._queued)
@@ -146,6 +163,7 @@ class AdmissionQueue:
         self._insert(queued)
         self._queued[key] = queued
         self._count_by_model[query.model] += 1
+        self._add_tenant(query.tenant)
         if (name := _session_of(query)) is not None:
             self._keys_by_session.setdefault(name, set()).add(key)
         self.tokens += query.total_tokens
@@ -162,6 +180,12 @@ class AdmissionQueue:
         if not self._count_by_model[model]:
             del self._count_by_model[model]
             self._dirty_models.discard(model)
+        tenant = queued.query.tenant
+        self._count_by_tenant[tenant] -= 1
+        if not self._count_by_tenant[tenant]:
+            del self._count_by_tenant[tenant]
+        if not self._queued:
+            self._admitted_by_tenant.clear()
         if (name := _session_of(queued.query)) is not None:
             self._keys_by_session[name].remove(key)
             if not self._keys_by_session[name]:
@@ -190,7 +214,7 @@ class AdmissionQueue:
         return (
             constraint_class in self._classes
             or model in self._dirty_models
-            or any(dirty.model == model for _, dirty in self._round)
+            or any(turn.constraint_class.model == model for turn in self._round)
             or any(dirty.model == model for dirty in self._dirty_classes)
         )
 
@@ -217,14 +241,21 @@ class AdmissionQueue:
         while self.has_dirty:
             if not self._round:
                 self._start_round()
-            elif (entries := self._classes.get(heappop(self._round)[1])) is not None:
+            elif (entries := self._classes.get(heappop(self._round).constraint_class)) is not None:
                 return entries[0][1]
         return None
 
     def continue_round(self, constraint_class: ConstraintClass) -> None:
         """The head that `next_dirty` returned has left the queue: try the next one of its class."""
-        if (entries := self._classes.get(constraint_class)) is not None:
-            heappush(self._round, (entries[0][0], constraint_class))
+        if constraint_class in self._classes:
+            heappush(self._round, self._turn(constraint_class))
+
+    def admitted(self, query: Query) -> None:
+        """The request of a query was placed, from the queue or past it."""
+        if self._queued:
+            tokens = max(1, query.total_tokens) / query.tenant_weight
+            admitted = self._admitted_by_tenant.get(query.tenant, 0.0)
+            self._admitted_by_tenant[query.tenant] = admitted + tokens
 
     def reclassify(self, queued: QueuedRequest, constraint_class: ConstraintClass) -> None:
         """Move a request to another class, after its session moved; both classes are dirty."""
@@ -244,8 +275,20 @@ class AdmissionQueue:
             dirty.update(c for c in self._classes if c.model in self._dirty_models)
         self._dirty_classes.clear()
         self._dirty_models.clear()
-        self._round = [(self._classes[c][0][0], c) for c in dirty]
+        self._round = [self._turn(constraint_class) for constraint_class in dirty]
         heapify(self._round)
+
+    def _turn(self, constraint_class: ConstraintClass) -> _Turn:
+        order = self._classes[constraint_class][0][0]
+        admitted = self._admitted_by_tenant.get(constraint_class.tenant, 0.0)
+        return _Turn(order.level, admitted, order, constraint_class)
+
+    def _add_tenant(self, tenant: str) -> None:
+        if not self._count_by_tenant[tenant]:
+            admitted = self._admitted_by_tenant
+            others = [admitted.get(name, 0.0) for name in self._count_by_tenant if name != tenant]
+            admitted[tenant] = max(admitted.get(tenant, 0.0), min(others, default=0.0))
+        self._count_by_tenant[tenant] += 1
 
     def _insert(self, queued: QueuedRequest) -> None:
         entries = self._classes.setdefault(queued.constraint_class, [])
@@ -286,6 +329,7 @@ def constraint_class_of(query: Query, placements: tuple[Placement, ...] = ()) ->
         routing = _NO_HINTS
     constraints = routing.routing_constraints
     return ConstraintClass(
+        query.tenant,
         query.model,
         routing.backend_instance_id,
         routing.decode_worker_id,

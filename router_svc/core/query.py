@@ -23,7 +23,8 @@ class Query:
     total_tokens: of the whole prompt, 0 if it is not tokenized (pass-through kinds). prefix_hashes:
     8 bytes, little endian, per block of block_size tokens, by hash_scheme. excluded_worker_ids:
     workers that failed this request before. waited_s: since the request arrived at the frontend.
-    strict_priority: level in the queue, 0 or more; higher first.
+    strict_priority: level in the queue, 0 or more; higher first. tenant: of the client; waiting
+    tenants get shares of the prompt tokens by tenant_weight, above 0.
     """
 
     model: str
@@ -37,6 +38,8 @@ class Query:
     waited_s: float = 0.0
     expected_output_tokens: int | None = None
     strict_priority: int = 0
+    tenant: str = ""
+    tenant_weight: float = 1.0
 
 
 def validate_query(query: Query) -> None:
@@ -47,6 +50,9 @@ def validate_query(query: Query) -> None:
     if priority_jump_s is not None and not math.isfinite(priority_jump_s):
         field = "query.routing.priority_jump"
         raise InvalidRequest(f"{field} must be a finite number, not {priority_jump_s}", field)
+    if not 0 < query.tenant_weight < math.inf:
+        field = "query.tenant_weight"
+        raise InvalidRequest(f"{field} must be above 0, not {query.tenant_weight}", field)
     if not query.prefix_hashes:
         return
     blocks, remainder = divmod(len(query.prefix_hashes), HASH_BYTES)

@@ -160,6 +160,8 @@ class Router:
         plan = attempt.plan()
         constraint_class = constraint_class_of(query, attempt.required_placements)
         if not (plan.is_blocked or (self.queue and self.queue.must_wait(constraint_class))):
+            if self.queue:
+                self.queue.admitted(query)
             return self._place(attempt, plan, key, session)
         queued = self.queue.enqueue(
             query,
@@ -264,6 +266,8 @@ class Router:
             outcome = InternalError("the router failed to decide")
             outcome.__cause__ = error
         if outcome is not None:
+            if isinstance(outcome, Decision):
+                self.queue.admitted(queued.query)
             self.queue.withdraw(queued.key)
             self.queue.continue_round(queued.constraint_class)
         return outcome

@@ -38,6 +38,8 @@ class Query:
     expected_output_tokens: int | None = None
     traceparent: str = ""
     strict_priority: int = 0
+    tenant: str = ""
+    tenant_weight: float = 1.0
     is_query_only: bool = False
     hasher: PrefixHasher | None = None
     chain: ChainState = ROOT_CHAIN

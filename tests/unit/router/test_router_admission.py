@@ -1045,3 +1045,79 @@ def test_a_class_that_was_tried_in_vain_is_not_tried_again_without_an_event() ->
     queued(bed.admit("next"))
     selector.calls = 0
     assert (bed.serve(), bed.serve(), selector.calls) == ([], [], 0)
+
+
+# Tenants.
+
+
+def shares(weights: Mapping[str, float], sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Tokens admitted by tenant, while the requests of one worker end one by one. The tenants send
+    one after the other, each 60 requests."""
+    bed = Bed()
+    placed(bed.admit("first"))
+    for tenant, weight in weights.items():
+        for number in range(60):
+            query = Query("m", sizes[tenant], tenant=tenant, tenant_weight=weight)
+            queued(bed.submit(f"{tenant} {number}", query))
+    admitted, running = dict.fromkeys(weights, 0), "first"
+    for _ in range(count):
+        bed.free(running)
+        (running,) = bed.serve()
+        admitted[running.split()[0]] += sizes[running.split()[0]]
+    return admitted
+
+
+@pytest.mark.parametrize(
+    ("weights", "sizes", "shared"),
+    [
+        ({"a": 1, "b": 1}, {"a": 2000, "b": 2000}, {"a": 0.5, "b": 0.5}),
+        ({"a": 1, "b": 1}, {"a": 1500, "b": 6000}, {"a": 0.5, "b": 0.5}),
+        ({"a": 3, "b": 1}, {"a": 2000, "b": 2000}, {"a": 0.75, "b": 0.25}),
+        ({"a": 1, "b": 1, "c": 2}, dict.fromkeys("abc", 2000), {"a": 0.25, "b": 0.25, "c": 0.5}),
+    ],
+)
+def test_waiting_tenants_share_the_prompt_tokens_by_weight(
+    weights: dict[str, float], sizes: dict[str, int], shared: dict[str, float]
+) -> None:
+    admitted = shares(weights, sizes, 60)
+    total = sum(admitted.values())
+    for tenant, share in shared.items():
+        assert admitted[tenant] / total == pytest.approx(share, abs=0.06)
+
+
+def test_a_tenant_that_comes_later_gets_its_share_and_no_more() -> None:
+    bed = Bed()
+    placed(bed.admit("first"))
+    running, order = "first", []
+    for number in range(40):
+        queued(bed.submit(f"a {number}", Query("m", 2000, tenant="a")))
+    for number in range(60):
+        if number == 20:
+            for late in range(40):
+                queued(bed.submit(f"b {late}", Query("m", 2000, tenant="b")))
+        bed.free(running)
+        (running,) = bed.serve()
+        order.append(running[0])
+    assert order[:20] == ["a"] * 20
+    assert order[20:60].count("b") == 20
+
+
+def test_a_level_is_strict_across_tenants() -> None:
+    bed = Bed()
+    placed(bed.admit("first"))
+    for number in range(3):
+        queued(bed.submit(f"a {number}", Query("m", 2000, tenant="a", strict_priority=1)))
+        queued(bed.submit(f"b {number}", Query("m", 2000, tenant="b")))
+    running, order = "first", []
+    for _ in range(6):
+        bed.free(running)
+        (running,) = bed.serve()
+        order.append(running[0])
+    assert order == ["a", "a", "a", "b", "b", "b"]
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_not_above_zero_is_refused(weight: float) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        Bed().submit("a", Query("m", 1, tenant_weight=weight))
+    assert refused.value.field == "query.tenant_weight"

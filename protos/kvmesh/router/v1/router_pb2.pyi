@@ -322,6 +322,8 @@ class Query(_message.Message):
     WAITED_MS_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     STRICT_PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name of the client. Never empty."""
     total_tokens: _builtins.int
@@ -344,6 +346,12 @@ class Query(_message.Message):
     """Level in the router's queue: a higher level always goes first, under any queue policy. 0: the
     lowest. Set by the frontend; no effect without a queue.
     """
+    tenant: _builtins.str
+    """The client. Tenants whose requests wait at the same time get equal shares of the prompt tokens
+    that are admitted, weighted by tenant_weight. Empty: one more tenant.
+    """
+    tenant_weight: _builtins.float
+    """Share relative to other tenants. 0: 1."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt's tokens, instead of prefix_hashes, for simple clients."""
@@ -375,10 +383,12 @@ class Query(_message.Message):
         waited_ms: _builtins.int = ...,
         expected_output_tokens: _builtins.int | None = ...,
         strict_priority: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        tenant_weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "config_override", b"config_override", "expected_output_tokens", b"expected_output_tokens", "routing", b"routing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "block_size", b"block_size", "config_override", b"config_override", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "hash_scheme", b"hash_scheme", "model", b"model", "prefix_hashes", b"prefix_hashes", "routing", b"routing", "strict_priority", b"strict_priority", "token_ids", b"token_ids", "total_tokens", b"total_tokens", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "block_size", b"block_size", "config_override", b"config_override", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "hash_scheme", b"hash_scheme", "model", b"model", "prefix_hashes", b"prefix_hashes", "routing", b"routing", "strict_priority", b"strict_priority", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "token_ids", b"token_ids", "total_tokens", b"total_tokens", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
