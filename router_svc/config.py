@@ -180,8 +180,8 @@ class RouterConfig(ServiceConfig):
     """When decode computes a prompt that could be split: isl_bounding for prompts that are nearly
     cached at decode, prefill_load while prefill is busy, isl_or_load for both."""
     bypass_eff_isl_threshold: NonNegativeInt = NO_BYPASS.eff_isl_threshold
-    """isl_bounding: bypass if fewer tokens than this are uncached. About what decode computes
-    without a noticeable delay."""
+    """isl_bounding: bypass if fewer tokens than this are uncached, with those that wait at the
+    worker. About what decode computes without a noticeable delay (try 1024)."""
     bypass_eff_isl_ratio_threshold: NonNegativeFloat = NO_BYPASS.eff_isl_ratio_threshold
     """isl_bounding: and if a smaller share of the prompt is uncached. Above 1: any share."""
     bypass_prefill_busy_threshold: NonNegativeFloat | None = NO_BYPASS.prefill_busy_threshold
@@ -198,8 +198,8 @@ class RouterConfig(ServiceConfig):
     Frontends register theirs every 100 s."""
     queue_threshold: NonNegativeFloat | None = NO_QUEUE.threshold
     """Queue a request while all its workers have more uncomputed prompt tokens than so many of
-    their batches. Set it (try 2) if priorities matter. Unset: no queue, and priorities have no
-    effect in the router."""
+    their batches. Set it (try 1) if priorities matter, or for less TTFT with one router. Unset: no
+    queue, and priorities have no effect in the router."""
     queue_policy: QueuePolicy = NO_QUEUE.policy
     """Order within a strict priority: fcfs by arrival; wspt the least prefill work first, for a low
     mean wait; lcfs the latest first, for experiments."""
