@@ -21,8 +21,8 @@ burst at 64 connections and paced at 32.
 
 With DYNAMO_PYTHON, the Python of an environment with ai-dynamo, it also starts Dynamo (KV router,
 mocker with two workers) with its default tokenizer and with fastokens, and loads the three in
-turns; those that are not loaded are stopped, and each is warmed up before it is measured. A ratio
-is this tree to the better of the two. Dynamo has no pd rows.
+turns; the mesh is stopped while it is not loaded, and each is warmed up before it is measured. A
+ratio is this tree to the better of the two. Dynamo has no pd rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from typing import Any
 from bench.bodies import write_bodies
 from bench.extras import idle_cpu_pct, long_prompt_gaps, processes_ratios
 from bench.measure import ROOT, build_loadgen, machine_lock, print_report, run_load
-from bench.stacks import ROLES, dynamo, mesh, suspended, worktree
+from bench.stacks import ROLES, await_response, dynamo, mesh, suspended, worktree
 
 ISL, OSL = 512, 128
 # name: (flags of the sim, streaming)
@@ -314,6 +314,7 @@ def _run(
         stacks = [stack for stack in stacks if not stack.name.startswith("dynamo")]
     has_dynamo = any(stack.name.startswith("dynamo") for stack in stacks)
     with contextlib.ExitStack() as exit_stack:
+        first_body = bodies.read_bytes().split(b"\n", 1)[0]
         opened = [exit_stack.enter_context(stack.open(plan.mode, plan.shape)) for stack in stacks]
 
         def load(which: int, concurrency: int, repeat: int, seconds: float) -> dict[str, Any]:
@@ -329,8 +330,14 @@ def _run(
         def load_alone(which: int, concurrency: int, repeat: int) -> dict[str, Any]:
             if not has_dynamo:
                 return load(which, concurrency, repeat, args.seconds)
-            others = [pids.values() for one, (_, pids) in enumerate(opened) if one != which]
+            # A Dynamo that is stopped for long loses its workers for good; it uses 1 % of a core.
+            others = [
+                pids.values()
+                for one, (_, pids) in enumerate(opened)
+                if one != which and not stacks[one].name.startswith("dynamo")
+            ]
             with suspended([pid for pids in others for pid in pids]):
+                await_response(opened[which][0], first_body)
                 load(which, concurrency, args.repeat + repeat, WARM_UP_S)
                 return load(which, concurrency, repeat, args.seconds)
 

@@ -151,6 +151,19 @@ def _await_model(port: int, workers: int) -> None:
     raise RuntimeError(f"the mesh was not ready within {READY_S:g} s")
 
 
+def await_response(port: int, body: bytes) -> None:
+    """Returns once a body gets a response with status 200."""
+    url = f"http://127.0.0.1:{port}/v1/chat/completions"
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        request = urllib.request.Request(url, body, {"content-type": "application/json"})
+        with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=5) as response:
+            response.read()
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"port {port} served no request within {READY_S:g} s")
+
+
 # Dynamo needs neither etcd nor NATS with these; all addresses are loopback.
 _DYNAMO_ENV = {
     "DYN_DISCOVERY_BACKEND": "file",
