@@ -14,7 +14,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
 
 from common.api_keys import Scope
@@ -420,3 +422,31 @@ def test_logs_have_the_tenant_and_the_key_id_and_never_a_key(
         assert not any(secret in text for text in written)
         assert secret not in keys.path.read_text()
     assert not any(name in metrics for name in ("acme", "bravo", "key_"))
+
+
+def test_the_sdks_raise_their_own_errors(mesh: Mesh, keys: Keys) -> None:
+    def client(key: str) -> openai.OpenAI:
+        http = openai.DefaultHttpxClient(trust_env=False)
+        return openai.OpenAI(base_url=f"{mesh.url}/v1", api_key=key, http_client=http)
+
+    messages: Any = CHAT["messages"]
+    with client(keys.texts["acme1"]) as good:
+        response = good.chat.completions.create(model=MODEL, messages=messages, max_tokens=2)
+        assert response.usage is not None
+        assert response.usage.completion_tokens == 2
+        with pytest.raises(openai.PermissionDeniedError) as denied:
+            good.chat.completions.create(
+                model=MODEL, messages=messages, extra_headers={"x-kvmesh-priority": "1"}
+            )
+        assert denied.value.param == "x-kvmesh-priority"
+    with client("sk-wrong") as bad, pytest.raises(openai.AuthenticationError) as refused:
+        bad.chat.completions.create(model=MODEL, messages=messages)
+    assert refused.value.code == "invalid_api_key"
+    http = anthropic.DefaultHttpxClient(trust_env=False)
+    with (
+        anthropic.Anthropic(base_url=mesh.url, api_key="wrong", http_client=http) as other,
+        pytest.raises(anthropic.AuthenticationError, match="authentication_error"),
+    ):
+        other.messages.create(model=MODEL, messages=messages, max_tokens=2)
+    with anthropic.Anthropic(base_url=mesh.url, api_key=keys.texts["acme1"]) as own:
+        assert own.messages.create(model=MODEL, messages=messages, max_tokens=2).content
