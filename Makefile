@@ -108,7 +108,7 @@ setup-sglang: ## Install SGLang into .venv-sglang (on a CPU: 3 GB, two minutes)
 	@PYTHON=$(PY) deploy/sglang/venv.sh
 
 # Status 75: this machine cannot run SGLang; not a failure.
-test-sglang: ## Tests on real SGLang engines (3 minutes, 5 GB of memory; set-up as above)
+test-sglang: ## Tests on real SGLang engines (4 minutes, 9 GB of memory; set-up as above)
 	@status=0; PYTHON=$(PY) deploy/sglang/venv.sh --handoff || status=$$?; \
 	case $$status in \
 		0) .venv-sglang/bin/python -m pytest tests/sglang $(ARGS) ;; \

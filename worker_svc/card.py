@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,11 @@ def build_card(
     if missing := find_missing_files(folder):
         raise InvalidRequest(f"{folder} has no {missing[0]}", "model_path")
     paths = (folder / name for name in (*_REQUIRED_FILES, *_OPTIONAL_FILES))
-    artifacts = {path.name: Artifact.of(path.read_bytes()) for path in paths if path.is_file()}
+    artifacts = {
+        path.name: Artifact.of(_read_artifact(path, config.template_texts))
+        for path in paths
+        if path.is_file()
+    }
     return ModelCard(
         name=config.advertised_name,
         aliases=tuple(sorted(set(aliases) - {config.advertised_name})),
@@ -85,6 +89,27 @@ def build_card(
         shorter_embeddings=config.shorter_embeddings,
         media=config.media,
     )
+
+
+def _read_artifact(path: Path, template_texts: Mapping[str, str]) -> bytes:
+    """Returns the content of a file, with other texts in a chat template."""
+    content = path.read_bytes()
+    if not template_texts:
+        return content
+    if path.name == "chat_template.jinja":
+        return _replace(content.decode(), template_texts).encode()
+    if path.name == "tokenizer_config.json":
+        settings = json.loads(content)
+        if isinstance(settings.get("chat_template"), str):
+            settings["chat_template"] = _replace(settings["chat_template"], template_texts)
+            return json.dumps(settings).encode()
+    return content
+
+
+def _replace(text: str, texts: Mapping[str, str]) -> str:
+    for old, new in texts.items():
+        text = text.replace(old, new)
+    return text
 
 
 def card_differences(card: ModelCard, other: ModelCard) -> list[str]:

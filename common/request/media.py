@@ -92,7 +92,7 @@ def with_media(token_ids: TokenIds, media: Iterable[MediaHashes]) -> TokenIds:
     ids = token_ids.array.copy()
     for one in media:
         ids[_positions(token_ids, one)] = np.concatenate(
-            [_words(mm_hash, one.input.tokens) for mm_hash in one.hashes]
+            [media_words(mm_hash, one.input.tokens) for mm_hash in one.hashes]
         )
     return TokenIds.of(ids)
 
@@ -126,7 +126,8 @@ def _positions(token_ids: TokenIds, media: MediaHashes) -> npt.NDArray[np.int64]
     return positions
 
 
-def _words(mm_hash: int, count: int) -> npt.NDArray[np.uint32]:
+def media_words(mm_hash: int, count: int) -> npt.NDArray[np.uint32]:
+    """Returns the tokens that stand for a medium: the halves of its hash by turns."""
     return np.resize(np.array([mm_hash & 0xFFFFFFFF, mm_hash >> 32], dtype=np.uint32), count)
 
 

@@ -85,9 +85,9 @@ class WorkerProcess:
     @staticmethod
     @asynccontextmanager
     async def started(
-        role: str, *, model: Path, folder: Path, engine_args: Mapping[str, Any]
+        role: str, *, model: Path, folder: Path, engine_args: Mapping[str, Any], name: str = ""
     ) -> AsyncIterator[WorkerProcess]:
-        """A starting worker, stopped on exit. Its log is <folder>/<role>.log."""
+        """A starting worker, stopped on exit. Its log is <folder>/<name or role>.log."""
         ready_fd, theirs = os.pipe()
         flags: dict[str, Any] = {
             "--engine": "sglang",
@@ -105,7 +105,7 @@ class WorkerProcess:
             "--drain-s": 2,
         }
         arguments = [str(one) for pair in flags.items() for one in pair]
-        path = folder / f"{role}.log"
+        path = folder / f"{name or role}.log"
         with path.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "worker_svc", *arguments),

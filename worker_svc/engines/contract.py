@@ -60,6 +60,7 @@ class EngineConfig:
     kv_index_reason: why kv_index is not "events".
     kinds: requests that the engine serves, of "chat", "completions" and "embedding".
     embedding_size, shorter_embeddings, media: see `ModelCard`.
+    template_texts: what the chat template of the card prints instead of a text of the model's own.
     supported_fields: of requests, as in `unsupported_fields`; with None an unsupported one is
     refused only after a worker was chosen.
     """
@@ -83,6 +84,7 @@ class EngineConfig:
     embedding_size: int | None = None
     shorter_embeddings: bool = False
     media: Mapping[str, MediaInput] = field(default_factory=dict)
+    template_texts: Mapping[str, str] = field(default_factory=dict)
     supported_fields: frozenset[str] | None = None
 
     @property

@@ -97,3 +97,26 @@ def test_the_vocabulary_of_an_unusual_tokenizer_is_unknown(raw: Any) -> None:
 def test_a_separately_fetched_file_leaves_the_vocabulary_unknown() -> None:
     assert read_vocab_size(CARD.without_inline_bytes()) is None
     assert read_vocab_size(replace(CARD, artifacts={})) is None
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_an_engine_changes_texts_of_the_chat_template_only(tmp_path: Path, name: str) -> None:
+    tokenizer = (SIM_MODEL_DIR / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer)
+    settings: dict[str, Any] = {"boi_token": "<image>"}
+    template = "{{ '<image>' }}"
+    if name == "tokenizer_config.json":
+        settings["chat_template"] = template
+    else:
+        (tmp_path / name).write_text(template)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    texts = {"<image>": r"\n<image>"}
+    config = EngineConfig("m", kv_cache_block_size=16, template_texts=texts)
+    artifacts = build_card(tmp_path, config).artifacts
+    found = json.loads(artifacts["tokenizer_config.json"].inline or b"")
+    assert found["boi_token"] == "<image>"
+    if name == "tokenizer_config.json":
+        assert found["chat_template"] == r"{{ '\n<image>' }}"
+    else:
+        assert artifacts[name].inline == rb"{{ '\n<image>' }}"
+    assert artifacts["tokenizer.json"].inline == tokenizer

@@ -74,6 +74,12 @@ from worker_svc.engines.sglang.launch import (
 )
 from worker_svc.engines.sglang.load import count_waiting_for_pages, to_load
 from worker_svc.engines.sglang.make_model import TINY_MODEL_DIR
+from worker_svc.engines.sglang.media import (
+    Images,
+    ImageWords,
+    image_arguments,
+    read_image_model,
+)
 from worker_svc.engines.sglang.sampling import (
     NO_PARTNER_HOST,
     EngineProperties,
@@ -172,6 +178,8 @@ class SglangEngine:
         self._is_asleep = False
         # Any: SGLang's server arguments are JSON-like values.
         self._resolved: Mapping[str, Any] = {}
+        self._image_words = ImageWords()
+        self._image_lock = asyncio.Lock()
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Starts SGLang and waits for its first response. Call it on the main thread.
@@ -185,6 +193,9 @@ class SglangEngine:
         loop.add_signal_handler(signal.SIGQUIT, self._fail_engine, "an SGLang process failed")
         if self.config.model_path is None:
             await make_tiny_model(self.config.model_dir)
+        images = await asyncio.to_thread(
+            read_image_model, self.config.model_dir, self.config.engine_args, self.config.role
+        )
         self._launch = loop.run_in_executor(None, self._launch_engine)
         try:
             self._engine = await asyncio.shield(self._launch)
@@ -198,7 +209,7 @@ class SglangEngine:
             raise Unavailable(f"SGLang did not start: {error}") from error
         self._attach_to_loop(loop)
         resolved = self._resolved = self._engine.server_args.resolved_dict()
-        self._properties = self._read_properties(resolved)
+        self._properties = replace(self._read_properties(resolved), images=images)
         await self._warm_up()
         return await self._build_engine_config(resolved)
 
@@ -303,10 +314,27 @@ class SglangEngine:
         arguments = dict(sglang_request.arguments)
         if sglang_request.needs_min_tokens:
             arguments["custom_logit_processor"] = self._min_tokens_processor
+        if sglang_request.images is not None:
+            arguments |= await self._image_arguments(sglang_request.images)
         stream: AsyncGenerator[dict[str, Any], None] = await self._engine.async_generate(
             **arguments, rid=rid, stream=True
         )
         return stream
+
+    async def _image_arguments(self, images: Images) -> dict[str, Any]:
+        from sglang.srt.managers.schedule_batch import (  # type: ignore[import-not-found] # noqa: TID251
+            Modality,
+            MultimodalDataItem,
+        )
+
+        processor = self._engine.tokenizer_manager.processor.image_processor
+        async with self._image_lock:  # the processor is not made for threads
+            arguments = await asyncio.to_thread(image_arguments, images, processor)
+        for content, mm_hash in zip(images.contents, arguments["mm_hashes"], strict=True):
+            item = MultimodalDataItem(modality=Modality.IMAGE)
+            item.set_hash(int(mm_hash, 16))
+            self._image_words.add(content, item.pad_values)
+        return arguments
 
     def _new_rid(self, request_id: str) -> str:
         self._last_request_number += 1
@@ -363,7 +391,9 @@ class SglangEngine:
         if self._endpoints is None:
             return
         for rank in range(self._properties.dp_size):
-            reader = KvEventReader(rank, self._endpoints, sink)
+            reader = KvEventReader(
+                rank, self._endpoints, sink, self._image_words if self._properties.images else None
+            )
             task = asyncio.create_task(reader.run(), name=f"sglang kv events {rank}")
             task.add_done_callback(self._on_task_done)
             self._tasks.append(task)
@@ -529,6 +559,7 @@ class SglangEngine:
         from sglang.srt.configs.hybrid_arch import mambaish_config  # type: ignore[import-not-found] # noqa: TID251
 
         config, model = self.config, self._engine.tokenizer_manager.model_config
+        images = self._properties.images
         await self._read_loads()
         kv_index, reason = model_kv_index(
             is_hybrid=bool(model.is_hybrid_swa) or mambaish_config(model) is not None,
@@ -561,6 +592,8 @@ class SglangEngine:
             kinds=("embedding",) if self._properties.is_embedding else ("chat", "completions"),
             embedding_size=model.hidden_size if self._properties.is_embedding else None,
             shorter_embeddings=bool(model.is_matryoshka),
+            media={"image": images.input} if images else {},
+            template_texts=images.template_texts if images else {},
             supported_fields=supported_fields(self._properties),
         )
 

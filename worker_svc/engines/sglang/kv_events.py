@@ -41,6 +41,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from common.kv.events import Tier
+from worker_svc.engines.sglang.media import ImageWords
 from worker_svc.kv_events.external_events import (
     ExternalEvent,
     KvEventSink,
@@ -160,7 +161,13 @@ class KvEventReader:
     replays.
     """
 
-    def __init__(self, rank: int, endpoints: KvEventEndpoints, sink: KvEventSink) -> None:
+    def __init__(
+        self,
+        rank: int,
+        endpoints: KvEventEndpoints,
+        sink: KvEventSink,
+        images: ImageWords | None = None,
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self._rank = rank
         self._endpoint = _tcp_address(endpoints.port + rank)
@@ -168,6 +175,7 @@ class KvEventReader:
             None if endpoints.replay_port is None else _tcp_address(endpoints.replay_port + rank)
         )
         self._sink = sink
+        self._images = images
         self._next_seq = 0
         # The last accepted batch; identifies the engine.
         self._last_payload = b""
@@ -313,7 +321,7 @@ class KvEventReader:
         self._next_seq, self._last_payload = seq + 1, payload
         self.counts["batches"] += 1
         try:
-            events = list(parse_events(self._decode(payload)[1], self._rank))
+            events = list(parse_events(self._decode(payload)[1], self._rank, self._images))
         except (msgspec.DecodeError, LookupError, TypeError, ValueError, OverflowError) as error:
             self.counts["malformed"] += 1
             self._report_loss(f"batch {seq} is malformed: {error!r}")
@@ -350,8 +358,13 @@ def _split_event(event: ExternalEvent) -> Iterator[ExternalEvent]:
 
 
 # Any: unpacked events of an engine.
-def parse_events(events: Sequence[Any], rank: int) -> Iterator[ExternalEvent]:
-    """Yields the events of a batch. Raises LookupError, TypeError or ValueError if malformed."""
+def parse_events(
+    events: Sequence[Any], rank: int, images: ImageWords | None = None
+) -> Iterator[ExternalEvent]:
+    """Yields the events of a batch. images: of the engine; None if it takes none.
+
+    Raises LookupError, TypeError or ValueError if malformed.
+    """
     for one in events:
         event = one
         if not isinstance(one, Mapping):
@@ -360,15 +373,17 @@ def parse_events(events: Sequence[Any], rank: int) -> Iterator[ExternalEvent]:
             event = {"type": event_type, **dict(zip(_FIELDS[event_type], values, strict=False))}
         match event["type"]:
             case "BlockStored":
+                token_ids = event["token_ids"]
+                words = token_ids if images is None else images.replace(token_ids)
                 yield PagesStored(
                     _hashes(event["block_hashes"]),
                     _hash(event["parent_block_hash"]),
-                    np.asarray(event["token_ids"], dtype="<u4").tobytes(),
+                    np.asarray([0] * len(token_ids) if words is None else words, "<u4").tobytes(),
                     event["block_size"],
                     tier=_TIERS[event.get("medium")],
                     rank=rank,
                     lora=_read_lora(event),
-                    salt=_read_salt(event),
+                    salt=None if words is None else _read_salt(event),
                 )
             case "BlockRemoved":
                 yield PagesRemoved(

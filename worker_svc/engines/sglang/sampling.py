@@ -9,7 +9,8 @@ Written for SGLang 0.5.23 driven by token ids; its tokenizer serves guided decod
   another worker (`prefix_tokens`), and one that is only a hint (`best_effort`) is not used;
 - `seed` is rejected unless sampling is greedy or SGLang runs with deterministic inference: SGLang's
   sampling seed alone does not make output repeatable;
-- `n`, `best_of`, beams, prompt log probabilities, embeddings, media, `extra_args` and
+- images go to Gemma 3 only (`media.py`);
+- `n`, `best_of`, beams, prompt log probabilities, embeddings, other media, `extra_args` and
   `max_thinking_tokens` are rejected too; always by name.
 
 A hidden stop token or EOS ends the output and is excluded from it and from the counts.
@@ -49,6 +50,7 @@ from common.request.preprocessed import (
 )
 from worker_svc.engines.contract import LLMEngineOutput
 from worker_svc.engines.handoff import PEER_LOST
+from worker_svc.engines.sglang.media import ImageModel, Images, read_images
 from worker_svc.engines.stop_tokens import TOKEN_STOP_CONDITIONS, StopToken, stop_tokens_of
 
 # SGLang's own placeholder for a leg without a partner: it waits for none and hands nothing over.
@@ -91,7 +93,7 @@ class EngineProperties:
 
     max_input_tokens: a prompt must be shorter. eos_ids: of the model. loras: loaded adapters.
     is_deterministic: whether seeds are supported. is_embedding: whether the model computes
-    embeddings and generates nothing.
+    embeddings and generates nothing. images: how the model takes images, None if it takes none.
     """
 
     role: Role = "aggregated"
@@ -103,6 +105,7 @@ class EngineProperties:
     dp_size: int = 1
     is_deterministic: bool = False
     is_embedding: bool = False
+    images: ImageModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,7 @@ class SglangRequest:
     logprobs: int | None = None
     needs_min_tokens: bool = False
     bootstrap: BootstrapInfo | None = None
+    images: Images | None = None
 
 
 def build_sglang_request(
@@ -148,7 +152,8 @@ def build_sglang_request(
     if bootstrap is not None:
         arguments |= asdict(bootstrap)
     needs_min_tokens = "custom_params" in arguments["sampling_params"]
-    return SglangRequest(arguments, stop_tokens, logprobs, needs_min_tokens, bootstrap)
+    images = read_images(request, properties.images)
+    return SglangRequest(arguments, stop_tokens, logprobs, needs_min_tokens, bootstrap, images)
 
 
 def build_embedding_arguments(
@@ -171,17 +176,16 @@ def build_embedding_arguments(
 
 def supported_fields(properties: EngineProperties) -> frozenset[str]:
     """Returns the fields that every request may have."""
-    if properties.is_deterministic:
-        return SUPPORTED_FIELDS
-    return SUPPORTED_FIELDS - {"sampling_options.seed"}
+    media = {"multi_modal_data"} if properties.images else set()
+    refused = set() if properties.is_deterministic else {"sampling_options.seed"}
+    return SUPPORTED_FIELDS - refused | media
 
 
 def _check_supported(request: PreprocessedRequest, properties: EngineProperties) -> None:
-    supported = (
-        SUPPORTED_FIELDS | _HANDOFF_FIELDS
-        if properties.role != "aggregated" or request.is_probe
-        else SUPPORTED_FIELDS
-    )
+    # `read_images` names the parts that the model does not take.
+    supported = SUPPORTED_FIELDS | ({"multi_modal_data"} if properties.images else set())
+    if properties.role != "aggregated" or request.is_probe:
+        supported |= _HANDOFF_FIELDS
     unsupported = unsupported_fields(request, supported)
     if unsupported:
         others_text = f" (nor are {', '.join(unsupported[1:])})" if unsupported[1:] else ""
