@@ -13,7 +13,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 from typing import Final, TypeAlias
 from urllib.parse import unquote
 
@@ -50,7 +50,7 @@ class FrameType(IntEnum):
     CONTINUATION = 9
 
 
-class Flags(IntFlag):
+class Flags(IntEnum):
     NONE = 0
     END_STREAM = 1
     ACK = 1
@@ -209,6 +209,8 @@ class Http2Call:
 
     def receive(self, data: bytes) -> None:
         """Takes bytes of the connection. A violation of the protocol ends the call."""
+        if self.status is not None:
+            return
         buffer = self._frame + data if self._frame else data
         offset, size, control_frames = 0, len(buffer), 0
         while size - offset >= _FRAME.size and self.status is None:

@@ -139,13 +139,15 @@ class GrpcStream(asyncio.Protocol, Generic[RequestT, ResponseT]):
         self._silent_ticks = 0
         call = self._call
         call.receive(data)
-        if self._expected_reply is not None and call.headers is not None:
-            if call.headers.get(REPLY_KEY) == self._expected_reply:
+        if self._expected_reply is not None and (call.headers or call.status):
+            if call.headers is not None and call.headers.get(REPLY_KEY) == self._expected_reply:
                 self._expected_reply = None
-            elif call.status is None:
-                self._refusal = Unauthenticated(
-                    "the peer does not prove that it has the mesh token"
-                )
+            else:
+                call.messages.clear()
+                if call.status is None or call.status.code is StatusCode.OK:
+                    self._refusal = Unauthenticated(
+                        "the peer does not prove that it has the mesh token"
+                    )
                 call.cancel()
         self._send()
         self._wake(self._reader)
@@ -268,7 +270,7 @@ async def connect(
                 ssl=_tls_context(security) if uses_tls else None,
                 server_hostname=name if uses_tls else None,
             )
-    except (OSError, TimeoutError) as error:
+    except (OSError, TimeoutError, ValueError) as error:  # ValueError: no name of a host
         reason = str(error) or f"no connection within {CONNECT_TIMEOUT_S:g} s"
         raise Unavailable(f"cannot connect to {address}: {reason}") from error
     return stream

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
+from hpack import Encoder
 
 from common import errors
 from common.rpc import channel as rpc
@@ -284,6 +285,35 @@ async def test_a_peer_without_the_token_receives_no_message() -> None:
             with pytest.raises(errors.Unauthenticated):
                 await stream.read()
     assert len(received) == 1
+
+
+@pytest.mark.parametrize("ends_in_one_segment", [False, True])
+async def test_no_message_of_a_peer_without_the_token_is_read(ends_in_one_segment: bool) -> None:
+    def frame(kind: int, flags: int, payload: bytes) -> bytes:
+        return len(payload).to_bytes(3, "big") + bytes((kind, flags, 0, 0, 0, 1)) + payload
+
+    def headers(flags: int, *pairs: tuple[str, str]) -> bytes:
+        return frame(1, flags, Encoder().encode(pairs))
+
+    message = BytesValue(value=b"forged").SerializeToString()
+    response = headers(4, (":status", "200"), ("content-type", "application/grpc"))
+    response += frame(0, 0, b"\0" + len(message).to_bytes(4, "big") + message)
+    if ends_in_one_segment:
+        response += headers(5, ("grpc-status", "0"))
+    token = rpc.Security(token="a token of the mesh")
+    async with (
+        listening(lambda writer: writer.write(response)) as port,
+        asyncio.timeout(WAIT_S),
+        open_stream(f"127.0.0.1:{port}", "/a/B", BytesValue, token) as stream,
+    ):
+        with pytest.raises(errors.Unauthenticated):
+            await stream.read()
+
+
+async def test_an_address_without_a_valid_host_is_unavailable() -> None:
+    with pytest.raises(errors.Unavailable, match="cannot connect to"):
+        async with open_stream("a..b:1", "/a/B", BytesValue, rpc.PLAINTEXT):
+            pass
 
 
 async def test_an_ended_stream_leaves_nothing() -> None:

@@ -160,6 +160,13 @@ def test_a_violation_ends_the_call_with_its_name(wire: bytes, text: str) -> None
     assert made.status.code is not StatusCode.OK
 
 
+def test_bytes_after_the_end_are_not_held() -> None:
+    made = begun()
+    made.receive(trailers(("grpc-status", "0")))
+    made.receive(bytes(100_000))
+    assert not made._frame
+
+
 def test_data_above_the_window_ends_the_call() -> None:
     made = begun()
     part = frame(DATA, payload=b"".join(prefixed(bytes(1000)) for _ in range(200)))
