@@ -330,13 +330,13 @@ async def test_the_terminal_chunk_counts_tokens_and_actual_cache_hits() -> None:
     assert again.prompt_tokens_details.cached_tokens == 32
 
 
-async def test_all_tokens_of_a_tick_come_in_one_chunk() -> None:
+async def test_the_first_token_comes_alone_and_all_others_of_a_tick_in_one_chunk() -> None:
     config = SimConfig(timing=Timing(speedup=1e6))
     async with running(config) as engine:
         stop = StopConditions(max_tokens=300, ignore_eos=True)
         outputs = await outputs_of(engine, request(stop=stop))
 
-    assert [len(output.token_ids) for output in outputs] == [300]
+    assert [len(output.token_ids) for output in outputs] == [1, 299]
 
 
 async def test_tokens_arrive_at_the_pace_of_the_clock_and_late_ones_together() -> None:
