@@ -1,14 +1,17 @@
-"""Figures of Dynamo's Python binding (ai-dynamo), to compare with those of `bench_index`.
+"""Figures of Dynamo's Python binding (ai-dynamo), beside those of `bench_index`, `bench_router`.
 
-    DYNAMO_PYTHON bench/dynamo_binding.py index
+    DYNAMO_PYTHON bench/dynamo_binding.py index|router
 
-Runs in Dynamo's environment, which has none of this project's packages; prints one JSON object. The
-work is that of the figure of the same name: chains of 512 blocks, 64 workers.
+Runs in Dynamo's environment, which has none of this project's packages; prints one JSON object.
+index: the work of the figure of the same name, chains of 512 blocks, 64 workers. router:
+`SelectionService.select_and_reserve`, which hashes the prompt too; its workers hold no blocks.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import random
 import statistics
 import sys
@@ -55,6 +58,37 @@ def index_figures() -> dict[str, float]:
     }
 
 
+def router_figures() -> dict[str, float]:
+    os.environ["DYN_LOG"] = "error"
+    return {
+        "dynamo_select_us_64x8": asyncio.run(_select_us(64, 8)),
+        "dynamo_select_us_512x64": asyncio.run(_select_us(512, 64)),
+    }
+
+
+async def _select_us(blocks: int, workers: int) -> float:
+    from dynamo._core import SelectionService
+
+    service, rng = SelectionService(indexer_threads=2), random.Random(1)
+    for worker_id in range(1, workers + 1):
+        worker = {"worker_id": worker_id, "model_name": "m", "block_size": 16}
+        # Nothing listens there: the workers are schedulable and send no events.
+        worker |= {"endpoint": "http://127.0.0.1:9", "kv_events_endpoint": "tcp://127.0.0.1:9"}
+        await service.upsert_worker(worker)
+    times = []
+    for number in range(QUERIES):
+        prompt = [rng.randrange(128_000) for _ in range(16 * blocks + 1)]
+        query = {"model_name": "m", "token_ids": prompt, "selection_id": str(number)}
+        started_at = time.perf_counter()
+        await service.select_and_reserve(query)
+        times.append(time.perf_counter() - started_at)
+        if number >= 4 * workers:
+            await service.prefill_complete(str(number - 4 * workers))
+            await service.free_reservation(str(number - 4 * workers))
+    service.shutdown()
+    return round(statistics.median(times) * 1e6, 1)
+
+
 def _hashes(rng: random.Random) -> list[int]:
     return [rng.getrandbits(63) for _ in range(CHAIN_BLOCKS)]
 
@@ -76,4 +110,5 @@ def _median_us(call: Callable[[Any], object], arguments: Iterable[Any]) -> float
 
 
 if __name__ == "__main__":
-    json.dump({"index": index_figures}[sys.argv[1]](), sys.stdout)
+    figures = {"index": index_figures, "router": router_figures}[sys.argv[1]]()
+    sys.stdout.write("\n" + json.dumps(figures) + "\n")

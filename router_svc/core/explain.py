@@ -49,7 +49,7 @@ class LegPlan:
 class LegRecord:
     """What the rows of one leg show, in columns: each decision stores one, few are asked for.
     scored: candidates with `costs`, `loads`, `terms`. others: without a cost, with the reasons of
-    the excluded ones; `overlaps` and `report_ages_s` are of both.
+    the excluded ones; `overlaps` and `reported_at` (of the last load report) are of both.
     """
 
     leg: Leg
@@ -58,7 +58,7 @@ class LegRecord:
     scored: CandidateCosts
     others: Sequence[tuple[Candidate, str, LoadTotals]]
     overlaps: Sequence[int]
-    report_ages_s: Sequence[float | None]
+    reported_at: Sequence[float | None]
 
     def rows(self) -> list[CandidateRow]:
         """Scored candidates, cheapest first, then the others. The state of the index is the present
@@ -85,7 +85,8 @@ class LegRecord:
     ) -> CandidateRow:
         placement = candidate.placement
         status = self.index.index_status(placement, self.now)
-        overlap, age_s = self.overlaps[at], self.report_ages_s[at]
+        overlap, reported_at = self.overlaps[at], self.reported_at[at]
+        age_s = None if reported_at is None else self.now - reported_at
         return CandidateRow(placement, load, cost, overlap, age_s, reason, self.leg, terms, status)
 
 
@@ -108,15 +109,15 @@ def record_leg(leg_plan: LegPlan, index: IndexStatusProvider, rows_max: int | No
         others = [(one, why, view.load(one.placement)) for one, why in islice(unscored, remaining)]
     placements = [one.placement for one in scored.candidates]
     placements += [one.placement for one, _, _ in others]
-    age_of = view.load_tracker.ranks.report_age_s
+    matches = view.matches
     return LegRecord(
         view.leg,
         view.now,
         index,
         scored,
         others,
-        [view.overlap(at) for at in placements],
-        [age_of(at, view.now) for at in placements],
+        [matches[at].disk_blocks if at in matches else 0 for at in placements],
+        list(map(view.load_tracker.ranks.reported_at, placements)),
     )
 
 

@@ -156,7 +156,7 @@ class Overlaps:
             if self.predicted is not None:
                 for placement, depth in self.predicted.depths(query).items():
                     known = found.get(placement)
-                    if placement[0] in event_workers and (known is None or known[1] < depth):
+                    if (known is None or known[1] < depth) and placement[0] in event_workers:
                         found[placement] = _raised_match(known, placement, depth)
         if approximate_workers and self.approximate is not None:
             for placement, depth in self.approximate.depths(query).items():

@@ -218,10 +218,15 @@ class RankLoads:
             estimate = rank.estimate = rank.compute_estimate(now)
         return estimate
 
+    def reported_at(self, placement: Placement) -> float | None:
+        """The time of the rank's last report; None: no report."""
+        rank = self._ranks.get(placement)
+        return None if rank is None or rank.report is None else rank.reported_at
+
     def report_age_s(self, placement: Placement, now: float) -> float | None:
         """Seconds since the rank's last report; None: no report."""
-        rank = self._ranks.get(placement)
-        return None if rank is None or rank.report is None else now - rank.reported_at
+        reported_at = self.reported_at(placement)
+        return None if reported_at is None else now - reported_at
 
     def stale_report_count(self, now: float) -> int:
         """Ranks with a last report that is too old to count. Any thread may call this."""

@@ -158,10 +158,11 @@ class Router:
             return decision
         attempt = self._attempt(query, now, rng, matches)
         plan = attempt.plan()
+        if not (plan.is_blocked or self.queue):
+            return self._place(attempt, plan, key, session)
         constraint_class = constraint_class_of(query, attempt.required_placements)
-        if not (plan.is_blocked or (self.queue and self.queue.must_wait(constraint_class))):
-            if self.queue:
-                self.queue.admitted(query)
+        if not (plan.is_blocked or self.queue.must_wait(constraint_class)):
+            self.queue.admitted(query)
             return self._place(attempt, plan, key, session)
         queued = self.queue.enqueue(
             query,
