@@ -321,5 +321,8 @@ def candidate_to_proto(row: CandidateRow) -> router_pb2.Candidate:
         terms=None if row.terms is None else row.terms._asdict(),
         source_state=index_status.state,
         source_reason=index_status.reason,
-        source_age_ms=None if index_status.age_s is None else round(index_status.age_s * 1000),
+        # The state is that of the question, and may be younger than the decision.
+        source_age_ms=(
+            None if index_status.age_s is None else round(max(0.0, index_status.age_s) * 1000)
+        ),
     )
