@@ -1,8 +1,8 @@
 #!/bin/sh
 # Generates the secrets of the compose mesh where they are missing. Arguments: the folders of the
-# services and of Consul. Each is a volume; only containers that need it mount it.
+# services, of Consul and of the metrics. Each is a volume; only containers that need it mount it.
 set -eu
-services=$1 consul=$2
+services=$1 consul=$2 metrics=$3
 
 generate() {
   [ -s "$1" ] && return
@@ -18,5 +18,6 @@ generate_uuid() {
 
 umask 022
 generate "$services/mesh_token"
+generate "$metrics/metrics_key"
 generate_uuid "$services/consul_token"
 generate_uuid "$consul/management_token"

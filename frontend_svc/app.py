@@ -15,6 +15,7 @@ from common.errors import MeshError, Unavailable
 from common.registry.instances import Instance, Snapshot
 from common.registry.registry import Registry, follow
 from common.rpc import channel as rpc
+from common.runtime.certificates import CertificateFiles
 from common.runtime.config import ConfigError, flag_name
 from common.runtime.tasks import TaskGroup
 from common.service.base import ServiceApp
@@ -28,6 +29,7 @@ from frontend_svc.core.quotas import TenantQuotas
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.core.responses_api.store import ResponseStore
 from frontend_svc.http.access import KeyFile, with_keys
+from frontend_svc.http.admin import split_admin_api
 from frontend_svc.http.browsers import with_browser_policy
 from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.http.routes import Readiness, build_api, direct_routes
@@ -63,6 +65,7 @@ from kvmesh.frontend.v1 import frontend_pb2_grpc
 MODEL_RETRY_INTERVAL_S = 1.0
 # For the records of the last requests to be written.
 RECORDS_CLOSE_TIMEOUT_S = 5.0
+ADMIN_CONNECTIONS_MAX = 64
 
 
 class FrontendApp(ServiceApp[FrontendConfig]):
@@ -134,6 +137,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._lifecycle: Lifecycle | None = None
+        self._certificates = _http_certificates(config)
         self.http_address = ""
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
@@ -169,10 +173,21 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics = self._build_metrics()
         if self._siblings is not None:
             await self._siblings.open(metrics, self._readiness)
-        self._http = self._build_http_server(lifecycle, metrics)
+        self._http, admin = self._build_http_servers(lifecycle, metrics)
         self._http_task = lifecycle.spawn(self._http.serve([listen_socket]), name="http")
+        if admin is not None:
+            admin_socket = listen(
+                config.effective_metrics_host,
+                config.metrics_port or 0,
+                shared=is_shared,
+                setting="metrics_port",
+            )
+            host, port = admin_socket.getsockname()[:2]
+            self.metrics_address = rpc.join_address(host, port)
+            lifecycle.spawn(admin.serve([admin_socket]), name="metrics")
         await self._server.start()
-        return self._info(http=f"http://{self.http_address}")
+        scheme = "http" if self._certificates is None else "https"
+        return self._info(http=f"{scheme}://{self.http_address}")
 
     def _build_metrics(self) -> CollectorRegistry:
         metrics = CollectorRegistry()
@@ -186,7 +201,11 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         add_process_metrics(metrics)
         return metrics
 
-    def _build_http_server(self, lifecycle: Lifecycle, metrics: CollectorRegistry) -> HttpServer:
+    def _build_http_servers(
+        self, lifecycle: Lifecycle, metrics: CollectorRegistry
+    ) -> tuple[HttpServer, HttpServer | None]:
+        """The servers of the API, and of its admin paths if they have a listener of their own."""
+        config = self._config
         api = build_api(
             self.gateway,
             self._models,
@@ -200,18 +219,30 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             generate_latest if self._siblings is None else self._siblings.encode,
             None if self._siblings is None else self._siblings.combine,
         )
-        served = direct_routes(api, {"/health", self._config.metrics_path})
+        admin_paths = {"/health", config.metrics_path}
+        admin = None
+        if config.metrics_port is not None:
+            admin = HttpServer(
+                split_admin_api(api, admin_paths, config.metrics_key),
+                lambda: lifecycle.is_draining,
+                config.drain_s,
+                ADMIN_CONNECTIONS_MAX,
+                self._certificates or self._security.files,
+            )
+        served = direct_routes(api, admin_paths)
         if self._config.api_keys is not None:
             keys = KeyFile(self._config.api_keys)
             lifecycle.spawn(keys.follow(), name="api keys")
             quotas = TenantQuotas(lambda: len(self._snapshot.of("frontend")))
             served = with_keys(served, keys, quotas)
-        return HttpServer(
-            with_browser_policy(served, self._config),
+        server = HttpServer(
+            with_browser_policy(served, config),
             lambda: lifecycle.is_draining,
-            self._config.drain_s,
-            self._config.connections_max,
+            config.drain_s,
+            config.connections_max,
+            self._certificates,
         )
+        return server, admin
 
     def _instance(self) -> Instance:
         """With this entry routers free a frontend's bookings as soon as it leaves."""
@@ -295,6 +326,13 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._hit_monitor,
             is_draining=self._lifecycle is not None and self._lifecycle.is_draining,
         )
+
+
+def _http_certificates(config: FrontendConfig) -> CertificateFiles | None:
+    cert, key = config.http_tls_cert_path, config.http_tls_key_path
+    if cert is None or key is None:
+        return None
+    return CertificateFiles({"http_tls_cert_path": cert, "http_tls_key_path": key})
 
 
 def _open_records(config: FrontendConfig) -> RequestRecords:

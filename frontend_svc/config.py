@@ -27,6 +27,11 @@ class FrontendConfig(ServiceConfig):
     """Address that the OpenAI API binds. Use 0.0.0.0 in a container."""
     http_port: Port = 8000
     """Port of the OpenAI API. 0: any."""
+    http_tls_cert_path: Path | None = None
+    """PEM certificate chain of the HTTP ports. With the key it enables TLS. Read again when it
+    changes."""
+    http_tls_key_path: Path | None = None
+    """PEM private key of http_tls_cert_path."""
     processes: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that share http_port, each with all settings and limits of a frontend. More than
     one: stable_name and the files of records end in a number, and port and health_port, if fixed,
@@ -122,6 +127,10 @@ class FrontendConfig(ServiceConfig):
             _ = self.request_templates
         except (OSError, InvalidRequest) as error:
             found.append(f"request_template: {error}")
+        if (self.http_tls_cert_path is None) != (self.http_tls_key_path is None):
+            found.append(
+                "http_tls_cert_path: set both --http-tls-cert-path and --http-tls-key-path, or none"
+            )
         if self.audit_log and self.audit_log == self.request_trace:
             found.append(f"request_trace: {self.request_trace!r} is the audit_log; name another")
         if self.api_keys is not None:

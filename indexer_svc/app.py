@@ -53,7 +53,7 @@ class IndexerApp(ServiceApp[IndexerConfig]):
         """Registers and serves at once; SERVING after the first publisher, or FIRST_PUBLISHER_S."""
         self._bind(lifecycle, [SERVICE_NAME])
         indexer_pb2_grpc.add_IndexerServiceServicer_to_server(self._service, self._server)
-        self._serve_metrics(self.metrics.registry, self._config.metrics_port)
+        self._serve_metrics(self.metrics.registry)
         await lifecycle.health.set(SERVICE_NAME, False)
         await lifecycle.health.set("", False)
         lifecycle.spawn(self.fleet.run(), name="fleet watch")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from common.runtime.config import Port, ServiceConfig
+from common.runtime.config import ServiceConfig
 
 
 class IndexerConfig(ServiceConfig):
@@ -17,5 +17,3 @@ class IndexerConfig(ServiceConfig):
     subscriber_mb: PositiveInt = 64
     """MB queued for a slow router before the indexer disconnects it and it has to resume. Raise it
     if remote routers are disconnected during bursts."""
-    metrics_port: Port | None = None
-    """Port for Prometheus metrics over HTTP (0: any). Unset: no metrics server."""

@@ -64,7 +64,7 @@ async def compare(
 async def _list_worker_blocks(
     source: Source, address: str, security: rpc.Security
 ) -> _BlockListing:
-    channel = rpc.channel(address, security=security)
+    channel = rpc.channel(address, role="worker", security=security)
     parts: dict[Tier, list[Hashes]] = {}
     at: tuple[int, int] | None = None
     try:

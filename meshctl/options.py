@@ -41,7 +41,7 @@ class StatusConfig(ServiceConfig):
 
     def problems(self) -> list[str]:
         # It binds nothing. In a container these variables are meant for the service.
-        is_bind_problem = re.compile(r"(host|advertise_host):").match
+        is_bind_problem = re.compile(r"(host|advertise_host|metrics_port):").match
         return [problem for problem in super().problems() if not is_bind_problem(problem)]
 
 

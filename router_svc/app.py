@@ -109,7 +109,7 @@ class RouterApp(ServiceApp[RouterConfig]):
         if config.bypass_policy != "off":
             self._meta[PREFILL_BYPASS_META_KEY] = config.bypass_policy
         router_pb2_grpc.add_RouterServiceServicer_to_server(self._service, self._server)
-        self._serve_metrics(self.metrics.registry, config.metrics_port)
+        self._serve_metrics(self.metrics.registry)
         watch = FleetWatch(self._registry, config.namespace, self.router, self._clock)
         if not self.router.overlaps.settings.follows_events:
             credit = config.overlap_score_credit

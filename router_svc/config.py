@@ -16,7 +16,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from common.runtime.config import ConfigError, Port, ServiceConfig, Share
+from common.runtime.config import ConfigError, ServiceConfig, Share
 from router_svc.core.admission import NO_QUEUE, QueuePolicy, QueueSettings
 from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
@@ -219,8 +219,6 @@ class RouterConfig(ServiceConfig):
     worse than a refused request."""
     active_prefill_tokens_threshold_frac: NonNegativeFloat | None = None
     """The same limit in batches of the worker, for workers of different size."""
-    metrics_port: Port | None = None
-    """Port for Prometheus metrics over HTTP (0: any). Unset: no metrics server."""
 
     def problems(self) -> list[str]:
         found = super().problems()

@@ -135,7 +135,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         await lifecycle.health.set(SERVICE_NAME, True)
         if config.canary_idle_s:
             self._watch_engine(lifecycle)
-        self._serve_metrics(worker_registry(self.runner), config.metrics_port)
+        self._serve_metrics(worker_registry(self.runner))
         return self._info()
 
     def _watch_engine(self, lifecycle: Lifecycle) -> None:

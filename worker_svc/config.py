@@ -92,8 +92,6 @@ class WorkerConfig(ServiceConfig):
     step_limit_max_s: Annotated[float, Field(ge=0.5)] = 60.0
     """Largest step limit in seconds, also that of the first step of an engine. Must exceed the
     longest step, graph capture and compilation included."""
-    metrics_port: Port | None = None
-    """Port for Prometheus metrics over HTTP (0: any). Unset: no metrics server."""
     taints: Names = ()
     """Marks that routing constraints match, such as zone=a."""
     loras: Names = ()

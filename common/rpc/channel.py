@@ -6,8 +6,8 @@ Messages may have MESSAGE_BYTES_MAX in both directions. A call continues if its 
 (since grpcio 1.83 even if the object is collected): always use `cancelling`.
 
 Security: plaintext on loopback by default; a mesh token, which both sides of every call prove and
-never send (`common/runtime/mesh_auth.py`); mutual TLS if certificates are given. `bind` rejects an
-open port without either.
+never send (`common/runtime/mesh_auth.py`); mutual TLS if certificates are given, and roles that
+they name (`roles.py`). `bind` rejects an open port without token or mutual TLS.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -40,6 +39,8 @@ from common.rpc.interceptors import (
     outgoing_metadata,
     remaining_time_s,
 )
+from common.rpc.roles import certificate_name
+from common.runtime.certificates import CertificateFiles, Pem
 from common.runtime.config import WILDCARD_HOSTS, ServiceConfig, flag_name, is_loopback
 from common.runtime.mesh_auth import MeshSecret
 from common.runtime.tasks import TaskGroup
@@ -65,22 +66,30 @@ _Options = list[tuple[str, Any]]  # Values are ints or strings.
 class Security:
     """Credentials that a process proves to its peers and requires of them; by default none.
 
-    token: the mesh token, never sent; admin_token: required of callers of AdminService; cert, key,
-    ca: PEM, all three for mutual TLS; server_name: the name in the peers' certificates if it is not
-    their address; insecure: allow an open bind without either.
+    token: the mesh token, never sent; admin_token: required of callers of AdminService; files:
+    for mutual TLS; server_name: the name in the peers' certificates if it is not their address;
+    role_domain: of the names that bind certificates to roles; insecure: allow an open bind without
+    token or mutual TLS.
     """
 
     token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
-    cert: bytes | None = field(default=None, repr=False)
-    key: bytes | None = field(default=None, repr=False)
-    ca: bytes | None = field(default=None, repr=False)
+    files: CertificateFiles | None = field(default=None, repr=False)
     server_name: str | None = None
+    role_domain: str | None = None
     insecure: bool = False
+
+    def peer_name(self, role: str) -> str | None:
+        """The name in the certificate of a peer; None: its address. role: required if roles are
+        bound to certificates."""
+        if self.role_domain is None:
+            return self.server_name
+        assert role, "a call without the role of its peer"
+        return certificate_name(role, self.role_domain)
 
     @property
     def uses_mutual_tls(self) -> bool:
-        return self.cert is not None and self.key is not None and self.ca is not None
+        return self.files is not None
 
 
 PLAINTEXT = Security()
@@ -88,37 +97,38 @@ PLAINTEXT = Security()
 
 def security_from_config(config: ServiceConfig) -> Security:
     """The security of a configuration. Raises InvalidRequest with an unreadable file's setting."""
+    settings = ("tls_cert_path", "tls_key_path", "tls_ca_path")
+    paths = {setting: getattr(config, setting) for setting in settings}
     return Security(
         token=config.mesh_token,
         admin_token=config.admin_token,
-        cert=_read_pem(config.tls_cert_path, "tls_cert_path"),
-        key=_read_pem(config.tls_key_path, "tls_key_path"),
-        ca=_read_pem(config.tls_ca_path, "tls_ca_path"),
+        files=CertificateFiles(paths) if all(paths.values()) else None,
         server_name=config.tls_server_name,
+        role_domain=config.tls_role_domain,
         insecure=config.insecure,
     )
 
 
-def _read_pem(path: Path | None, setting: str) -> bytes | None:
-    try:
-        return None if path is None else path.read_bytes()
-    except OSError as error:
-        raise InvalidRequest(
-            f"{flag_name(setting)}: cannot read {path}: {error.strerror}", setting
-        ) from error
-
-
 def channel(
-    address: str, *, security: Security = PLAINTEXT, keepalive_s: float = KEEPALIVE_INTERVAL_S
+    address: str,
+    *,
+    role: str = "",
+    security: Security = PLAINTEXT,
+    keepalive_s: float = KEEPALIVE_INTERVAL_S,
 ) -> grpc.aio.Channel:
-    """A channel to `host:port`. Its calls carry request id, traceparent and proof of the token."""
+    """A channel to `host:port`. Its calls carry request id, traceparent and proof of the token.
+
+    role: of the peer, which its certificate proves if roles are bound to certificates; then it is
+    required. The channel keeps the certificates of now: open one for each stream.
+    """
     options = _channel_options(keepalive_s)
-    if not security.uses_mutual_tls:
+    if security.files is None:
         made = grpc.aio.insecure_channel(address, options=options)
     else:
-        if security.server_name is not None:
-            options.append(("grpc.ssl_target_name_override", security.server_name))
-        credentials = grpc.ssl_channel_credentials(security.ca, security.key, security.cert)
+        if (name := security.peer_name(role)) is not None:
+            options.append(("grpc.ssl_target_name_override", name))
+        pem = security.files.newest()
+        credentials = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
         made = grpc.aio.secure_channel(address, credentials, options=options)
     secret = None if security.token is None else MeshSecret(security.token)
     # In place of client interceptors, which leak (`common/rpc/interceptors.py`).
@@ -154,8 +164,8 @@ _expected_replies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 async def confirm_peer(call: Any) -> None:
-    """Returns once the peer of a call has proved the mesh token; at once if it has, or if there is
-    none. To be awaited before a stream's first message that is not for every process.
+    """Returns once the peer of a stream has proved the mesh token; at once if it has, or if there
+    is none. To be awaited before the first message that is not for every process.
 
     Raises Unauthenticated, or the MeshError with which the peer refused the call.
     """
@@ -172,8 +182,12 @@ async def confirm_peer(call: Any) -> None:
                 failed = False
             if failed:
                 raise await _failure_of(call)
-            raise Unauthenticated("the peer does not prove that it has the mesh token")
+            raise _unproved()
     _expected_replies.pop(call, None)
+
+
+def _unproved() -> Unauthenticated:
+    return Unauthenticated("the peer does not prove that it has the mesh token")
 
 
 async def _failure_of(call: Any) -> grpc.aio.AioRpcError:
@@ -199,6 +213,7 @@ def server(
     interceptor = MeshInterceptor(
         token=security.token,
         admin_token=security.admin_token,
+        role_domain=security.role_domain,
         addresses=addresses,
         calls=calls,
         tracer=tracer,
@@ -211,8 +226,8 @@ def bind(
 ) -> int:
     """Opens a port (0: any) and returns it. Call before `start`.
 
-    Raises InvalidRequest for an open host without token, mutual TLS or `insecure`, and Conflict if
-    the address cannot be bound or the PEM files do not fit.
+    New connections use the newest certificates. Raises InvalidRequest for an open host without
+    token, mutual TLS or `insecure`, and Conflict if the address cannot be bound.
     """
     if not (is_loopback(host) or security.token or security.uses_mutual_tls or security.insecure):
         raise InvalidRequest(
@@ -221,19 +236,33 @@ def bind(
     check_bindable(host, port, "port")
     address = join_address(host, port)
     try:
-        if not security.uses_mutual_tls:
+        if security.files is None:
             return grpc_server.add_insecure_port(address)
-        key_and_cert = (security.key or b"", security.cert or b"")
-        credentials = grpc.ssl_server_credentials(
-            [key_and_cert], root_certificates=security.ca, require_client_auth=True
-        )
-        return grpc_server.add_secure_port(address, credentials)
+        return grpc_server.add_secure_port(address, _server_credentials(security.files))
     except RuntimeError as error:
-        hint = "are --tls-cert-path, --tls-key-path and --tls-ca-path PEM that fits together?"
-        raise Conflict(
-            f"cannot bind {address}: {hint if security.uses_mutual_tls else error}",
-            reason="ADDRESS_IN_USE",
-        ) from error
+        raise Conflict(f"cannot bind {address}: {error}", reason="ADDRESS_IN_USE") from error
+
+
+def _server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
+    """They require a certificate of clients, and follow the files."""
+    used = files.newest()
+
+    # In each handshake, in a thread of grpc.
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        before, used = used, files.newest()
+        return None if used is before else _server_configuration(used)
+
+    # The stub omits the None that leaves the certificates as they are.
+    return grpc.dynamic_ssl_server_credentials(
+        _server_configuration(used),
+        cast(Callable[[], grpc.ServerCertificateConfiguration], fetch),
+        require_client_authentication=True,
+    )
+
+
+def _server_configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
 
 
 def own_addresses(host: str, port: int, advertise_host: str | None = None) -> set[str]:
@@ -336,8 +365,13 @@ async def unary(method: Callable[..., Any], request: Any, *, timeout_s: float) -
     call = method(request, timeout=remaining_time_s(timeout_s))
     with map_rpc_errors():
         async with cancelling(call):
-            await confirm_peer(call)
-            return await call
+            response = await call
+            expected = _expected_replies.pop(call, None)
+            if expected is not None:
+                trailing = dict(await call.trailing_metadata() or ())
+                if trailing.get(REPLY_KEY) != expected:
+                    raise _unproved()
+            return response
 
 
 def _channel_options(keepalive_s: float) -> _Options:

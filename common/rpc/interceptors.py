@@ -37,6 +37,7 @@ from opentelemetry import trace
 
 from common import errors
 from common.errors import MeshError
+from common.rpc.roles import check_caller
 from common.runtime import telemetry
 from common.runtime.config import is_loopback
 from common.runtime.mesh_auth import CALL_SCHEME, CallVerifier, MeshSecret
@@ -46,7 +47,8 @@ LOG = structlog.get_logger(__name__)
 REQUEST_ID_KEY = "x-request-id"
 TRACEPARENT_KEY = "traceparent"
 AUTHORIZATION_KEY = "authorization"
-# In the initial metadata of a server: it has the mesh token too.
+# In the metadata of a server, initial of streams and trailing of unary calls: it has the mesh token
+# too.
 REPLY_KEY = "x-kvmesh-proof"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "kvmesh"
@@ -255,6 +257,7 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
 
     token: the mesh token that callers must prove, or None. addresses: under which they dial.
     admin_token: the token that callers of AdminService send in its place; None: they are refused.
+    role_domain: of the names that bind the certificates of callers to roles; None: any certificate.
     calls: tracks running calls. tracer: makes the SERVER spans; None: of the global provider.
     """
 
@@ -263,6 +266,7 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
         *,
         token: str | None = None,
         admin_token: str | None = None,
+        role_domain: str | None = None,
         addresses: Collection[str] = (),
         calls: RunningCalls | None = None,
         tracer: trace.Tracer | None = None,
@@ -270,6 +274,7 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
         self._verifier = None if token is None else CallVerifier(MeshSecret(token), addresses)
         self._mesh_bearer = _authorization(token)
         self._admin_authorization = _authorization(admin_token)
+        self._role_domain = role_domain
         self._calls = RunningCalls() if calls is None else calls
         self._tracer = trace.get_tracer("kvmesh") if tracer is None else tracer
         self._open_calls = 0
@@ -314,8 +319,10 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
                         raise errors.Overloaded(
                             1.0, f"too many health and reflection calls: {OPEN_CALLS_MAX}"
                         )
+                    if self._role_domain is not None and is_tracked:
+                        check_caller(method, _certificate_names(context), self._role_domain)
                     if reply := self._authenticate(method, headers, context.peer()):
-                        await context.send_initial_metadata(((REPLY_KEY, reply),))
+                        await _send_proof(reply, context, is_unary=arity == "unary_unary")
                     with nullcontext() if is_long_lived else self._server_span(method, headers):
                         limit_s = _bind_incoming_deadline(context.time_remaining(), timeout_s)
                         return await _run_with_timeout(limit_s, run(request, context))
@@ -396,6 +403,15 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
                 raise
 
 
+async def _send_proof(reply: str, context: Context, *, is_unary: bool) -> None:
+    """Sends the reply that proves this process. The response of a unary call takes it along: on its
+    own it would cost a third of the call, and the caller has sent its only message already."""
+    if is_unary:
+        context.set_trailing_metadata(((REPLY_KEY, reply),))
+    else:
+        await context.send_initial_metadata(((REPLY_KEY, reply),))
+
+
 async def _run_stream(handler_function: HandlerFunction, request: Any, context: Context) -> None:
     result = handler_function(request, context)
     if not hasattr(result, "__aiter__"):
@@ -441,6 +457,12 @@ async def _abort_call(method: str, error: Exception, context: Context) -> None:
 def is_open_on_loopback(method: str) -> bool:
     """Whether callers on this host need no token for a method."""
     return method.startswith(_UNAUTHENTICATED_SERVICES)
+
+
+def _certificate_names(context: Context) -> set[str]:
+    """The alternative names of the caller's certificate."""
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    return {name.decode(errors="replace") for name in names}
 
 
 def _authorization(token: str | None) -> bytes | None:

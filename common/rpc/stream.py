@@ -7,9 +7,6 @@ HTTP/2 end of their own (`http2.py`) in place of grpc.aio, whose servers they ca
 from __future__ import annotations
 
 import asyncio
-import functools
-import ssl
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -34,6 +31,7 @@ from common.rpc.interceptors import (
     mesh_error_from_status,
     outgoing_metadata,
 )
+from common.rpc.roles import server_role
 from common.runtime.mesh_auth import MeshSecret
 
 # Silence of the peer is measured in ticks, so that a stall of this process counts as one.
@@ -249,42 +247,28 @@ async def connect(
         expected_reply = secret.reply_to(credential)
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    name = security.server_name or host
+    name = security.peer_name(server_role(method))
     headers = [
         (":method", "POST"),
         (":scheme", "https" if security.uses_mutual_tls else "http"),
         (":path", method),
-        (":authority", security.server_name or address),
+        (":authority", name or address),
         ("te", "trailers"),
         ("content-type", "application/grpc"),
         ("user-agent", "kvmesh"),
         *outgoing_metadata(credential),
     ]
-    uses_tls = security.uses_mutual_tls
+    context = None if security.files is None else security.files.newest().client_context
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, stream = await asyncio.get_running_loop().create_connection(
                 lambda: GrpcStream[Message, ResponseT](headers, response_type, expected_reply),
                 host,
                 int(port),
-                ssl=_tls_context(security) if uses_tls else None,
-                server_hostname=name if uses_tls else None,
+                ssl=context,
+                server_hostname=None if context is None else name or host,
             )
     except (OSError, TimeoutError, ValueError) as error:  # ValueError: no name of a host
         reason = str(error) or f"no connection within {CONNECT_TIMEOUT_S:g} s"
         raise Unavailable(f"cannot connect to {address}: {reason}") from error
     return stream
-
-
-@functools.lru_cache(maxsize=8)
-def _tls_context(security: Security) -> ssl.SSLContext:
-    """Raises OSError if the PEM of the security does not fit together."""
-    context = ssl.create_default_context(cadata=(security.ca or b"").decode())
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["h2"])
-    # The library loads keys from files only.
-    with tempfile.NamedTemporaryFile() as file:
-        file.write((security.key or b"") + b"\n" + (security.cert or b""))
-        file.flush()
-        context.load_cert_chain(file.name)
-    return context

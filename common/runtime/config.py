@@ -16,8 +16,6 @@ import contextlib
 import difflib
 import inspect
 import ipaddress
-import json
-import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -39,11 +37,10 @@ from pydantic.fields import FieldInfo
 
 from common.errors import InvalidRequest
 from common.namespace import check_namespace
+from common.runtime.ready_line import ERROR_CHARS_MAX, write_ready_line
 
 SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER")
 PREFIX = "KVMESH_"
-# Of an error in a ready line.
-ERROR_CHARS_MAX = 4096
 # Ends the names of the file of a secret.
 FILE_SUFFIX = "_file"
 # Variables of other standards, with the lowest precedence.
@@ -132,6 +129,14 @@ class ServiceConfig(BaseModel):
     health_port: Port | None = None
     """Additional port for gRPC health (0: any), served by a thread that a busy event loop cannot
     delay. It needs no token, so checks from other hosts can use it."""
+    metrics_port: Port | None = None
+    """Port for Prometheus metrics over HTTP, with TLS if the process has certificates (0: any). On
+    a frontend /health moves to it too. Unset: none; a frontend serves both on http_port."""
+    metrics_host: str | None = None
+    """Address that metrics_port binds. Unset: host."""
+    metrics_key: str | None = Field(default=None, repr=False)
+    """Secret that clients of metrics_port send as a bearer token. Required if metrics_host is open
+    to other hosts."""
     namespace: Annotated[str, AfterValidator(_validate_namespace)] = "default"
     """Separates meshes that share a registry."""
     registry: Literal["file", "consul", "memory"] = "file"
@@ -158,6 +163,10 @@ class ServiceConfig(BaseModel):
     """PEM certificate authorities of the peers' certificates."""
     tls_server_name: str | None = None
     """Name expected in peers' certificates, if they do not contain the peers' addresses."""
+    tls_role_domain: str | None = None
+    """Binds roles to certificates: the DNS name frontend.DOMAIN, router.DOMAIN, indexer.DOMAIN,
+    worker.DOMAIN or, for tools, operator.DOMAIN. Unset: any certificate of the CA may be any
+    service."""
     insecure: bool = False
     """Allow an open bind without token or mutual TLS. For closed test networks."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -179,6 +188,10 @@ class ServiceConfig(BaseModel):
     """File descriptor that receives one JSON line when ready or when the start has failed. Set by
     launchers."""
 
+    @property
+    def effective_metrics_host(self) -> str:
+        return self.host if self.metrics_host is None else self.metrics_host
+
     def problems(self) -> list[str]:
         """Contradictions between fields, each as `field: message`.
 
@@ -190,11 +203,21 @@ class ServiceConfig(BaseModel):
             found.append(
                 "tls_cert_path: set all of --tls-cert-path, --tls-key-path, --tls-ca-path, or none"
             )
+        if self.tls_role_domain and (not all(tls) or self.tls_server_name):
+            found.append(
+                "tls_role_domain: needs the three --tls paths, and excludes --tls-server-name"
+            )
         protected = self.mesh_token is not None or all(tls)
         if not (is_loopback(self.host) or protected or self.insecure):
             found.append(
                 f"host: {self.host!r} is open to other hosts; set --mesh-token, or the three"
                 " --tls paths, or --insecure"
+            )
+        is_closed = is_loopback(self.effective_metrics_host) or self.metrics_key or self.insecure
+        if self.metrics_port is not None and not is_closed:
+            found.append(
+                f"metrics_port: {self.effective_metrics_host!r} is open to other hosts; set"
+                " --metrics-key-file or --insecure"
             )
         if self.admin_token is not None and self.admin_token == self.mesh_token:
             found.append("admin_token: must differ from --mesh-token, which every service has")
@@ -276,13 +299,6 @@ def read_config_or_exit(
             with contextlib.suppress(OSError):
                 write_ready_line(int(fd[1]), {"error": message[:ERROR_CHARS_MAX]})
         raise SystemExit(2) from None
-
-
-def write_ready_line(fd: int, content: Mapping[str, object]) -> None:
-    """Writes one JSON line to the descriptor `ready_fd` and closes it. Raises OSError."""
-    # One write that fits into the pipe; closed, so that the reader sees the end.
-    os.write(fd, json.dumps(content).encode() + b"\n")
-    os.close(fd)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -110,11 +110,17 @@ class ServiceApp(Generic[ConfigT]):
         rpc.enable_reflection(self._server, grpc_services)
         return port
 
-    def _serve_metrics(self, metrics: CollectorRegistry, port: int | None) -> None:
-        if port is not None:
+    def _serve_metrics(self, metrics: CollectorRegistry) -> None:
+        config = self._config
+        if config.metrics_port is not None:
             add_process_metrics(metrics)
+            files = self._security.files
             self.metrics_address, self._close_metrics = serve_metrics(
-                metrics, self._config.host, port
+                metrics,
+                config.effective_metrics_host,
+                config.metrics_port,
+                key=config.metrics_key,
+                context=None if files is None else files.server_context(),
             )
 
     def _info(self, **addresses: str) -> ServiceInfo:

@@ -29,11 +29,10 @@ import uvloop
 from common.errors import InternalError, MeshError
 from common.runtime import log, telemetry
 from common.runtime.config import (
-    ERROR_CHARS_MAX,
     ConfigError,
     ServiceConfig,
-    write_ready_line,
 )
+from common.runtime.ready_line import ERROR_CHARS_MAX, write_ready_line
 from common.service.health import HealthReporter, ThreadedHealthServer
 
 LOG = structlog.get_logger(__name__)

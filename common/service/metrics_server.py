@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import hmac
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterable
+from threading import Thread
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import (
     CollectorRegistry,
@@ -11,10 +17,14 @@ from prometheus_client import (
     GCCollector,
     PlatformCollector,
     ProcessCollector,
-    start_http_server,
+    make_wsgi_app,
 )
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from common.errors import Conflict
+
+# In which a client must finish the TLS handshake, and send its request.
+CLIENT_TIMEOUT_S = 10.0
 
 
 def add_process_metrics(registry: CollectorRegistry) -> None:
@@ -27,18 +37,41 @@ def add_process_metrics(registry: CollectorRegistry) -> None:
     tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
 
+def bearer_check(key: str | None) -> Callable[[bytes], bool]:
+    """Whether an Authorization header carries the key; always if it is None."""
+    expected = f"Bearer {key}".encode()
+    return lambda header: key is None or hmac.compare_digest(header, expected)
+
+
 def serve_metrics(
-    registry: CollectorRegistry, host: str, port: int
+    registry: CollectorRegistry,
+    host: str,
+    port: int,
+    *,
+    key: str | None = None,
+    context: ssl.SSLContext | None = None,
 ) -> tuple[str, Callable[[], Awaitable[None]]]:
-    """Serves in a thread (port 0: any); returns address and close. Raises Conflict if in use."""
+    """Serves in a thread (port 0: any); returns address and close. Raises Conflict if in use.
+
+    key: of the clients, or None. context: for TLS, or None.
+    """
     try:
-        server, thread = start_http_server(port, host, registry)
+        server = make_server(
+            host, port, _with_key(make_wsgi_app(registry), key), _server_class(host), _Handler
+        )
     except OSError as error:
         raise Conflict(
-            f"cannot serve metrics on {host}:{port} (--host, --metrics-port): {error.strerror}",
+            f"cannot serve metrics on {host}:{port} (--metrics-port): {error.strerror}",
             field="metrics_port",
             reason="ADDRESS_IN_USE",
         ) from error
+    if context is not None:
+        # The thread of a connection does the handshake, not the one that accepts connections.
+        server.socket = context.wrap_socket(
+            server.socket, server_side=True, do_handshake_on_connect=False
+        )
+    thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
 
     def close() -> None:
         server.shutdown()
@@ -46,3 +79,36 @@ def serve_metrics(
         thread.join(1.0)
 
     return f"{host}:{server.server_port}", lambda: asyncio.to_thread(close)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = CLIENT_TIMEOUT_S
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+# Any: WSGI leaves its types open.
+def _with_key(app: Callable[..., Any], key: str | None) -> Callable[..., Iterable[bytes]]:
+    is_permitted = bearer_check(key)
+
+    def serve(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if is_permitted(environ.get("HTTP_AUTHORIZATION", "").encode()):
+            parts: Iterable[bytes] = app(environ, start_response)
+            return parts
+        start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer")])
+        return [b"the metrics key is required: authorization: Bearer ...\n"]
+
+    return serve
+
+
+def _server_class(host: str) -> type[WSGIServer]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    class Server(ThreadingWSGIServer):
+        address_family = family
+
+        def handle_error(self, *_: object) -> None:
+            """A client that disconnects, or a handshake that fails, is no error of ours."""
+
+    return Server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import resource
@@ -14,6 +15,8 @@ import structlog
 import uvicorn
 
 from common.errors import Conflict
+from common.runtime.certificates import CertificateFiles
+from common.runtime.config import flag_name
 from frontend_svc.http.asgi import AsgiApp, Receive, Scope, Send
 from frontend_svc.http.bounded_protocol import REFUSED_MAX, BoundedProtocol
 
@@ -24,6 +27,8 @@ IDLE_CONNECTION_S = 75
 SEND_BUFFER_BYTES = 256 << 10
 # Descriptors for files and other services.
 OTHER_DESCRIPTORS = 512
+# uvicorn has no limit of its own, and asyncio's is 60 s.
+HANDSHAKE_TIMEOUT_S = 10.0
 # Time for the last bytes of aborted responses to reach their clients.
 FINAL_WRITE_TIMEOUT_S = 1.0
 
@@ -39,7 +44,10 @@ class HttpServer(uvicorn.Server):
         is_draining: Callable[[], bool],
         drain_s: float,
         connections_max: int,
+        certificates: CertificateFiles | None = None,
     ) -> None:
+        """certificates: for TLS; None: plain HTTP."""
+        self._context = None if certificates is None else certificates.server_context()
         limit = _connection_limit(connections_max)
         protocol = partial(BoundedProtocol, connections_max=limit)
         super().__init__(
@@ -54,21 +62,45 @@ class HttpServer(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 date_header=False,
-                backlog=BACKLOG,
                 timeout_keep_alive=IDLE_CONNECTION_S,
                 # Longer than `drain` waits: aborted responses still send their error.
                 timeout_graceful_shutdown=math.ceil(drain_s + FINAL_WRITE_TIMEOUT_S),
             )
         )
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        loop = asyncio.get_running_loop()
+
+        def make_protocol() -> asyncio.Protocol:
+            # mypy: any callable that makes a protocol.
+            return self.config.http_protocol_class(  # type: ignore[call-arg]
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+                _loop=loop,
+            )
+
+        for listen_socket in sockets or ():
+            server = await loop.create_server(
+                make_protocol,
+                sock=listen_socket,
+                ssl=self._context,
+                ssl_handshake_timeout=None if self._context is None else HANDSHAKE_TIMEOUT_S,
+                backlog=BACKLOG,
+            )
+            self.servers.append(server)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A bound socket. shared: with other sockets; those that listen share the connections. Raises
-    Conflict if the address is not available."""
+def listen(
+    host: str, port: int, *, shared: bool = False, setting: str = "http_port"
+) -> socket.socket:
+    """A bound socket. shared: with other sockets; those that listen share the connections. setting:
+    the field that `port` is from. Raises Conflict if the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listen_socket = socket.socket(family, socket.SOCK_STREAM)
     listen_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -82,8 +114,8 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         listen_socket.close()
         raise Conflict(
             f"cannot serve HTTP on {host}:{port}: {error.strerror}; choose another port with "
-            "--http-port or KVMESH_FRONTEND_HTTP_PORT",
-            field="http_port",
+            f"{flag_name(setting)} or KVMESH_FRONTEND_{setting.upper()}",
+            field=setting,
             reason="ADDRESS_IN_USE",
         ) from error
     return listen_socket

@@ -54,7 +54,7 @@ def grpc_artifact_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenArtifact
 
     @asynccontextmanager
     async def open_artifact(worker: Instance, name: str, offset: int) -> AsyncIterator[Chunks]:
-        channel = rpc.channel(worker.address, security=security)
+        channel = rpc.channel(worker.address, role="worker", security=security)
         try:
             call = engine_pb2_grpc.EngineServiceStub(channel).GetArtifact(
                 engine_pb2.GetArtifactRequest(name=name, offset=offset),

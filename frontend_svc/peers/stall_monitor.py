@@ -51,7 +51,7 @@ async def run_stall_monitor(
     proves nothing about this process. is_busy: whether requests are open; else a tick is due every
     IDLE_TICK_S."""
     loop = asyncio.get_running_loop()
-    channel = rpc.channel(address, security=security)
+    channel = rpc.channel(address, role="frontend", security=security)
     stub: Any = health_pb2_grpc.HealthStub(channel)  # the package has no types
     is_reachable = False
     try:

@@ -93,7 +93,7 @@ class StoredResponses:
     async def _stub(
         self, owner: Instance
     ) -> AsyncIterator[frontend_pb2_grpc.ResponseStoreServiceStub]:
-        channel = rpc.channel(owner.address, security=self._security)
+        channel = rpc.channel(owner.address, role="frontend", security=self._security)
         try:
             yield frontend_pb2_grpc.ResponseStoreServiceStub(channel)
         finally:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import structlog
 
 from common.runtime import log
-from common.runtime.config import write_ready_line
+from common.runtime.ready_line import write_ready_line
 from common.service.lifecycle import report_start_failure
 from frontend_svc.config import FrontendConfig
 from frontend_svc.http.server import listen

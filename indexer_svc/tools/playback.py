@@ -133,7 +133,10 @@ async def play_to_indexer(
     """Publish a file to an indexer. Raises BrokenRecording, OSError, MeshError."""
     workers = await _read_workers(path)
     began = time.perf_counter()
-    async with rpc.channel(address, security=security) as channel, TaskGroup() as tasks:
+    async with (
+        rpc.channel(address, role="indexer", security=security) as channel,
+        TaskGroup() as tasks,
+    ):
         stub = indexer_pb2_grpc.IndexerServiceStub(channel)
         publishers = _PublisherStreams(stub, workers, tasks)
         try:

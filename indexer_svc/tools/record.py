@@ -139,7 +139,7 @@ async def record(address: str, recorder: Recorder, security: rpc.Security = rpc.
 async def _subscribe_until_cancelled(
     address: str, recorder: Recorder, security: rpc.Security
 ) -> None:
-    async with rpc.channel(address, security=security) as channel:
+    async with rpc.channel(address, role="indexer", security=security) as channel:
         stub = indexer_pb2_grpc.IndexerServiceStub(channel)
         last_received_at = time.monotonic()
         while True:

@@ -94,7 +94,7 @@ def _sort_key(one: Instance) -> tuple[int, int, list[str | int]]:
 
 
 async def _query_instance(instance: Instance, security: rpc.Security) -> Row:
-    async with rpc.channel(instance.address, security=security) as channel:
+    async with rpc.channel(instance.address, role=instance.service, security=security) as channel:
         try:
             stub: Any = health_pb2_grpc.HealthStub(channel)  # its methods are not typed
             response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)

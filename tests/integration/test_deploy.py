@@ -103,13 +103,17 @@ def test_the_compose_file_has_no_secret_and_every_secret_is_read_from_a_volume()
             if re.search("TOKEN|PASSWORD|SECRET|_KEY", variable):
                 assert variable.endswith("_FILE"), f"{name} has the secret {variable}"
                 assert value.startswith("/run/kvmesh/"), variable
-    secrets = {"service-secrets", "consul-secrets"}
+    secrets = {"service-secrets", "consul-secrets", "metrics-secrets"}
     mounts = {
         name: {v.split(":")[0] for v in service.get("volumes", [])} & secrets
         for name, service in COMPOSE["services"].items()
     }
-    assert mounts.pop("secrets") == mounts.pop("consul") == secrets
-    assert {name for name, found in mounts.items() if "consul-secrets" in found} == set()
+    assert mounts.pop("secrets") == secrets
+    assert mounts.pop("consul") == {"service-secrets", "consul-secrets"}
+    assert mounts.pop("prometheus") == {"metrics-secrets"}
+    services = {"frontend", "router", "indexer", "prefill", "decode"}
+    assert {name for name, found in mounts.items() if found} == services
+    assert not any("consul-secrets" in found for found in mounts.values())
 
 
 def test_images_are_pinned_to_an_exact_version() -> None:
@@ -122,7 +126,7 @@ def test_images_are_pinned_to_an_exact_version() -> None:
 
 
 def test_secrets_are_generated_once_and_differ(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("service", "consul")]
+    folders = [tmp_path / name for name in ("service", "consul", "metrics")]
     for folder in folders:
         folder.mkdir()
 
@@ -132,7 +136,7 @@ def test_secrets_are_generated_once_and_differ(tmp_path: Path) -> None:
 
     made = generate()
     assert re.fullmatch("[0-9a-f]{64}", made["mesh_token"])
-    assert set(made) == {"mesh_token", "consul_token", "management_token"}
+    assert set(made) == {"mesh_token", "consul_token", "management_token", "metrics_key"}
     assert len(set(made.values())) == len(made)
     assert generate() == made
 

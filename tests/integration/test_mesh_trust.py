@@ -268,17 +268,17 @@ async def test_a_process_at_a_members_address_gets_no_token_and_no_message() -> 
 
 
 @asynccontextmanager
-async def member() -> AsyncIterator[str]:
-    """A server with the token; yields its address."""
+async def member(security: rpc.Security = WITH_TOKEN) -> AsyncIterator[str]:
+    """A server, with the token; yields its address."""
 
     async def echo(request: bytes, context: Any) -> bytes:
         return request
 
     addresses: set[str] = set()
-    server = rpc.server(security=WITH_TOKEN, addresses=addresses)
+    server = rpc.server(security=security, addresses=addresses)
     handlers: Any = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", handlers),))
-    port = rpc.bind(server, "127.0.0.1", 0, security=WITH_TOKEN)
+    port = rpc.bind(server, "127.0.0.1", 0, security=security)
     addresses |= rpc.own_addresses("127.0.0.1", port)
     await server.start()
     try:
@@ -325,6 +325,18 @@ async def test_the_refusal_of_a_peer_reaches_a_caller_that_awaits_its_proof() ->
         call = stub(b"hi")
         with pytest.raises(MeshError, match="the caller's mesh token is wrong"):
             await rpc.confirm_peer(call)
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+async def test_the_response_of_a_process_without_the_token_is_refused(has_token: bool) -> None:
+    peer = WITH_TOKEN if has_token else rpc.PLAINTEXT
+    async with member(peer) as address, rpc.channel(address, security=WITH_TOKEN) as channel:
+        echo: Any = channel.unary_unary("/t.T/Echo")
+        if has_token:
+            assert await rpc.unary(echo, b"hi", timeout_s=10.0) == b"hi"
+            return
+        with pytest.raises(Unauthenticated, match="does not prove"):
+            await rpc.unary(echo, b"hi", timeout_s=10.0)
 
 
 def test_without_a_token_nothing_is_signed_or_refused() -> None:

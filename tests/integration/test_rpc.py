@@ -469,7 +469,7 @@ def test_the_error_for_a_taken_metrics_port_names_the_setting() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(errors.Conflict, match=rf":{port} \(--host, --metrics-port\): Address"):
+        with pytest.raises(errors.Conflict, match=rf":{port} \(--metrics-port\): Address"):
             serve_metrics(CollectorRegistry(), "127.0.0.1", port)
 
 
@@ -495,12 +495,12 @@ def test_the_error_for_an_unreadable_tls_file_names_its_flag(tmp_path: Path) -> 
     assert rejected.value.message == message
 
 
-async def test_the_error_for_invalid_pem_files_names_their_flags() -> None:
-    security = rpc.Security(cert=b"no", key=b"no", ca=b"no")
-    server = rpc.server(security=security)
-    with pytest.raises(errors.Conflict, match="are --tls-cert-path, --tls-key-path and"):
-        rpc.bind(server, "127.0.0.1", 0, security=security)
-    await server.stop(None)
+def test_the_error_for_invalid_pem_files_names_their_flags(tmp_path: Path) -> None:
+    (tmp_path / "x.pem").write_text("no")
+    path = tmp_path / "x.pem"
+    config = ServiceConfig(tls_cert_path=path, tls_key_path=path, tls_ca_path=path)
+    with pytest.raises(errors.InvalidRequest, match="are --tls-cert-path, --tls-key-path, --tls-"):
+        rpc.security_from_config(config)
 
 
 # Silent streams

@@ -454,3 +454,12 @@ def test_any_input_returns_a_config_or_named_problems(
         assert {"-h", "--help"} & set(argv)
     else:
         assert config.slots >= 1
+
+
+def test_an_open_metrics_port_needs_a_key_and_roles_need_certificates(tmp_path: Path) -> None:
+    open_port = ["--metrics-port", "9464", "--metrics-host", "10.1.2.3"]
+    (problem,) = problems(open_port)
+    assert problem.startswith("--metrics-port: '10.1.2.3' is open to other hosts; set --metrics-k")
+    assert read([*open_port, "--metrics-key", "k"]).metrics_key == "k"
+    (problem,) = problems(["--tls-role-domain", "mesh.test"])
+    assert problem.startswith("--tls-role-domain: needs the three --tls paths")

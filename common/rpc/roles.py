@@ -1,0 +1,54 @@
+"""Which services may call which methods, if certificates name the roles of their owners.
+
+A certificate with the DNS name `<role>.<domain>` is that of a process of this role. Tools, such as
+meshctl and grpcurl, have the role `operator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from common.errors import PermissionDenied
+
+OPERATOR: Final = "operator"
+_ENGINE: Final = "/kvmesh.engine.v1.EngineService/"
+_INDEXER: Final = "/kvmesh.indexer.v1.IndexerService/"
+_ROUTER: Final = "/kvmesh.router.v1.RouterService/"
+# By the package of a method.
+_SERVER: Final = (
+    ("/kvmesh.engine.", "worker"),
+    ("/kvmesh.frontend.", "frontend"),
+    ("/kvmesh.indexer.", "indexer"),
+    ("/kvmesh.router.", "router"),
+)
+# An operator may call every method.
+_CALLER: Final[Mapping[str, str]] = {
+    f"{_ENGINE}Attach": "frontend",
+    f"{_ENGINE}GetArtifact": "frontend",
+    f"{_ENGINE}ListKvBlocks": "indexer",
+    f"{_INDEXER}Publish": "worker",
+    f"{_INDEXER}Subscribe": "router",
+    f"{_ROUTER}Session": "frontend",
+    f"{_ROUTER}Sync": "router",
+    "/kvmesh.frontend.v1.ResponseStoreService/GetResponse": "frontend",
+    "/kvmesh.frontend.v1.ResponseStoreService/DeleteResponse": "frontend",
+}
+
+
+def server_role(method: str) -> str:
+    """The role of the servers of a method; "" if no service has it."""
+    return next((role for package, role in _SERVER if method.startswith(package)), "")
+
+
+def certificate_name(role: str, domain: str) -> str:
+    """The DNS name in the certificates of a role."""
+    return f"{role}.{domain}"
+
+
+def check_caller(method: str, names: Collection[str], domain: str) -> None:
+    """Raises PermissionDenied if no role among a certificate's `names` may call the method."""
+    roles = (OPERATOR, _CALLER.get(method, OPERATOR))
+    if not any(certificate_name(role, domain) in names for role in roles):
+        wanted = certificate_name(roles[-1], domain)
+        raise PermissionDenied(f"{method} needs a certificate with the name {wanted}")

@@ -1,0 +1,116 @@
+"""Certificates in PEM files, which a running process reads again when they change.
+
+A new connection uses the newest files; open connections keep theirs. Files that cannot be read or
+do not fit together, for example because only one of them has been replaced yet, leave the ones
+before in use.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from common.errors import InvalidRequest
+from common.runtime.config import flag_name
+
+LOG = structlog.get_logger(__name__)
+
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pem:
+    """cert: a chain. ca: the authorities of peers; b"": none. server_context: of a server whose
+    clients need no certificate. client_context: of HTTP/2 calls; None without authorities."""
+
+    cert: bytes = field(repr=False)
+    key: bytes = field(repr=False)
+    ca: bytes = field(repr=False)
+    server_context: ssl.SSLContext = field(repr=False)
+    client_context: ssl.SSLContext | None = field(repr=False)
+
+
+class CertificateFiles:
+    """paths: of certificate chain, key and perhaps authorities, in this order, by their settings.
+    Raises InvalidRequest if they cannot be used."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self._paths = paths
+        self._stamp: Stamp = ()
+        self._stamp, self._pem = self._read_stamp(), self._load()
+
+    def newest(self) -> Pem:
+        """The files as of now. It costs a `stat` of each. Threads may call it."""
+        stamp = self._read_stamp()
+        if stamp != self._stamp:
+            self._stamp = stamp
+            try:
+                self._pem = self._load()
+            except InvalidRequest as error:
+                LOG.error("certificates_rejected", error=error.message)
+            else:
+                LOG.info("certificates_loaded", paths=[str(path) for path in self._paths.values()])
+        return self._pem
+
+    def server_context(self) -> ssl.SSLContext:
+        """A context for a server whose clients need no certificate. It follows the files."""
+        listening = _server_context(list(self._paths.values()))
+
+        # In each handshake, also without a server name. Any: a socket or an SSLObject.
+        def choose(connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
+            connection.context = self.newest().server_context
+
+        listening.sni_callback = choose
+        return listening
+
+    def _read_stamp(self) -> Stamp:
+        """Changes with the files; a missing one counts as empty."""
+        found = []
+        for path in self._paths.values():
+            try:
+                stat = path.stat()
+            except OSError:
+                found.append((0, 0, 0))
+            else:
+                found.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
+        return tuple(found)
+
+    def _load(self) -> Pem:
+        contents = []
+        for setting, path in self._paths.items():
+            try:
+                contents.append(path.read_bytes())
+            except OSError as error:
+                raise InvalidRequest(
+                    f"{flag_name(setting)}: cannot read {path}: {error.strerror}", setting
+                ) from error
+        try:
+            paths = list(self._paths.values())
+            server = _server_context(paths)
+            client = _client_context(paths) if len(paths) > 2 else None
+        except OSError as error:  # ssl.SSLError is one.
+            flags = ", ".join(map(flag_name, self._paths))
+            raise InvalidRequest(
+                f"are {flags} PEM that fits together? {error}", next(iter(self._paths))
+            ) from error
+        return Pem(contents[0], contents[1], b"".join(contents[2:]), server, client)
+
+
+def _server_context(paths: list[Path]) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(paths[0], paths[1])
+    return context
+
+
+def _client_context(paths: list[Path]) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=paths[2])
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["h2"])
+    context.load_cert_chain(paths[0], paths[1])
+    return context
