@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bench.bodies import write_bodies
 from bench.measure import cpu_s, run_load
-from bench.stacks import demo_mesh, mesh, suspended
+from bench.stacks import API_KEY_VARIABLE, demo_mesh, mesh, suspended
+from common.api_keys import ApiKey, KeyDocument, Limits, Scope, Tenant, hash_of
 
 IDLE_SETTLE_S, IDLE_S = 5.0, 15.0
 CHAT_PATH, PREPROCESS_PATH = "/v1/chat/completions", "/v1/internal/preprocess"
@@ -60,6 +63,43 @@ def processes_ratios(
                 rates = {which: rate(which, name, turn) for which in ((1, 2), (2, 1))[turn % 2]}
                 if turn:
                     ratios[name].append(rates[2] / rates[1])
+    return {name: round(statistics.median(values), 3) for name, values in ratios.items()}
+
+
+def keys_ratio(
+    loadgen: Path, folder: Path, sim_flags: Sequence[str], seconds: float, repeat: int
+) -> dict[str, float]:
+    """Tokens a second of 64 burst streams with API keys and limits that are never reached, to
+    those without; CPU of the frontend likewise. Medians of interleaved runs."""
+    bodies, keys = folder / "keys-bodies.jsonl", folder / "keys.json"
+    write_bodies(bodies, isl=ISL, osl=OSL)
+    text, now = "a key of the benchmark", datetime.now(UTC)
+    key = ApiKey(id="bench", sha256=hash_of(text.encode()), scopes=frozenset(Scope), created=now)
+    limits = Limits(requests_per_s=1e6, tokens_per_min=10**12, concurrency=10**6)
+    document = KeyDocument(tenants={"bench": Tenant(keys=(key,), limits=limits)})
+    keys.write_text(document.model_dump_json())
+    os.environ[API_KEY_VARIABLE] = text
+    ratios: dict[str, list[float]] = {"keys_tok_s_ratio": [], "keys_cpu_ratio": []}
+    with mesh(sim_flags, []) as one, mesh(sim_flags, ["--api-keys", str(keys)]) as two:
+
+        def run(which: int, turn: int) -> tuple[float, float]:
+            (port, pids), (_, others) = (one, two) if which == 1 else (two, one)
+            with suspended(list(others.values())):
+                result = run_load(
+                    *(loadgen, port, bodies, 64, seconds, pids),
+                    offset=997 * turn,
+                    tokens_per_request=OSL,
+                )
+            return float(result["window_rps"]), float(result["cpu"]["frontend"]["s_per_mtok"])
+
+        for turn in range(repeat + 1):  # the first warms up
+            found = {which: run(which, turn) for which in ((1, 2), (2, 1))[turn % 2]}
+            if turn:
+                for values, with_keys, without in zip(
+                    ratios.values(), found[2], found[1], strict=True
+                ):
+                    values.append(with_keys / without)
+    del os.environ[API_KEY_VARIABLE]
     return {name: round(statistics.median(values), 3) for name, values in ratios.items()}
 
 

@@ -29,6 +29,8 @@ SIM_MODEL_DIR = ROOT / "worker_svc/engines/sim/model"
 BLOCK_SIZE = 16
 CONTEXT = 262_144
 READY_S = 60.0
+# The key that the load generator and the checks of a mesh send.
+API_KEY_VARIABLE = "API_KEY"
 ROLES = {"agg": ("aggregated", "aggregated"), "pd": ("prefill", "decode")}
 
 
@@ -141,9 +143,10 @@ def _start(
 
 def _await_model(port: int, workers: int) -> None:
     deadline = time.monotonic() + READY_S
-    url = f"http://127.0.0.1:{port}/health"
+    headers = {"authorization": f"Bearer {os.environ.get(API_KEY_VARIABLE, '')}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/health", headers=headers)
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
+        with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=2) as response:
             instances = json.load(response)["instances"]
             if sum(one["service"] == "worker" for one in instances) == workers:
                 return
