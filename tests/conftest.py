@@ -14,8 +14,9 @@ from tests.service_traffic import ServiceTraffic
 
 ROW = re.compile(r"\bS[0-4]-\d{2,3}\b")
 ROWS_A_TEST_MAX = 5
-# Tests of real processes and sockets depend on a shared machine. One that fails runs once more
-# (`--reruns 0`: it does not), and the summary names it. All other tests must pass at once.
+# Tests of real processes and sockets depend on a shared machine. One that fails runs up to
+# twice more (`--reruns 0`: it does not), and the summary names it. All other tests must pass at
+# once.
 RERUN_FOLDERS = {"contract", "integration", "e2e", "chaos", "sglang"}
 # Long tests take many times longer on a busy machine; up to 48 s were measured.
 LONG_TIMEOUT_S = 240
@@ -44,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.user_properties += [("row", row) for row in rows]
         is_real = item.path.parent.name in RERUN_FOLDERS
         if is_real and not has_reruns_option:
-            item.add_marker(pytest.mark.flaky(reruns=1))
+            item.add_marker(pytest.mark.flaky(reruns=2))
         is_long = is_real or item.get_closest_marker("slow") is not None
         if is_long and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))

@@ -395,7 +395,7 @@ def test_an_invalid_file_changes_no_keys_and_is_logged_once(mesh: Mesh, keys: Ke
     loaded = len(mesh.frontend.events("api_keys_loaded"))
     added = {"x-api-key": keys.run("create", "late")}
     wait_for(lambda: send(mesh, TEXT, COMPLETION, added).status_code == 200, "it is read again")
-    assert len(mesh.frontend.events("api_keys_loaded")) > loaded
+    wait_for(lambda: len(mesh.frontend.events("api_keys_loaded")) > loaded, "it is logged")
     assert len(mesh.frontend.events("api_keys_rejected")) == 1
 
 

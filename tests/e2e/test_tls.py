@@ -170,7 +170,7 @@ def test_files_that_do_not_fit_leave_the_certificate_in_use(bed: Bed) -> None:
     kept = key.read_bytes()
     key.write_bytes(pair(bed.authority, "operator")[1].read_bytes())
     assert bed.serial(frontend) == before
-    assert bed.mesh.frontend.events("certificates_rejected")
+    wait_for(lambda: bed.mesh.frontend.events("certificates_rejected"), "the file is refused")
     key.write_bytes(kept)
     bed.authority.issue("http")
     assert bed.serial(frontend) != before

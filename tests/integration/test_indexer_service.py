@@ -615,7 +615,9 @@ async def test_loads_of_many_workers_reach_a_subscriber_in_few_frames(
         for publisher in publishers:
             await stack.enter_async_context(publisher.connected(mesh))
         replica = await stack.enter_async_context(following(Replica(), mesh))
-        await until(lambda: replica.is_caught_up, "caught up")
+        await until(
+            lambda: replica.is_caught_up and len(replica.feed.positions()) == 20, "caught up"
+        )
         before = replica.taken
         for publisher in publishers:
             publisher.send(loads=[load_pb2.Load(running=publisher.source.worker_id)])
