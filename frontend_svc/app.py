@@ -84,6 +84,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         self._siblings = siblings
         self._rng = Random()
         self._snapshot = Snapshot()
+        self._frontend_count = 0
         self._recently_left = RecentlyLeft()
         self._snapshot_changed = asyncio.Event()
         self._models = ModelCatalog(
@@ -233,7 +234,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         if self._config.api_keys is not None:
             keys = KeyFile(self._config.api_keys)
             lifecycle.spawn(keys.follow(), name="api keys")
-            quotas = TenantQuotas(lambda: len(self._snapshot.of("frontend")))
+            quotas = TenantQuotas(lambda: self._frontend_count)
             served = with_keys(served, keys, quotas)
         server = HttpServer(
             with_browser_policy(served, config),
@@ -275,6 +276,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
+        self._frontend_count = len(snapshot.of("frontend"))
         self._engines.retain(snapshot.instances)
         self._recently_left.follow(snapshot.instances)
         self._hit_monitor.follow(snapshot)

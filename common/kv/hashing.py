@@ -35,7 +35,7 @@ import struct
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final, NewType, Protocol, TypeAlias
 
 import numpy as np
@@ -66,6 +66,8 @@ SequenceHash = NewType("SequenceHash", int)
 TokenIdsLike: TypeAlias = bytes | bytearray | memoryview | NDArray[Any] | Sequence[int]
 """Token ids, 0 <= id < 2^32: raw little-endian u32, an integer array (1-D), or a sequence."""
 
+# Salts of tenants that send requests. A hasher takes 8 bytes a block of its longest prompt.
+SALTED_HASHERS_MAX: Final = 256
 _U64_MAX: Final = 2**64 - 1
 _GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15
 _XXH3_SEED: Final = 1337
@@ -119,15 +121,9 @@ class PrefixHasher:
         self._position_keys = np.empty(0, dtype=np.uint64)
 
     def salted(self, cache_salt: str) -> PrefixHasher:
-        """Return the hasher with another cache salt; "" for none."""
+        """Return the hasher with another cache salt; "" for none. Recent ones are kept."""
         mesh_key, model, lora_name = self._names
-        return PrefixHasher(
-            mesh_key=mesh_key,
-            model=model,
-            block_size=self.block_size,
-            lora_name=lora_name,
-            cache_salt=cache_salt,
-        )
+        return _kept_hasher(mesh_key, model, self.block_size, lora_name, cache_salt)
 
     def prefix_hashes(self, token_ids: TokenIdsLike) -> NDArray[np.uint64]:
         """Return one hash for each full block of a whole prompt, shape (len // block_size,).
@@ -172,6 +168,19 @@ class PrefixHasher:
             # Replaced as a whole, so that another thread reads either the old or the new array.
             self._position_keys = cached = _splitmix64_stream(self._position_seed, 0, size)
         return cached[start:stop]
+
+
+@lru_cache(maxsize=SALTED_HASHERS_MAX)
+def _kept_hasher(
+    mesh_key: bytes, model: str, block_size: int, lora_name: str, cache_salt: str
+) -> PrefixHasher:
+    return PrefixHasher(
+        mesh_key=mesh_key,
+        model=model,
+        block_size=block_size,
+        lora_name=lora_name,
+        cache_salt=cache_salt,
+    )
 
 
 def hashes_to_bytes(hashes: NDArray[np.uint64]) -> bytes:

@@ -102,17 +102,7 @@ class Quota:
     @property
     def headers(self) -> Headers:
         """The limits and what is left of them, in the names of OpenAI."""
-        buckets = (("requests", self._use.requests), ("tokens", self._use.tokens))
-        return tuple(
-            (f"x-ratelimit-{name}-{unit}".encode(), value.encode())
-            for unit, bucket in buckets
-            if bucket is not None
-            for name, value in (
-                ("limit", str(round(bucket.capacity))),
-                ("remaining", str(max(0, math.floor(bucket.level)))),
-                ("reset", f"{bucket.wait_s(bucket.capacity):.3f}s"),
-            )
-        )
+        return (*_headers(b"requests", self._use.requests), *_headers(b"tokens", self._use.tokens))
 
 
 class TenantQuotas:
@@ -136,6 +126,17 @@ class TenantQuotas:
         use.tokens = _refilled(use.tokens, rate, TOKENS_WINDOW_S, now_s)
         most = None if limits.concurrency is None else max(1, limits.concurrency // share)
         return Quota(caller.tenant, use, most)
+
+
+def _headers(unit: bytes, bucket: Bucket | None) -> Headers:
+    if bucket is None:
+        return ()
+    capacity, level = bucket.capacity, bucket.level
+    return (
+        (b"x-ratelimit-limit-%b" % unit, b"%d" % round(capacity)),
+        (b"x-ratelimit-remaining-%b" % unit, b"%d" % max(0, math.floor(level))),
+        (b"x-ratelimit-reset-%b" % unit, b"%.3fs" % bucket.wait_s(capacity)),
+    )
 
 
 def _refilled(

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import structlog
@@ -100,7 +99,7 @@ class ServedModel:
     def hasher_for(self, routing: RoutingHints | None) -> PrefixHasher:
         """The hasher of a request's prompt."""
         salt = None if routing is None else routing.cache_salt
-        return _salted(self.hasher, salt) if salt else self.hasher
+        return self.hasher.salted(salt) if salt else self.hasher
 
     def token_count_min(self, *texts: str) -> int:
         """A lower bound of the token count of all texts, without tokenizing them."""
@@ -230,11 +229,6 @@ def _format_of(field: str, name: str | None, formats: Mapping[str, F]) -> F | No
         text = f"{field}: {name!r} is not one of {', '.join(formats)}"
         raise InvalidRequest(text, field)
     return formats[name]
-
-
-@lru_cache(maxsize=64)
-def _salted(hasher: PrefixHasher, salt: str) -> PrefixHasher:
-    return hasher.salted(salt)
 
 
 def _hasher(card: ModelCard, mesh_key: bytes, adapter: str = "") -> PrefixHasher:

@@ -61,9 +61,12 @@ def worker_request(request: PreprocessedRequest, dp_rank: int) -> PreprocessedRe
     unset: dict[str, Any] = {
         name: None for name in LOCAL_FIELDS if getattr(request, name) is not None
     }
-    if request.routing is None and not dp_rank and not unset:
+    routing = None
+    if request.routing is not None or dp_rank:
+        routing = worker_hints(request.routing, dp_rank)
+    if routing == request.routing and not unset:  # a copy is slow
         return request
-    return replace(request, routing=worker_hints(request.routing, dp_rank), **unset)
+    return replace(request, routing=routing, **unset)
 
 
 def worker_hints(routing: RoutingHints | None, dp_rank: int) -> RoutingHints | None:
