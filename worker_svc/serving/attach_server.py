@@ -23,6 +23,8 @@ from worker_svc.engines.contract import LLMEngineOutput
 from worker_svc.serving.runner import Runner
 from worker_svc.serving.step_limit import TICK_S
 
+# Time for the first tokens of a request to share the frame of its acceptance.
+ACCEPTANCE_DELAY_S = 0.002
 # Time for the current write to finish before a failed stream closes.
 FINAL_WRITE_TIMEOUT_S = 0.1
 
@@ -100,7 +102,10 @@ class AttachStream:
                 on_hello(self)
             for command in commands:
                 self._apply_command(command)
-            self._wake.set()
+            if commands:
+                self._loop.call_later(ACCEPTANCE_DELAY_S, self._wake.set)
+            else:
+                self._wake.set()
 
     def _apply_command(self, command: StartSlot | StopSlot) -> None:
         assert self._tasks is not None
