@@ -14,7 +14,8 @@ from common.errors import MeshError, NotFound, UnknownModel, WorkerLost
 from common.request.preprocessed import PreprocessedRequest, TokenLogprob
 from common.request.token_stream import LegRequest
 from frontend_svc.core.peers.placement_query import UNKNOWN_ADAPTER, PlacementKey, Query
-from frontend_svc.core.request.machine import Leg, RequestMachine
+from frontend_svc.core.request.leg import Leg
+from frontend_svc.core.request.machine import RequestMachine
 from frontend_svc.core.request.output_blocks import OutputBlockCounter
 from frontend_svc.core.request.retry_policy import (
     ExclusionPolicy,

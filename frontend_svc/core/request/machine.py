@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from typing import Protocol
 
 from common.errors import (
     DeadlineExceeded,
@@ -45,6 +44,7 @@ from common.request.preprocessed import (
     usage,
 )
 from common.request.token_stream import LegRequest, Terminal
+from frontend_svc.core.request.leg import Leg, RequestPorts
 from frontend_svc.core.request.leg_request import (
     continued_request,
     migration_blockers,
@@ -68,72 +68,6 @@ RESPONSIVE_WITHIN_S = 0.5
 ACCEPT_RECHECK_S = 0.25
 # How long a complete response waits for the report of `cached_tokens`.
 USAGE_WAIT_S = 0.2
-
-
-class RequestPorts(Protocol):
-    """Actions of the machine. No call blocks; results arrive as events.
-
-    place: the result is `placed` or `placement_failed` of this attempt. submit: `leg` is the sink,
-    never called from within `submit`. prefill_done: the first token is there. free: of the
-    attempt's booking. emit_chunk: of the response to a pass-through body. wake_at: schedules
-    `on_timer`, in place of the time set before. now: seconds, on the deadline's clock. take_retry:
-    whether the retry budget allows a retry after this error; if so, counts it. has_left: whether
-    the worker has left the mesh. stalled_s: seconds for which this process has stalled, see
-    `core/peers/stall_clock.py`. silent_s: seconds since the last frame of the worker; infinite
-    without an open stream.
-    """
-
-    def place(self, attempt: int, excluded: frozenset[int]) -> None: ...
-    def submit(self, worker_id: int, leg_request: LegRequest, leg: Leg) -> None: ...
-    def abort(self, leg: Leg, reason: str) -> None: ...
-    def prefill_done(self, attempt: int) -> None: ...
-    def free(self, attempt: int) -> None: ...
-    def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None: ...
-    def emit_chunk(self, json: bytes) -> None: ...
-    def finish(self, outcome: RequestOutcome) -> None: ...
-    def wake_at(self, at: float) -> None: ...
-    def now(self) -> float: ...
-    def take_retry(self, error: MeshError) -> bool: ...
-    def has_left(self, worker_id: int) -> bool: ...
-    def stalled_s(self) -> float: ...
-    def silent_s(self, worker_id: int) -> float: ...
-
-
-class Leg:
-    """One submission of an attempt, and the sink of its slot. phase: of its LegRequest."""
-
-    def __init__(
-        self, machine: RequestMachine, attempt: int, worker_id: int, phase: str, span_id: str
-    ) -> None:
-        self._machine = machine
-        self.attempt = attempt
-        self.worker_id = worker_id
-        self.phase = phase
-        self.span_id = span_id
-        self.is_live = True
-        self.is_accepted = False
-        self.delivered = 0
-
-    def accepted(self) -> None:
-        self.is_accepted = True
-
-    def rejected(self, error: MeshError) -> None:
-        if self.is_live:
-            self._machine.leg_failed(self, error)
-
-    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        if self.is_live:
-            self._machine.leg_tokens(self, token_ids, logprobs)
-
-    def chunk(self, json: bytes) -> None:
-        if self.is_live:
-            self._machine.leg_chunk(self, json)
-
-    def terminal(self, terminal: Terminal) -> None:
-        if self.is_live:
-            self._machine.leg_ended(self, terminal)
-
-    lost = rejected
 
 
 class RequestMachine:

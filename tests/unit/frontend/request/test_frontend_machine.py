@@ -47,8 +47,9 @@ from common.request.preprocessed import (
 )
 from common.request.token_stream import LegRequest, Terminal
 from frontend_svc.core.openai.errors import http_error
+from frontend_svc.core.request.leg import Leg
 from frontend_svc.core.request.leg_request import migration_blockers
-from frontend_svc.core.request.machine import NOT_MIGRATABLE, USAGE_WAIT_S, Leg, RequestMachine
+from frontend_svc.core.request.machine import NOT_MIGRATABLE, USAGE_WAIT_S, RequestMachine
 from frontend_svc.core.request.types import (
     PassThroughPayload,
     Placement,

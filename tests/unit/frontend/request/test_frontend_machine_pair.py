@@ -25,12 +25,8 @@ from common.request.preprocessed import (
 )
 from common.request.token_stream import LegRequest, Terminal
 from frontend_svc.core.openai.errors import http_error
-from frontend_svc.core.request.machine import (
-    ACCEPT_RECHECK_S,
-    USAGE_WAIT_S,
-    Leg,
-    RequestMachine,
-)
+from frontend_svc.core.request.leg import Leg
+from frontend_svc.core.request.machine import ACCEPT_RECHECK_S, USAGE_WAIT_S, RequestMachine
 from frontend_svc.core.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
 
 PEER_FAULT_REASONS = "HANDOFF_PEER_LOST"
