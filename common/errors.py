@@ -66,6 +66,17 @@ class MeshError(Exception):
             error.retryable = retryable
         return error
 
+    def copy(self, message: str | None = None, field: str | None = None) -> Self:
+        """Return an equal error without traceback, with another message and field if given."""
+        return self.restore(
+            self.message if message is None else message,
+            field=self.field if field is None else field,
+            retry_after_s=self.retry_after_s,
+            reason=self.reason,
+            metadata=self.metadata,
+            retryable=self.retryable,
+        )
+
 
 class InvalidRequest(MeshError):
     """The request is invalid: change it. `field` names the invalid part."""

@@ -144,10 +144,10 @@ class NeverUnpins(SimEngine):
 class NeverClosesRooms(SimEngine):
     """Never ends a room."""
 
-    async def _start_handoff_manager(self, *args: Any) -> Any:
-        handoffs = await super()._start_handoff_manager(*args)
-        handoffs._finish = lambda handoff, actions: None  # type: ignore[method-assign]
-        return handoffs
+    async def _start_rooms(self, *args: Any) -> Any:
+        rooms = await super()._start_rooms(*args)
+        rooms._finish = lambda handoff, actions: None  # type: ignore[method-assign]
+        return rooms
 
 
 class ForgetsRemovals(Publisher):

@@ -155,14 +155,7 @@ def client_error(error: MeshError) -> MeshError:
         field = pattern.sub(name, field)
     if field == error.field:
         return error
-    return type(error).restore(
-        error.message.replace(f"'{error.field}'", f"'{field}'"),
-        field=field,
-        retryable=error.retryable,
-        retry_after_s=error.retry_after_s,
-        reason=error.reason,
-        metadata=error.metadata,
-    )
+    return error.copy(error.message.replace(f"'{error.field}'", f"'{field}'"), field)
 
 
 def _tools(request: ResponsesRequest) -> list[Json] | None:

@@ -1,9 +1,5 @@
 """The simulated engine: no accelerator, but a real scheduler, prefix cache and KV events.
 
-The scheduler works in engine time. One task here keeps engine time in step with the clock: it
-completes the steps that are due, then wakes each stream once with all its new tokens. An idle
-engine wakes no task.
-
 Semantics of requests:
 - The output is that of `token_oracle.py`: the token of the highest logit, so temperature, top_p,
   top_k and min_p have no effect. Penalties and logit_bias change the logits (`logits.py`). A seed
@@ -23,13 +19,6 @@ Semantics of requests:
 - A probe gets one token, ahead of the queue, and neither reads nor fills the prefix cache.
 - An embedding occupies the scheduler as a prompt with one token of output does, and bypasses the
   prefix cache.
-
-Prefill and decode (`transfer.py` has the protocol, `transfer_server.py` the network). A prefill leg
-responds with one token, in its terminal chunk. With `bootstrap_info` it ends when decode has the
-KV. Without it (handoff mode "completed", max_tokens 1) it ends when the prompt is computed, and the
-KV is leased to decode, unless that token ended the output: then `disaggregated_params` are absent.
-A decode leg has `bootstrap_info`, or the `prefill_result` of a completed prefill, and responds with
-all tokens.
 """
 
 from __future__ import annotations
@@ -62,23 +51,22 @@ from worker_svc.engines.contract import (
     PreprocessedRequest,
     chunk,
 )
-from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
+from worker_svc.engines.sim.advertised import advertised_config
+from worker_svc.engines.sim.block_manager import BlockManager
 from worker_svc.engines.sim.config import SimConfig, SimModel, load_sim_model
 from worker_svc.engines.sim.constraint import Constraint, constraint_failed
-from worker_svc.engines.sim.jobs import JobBuilder, kv_location
+from worker_svc.engines.sim.decode_rooms import DecodeRooms
+from worker_svc.engines.sim.jobs import JobBuilder
+from worker_svc.engines.sim.legs import EngineRooms, HandoffLegs
 from worker_svc.engines.sim.logits import LogitModel
-from worker_svc.engines.sim.messages import Done, page_stamps
 from worker_svc.engines.sim.network import Network, TcpNetwork
+from worker_svc.engines.sim.prefill_rooms import PrefillRooms
+from worker_svc.engines.sim.rooms import RoomSettings
 from worker_svc.engines.sim.scheduler import SimScheduler, SimSequence, Step
+from worker_svc.engines.sim.step_loop import StepLoop
 from worker_svc.engines.sim.stream import Stream
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.sim.transfer import DecodeMachine
-from worker_svc.engines.sim.transfer_server import (
-    DecodeHandoff,
-    Handoff,
-    HandoffManager,
-    PrefillHandoff,
-)
 from worker_svc.kv_events.external_events import (
     DuplicatePolicy,
     KvEventFormat,
@@ -87,18 +75,6 @@ from worker_svc.kv_events.external_events import (
     PagesStored,
 )
 
-# Work per loop turn, in tokens of about a microsecond each.
-_TICK_WORK_MAX: Final = 2048
-# A step costs about as much as two tokens; sixteen prompt tokens as much as one.
-_STEP_WORK_UNITS: Final = 2
-_PREFILL_TOKENS_PER_WORK_UNIT: Final = 16
-# Steps due within this time are completed now: event loops wake up to a millisecond late.
-# Steps of more sequences continue after a first token: a frame of its own for each would cost a
-# tenth of the throughput of 64 streams.
-_FIRST_TOKENS_MAX: Final = 8
-# Turns of the event loop from a wake-up of a stream to the write of its frame.
-_TURNS_TO_SEND: Final = 3
-_EARLY_TOLERANCE_S: Final = 1e-4
 _RETRY_AFTER_MIN_S: Final = 0.05
 _RETRY_AFTER_MAX_S: Final = 30.0
 _ASLEEP: Final = Unavailable("the engine sleeps", reason="ASLEEP")
@@ -126,7 +102,7 @@ class SimEngine:
     `prompt_tokens` those of accepted requests, `cached_tokens` cache hits of ended requests.
     `corrupt_pages` and `corrupt_tokens` count what must never happen: pages whose content is not
     their owner's, and first tokens that do not follow the prompt. With a role, also the counters of
-    `HandoffManager`.
+    `Rooms`.
     """
 
     decode_machine: type[DecodeMachine] = DecodeMachine
@@ -151,15 +127,12 @@ class SimEngine:
         self._clock = clock
         self._sleep = sleep
         self._network = network
-        self._handoff_manager: HandoffManager | None = None
         self._counters: Counter[str] = Counter()
         self._core: _Core | None = None
         self._loop_task: asyncio.Task[None] | None = None
-        self._wakeup = asyncio.Event()
+        self._steps = StepLoop(clock, sleep)
         self._compile_lock = asyncio.Lock()
         self._streams: dict[SimSequence, Stream] = {}
-        self._steps = self._prefill_tokens = 0
-        self._is_frozen = False
         # Why no request is accepted; None while the engine runs.
         self._unavailable_error: MeshError | None = Unavailable("the engine has not started")
 
@@ -175,55 +148,57 @@ class SimEngine:
             log.info("sim_engine_starting", worker_id=worker_id, startup_s=self.config.startup_s)
             await self._sleep(self.config.startup_s)
         model = self._model or load_sim_model(self.config.model_dir)
-        self._core = core = _Core.build(self.config, model)
-        config = self.config.handoff
-        if config.role != "aggregated":
-            self._handoff_manager = await self._start_handoff_manager(core, worker_id)
+        self._core = core = await self._build_core(model, worker_id)
         self._unavailable_error = None
         self._loop_task = asyncio.create_task(self._run(core), name="sim-engine-steps")
-        is_advertised = (config.role, config.mode) == ("prefill", "bootstrap")
-        manager = self._handoff_manager
-        host, port = manager.endpoint if manager and is_advertised else (None, None)
-        group = config.transfer_group or f"sim/{self.config.model}/{self.config.block_size}"
-        return EngineConfig(
-            model=self.config.model,
-            served_model_name=self.config.served_model_name,
+        return advertised_config(
+            self.config,
             context_length=core.jobs.context_length,
-            kv_cache_block_size=self.config.block_size,
-            total_kv_blocks=self.config.total_kv_blocks,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            kv_index="events" if self.config.prefix_caching else "none",
-            kv_index_reason=self.kv_events_off_reason,
-            bootstrap_host=host,
-            bootstrap_port=port,
-            transfer_group="" if config.role == "aggregated" else group,
-            local_prefill={"aggregated": True, "prefill": False}.get(
-                config.role, config.local_prefill
-            ),
-            loras=self.config.loras,
-            media=model.media,
             supported_fields=core.jobs.supported_fields,
-            kinds=("chat", "completions", "embedding"),
-            embedding_size=self.config.embedding_size,
-            shorter_embeddings=True,
+            media=model.media,
+            kv_index_reason=self.kv_events_off_reason,
+            endpoint=core.legs.endpoint,
         )
 
-    async def _start_handoff_manager(self, core: _Core, worker_id: int) -> HandoffManager:
-        handoff_manager = HandoffManager(
+    async def _build_core(self, model: SimModel, worker_id: int) -> _Core:
+        config = self.config
+        blocks = BlockManager(config.total_kv_blocks, config.block_size)
+        oracle = TokenOracle(model.word_ids, model.eos_ids[0], eos_one_in=config.eos_one_in)
+        scheduler = SimScheduler(
+            blocks,
+            config.timing,
+            oracle,
+            LogitModel(oracle, model.vocab_size),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        is_aggregated = config.handoff.role == "aggregated"
+        legs = HandoffLegs(
+            None if is_aggregated else await self._start_rooms(blocks, worker_id),
+            scheduler,
+            blocks,
+            on_changed=self._on_legs_changed,
+            fail=self._fail,
+        )
+        return _Core(scheduler, blocks, JobBuilder.create(config, model), legs)
+
+    async def _start_rooms(self, blocks: BlockManager, worker_id: int) -> EngineRooms:
+        settings = RoomSettings(
             self.config.handoff,
-            core.blocks,
+            blocks,
             incarnation=worker_id,
             timing=self.config.timing,
             network=self._network or TcpNetwork(),
             clock=self._clock,
             sleep=self._sleep,
-            on_released=self._wakeup.set,
+            on_released=self._steps.wake,
             decode_machine=self.decode_machine,
         )
-        if self.config.handoff.role == "prefill":
-            await handoff_manager.listen()
-        return handoff_manager
+        if self.config.handoff.role == "decode":
+            return DecodeRooms(settings)
+        rooms = PrefillRooms(settings)
+        await rooms.listen()
+        return rooms
 
     async def embed(self, request: PreprocessedRequest, ctx: GenerateContext) -> Vector | None:
         """Computes the prompt, then returns its vector by the formula of `token_oracle.py`."""
@@ -264,7 +239,7 @@ class SimEngine:
                     return
                 if stream.error is not None:
                     outcome = "failed"
-                    raise _copy_error(stream.error)
+                    raise stream.error.copy()
                 if stream.has_new_output:
                     yield stream.take()
                 else:
@@ -278,13 +253,9 @@ class SimEngine:
 
     async def drain(self) -> None:
         """Waits until no handoff or lease is open, at most their longest duration."""
-        if self._handoff_manager is None:
-            return
-        try:
-            async with asyncio.timeout(self.config.handoff.timeout_s + self.config.handoff.lease_s):
-                await self._handoff_manager.idle.wait()
-        except TimeoutError:
-            log.warning("sim_engine_drain_timed_out", rooms_open=self._handoff_manager.open_rooms)
+        if self._core is not None:
+            handoff = self.config.handoff
+            await self._core.legs.drain(handoff.timeout_s + handoff.lease_s)
 
     async def cleanup(self) -> None:
         """Stops stepping; open streams raise WorkerLost."""
@@ -293,8 +264,8 @@ class SimEngine:
             await asyncio.wait([self._loop_task])
         self._fail_all(WorkerLost("the engine was shut down", retryable=True))
         self._unavailable_error = Unavailable("the engine was shut down")
-        if self._handoff_manager is not None:
-            await self._handoff_manager.close()
+        if self._core is not None:
+            await self._core.legs.close()
 
     def publish_to(self, sink: KvEventSink) -> None:
         """Reports all changes of the cache to the sink. Raises Conflict unless it is empty."""
@@ -309,14 +280,14 @@ class SimEngine:
         scheduler, blocks = self._core.scheduler, self._core.blocks
         return (
             Load(
-                engine_step=self._steps,
+                engine_step=self._steps.count,
                 running=scheduler.running,
                 waiting=scheduler.waiting,
                 waiting_tokens=scheduler.waiting_tokens,
                 kv_used_blocks=blocks.used_blocks,
                 kv_total_blocks=blocks.total_blocks,
-                rooms_open=self._handoff_manager.open_rooms if self._handoff_manager else 0,
-                prefill_tokens=self._prefill_tokens,
+                rooms_open=self._core.legs.open_rooms,
+                prefill_tokens=self._steps.prefill_tokens,
             ),
         )
 
@@ -326,11 +297,11 @@ class SimEngine:
         core = self._core
         return {
             **{name: self._counters[name] for name in _COUNTERS},
-            "steps": self._steps,
+            "steps": self._steps.count,
             "preempted": core.scheduler.preemptions if core else 0,
             "corrupt_pages": core.blocks.corrupt_pages if core else 0,
             "corrupt_tokens": core.scheduler.corrupt_tokens if core else 0,
-            **(self._handoff_manager.counters if self._handoff_manager else {}),
+            **(core.legs.counters if core else {}),
         }
 
     @property
@@ -372,12 +343,12 @@ class SimEngine:
 
     def freeze(self) -> None:
         """Fault for tests: steps stop while everything else continues, like a hung accelerator."""
-        self._is_frozen = True
+        self._steps.is_frozen = True
 
     def unfreeze(self) -> None:
         """Ends `freeze`; the elapsed time is not caught up."""
-        self._is_frozen = False
-        self._wakeup.set()
+        self._steps.is_frozen = False
+        self._steps.wake()
 
     def inject_failure(self, error: MeshError) -> None:
         """Fault for tests: all present and future requests fail with `error`."""
@@ -413,7 +384,7 @@ class SimEngine:
         self._streams[stream.sequence] = stream
         self._counters["accepted"] += 1
         self._counters["prompt_tokens"] += stream.sequence.prompt_tokens
-        self._wakeup.set()
+        self._steps.wake()
         return stream
 
     def _admit(
@@ -426,7 +397,8 @@ class SimEngine:
     ) -> Stream:
         core = self._core
         if self._unavailable_error is not None or core is None:
-            raise _copy_error(self._unavailable_error or Unavailable("the engine has not started"))
+            error = self._unavailable_error or Unavailable("the engine has not started")
+            raise error.copy()
         job = (
             core.jobs.build_embedding(request, ctx.priority)
             if is_embedding
@@ -441,103 +413,26 @@ class SimEngine:
             )
         stream = Stream(scheduler.submit(job), job.is_handed_over)
         try:
-            stream.handoff = self._open_handoff(core, stream, request)
+            core.legs.open(stream, request)
         except MeshError:
             scheduler.remove(stream.sequence)
             raise
         return stream
 
-    def _open_handoff(
-        self, core: _Core, stream: Stream, request: PreprocessedRequest
-    ) -> Handoff | None:
-        """Returns the leg's room, None if it needs none yet. Raises as `HandoffManager`."""
-        job = stream.sequence.job
-        if job.is_remote:
-            assert self._handoff_manager is not None, "decode engines have handoffs"
-            return self._handoff_manager.open_decode_handoff(
-                *kv_location(request),
-                on_arrival=lambda done: self._on_kv_arrived(core, stream, done),
-                on_end=lambda error: self._on_handoff_end(stream, error),
-            )
-        if not job.is_handed_over or request.bootstrap_info is None:
-            return None
-        assert self._handoff_manager is not None, "prefill engines have handoffs"
-        return self._handoff_manager.attach_leg(
-            request.bootstrap_info.bootstrap_room,
-            len(request.token_ids),
-            lambda error: self._on_handoff_end(stream, error),
-        )
-
     def _plan(self, core: _Core) -> Step | None:
         step = core.scheduler.plan()
-        for sequence in core.scheduler.take_allocated():
-            handoff, transfer = self._streams[sequence].handoff, sequence.transfer
-            assert self._handoff_manager is not None, "decode engines have handoffs"
-            assert isinstance(handoff, DecodeHandoff), "remote sequences have a room"
-            assert transfer is not None, "allocated blocks are pinned"
-            sequence.transfer = None
-            self._handoff_manager.start_pull(handoff, transfer, sequence.prompt_tokens)
+        core.legs.start_pulls(self._streams)
         return step
 
-    def _on_kv_arrived(self, core: _Core, stream: Stream, done: Done) -> None:
-        core.scheduler.on_kv_arrived(stream.sequence, done.token, done.cached_tokens)
-        self._publish(core.blocks)
-        self._wakeup.set()
-        stream.wake()
-
-    def _start_handoff(self, core: _Core, stream: Stream, transfer: BlockTable) -> None:
-        handoff_manager, sequence = self._handoff_manager, stream.sequence
-        assert handoff_manager is not None, "prefill engines have handoffs"
-        sequence.transfer = None
-        done = Done(sequence.first_token, sequence.cached_tokens or 0)
-        job = sequence.job
-        stamps = page_stamps(job.prompt, core.blocks.block_size, job.lora_name)
-        if isinstance(stream.handoff, PrefillHandoff):
-            handoff_manager.on_prompt_computed(stream.handoff, transfer, stamps, done)
-            return
-        if sequence.end is not FinishReason.LENGTH:  # complete: there is no decode leg
-            core.blocks.unpin(transfer)
-            stream.is_awaiting_handoff = False
-            return
-        try:
-            stream.handoff = handoff_manager.lease(transfer, stamps, sequence.prompt_tokens, done)
-        except MeshError as error:
-            core.blocks.unpin(transfer)
-            stream.error = error
-            return
-        stream.is_awaiting_handoff = False
-        host, port = handoff_manager.endpoint
-        transfer_id = f"{stream.handoff.room:016x}"
-        stream.params = {"host": host, "port": port, "transfer_id": transfer_id}
-
-    def _on_handoff_end(self, stream: Stream, error: MeshError | None) -> None:
-        if error is not None:
-            self._fail(stream, error)
-            return
-        assert self._handoff_manager is not None, "prefill engines have handoffs"
-        assert stream.handoff is not None, "the room was the leg's"
-        host, port = self._handoff_manager.endpoint
-        stream.params = {
-            "bootstrap_host": host,
-            "bootstrap_port": port,
-            "bootstrap_room": stream.handoff.room,
-        }
-        stream.is_awaiting_handoff = False
-        stream.wake()
+    def _on_legs_changed(self) -> None:
+        self._publish(self.blocks)
+        self._steps.wake()
 
     def _stop_stream(self, stream: Stream) -> None:
         if self._core is not None:
             self._core.scheduler.remove(stream.sequence)
-        self._abort_handoff(stream)
+            self._core.legs.abort(stream)
         stream.wake()
-
-    def _abort_handoff(self, stream: Stream) -> None:
-        handoff, stream.handoff = stream.handoff, None
-        if self._handoff_manager is None:
-            return
-        if handoff is not None:
-            self._handoff_manager.abort(handoff)
-        self._wakeup.set()  # its place may have blocked the queue
 
     def _close_stream(self, stream: Stream, outcome: str) -> None:
         assert self._core is not None, "nothing is opened before the start"
@@ -545,7 +440,7 @@ class SimEngine:
         self._core.scheduler.remove(sequence)
         if outcome == "finished":
             stream.handoff = None  # a lease outlives its leg
-        self._abort_handoff(stream)
+        self._core.legs.abort(stream)
         del self._streams[sequence]
         self._counters[outcome] += 1
         self._counters["tokens"] += stream.delivered
@@ -562,83 +457,30 @@ class SimEngine:
 
     async def _run(self, core: _Core) -> None:
         try:
-            await self._run_steps(core)
+            await self._steps.run(
+                core.scheduler,
+                plan=lambda: self._plan(core),
+                on_advanced=lambda sequence: self._on_advanced(core, sequence),
+                publish=lambda: self._publish(core.blocks),
+            )
         except Exception:
             log.exception("sim_engine_failed")
             self.inject_failure(
                 InternalError("the engine failed; the worker's log has the traceback")
             )
 
-    async def _run_steps(self, core: _Core) -> None:
-        clock = self._clock
-        due_at = clock()
-        step: Step | None = None
-        while True:
-            if step is None:
-                step = self._plan(core)
-                due_at += step.duration_s if step else 0.0
-            if step is None or self._is_frozen:
-                self._publish(core.blocks)  # changes that were made without a step
-                self._wakeup.clear()
-                await self._wakeup.wait()
-                due_at = max(due_at, clock())
-                continue
-            await self._sleep(max(0.0, due_at - clock()))
-            if not self._is_frozen:
-                step, due_at = self._run_due_steps(core, step, due_at, clock() + _EARLY_TOLERANCE_S)
-                # Tokens leave before more is computed: an accelerator would not delay them.
-                for _ in range(_TURNS_TO_SEND):
-                    await asyncio.sleep(0)
-                self._publish(core.blocks)
-
-    def _run_due_steps(
-        self, core: _Core, step: Step, due_at: float, until: float
-    ) -> tuple[Step | None, float]:
-        """Completes steps due by `until`, within bounds and up to a first token. Returns the step
-        in flight and its end."""
-        advanced: dict[SimSequence, None] = {}  # an ordered set, for reproducible runs
-        work = 0
-        now: Step | None = step
-        has_first_token = False
-        while now is not None and due_at <= until and not has_first_token and work < _TICK_WORK_MAX:
-            changed = core.scheduler.complete(now)
-            advanced.update(dict.fromkeys(changed))
-            if len(changed) <= _FIRST_TOKENS_MAX:
-                has_first_token = any(len(sequence.output) == 1 for sequence in changed)
-            self._steps += 1
-            self._prefill_tokens += now.prefill_tokens
-            work += (
-                _STEP_WORK_UNITS
-                + len(now.entries)
-                + now.prefill_tokens // _PREFILL_TOKENS_PER_WORK_UNIT
-            )
-            now = self._plan(core)
-            due_at += now.duration_s if now else 0.0
-        for sequence in advanced:
-            stream = self._streams[sequence]
-            if sequence.end is FinishReason.ERROR:
-                self._fail(stream, constraint_failed())
-            if sequence.transfer is not None:
-                self._start_handoff(core, stream, sequence.transfer)
-            stream.wake()
-        return now, due_at
+    def _on_advanced(self, core: _Core, sequence: SimSequence) -> None:
+        stream = self._streams[sequence]
+        if sequence.end is FinishReason.ERROR:
+            self._fail(stream, constraint_failed())
+        if sequence.transfer is not None:
+            core.legs.hand_over(stream, sequence.transfer)
+        stream.wake()
 
     def _publish(self, blocks: BlockManager) -> None:
         events = blocks.take_events()
         if events and self.kv_event_sink is not None:
             self.kv_event_sink(events)
-
-
-def _copy_error(error: MeshError) -> MeshError:
-    """Returns a copy of the error: an instance keeps the traceback of its last raise."""
-    return type(error).restore(
-        error.message,
-        field=error.field,
-        retry_after_s=error.retry_after_s,
-        reason=error.reason,
-        metadata=error.metadata,
-        retryable=error.retryable,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -648,17 +490,4 @@ class _Core:
     scheduler: SimScheduler
     blocks: BlockManager
     jobs: JobBuilder
-
-    @staticmethod
-    def build(config: SimConfig, model: SimModel) -> _Core:
-        blocks = BlockManager(config.total_kv_blocks, config.block_size)
-        oracle = TokenOracle(model.word_ids, model.eos_ids[0], eos_one_in=config.eos_one_in)
-        scheduler = SimScheduler(
-            blocks,
-            config.timing,
-            oracle,
-            LogitModel(oracle, model.vocab_size),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
-        return _Core(scheduler, blocks, JobBuilder.create(config, model))
+    legs: HandoffLegs

@@ -13,8 +13,8 @@ from worker_svc.engines.contract import (
     LLMEngineOutput,
     usage,
 )
+from worker_svc.engines.sim.rooms import Handoff
 from worker_svc.engines.sim.scheduler import SimSequence
-from worker_svc.engines.sim.transfer_server import Handoff
 
 
 @dataclass(slots=True, eq=False)
