@@ -54,7 +54,8 @@ def build_engine(config: WorkerConfig) -> LLMEngine:
 
 def _build_sglang_engine(config: WorkerConfig) -> LLMEngine:
     # Imported here: SGLang is only installed for its own workers.
-    from worker_svc.engines.sglang.engine import SglangConfig, SglangEngine
+    from worker_svc.engines.sglang.config import SglangConfig
+    from worker_svc.engines.sglang.engine import SglangEngine
 
     return SglangEngine(
         SglangConfig(

@@ -14,8 +14,9 @@ from structlog.testing import capture_logs
 
 from common.errors import Unavailable
 from common.registry.card import CARD_BYTES_MAX, Artifact, ModelCard
-from common.registry.file import ENTRY_BYTES_MAX, FileRegistry
+from common.registry.file import FileRegistry
 from common.registry.file_lock import acquire_lock
+from common.registry.file_view import ENTRY_BYTES_MAX
 from common.registry.instances import Instance, new_instance_id
 from tests.integration.service_process import check_life
 

@@ -20,7 +20,8 @@ from common.kv.hashing import PrefixHasher
 from tests.integration.engine_wire import BLOCK, EngineWire, removed, stored
 from tests.living import WAIT_S, until
 from worker_svc.engines.sglang import kv_events as sglang_events
-from worker_svc.engines.sglang.engine import SglangConfig, SglangEngine
+from worker_svc.engines.sglang.config import SglangConfig
+from worker_svc.engines.sglang.engine import SglangEngine
 from worker_svc.engines.sglang.kv_events import (
     BUFFERED_BATCHES,
     SOCKET_QUEUE_MIN,

@@ -1,4 +1,4 @@
-"""The SGLang adapter; only it and `admin.py` import SGLang (0.5.23).
+"""The SGLang adapter (SGLang 0.5.23).
 
 `sglang.Engine` runs its schedulers in separate processes; its tokenizer manager, which talks to
 them, runs here in our event loop. `sampling.py` translates requests, `kv_events.py` reads KV
@@ -27,16 +27,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import multiprocessing
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import structlog
@@ -50,8 +47,6 @@ from common.errors import (
     WorkerLost,
 )
 from common.kv.load import Load
-from common.registry.instances import Role
-from common.runtime.free_ports import free_ports
 from worker_svc.engines.contract import (
     BootstrapInfo,
     EngineConfig,
@@ -64,16 +59,17 @@ from worker_svc.engines.contract import (
 )
 from worker_svc.engines.handoff import HandoffTimeouts, no_blocks_error
 from worker_svc.engines.sglang import admin
+from worker_svc.engines.sglang.advertised import build_engine_config, read_properties
+from worker_svc.engines.sglang.config import SglangConfig
 from worker_svc.engines.sglang.embedding import embed
 from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
 from worker_svc.engines.sglang.launch import (
+    Launched,
     kill_children,
+    launch_engine,
     make_tiny_model,
-    model_checksum,
-    preserve_process_state,
 )
 from worker_svc.engines.sglang.load import count_waiting_for_pages, to_load
-from worker_svc.engines.sglang.make_model import TINY_MODEL_DIR
 from worker_svc.engines.sglang.media import (
     Images,
     ImageWords,
@@ -83,19 +79,15 @@ from worker_svc.engines.sglang.media import (
 from worker_svc.engines.sglang.sampling import (
     NO_PARTNER_HOST,
     EngineProperties,
-    MinTokens,
     OutputConverter,
     SglangRequest,
     build_embedding_arguments,
     build_sglang_request,
-    supported_fields,
     to_invalid_request,
 )
 from worker_svc.engines.sglang.server_args import (
     find_kv_events_off_reason,
-    model_kv_index,
     resolve_page_size,
-    server_arguments,
 )
 from worker_svc.engines.sglang.starvation import StarvationDetector
 from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat, KvEventSink
@@ -108,35 +100,6 @@ DRAIN_TIMEOUT_S: Final = 4.0
 ABANDON_LAUNCH_TIMEOUT_S: Final = 8.0
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class SglangConfig:
-    """Settings of the SGLang engine.
-
-    model_path: a Hugging Face folder; None builds a tiny model with random weights. model: the
-    public name. host: address where prefill listens for decode; advertise_host: the address that
-    decode dials. bootstrap_port: 0 means any. handoff_timeout_s: how long a leg waits for its
-    partner. transfer_group: "" derives it from page size, types, weights and layout. engine_args:
-    further arguments of SGLang's server, by SGLang's names.
-    """
-
-    model: str = "kvmesh-sglang"
-    model_path: Path | None = None
-    role: Role = "aggregated"
-    block_size: int = 16
-    context_length: int | None = None
-    host: str = "127.0.0.1"
-    advertise_host: str = ""
-    bootstrap_port: int = 0
-    handoff_timeout_s: float = 10.0
-    transfer_group: str = ""
-    kv_events: bool = True
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def model_dir(self) -> Path:
-        return self.model_path or TINY_MODEL_DIR
 
 
 class SglangEngine:
@@ -162,7 +125,7 @@ class SglangEngine:
         self._endpoints: KvEventEndpoints | None = None
         # Any: SGLang's Engine has no types.
         self._engine: Any = None
-        self._launch: asyncio.Future[Any] | None = None
+        self._launch: asyncio.Future[Launched] | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._engine_failure: asyncio.Future[WorkerLost] | None = None
         self._sentinels: list[int] = []
@@ -196,9 +159,9 @@ class SglangEngine:
         images = await asyncio.to_thread(
             read_image_model, self.config.model_dir, self.config.engine_args, self.config.role
         )
-        self._launch = loop.run_in_executor(None, self._launch_engine)
+        self._launch = loop.run_in_executor(None, launch_engine, self.config)
         try:
-            self._engine = await asyncio.shield(self._launch)
+            launched = await asyncio.shield(self._launch)
         except MeshError:
             raise
         except (AssertionError, TypeError, ValueError) as error:
@@ -207,11 +170,20 @@ class SglangEngine:
             ) from error
         except Exception as error:
             raise Unavailable(f"SGLang did not start: {error}") from error
+        self._engine, self._endpoints = launched.engine, launched.endpoints
+        self._min_tokens_processor = launched.min_tokens_processor
         self._attach_to_loop(loop)
         resolved = self._resolved = self._engine.server_args.resolved_dict()
-        self._properties = replace(self._read_properties(resolved), images=images)
+        manager = self._engine.tokenizer_manager
+        self._properties = replace(read_properties(self.config, manager, resolved), images=images)
         await self._warm_up()
-        return await self._build_engine_config(resolved)
+        await self._read_loads()
+        self.kv_events_off_reason = find_kv_events_off_reason(
+            self.config.role, resolved, kv_events=self.config.kv_events
+        )
+        return await build_engine_config(
+            self.config, manager, resolved, self._properties, self._loads
+        )
 
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
@@ -373,7 +345,7 @@ class SglangEngine:
         # Last: a dying process may still send SIGQUIT.
         loop.remove_signal_handler(signal.SIGQUIT)
 
-    async def _abandon_launch(self, launch: asyncio.Future[Any]) -> None:
+    async def _abandon_launch(self, launch: asyncio.Future[Launched]) -> None:
         deadline = time.monotonic() + ABANDON_LAUNCH_TIMEOUT_S
         while True:
             await asyncio.to_thread(kill_children)
@@ -436,68 +408,6 @@ class SglangEngine:
         await admin.wake(self._engine.tokenizer_manager)
         self._is_asleep = False
 
-    def _launch_engine(self) -> Any:
-        """Starts SGLang in a thread: imports take seconds, the start takes up to minutes."""
-        with preserve_process_state():
-            # Imported here: a worker without SGLang must be able to import this module.
-            import torch  # type: ignore[import-not-found]
-            from sglang.srt.entrypoints.engine import Engine  # type: ignore[import-not-found] # noqa: TID251
-            from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor  # type: ignore[import-not-found] # noqa: TID251
-
-            level = str(self.config.engine_args.get("log_level", "error")).upper()
-            logging.getLogger("sglang").setLevel(level)
-            self._min_tokens_processor = CustomLogitProcessor.to_str.__func__(MinTokens)
-            arguments = server_arguments(
-                self.config.role,
-                self.config.engine_args,
-                is_cpu=not torch.cuda.is_available(),
-                block_size=self.config.block_size,
-                adapter_arguments=self._adapter_arguments(),
-            )
-            self._set_environment()
-            return Engine(**arguments)
-
-    def _adapter_arguments(self) -> dict[str, Any]:
-        config = self.config
-        adapter_arguments: dict[str, Any] = {
-            "model_path": str(config.model_dir),
-            "skip_tokenizer_init": False,
-            "host": config.host,
-            "enable_priority_scheduling": True,
-            "enable_custom_logit_processor": True,
-        }
-        if config.context_length is not None:
-            adapter_arguments["context_length"] = config.context_length
-        ranks = int(config.engine_args.get("dp_size", 1))
-        # Consecutive ports: one for the rendezvous, then two per rank for its events.
-        port = free_ports(1 + 2 * ranks)
-        if config.kv_events:
-            self._endpoints = KvEventEndpoints(port + 1, port + 1 + ranks)
-            adapter_arguments["kv_events_config"] = self._endpoints.config()
-        if config.role != "aggregated":
-            adapter_arguments["disaggregation_mode"] = config.role
-        if config.role == "prefill":
-            adapter_arguments["disaggregation_bootstrap_port"] = config.bootstrap_port or port
-        return adapter_arguments
-
-    def _set_environment(self) -> None:
-        """Sets environment variables that SGLang reads, through SGLang's own API."""
-        from sglang.srt.environ import EnvStr, envs  # type: ignore[import-not-found] # noqa: TID251
-
-        if self.config.role == "aggregated":
-            return
-        limit_s = max(1, round(self.config.handoff_timeout_s))
-        envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.set(limit_s)
-        envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.set(limit_s)
-        # Not in SGLang's `envs`, so created here; otherwise SGLang would use another interface.
-        host_ip = EnvStr("")
-        host_ip.name = "SGLANG_HOST_IP"
-        host_ip.set(socket.gethostbyname(self._bootstrap_host))
-
-    @property
-    def _bootstrap_host(self) -> str:
-        return self.config.advertise_host or self.config.host
-
     def _attach_to_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Does what SGLang does at its first request, without installing signal handlers."""
         manager = self._engine.tokenizer_manager
@@ -516,21 +426,6 @@ class SglangEngine:
         if not task.cancelled():
             log.error("sglang_task_failed", task=task.get_name(), exc_info=task.exception())
             self._fail_engine(f"task {task.get_name()} failed")
-
-    def _read_properties(self, resolved: Mapping[str, Any]) -> EngineProperties:
-        manager = self._engine.tokenizer_manager
-        model = manager.model_config
-        return EngineProperties(
-            role=self.config.role,
-            vocab_size=model.vocab_size,
-            context_length=model.context_len,
-            max_input_tokens=min(model.context_len, manager.max_req_input_len),
-            eos_ids=frozenset(model.hf_eos_token_id or ()),
-            loras=frozenset(one.lora_name for one in resolved.get("lora_paths") or ()),
-            dp_size=resolved["dp_size"],
-            is_deterministic=bool(resolved["enable_deterministic_inference"]),
-            is_embedding=not model.is_generation,
-        )
 
     async def _warm_up(self) -> None:
         """Generates a token from a prompt too short to cache. The penalty compiles its kernel."""
@@ -555,64 +450,6 @@ class SglangEngine:
             raise Unavailable(f"SGLang did not respond within {WARM_UP_TIMEOUT_S:g} s") from None
         self._check_alive()
 
-    async def _build_engine_config(self, resolved: Mapping[str, Any]) -> EngineConfig:
-        from sglang.srt.configs.hybrid_arch import mambaish_config  # type: ignore[import-not-found] # noqa: TID251
-
-        config, model = self.config, self._engine.tokenizer_manager.model_config
-        images = self._properties.images
-        await self._read_loads()
-        kv_index, reason = model_kv_index(
-            is_hybrid=bool(model.is_hybrid_swa) or mambaish_config(model) is not None,
-            is_speculative=bool(resolved.get("speculative_algorithm")),
-        )
-        self.kv_events_off_reason = find_kv_events_off_reason(
-            config.role, resolved, kv_events=config.kv_events
-        )
-        chunked = resolved.get("chunked_prefill_size") or 0
-        is_prefill = config.role == "prefill"
-        return EngineConfig(
-            model=str(config.model_dir),
-            served_model_name=config.model,
-            context_length=model.context_len,
-            kv_cache_block_size=config.block_size,
-            total_kv_blocks=self._loads[0].kv_total_blocks if self._loads else None,
-            max_num_seqs=self._max_num_seqs(),
-            # Without chunks, a prompt above max_prefill_tokens is computed in a step of its own.
-            max_num_batched_tokens=chunked
-            if chunked > 0
-            else max(resolved.get("max_prefill_tokens") or 0, model.context_len),
-            bootstrap_host=self._bootstrap_host if is_prefill else None,
-            bootstrap_port=resolved["disaggregation_bootstrap_port"] if is_prefill else None,
-            transfer_group=config.transfer_group or await self._transfer_group(resolved),
-            local_prefill=config.role == "aggregated",
-            loras=self._properties.loras,
-            kv_index=kv_index,
-            kv_index_reason=reason,
-            dp_size=self._properties.dp_size,
-            kinds=("embedding",) if self._properties.is_embedding else ("chat", "completions"),
-            embedding_size=model.hidden_size if self._properties.is_embedding else None,
-            shorter_embeddings=bool(model.is_matryoshka),
-            media={"image": images.input} if images else {},
-            template_texts=images.template_texts if images else {},
-            supported_fields=supported_fields(self._properties),
-        )
-
-    def _max_num_seqs(self) -> int | None:
-        snapshots = self._engine.tokenizer_manager.load_snapshot_reader.read_all()
-        return min((one.max_running_requests for one in snapshots), default=0) or None
-
-    async def _transfer_group(self, resolved: Mapping[str, Any]) -> str:
-        """Returns a name that is equal for engines with interchangeable KV pages."""
-        from sglang.version import __version__  # type: ignore[import-not-found] # noqa: TID251
-
-        checksum = await asyncio.to_thread(model_checksum, self.config.model_dir)
-        dtype = str(self._engine.tokenizer_manager.model_config.dtype).removeprefix("torch.")
-        layout = "-".join(
-            f"{name}{resolved.get(f'{name}_size') or 1}" for name in ("tp", "pp", "dp")
-        )
-        page, kv = resolved["page_size"], resolved["kv_cache_dtype"]
-        return f"sglang-{__version__}-page{page}-{dtype}-{kv}-{layout}-{checksum}"
-
     def _check_alive(self) -> None:
         if self._engine is None:
             raise Unavailable("the engine has not started")
@@ -630,15 +467,7 @@ class SglangEngine:
         self._engine_failure.set_result(WorkerLost(f"the engine is gone: {reason}", retryable=True))
         self._remove_process_watchers(asyncio.get_running_loop())
         if self._engine is not None:
-            self._abort_requests()
-
-    def _abort_requests(self) -> None:
-        """Ends all requests by SGLang's handler of an abort from the scheduler."""
-        from sglang.srt.managers.io_struct import AbortReq  # type: ignore[import-not-found] # noqa: TID251
-
-        manager = self._engine.tokenizer_manager
-        for rid in tuple(manager.rid_to_state):
-            manager._handle_abort_req(AbortReq(rid=rid, abort_message="the engine is gone"))
+            admin.abort_requests(self._engine.tokenizer_manager)
 
     def _remove_process_watchers(self, loop: asyncio.AbstractEventLoop) -> None:
         """Removes the watchers; the sentinel of an ended process would stay readable."""

@@ -1,4 +1,4 @@
-"""Helpers of an SGLang start: the tiny model, progress, process state, model checksum."""
+"""The start of SGLang: arguments, environment, process state, the tiny model, model checksum."""
 
 from __future__ import annotations
 
@@ -8,19 +8,99 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
 from common.errors import Unavailable
+from common.runtime.free_ports import free_ports
+from worker_svc.engines.sglang.config import SglangConfig
+from worker_svc.engines.sglang.kv_events import KvEventEndpoints
+from worker_svc.engines.sglang.sampling import MinTokens
+from worker_svc.engines.sglang.server_args import server_arguments
 
 # Bytes of each weight file, at its start and its end, that enter the model checksum.
 _SAMPLED_BYTES: Final = 1 << 16
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A started SGLang. engine: an `sglang.Engine`, which has no types. endpoints: of its KV
+    events, None if it reports none. min_tokens_processor: the serialized `MinTokens`.
+    """
+
+    engine: Any
+    endpoints: KvEventEndpoints | None
+    min_tokens_processor: str
+
+
+def launch_engine(config: SglangConfig) -> Launched:
+    """Starts SGLang; call it in a thread: imports take seconds, the start takes up to minutes."""
+    with preserve_process_state():
+        # Imported here: a worker without SGLang must be able to import this module.
+        import torch  # type: ignore[import-not-found]
+        from sglang.srt.entrypoints.engine import Engine  # type: ignore[import-not-found] # noqa: TID251
+        from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor  # type: ignore[import-not-found] # noqa: TID251
+
+        level = str(config.engine_args.get("log_level", "error")).upper()
+        logging.getLogger("sglang").setLevel(level)
+        min_tokens_processor = CustomLogitProcessor.to_str.__func__(MinTokens)
+        ranks = int(config.engine_args.get("dp_size", 1))
+        # Consecutive ports: one for the rendezvous, then two per rank for its events.
+        port = free_ports(1 + 2 * ranks)
+        endpoints = KvEventEndpoints(port + 1, port + 1 + ranks) if config.kv_events else None
+        arguments = server_arguments(
+            config.role,
+            config.engine_args,
+            is_cpu=not torch.cuda.is_available(),
+            block_size=config.block_size,
+            adapter_arguments=_adapter_arguments(config, port, endpoints),
+        )
+        _set_environment(config)
+        return Launched(Engine(**arguments), endpoints, min_tokens_processor)
+
+
+def _adapter_arguments(
+    config: SglangConfig, port: int, endpoints: KvEventEndpoints | None
+) -> dict[str, Any]:
+    adapter_arguments: dict[str, Any] = {
+        "model_path": str(config.model_dir),
+        "skip_tokenizer_init": False,
+        "host": config.host,
+        "enable_priority_scheduling": True,
+        "enable_custom_logit_processor": True,
+    }
+    if config.context_length is not None:
+        adapter_arguments["context_length"] = config.context_length
+    if endpoints is not None:
+        adapter_arguments["kv_events_config"] = endpoints.config()
+    if config.role != "aggregated":
+        adapter_arguments["disaggregation_mode"] = config.role
+    if config.role == "prefill":
+        adapter_arguments["disaggregation_bootstrap_port"] = config.bootstrap_port or port
+    return adapter_arguments
+
+
+def _set_environment(config: SglangConfig) -> None:
+    """Sets environment variables that SGLang reads, through SGLang's own API."""
+    from sglang.srt.environ import EnvStr, envs  # type: ignore[import-not-found] # noqa: TID251
+
+    if config.role == "aggregated":
+        return
+    limit_s = max(1, round(config.handoff_timeout_s))
+    envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.set(limit_s)
+    envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.set(limit_s)
+    # Not in SGLang's `envs`, so created here; otherwise SGLang would use another interface.
+    host_ip = EnvStr("")
+    host_ip.name = "SGLANG_HOST_IP"
+    host_ip.set(socket.gethostbyname(config.bootstrap_host))
 
 
 async def make_tiny_model(folder: Path) -> None:

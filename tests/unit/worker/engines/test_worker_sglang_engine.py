@@ -15,7 +15,8 @@ from common.errors import Overloaded, WorkerLost
 from common.request.preprocessed import BootstrapInfo, PreprocessedRequest, TokenIds
 from worker_svc.engines.contract import EngineContext, GenerateContext
 from worker_svc.engines.handoff import NO_BLOCKS
-from worker_svc.engines.sglang.engine import SglangConfig, SglangEngine
+from worker_svc.engines.sglang.config import SglangConfig
+from worker_svc.engines.sglang.engine import SglangEngine
 from worker_svc.engines.sglang.sampling import EngineProperties
 
 FACTS = EngineProperties(
