@@ -60,7 +60,7 @@ from common.registry.file_lock import (
     try_lock,
     write_atomically,
 )
-from common.registry.file_view import NamespaceView, encode_entry, entry_name
+from common.registry.file_view import FolderView, encode_entry, entry_name
 from common.registry.folder_changes import FolderChanges
 from common.registry.instances import Instance, Snapshot, find_card_conflict
 from common.registry.registry import (
@@ -113,7 +113,7 @@ class FileRegistry:
         self._signer = signer
         self._poll_interval_s = poll_interval_s
         self._card_check_wait_s = card_check_wait_s
-        self._views: dict[str, NamespaceView] = {}
+        self._views: dict[str, FolderView] = {}
         self._changes = FolderChanges()
         self._leases: dict[int, _FileLease] = {}
         self._reconcile_task: asyncio.Task[None] | None = None
@@ -203,20 +203,18 @@ class FileRegistry:
             next_poll_at = view.polled_at + self._poll_s(view)
             await asyncio.sleep(max(SETTLE_S, next_poll_at - time.monotonic()))
 
-    def _poll_s(self, view: NamespaceView) -> float:
+    def _poll_s(self, view: FolderView) -> float:
         return max(self._poll_interval_s, POLL_S_PER_ENTRY * len(view.entries))
 
     def _check_open(self) -> None:
         if self._closed:
             raise registry_closed_error()
 
-    def _view(self, namespace: str) -> NamespaceView:
+    def _view(self, namespace: str) -> FolderView:
         if namespace not in self._views:
             check_namespace(namespace)
             directory = self._path / namespace / "instances"
-            self._views[namespace] = NamespaceView(
-                directory, namespace, self._changes, self._signer
-            )
+            self._views[namespace] = FolderView(directory, namespace, self._changes, self._signer)
         return self._views[namespace]
 
     def _card_path(self, checksum: str) -> Path:

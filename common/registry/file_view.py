@@ -70,7 +70,7 @@ class _Entry:
     instance: Instance | None
 
 
-class NamespaceView:
+class FolderView:
     """The members of one namespace as one process sees them. Removes files of dead owners."""
 
     def __init__(

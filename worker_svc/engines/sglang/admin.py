@@ -87,7 +87,7 @@ def _adapters_of(result: Any, field: str) -> frozenset[str]:
 
 def abort_requests(manager: Any) -> None:
     """Ends all requests by SGLang's handler of an abort from the scheduler."""
-    from sglang.srt.managers.io_struct import AbortReq  # type: ignore[import-not-found] # noqa: TID251
+    from sglang.srt.managers.io_struct import AbortReq  # noqa: TID251
 
     for rid in tuple(manager.rid_to_state):
         manager._handle_abort_req(AbortReq(rid=rid, abort_message="the engine is gone"))
