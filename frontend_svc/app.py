@@ -31,6 +31,7 @@ from frontend_svc.core.responses_api.store import ResponseStore
 from frontend_svc.http.access import KeyFile, with_keys
 from frontend_svc.http.admin import split_admin_api
 from frontend_svc.http.browsers import with_browser_policy
+from frontend_svc.http.endpoint import EndpointParts
 from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.http.routes import Readiness, build_api, direct_routes
 from frontend_svc.http.server import FINAL_WRITE_TIMEOUT_S, HttpServer, listen
@@ -208,14 +209,16 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         """The servers of the API, and of its admin paths if they have a listener of their own."""
         config = self._config
         api = build_api(
-            self.gateway,
-            self._models,
-            self._state,
+            EndpointParts(
+                self.gateway,
+                self._models,
+                self._state,
+                config,
+                self._records,
+                self._hit_monitor.on_request_end,
+            ),
             metrics,
-            self._config,
-            self._records,
             self._readiness,
-            self._hit_monitor.on_request_end,
             self._stored_responses,
             generate_latest if self._siblings is None else self._siblings.encode,
             None if self._siblings is None else self._siblings.combine,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from common.errors import RequestCancelled
 from common.request.embedding import Vector, check_dimensions, shorten
 from common.request.preprocessed import PreprocessedRequest, TokenIds
-from frontend_svc.config import FrontendConfig
 from frontend_svc.core.openai.embeddings import (
     EmbeddingRequest,
     check_lengths,
@@ -27,12 +26,9 @@ from frontend_svc.http.api import off_loop
 from frontend_svc.http.asgi import JSON_HEADER, send_response_parts
 from frontend_svc.http.endpoint import PostEndpoint
 from frontend_svc.http.request_context import HttpRequest
-from frontend_svc.http.request_records import RequestRecords
-from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
-from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.request.embedding_batch import EmbeddingBatch
-from frontend_svc.request.gateway import Gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +41,6 @@ class EmbeddingBody:
 
 class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
     """The ASGI application of `/v1/embeddings`."""
-
-    def __init__(
-        self,
-        gateway: Gateway,
-        models: ModelCatalog,
-        state: DeploymentState,
-        config: FrontendConfig,
-        records: RequestRecords,
-    ) -> None:
-        super().__init__(Endpoint.EMBEDDINGS, models, state, config, records)
-        self._gateway = gateway
 
     async def parse(self, context: HttpRequest, raw: bytes) -> EmbeddingBody:
         context.body = request = await off_loop(len(raw), parse_embedding, raw)

@@ -7,6 +7,8 @@ import re
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -35,7 +37,7 @@ from frontend_svc.core.openai.nvext import Nvext
 from frontend_svc.core.openai.parsing import named_model
 from frontend_svc.core.openai.preprocessing import strict_priority
 from frontend_svc.core.peers.placement_query import Query
-from frontend_svc.core.request.types import RequestPlan
+from frontend_svc.core.request.types import RequestOutcome, RequestPlan
 from frontend_svc.http.access import admit, quota_of
 from frontend_svc.http.asgi import (
     BODY_END,
@@ -50,6 +52,7 @@ from frontend_svc.http.request_context import HttpRequest, log_request, span_att
 from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.request.gateway import Gateway
 from frontend_svc.tracing import start_request_span
 
 # Time a client may take to send its body.
@@ -66,22 +69,30 @@ P = TypeVar("P")
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class EndpointParts:
+    """What the endpoints of one API share. on_request_end: called once for each request that was
+    sent to workers."""
+
+    gateway: Gateway
+    models: ModelCatalog
+    state: DeploymentState
+    config: FrontendConfig
+    records: RequestRecords
+    on_request_end: Callable[[RequestOutcome], None]
+
+
 class PostEndpoint(ABC, Generic[P]):
     """The ASGI application of one endpoint. A subclass reads bodies (P) and serves them."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        models: ModelCatalog,
-        state: DeploymentState,
-        config: FrontendConfig,
-        records: RequestRecords,
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, parts: EndpointParts) -> None:
         self._endpoint = endpoint
-        self._models = models
-        self._state = state
-        self._config = config
-        self._records = records
+        self._parts = parts
+        self._gateway = parts.gateway
+        self._models = parts.models
+        self._state = parts.state
+        self._config = parts.config
+        self._records = parts.records
         self._active_requests = 0
 
     @abstractmethod

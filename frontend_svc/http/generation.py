@@ -17,7 +17,6 @@ from common.errors import (
 )
 from common.kv.hashing import HASH_SCHEME_ID
 from common.request.preprocessed import PreprocessedRequest, TokenIds
-from frontend_svc.config import FrontendConfig
 from frontend_svc.core.choice import Choice
 from frontend_svc.core.media.prompt import add_media, check_media, expand_media, media_parts
 from frontend_svc.core.models.engine_options import check_options
@@ -42,7 +41,7 @@ from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.openai.sse import ChunkKind
 from frontend_svc.core.openai.tool_calls import ToolPlan, plan_tools
 from frontend_svc.core.peers.placement_query import Query
-from frontend_svc.core.request.types import PassThroughPayload, RequestOutcome, RequestPlan
+from frontend_svc.core.request.types import PassThroughPayload, RequestPlan
 from frontend_svc.core.response_format import ChoiceRecorder, RecordedFormat, ResponseFormat
 from frontend_svc.core.text.output_text import TextStream
 from frontend_svc.core.text.prompt import Prompt, TemplateError
@@ -51,9 +50,8 @@ from frontend_svc.core.tools.harmony import HarmonyParser
 from frontend_svc.core.tools.parser import ToolCallParser
 from frontend_svc.core.tools.response import ResponseParser
 from frontend_svc.http.api import GenerationApi, ParsedBody, ResponseInfo, off_loop
-from frontend_svc.http.endpoint import PostEndpoint
+from frontend_svc.http.endpoint import EndpointParts, PostEndpoint
 from frontend_svc.http.request_context import HttpRequest
-from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.http.streaming import (
     OpenChoice,
     ResponseWriter,
@@ -61,11 +59,9 @@ from frontend_svc.http.streaming import (
     send_merged_chunks,
 )
 from frontend_svc.media.loader import MediaLoader
-from frontend_svc.metrics.families import DeploymentState, RequestMeter
-from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.models.constraints import ConstraintChecks
 from frontend_svc.models.served_model import ServedModel
-from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.response import Reader, ResponseBuffer
 
@@ -94,20 +90,13 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
     def __init__(
         self,
         api: GenerationApi,
-        gateway: Gateway,
-        models: ModelCatalog,
-        state: DeploymentState,
-        config: FrontendConfig,
-        records: RequestRecords,
+        parts: EndpointParts,
         constraints: ConstraintChecks,
-        on_request_end: Callable[[RequestOutcome], None],
         media: MediaLoader,
     ) -> None:
-        super().__init__(api.endpoint, models, state, config, records)
+        super().__init__(api.endpoint, parts)
         self._api = api
-        self._gateway = gateway
         self._constraints = constraints
-        self._on_request_end = on_request_end
         self._media = media
 
     def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
@@ -141,7 +130,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
             await self._generate(context, body, meter)
         for response in context.responses:
             if response.outcome is not None:
-                self._on_request_end(response.outcome)
+                self._parts.on_request_end(response.outcome)
         outcome = context.outcome
         assert outcome is not None, "both paths wait for the outcome"
         details = outcome.usage.prompt_tokens_details

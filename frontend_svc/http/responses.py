@@ -12,7 +12,6 @@ from starlette.routing import Route
 
 from common.api_keys import Scope as Permission
 from common.errors import InvalidRequest, MeshError, NotFound, Unavailable, Unsupported
-from frontend_svc.config import FrontendConfig
 from frontend_svc.core.access import Caller
 from frontend_svc.core.json_bytes import compact_json
 from frontend_svc.core.models.model_watch import Table
@@ -42,14 +41,12 @@ from frontend_svc.core.responses_api.translation import (
 )
 from frontend_svc.http.access import admit
 from frontend_svc.http.api import ParsedBody, ResponseInfo, off_loop
-from frontend_svc.http.endpoint import PostEndpoint
+from frontend_svc.http.endpoint import EndpointParts, PostEndpoint
 from frontend_svc.http.error_response import error_response
 from frontend_svc.http.generation import encode_chat
 from frontend_svc.http.request_context import HttpRequest
-from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.http.streaming import send_json
-from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
-from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.metrics.families import Endpoint, RequestMeter
 from frontend_svc.peers.stored_responses import StoredResponses
 
 # `code` of the error, in upper case.
@@ -155,15 +152,8 @@ class InputTokensEndpoint(PostEndpoint[ChatRequest]):
     """`POST /v1/responses/input_tokens`: the number of prompt tokens of a body of
     `/v1/responses`, without a worker."""
 
-    def __init__(
-        self,
-        api: ResponsesApi,
-        models: ModelCatalog,
-        state: DeploymentState,
-        config: FrontendConfig,
-        records: RequestRecords,
-    ) -> None:
-        super().__init__(Endpoint.COUNT_TOKENS, models, state, config, records)
+    def __init__(self, api: ResponsesApi, parts: EndpointParts) -> None:
+        super().__init__(Endpoint.COUNT_TOKENS, parts)
         self._api = api
 
     def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:

@@ -17,34 +17,29 @@ from starlette.routing import Route
 
 from common.api_keys import Scope as Permission
 from common.errors import MeshError, Unimplemented
-from frontend_svc.config import FrontendConfig
 from frontend_svc.core.anthropic import errors as anthropic
 from frontend_svc.core.api_document import api_document
 from frontend_svc.core.openai.errors import INVALID, error_body, http_error
 from frontend_svc.core.openai.responses import model_list, model_object
-from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.http.access import admit
 from frontend_svc.http.api import CHAT_COMPLETIONS, COMPLETIONS, GenerationApi
 from frontend_svc.http.asgi import AsgiApp, Receive, Scope, Send
 from frontend_svc.http.embeddings import EmbeddingEndpoint
-from frontend_svc.http.endpoint import PostEndpoint
+from frontend_svc.http.endpoint import EndpointParts, PostEndpoint
 from frontend_svc.http.error_response import error_response, send_error
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.messages import CountTokensEndpoint, MessagesApi
 from frontend_svc.http.operations import DOCUMENT_PATH, operations
 from frontend_svc.http.preprocess import PreprocessApi, PreprocessEndpoint
 from frontend_svc.http.request_context import MODEL_OWNER
-from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.http.responses import InputTokensEndpoint, ResponsesApi, stored_response_routes
 from frontend_svc.http.tokenize import DetokenizeEndpoint, TokenizeEndpoint
 from frontend_svc.media.fetcher import MediaFetcher
 from frontend_svc.media.loader import MediaLoader
-from frontend_svc.metrics.families import DeploymentState, Endpoint
-from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.metrics.families import Endpoint
 from frontend_svc.models.constraints import ConstraintChecks
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.peers.stored_responses import StoredResponses
-from frontend_svc.request.gateway import Gateway
 
 MESSAGES_PATH = "/v1/messages"
 # They need no key.
@@ -67,21 +62,17 @@ class Readiness:
 
 
 def build_api(
-    gateway: Gateway,
-    models: ModelCatalog,
-    state: DeploymentState,
+    parts: EndpointParts,
     registry: CollectorRegistry,
-    config: FrontendConfig,
-    records: RequestRecords,
     readiness: Callable[[], Readiness],
-    on_request_end: Callable[[RequestOutcome], None],
     stored_responses: StoredResponses | None,
     encode_metrics: Callable[[CollectorRegistry], bytes] = generate_latest,
     combine: Callable[[Readiness], Awaitable[Readiness]] | None = None,
 ) -> Starlette:
-    """Returns the whole HTTP API. registry: the registry behind /metrics. on_request_end: called
-    once for each request that was sent to workers. stored_responses: None: none are stored.
-    combine: adds the readiness of the other processes of this frontend; None: there are none."""
+    """Returns the whole HTTP API. registry: the registry behind /metrics. stored_responses: None:
+    none are stored. combine: adds the readiness of the other processes of this frontend; None:
+    there are none."""
+    config, models = parts.config, parts.models
 
     async def frontend_readiness() -> Readiness:
         return await combine(readiness()) if combine is not None else readiness()
@@ -141,11 +132,10 @@ def build_api(
         text = "no engine of this server ranks or scores texts; compare their embeddings instead"
         return error_response(http_error(Unimplemented(text)))
 
-    embeddings = EmbeddingEndpoint(gateway, models, state, config, records)
     # Any: Starlette takes ASGI applications and functions.
     text_tools: dict[str, Callable[..., Any]] = {
-        "/tokenize": TokenizeEndpoint(Endpoint.TOKENIZE, models, state, config, records),
-        "/detokenize": DetokenizeEndpoint(Endpoint.DETOKENIZE, models, state, config, records),
+        "/tokenize": TokenizeEndpoint(Endpoint.TOKENIZE, parts),
+        "/detokenize": DetokenizeEndpoint(Endpoint.DETOKENIZE, parts),
         "/rerank": rerank,
         "/score": rerank,
     }
@@ -158,22 +148,11 @@ def build_api(
     media = MediaLoader(fetcher, config.media_limit_mb << 20)
 
     def generation(api: GenerationApi) -> GenerationEndpoint:
-        return GenerationEndpoint(
-            api, gateway, models, state, config, records, constraints, on_request_end, media
-        )
+        return GenerationEndpoint(api, parts, constraints, media)
 
-    preprocess = PreprocessEndpoint(
-        PreprocessApi(stored_responses),
-        gateway,
-        models,
-        state,
-        config,
-        records,
-        constraints,
-        on_request_end,
-        # It fetches nothing: its response would have the content.
-        MediaLoader(None, config.media_limit_mb << 20),
-    )
+    # It fetches nothing: its response would have the content.
+    no_media = MediaLoader(None, config.media_limit_mb << 20)
+    preprocess = PreprocessEndpoint(PreprocessApi(stored_responses), parts, constraints, no_media)
 
     @cache
     def document() -> bytes:
@@ -189,10 +168,12 @@ def build_api(
             Route(MESSAGES_PATH, generation(MessagesApi()), methods=["POST"]),
             Route(
                 f"{MESSAGES_PATH}/count_tokens",
-                CountTokensEndpoint(Endpoint.COUNT_TOKENS, models, state, config, records),
+                CountTokensEndpoint(Endpoint.COUNT_TOKENS, parts),
                 methods=["POST"],
             ),
-            Route("/v1/embeddings", embeddings, methods=["POST"]),
+            Route(
+                "/v1/embeddings", EmbeddingEndpoint(Endpoint.EMBEDDINGS, parts), methods=["POST"]
+            ),
             *(
                 Route(prefix + path, endpoint, methods=["POST"])
                 for prefix in ("", "/v1")
@@ -201,7 +182,7 @@ def build_api(
             Route("/v1/responses", generation(responses), methods=["POST"]),
             Route(
                 "/v1/responses/input_tokens",
-                InputTokensEndpoint(responses, models, state, config, records),
+                InputTokensEndpoint(responses, parts),
                 methods=["POST"],
             ),
             *stored_response_routes(stored_responses),

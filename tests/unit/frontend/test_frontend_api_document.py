@@ -12,6 +12,7 @@ from starlette.routing import Route
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.api_document import api_document
 from frontend_svc.core.openai.schema import ChatRequest
+from frontend_svc.http.endpoint import EndpointParts
 from frontend_svc.http.operations import operations
 from frontend_svc.http.routes import build_api
 
@@ -23,7 +24,8 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 def routes() -> set[tuple[str, str]]:
     """Method and path of the routes of the application, whose parts are not called."""
     part = cast("Any", None)
-    app = build_api(part, part, part, part, FrontendConfig(), part, part, part, part)
+    parts = EndpointParts(part, part, part, FrontendConfig(), part, part)
+    app = build_api(parts, part, part, part)
     paths = [route for route in app.routes if isinstance(route, Route)]
     return {
         (method.lower(), route.path.replace(":path}", "}"))

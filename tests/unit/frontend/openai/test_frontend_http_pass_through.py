@@ -23,6 +23,7 @@ from frontend_svc.config import FrontendConfig
 from frontend_svc.core.openai.sse import KEEP_ALIVE
 from frontend_svc.core.peers.placement_query import PlacementKey, Query
 from frontend_svc.core.request.types import RequestOutcome, RoutingDecision
+from frontend_svc.http.endpoint import EndpointParts
 from frontend_svc.http.request_records import RequestRecords
 from frontend_svc.http.routes import Readiness, build_api
 from frontend_svc.http.server import HttpServer, listen
@@ -136,17 +137,15 @@ async def served(
     async with EngineClient(1, wire, Random(1)) as engines:
         gateway = Gateway(router, engines, lambda: snapshot)
         ended: list[RequestOutcome] = []
-        api = build_api(
+        parts = EndpointParts(
             gateway,
             models,
             DeploymentState(models.names),
-            CollectorRegistry(),
             FrontendConfig(keep_alive_s=keep_alive_s),
             RequestRecords(None, None, "none"),
-            lambda: ready,
             ended.append,
-            None,
         )
+        api = build_api(parts, CollectorRegistry(), lambda: ready, None)
         server, listener = HttpServer(api, lambda: False, 1, 100), listen("127.0.0.1", 0)
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()
