@@ -231,7 +231,9 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
                 OpenChoice(choice, *one, extension)
                 for choice, one in zip(choices, opened, strict=True)
             ]
-            writer = ResponseWriter(context, open_choices, self._config.keep_alive_s)
+            writer = ResponseWriter(
+                context, open_choices, self._config.keep_alive_s, self._gateway.backlog
+            )
             if not body.is_stream:
                 await writer.send(response_format)
                 return
@@ -296,7 +298,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
     ) -> Iterator[list[tuple[RequestHandle, ResponseBuffer]]]:
         """Runs requests, which `context.responses` receive, while their client is connected;
         leaving ends what still runs."""
-        reader = Reader()
+        reader, backlog = Reader(), self._gateway.backlog
         handles: list[RequestHandle] = []
 
         def fail(index: int, error: MeshError, reason: str) -> None:
@@ -304,7 +306,9 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
 
         context.queries = [query for _, query in plans]
         context.responses = buffers = [
-            ResponseBuffer(meter, self._state.clock, partial(fail, index), reader=reader)
+            ResponseBuffer(
+                meter, self._state.clock, partial(fail, index), reader=reader, backlog=backlog
+            )
             for index in range(len(plans))
         ]
         for (plan, query), response in zip(plans, buffers, strict=True):
@@ -320,8 +324,9 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
             try:
                 yield list(zip(handles, buffers, strict=True))
             finally:
-                for handle in handles:
+                for handle, buffer in zip(handles, buffers, strict=True):
                     handle.client_gone()
+                    buffer.discard()
 
 
 def _response_parser(

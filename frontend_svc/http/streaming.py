@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from common.request.preprocessed import CompletionUsage
 from frontend_svc.core.choice import Choice
 from frontend_svc.core.openai.errors import error_event
 from frontend_svc.core.openai.extension import ResponseExtension
-from frontend_svc.core.openai.pass_through import merge_chunks
+from frontend_svc.core.openai.pass_through import merge_chunks, without_hits
 from frontend_svc.core.openai.sse import DONE, KEEP_ALIVE, ChunkKind, event
 from frontend_svc.core.request.outcomes import merge_outcomes
 from frontend_svc.core.request.types import RequestOutcome
@@ -28,7 +29,10 @@ from frontend_svc.http.asgi import (
 )
 from frontend_svc.http.request_context import HttpRequest
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.response import ResponseBuffer
+from frontend_svc.request.response import Backlog, ResponseBuffer
+
+# Of a response that is behind, written before others are served: 1 to 2 ms of work.
+PART_TOKENS = 256
 
 
 @dataclass(slots=True)
@@ -44,12 +48,16 @@ class OpenChoice:
 
 
 class ResponseWriter:
-    """Writes the choices of a response. keep_alive_s: pause before a comment is sent. Every method
-    raises the request's error if it ends before the first byte: it becomes an ordinary HTTP error
-    then."""
+    """Writes the choices of a response. keep_alive_s: pause before a comment is sent. backlog: of
+    this process. Every method raises the request's error if it ends before the first byte: it
+    becomes an ordinary HTTP error then."""
 
     def __init__(
-        self, context: HttpRequest, choices: Sequence[OpenChoice], keep_alive_s: float
+        self,
+        context: HttpRequest,
+        choices: Sequence[OpenChoice],
+        keep_alive_s: float,
+        backlog: Backlog,
     ) -> None:
         self._context = context
         self._choices = choices
@@ -57,6 +65,7 @@ class ResponseWriter:
         self._send = context.send
         self._connection = context.connection
         self._keep_alive_s = keep_alive_s
+        self._backlog = backlog
         self._unfinished = len(choices)
         self._is_ending = False
         # Of the first choice that failed.
@@ -76,7 +85,7 @@ class ResponseWriter:
         events = b"" if extension is None else extension.comments()
         events += response_format.begin() + self._begin(response_format)
         while True:
-            events += self._advance(response_format)
+            events += await self._catch_up(response_format)
             if self._error is not None:
                 events += response_format.error(self._error)
                 break
@@ -91,9 +100,24 @@ class ResponseWriter:
             if events:
                 await self._send(body_part(events))
             events = b""
-            self._reader.call_on_news(partial(self._write_tokens, response_format))
-            has_news = await self._reader.wait()
+            if not (has_news := self._is_behind):
+                self._reader.call_on_news(partial(self._write_tokens, response_format))
+                has_news = await self._reader.wait()
         await _end_stream(self._context, events)
+
+    @property
+    def _is_behind(self) -> bool:
+        return any(one.buffer.has_unread and not one.choice.is_complete for one in self._choices)
+
+    async def _catch_up(self, sink: ChoiceSink) -> bytes:
+        """Writes what has arrived. If that is much, because the client has not read, it writes a
+        part, and other responses go on before the next part of any response."""
+        if sum(one.buffer.unread for one in self._choices) <= PART_TOKENS:
+            return self._advance(sink)
+        async with self._backlog.turn:
+            events = self._advance(sink, max(1, PART_TOKENS // len(self._choices)))
+            await asyncio.sleep(0)
+        return events
 
     def _write_tokens(self, response_format: ResponseFormat) -> bool:
         """Writes the tokens that have arrived; False if there is more to do than that."""
@@ -117,23 +141,26 @@ class ResponseWriter:
     def _begin(self, sink: ChoiceSink) -> bytes:
         return b"".join([one.choice.begin(sink) for one in self._choices])
 
-    def _advance(self, sink: ChoiceSink) -> bytes:
-        """Writes what has arrived; sets `_error` if a choice failed."""
-        events = self._feed(sink)
+    def _advance(self, sink: ChoiceSink, most: int | None = None) -> bytes:
+        """Writes what has arrived, or about `most` tokens of each choice; sets `_error` if a choice
+        failed."""
+        events = self._feed(sink, most)
         for one in self._choices:
             if one.choice.is_complete:
                 one.handle.stop()
-            if one.buffer.outcome is not None and not one.is_finished:
+            is_read = one.choice.is_complete or not one.buffer.has_unread
+            if one.buffer.outcome is not None and is_read and not one.is_finished:
                 events += self._finish(one, one.buffer.outcome, sink)
         return events
 
-    def _feed(self, sink: ChoiceSink) -> bytes:
-        """Writes the tokens that have arrived; sets `_is_ending` if a choice ends."""
+    def _feed(self, sink: ChoiceSink, most: int | None = None) -> bytes:
+        """Writes the tokens that have arrived, as `_advance`; sets `_is_ending` if a choice
+        ends."""
         events = b""
         self._is_ending = False
         for one in self._choices:
             choice, buffer = one.choice, one.buffer
-            token_ids, logprobs = buffer.take()
+            token_ids, logprobs = buffer.take() if most is None else buffer.take_part(most)
             if token_ids and not choice.is_complete:
                 events += choice.feed(token_ids, logprobs, sink)
             if choice.is_complete or buffer.outcome is not None:
@@ -170,21 +197,31 @@ class ResponseWriter:
             usage = one.choice.usage(one.buffer.outcome.usage)
             outcomes.append(replace(one.buffer.outcome, usage=usage))
         usage = merge_outcomes(outcomes, self._context.choices_per_prompt).usage
-        if Scope.EXPLAIN not in self._context.caller.scopes:
-            usage = replace(usage, prompt_tokens_details=None)
+        return _permitted(self._context, usage)
+
+
+def _permitted(context: HttpRequest, usage: CompletionUsage) -> CompletionUsage:
+    """The counts; cache hits only if the client's key permits them."""
+    if Scope.EXPLAIN in context.caller.scopes:
         return usage
+    return replace(usage, prompt_tokens_details=None)
+
+
+async def _next_chunks(context: HttpRequest, buffer: ResponseBuffer) -> Sequence[bytes]:
+    chunks = await buffer.next_chunks()
+    return chunks if Scope.EXPLAIN in context.caller.scopes else [*map(without_hits, chunks)]
 
 
 async def relay_chunks(context: HttpRequest, buffer: ResponseBuffer, keep_alive_s: float) -> None:
     """Streams the chunks of a passed-through body. Raises as ResponseWriter."""
     buffer.reader.wake_when_idle(keep_alive_s)
-    chunks = await buffer.next_chunks()
+    chunks = await _next_chunks(context, buffer)
     if not chunks:
         _raise_error(buffer)
     await _start_stream(context)
     while chunks or buffer.outcome is None:
         await context.send(body_part(b"".join(map(event, chunks)) or KEEP_ALIVE))
-        chunks = await buffer.next_chunks()
+        chunks = await _next_chunks(context, buffer)
     error = buffer.outcome.error
     await _end_stream(context, DONE if error is None else error_event(error))
 
@@ -192,11 +229,11 @@ async def relay_chunks(context: HttpRequest, buffer: ResponseBuffer, keep_alive_
 async def send_merged_chunks(context: HttpRequest, buffer: ResponseBuffer, kind: ChunkKind) -> None:
     """Sends the chunks of a passed-through body as one object. Raises as ResponseWriter."""
     chunks: list[bytes] = []
-    while batch := await buffer.next_chunks():
+    while batch := await _next_chunks(context, buffer):
         chunks += batch
     outcome = await buffer.end()
     _raise_error(buffer)
-    counted_usage = outcome.usage if outcome.usage.total_tokens else None
+    counted_usage = _permitted(context, outcome.usage) if outcome.usage.total_tokens else None
     await send_json(context, merge_chunks(kind, chunks, counted_usage))
 
 

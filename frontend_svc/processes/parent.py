@@ -63,12 +63,13 @@ def run_processes(config: FrontendConfig, serve: Serve) -> NoReturn:
     """Runs the processes of a frontend until it is stopped, and exits."""
     logs = log.setup(config.log_level, config.log_format, service="frontend")
     try:
-        with tempfile.TemporaryDirectory(prefix="kvmesh-") as folder:
-            # Without SO_REUSEPORT this fails if another program serves the port.
-            with listen(config.http_host, config.http_port) as probe:
-                port = probe.getsockname()[1]
-            with listen(config.http_host, port, shared=True):
-                status = _Parent(config, serve, Path(folder), port).run()
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-"))
+            ports = {"http_port": _reserve(stack, config.http_host, config.http_port, "http_port")}
+            if config.metrics_port is not None:
+                metrics = (config.effective_metrics_host, config.metrics_port, "metrics_port")
+                ports["metrics_port"] = _reserve(stack, *metrics)
+            status = _Parent(config.model_copy(update=ports), serve, Path(folder)).run()
     except Exception as error:
         report_start_failure(error, "frontend", config.ready_fd)
         status = 1
@@ -77,11 +78,19 @@ def run_processes(config: FrontendConfig, serve: Serve) -> NoReturn:
     raise SystemExit(status)
 
 
-def process_config(config: FrontendConfig, slot: int, http_port: int) -> FrontendConfig:
+def _reserve(stack: contextlib.ExitStack, host: str, port: int, setting: str) -> int:
+    """Binds the port until `stack` is left; its number."""
+    # Without SO_REUSEPORT this fails if another program serves the port.
+    with listen(host, port, setting=setting) as probe:
+        port = probe.getsockname()[1]
+    stack.enter_context(listen(host, port, shared=True, setting=setting))
+    return port
+
+
+def process_config(config: FrontendConfig, slot: int) -> FrontendConfig:
     """The settings of one process: those that must differ between members have its number."""
     return config.model_copy(
         update={
-            "http_port": http_port,
             "port": config.port + slot if config.port else 0,
             "health_port": config.health_port + slot if config.health_port else config.health_port,
             "stable_name": f"{config.stable_name}-{slot}" if config.stable_name else "",
@@ -98,11 +107,10 @@ def _numbered(file: str, slot: int) -> str:
 
 
 class _Parent:
-    def __init__(self, config: FrontendConfig, serve: Serve, folder: Path, port: int) -> None:
+    def __init__(self, config: FrontendConfig, serve: Serve, folder: Path) -> None:
         self._config = config
         self._serve = serve
         self._folder = folder
-        self._port = port
         self._processes = [_Process(slot) for slot in range(config.processes)]
         self._is_ready = False
         self._is_stopping = False
@@ -190,7 +198,7 @@ class _Parent:
             if process.grpc_port:
                 # Under its address the mesh knows the successor as such.
                 update["port"] = process.grpc_port
-            config = process_config(self._config, process.slot, self._port)
+            config = process_config(self._config, process.slot)
             siblings = Siblings(self._folder, process.slot, self._config.processes)
             self._serve(config.model_copy(update=update), siblings)
         except SystemExit as end:

@@ -18,6 +18,7 @@ from frontend_svc.core.request.retry_policy import MigrationLimiter, RetryBudget
 from frontend_svc.core.request.types import RequestPlan
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.ports import ResponseSink, RouterPort, WorkerPort
+from frontend_svc.request.response import Backlog
 from frontend_svc.request.worker_pool import WorkerPool
 from frontend_svc.request.worker_waits import WorkerWaits
 
@@ -53,6 +54,7 @@ class Gateway:
         self.migrations = MigrationLimiter[RequestHandle]() if migrations is None else migrations
         self.worker_waits = WorkerWaits(self.pool)
         self.worker_wait_s = worker_wait_s
+        self.backlog = Backlog()
         self._loop = asyncio.get_running_loop()
         self._open: set[RequestHandle] = set()
 

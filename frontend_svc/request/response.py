@@ -1,7 +1,7 @@
 """Buffers one response between event-loop callbacks and the task that writes it to the client.
 
-Tokens are buffered as ids, so a slow client costs four bytes per unread token and no work. Chunks
-of a response to a pass-through body are buffered unchanged.
+Tokens are buffered as ids and log probabilities, so a slow client costs no work until it reads.
+Chunks of a response to a pass-through body are buffered unchanged.
 """
 
 from __future__ import annotations
@@ -14,10 +14,29 @@ from common.request.preprocessed import TokenLogprob
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.metrics.families import RequestMeter
 
-# Unread tokens after which a request of a slow client is ended.
+# Unread tokens after which a request of a slow client is ended. A log probability, about 110 bytes,
+# counts as a token, and so does each alternative.
 UNREAD_TOKENS_MAX = 65_536
 # Weight of a chunk in this limit.
 TOKENS_PER_CHUNK = 64
+# Unread tokens above which a client is slow, and the most of all slow clients together: 450 MB of
+# log probabilities.
+SLOW_TOKENS = 1024
+BACKLOG_TOKENS_MAX = 4 << 20
+
+
+class Backlog:
+    """The unread tokens of all slow clients of a process. turn: a response that is behind has it
+    while it writes a part, so that others are not delayed."""
+
+    def __init__(self, tokens_max: int = BACKLOG_TOKENS_MAX) -> None:
+        self._tokens_max = tokens_max
+        self.tokens = self.clients = 0
+        self.turn = asyncio.Lock()
+
+    def is_too_large_by(self, unread: int) -> bool:
+        """Whether a client with `unread` tokens has more than its share of a full backlog."""
+        return self.tokens > self._tokens_max and unread * self.clients > self._tokens_max
 
 
 class Reader:
@@ -105,8 +124,8 @@ class Reader:
 
 class ResponseBuffer:
     """The ResponseSink of one request. clock: of the meter, monotonic seconds. fail: ends the
-    request with an error, if more than unread_max tokens are unread. reader: of all buffers of a
-    response; None: this is the only one."""
+    request with an error, if more than unread_max tokens are unread, or the backlog is too large by
+    them. reader: of all buffers of a response; None: this is the only one."""
 
     def __init__(
         self,
@@ -115,10 +134,14 @@ class ResponseBuffer:
         fail: Callable[[MeshError, str], None],
         *,
         reader: Reader | None = None,
+        backlog: Backlog | None = None,
         unread_max: int = UNREAD_TOKENS_MAX,
     ) -> None:
         self._fail = fail
         self._unread_max = unread_max
+        self._backlog = Backlog() if backlog is None else backlog
+        # What the backlog contains of this response.
+        self._in_backlog = 0
         self.reader = Reader() if reader is None else reader
         self.reader.buffer_opened()
         self._clock = clock
@@ -133,11 +156,24 @@ class ResponseBuffer:
         self._unread += token_ids
         if logprobs:
             self._logprobs += logprobs
-        self._received(len(token_ids), len(self._unread))
+        self._received(len(token_ids), self.unread)
 
     def chunk(self, json: bytes) -> None:
         self._chunks.append(json)
         self._received(1, len(self._chunks) * TOKENS_PER_CHUNK)
+
+    @property
+    def has_unread(self) -> bool:
+        return bool(self._unread)
+
+    @property
+    def unread(self) -> int:
+        """Unread tokens; each log probability counts as one more."""
+        return len(self._unread) * self._token_weight if self._logprobs else len(self._unread)
+
+    @property
+    def _token_weight(self) -> int:
+        return 2 + len(self._logprobs[-1].top) if self._logprobs else 1
 
     def finished(self, outcome: RequestOutcome) -> None:
         self.outcome = outcome
@@ -149,17 +185,45 @@ class ResponseBuffer:
             self.first_token_at = now
         self._meter.tokens(tokens, now)
         self.reader.notify()
+        if unread > SLOW_TOKENS:
+            self._set_backlog(unread)
         if unread > self._unread_max:
-            message = f"more than {self._unread_max} tokens unread by the client"
-            self._fail(Overloaded(None, message, reason="SLOW_READER"), "slow_reader")
+            self._fail_slow(f"more than {self._unread_max} tokens unread by the client")
+        elif self._in_backlog and self._backlog.is_too_large_by(unread):
+            self._fail_slow("too many tokens unread by all clients")
+
+    def _fail_slow(self, message: str) -> None:
+        self.discard()
+        self._fail(Overloaded(None, message, reason="SLOW_READER"), "slow_reader")
+
+    def _set_backlog(self, unread: int) -> None:
+        self._backlog.tokens += unread - self._in_backlog
+        self._backlog.clients += bool(unread) - bool(self._in_backlog)
+        self._in_backlog = unread
 
     def take(self) -> tuple[list[int], list[TokenLogprob]]:
-        """The tokens since the last call, and their log probabilities, if there are any."""
+        """The unread tokens, and their log probabilities, if there are any."""
         unread, self._unread = self._unread, []
         logprobs = self._logprobs
         if logprobs:
             self._logprobs = []
+        if self._in_backlog:
+            self._set_backlog(0)
         return unread, logprobs
+
+    def take_part(self, weight: int) -> tuple[list[int], list[TokenLogprob]]:
+        """As `take`, but about `weight` tokens, or fewer with log probabilities."""
+        most = max(1, weight // self._token_weight)
+        unread, logprobs = self.take()
+        self._unread, self._logprobs = unread[most:], logprobs[most:]
+        if self.unread > SLOW_TOKENS:
+            self._set_backlog(self.unread)
+        return unread[:most], logprobs[:most]
+
+    def discard(self) -> None:
+        """Discards what is unread."""
+        self.take()
+        self._chunks = []
 
     async def next(self) -> list[int]:
         """As `take`, at least one token unless `outcome` is set or the reader is idle."""
@@ -170,6 +234,8 @@ class ResponseBuffer:
         """As `next`, for chunks."""
         await self._wait(self._chunks)
         unread, self._chunks = self._chunks, []
+        if self._in_backlog:
+            self._set_backlog(0)
         return unread
 
     async def end(self) -> RequestOutcome:

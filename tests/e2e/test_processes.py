@@ -53,9 +53,9 @@ def scrape(mesh: Mesh) -> dict[str, float]:
     return sums
 
 
-def process_pids(mesh: Mesh) -> set[int]:
+def children(frontend: Service) -> set[int]:
     """The pids of the two processes."""
-    pid = mesh.frontend.pid
+    pid = frontend.pid
     return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
@@ -94,7 +94,7 @@ def test_requests_reach_both_processes_and_metrics_are_their_sums(mesh: Mesh) ->
 def test_a_killed_process_is_replaced_while_the_other_one_serves(mesh: Mesh) -> None:
     for _ in range(REQUESTS):
         complete(mesh)
-    earlier, before = process_pids(mesh), scrape(mesh)
+    earlier, before = children(mesh.frontend), scrape(mesh)
     # A stopped parent does not restart it.
     mesh.frontend.send(signal.SIGSTOP)
     try:
@@ -104,7 +104,7 @@ def test_a_killed_process_is_replaced_while_the_other_one_serves(mesh: Mesh) -> 
     finally:
         mesh.frontend.send(signal.SIGCONT)
     wait_for(lambda: is_ready(mesh, degraded=False), "a new process serves")
-    pids = process_pids(mesh)
+    pids = children(mesh.frontend)
     assert len(pids) == 2
     assert min(earlier) not in pids
     assert {complete(mesh) for _ in range(REQUESTS)} == {200}
@@ -129,6 +129,43 @@ def test_another_frontend_cannot_join_the_port(mesh: Mesh, tmp_path: Path) -> No
         assert second.wait() == 1
     finally:
         second.close()
+
+
+def test_each_process_serves_the_sums_on_the_metrics_listener_with_its_key(mesh: Mesh) -> None:
+    frontend = mesh.spawn("frontend", "--metrics-port=0", "--metrics-key=the-key").wait_ready()
+    url, metrics = frontend.addresses["http"], f"http://{frontend.addresses['metrics']}"
+
+    def get(base: str, path: str, key: str = "the-key") -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.get(f"{base}{path}", headers=headers, timeout=WAIT_S, trust_env=False)
+
+    wait_for(lambda: get(url, "/ready").status_code == 200, "the frontend is ready")
+    for _ in range(REQUESTS):
+        body = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S, trust_env=False)
+        assert response.status_code == 200
+    served = wait_for(lambda: {one["instance"] for one in frontend.events("request")}, "a log line")
+    assert len(served) == 2
+    for _ in range(8):  # from either process
+        assert get(metrics, "/metrics", "wrong").status_code == 401
+        response = get(metrics, "/metrics")
+        assert response.status_code == 200
+        samples = [
+            sample.value
+            for family in text_string_to_metric_families(response.text)
+            for sample in family.samples
+            if sample.name == f"{PREFIX}_requests_total"
+        ]
+        assert sum(samples) == REQUESTS
+        assert get(metrics, "/health").json()["instances"]
+        assert get(url, "/metrics").status_code == 404
+    # A stopped parent does not restart it.
+    frontend.send(signal.SIGSTOP)
+    os.kill(min(children(frontend)), signal.SIGKILL)
+    for _ in range(8):
+        assert get(metrics, "/metrics").status_code == 200
+    frontend.kill()
+    wait_for(lambda: len(mesh.known_instance_ids("frontend")) == 2, "it has left")
 
 
 def test_a_stop_lets_the_streams_of_both_processes_end(mesh: Mesh) -> None:

@@ -73,6 +73,18 @@ def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsag
     return orjson.dumps(response)
 
 
+def without_hits(chunk: bytes) -> bytes:
+    """The chunk without `usage.prompt_tokens_details`, where engines report cache hits."""
+    if b"prompt_tokens_details" not in chunk:
+        return chunk
+    try:
+        value = orjson.loads(chunk)
+        del value["usage"]["prompt_tokens_details"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):  # it has no such field
+        return chunk
+    return orjson.dumps(value)
+
+
 def _merge_delta(target: dict[str, Json], piece: dict[str, Json]) -> None:
     for name, value in piece.items():
         previous = target.get(name)

@@ -56,7 +56,6 @@ def test_counters_and_histograms_outlive_their_process() -> None:
 
 def test_names_ports_and_files_differ_between_processes() -> None:
     config = FrontendConfig(stable_name="f", port=7000, audit_log="a/audit.jsonl", health_port=0)
-    one = process_config(config, 1, 8001)
+    one = process_config(config, 1)
     found = (one.stable_name, one.port, one.audit_log, one.request_trace, one.health_port)
     assert found == ("f-1", 7001, "a/audit-1.jsonl", "", 0)
-    assert one.http_port == 8001

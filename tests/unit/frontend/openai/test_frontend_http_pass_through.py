@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,6 +17,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from common.api_keys import ApiKey, KeyDocument, Tenant, hash_of
+from common.api_keys import Scope as Permission
 from common.errors import MeshError, NotFound
 from common.registry.card import Artifact, ModelCard, ModelType
 from common.registry.instances import Instance, Snapshot
@@ -22,16 +27,20 @@ from common.request.token_stream import RequestFrame, ResponseFrame
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.openai.sse import KEEP_ALIVE
 from frontend_svc.core.peers.placement_query import PlacementKey, Query
+from frontend_svc.core.quotas import TenantQuotas
 from frontend_svc.core.request.types import RequestOutcome, RoutingDecision
+from frontend_svc.http.access import KeyFile, with_keys
+from frontend_svc.http.asgi import AsgiApp
 from frontend_svc.http.endpoint import EndpointParts
 from frontend_svc.http.request_records import RequestRecords
-from frontend_svc.http.routes import Readiness, build_api
+from frontend_svc.http.routes import Readiness, build_api, direct_routes
 from frontend_svc.http.server import HttpServer, listen
 from frontend_svc.metrics.families import DeploymentState
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ENCODE_INLINE_CHARS
 from frontend_svc.peers.engine_client import EngineClient
 from frontend_svc.request.gateway import Gateway
+from worker_svc.engines.contract import GenerateContext, LLMEngineOutput
 from worker_svc.engines.echo import EchoConfig, EchoEngine
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 from worker_svc.serving.attach_server import AttachServer
@@ -119,13 +128,15 @@ async def served(
     card: ModelCard | None = None,
     delay_s: float = 0.0,
     keep_alive_s: float = 15.0,
+    keys: Path | None = None,
+    engine: EchoEngine | None = None,
 ) -> AsyncIterator[Mesh]:
     async def get_card(checksum: str) -> ModelCard:
         if card is None:
             raise NotFound(f"no card {checksum}")
         return card
 
-    engine = EchoEngine(EchoConfig(token_delay_s=delay_s))
+    engine = engine or EchoEngine(EchoConfig(token_delay_s=delay_s))
     await engine.start(WORKER)
     checksum = "" if card is None else card.checksum
     runner, router = Runner(engine, card_checksum=checksum), OneWorker()
@@ -146,7 +157,10 @@ async def served(
             ended.append,
         )
         api = build_api(parts, CollectorRegistry(), lambda: ready, None)
-        server, listener = HttpServer(api, lambda: False, 1, 100), listen("127.0.0.1", 0)
+        public: AsgiApp = api
+        if keys is not None:
+            public = with_keys(direct_routes(api, ()), KeyFile(keys), TenantQuotas(lambda: 1))
+        server, listener = HttpServer(public, lambda: False, 1, 100), listen("127.0.0.1", 0)
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
@@ -200,6 +214,47 @@ async def test_a_completion_body_is_passed_through() -> None:
         body = {"model": "talk", "prompt": "alpha beta"}
         whole = (await mesh.http.post(COMPLETIONS, json=body)).json()
         assert (whole["object"], whole["choices"][0]["text"]) == ("text_completion", "alpha beta")
+
+
+class EngineWithHits(EchoEngine):
+    """Reports 8 cached tokens, as SGLang and vLLM do."""
+
+    async def generate_pass_through(
+        self, kind: str, body: bytes, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        async for output in super().generate_pass_through(kind, body, ctx):
+            yield output
+            if output.finish_reason is None:
+                counts = {"total_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}
+                chunk = {"choices": [], "usage": counts}
+                yield replace(output, chunk_json=json.dumps(chunk).encode())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("scopes", "details"), [((), None), (("explain",), {"cached_tokens": 8})])
+async def test_cache_hits_of_a_pass_through_model_need_the_scope(
+    tmp_path: Path, stream: bool, scopes: tuple[str, ...], details: Json
+) -> None:
+    key = ApiKey(
+        id="k",
+        sha256=hash_of(b"the key"),
+        scopes=frozenset(map(Permission, ("infer", *scopes))),
+        created=datetime.now(UTC),
+    )
+    document = KeyDocument(tenants={"t": Tenant(keys=(key,))})
+    keys = tmp_path / "keys.json"
+    keys.write_text(document.model_dump_json())
+    headers = {"authorization": "Bearer the key"}
+    async with served("Chat", keys=keys, engine=EngineWithHits(EchoConfig())) as mesh:
+        body = chat_body("one two", stream=stream)
+        answer = await mesh.http.post(CHAT, json=body, headers=headers)
+        assert answer.status_code == 200
+        found = [json.loads(one) for one in events(answer) if one != "[DONE]"]
+        usages = [one["usage"] for one in found if one.get("usage")]
+        assert usages
+        for usage in usages:
+            assert usage["total_tokens"] == 9
+            assert usage.get("prompt_tokens_details") == details
 
 
 async def test_a_field_that_the_worker_does_not_support_is_refused_by_name() -> None:

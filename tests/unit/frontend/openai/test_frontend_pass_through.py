@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest, WorkerLost
 from common.request.preprocessed import usage
-from frontend_svc.core.openai.pass_through import merge_chunks, read_body
+from frontend_svc.core.openai.pass_through import merge_chunks, read_body, without_hits
 from frontend_svc.core.openai.sse import ChunkKind
 
 # Any: JSON.
@@ -144,3 +144,16 @@ def test_a_text_split_anywhere_is_merged_completely(text: str, cuts: list[int]) 
     chunks = [chat({"role": "assistant"}), *(chat({"content": piece}) for piece in pieces)]
     merged = json.loads(merge_chunks(ChunkKind.CHAT, chunks, None))
     assert merged["choices"][0]["message"]["content"] == text
+
+
+def test_cache_hits_are_removed_and_other_chunks_are_unchanged() -> None:
+    counts = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
+    with_hits = chat({}, usage={**counts, "prompt_tokens_details": {"cached_tokens": 8}})
+    assert json.loads(without_hits(with_hits))["usage"] == counts
+    for chunk in (
+        chat({"content": "prompt_tokens_details"}),
+        chat({"content": "prompt_tokens_details"}, usage=None),
+        b"prompt_tokens_details",
+        b'["prompt_tokens_details"]',
+    ):
+        assert without_hits(chunk) == chunk

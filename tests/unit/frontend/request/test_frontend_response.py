@@ -8,10 +8,16 @@ from collections.abc import Callable
 import pytest
 
 from common.errors import MeshError
-from common.request.preprocessed import FinishReason, usage
+from common.request.preprocessed import FinishReason, TokenLogprob, TopLogprob, usage
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.metrics.families import DeploymentState, Endpoint
-from frontend_svc.request.response import TOKENS_PER_CHUNK, UNREAD_TOKENS_MAX, ResponseBuffer
+from frontend_svc.request.response import (
+    SLOW_TOKENS,
+    TOKENS_PER_CHUNK,
+    UNREAD_TOKENS_MAX,
+    Backlog,
+    ResponseBuffer,
+)
 from tests.sim.loop import run_virtually
 
 DONE = RequestOutcome(FinishReason.STOP, None, usage(1, 1), 1, (7,), None)
@@ -19,10 +25,12 @@ DONE = RequestOutcome(FinishReason.STOP, None, usage(1, 1), 1, (7,), None)
 
 def new_response(
     fail: Callable[[MeshError, str], None] = lambda error, reason: None,
+    backlog: Backlog | None = None,
 ) -> ResponseBuffer:
     clock = asyncio.get_running_loop().time
     state = DeploymentState(lambda: ("m",), clock=clock)
-    return ResponseBuffer(state.begin("m", Endpoint.COMPLETIONS, True), clock, fail)
+    meter = state.begin("m", Endpoint.COMPLETIONS, True)
+    return ResponseBuffer(meter, clock, fail, backlog=backlog)
 
 
 def later(after_s: float, what: Callable[[], None]) -> None:
@@ -171,6 +179,82 @@ def test_the_unread_tokens_of_a_client_are_bounded(kind: str) -> None:
         assert reasons == []
         response.tokens([1], ()) if kind == "tokens" else response.chunk(b"{}")
         assert reasons == ["slow_reader"]
+
+    run_virtually(main())
+
+
+def test_log_probabilities_count_as_unread_tokens() -> None:
+    async def main() -> None:
+        reasons: list[str] = []
+        response = new_response(lambda error, reason: reasons.append(reason))
+        logprob = TokenLogprob(1, -0.5, tuple(TopLogprob(n, -1.0) for n in range(20)))
+        for _ in range(UNREAD_TOKENS_MAX // 22):
+            response.tokens([1], [logprob])
+        assert reasons == []
+        response.tokens([1], [logprob])
+        assert reasons == ["slow_reader"]
+        assert response.take() == ([], []), "an ended response holds no memory"
+
+    run_virtually(main())
+
+
+def test_a_part_has_the_next_tokens_with_their_log_probabilities() -> None:
+    async def main() -> None:
+        response = new_response()
+        logprobs = [TokenLogprob(token, -0.5) for token in range(5)]
+        response.tokens(list(range(5)), logprobs)
+        assert response.take_part(4) == ([0, 1], logprobs[:2])
+        assert response.take_part(1) == ([2], logprobs[2:3])
+        assert response.has_unread
+        assert response.take_part(100) == ([3, 4], logprobs[3:])
+        assert not response.has_unread
+
+    run_virtually(main())
+
+
+def test_a_full_backlog_ends_the_clients_with_more_than_their_share() -> None:
+    async def main() -> None:
+        ended: list[str] = []
+
+        def reader(name: str) -> ResponseBuffer:
+            return new_response(lambda error, reason: ended.append(name), backlog)
+
+        backlog = Backlog(4 * SLOW_TOKENS)
+        large, small, fast = reader("large"), reader("small"), reader("fast")
+        large.tokens([1] * 3 * SLOW_TOKENS, ())
+        small.tokens([1] * (SLOW_TOKENS + 10), ())
+        assert (backlog.clients, ended) == (2, [])
+        fast.tokens([1] * SLOW_TOKENS, ())
+        small.tokens([1], ())
+        assert ended == [], "they have less than their share"
+        large.tokens([1], ())
+        assert ended == ["large"]
+        assert (backlog.clients, backlog.tokens) == (1, SLOW_TOKENS + 11)
+        small.take_part(11)
+        assert (backlog.clients, backlog.tokens) == (0, 0), "it is no longer slow"
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("kind", ["tokens", "chunks"])
+def test_what_is_read_or_discarded_leaves_the_backlog(kind: str) -> None:
+    async def main() -> None:
+        backlog = Backlog()
+        response = new_response(backlog=backlog)
+
+        def fill() -> None:
+            if kind == "tokens":
+                response.tokens([1] * (SLOW_TOKENS + 1), ())
+            for _ in range(SLOW_TOKENS // TOKENS_PER_CHUNK + 1 if kind == "chunks" else 0):
+                response.chunk(b"{}")
+            assert backlog.clients == 1
+
+        fill()
+        await response.next() if kind == "tokens" else await response.next_chunks()
+        assert (backlog.clients, backlog.tokens) == (0, 0)
+        fill()
+        response.discard()
+        assert (backlog.clients, backlog.tokens) == (0, 0)
 
     run_virtually(main())
 
