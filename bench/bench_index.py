@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import uvloop
 
 from bench.index_mesh import BLOCK_SIZE, PARTITION, WAIT_S, IndexerProcess
 from bench.measure import dynamo_figures, parse_settings, print_report, rss_mb
@@ -97,7 +98,8 @@ def main() -> None:
     settings = parse_settings(__doc__, blocks=1 << 20, workers=64)
     data = Data(settings.blocks, settings.workers)
     result = measure_process(data) | {"hash_us_8192_tokens": measure_hash()}
-    result |= asyncio.run(measure_rpc(data))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        result |= runner.run(measure_rpc(data))
     result |= dynamo_figures("index")
     print_report("index", vars(settings) | {"chain": CHAIN_BLOCKS}, result)
 
@@ -146,13 +148,16 @@ async def measure_rpc(data: Data) -> dict[str, object]:
         await indexer.start()
         try:
             async with indexer.stub() as stub:
-                return await _measure_calls(stub, data, frames)
+                return await _measure_calls(indexer, stub, data, frames)
         finally:
             await indexer.kill()
 
 
 async def _measure_calls(
-    stub: Any, data: Data, frames: dict[Source, list[indexer_pb2.PublishRequest]]
+    indexer: IndexerProcess,
+    stub: Any,
+    data: Data,
+    frames: dict[Source, list[indexer_pb2.PublishRequest]],
 ) -> dict[str, object]:
     streams = {}
     for source in data.sources:
@@ -177,7 +182,8 @@ async def _measure_calls(
         message = batch_to_proto(data.shared_batch(source, len(frames[source]) + 1))
         await stream.write(indexer_pb2.PublishRequest(batch=message))
     await _await_applied(stub, sum(map(len, frames.values())) + len(streams), len(streams))
-    times = [one async for one in _match_times(stub, data.queries(data.shared), len(streams))]
+    queries = data.queries(data.shared)
+    times = [one async for one in _match_times(indexer, queries, len(streams))]
     for stream in streams.values():
         stream.cancel()
     return {
@@ -197,20 +203,24 @@ async def _await_applied(stub: Any, batches: int, sources: int) -> None:
         await asyncio.sleep(0.005)
 
 
-async def _match_times(stub: Any, queries: Sequence[Hashes], matches: int) -> AsyncIterator[float]:
-    stream = stub.MatchStream()
-    for number, query in enumerate(queries):
-        request = indexer_pb2.MatchRequest(
-            partition=partition_to_proto(PARTITION), prefix_hashes=hashes_to_bytes(query)
-        )
-        question = indexer_pb2.MatchQuestion(id=number, request=request)
-        started_at = time.perf_counter()
-        await stream.write(indexer_pb2.MatchStreamRequest(questions=[question]))
-        answer = (await stream.read()).answers[0]
-        yield time.perf_counter() - started_at
-        assert answer.id == number
-        assert len(answer.response.matches) == matches
-    stream.cancel()
+async def _match_times(
+    indexer: IndexerProcess, queries: Sequence[Hashes], matches: int
+) -> AsyncIterator[float]:
+    method = "/kvmesh.indexer.v1.IndexerService/MatchStream"
+    async with indexer.stream(method, indexer_pb2.MatchStreamResponse) as stream:
+        for number, query in enumerate(queries):
+            request = indexer_pb2.MatchRequest(
+                partition=partition_to_proto(PARTITION), prefix_hashes=hashes_to_bytes(query)
+            )
+            question = indexer_pb2.MatchQuestion(id=number, request=request)
+            started_at = time.perf_counter()
+            await stream.write(indexer_pb2.MatchStreamRequest(questions=[question]))
+            frame = await stream.read()
+            yield time.perf_counter() - started_at
+            assert frame is not None
+            (answer,) = frame.answers
+            assert answer.id == number
+            assert len(answer.response.matches) == matches
 
 
 def _new_feed(data: Data) -> IndexFeed:

@@ -10,7 +10,8 @@ or more; the end of each prompt is new. The selector is `kv` with its defaults.
   worker; `decide_dynamo_us_*`, `decide_least_loaded_us_*`: with these selectors;
 - `free_us_*`: the end of a prefill and of a booking.
 
-With a router and an indexer process, 64 blocks and 8 workers, wall-clock time:
+With a router and an indexer process, 64 blocks and 8 workers, and the client of frontends,
+wall-clock time:
 
 - `session_p50_us`, `session_p99_us`: one request at a time on a session, from New to its result;
 - `session_per_s`: with 64 outstanding; `session_cpu_us`: CPU time of the router for each.
@@ -33,6 +34,8 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import uvloop
+from google.protobuf.message import Message
 
 from bench.index_mesh import BLOCK_SIZE, NAMESPACE, WAIT_S, IndexerProcess, ServiceProcess
 from bench.measure import cpu_s, dynamo_figures, parse_settings, print_report
@@ -43,6 +46,7 @@ from common.kv.load import Load
 from common.kv.prefix_index import PrefixIndex, SourceMatch
 from common.registry.file import FileRegistry
 from common.registry.instances import Instance, Snapshot
+from common.rpc.stream import GrpcStream
 from common.service.lifecycle import freeze_startup_objects
 from common.wire.kv import batch_to_proto, partition_to_proto, source_state_to_proto
 from kvmesh.indexer.v1 import indexer_pb2
@@ -63,6 +67,8 @@ DECISION_INTERVAL_S = 0.0025
 RUNNING_PER_WORKER = 4
 OUTSTANDING = 64
 PARTITION = Partition(MODEL, BLOCK_SIZE, HASH_SCHEME_ID)
+SESSION = "/kvmesh.router.v1.RouterService/Session"
+SessionStream = GrpcStream[Message, router_pb2.SessionResponse]
 
 
 class Data:
@@ -163,8 +169,8 @@ def _median_us(seconds: Sequence[float]) -> float:
 
 
 @asynccontextmanager
-async def running_router(data: Data) -> AsyncIterator[tuple[ServiceProcess, Any]]:
-    """Yield a router process whose index has the data, and a stub."""
+async def running_router(data: Data) -> AsyncIterator[ServiceProcess]:
+    """Yield a router process whose index has the data."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "registry"
         registry, indexer = FileRegistry(path), IndexerProcess(path)
@@ -178,7 +184,7 @@ async def running_router(data: Data) -> AsyncIterator[tuple[ServiceProcess, Any]
                 await router.start()
                 async with router.stub() as router_stub:
                     await _await_index(router_stub, data)
-                    yield router, router_stub
+                yield router
                 for stream in streams:
                     stream.cancel()
         finally:
@@ -228,8 +234,10 @@ def _query(data: Data, hashes: bytes) -> router_pb2.Query:
 class SessionClient:
     """One frontend session, with requests prepared in advance."""
 
-    def __init__(self, stub: Any, data: Data, prompts: Sequence[bytes], frontend: int) -> None:
-        self._call = stub.Session()
+    def __init__(
+        self, stream: SessionStream, data: Data, prompts: Sequence[bytes], frontend: int
+    ) -> None:
+        self._stream = stream
         self._frontend = frontend
         self._running: deque[router_pb2.BookingKey] = deque()
         self._running_max = RUNNING_PER_WORKER * data.workers + OUTSTANDING
@@ -245,8 +253,8 @@ class SessionClient:
 
     async def open(self) -> None:
         hello = router_pb2.SessionHello(frontend_id=self._frontend, generation=1)
-        await self._call.write(router_pb2.SessionRequest(hello=hello))
-        await self._call.read()
+        await self._stream.write(router_pb2.SessionRequest(hello=hello))
+        await self._stream.read()
 
     async def send(self, count: int) -> None:
         """Send the next requests, and the ends of those that run too long."""
@@ -257,42 +265,40 @@ class SessionClient:
         ]
         self._running.extend(new.key for new in news)
         frame = router_pb2.SessionRequest(news=news, prefills_done=ended, frees=ended)
-        await self._call.write(frame)
+        await self._stream.write(frame)
 
     async def receive(self) -> int:
         """The number of results in the next frame."""
-        frame = await self._call.read()
+        frame = await self._stream.read()
+        assert frame is not None, "the session goes on"
         for result in frame.results:
             assert result.HasField("decision"), result
         return len(frame.results)
-
-    def close(self) -> None:
-        self._call.cancel()
 
 
 async def measure_session(seconds: int) -> dict[str, object]:
     data = Data(64, 8)
     prompts = list(data.prompts(20_000))
-    async with running_router(data) as (router, stub):
-        client = SessionClient(stub, data, prompts, FRONTEND)
-        await client.open()
-        times, ends_at = [], time.perf_counter() + seconds
-        while (started_at := time.perf_counter()) < ends_at:
-            await client.send(1)
-            assert await client.receive() == 1
-            times.append(time.perf_counter() - started_at)
-        client.close()
-        client = SessionClient(stub, data, prompts, FRONTEND + 1)
-        await client.open()
-        await client.send(OUTSTANDING)
-        count, began_at, cpu_before_s = 0, time.perf_counter(), cpu_s(router.pid)
-        while time.perf_counter() - began_at < seconds:
-            received = await client.receive()
-            count += received
-            await client.send(received)
-        wall_s = time.perf_counter() - began_at
-        used_s = cpu_s(router.pid) - cpu_before_s
-        client.close()
+    async with running_router(data) as router:
+        async with router.stream(SESSION, router_pb2.SessionResponse) as stream:
+            client = SessionClient(stream, data, prompts, FRONTEND)
+            await client.open()
+            times, ends_at = [], time.perf_counter() + seconds
+            while (started_at := time.perf_counter()) < ends_at:
+                await client.send(1)
+                assert await client.receive() == 1
+                times.append(time.perf_counter() - started_at)
+        async with router.stream(SESSION, router_pb2.SessionResponse) as stream:
+            client = SessionClient(stream, data, prompts, FRONTEND + 1)
+            await client.open()
+            await client.send(OUTSTANDING)
+            count, began_at, cpu_before_s = 0, time.perf_counter(), cpu_s(router.pid)
+            while time.perf_counter() - began_at < seconds:
+                received = await client.receive()
+                count += received
+                await client.send(received)
+            wall_s = time.perf_counter() - began_at
+            used_s = cpu_s(router.pid) - cpu_before_s
     return {
         "session_p50_us": round(statistics.median(times) * 1e6),
         "session_p99_us": round(statistics.quantiles(times, n=100)[-1] * 1e6),
@@ -309,7 +315,8 @@ def main() -> None:
         figures[f"decide_{shape}"], figures[f"free_{shape}"] = measure_decisions(data, "kv")
         for selector in ("dynamo", "least_loaded"):
             figures[f"decide_{selector}_{shape}"], _ = measure_decisions(data, selector)
-    figures |= asyncio.run(measure_session(settings.seconds))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        figures |= runner.run(measure_session(settings.seconds))
     figures |= dynamo_figures("router")
     print_report("router", vars(settings), figures)
 

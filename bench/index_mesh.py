@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import structlog
+from google.protobuf.message import Message
 
 from bench.measure import ROOT
 from common.kv.events import Partition, Source
@@ -29,6 +30,7 @@ from common.kv.load import Load
 from common.registry.file import FileRegistry
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
+from common.rpc.stream import GrpcStream, open_stream
 from common.runtime.tasks import TaskGroup
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from worker_svc.kv_events.event_log import SourceFeed
@@ -46,6 +48,7 @@ BLOCK_SIZE = 16
 CHAIN_BLOCKS = 128
 WAIT_S = 60.0
 PARTITION = Partition("bench", BLOCK_SIZE, 1)
+M = TypeVar("M", bound=Message)
 
 
 class ServiceProcess:
@@ -92,6 +95,12 @@ class ServiceProcess:
         """Yield a stub. Any: stubs of grpc.aio are untyped."""
         async with rpc.channel(self.address) as channel:
             yield self._make_stub(channel)
+
+    def stream(
+        self, method: str, response_type: type[M]
+    ) -> AbstractAsyncContextManager[GrpcStream[Message, M]]:
+        """A stream as the services of the mesh open it. method: `/package.Service/Method`."""
+        return open_stream(self.address, method, response_type, rpc.PLAINTEXT)
 
 
 class IndexerProcess(ServiceProcess):
