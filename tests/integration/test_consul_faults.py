@@ -413,17 +413,6 @@ async def test_a_card_larger_than_a_consul_value_is_stored_in_parts(mesh: Mesh) 
     assert rejected.value.field == "checksum"
 
 
-async def test_the_checksum_of_a_models_card_is_stored_under_the_models_name(
-    mesh: Mesh, healthy: ThreadedHealthServer
-) -> None:
-    one = worker(healthy.address, model="m", card_checksum="c1")
-    lease = await mesh.connect().register(one)
-    url = f"/v1/kv/kvmesh/{NS}/models/m?raw"
-    assert (await mesh.http.get(url)).text == "c1"
-    await lease.update(replace(one, card_checksum="c2"))
-    assert (await mesh.http.get(url)).text == "c2"
-
-
 @pytest.mark.parametrize("health", ["nowhere", "127.0.0.1", "http://x:1"])
 async def test_an_invalid_health_address_is_rejected_by_name(mesh: Mesh, health: str) -> None:
     with pytest.raises(InvalidRequest) as rejected:

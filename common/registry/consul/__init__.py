@@ -1,7 +1,6 @@
 """The registry of a mesh on several hosts, on Consul's HTTP API (py-consul over httpx).
 
     service kvmesh-<namespace>, tag <kind>    one entry per incarnation, its ID ends in the hex id
-    kvmesh/<namespace>/models/<slug>          checksum of the card, for operators; decides nothing
     kvmesh/<namespace>/left/<id>              departure note, deleted after an hour
     kvmesh/cards/<checksum>/manifest, 0 …     a card, immutable, deflated, in parts
 

@@ -124,14 +124,13 @@ class ConsulClient:
         _, items = await self._consul.kv.get(departure_key(namespace), recurse=True)
         return {item["Key"]: float(item["Flags"]) for item in items or ()}
 
-    async def get(self, key: str) -> tuple[bytes, int] | None:
-        """Value and ModifyIndex of a key, None if it does not exist."""
+    async def get(self, key: str) -> bytes | None:
+        """The value of a key, None if it does not exist."""
         _, item = await self._consul.kv.get(key)
-        return None if item is None else (item["Value"] or b"", int(item["ModifyIndex"]))
+        return None if item is None else item["Value"] or b""
 
-    async def put(self, key: str, value: bytes, *, cas: int | None = None) -> None:
-        """Write. With `cas`, only if the key's ModifyIndex equals it (0: no such key)."""
-        await self._consul.kv.put(key, value, cas=cas)
+    async def put(self, key: str, value: bytes) -> None:
+        await self._consul.kv.put(key, value)
 
     async def delete(self, key: str) -> None:
         await self._consul.kv.delete(key)

@@ -15,7 +15,7 @@ import structlog
 
 from common.errors import InvalidRequest, MeshError, NotFound, Unavailable
 from common.namespace import check_namespace
-from common.registry.card import ModelCard, model_slug
+from common.registry.card import ModelCard
 from common.registry.consul.client import ConsulClient
 from common.registry.consul.entries import (
     Listing,
@@ -147,9 +147,9 @@ class ConsulRegistry:
         manifest = await self._client.get(f"{key}/manifest")
         if manifest is None:
             raise card_not_found_error(checksum)
-        part_count = parse_manifest(manifest[0])
+        part_count = parse_manifest(manifest)
         parts = [await self._client.get(f"{key}/{n}") for n in range(part_count)]
-        stored = [part[0] for part in parts if part is not None]
+        stored = [part for part in parts if part is not None]
         return await asyncio.to_thread(unpack_card, stored, checksum)
 
     async def deregister(self, namespace: str, instance_id: int) -> None:
@@ -213,7 +213,6 @@ class ConsulRegistry:
         rivals = await self._retry(partial(self._publish_until_listed, lease))
         own_order = next(e.order for e in rivals.entries if e.instance.id == instance.id)
         await self._raise_if_card_conflicts(rivals, instance, own_order)
-        await self._retry(partial(self._publish_model_name, instance))
 
     async def _publish_until_listed(self, lease: _ConsulLease) -> Listing:
         # A retry repeats both: an agent may lose an entry it accepted.
@@ -230,7 +229,6 @@ class ConsulRegistry:
         await lease.publish(instance)
         try:
             await self._raise_if_card_conflicts(await self._wait_until_listed(instance), instance)
-            await self._publish_model_name(instance)
         except BaseException:
             await lease.publish(before)
             raise
@@ -268,15 +266,6 @@ class ConsulRegistry:
                 )
             await asyncio.sleep(spacing)
             spacing = min(2 * spacing, SPACING_MAX_S)
-
-    async def _publish_model_name(self, instance: Instance) -> None:
-        """Write the checksum under `models/<slug>`; a lost compare-and-set changes nothing."""
-        if not instance.card_checksum:
-            return
-        key = f"kvmesh/{instance.namespace}/models/{model_slug(instance.model)}"
-        value, index = await self._client.get(key) or (None, 0)
-        if value != instance.card_checksum.encode():
-            await self._client.put(key, instance.card_checksum.encode(), cas=index)
 
     async def _store_card(self, card: ModelCard) -> None:
         try:
