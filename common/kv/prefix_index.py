@@ -138,10 +138,6 @@ class PrefixIndex:
             return self._matches_by_tier(match_ends)
         return self._matches_on_device(match_ends)
 
-    def holds(self, advertised: AdvertisedBlocks, key: int, tier: Tier = Tier.DEVICE) -> bool:
-        held = self._shards[key & _SHARD_MASK].get(key >> SHARD_BITS, 0)
-        return bool(held & advertised._bits[tier])
-
     def chunks(
         self, advertised: AdvertisedBlocks, size: int = SNAPSHOT_CHUNK_BLOCKS
     ) -> Iterator[tuple[Tier, Hashes]]:

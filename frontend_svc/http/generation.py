@@ -117,7 +117,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
 
     def _is_pass_through(self, model: str) -> bool:
         try:
-            return self._models.engine(model, self._api.table).pipeline.is_pass_through
+            return self._models.engine(model, self._api.table).model is None
         except MeshError:  # the ordinary path reports the error
             return False
 

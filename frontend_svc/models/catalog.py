@@ -37,13 +37,13 @@ from frontend_svc.core.models.model_watch import (
     ModelManager,
     ModelRemoved,
     ModelWatchState,
-    Pipeline,
     Table,
     card_missing,
     card_unreadable,
     events_between,
+    is_pass_through,
     model_watcher,
-    plan_pipelines,
+    plan_tables,
 )
 from frontend_svc.models.artifacts import ArtifactFetcher, OpenArtifact, grpc_artifact_opener
 from frontend_svc.models.served_model import ServedModel, build_model
@@ -71,7 +71,6 @@ class Engine:
     """A model in one table. model: None if the client's JSON passes through unchanged."""
 
     name: str
-    pipeline: Pipeline
     created: int
     checksum: str
     card: ModelCard | None
@@ -363,16 +362,16 @@ class ModelCatalog:
     async def _build_engines(self, entry: Entry) -> dict[Table, Engine]:
         """One engine per table, all with the same immutable model."""
         card, no_card_reason = await self._card(entry)
-        pipelines = plan_pipelines(entry, card, no_card_reason)
+        tables = plan_tables(entry, card, no_card_reason)
         created = int(self._now_s())
         model = None
-        if card is not None and not all(p.is_pass_through for p in pipelines):
+        if card is not None and not is_pass_through(entry, card):
             async with self._build_lock:
                 model = await asyncio.to_thread(
                     build_model, card, created=created, mesh_key=self._mesh_key
                 )
         name = entry.model.name
-        return {p.table: Engine(name, p, created, entry.checksum, card, model) for p in pipelines}
+        return {table: Engine(name, created, entry.checksum, card, model) for table in tables}
 
     async def _card(self, entry: Entry) -> tuple[ModelCard | None, str]:
         """The card, or None and the reason: pass-through workers do not need one."""

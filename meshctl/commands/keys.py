@@ -15,6 +15,7 @@ from pathlib import Path
 
 from common.api_keys import ApiKey, KeyDocument, Limits, Scope, Tenant, hash_of, parse_keys
 from common.errors import MeshError, NotFound
+from meshctl.view.screen import align
 
 VARIABLE = "KVMESH_FRONTEND_API_KEYS"
 _DEFAULT_SCOPES = f"{Scope.INFER},{Scope.EMBEDDINGS}"
@@ -132,10 +133,7 @@ def _print_keys(document: KeyDocument) -> None:
         rows.append(
             (key.id, tenant, ",".join(sorted(key.scopes)), key.created.isoformat(), expires)
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
-        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+    sys.stdout.writelines(f"{line}\n" for line in align(rows))
 
 
 def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:

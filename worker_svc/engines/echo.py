@@ -17,7 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from common.errors import InvalidRequest, MeshError, PromptTooLong, Unavailable, Unsupported
@@ -32,7 +32,7 @@ from worker_svc.engines.contract import (
     chunk,
     usage,
 )
-from worker_svc.engines.stop_tokens import TOKEN_STOP_CONDITIONS
+from worker_svc.engines.stop_tokens import TOKEN_STOP_CONDITIONS, stop_tokens_of
 
 _SUPPORTED_FIELDS: Final = frozenset(
     {
@@ -193,17 +193,13 @@ def _echo_of_tokens(request: PreprocessedRequest, context_length: int) -> _Respo
     prompt, stop = request.token_ids.tolist(), request.stop_conditions
     response = prompt[: stop.max_tokens]
     terminal = chunk.stop() if len(response) == len(prompt) else chunk.length()
-    hidden = frozenset(stop.stop_token_ids_hidden)
-    visible = frozenset(stop.stop_token_ids_visible)
-    eos = frozenset(request.eos_token_ids) - visible
-    stop_ids = frozenset() if stop.ignore_eos else hidden | visible | eos
+    stops = stop_tokens_of(request, ())
     for index in range(stop.min_tokens or 0, len(response)):
-        token = response[index]
-        if token in stop_ids:
-            terminal = replace(chunk.stop(), stop_reason=token)
-            if token in eos:
-                terminal = LLMEngineOutput(finish_reason=FinishReason.EOS)
-            response = response[: index + (token in visible)]
+        found = stops.get(response[index])
+        if found is not None:
+            stop_reason = response[index] if found.reason is FinishReason.STOP else None
+            terminal = LLMEngineOutput(finish_reason=found.reason, stop_reason=stop_reason)
+            response = response[: index + found.is_visible]
             break
     return _Response(len(prompt), [chunk.token(token) for token in response], terminal)
 

@@ -38,9 +38,6 @@ from common.registry.instances import (
     Snapshot,
     diff_snapshots,
 )
-from frontend_svc.core.openai.embeddings import EmbeddingRequest
-from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
-from frontend_svc.core.openai.sse import ChunkKind
 
 E = TypeVar("E")
 
@@ -51,7 +48,6 @@ CARD_BUCKET = "cards"
 MODEL_TYPE_KEY = "model_type"
 
 Table = Literal["chat", "completions", "embeddings"]
-Stage = Literal["frontend", "preprocessor", "backend", "router"]
 LogLevel = Literal["debug", "info", "error"]
 
 
@@ -168,8 +164,8 @@ def events_between(
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """To do: load the card, build the pipelines of `plan_pipelines`, then call `build_succeeded` or
-    `build_failed`."""
+    """To do: load the card, build an engine for each table of `plan_tables`, then call
+    `build_succeeded` or `build_failed`."""
 
     key: str
     entry: Entry
@@ -202,40 +198,16 @@ class LogEvent:
 Action = Build | ModelAdded | ModelRemoved | LogEvent
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """The stages between client and engine for one table. stages: in the order in which a request
-    passes them. request, chunk: types of the client's request and of its response. order: the field
-    of `Attach.LegRequest` that carries the request to the worker. response: the call of
-    `Attach.LegSink` that brings its result. chunk: None for embeddings."""
-
-    table: Table
-    stages: tuple[Stage, ...]
-    request: type[ChatRequest] | type[CompletionRequest] | type[EmbeddingRequest]
-    chunk: ChunkKind | None
-    order: Literal["request", "chat_json", "completion_json"]
-    response: Literal["tokens", "chunk"]
-
-    @property
-    def response_stages(self) -> tuple[Stage, ...]:
-        return self.stages[::-1]
-
-    @property
-    def is_pass_through(self) -> bool:
-        """Whether the engine receives the client's JSON unchanged."""
-        return self.order != "request"
-
-
-def plan_pipelines(
+def plan_tables(
     entry: Entry, card: ModelCard | None, no_card_reason: str = ""
-) -> tuple[Pipeline, ...]:
-    """The pipelines of an entry, one per table. no_card_reason: why `card` is None. Raises
-    InvalidRequest for a Backend without a card, and for a card of no known kind."""
+) -> tuple[Table, ...]:
+    """The tables of an entry. no_card_reason: why `card` is None. Raises InvalidRequest for a
+    Backend without a card, and for a card of no known kind."""
     match entry.model.model_type:
         case EntryType.CHAT:
-            return (_pipeline("chat", tokens=False),)
+            return ("chat",)
         case EntryType.COMPLETION:
-            return (_pipeline("completions", tokens=False),)
+            return ("completions",)
         case EntryType.BACKEND:
             if card is None:
                 reason = no_card_reason or "the worker has no card_checksum"
@@ -244,11 +216,18 @@ def plan_pipelines(
     table_by_type = {ModelType.CHAT: "chat", ModelType.COMPLETIONS: "completions"}
     if card.requires_preprocessing:  # embeddings need token ids
         table_by_type[ModelType.EMBEDDING] = "embeddings"
-    tables = [table for flag, table in table_by_type.items() if flag in card.model_type]
+    tables = tuple(table for flag, table in table_by_type.items() if flag in card.model_type)
     if not tables:
         text = f"the card of {card.name!r} offers neither chat nor completions nor embeddings"
         raise InvalidRequest(text, "model_type")
-    return tuple(_pipeline(table, tokens=card.requires_preprocessing) for table in tables)
+    return tables
+
+
+def is_pass_through(entry: Entry, card: ModelCard | None) -> bool:
+    """Whether workers receive the client's JSON unchanged."""
+    return card is None or not (
+        entry.model.requires_preprocessing() and card.requires_preprocessing
+    )
 
 
 class ModelManager(Generic[E]):
@@ -427,24 +406,6 @@ def model_watcher(state: ModelWatchState[E], events: Iterable[WatchEvent]) -> It
             yield LogEvent("error", "model_event_rejected", fields | {"error": error.message})
         else:
             yield from actions
-
-
-def _pipeline(table: Table, *, tokens: bool) -> Pipeline:
-    if table == "embeddings":
-        return Pipeline(table, _TOKEN_STAGES, EmbeddingRequest, None, "request", "chunk")
-    is_chat = table == "chat"
-    return Pipeline(
-        table=table,
-        stages=_TOKEN_STAGES if tokens else _PASS_THROUGH_STAGES,
-        request=ChatRequest if is_chat else CompletionRequest,
-        chunk=ChunkKind.CHAT if is_chat else ChunkKind.COMPLETION,
-        order="request" if tokens else "chat_json" if is_chat else "completion_json",
-        response="tokens" if tokens else "chunk",
-    )
-
-
-_TOKEN_STAGES: tuple[Stage, ...] = ("frontend", "preprocessor", "backend", "router")
-_PASS_THROUGH_STAGES: tuple[Stage, ...] = ("frontend", "router")
 
 
 def _is_model_worker(instance: Instance) -> bool:

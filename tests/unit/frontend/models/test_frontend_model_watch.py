@@ -47,13 +47,11 @@ from frontend_svc.core.models.model_watch import (
     card_missing,
     card_unreadable,
     events_between,
+    is_pass_through,
     load_entry,
     model_watcher,
-    plan_pipelines,
+    plan_tables,
 )
-from frontend_svc.core.openai.embeddings import EmbeddingRequest
-from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
-from frontend_svc.core.openai.sse import ChunkKind
 from frontend_svc.models.catalog import RECENTLY_SERVED_S, ModelCatalog
 from router_svc.config import RouterConfig
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
@@ -413,69 +411,46 @@ def test_without_a_discovery_client_nothing_is_built_and_the_reason_is_recorded(
 @pytest.mark.row("S0-37")
 def test_a_backend_entry_without_a_card_is_an_error() -> None:
     with pytest.raises(InvalidRequest, match="missing model deployment card") as rejected:
-        plan_pipelines(entry(checksum=""), None)
+        plan_tables(entry(checksum=""), None)
     assert rejected.value.field == "card_checksum"
     with pytest.raises(InvalidRequest, match="the model is removed"):
-        plan_pipelines(entry(), None, "the model is removed")
+        plan_tables(entry(), None, "the model is removed")
 
 
-@pytest.mark.row("S0-39", "S0-40")
-def test_a_backend_entry_gets_two_pipelines_with_stages_in_order_and_reversed() -> None:
-    chat, completions = plan_pipelines(entry(), ModelCard(name="m"))
-    assert (chat.table, completions.table) == ("chat", "completions")
-    for each in (chat, completions):
-        assert each.stages == ("frontend", "preprocessor", "backend", "router")
-        assert each.response_stages == ("router", "backend", "preprocessor", "frontend")
-        assert not each.is_pass_through
+@pytest.mark.row("S0-39")
+def test_a_backend_entry_gets_two_tables_and_is_preprocessed() -> None:
+    card = ModelCard(name="m")
+    assert plan_tables(entry(), card) == ("chat", "completions")
+    assert not is_pass_through(entry(), card)
+    assert is_pass_through(entry(), ModelCard(name="m", model_input="text"))
 
 
 @pytest.mark.row("S0-42", "S0-43", "S0-36")
 @pytest.mark.parametrize(
-    ("model_type", "table", "order"),
-    [
-        (EntryType.CHAT, "chat", "chat_json"),
-        (EntryType.COMPLETION, "completions", "completion_json"),
-    ],
+    ("model_type", "table"), [(EntryType.CHAT, "chat"), (EntryType.COMPLETION, "completions")]
 )
 def test_pass_through_workers_need_no_card_and_serve_one_table(
-    model_type: EntryType, table: Table, order: str
+    model_type: EntryType, table: Table
 ) -> None:
     for card in (None, ModelCard(name="m")):
-        (only,) = plan_pipelines(entry(model_type), card)
-        assert (only.table, only.order, only.response) == (table, order, "chunk")
-        assert only.stages == ("frontend", "router")
-        assert only.is_pass_through
-
-
-@pytest.mark.row("S0-44")
-def test_each_pipeline_states_its_request_and_response_types() -> None:
-    text = ModelCard(name="m", model_input="text")
-    by_tokens, by_text = plan_pipelines(entry(), ModelCard(name="m")), plan_pipelines(entry(), text)
-    for chat, completions in (by_tokens, by_text):
-        assert (chat.request, chat.chunk) == (ChatRequest, ChunkKind.CHAT)
-        assert (completions.request, completions.chunk) == (CompletionRequest, ChunkKind.COMPLETION)
-    assert {(p.order, p.response) for p in by_tokens} == {("request", "tokens")}
-    assert [(p.order, p.response) for p in by_text] == [
-        ("chat_json", "chunk"),
-        ("completion_json", "chunk"),
-    ]
+        assert plan_tables(entry(model_type), card) == (table,)
+        assert is_pass_through(entry(model_type), card)
 
 
 def test_the_model_type_of_a_card_selects_the_tables() -> None:
-    (only,) = plan_pipelines(entry(), ModelCard(name="m", model_type=ModelType.COMPLETIONS))
-    assert only.table == "completions"
+    completions = ModelCard(name="m", model_type=ModelType.COMPLETIONS)
+    assert plan_tables(entry(), completions) == ("completions",)
     with pytest.raises(InvalidRequest, match="neither") as rejected:
-        plan_pipelines(entry(), ModelCard(name="m", model_type=ModelType.PREFILL))
+        plan_tables(entry(), ModelCard(name="m", model_type=ModelType.PREFILL))
     assert rejected.value.field == "model_type"
 
 
 def test_embeddings_need_token_ids() -> None:
     every = ModelType.CHAT | ModelType.EMBEDDING
-    _, embeddings = plan_pipelines(entry(), ModelCard(name="m", model_type=every))
-    assert (embeddings.table, embeddings.request) == ("embeddings", EmbeddingRequest)
-    assert (embeddings.order, embeddings.response) == ("request", "chunk")
+    card = ModelCard(name="m", model_type=every)
+    assert plan_tables(entry(), card) == ("chat", "embeddings")
     text = ModelCard(name="m", model_type=every, model_input="text")
-    assert [one.table for one in plan_pipelines(entry(), text)] == ["chat"]
+    assert plan_tables(entry(), text) == ("chat",)
 
 
 @pytest.mark.row("S0-41")
@@ -669,8 +644,8 @@ async def test_pass_through_workers_are_served_with_or_without_a_card() -> None:
     assert level_by_event["model_without_card"] == "info"
     assert level_by_event["model_added"] == "info"
     assert [e.name for e in table.pass_through()] == ["talk", "text"]
-    assert table.engine("talk", "chat").pipeline.order == "chat_json"
-    assert table.engine("text", "completions").pipeline.order == "completion_json"
+    assert table.engine("talk", "chat").model is None
+    assert table.engine("text", "completions").model is None
     for name, other in (("talk", "completions"), ("text", "chat")):
         with pytest.raises(Unsupported, match=other):
             table.engine(name, other)  # type: ignore[arg-type]
@@ -683,8 +658,8 @@ async def test_a_text_card_passes_both_kinds_through() -> None:
     card = ModelCard(name="m", model_input="text")
     table, _, _ = models(card)
     assert await table.follow(snapshot(worker(1, "m", card.checksum)))
-    assert table.engine("m", "chat").pipeline.order == "chat_json"
-    assert table.engine("m", "completions").pipeline.order == "completion_json"
+    assert table.engine("m", "chat").model is None
+    assert table.engine("m", "completions").model is None
     assert [e.card for e in table.pass_through()] == [card]
 
 
