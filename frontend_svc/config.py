@@ -11,7 +11,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from common.api_keys import parse_keys
 from common.errors import InvalidRequest
-from common.runtime.config import Names, Port, ServiceConfig, Share, is_loopback
+from common.runtime.config import Names, Port, ServiceConfig, Share
+from common.runtime.hosts import is_loopback
 from frontend_svc.core.openai.request_template import RequestTemplate, parse_templates
 
 AuditContent = Literal["all", "request", "none"]

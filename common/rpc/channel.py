@@ -41,7 +41,8 @@ from common.rpc.interceptors import (
 )
 from common.rpc.roles import certificate_name
 from common.runtime.certificates import CertificateFiles, Pem
-from common.runtime.config import WILDCARD_HOSTS, ServiceConfig, flag_name, is_loopback
+from common.runtime.config import ServiceConfig, flag_name
+from common.runtime.hosts import WILDCARD_HOSTS, is_loopback
 from common.runtime.mesh_auth import MeshSecret
 from common.runtime.tasks import TaskGroup
 

@@ -39,7 +39,7 @@ from common import errors
 from common.errors import MeshError
 from common.rpc.roles import check_caller
 from common.runtime import telemetry
-from common.runtime.config import is_loopback
+from common.runtime.hosts import is_loopback
 from common.runtime.mesh_auth import CALL_SCHEME, CallVerifier, MeshSecret
 
 LOG = structlog.get_logger(__name__)

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import difflib
 import inspect
-import ipaddress
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from pydantic.fields import FieldInfo
 
 from common.errors import InvalidRequest
 from common.namespace import check_namespace
+from common.runtime.hosts import WILDCARD_HOSTS, is_loopback
 from common.runtime.ready_line import ERROR_CHARS_MAX, write_ready_line
 
 SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER")
@@ -64,20 +64,6 @@ class ConfigError(Exception):
 def flag_name(field_name: str) -> str:
     """The flag of a field: `drain_s` is `--drain-s`."""
     return "--" + field_name.replace("_", "-")
-
-
-# Bind addresses of all interfaces.
-WILDCARD_HOSTS = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is only reachable from this host. Unknown host names are not."""
-    if host == "localhost" or host.startswith("unix:"):
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _split(value: object) -> object:

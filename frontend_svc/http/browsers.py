@@ -7,7 +7,7 @@ from dataclasses import replace
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import MeshError
-from common.runtime.config import is_loopback
+from common.runtime.hosts import is_loopback
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.browser_policy import UNSUPPORTED_MEDIA_TYPE, BrowserPolicy
 from frontend_svc.core.openai.errors import HttpError, http_error

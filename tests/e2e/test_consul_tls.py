@@ -9,6 +9,7 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -61,9 +62,10 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
         "CONSUL_HTTP_ADDR": f"http://127.0.0.1:{first}",
         "CONSUL_MANAGEMENT_SETTING": "master",  # The agent of the tests is older than 1.11.
     }
-    command = [
+    command: list[str | Path] = [
         *(ROOT / "deploy/consul.sh", folder / "management", folder / "service"),
-        *(ROOT / "deploy/consul_policy.hcl", "-bind=127.0.0.1", *flags, f"-https-port={https}"),
+        ROOT / "deploy/consul_policy.hcl",
+        *("-bind=127.0.0.1", *flags, f"-https-port={https}"),
         *("-hcl", f'cert_file = "{cert}" key_file = "{key}"'),
     ]
     found = Agent(f"https://127.0.0.1:{https}", authority.ca, folder / "service")
@@ -92,6 +94,10 @@ def test_a_mesh_serves_through_an_agent_with_its_own_ca_and_acls(
         wait_for(lambda: not mesh.known_instance_ids("worker"), "the watch reports the death")
 
 
+def reports(service: Service, text: str) -> bool:
+    return text in service.tail()
+
+
 def test_an_agent_of_another_ca_and_an_unknown_token_are_reported_with_the_setting(
     agent: Agent, tmp_path: Path
 ) -> None:
@@ -101,7 +107,7 @@ def test_an_agent_of_another_ca_and_an_unknown_token_are_reported_with_the_setti
     ):
         worker = Service("worker", flags, tmp_path, name)
         try:
-            wait_for(lambda one=worker, text=reason: text in one.tail(), reason)
+            wait_for(partial(reports, worker, reason), reason)
             assert not worker.events("ready")
         finally:
             worker.close()

@@ -19,10 +19,10 @@ from common.runtime.config import (
     Names,
     ServiceConfig,
     Share,
-    is_loopback,
     read_config,
     read_config_or_exit,
 )
+from common.runtime.hosts import is_loopback
 
 
 def refuse_short(key: str) -> str:
