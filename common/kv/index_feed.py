@@ -111,7 +111,6 @@ class FeedCounters:
     gaps: int = 0
     snapshots: int = 0
     overflows: int = 0
-    chunks_ignored: int = 0
 
 
 class IndexFeed:
@@ -185,10 +184,6 @@ class IndexFeed:
 
     def is_matchable(self, source: Source) -> bool:
         return self._entries[source].advertised.is_visible
-
-    def blocks_of(self, source: Source) -> int:
-        """Return the advertised blocks of a known source, over all tier sets."""
-        return self._entries[source].advertised.blocks
 
     def retained_blocks_of(self, source: Source) -> int:
         """Return the blocks kept for a known source: advertised, in a snapshot, or buffered."""
@@ -358,14 +353,13 @@ class IndexFeed:
         entry = self._require_entry(chunk.source)
         entry.last_received_at = now
         if entry.load_only:
-            self.counters.chunks_ignored += not entry.skip_chunk(chunk)
+            entry.skip_chunk(chunk)
             return
         if chunk.first:
             entry.begin_snapshot(chunk)
         pending = entry.pending_snapshot
         if pending is None or (pending.epoch, pending.sequence) != (chunk.epoch, chunk.sequence):
             # Part of a snapshot that was dropped or is older than the set.
-            self.counters.chunks_ignored += 1
             return
         entry.last_progress_at = now
         for start in range(0, len(chunk.hashes), STEP_BLOCKS_MAX):

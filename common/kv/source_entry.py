@@ -189,16 +189,15 @@ class SourceEntry:
         self._move_to(*position)
         return True
 
-    def skip_chunk(self, chunk: SnapshotChunk) -> bool:
+    def skip_chunk(self, chunk: SnapshotChunk) -> None:
         """As `skip_batch`, for a chunk; live batches may be ahead of its position."""
         if chunk.epoch < self.epoch:
-            return False
+            return
         if chunk.first:
             self.unindexed_blocks = 0
         self.unindexed_blocks += len(chunk.hashes)
         if chunk.last:
             self._move_to(*max((chunk.epoch, chunk.sequence), (self.epoch, self.sequence)))
-        return True
 
     def _move_to(self, epoch: int, sequence: int) -> None:
         self.epoch, self.sequence, self.head_sequence = epoch, sequence, sequence

@@ -182,10 +182,6 @@ class Snapshot:
         """The workers that serve `model`."""
         return tuple(i for i in self.of("worker") if i.model == model)
 
-    def card_checksum(self, model: str) -> str | None:
-        """The checksum that all workers of `model` have, None without worker or card."""
-        return next((i.card_checksum for i in self.serving(model) if i.card_checksum), None)
-
     def next_snapshot(self, members: Iterable[Instance]) -> Snapshot:
         """The snapshot with `members` (oldest first); `self` if read before and nothing changed."""
         instances = {i.id: i for i in newest_incarnations(members)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -61,13 +60,6 @@ class TraceLink:
 
     trace_id: str
     span_id: str
-
-    def ids(self) -> tuple[int, int] | None:
-        """Return (trace id, span id) as numbers; None if malformed or zero, never an error."""
-        if not re.fullmatch(r"[0-9a-fA-F]{32}-[0-9a-fA-F]{16}", f"{self.trace_id}-{self.span_id}"):
-            return None
-        trace_id, span_id = int(self.trace_id, 16), int(self.span_id, 16)
-        return (trace_id, span_id) if trace_id and span_id else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -232,7 +232,6 @@ def test_a_snapshot_older_than_the_set_is_ignored() -> None:
     give(feed, batch(1, stored(1)), batch(2, stored(2)))
     give(feed, chunk(1, 1, first=True, last=True))
     assert advertised_blocks(feed) == {1, 2}
-    assert feed.counters.chunks_ignored == 1
 
 
 def test_a_restarted_snapshot_discards_its_first_chunks() -> None:
@@ -387,7 +386,6 @@ def test_remaining_chunks_count_for_a_source_made_load_only_during_its_snapshot(
     give(feed, batch(102, stored(2001)), chunk(100, *range(600, 1000), last=True))
     assert feed.unindexed_blocks_of(SOURCE) == 1002
     assert feed.position(SOURCE).sequence == 102
-    assert feed.counters.chunks_ignored == 0
     give(feed, chunk(999, 1, 2, epoch=EPOCH - 1, first=True, last=True))
     assert feed.unindexed_blocks_of(SOURCE) == 1002, "of an older epoch"
     assert feed.position(SOURCE) == SourcePosition(SOURCE, EPOCH, 102)
