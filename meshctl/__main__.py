@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 
 
 def main() -> None:
@@ -11,45 +12,42 @@ def main() -> None:
         from meshctl.commands import health
 
         sys.exit(health.main(sys.argv[2:]))
-    _run_command()
-
-
-def _run_command() -> None:
     import structlog
 
     from common.runtime import env
-    from meshctl.commands.status import status
-    from meshctl.commands.up import up
-    from meshctl.options import (
-        DemoOptions,
-        KeysOptions,
-        ReplayOptions,
-        StatusOptions,
-        UpOptions,
-        parse,
-    )
 
     # Standard output carries results only.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    environ = env.environ()
-    match parse(sys.argv[1:], environ):
-        case UpOptions() as options:
-            sys.exit(up(options, environ))
-        case StatusOptions(config, as_json):
-            sys.exit(status(config, as_json=as_json))
-        case KeysOptions(flags):
+    sys.exit(run_command(sys.argv[1:], env.environ()))
+
+
+def run_command(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Returns the exit status. Exits 0 for --help, 2 with a message for a bad argument."""
+    from meshctl import options
+    from meshctl.commands.status import status
+    from meshctl.commands.up import up
+
+    match argv:
+        case ["up", *flags]:
+            return up(options.parse_up(flags, environ), environ)
+        case ["status", *flags]:
+            config, as_json = options.parse_status(flags, environ)
+            return status(config, as_json=as_json)
+        case ["keys", *flags]:
             from meshctl.commands.keys import keys
 
-            sys.exit(keys(flags, environ))
-        case ReplayOptions(flags):
+            return keys(flags, environ)
+        case ["replay", *flags]:
             from meshctl.commands.replay import replay
 
-            sys.exit(replay(flags))
-        case DemoOptions(registry):
+            return replay(flags)
+        case ["demo", *flags]:
+            registry = options.parse_demo(flags)
             # Imported here: it needs the openai package, a development dependency.
             from meshctl.commands.demo import demo
 
-            sys.exit(demo(registry, environ))
+            return demo(registry, environ)
+    raise options.command_error(argv)
 
 
 if __name__ == "__main__":

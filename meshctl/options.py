@@ -11,7 +11,6 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -118,56 +117,18 @@ class UpOptions(ServiceConfig):
         return f"{socket.gethostname()}-" if self.registry == "consul" else ""
 
 
-@dataclass(frozen=True, slots=True)
-class StatusOptions:
-    config: ServiceConfig
-    as_json: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class DemoOptions:
-    registry: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """flags: the arguments of `python -m replay`."""
-
-    flags: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class KeysOptions:
-    """flags: the arguments of `meshctl keys`."""
-
-    flags: tuple[str, ...]
-
-
-Options = UpOptions | StatusOptions | DemoOptions | ReplayOptions | KeysOptions
-
-
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
-    """The options of a command line. Exits 0 for --help, 2 with a message for a bad argument."""
-    match list(argv):
-        case ["up", *flags]:
-            return _parse_up(flags, environ)
-        case ["status", *flags]:
-            return _parse_status(flags, environ)
-        case ["demo", *flags]:
-            return _parse_demo(flags)
-        case ["replay", *flags]:
-            return ReplayOptions(tuple(flags))
-        case ["keys", *flags]:
-            return KeysOptions(tuple(flags))
+def command_error(argv: Sequence[str]) -> SystemExit:
+    """The exit for a missing or unknown command, after its message; status 0 for --help."""
+    match argv:
         case ["-h" | "--help", *_]:
             lines = [f"  {name:8}{text}\n" for name, text in _COMMANDS.items()]
             sys.stdout.write(f"usage: meshctl COMMAND [FLAGS]\n\n{''.join(lines)}")
-            sys.exit(0)
+            return SystemExit(0)
         case [command, *_]:
             message = f"{command!r}: no such command{suggest(command, _COMMANDS)}"
         case _:
             message = f"a command is required: {', '.join(_COMMANDS)}"
-    raise _failure("meshctl", message)
+    return _failure("meshctl", message)
 
 
 def _failure(program: str, message: str) -> SystemExit:
@@ -175,7 +136,8 @@ def _failure(program: str, message: str) -> SystemExit:
     return SystemExit(2)
 
 
-def _parse_up(argv: list[str], environ: Mapping[str, str]) -> UpOptions:
+def parse_up(argv: list[str], environ: Mapping[str, str]) -> UpOptions:
+    """Exits 0 for --help, 2 with a message for a bad argument, as the others below."""
     at = argv.index("--then") if "--then" in argv else len(argv)
     flags, then = argv[:at], tuple(argv[at + 1 :])
     if at < len(argv) and not then:
@@ -191,12 +153,13 @@ def _parse_up(argv: list[str], environ: Mapping[str, str]) -> UpOptions:
     return options.model_copy(update={"then": then, "http_host": http_host, "sample": sample})
 
 
-def _parse_status(argv: list[str], environ: Mapping[str, str]) -> StatusOptions:
+def parse_status(argv: list[str], environ: Mapping[str, str]) -> tuple[StatusConfig, bool]:
+    """The configuration, and whether the output is JSON."""
     flags = [word for word in argv if word != "--json"]
     config, _ = read_config_or_exit(
         StatusConfig, None, environ, flags, name="meshctl status", flags=_REGISTRY_FLAGS
     )
-    return StatusOptions(config, as_json="--json" in argv)
+    return config, "--json" in argv
 
 
 class _Parser(argparse.ArgumentParser):
@@ -204,7 +167,8 @@ class _Parser(argparse.ArgumentParser):
         raise _failure(self.prog, message)
 
 
-def _parse_demo(argv: list[str]) -> DemoOptions:
+def parse_demo(argv: list[str]) -> str:
+    """The registry."""
     parser = _Parser(prog="meshctl demo", description=_COMMANDS["demo"], allow_abbrev=False)
     parser.add_argument(
         "--registry",
@@ -212,4 +176,5 @@ def _parse_demo(argv: list[str]) -> DemoOptions:
         default="file",
         help="service discovery; consul starts its own agent, downloaded if necessary",
     )
-    return DemoOptions(parser.parse_args(argv).registry)
+    registry: str = parser.parse_args(argv).registry
+    return registry

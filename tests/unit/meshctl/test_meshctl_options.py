@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from meshctl.options import StatusOptions, UpOptions, parse
+from meshctl.__main__ import run_command
+from meshctl.options import UpOptions, parse_status, parse_up
 
 
 def up(*argv: str, **environ: str) -> UpOptions:
-    options = parse(["up", *argv], environ)
-    assert isinstance(options, UpOptions)
-    return options
+    return parse_up(list(argv), environ)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str, **environ: str) -> str:
@@ -125,7 +124,7 @@ def test_an_error_names_the_argument_and_a_similar_one(
     argv: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        parse(argv, {})
+        run_command(argv, {})
     assert exit_.value.code == 2
     assert capsys.readouterr().err == f"{error}\n"
 
@@ -134,14 +133,14 @@ def test_an_error_names_the_argument_and_a_similar_one(
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for argv in ([command, "--help"], ["--help"]):
         with pytest.raises(SystemExit) as exit_:
-            parse(argv, {})
+            run_command(argv, {})
         assert exit_.value.code == 0
         assert command in capsys.readouterr().out
 
 
 def test_up_has_only_the_flags_of_meshctl_itself(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["up", "--help"], {})
+        run_command(["up", "--help"], {})
     text = capsys.readouterr().out
     for flag in ("--workers", "--registry-path", "--http-port", "--log-dir", "--then CMD"):
         assert flag in text
@@ -150,16 +149,12 @@ def test_up_has_only_the_flags_of_meshctl_itself(capsys: pytest.CaptureFixture[s
 
 
 def test_status_prints_json_on_request() -> None:
-    options = parse(["status", "--json", "--namespace=n"], {})
-    assert isinstance(options, StatusOptions)
-    assert (options.as_json, options.config.namespace) == (True, "n")
-    options = parse(["status"], {})
-    assert isinstance(options, StatusOptions)
-    assert not options.as_json
+    config, as_json = parse_status(["--json", "--namespace=n"], {})
+    assert (as_json, config.namespace) == (True, "n")
+    assert not parse_status([], {})[1]
 
 
 def test_status_does_not_need_what_a_service_needs_to_bind() -> None:
     """In the shipped images the variables of the service apply to every command."""
     environ = {"KVMESH_HOST": "0.0.0.0", "KVMESH_PORT": "7000", "KVMESH_HEALTH_PORT": "7001"}
-    options = parse(["status"], environ)
-    assert isinstance(options, StatusOptions)
+    parse_status([], environ)
