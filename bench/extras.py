@@ -1,25 +1,32 @@
-"""Figures of a mesh that are no rows of a load: idle, two processes, a long prompt."""
+"""Figures of a mesh that are no rows of a load, such as idle, long prompts, slow readers."""
 
 from __future__ import annotations
 
+import json
 import os
+import selectors
+import socket
 import statistics
 import subprocess
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bench.bodies import write_bodies
-from bench.measure import cpu_s, run_load
-from bench.stacks import API_KEY_VARIABLE, demo_mesh, mesh, suspended
+from bench.measure import cpu_s, rss_mb, run_load
+from bench.stacks import API_KEY_VARIABLE, MODEL, demo_mesh, mesh, suspended
 from common.api_keys import ApiKey, KeyDocument, Limits, Scope, Tenant, hash_of
 
 IDLE_SETTLE_S, IDLE_S = 5.0, 15.0
 CHAT_PATH, PREPROCESS_PATH = "/v1/chat/completions", "/v1/internal/preprocess"
 ISL, OSL = 512, 128
 LONG_ISL, LONG_OSL, STREAMS = 131_072, 8, 16
+# 400 KB each: more than the buffers of a connection.
+SLOW_READERS, SLOW_TOKENS, SLOW_LOGPROBS = 1024, 200, 20
+FAST_STREAMS, SETTLED_CPU_S, SETTLE_MAX_S = 64, 0.1, 55.0
 
 
 def idle_cpu_pct() -> float:
@@ -133,3 +140,88 @@ def long_prompt_gaps(
         "paced_c16_gap_p99_ms": round(alone, 3),
         "long_prompt_gap_p99_added_ms": round(beside - alone, 3),
     }
+
+
+def slow_readers(
+    loadgen: Path, folder: Path, sim_flags: Sequence[str], seconds: float, repeat: int
+) -> dict[str, float]:
+    """Gaps (p99) of FAST_STREAMS streams beside SLOW_READERS clients, to those alone, medians.
+
+    slow_readers_gap_p99_ratio: the clients have read nothing, and their responses are complete.
+    slow_readers_resume_gap_p99_ratio: then they read all. slow_readers_rss_mb: of the frontend.
+    """
+    bodies = folder / "slow.jsonl"
+    write_bodies(bodies, isl=128, osl=OSL)
+    gaps: dict[str, list[float]] = {"alone": [], "beside": [], "resume": []}
+    memory: list[float] = []
+    with mesh([*sim_flags, "--max-num-seqs", "4096"], []) as (port, pids):
+
+        def p99_ms(number: int) -> float:
+            run = run_load(
+                *(loadgen, port, bodies, FAST_STREAMS, seconds, pids),
+                offset=997 * number,
+                tokens_per_request=OSL,
+            )
+            return float(run["gap_ms"]["p99"])
+
+        p99_ms(0)
+        for turn in range(repeat):
+            gaps["alone"].append(p99_ms(3 * turn + 1))
+            clients = [_slow_reader(port) for _ in range(SLOW_READERS)]
+            _await_idle(pids)
+            gaps["beside"].append(p99_ms(3 * turn + 2))
+            memory.append(rss_mb(pids["frontend"]))
+            reading = threading.Thread(target=_read_all, args=(clients,))
+            reading.start()
+            gaps["resume"].append(p99_ms(3 * turn + 3))
+            reading.join()
+    medians = {name: statistics.median(values) for name, values in gaps.items()}
+    return {
+        "slow_readers_gap_p99_ratio": round(medians["beside"] / medians["alone"], 3),
+        "slow_readers_resume_gap_p99_ratio": round(medians["resume"] / medians["alone"], 3),
+        "slow_readers_rss_mb": round(statistics.median(memory), 1),
+    }
+
+
+def _slow_reader(port: int) -> socket.socket:
+    """A client that has sent a request, and reads nothing."""
+    body = json.dumps(
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "Count."}],
+            "max_tokens": SLOW_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+            "logprobs": True,
+            "top_logprobs": SLOW_LOGPROBS,
+        }
+    ).encode()
+    head = f"POST {CHAT_PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", port))
+    client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    return client
+
+
+def _read_all(clients: Sequence[socket.socket]) -> None:
+    with selectors.DefaultSelector() as selector:
+        for one in clients:
+            selector.register(one, selectors.EVENT_READ, one)
+        while selector.get_map():
+            for key, _ in selector.select():
+                client: socket.socket = key.data
+                if not client.recv(1 << 20):
+                    selector.unregister(client)
+                    client.close()
+
+
+def _await_idle(pids: Mapping[str, int]) -> None:
+    """Returns once no process computes."""
+    deadline = time.monotonic() + SETTLE_MAX_S
+    while time.monotonic() < deadline:
+        before = {name: cpu_s(pid) for name, pid in pids.items()}
+        time.sleep(1.5)
+        if all(cpu_s(pid) - before[name] < SETTLED_CPU_S for name, pid in pids.items()):
+            return
+    raise RuntimeError(f"the slow readers' responses were not complete in {SETTLE_MAX_S:g} s")

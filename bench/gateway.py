@@ -40,7 +40,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.bodies import write_bodies
-from bench.extras import idle_cpu_pct, keys_ratio, long_prompt_gaps, processes_ratios
+from bench.extras import (
+    idle_cpu_pct,
+    keys_ratio,
+    long_prompt_gaps,
+    processes_ratios,
+    slow_readers,
+)
 from bench.measure import ROOT, build_loadgen, machine_lock, print_report, run_load
 from bench.stacks import ROLES, await_response, dynamo, mesh, suspended, worktree
 
@@ -288,6 +294,7 @@ def _extras(
     found |= processes_ratios(loadgen, folder, _BURST, args.seconds, args.repeat)
     found |= keys_ratio(loadgen, folder, _BURST, args.seconds, args.repeat)
     found |= long_prompt_gaps(loadgen, folder, PACED, args.seconds, args.repeat)
+    found |= slow_readers(loadgen, folder, PACED, args.seconds, args.repeat)
     for name, value in found.items():
         print(f"{name}: {value}", flush=True)
     return found

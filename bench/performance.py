@@ -40,6 +40,9 @@ NAMED = {
     "processes2_burst_ratio": ("", "tokens a second of 64 streams with 2 frontend processes, to 1"),
     "idle_mesh_cpu_pct": ("≤ 4", "percent of a core, all services of an idle `make run`"),
     "paced_c16_gap_p99_ms": ("", "gap p99 of 16 paced streams, ms"),
+    "slow_readers_gap_p99_ratio": ("≤ 1.2", "gap p99 of 64 streams beside 1,024 that are not read"),
+    "slow_readers_resume_gap_p99_ratio": ("", "the same while those are read at last"),
+    "slow_readers_rss_mb": ("", "MB of the frontend with 1,024 responses that are not read"),
     "long_prompt_gap_p99_added_ms": ("≤ 5", "the same beside prompts of 128k tokens: ms more"),
 }
 COLUMNS = (

@@ -156,7 +156,7 @@ class ResponseBuffer:
         self._unread += token_ids
         if logprobs:
             self._logprobs += logprobs
-        self._received(len(token_ids), self.unread)
+        self._received(len(token_ids), self.unread if self._logprobs else len(self._unread))
 
     def chunk(self, json: bytes) -> None:
         self._chunks.append(json)
@@ -169,7 +169,7 @@ class ResponseBuffer:
     @property
     def unread(self) -> int:
         """Unread tokens; each log probability counts as one more."""
-        return len(self._unread) * self._token_weight if self._logprobs else len(self._unread)
+        return len(self._unread) * self._token_weight
 
     @property
     def _token_weight(self) -> int:
