@@ -149,6 +149,7 @@ def slow_readers(
 
     slow_readers_gap_p99_ratio: the clients have read nothing, and their responses are complete.
     slow_readers_resume_gap_p99_ratio: then they read all. slow_readers_rss_mb: of the frontend.
+    None of them if the machine is too busy to complete the responses in SETTLE_MAX_S.
     """
     bodies = folder / "slow.jsonl"
     write_bodies(bodies, isl=128, osl=OSL)
@@ -168,7 +169,10 @@ def slow_readers(
         for turn in range(repeat):
             gaps["alone"].append(p99_ms(3 * turn + 1))
             clients = [_slow_reader(port) for _ in range(SLOW_READERS)]
-            _await_idle(pids)
+            if not _is_idle_in_time(pids):
+                for client in clients:
+                    client.close()
+                return {}
             gaps["beside"].append(p99_ms(3 * turn + 2))
             memory.append(rss_mb(pids["frontend"]))
             reading = threading.Thread(target=_read_all, args=(clients,))
@@ -216,12 +220,12 @@ def _read_all(clients: Sequence[socket.socket]) -> None:
                     client.close()
 
 
-def _await_idle(pids: Mapping[str, int]) -> None:
-    """Returns once no process computes."""
+def _is_idle_in_time(pids: Mapping[str, int]) -> bool:
+    """Waits until no process computes."""
     deadline = time.monotonic() + SETTLE_MAX_S
     while time.monotonic() < deadline:
         before = {name: cpu_s(pid) for name, pid in pids.items()}
         time.sleep(1.5)
         if all(cpu_s(pid) - before[name] < SETTLED_CPU_S for name, pid in pids.items()):
-            return
-    raise RuntimeError(f"the slow readers' responses were not complete in {SETTLE_MAX_S:g} s")
+            return True
+    return False
