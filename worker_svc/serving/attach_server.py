@@ -124,6 +124,7 @@ class AttachStream:
             key = self._runner.admit(start.leg_request)
         except MeshError as error:
             self.link.reject(start.slot, error)
+            self._wake.set()
             return
         self.link.accept(start.slot)
         self._keys[start.slot] = key
