@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar, cast
 
@@ -45,7 +45,7 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 
 
 class GrpcStream(asyncio.Protocol, Generic[RequestT, ResponseT]):
-    """The messages of one streaming call. One task reads, one writes.
+    """The messages of one streaming call. One task reads or delivers, one writes.
 
     expected_reply: the proof of the mesh token that the peer must give before it receives a
     message; None: none is required.
@@ -68,6 +68,7 @@ class GrpcStream(asyncio.Protocol, Generic[RequestT, ResponseT]):
         self._silent_ticks = 0
         # Set on each change that a task may wait for.
         self._reader: asyncio.Future[None] | None = None
+        self._receiver: Callable[[ResponseT], None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport
         self._timer: asyncio.TimerHandle
@@ -84,8 +85,38 @@ class GrpcStream(asyncio.Protocol, Generic[RequestT, ResponseT]):
                 await self._reader
             finally:
                 self._reader = None
-        message = call.take_message()
+        message = self._take_message()
         self._send()
+        return message
+
+    async def deliver(self, receiver: Callable[[ResponseT], None]) -> None:
+        """Calls `receiver` with each message as it arrives, without a task step; returns at the
+        end. Raises the MeshError of a stream that failed, and what `receiver` raises."""
+        self._reader = self._loop.create_future()
+        self._receiver = receiver
+        self._deliver()
+        try:
+            await self._reader
+        finally:
+            self._reader = self._receiver = None
+        self._raise_failure()
+
+    def _deliver(self) -> None:
+        """Passes the messages that have arrived to the receiver of `deliver`, if there is one."""
+        call, reader = self._call, self._reader
+        try:
+            while self._receiver is not None and call.messages:
+                self._receiver(self._take_message())
+        except Exception as error:
+            self._receiver = None
+            if reader is not None and not reader.done():
+                reader.set_exception(error)
+        self._send()
+        if self._receiver is None or call.status is not None:
+            self._wake(reader)
+
+    def _take_message(self) -> ResponseT:
+        message = self._call.take_message()
         try:
             return self._response_type.FromString(message)
         except DecodeError as error:
@@ -147,8 +178,7 @@ class GrpcStream(asyncio.Protocol, Generic[RequestT, ResponseT]):
                         "the peer does not prove that it has the mesh token"
                     )
                 call.cancel()
-        self._send()
-        self._wake(self._reader)
+        self._deliver()
         self._wake(self._writer)
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from google.protobuf.message import Message
@@ -14,11 +15,12 @@ from kvmesh.engine.v1 import engine_pb2
 
 
 class Transport(Protocol):
-    """One open Attach stream, which `close` ends in any state. `read` returns None at its end.
-    `write` returns when the transport can take the next frame. Both raise MeshError if it failed.
+    """One open Attach stream, which `close` ends in any state. `deliver` calls `receive` with each
+    frame as it arrives, and returns at the end; it raises what `receive` raises. `write` returns
+    when the transport can take the next frame. Both raise MeshError if the stream failed.
     """
 
-    async def read(self) -> ResponseFrame | None: ...
+    async def deliver(self, receive: Callable[[ResponseFrame], None]) -> None: ...
     async def write(self, frame: RequestFrame) -> None: ...
     async def close(self) -> None: ...
 
@@ -35,9 +37,8 @@ class GrpcTransport:
     def __init__(self, stream: GrpcStream[Message, engine_pb2.AttachResponse]) -> None:
         self._stream = stream
 
-    async def read(self) -> ResponseFrame | None:
-        message = await self._stream.read()
-        return None if message is None else response_frame_from_proto(message)
+    async def deliver(self, receive: Callable[[ResponseFrame], None]) -> None:
+        await self._stream.deliver(lambda message: receive(response_frame_from_proto(message)))
 
     async def write(self, frame: RequestFrame) -> None:
         await self._stream.write(request_frame_to_proto(frame))

@@ -7,6 +7,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -21,6 +22,7 @@ from common.request.token_stream import (
     Hello,
     LegRequest,
     LegSink,
+    ResponseFrame,
     Terminal,
 )
 from common.runtime.tasks import TaskGroup
@@ -206,21 +208,20 @@ class WorkerConnection:
                 tasks.create_task(self._write(transport))
                 tasks.create_task(self._tick())
                 self._wake.set()
-                await self._read(transport, tasks)
+                await transport.deliver(partial(self._receive, tasks))
+                raise WorkerLost("the worker closed the stream", retryable=True)
         finally:
             await transport.close()
 
-    async def _read(self, transport: Transport, tasks: TaskGroup) -> None:
-        link, loop = self.link, self._loop
-        while (frame := await transport.read()) is not None:
-            link.receive(frame, loop.time())
-            self._last_received_at, self._stalled_before_s = loop.time(), self._stalled_s()
-            self.received.set()
-            if frame.heartbeat:
-                self._check_progress(frame.heartbeat, tasks)
-            if frame.sent_bytes:
-                self._wake.set()
-        raise WorkerLost("the worker closed the stream", retryable=True)
+    def _receive(self, tasks: TaskGroup, frame: ResponseFrame) -> None:
+        link, now = self.link, self._loop.time()
+        link.receive(frame, now)
+        self._last_received_at, self._stalled_before_s = now, self._stalled_s()
+        self.received.set()
+        if frame.heartbeat:
+            self._check_progress(frame.heartbeat, tasks)
+        if link.owes_acknowledgement:
+            self._wake.set()
 
     def _check_progress(self, loads: Sequence[Load], tasks: TaskGroup) -> None:
         match self._engine_watch.received(loads, self._running_time()):

@@ -91,6 +91,49 @@ async def test_messages_that_are_written_before_a_read_return_in_order() -> None
         assert stream.done()
 
 
+async def test_messages_are_delivered_in_order_until_the_end() -> None:
+    sent = [value(i * 40, i) for i in range(500)]
+    delivered: list[BytesValue] = []
+    async with serving(echo) as service, opened(service) as stream:
+        await first_of_wire(stream)
+        for message in sent[:100]:
+            await stream.write(message)
+        delivery = asyncio.create_task(stream.deliver(delivered.append))
+        for message in sent[100:]:
+            await stream.write(message)
+        await stream.done_writing()
+        await delivery
+    assert delivered == sent
+
+
+async def test_delivery_ends_with_the_error_of_the_receiver() -> None:
+    delivered = []
+
+    def receive(message: BytesValue) -> None:
+        delivered.append(message)
+        if len(delivered) == 2:
+            raise errors.InvalidRequest("the second message")
+
+    async with serving(echo) as service, opened(service) as stream:
+        await first_of_wire(stream)
+        for i in range(5):
+            await stream.write(value(500, i))
+        with pytest.raises(errors.InvalidRequest, match="the second message"):
+            await stream.deliver(receive)
+        assert delivered == [value(500, 0), value(500, 1)]
+
+
+async def test_delivery_raises_the_error_of_a_stream_that_fails() -> None:
+    async with serving(echo) as service, opened(service) as stream:
+        await first_of_wire(stream)
+        delivery = asyncio.create_task(stream.deliver(lambda _message: None))
+        await asyncio.sleep(0)
+        assert service.server is not None
+        await service.server.stop(None)
+        with pytest.raises(errors.Unavailable):
+            await delivery
+
+
 async def test_a_server_that_does_not_read_stops_the_writer_and_nothing_is_lost() -> None:
     released, count = asyncio.Event(), 64
 

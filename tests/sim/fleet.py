@@ -68,6 +68,7 @@ from router_svc.replication_sync import PeerSync
 from router_svc.service import RouterService
 from tests.sim.ledger import DecisionChecker
 from tests.sim.net import Process, SimNetwork, StreamEnd
+from tests.sim.pulled_transport import PulledTransport
 from tests.sim.wire import (
     PUBLISH,
     SUBSCRIBE,
@@ -537,7 +538,7 @@ class SimWorker:
         self._net.close(self.address, self.process)
 
 
-class SimTransport:
+class SimTransport(PulledTransport):
     """Attach over a simulated stream."""
 
     def __init__(self, end: StreamEnd) -> None:

@@ -81,6 +81,11 @@ class FrontendLink:
         """Number of slots submitted and not ended."""
         return len(self._open_legs)
 
+    @property
+    def owes_acknowledgement(self) -> bool:
+        """Whether a frame must acknowledge received bytes now."""
+        return self._consumed_bytes - self._acked_bytes >= _ACK_THRESHOLD_BYTES
+
     def submit(self, leg_request: LegRequest, sink: LegSink) -> int:
         """Queue a request and return its slot. Raises the error that ended the stream, if any."""
         if self._lost is not None:
@@ -220,8 +225,7 @@ class FrontendLink:
         while self._prompt_parts and budget >= PROMPT_PART_BYTES:
             budget -= self._frame_prompt_part(frame)
         has_content = has_content or bool(frame.submits or frame.aborts or frame.prompt_parts)
-        if self._consumed_bytes - self._acked_bytes >= _ACK_THRESHOLD_BYTES:
-            has_content = True
+        has_content = has_content or self.owes_acknowledgement
         if now - self._last_heartbeat_at >= self._heartbeat_s:
             self._last_heartbeat_at, frame.heartbeat, has_content = now, True, True
         if not has_content:

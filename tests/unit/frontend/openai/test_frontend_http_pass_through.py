@@ -40,6 +40,7 @@ from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ENCODE_INLINE_CHARS
 from frontend_svc.peers.engine_client import EngineClient
 from frontend_svc.request.gateway import Gateway
+from tests.sim.pulled_transport import PulledTransport
 from worker_svc.engines.contract import GenerateContext, LLMEngineOutput
 from worker_svc.engines.echo import EchoConfig, EchoEngine
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
@@ -52,7 +53,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 Json = Any
 
 
-class Wire:
+class Wire(PulledTransport):
     """An Attach stream to a worker in the same process: one queue per direction."""
 
     def __init__(self, server: AttachServer) -> None:

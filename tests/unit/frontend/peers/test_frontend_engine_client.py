@@ -21,6 +21,7 @@ from common.request.token_stream import (
 from frontend_svc.peers.attach_transport import Transport
 from frontend_svc.peers.engine_client import EngineClient
 from tests.sim.loop import run_virtually
+from tests.sim.pulled_transport import PulledTransport
 
 WORKER = 5
 REQUEST = PreprocessedRequest(model="m", token_ids=TokenIds.of((1, 2, 3)))
@@ -59,7 +60,7 @@ class LossSink:
         self.received.set()
 
 
-class SilentWorker:
+class SilentWorker(PulledTransport):
     """A Dialer, and the stream of a worker that sends heartbeats and accepts nothing."""
 
     def __init__(self) -> None:

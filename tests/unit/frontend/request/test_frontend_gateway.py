@@ -29,6 +29,7 @@ from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.peers.engine_client import EngineClient
 from frontend_svc.request.local_placement import place_locally
 from tests.sim.loop import VirtualLoop, run_virtually
+from tests.sim.pulled_transport import PulledTransport
 
 MODEL = "model"
 WORKER = 7
@@ -85,7 +86,7 @@ def test_without_a_router_prefill_and_decode_pairs_are_not_chosen(
     )
 
 
-class Frozen:
+class Frozen(PulledTransport):
     """A transport to a worker with a hung engine: it only sends heartbeats.
 
     late_s: delay of the first heartbeat.
@@ -114,7 +115,7 @@ class Frozen:
         return self
 
 
-class Engine:
+class Engine(PulledTransport):
     """A worker with its transport. frozen: it accepts requests and does not run them.
 
     waits: its requests wait for KV; only a probe is served. full: it refuses every request.
