@@ -130,16 +130,20 @@ class Client:
     # Whether it disconnected, or stopped, before the end.
     has_disconnected: bool = False
     has_stopped: bool = False
+    _token_weight: int = 1
     _buffer: ResponseBuffer | None = None
 
     @property
     def is_slow_reader(self) -> bool:
         """Whether more tokens are unread than allowed."""
         unread_limit = self.spec.unread_max
-        return unread_limit is not None and len(self.delivered) - self.read > unread_limit
+        unread = (len(self.delivered) - self.read) * self._token_weight
+        return unread_limit is not None and unread > unread_limit
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
         """See ResponseSink."""
+        if logprobs:  # each counts as one token more, and so does each alternative
+            self._token_weight = 2 + len(logprobs[-1].top)
         self.on_tokens(self, token_ids)
         assert self._buffer is not None
         self._buffer.tokens(token_ids, logprobs)
