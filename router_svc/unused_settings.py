@@ -7,7 +7,7 @@ from dataclasses import fields
 from router_svc.config import RouterConfig
 from router_svc.core.cost import CostSettings
 from router_svc.core.pairing import ISL_POLICIES, LOAD_POLICIES
-from router_svc.core.selectors import COST_SELECTORS, SELECTORS, DynamoSelector
+from router_svc.core.selectors import COST_SELECTORS, SELECTORS
 
 # The load tracker uses these with every selector.
 _TRACKING = {"track_prefill_tokens", "track_active_blocks"}
@@ -27,7 +27,7 @@ def settings_without_effect(config: RouterConfig) -> dict[str, str]:
     has_other_cost = config.selector in SELECTORS and config.selector not in COST_SELECTORS
     table: list[tuple[bool, str, str]] = [
         (has_other_cost, f"selector is {config.selector}", " ".join(cost)),
-        (config.selector == DynamoSelector.name, "selector is dynamo", _KV_COST),
+        (config.selector == "dynamo", "selector is dynamo", _KV_COST),
         (
             index == "none",
             "overlap_score_credit is 0",

@@ -262,7 +262,7 @@ class AdapterResidency:
         resident = frozenset((worker.model, name) for worker in workers for name in worker.loras)
         for adapter_key in sorted(self._resident - resident):
             self._recently_removed[adapter_key] = now
-        for adapter_key in resident & self._recently_removed.keys():
+        for adapter_key in self._recently_removed.keys() & resident:
             del self._recently_removed[adapter_key]
         drop_gone(self._recently_removed, now, RECENTLY_REMOVED_MAX)
         self._resident = resident

@@ -60,7 +60,8 @@ from router_svc.core.query import (
     bookable_decode_blocks,
     predicted_cached_tokens,
 )
-from router_svc.core.selectors import View, WorkerSelector
+from router_svc.core.scoring import View
+from router_svc.core.selectors import WorkerSelector
 from router_svc.core.sessions import SessionConstraint
 from router_svc.core.types import AffinityConstraint, Candidate, Candidates, Leg, Matches, Placement
 
@@ -459,7 +460,9 @@ class PlacementAttempt:
         except Exception as error:
             # The text of a foreign exception goes to the log only: it may contain anything.
             cause = f"it raised {type(error).__name__}"
-            raise _selector_error(planner.selector.name, query.model, cause) from error
+            failure = _selector_error(planner.selector.name, query.model, cause)
+            failure.__cause__ = error  # compiled code ignores `from`
+            raise failure from error
         if not any(one is chosen for one in kept):
             raise _selector_error(planner.selector.name, query.model, "it chose no candidate")
         return LegPlan(choice, view, kept, excluded)

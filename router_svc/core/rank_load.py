@@ -166,7 +166,7 @@ class RankLoads:
                 found.append(_NO_WORK)
                 continue
             pace, slowness = rank.pace, 1.0
-            work: float = rank.booked.prefill_tokens
+            work = float(rank.booked.prefill_tokens)
             if mean_rate:
                 tokens, busy_s = pace.tokens + prior_tokens, pace.busy_s + PACE_PRIOR_S
                 if pace.prompts and (elapsed_s := now - pace.since) > 0:
@@ -178,7 +178,7 @@ class RankLoads:
             if report is not None and now <= rank.reported_at + LOAD_MAX_AGE_S:
                 reported = report.waiting_tokens + rank.since_report.prefill_tokens
                 if reported > work:
-                    work = reported
+                    work = float(reported)
             found.append((work, slowness))
         return found
 

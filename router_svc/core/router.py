@@ -32,7 +32,8 @@ from router_svc.core.query import (
     predicted_cached_tokens,
     validate_query,
 )
-from router_svc.core.selectors import COST_SELECTORS, SELECTORS, View, WorkerSelector
+from router_svc.core.scoring import View
+from router_svc.core.selectors import COST_SELECTORS, SELECTORS, WorkerSelector
 from router_svc.core.sessions import SessionAffinity
 from router_svc.core.types import (
     Booking,

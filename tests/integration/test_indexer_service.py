@@ -796,6 +796,7 @@ def dump_of(mesh: Mesh) -> AsyncIterator[Any]:
     return aiter(mesh.app._service.Dump(pb.DumpRequest(), context))
 
 
+@pytest.mark.interpreted
 async def test_a_source_cleared_during_its_dump_is_dumped_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -816,6 +817,7 @@ async def test_a_source_cleared_during_its_dump_is_dumped_again(
         assert chunks[-1].sequence == 3
 
 
+@pytest.mark.interpreted
 async def test_a_dump_fails_after_five_clears(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

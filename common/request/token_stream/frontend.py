@@ -36,10 +36,23 @@ _SUBMIT_BYTES = 1024
 class _NullSink:
     """The sink of an abandoned slot: ignores every event."""
 
-    def _ignore(self, *args: object, **kwargs: object) -> None:
+    def accepted(self, *_: object) -> None:
         pass
 
-    accepted = rejected = tokens = chunk = terminal = lost = _ignore
+    def rejected(self, *_: object) -> None:
+        pass
+
+    def tokens(self, *_: object) -> None:
+        pass
+
+    def chunk(self, *_: object) -> None:
+        pass
+
+    def terminal(self, *_: object) -> None:
+        pass
+
+    def lost(self, *_: object) -> None:
+        pass
 
 
 _NULL_SINK = _NullSink()

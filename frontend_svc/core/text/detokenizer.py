@@ -98,7 +98,7 @@ class Vocabulary:
         shown = {one: text for one, text in shown.items() if text in markers}
         if not shown:
             return self
-        special_ids = self.special_ids - shown.keys()
+        special_ids = self.special_ids.difference(shown)
         return replace(self, texts={**self.texts, **shown}, special_ids=special_ids)
 
 

@@ -459,6 +459,7 @@ class Pair:
         index.dispatch()
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("seed", range(30))
 def test_a_copy_is_never_wrong_and_ends_equal(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets that change while they are read in chunks of three blocks; frames of any size; a switch

@@ -37,7 +37,8 @@ from router_svc.core.pairing import NO_BYPASS, Bypass
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Router
-from router_svc.core.selectors import SELECTORS, Selection, View, WorkerSelector
+from router_svc.core.scoring import View
+from router_svc.core.selectors import SELECTORS, Selection, WorkerSelector
 from router_svc.core.types import (
     BookingKey,
     Candidate,

@@ -18,10 +18,12 @@ from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.preprocessed import RouterConfigOverride, RoutingConstraints, RoutingHints
+from router_svc.core.candidate_costs import ScoredCandidate
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, RecentPrefill, draw_index
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query, predicted_cached_tokens
-from router_svc.core.selectors import DynamoSelector, ScoredCandidate, View, score_candidates
+from router_svc.core.scoring import View, score_candidates
+from router_svc.core.selectors import DynamoSelector
 from router_svc.core.types import Candidate, Leg, Matches, Placement
 
 B = 16

@@ -18,10 +18,12 @@ from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.preprocessed import RouterConfigOverride
+from router_svc.core.candidate_costs import ScoredCandidate
 from router_svc.core.cost import CostSettings, draw_index
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query
-from router_svc.core.selectors import DynamoSelector, ScoredCandidate, View, score_candidates
+from router_svc.core.scoring import View, score_candidates
+from router_svc.core.selectors import DynamoSelector
 from router_svc.core.types import Candidate, Placement
 
 B = 16

@@ -16,7 +16,7 @@ from router_svc.core.cost import CostSettings
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query
 from router_svc.core.rank_load import PACE_PRIOR_S
-from router_svc.core.selectors import View, score_candidates
+from router_svc.core.scoring import View, score_candidates
 from router_svc.core.types import Booking, BookingKey, Candidate, Placement
 
 B = 16

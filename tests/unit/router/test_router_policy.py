@@ -23,7 +23,8 @@ from router_svc.core.pairing import Bypass, TransferDomain
 from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Router
-from router_svc.core.selectors import SELECTORS, Selection, View
+from router_svc.core.scoring import View
+from router_svc.core.selectors import SELECTORS, Selection
 from router_svc.core.types import BookingKey, Candidate
 from router_svc.metrics import Metrics
 

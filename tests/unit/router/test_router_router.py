@@ -31,7 +31,8 @@ from router_svc.core.overlap import IndexStatus
 from router_svc.core.placement import SELECTOR_FAILED
 from router_svc.core.query import Query
 from router_svc.core.router import Router
-from router_svc.core.selectors import SELECTORS, Selection, View, WorkerSelector, score_candidates
+from router_svc.core.scoring import View, score_candidates
+from router_svc.core.selectors import SELECTORS, Selection, WorkerSelector
 from router_svc.core.types import BookingKey, Candidate, LoadTotals, Placement
 
 FRONTEND = 7

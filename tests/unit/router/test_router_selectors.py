@@ -17,13 +17,8 @@ from common.request.preprocessed import RoutingConstraints, RoutingHints
 from router_svc.core.eligibility import eligible
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query
-from router_svc.core.selectors import (
-    SELECTORS,
-    View,
-    WorkerSelector,
-    load_cost,
-    preferred_taint_factor,
-)
+from router_svc.core.scoring import View, load_cost, preferred_taint_factor
+from router_svc.core.selectors import SELECTORS, WorkerSelector
 from router_svc.core.types import Booking, BookingKey, Candidate, LoadTotals, Placement
 
 

@@ -1,0 +1,69 @@
+"""Candidates with their costs, as selectors return them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, overload
+
+from router_svc.core.cost import Terms
+from router_svc.core.types import Candidate, Candidates, LoadTotals
+
+
+class ScoredCandidate(NamedTuple):
+    """A candidate and its cost in the selector's unit; lower is better. terms: None if unknown."""
+
+    candidate: Candidate
+    cost: float
+    load: LoadTotals
+    terms: Terms | None = None
+
+
+# The fields of `Terms`.
+TermValues = tuple[float, float, float, float, float, float]
+
+
+@dataclass(slots=True, eq=False)
+class CandidateCosts(Sequence[ScoredCandidate]):
+    """Candidates with costs in columns: few of many are read singly. parts: the fields of `Terms`;
+    None: not reported.
+    """
+
+    candidates: Candidates
+    costs: Sequence[float]
+    loads: Sequence[LoadTotals]
+    parts: Sequence[TermValues | None] | None = None
+
+    @classmethod
+    def of(cls, scored: Sequence[ScoredCandidate]) -> CandidateCosts:
+        if isinstance(scored, CandidateCosts):
+            return scored
+        candidates, costs, loads, parts = zip(*scored, strict=True) if scored else ((),) * 4
+        return cls(candidates, costs, loads, parts)
+
+    def terms(self, at: int) -> Terms | None:
+        parts = None if self.parts is None else self.parts[at]
+        return None if parts is None else Terms._make(parts)
+
+    def subset(self, indexes: Sequence[int]) -> CandidateCosts:
+        candidates, costs, loads, parts = self.candidates, self.costs, self.loads, self.parts
+        return CandidateCosts(
+            [candidates[at] for at in indexes],
+            [costs[at] for at in indexes],
+            [loads[at] for at in indexes],
+            None if parts is None else [parts[at] for at in indexes],
+        )
+
+    def __len__(self) -> int:
+        return len(self.costs)
+
+    @overload
+    def __getitem__(self, at: int) -> ScoredCandidate: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[ScoredCandidate]: ...
+
+    def __getitem__(self, at: int | slice) -> ScoredCandidate | list[ScoredCandidate]:
+        if isinstance(at, slice):
+            return [self[n] for n in range(*at.indices(len(self)))]
+        return ScoredCandidate(self.candidates[at], self.costs[at], self.loads[at], self.terms(at))

@@ -1,0 +1,172 @@
+"""The costs of candidates, by the formula of `cost.py` or by load alone (pure)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.kv.prefix_index import SourceMatch
+from common.registry.instances import Instance
+from common.request.preprocessed import RoutingConstraints
+from router_svc.core.candidate_costs import CandidateCosts, TermValues
+from router_svc.core.cost import (
+    DEFAULT_COST_SETTINGS,
+    CostSettings,
+    RecentPrefill,
+)
+from router_svc.core.load_tracker import LoadTracker
+from router_svc.core.query import Query, block_size_of, bookable_decode_blocks
+from router_svc.core.rank_load import PrefillWork
+from router_svc.core.types import (
+    NO_MATCHES,
+    Candidates,
+    Leg,
+    LoadTotals,
+    Matches,
+    Placement,
+)
+
+
+@dataclass(slots=True)
+class View:
+    """The inputs of a selector. last: the placement chosen before for the same model and leg, None
+    at first. matches: what placements hold of the prompt; absent ones hold nothing. cost_settings:
+    of this request and leg. recent_prefill: None: not counted.
+    """
+
+    load_tracker: LoadTracker
+    now: float
+    last: Placement | None = None
+    matches: Matches = field(default_factory=lambda: NO_MATCHES)
+    leg: Leg = "whole"
+    cost_settings: CostSettings = DEFAULT_COST_SETTINGS
+    recent_prefill: RecentPrefill | None = None
+
+    def load(self, placement: Placement) -> LoadTotals:
+        return self.load_tracker.ranks.load(placement, self.now)
+
+    def overlap(self, placement: Placement) -> int:
+        """Leading blocks of the prompt that the rank holds on any tier."""
+        row = self.matches.get(placement)
+        return 0 if row is None else row.disk_blocks
+
+
+def score_candidates(
+    query: Query, candidates: Candidates, view: View, *, is_dynamo: bool = False
+) -> CandidateCosts:
+    """Every candidate with its cost, by a formula of `cost`. Optimized: most of a decision."""
+    cost_settings, now, matches = view.cost_settings, view.now, view.matches
+    load_of = view.load_tracker.ranks.load
+    placements = [c.placement for c in candidates]
+    loads = [load_of(placement, now) for placement in placements]
+    is_decode = view.leg == "decode"
+    credit_decay = cost_settings.overlap_score_credit_decay
+    has_credit_decay = cost_settings.track_prefill_tokens and credit_decay > 0
+    least_queued = min([load[0] for load in loads]) if has_credit_decay else 0
+    full_credit, assumes_reuse = cost_settings.overlap_score_credit, cost_settings.assume_kv_reuse
+    scale = cost_settings.prefill_load_scale
+    uncached_weight = cost_settings.uncached_block_weight
+    request_weight = cost_settings.decode_active_request_weight
+    held_weight, miss_weight = 1.0, 0.0
+    works: Sequence[PrefillWork] = ()
+    if not (is_dynamo or is_decode):
+        works = view.load_tracker.ranks.prefill_work(placements, now)
+        held_weight = cost_settings.held_block_weight
+        miss_weight = uncached_weight * cost_settings.recent_miss_weight
+    total_tokens, block_size = query.total_tokens, query.block_size
+    blocks = -(-total_tokens // block_size) if block_size else 0
+    costs: list[float] = []
+    parts: list[TermValues] = []
+    for candidate, placement, load, misses, factor in zip(
+        candidates,
+        placements,
+        loads,
+        _recent_miss_terms(query, candidates, placements, view, miss_weight),
+        _taint_factors(query, candidates),
+        strict=True,
+    ):
+        queued, used_blocks, requests = load
+        if not query.block_size:
+            block_size = block_size_of(query, candidate.instance.block_size)
+            blocks = -(-total_tokens // block_size)
+        credit = 0.0
+        if (row := matches.get(placement)) is not None:
+            _, on_device, _, on_any_tier = row
+            credit = full_credit * on_device
+            if has_credit_decay and blocks:
+                excess = (queued - least_queued) / block_size / blocks
+                credit /= 1.0 + credit_decay * excess
+            if on_any_tier > on_device and not is_decode:
+                credit += _lower_tier_credit(row, cost_settings)
+            if assumes_reuse:
+                used_blocks -= min(used_blocks, on_any_tier)
+        prefill, decode = 0.0, float(used_blocks + blocks)
+        if is_decode:
+            decode = decode - credit if decode > credit else 0.0
+        elif not is_dynamo:
+            to_compute, slowness = works[len(costs)]
+            uncached = total_tokens / block_size - credit
+            prefill = to_compute / block_size
+            if uncached > 0:
+                prefill += uncached_weight * uncached
+            prefill *= scale * slowness
+            decode *= held_weight
+        elif (work := (queued + total_tokens) / block_size) > credit:
+            prefill = scale * (work - credit)
+        active = held_weight * request_weight * (requests + 1)
+        costs.append((prefill + decode + active + misses) * factor)
+        parts.append((prefill, decode, active, misses, credit, factor))
+    return CandidateCosts(candidates, costs, loads, parts)
+
+
+def _lower_tier_credit(row: SourceMatch, cost_settings: CostSettings) -> float:
+    """The credit of the blocks held on host or disk only."""
+    host_credit = cost_settings.host_cache_hit_weight * (row.host_blocks - row.device_blocks)
+    return host_credit + cost_settings.disk_cache_hit_weight * (row.disk_blocks - row.host_blocks)
+
+
+def _recent_miss_terms(
+    query: Query,
+    candidates: Candidates,
+    placements: Sequence[Placement],
+    view: View,
+    weight: float,
+) -> list[float]:
+    if view.recent_prefill is None or weight == 0 or not query.total_tokens:
+        return [0.0] * len(candidates)
+    recent_misses = view.recent_prefill.blocks_of(placements, view.now)
+    blocks = bookable_decode_blocks(query, block_size_of(query, candidates[0].instance.block_size))
+    reference = sum(recent_misses) / len(recent_misses) + blocks
+    return [weight * blocks * m / (m + reference) for m in recent_misses]
+
+
+def load_cost(load: LoadTotals, block_size: int, taint_factor: float) -> float:
+    """(1 + prefill_tokens / block_size + decode_blocks + requests) * taint_factor, in blocks.
+    Requests of unknown length count by their number; the 1 makes a preferred taint decide among
+    idle workers.
+    """
+    work = load.prefill_tokens / block_size + load.decode_blocks + load.requests
+    return (1.0 + work) * taint_factor
+
+
+def preferred_taint_factor(worker: Instance, constraints: RoutingConstraints | None) -> float:
+    """exp(-tanh(sum of weights of matching preferred taints)), in [1/e, e]; as in Dynamo 1.6."""
+    if constraints is None or not constraints.preferred_taints:
+        return 1.0
+    weights = constraints.preferred_taints.items()
+    return math.exp(-math.tanh(sum(w for taint, w in weights if taint in worker.taints)))
+
+
+def load_costs(query: Query, candidates: Candidates, view: View) -> CandidateCosts:
+    loads = [view.load(c.placement) for c in candidates]
+    block_sizes = [block_size_of(query, c.instance.block_size) for c in candidates]
+    costs = list(map(load_cost, loads, block_sizes, _taint_factors(query, candidates)))
+    return CandidateCosts(candidates, costs, loads)
+
+
+def _taint_factors(query: Query, candidates: Candidates) -> list[float]:
+    constraints = query.routing.routing_constraints if query.routing else None
+    if constraints is None or not constraints.preferred_taints:
+        return [1.0] * len(candidates)
+    return [preferred_taint_factor(c.instance, constraints) for c in candidates]
