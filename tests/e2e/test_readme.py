@@ -29,7 +29,7 @@ def test_the_readme_names_make_run_and_the_commands_of_ci() -> None:
         for line in (ROOT / ".ci/run").read_text().splitlines()
         if line and not line.startswith(("#", "set ", "cd "))
     ]
-    assert commands == ["make test", "make test-sglang"]
+    assert commands == ["make test", "make test-compiled", "make test-sglang"]
     assert {block.strip() for block in SHELL} >= set(commands)
 
 
