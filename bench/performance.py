@@ -20,6 +20,7 @@ from bench.measure import ROOT
 
 PAGE, TEMPLATE = ROOT / "docs/performance.md", ROOT / "bench/performance.template.md"
 PLOT = "img/performance.png"
+PLOT_TICKS = (0.1, 0.15, 0.25, 0.4, 0.6, 0.7, 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 8)
 PLOT_FIGURES = {
     "tokens_per_s": "throughput",
     "gateway_cpu": "CPU per token",
@@ -116,7 +117,13 @@ def _plot(report: Report, path: Path) -> bool:
             [max(0.0, one["max"] - one["median"]) for one in ratios],
         ]
         labels = [f"{row['mode']} {row['concurrency']}" for row in found]
-        axes.bar(labels, medians, yerr=ends, capsize=3, color="#4878a8")
+        # From 1, on a logarithmic axis: twice and half are equally far from it.
+        heights = [median - 1 for median in medians]
+        axes.bar(labels, heights, bottom=1, yerr=ends, capsize=3, color="#4878a8")
+        axes.set_yscale("log", base=2)
+        low, high = axes.get_ylim()
+        ticks = [tick for tick in PLOT_TICKS if low <= tick <= high]
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.axhline(1, color="black", linewidth=1)
         better = "higher" if name == "tokens_per_s" else "lower"
         axes.set_title(f"{title}: KVMesh / Dynamo ({better} is better)", fontsize=9)
