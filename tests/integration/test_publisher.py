@@ -46,7 +46,7 @@ from worker_svc.kv_events.external_events import (
 )
 from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publish_link import UNACKED_BATCHES_MAX
-from worker_svc.kv_events.publisher import Publisher
+from worker_svc.kv_events.publisher import EVENT_PAGES_PER_TURN, Publisher
 
 NS = "default"
 SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name
@@ -662,6 +662,35 @@ async def test_events_that_cannot_be_applied_do_not_affect_the_engine() -> None:
         assert m.feed.event_log.state == SourcePosition(SOURCE, 2, 1, degraded=True)
         assert m.publisher.metric_values()["kv_events_lost"] == 1
         assert m.publisher.metric_values()["kv_unknown_rank"] == 1
+
+
+async def test_many_pages_are_applied_over_several_turns_and_in_order() -> None:
+    async with mesh() as m:
+        values = list(range(1, 3 * EVENT_PAGES_PER_TURN + 1))
+        tokens = bytes(BLOCK * 4 * len(values))
+        m.publisher.take([PagesStored(values, None, tokens, BLOCK)])
+        m.publisher.take([PagesRemoved([values[-1]])])
+        normalizer = m.feed.normalizer
+        seen = []
+        for _ in range(5):
+            seen.append(normalizer.published_blocks)
+            await asyncio.sleep(0)
+        turn = EVENT_PAGES_PER_TURN
+        assert seen == [turn, 2 * turn, 3 * turn, 3 * turn - 1, 3 * turn - 1]
+        indexer = await m.indexer()
+        await m.wait_until_synced(indexer)
+        assert len(indexer.held) == 3 * turn - 1
+
+
+async def test_a_reset_drops_the_pages_that_are_not_applied_yet() -> None:
+    async with mesh() as m:
+        values = list(range(1, 3 * EVENT_PAGES_PER_TURN + 1))
+        m.publisher.take([PagesStored(values, None, bytes(BLOCK * 4 * len(values)), BLOCK)])
+        m.publisher.reset(0)
+        m.store_pages(1)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert m.feed.normalizer.published_blocks == 1
 
 
 @pytest.mark.row("S1-03")

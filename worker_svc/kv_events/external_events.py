@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol, TypeAlias
 
@@ -76,11 +76,31 @@ class PagesCleared:
 ExternalEvent: TypeAlias = PagesStored | PagesRemoved | PagesCleared
 
 
+def split_event(event: ExternalEvent, pages_max: int) -> Iterator[ExternalEvent]:
+    """Yields equivalent events of at most pages_max pages."""
+    if isinstance(event, PagesCleared) or len(event.hashes) <= pages_max:
+        yield event
+        return
+    for start in range(0, len(event.hashes), pages_max):
+        end = start + pages_max
+        hashes = event.hashes[start:end]
+        if isinstance(event, PagesRemoved):
+            yield replace(event, hashes=hashes)
+            continue
+        page_bytes = event.page_size * TOKEN_BYTES
+        yield replace(
+            event,
+            hashes=hashes,
+            parent=event.hashes[start - 1] if start else event.parent,
+            token_ids=event.token_ids[start * page_bytes : end * page_bytes],
+        )
+
+
 class KvEventSink(Protocol):
     """Receives the cache events of an engine."""
 
     def take(self, events: Iterable[ExternalEvent]) -> None:
-        """Applies events, in order."""
+        """Applies events, in order; many pages are applied over several turns of the loop."""
 
     def record_loss(self, rank: int, reason: str) -> None:
         """Records that events of a rank are lost and cannot be repaired."""

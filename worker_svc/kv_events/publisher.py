@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 
@@ -21,7 +21,7 @@ from common.registry.registry import Registry
 from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
 from worker_svc.kv_events.event_log import SourceFeed
-from worker_svc.kv_events.external_events import ExternalEvent
+from worker_svc.kv_events.external_events import ExternalEvent, PagesCleared, split_event
 from worker_svc.kv_events.publish_link import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
@@ -41,6 +41,8 @@ PUBLISH_SPACING_S = 0.02
 REGROW_INTERVAL_S = 30.0
 REGROW_DIVISOR = 10
 REGROW_BLOCKS_MIN = 1024
+# Pages of events applied per loop turn: one to three milliseconds of work.
+EVENT_PAGES_PER_TURN = 512
 # Pages withdrawn, published or freed per loop turn: one or two milliseconds of work.
 RESIZE_PAGES_PER_TURN = 1024
 
@@ -86,6 +88,8 @@ class Publisher:
         self._registry = registry
         self._namespace = namespace
         self._links: dict[int, tuple[Link, asyncio.Task[None]]] = {}
+        # Events that are not applied yet.
+        self._backlog: deque[ExternalEvent] = deque()
         self._is_publish_scheduled = False
         self._published_at = -math.inf
         # Whether a shrink started since the last regrow interval.
@@ -109,8 +113,24 @@ class Publisher:
         return {f"kv_{name}": count for name, count in total.items()}
 
     def take(self, events: Iterable[ExternalEvent]) -> None:
-        """Applies engine events, in order; never raises. Call it in the event loop."""
+        """Applies engine events, in order; never raises. Call it in the event loop.
+
+        The first EVENT_PAGES_PER_TURN pages are applied at once, the others in the next turns.
+        """
+        is_applying = bool(self._backlog)
         for event in events:
+            try:
+                self._backlog.extend(split_event(event, EVENT_PAGES_PER_TURN))
+            except Exception:
+                self._on_apply_error(event.rank)
+        if not is_applying:
+            self._apply_backlog()
+
+    def _apply_backlog(self) -> None:
+        pages = 0
+        while self._backlog and pages < EVENT_PAGES_PER_TURN:
+            event = self._backlog.popleft()
+            pages += 1 if isinstance(event, PagesCleared) else len(event.hashes)
             feed = self.feeds.get(event.rank)
             if feed is None:
                 self.counters["unknown_rank"] += 1
@@ -119,17 +139,24 @@ class Publisher:
                 feed.apply(event)
             except Exception:
                 self._on_apply_error(event.rank)
+        if self._backlog:
+            asyncio.get_running_loop().call_soon(self._apply_backlog)
         self._schedule_publish()
+
+    def _drop_backlog(self, rank: int) -> None:
+        self._backlog = deque(event for event in self._backlog if event.rank != rank)
 
     def record_loss(self, rank: int, reason: str) -> None:
         """Starts a new, degraded epoch of a rank, because its events were lost."""
         log.warning("kv_events_lost", dp_rank=rank, reason=reason)
         self.counters["events_lost"] += 1
+        self._drop_backlog(rank)
         self.feeds[rank].record_loss()
         self._schedule_publish()
 
     def reset(self, rank: int) -> None:
         """Starts a new epoch of a rank, because its engine restarted with an empty cache."""
+        self._drop_backlog(rank)
         self.feeds[rank].reset()
         self._schedule_publish()
 

@@ -30,7 +30,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -48,6 +48,7 @@ from worker_svc.kv_events.external_events import (
     PagesCleared,
     PagesRemoved,
     PagesStored,
+    split_event,
 )
 
 TOPIC: Final = "kv-events"
@@ -69,7 +70,7 @@ REPLAY_ATTEMPTS_MAX: Final = 2
 YIELD_INTERVAL_S: Final = 0.002
 # Pages of an event applied at once: two or three milliseconds of work. With one token per page a
 # prompt may have a hundred times as many.
-PAGES_PER_PART_MAX: Final = 1024
+PAGES_PER_PART_MAX: Final = 512
 
 _SEQ_BYTES: Final = 8
 _CONNECTION_EVENTS: Final = (
@@ -327,7 +328,7 @@ class KvEventReader:
             self._report_loss(f"batch {seq} is malformed: {error!r}")
             return
         for event in events:
-            for part in _split_event(event):
+            for part in split_event(event, PAGES_PER_PART_MAX):
                 self._sink.take([part])
                 await self._yield_if_due()
 
@@ -335,26 +336,6 @@ class KvEventReader:
         self.counts["losses"] += 1
         self._has_lost = True
         self._sink.record_loss(self._rank, reason)
-
-
-def _split_event(event: ExternalEvent) -> Iterator[ExternalEvent]:
-    """Yields the event, split into equivalent ones of at most PAGES_PER_PART_MAX pages."""
-    if isinstance(event, PagesCleared) or len(event.hashes) <= PAGES_PER_PART_MAX:
-        yield event
-        return
-    for start in range(0, len(event.hashes), PAGES_PER_PART_MAX):
-        end = start + PAGES_PER_PART_MAX
-        hashes = event.hashes[start:end]
-        if isinstance(event, PagesRemoved):
-            yield replace(event, hashes=hashes)
-            continue
-        tokens_per_page = len(event.token_ids) // len(event.hashes)
-        yield replace(
-            event,
-            hashes=hashes,
-            parent=event.hashes[start - 1] if start else event.parent,
-            token_ids=event.token_ids[start * tokens_per_page : end * tokens_per_page],
-        )
 
 
 # Any: unpacked events of an engine.
