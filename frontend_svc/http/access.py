@@ -27,11 +27,15 @@ log = structlog.get_logger()
 
 class KeyFile:
     """The keys of a file, which is read again while `follow` runs. An invalid or missing file
-    leaves the keys as they are. Raises OSError and InvalidRequest."""
+    leaves the keys as they are; it is logged at its second read, because at the first another
+    program may be writing it. Raises OSError and InvalidRequest."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._last: object = None
+        self._last: bytes | None = None
+        # The error of the last read, and how many reads before it had the same one.
+        self._error: str | None = None
+        self._repeats = 0
         self._read()
 
     def identify(self, scope: Scope) -> Caller:
@@ -41,15 +45,19 @@ class KeyFile:
     async def follow(self) -> None:
         while True:
             await asyncio.sleep(RELOAD_INTERVAL_S)
-            await asyncio.to_thread(self._reload)
+            await asyncio.to_thread(self.reload)
 
-    def _reload(self) -> None:
+    def reload(self) -> None:
+        """Reads the file; a file that has not changed since the last time changes nothing."""
+        error = None
         try:
             self._read()
-        except (OSError, MeshError) as error:
-            if self._last != str(error):
-                self._last = str(error)
-                log.warning("api_keys_rejected", path=str(self._path), error=str(error))
+        except (OSError, MeshError) as raised:
+            error = str(raised)
+        self._repeats = self._repeats + 1 if error is not None and error == self._error else 0
+        self._error = error
+        if self._repeats == 1:
+            log.warning("api_keys_rejected", path=str(self._path), error=error)
 
     def _read(self) -> None:
         raw = self._path.read_bytes()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from common.api_keys import KeyDocument, Scope, Tenant, hash_of, parse_keys
 from common.errors import InvalidRequest, PermissionDenied, Unauthenticated
@@ -19,6 +21,7 @@ from common.request.preprocessed import (
 from frontend_svc.core.access import ANONYMOUS, Caller, KeyTable
 from frontend_svc.core.openai.nvext import Nvext
 from frontend_svc.core.openai.permissions import check_permissions
+from frontend_svc.http.access import KeyFile
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 TENANTS = ("a", "a.b", "b")
@@ -141,3 +144,18 @@ def test_an_invalid_file_is_refused_by_its_part(change, field) -> None:  # type:
         parse_keys(change(text).encode())
     assert raised.value.field == field
     assert hash_of(b"a") not in raised.value.message
+
+
+def test_a_file_that_is_being_written_is_not_logged_and_an_invalid_one_once(tmp_path: Path) -> None:
+    path, text = tmp_path / "keys.json", document(a=None)
+    path.write_bytes(text)
+    with capture_logs() as logs:
+        keys = KeyFile(path)
+        for content in (b"", text[:-1], text, text[:-1], text[:-1], text[:-1], text, document()):
+            path.write_bytes(content)
+            keys.reload()
+    assert [line["event"] for line in logs] == [
+        "api_keys_loaded",
+        "api_keys_rejected",
+        "api_keys_loaded",
+    ]
