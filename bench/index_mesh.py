@@ -63,7 +63,7 @@ class ServiceProcess:
             *("--notice-s", "0", "--log-level", "error", *flags),
         ]
         self._process: asyncio.subprocess.Process | None = None
-        self.address = ""
+        self.address = self.stream_address = ""
 
     @property
     def pid(self) -> int:
@@ -83,6 +83,7 @@ class ServiceProcess:
         with os.fdopen(read_fd) as pipe:
             line = json.loads(await asyncio.to_thread(pipe.readline))
         self.address = line["addresses"]["grpc"]
+        self.stream_address = line["addresses"]["streams"]
 
     async def kill(self) -> None:
         assert self._process is not None, "started"
@@ -100,7 +101,7 @@ class ServiceProcess:
         self, method: str, response_type: type[M]
     ) -> AbstractAsyncContextManager[GrpcStream[Message, M]]:
         """A stream as the services of the mesh open it. method: `/package.Service/Method`."""
-        return open_stream(self.address, method, response_type, rpc.PLAINTEXT)
+        return open_stream(self.stream_address, method, response_type, rpc.PLAINTEXT)
 
 
 class IndexerProcess(ServiceProcess):

@@ -145,7 +145,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
         self._lifecycle = lifecycle
         config = self._config
-        port = self._bind(lifecycle, [SERVICE_NAME])
+        port = self._bind(lifecycle, [SERVICE_NAME], has_streams=False)
         if self._stored_responses is not None:
             service = ResponseStoreService(self._stored_responses)
             frontend_pb2_grpc.add_ResponseStoreServiceServicer_to_server(service, self._server)

@@ -52,7 +52,7 @@ class IndexerApp(ServiceApp[IndexerConfig]):
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
         """Registers and serves at once; SERVING after the first publisher, or FIRST_PUBLISHER_S."""
         self._bind(lifecycle, [SERVICE_NAME])
-        indexer_pb2_grpc.add_IndexerServiceServicer_to_server(self._service, self._server)
+        self._add_service(indexer_pb2_grpc.add_IndexerServiceServicer_to_server, self._service)
         self._serve_metrics(self.metrics.registry)
         await lifecycle.health.set(SERVICE_NAME, False)
         await lifecycle.health.set("", False)
@@ -61,7 +61,7 @@ class IndexerApp(ServiceApp[IndexerConfig]):
         lifecycle.spawn(
             self._serve_when_published(lifecycle), name="first publisher", essential=False
         )
-        await self._server.start()
+        await self._start_servers()
         return self._info()
 
     async def drain(self, grace_s: float) -> Sequence[str]:

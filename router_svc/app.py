@@ -108,7 +108,7 @@ class RouterApp(ServiceApp[RouterConfig]):
         self._bind(lifecycle, [SERVICE_NAME])
         if config.bypass_policy != "off":
             self._meta[PREFILL_BYPASS_META_KEY] = config.bypass_policy
-        router_pb2_grpc.add_RouterServiceServicer_to_server(self._service, self._server)
+        self._add_service(router_pb2_grpc.add_RouterServiceServicer_to_server, self._service)
         self._serve_metrics(self.metrics.registry)
         watch = FleetWatch(self._registry, config.namespace, self.router, self._clock)
         if not self.router.overlaps.settings.follows_events:
@@ -122,7 +122,7 @@ class RouterApp(ServiceApp[RouterConfig]):
         lifecycle.spawn(self.index.run(), name="index replica")
         lifecycle.spawn(self._tick(), name="tick")
         await self._wait_until_current(lifecycle, watch)
-        await self._server.start()
+        await self._start_servers()
         await lifecycle.health.set(SERVICE_NAME, True)
         return self._info()
 

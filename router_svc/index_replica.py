@@ -309,7 +309,7 @@ def grpc_subscriptions(security: rpc.Security = rpc.PLAINTEXT) -> Subscribe:
         indexer: Instance, request: indexer_pb2.SubscribeRequest
     ) -> AbstractAsyncContextManager[Subscription]:
         return open_stream(
-            indexer.address,
+            indexer.stream_address,
             "/kvmesh.indexer.v1.IndexerService/Subscribe",
             indexer_pb2.SubscribeResponse,
             security,

@@ -297,7 +297,7 @@ def grpc_syncs(security: rpc.Security = rpc.PLAINTEXT) -> OpenSync:
 
     def open_sync(router: Instance) -> AbstractAsyncContextManager[Stream]:
         return open_stream(
-            router.address,
+            router.stream_address,
             "/kvmesh.router.v1.RouterService/Sync",
             router_pb2.SyncResponse,
             security,

@@ -17,7 +17,6 @@ from common.registry.card import ModelCard
 from common.registry.instances import UNSUPPORTED_OPTIONS_META_KEY, Instance
 from common.registry.registry import Registry
 from common.request.preprocessed import unsupported_options
-from common.rpc import channel as rpc
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from kvmesh.engine.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
@@ -120,7 +119,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             self._card,
             publisher=self.publisher,
         )
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, self._server)
+        self._add_service(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer)
         admin = AdminServicer(
             self.runner,
             self,
@@ -130,7 +129,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             notice_s=config.notice_s,
         )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
-        await self._server.start()
+        await self._start_servers()
         lifecycle.spawn(self.publisher.run(), name="kv publisher")
         await lifecycle.health.set(SERVICE_NAME, True)
         if config.canary_idle_s:
@@ -292,12 +291,12 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         except Exception:  # S4-41: the shutdown continues.
             log.exception("engine_drain_failed")
         self._attach.end()
-        return [*unfinished, *await rpc.stop(self._server, FINAL_FRAMES_TIMEOUT_S, self._calls)]
+        return [*unfinished, *await self._stop_servers(FINAL_FRAMES_TIMEOUT_S)]
 
     async def close(self) -> None:
         """Ends the engine, closes servers and registry."""
         try:
-            await self._server.stop(None)
+            await self._close_servers()
             if self._engine_started:
                 await self.engine.cleanup()
         finally:

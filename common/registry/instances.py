@@ -32,6 +32,8 @@ T = TypeVar("T")
 INSTANCE_ID_LIMIT = 2**63
 # The endpoint name under which an instance appears in a ModelNetworkName: a service has one.
 ENDPOINT_NAME = "serve"
+# In meta: the host:port of the process for streams between services; optional.
+STREAM_META_KEY = "streams"
 # In meta: the host:port for Consul's gRPC health checks.
 HEALTH_META_KEY = "health"
 # In a router's meta: its policy for serving requests aggregated that could be split; optional.
@@ -119,6 +121,11 @@ class Instance:
     @property
     def endpoint(self) -> EndpointId:
         return EndpointId(self.namespace, self.service, ENDPOINT_NAME)
+
+    @property
+    def stream_address(self) -> str:
+        """`host:port` for streams of other services: tokens, decisions, KV events."""
+        return self.meta.get(STREAM_META_KEY, self.address)
 
     @property
     def network_name(self) -> ModelNetworkName:

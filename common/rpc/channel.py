@@ -211,7 +211,18 @@ def server(
 
     addresses: under which peers dial it, `own_addresses` of the bound port. May be filled later.
     """
-    interceptor = MeshInterceptor(
+    interceptor = mesh_interceptor(security, addresses, calls, tracer)
+    return grpc.aio.server(interceptors=[interceptor], options=_server_options())
+
+
+def mesh_interceptor(
+    security: Security,
+    addresses: Collection[str],
+    calls: RunningCalls | None = None,
+    tracer: trace.Tracer | None = None,
+) -> MeshInterceptor:
+    """The interceptor of a server; see `server`."""
+    return MeshInterceptor(
         token=security.token,
         admin_token=security.admin_token,
         role_domain=security.role_domain,
@@ -219,7 +230,6 @@ def server(
         calls=calls,
         tracer=tracer,
     )
-    return grpc.aio.server(interceptors=[interceptor], options=_server_options())
 
 
 def bind(
@@ -230,10 +240,7 @@ def bind(
     New connections use the newest certificates. Raises InvalidRequest for an open host without
     token, mutual TLS or `insecure`, and Conflict if the address cannot be bound.
     """
-    if not (is_loopback(host) or security.token or security.uses_mutual_tls or security.insecure):
-        raise InvalidRequest(
-            f"{host!r} is open to other hosts: needs a token or mutual TLS", "host"
-        )
+    check_open_host(host, security)
     check_bindable(host, port, "port")
     address = join_address(host, port)
     try:
@@ -242,6 +249,14 @@ def bind(
         return grpc_server.add_secure_port(address, _server_credentials(security.files))
     except RuntimeError as error:
         raise Conflict(f"cannot bind {address}: {error}", reason="ADDRESS_IN_USE") from error
+
+
+def check_open_host(host: str, security: Security) -> None:
+    """Raises InvalidRequest for an open host without token, mutual TLS or `insecure`."""
+    if not (is_loopback(host) or security.token or security.uses_mutual_tls or security.insecure):
+        raise InvalidRequest(
+            f"{host!r} is open to other hosts: needs a token or mutual TLS", "host"
+        )
 
 
 def _server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
@@ -312,15 +327,18 @@ async def stop(
     grace_s: float,
     calls: RunningCalls,
     *,
+    end_streams: Callable[[], None] = lambda: None,
     cleanup_timeout_s: float = CLEANUP_TIMEOUT_S,
 ) -> list[str]:
     """Rejects new calls, gives running ones `grace_s`, cancels the rest and awaits their cleanup.
 
-    calls: as passed to `server`. Returns the names of the cancelled calls.
+    calls: as passed to `server`. end_streams: cancels calls of another server that `calls` counts.
+    Returns the names of the cancelled calls.
     """
     async with TaskGroup() as group:
         group.create_task(grpc_server.stop(grace_s + cleanup_timeout_s), name="refuse new calls")
         cancelled_calls = await calls.wait_idle(grace_s)
+        end_streams()
         await grpc_server.stop(None)
     await calls.wait_idle(cleanup_timeout_s)
     return cancelled_calls

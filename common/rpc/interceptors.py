@@ -293,10 +293,11 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         known = self._wrapped_handlers.get(method)
         if known is None or known[0] is not handler:
-            known = self._wrapped_handlers[method] = (handler, self._wrap_handler(method, handler))
+            known = self._wrapped_handlers[method] = (handler, self.wrap(method, handler))
         return known[1]
 
-    def _wrap_handler(self, method: str, handler: Handler) -> Handler:
+    def wrap(self, method: str, handler: Handler) -> Handler:
+        """The handler of a method with all that the interceptor adds."""
         is_stream = handler.response_streaming
         request_arity = "stream" if handler.request_streaming else "unary"
         arity = f"{request_arity}_{'stream' if is_stream else 'unary'}"

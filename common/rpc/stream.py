@@ -1,7 +1,6 @@
-"""Client streams: one RPC on a connection of its own.
+"""Client streams: one RPC on a connection of its own (`message_stream.py`).
 
-They live as long as their peers, and carry all tokens, decisions and KV events. So they use an
-HTTP/2 end of their own (`http2.py`) in place of grpc.aio, whose servers they call (ADR 0029).
+Their servers are ours and those of grpc.aio.
 """
 
 from __future__ import annotations
@@ -10,41 +9,34 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from grpc import StatusCode
 
-from common.errors import InternalError, MeshError, Unauthenticated, Unavailable
+from common.errors import MeshError, Unauthenticated, Unavailable
 from common.rpc.channel import (
     CONNECT_TIMEOUT_S,
-    KEEPALIVE_INTERVAL_S,
-    KEEPALIVE_TIMEOUT_S,
     MESSAGE_BYTES_MAX,
     METADATA_BYTES_MAX,
     Security,
 )
-from common.rpc.http2 import Http2Call
+from common.rpc.http2.ends import ClientCall
 from common.rpc.interceptors import (
     REPLY_KEY,
     is_open_on_loopback,
     mesh_error_from_status,
     outgoing_metadata,
 )
+from common.rpc.message_stream import MessageStream
 from common.rpc.roles import server_role
 from common.runtime.mesh_auth import MeshSecret
-
-# Silence of the peer is measured in ticks, so that a stall of this process counts as one.
-_TICK_S = KEEPALIVE_TIMEOUT_S
-_PING_TICKS = round(KEEPALIVE_INTERVAL_S / _TICK_S)
-# After the end of the context, the peer has this long to take what is left.
-_CLOSE_TIMEOUT_S = 1.0
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
 
 
-class GrpcStream(asyncio.Protocol, Generic[RequestT, ResponseT]):
+class GrpcStream(MessageStream[ClientCall, ResponseT], Generic[RequestT, ResponseT]):
     """The messages of one streaming call. One task reads or delivers, one writes.
 
     expected_reply: the proof of the mesh token that the peer must give before it receives a
@@ -57,21 +49,13 @@ class GrpcStream(asyncio.Protocol, Generic[RequestT, ResponseT]):
         response_type: type[ResponseT],
         expected_reply: str | None,
     ) -> None:
-        self._call = Http2Call(
+        call = ClientCall(
             headers, message_bytes_max=MESSAGE_BYTES_MAX, header_bytes_max=METADATA_BYTES_MAX
         )
-        self._response_type = response_type
+        super().__init__(call, response_type.FromString)
         self._expected_reply = expected_reply
         self._refusal: MeshError | None = None
-        self._loop = asyncio.get_running_loop()
-        self._is_paused = False
-        self._silent_ticks = 0
-        # Set on each change that a task may wait for.
-        self._reader: asyncio.Future[None] | None = None
         self._receiver: Callable[[ResponseT], None] | None = None
-        self._writer: asyncio.Future[None] | None = None
-        self._transport: asyncio.Transport
-        self._timer: asyncio.TimerHandle
 
     async def read(self) -> ResponseT | None:
         """The next message; None at the end. Raises MeshError if the stream failed."""
@@ -80,11 +64,7 @@ class GrpcStream(asyncio.Protocol, Generic[RequestT, ResponseT]):
             if call.status is not None:
                 self._raise_failure()
                 return None
-            self._reader = self._loop.create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
+            await self._wait_to_read()
         message = self._take_message()
         self._send()
         return message
@@ -114,13 +94,6 @@ class GrpcStream(asyncio.Protocol, Generic[RequestT, ResponseT]):
         self._send()
         if self._receiver is None or call.status is not None:
             self._wake(reader)
-
-    def _take_message(self) -> ResponseT:
-        message = self._call.take_message()
-        try:
-            return self._response_type.FromString(message)
-        except DecodeError as error:
-            raise InternalError(f"a message that is no {self._response_type.__name__}") from error
 
     def __aiter__(self) -> AsyncIterator[ResponseT]:
         return self._messages()
@@ -153,21 +126,10 @@ class GrpcStream(asyncio.Protocol, Generic[RequestT, ResponseT]):
         """Ends the call in any state."""
         self._call.cancel()
         self._send()
-        self._timer.cancel()
-        self._transport.close()
-        self._loop.call_later(_CLOSE_TIMEOUT_S, self._transport.abort)
+        self._close_transport()
 
-    # Calls of the transport.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such base
-        self._timer = self._loop.call_later(_TICK_S, self._tick)
-        self._send()
-
-    def data_received(self, data: bytes) -> None:
-        self._silent_ticks = 0
+    def _on_received(self) -> None:
         call = self._call
-        call.receive(data)
         if self._expected_reply is not None and (call.headers or call.status):
             if call.headers is not None and call.headers.get(REPLY_KEY) == self._expected_reply:
                 self._expected_reply = None
@@ -179,56 +141,6 @@ class GrpcStream(asyncio.Protocol, Generic[RequestT, ResponseT]):
                     )
                 call.cancel()
         self._deliver()
-        self._wake(self._writer)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        reason = "was closed" if error is None else f"was lost: {error}"
-        self._fail(f"the connection {reason}")
-
-    def pause_writing(self) -> None:
-        self._is_paused = True
-
-    def resume_writing(self) -> None:
-        self._is_paused = False
-        self._wake(self._writer)
-
-    def _tick(self) -> None:
-        self._silent_ticks += 1
-        if self._silent_ticks > _PING_TICKS + 1:
-            self._fail(f"the peer is silent for {self._silent_ticks * _TICK_S:g} s")
-            self._transport.abort()
-            return
-        if self._silent_ticks >= _PING_TICKS:
-            self._call.ping()
-            self._send()
-        self._timer = self._loop.call_later(_TICK_S, self._tick)
-
-    def _fail(self, text: str) -> None:
-        self._timer.cancel()
-        self._call.end(StatusCode.UNAVAILABLE, text)
-        self._wake(self._reader)
-        self._wake(self._writer)
-
-    def _send(self) -> None:
-        if output := self._call.take_output():
-            self._transport.write(output)
-
-    async def _drained(self) -> None:
-        self._send()
-        while (self._is_paused or self._call.is_blocked) and self._call.status is None:
-            await self._wait_to_write()
-
-    async def _wait_to_write(self) -> None:
-        self._writer = self._loop.create_future()
-        try:
-            await self._writer
-        finally:
-            self._writer = None
-
-    @staticmethod
-    def _wake(waiter: asyncio.Future[None] | None) -> None:
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
 
     def _raise_failure(self) -> None:
         """Raises the error of a stream that failed."""

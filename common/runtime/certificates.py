@@ -26,13 +26,15 @@ Stamp = tuple[tuple[int, int, int], ...]
 @dataclass(frozen=True, slots=True)
 class Pem:
     """cert: a chain. ca: the authorities of peers; b"": none. server_context: of a server whose
-    clients need no certificate. client_context: of HTTP/2 calls; None without authorities."""
+    clients need no certificate. client_context, mutual_context: of the client and the server of
+    HTTP/2 calls; None without authorities."""
 
     cert: bytes = field(repr=False)
     key: bytes = field(repr=False)
     ca: bytes = field(repr=False)
     server_context: ssl.SSLContext = field(repr=False)
     client_context: ssl.SSLContext | None = field(repr=False)
+    mutual_context: ssl.SSLContext | None = field(repr=False)
 
 
 class CertificateFiles:
@@ -92,19 +94,29 @@ class CertificateFiles:
         try:
             paths = list(self._paths.values())
             server = _server_context(paths)
-            client = _client_context(paths) if len(paths) > 2 else None
+            has_peers = len(paths) > 2
+            client = _client_context(paths) if has_peers else None
+            mutual = _mutual_context(paths) if has_peers else None
         except OSError as error:  # ssl.SSLError is one.
             flags = ", ".join(map(flag_name, self._paths))
             raise InvalidRequest(
                 f"are {flags} PEM that fits together? {error}", next(iter(self._paths))
             ) from error
-        return Pem(contents[0], contents[1], b"".join(contents[2:]), server, client)
+        return Pem(contents[0], contents[1], b"".join(contents[2:]), server, client, mutual)
 
 
 def _server_context(paths: list[Path]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(paths[0], paths[1])
+    return context
+
+
+def _mutual_context(paths: list[Path]) -> ssl.SSLContext:
+    context = _server_context(paths)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(paths[2])
+    context.set_alpn_protocols(["h2"])
     return context
 
 

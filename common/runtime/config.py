@@ -110,6 +110,9 @@ class ServiceConfig(BaseModel):
     """Address to bind. Use another one if peers run on other hosts."""
     port: Port = 0
     """gRPC port. 0: the system chooses; fix it for firewalls."""
+    stream_port: Port = 0
+    """Second gRPC port, for the streams between services. 0: the system chooses; fix it for
+    firewalls. A frontend has none."""
     advertise_host: str | None = None
     """Host name or address that peers connect to, if it is not the bind address."""
     health_port: Port | None = None

@@ -9,11 +9,12 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from common.registry.instances import Instance, Service, new_instance_id
+from common.registry.instances import STREAM_META_KEY, Instance, Service, new_instance_id
 from common.registry.open import health_check_meta, open_registry
 from common.registry.registry import Lease, Registry
 from common.rpc import channel as rpc
 from common.rpc.interceptors import RunningCalls
+from common.rpc.stream_server import StreamServer
 from common.runtime import env
 from common.runtime.config import ServiceConfig, read_config_or_exit
 from common.service.lifecycle import App, Lifecycle, ServiceInfo, run_service
@@ -76,6 +77,10 @@ class ServiceApp(Generic[ConfigT]):
         self._server = rpc.server(
             security=self._security, addresses=self._own_addresses, calls=self._calls
         )
+        self._stream_addresses: set[str] = set()
+        self._streams = StreamServer(
+            security=self._security, addresses=self._stream_addresses, calls=self._calls
+        )
         self._meta: dict[str, str] = {}
         self._lease: Lease | None = None
         self._close_metrics: Callable[[], Awaitable[None]] | None = None
@@ -91,24 +96,52 @@ class ServiceApp(Generic[ConfigT]):
             self._lease = None
 
     async def drain(self, grace_s: float) -> Sequence[str]:
-        return await rpc.stop(self._server, grace_s, self._calls)
+        return await self._stop_servers(grace_s)
 
     async def close(self) -> None:
         if self._close_metrics is not None:
             await self._close_metrics()
-        await self._server.stop(None)
+        await self._close_servers()
         await self._registry.close()
 
-    def _bind(self, lifecycle: Lifecycle, grpc_services: Sequence[str] = ()) -> int:
-        """Binds the gRPC server and adds health and reflection; the port."""
+    def _bind(
+        self, lifecycle: Lifecycle, grpc_services: Sequence[str] = (), *, has_streams: bool = True
+    ) -> int:
+        """Binds the gRPC servers and adds health and reflection; the port of the first one."""
         config = self._config
         port = rpc.bind(self._server, config.host, config.port, security=self._security)
         self.address = rpc.join_address(config.advertise_host or config.host, port)
         self._own_addresses |= rpc.own_addresses(config.host, port, config.advertise_host)
         self._meta = health_check_meta(config, self.address, lifecycle.health.port)
+        if has_streams:
+            stream_port = self._streams.bind(config.host, config.stream_port)
+            host = config.advertise_host or config.host
+            self._meta[STREAM_META_KEY] = rpc.join_address(host, stream_port)
+            self._stream_addresses |= rpc.own_addresses(
+                config.host, stream_port, config.advertise_host
+            )
         rpc.add_health(self._server, lifecycle.health.servicer)
         rpc.enable_reflection(self._server, grpc_services)
         return port
+
+    def _add_service(self, add: Callable[[Any, Any], None], servicer: object) -> None:
+        """Adds a service to both servers. add: the generated function."""
+        for server in (self._server, self._streams):
+            add(servicer, server)
+
+    async def _start_servers(self) -> None:
+        await self._server.start()
+        await self._streams.start()
+
+    async def _stop_servers(self, grace_s: float) -> list[str]:
+        self._streams.refuse()
+        return await rpc.stop(
+            self._server, grace_s, self._calls, end_streams=self._streams.end_calls
+        )
+
+    async def _close_servers(self) -> None:
+        await self._server.stop(None)
+        await self._streams.close()
 
     def _serve_metrics(self, metrics: CollectorRegistry) -> None:
         config = self._config
@@ -125,6 +158,8 @@ class ServiceApp(Generic[ConfigT]):
 
     def _info(self, **addresses: str) -> ServiceInfo:
         addresses = {"grpc": self.address, **addresses}
+        if STREAM_META_KEY in self._meta:
+            addresses["streams"] = self._meta[STREAM_META_KEY]
         if self.metrics_address:
             addresses["metrics"] = self.metrics_address
         return ServiceInfo(str(self.instance_id), addresses)

@@ -33,7 +33,7 @@ def grpc_session_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenRouterSes
 
     def open_session(router: Instance) -> AbstractAsyncContextManager[Session]:
         return open_stream(
-            router.address,
+            router.stream_address,
             "/kvmesh.router.v1.RouterService/Session",
             router_pb2.SessionResponse,
             security,

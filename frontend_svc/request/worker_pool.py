@@ -46,7 +46,7 @@ class WorkerPool:
         does not show yet; the router may see a new worker first."""
         instance = self._snapshot().instances.get(worker_id)
         if instance is not None:
-            return instance.address
+            return instance.stream_address
         return "" if self.has_left(worker_id) else routers_address
 
     def has_left(self, worker_id: int) -> bool:

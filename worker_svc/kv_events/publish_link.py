@@ -81,7 +81,7 @@ def grpc_call_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenCall:
     @asynccontextmanager
     async def open_call(indexer: Instance) -> AsyncIterator[PublishCall]:
         async with open_stream(
-            indexer.address,
+            indexer.stream_address,
             "/kvmesh.indexer.v1.IndexerService/Publish",
             indexer_pb2.PublishResponse,
             security,

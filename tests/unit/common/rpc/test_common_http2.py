@@ -12,7 +12,9 @@ from hpack import Encoder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.rpc.http2 import FRAME_BYTES_MAX, WINDOW_BYTES, CallStatus, Http2Call
+from common.rpc.http2.call import CallStatus
+from common.rpc.http2.ends import ClientCall
+from common.rpc.http2.frames import FRAME_BYTES_MAX, WINDOW_BYTES
 
 MESSAGE_BYTES_MAX, HEADER_BYTES_MAX = 100_000, 4096
 REQUEST = ((":method", "POST"), (":path", "/a/B"))
@@ -50,16 +52,16 @@ def window(increment: int, stream: int) -> bytes:
     return frame(WINDOW, payload=struct.pack(">L", increment), stream=stream)
 
 
-def call() -> Http2Call:
+def call() -> ClientCall:
     """A call whose first frames were sent."""
-    made = Http2Call(
+    made = ClientCall(
         REQUEST, message_bytes_max=MESSAGE_BYTES_MAX, header_bytes_max=HEADER_BYTES_MAX
     )
     made.take_output()
     return made
 
 
-def begun() -> Http2Call:
+def begun() -> ClientCall:
     made = call()
     made.receive(headers(*HEADERS))
     return made
@@ -76,7 +78,7 @@ def frames(data: bytes) -> list[tuple[int, int, int, bytes]]:
     return found
 
 
-def taken(made: Http2Call) -> list[bytes]:
+def taken(made: ClientCall) -> list[bytes]:
     return [made.take_message() for _ in range(len(made.messages))]
 
 
@@ -84,9 +86,9 @@ OK = CallStatus(StatusCode.OK, "")
 
 
 def test_a_call_begins_with_the_preface_settings_and_its_headers() -> None:
-    output = Http2Call(REQUEST, message_bytes_max=1, header_bytes_max=1).take_output()
+    output = ClientCall(REQUEST, message_bytes_max=1, header_bytes_max=1).take_output()
     assert output[:PREFACE_BYTES] == b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    assert [one[0] for one in frames(output[PREFACE_BYTES:])] == [SETTINGS, WINDOW, HEAD]
+    assert [one[0] for one in frames(output[PREFACE_BYTES:])] == [SETTINGS, HEAD, WINDOW, WINDOW]
 
 
 @given(

@@ -1,0 +1,137 @@
+"""Messages of one RPC on an HTTP/2 connection of its own, on a transport of the event loop.
+
+Such RPCs live as long as their peers, and carry all tokens, decisions and KV events. So they use
+HTTP/2 ends of our own (`http2/`) in place of grpc.aio (ADR 0029, 0038). `stream.py` has the end
+of clients, `stream_server.py` that of servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
+
+from google.protobuf.message import DecodeError
+from grpc import StatusCode
+
+from common.errors import InternalError, MeshError
+from common.rpc.channel import KEEPALIVE_INTERVAL_S, KEEPALIVE_TIMEOUT_S
+from common.rpc.http2.call import Http2Call
+
+# Silence of the peer is measured in ticks, so that a stall of this process counts as one.
+TICK_S = KEEPALIVE_TIMEOUT_S
+_PING_TICKS = round(KEEPALIVE_INTERVAL_S / TICK_S)
+# After the end of a call, the peer has this long to take what is left.
+CLOSE_TIMEOUT_S = 1.0
+
+CallT = TypeVar("CallT", bound=Http2Call)
+ReceivedT = TypeVar("ReceivedT")
+
+
+class MessageStream(asyncio.Protocol, ABC, Generic[CallT, ReceivedT]):
+    """The messages of one call. One task reads, one writes.
+
+    parse: a received message; it raises DecodeError. wrong_message: raised then.
+    """
+
+    wrong_message: type[MeshError] = InternalError
+
+    def __init__(self, call: CallT, parse: Callable[[bytes], ReceivedT]) -> None:
+        self._call = call
+        self._parse = parse
+        self._loop = asyncio.get_running_loop()
+        self._is_paused = False
+        self._silent_ticks = 0
+        # Set on each change that a task may wait for.
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+        self._transport: asyncio.Transport
+        self._timer: asyncio.TimerHandle
+
+    # Calls of the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such base
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+        self._send()
+
+    def data_received(self, data: bytes) -> None:
+        self._silent_ticks = 0
+        self._call.receive(data)
+        self._on_received()
+        self._send()
+        self._wake(self._writer)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        reason = "was closed" if error is None else f"was lost: {error}"
+        self._fail(f"the connection {reason}")
+
+    def pause_writing(self) -> None:
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        self._is_paused = False
+        self._wake(self._writer)
+
+    # For both ends.
+
+    @abstractmethod
+    def _on_received(self) -> None:
+        """Called when the call has taken what the connection brought."""
+
+    def _take_message(self) -> ReceivedT:
+        try:
+            return self._parse(self._call.take_message())
+        except DecodeError as error:
+            raise self.wrong_message("a message of another type") from error
+
+    def _tick(self) -> None:
+        self._silent_ticks += 1
+        if self._silent_ticks > _PING_TICKS + 1:
+            self._fail(f"the peer is silent for {self._silent_ticks * TICK_S:g} s")
+            self._transport.abort()
+            return
+        if self._silent_ticks >= _PING_TICKS:
+            self._call.ping()
+            self._send()
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    def _fail(self, text: str) -> None:
+        self._timer.cancel()
+        self._call.end(StatusCode.UNAVAILABLE, text)
+        self._wake(self._reader)
+        self._wake(self._writer)
+
+    def _send(self) -> None:
+        if output := self._call.take_output():
+            self._transport.write(output)
+
+    def _close_transport(self) -> None:
+        self._timer.cancel()
+        self._transport.close()
+        self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+
+    async def _drained(self) -> None:
+        self._send()
+        while (self._is_paused or self._call.is_blocked) and self._call.status is None:
+            await self._wait_to_write()
+
+    async def _wait_to_read(self) -> None:
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    async def _wait_to_write(self) -> None:
+        self._writer = self._loop.create_future()
+        try:
+            await self._writer
+        finally:
+            self._writer = None
+
+    @staticmethod
+    def _wake(waiter: asyncio.Future[None] | None) -> None:
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

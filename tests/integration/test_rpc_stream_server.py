@@ -1,0 +1,189 @@
+"""The server of streams: clients of grpc.aio, hostile clients, credentials."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
+
+from common import errors
+from common.rpc import channel as rpc
+from common.rpc import stream_server
+from common.rpc.http2.ends import ClientCall
+from common.rpc.interceptors import map_rpc_errors
+from common.rpc.stream_server import StreamServer
+from common.runtime.mesh_auth import CALL_VALID_S, MeshSecret
+from tests.integration.rpc_bed import RunningServer, echo, serving_streams
+from tests.living import WAIT_S, until
+
+TOKEN = "a token of the mesh"
+WITH_TOKEN = rpc.Security(token=TOKEN)
+METHOD = "/test.Echo/stream_stream"
+
+
+async def call_with(port: int, credential: str) -> bytes:
+    """The greeting, to a client of grpc.aio."""
+    async with rpc.channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = channel.stream_stream(METHOD)
+        call = stub(metadata=(("authorization", credential),), timeout=WAIT_S)
+        with map_rpc_errors():
+            greeting: bytes = await call.read()
+        call.cancel()
+        return greeting
+
+
+async def test_a_client_of_grpc_aio_is_served() -> None:
+    async with (
+        serving_streams(echo) as service,
+        rpc.channel(f"127.0.0.1:{service.port}") as channel,
+    ):
+        stub: Any = channel.stream_stream(METHOD)
+        call = stub(iter([b"a", bytes(3_000_000), b""]), timeout=WAIT_S)
+        assert [message async for message in call] == [b"first", b"a", bytes(3_000_000), b""]
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_client_of_grpc_aio_gets_the_error_of_a_handler() -> None:
+    async def refuse(_request: bytes, _context: object) -> bytes:
+        raise errors.Overloaded(2.5, "full: 8/8 ✓")
+
+    async with (
+        serving_streams(refuse) as service,
+        rpc.channel(f"127.0.0.1:{service.port}") as channel,
+    ):
+        stub: Any = channel.stream_stream(METHOD)
+        call = stub(iter([b"a"]), timeout=WAIT_S)
+        assert await call.read() == b"first"
+        with pytest.raises(errors.Overloaded, match=r"full: 8/8 ✓") as raised, map_rpc_errors():
+            await call.read()
+        assert raised.value.retry_after_s == 2.5
+
+
+async def test_a_stolen_credential_works_neither_twice_nor_elsewhere_nor_later() -> None:
+    secret, now = MeshSecret(TOKEN), time.time()
+    async with serving_streams(echo, security=WITH_TOKEN) as service:
+        port = service.port
+        address = f"127.0.0.1:{port}"
+        credential = secret.sign_call(METHOD, address, now)
+        assert await call_with(port, credential) == b"first"
+        for refused, reason in (
+            (credential, "used before"),
+            (secret.sign_call("/test.Echo/Attach", address, now), "wrong"),
+            (secret.sign_call(METHOD, f"127.0.0.1:{port + 1}", now), "the call is for"),
+            (secret.sign_call(METHOD, address, now - CALL_VALID_S - 5), "check the clocks"),
+            (MeshSecret("guess").sign_call(METHOD, address, now), "wrong"),
+            (f"Bearer {TOKEN}", "proof"),
+            ("", "proof"),
+        ):
+            with pytest.raises(errors.Unauthenticated, match=reason):
+                await call_with(port, refused)
+
+
+@pytest.mark.parametrize("sent", [b"", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])
+async def test_a_connection_without_a_call_is_closed(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(stream_server, "HEADER_TIMEOUT_S", 0.2)
+    async with serving_streams(echo) as service, asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+        writer.write(sent)
+        await reader.read()
+        writer.close()
+
+
+async def test_connections_above_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_server, "CONNECTIONS_MAX", 2)
+    async with serving_streams(echo) as service, asyncio.timeout(WAIT_S):
+        opened = [await asyncio.open_connection("127.0.0.1", service.port) for _ in range(3)]
+        assert await opened[0][0].read(9)
+        assert await opened[1][0].read(9)
+        with contextlib.suppress(ConnectionError):
+            assert await opened[2][0].read(9) == b""
+        for _, writer in opened:
+            writer.close()
+
+
+async def test_a_second_call_ends_its_connection_and_no_other() -> None:
+    async with (
+        serving_streams(echo) as service,
+        rpc.channel(f"127.0.0.1:{service.port}") as channel,
+        rpc.channel(f"127.0.0.1:{service.port}") as other,
+    ):
+        calls = []
+        for of in (channel, channel, other):
+            stub: Any = of.stream_stream(METHOD)
+            calls.append(stub(timeout=WAIT_S))
+            if len(calls) == 1:
+                await calls[0].read()
+        with pytest.raises(errors.MeshError), map_rpc_errors():
+            await calls[1].read()
+        assert await calls[2].read() == b"first"
+        calls[2].cancel()
+
+
+async def test_the_handler_of_a_client_that_disconnects_is_cancelled() -> None:
+    cancelled = asyncio.Event()
+
+    async def hold(request: bytes, _context: object) -> bytes:
+        try:
+            await asyncio.sleep(WAIT_S)
+        finally:
+            cancelled.set()
+        return request
+
+    async with serving_streams(hold) as service, asyncio.timeout(WAIT_S):
+        call = client_call()
+        call.send(b"x")
+        _, writer = await asyncio.open_connection("127.0.0.1", service.port)
+        writer.write(call.take_output())
+        await until(service.calls.names, "the handler runs")
+        writer.transport.abort()
+        await cancelled.wait()
+        await until(lambda: not service.calls.names(), "it has returned")
+
+
+def client_call() -> ClientCall:
+    headers = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", METHOD),
+        ("content-type", "application/grpc"),
+    ]
+    return ClientCall(headers, message_bytes_max=1000, header_bytes_max=4096)
+
+
+async def test_a_message_of_another_type_is_a_bad_request() -> None:
+    service = RunningServer(echo)
+
+    async def handle(requests: Any, _context: Any) -> None:
+        async for _ in requests:
+            pass
+
+    server = StreamServer(calls=service.calls)
+    method: Any = grpc.stream_stream_rpc_method_handler(handle, BytesValue.FromString)
+    server.add_registered_method_handlers("test.Echo", {"stream_stream": method})
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    try:
+        async with rpc.channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = channel.stream_stream(METHOD)
+            with pytest.raises(errors.InvalidRequest), map_rpc_errors():
+                await stub(iter([b"\xff\xff"]), timeout=WAIT_S).read()
+    finally:
+        await server.close()
+
+
+async def test_an_open_bind_without_token_or_tls_is_rejected_and_a_taken_port_is_a_conflict() -> (
+    None
+):
+    server = StreamServer()
+    with pytest.raises(errors.InvalidRequest, match="needs a token or mutual TLS"):
+        server.bind("0.0.0.0", 0)
+    async with serving_streams(echo) as service:
+        with pytest.raises(errors.Conflict, match="--stream-port"):
+            server.bind("127.0.0.1", service.port)

@@ -1,0 +1,173 @@
+"""The server's end of HTTP/2: beside the client's, and with clients that violate the protocol."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from grpc import StatusCode
+from hpack import Encoder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.rpc.http2.call import CallStatus, Http2Call
+from common.rpc.http2.ends import ClientCall, ServerCall
+from common.rpc.http2.frames import PREFACE, WINDOW_BYTES, WINDOW_DEFAULT
+
+LIMITS = {"message_bytes_max": 100_000, "header_bytes_max": 4096}
+REQUEST = ((":method", "POST"), (":path", "/a/B"), ("content-type", "application/grpc"))
+DATA, HEAD, RESET, PING = 0, 1, 3, 6
+END_STREAM, END_HEADERS = 1, 4
+
+
+def frame(kind: int, flags: int = 0, payload: bytes = b"", stream: int = 1) -> bytes:
+    return (
+        len(payload).to_bytes(3, "big") + bytes((kind, flags)) + struct.pack(">L", stream) + payload
+    )
+
+
+def headers(*pairs: tuple[str, str], flags: int = END_HEADERS, stream: int = 1) -> bytes:
+    encoder = Encoder()
+    encoder.header_table_size = 0
+    return frame(HEAD, flags, encoder.encode(pairs), stream)
+
+
+def prefixed(message: bytes) -> bytes:
+    return struct.pack(">BL", 0, len(message)) + message
+
+
+def server() -> ServerCall:
+    return ServerCall(**LIMITS)
+
+
+def begun() -> ServerCall:
+    """A server's end that has received the headers of a call."""
+    made = server()
+    made.receive(PREFACE + headers(*REQUEST))
+    made.open_window()
+    made.take_output()
+    return made
+
+
+def exchange(client: ClientCall, called: ServerCall, sizes: list[int]) -> None:
+    """Moves the output of both, in parts of the given sizes, until there is none."""
+    parts = iter(sizes)
+    ends: list[tuple[Http2Call, Http2Call]] = [(client, called), (called, client)]
+    while moved := [(to, data) for end, to in ends if (data := end.take_output())]:
+        for to, data in moved:
+            while data:
+                size = next(parts, len(data)) or len(data)
+                to.receive(data[:size])
+                data = data[size:]
+
+
+def taken(call: Http2Call) -> list[bytes]:
+    return [call.take_message() for _ in range(len(call.messages))]
+
+
+@given(
+    st.lists(st.binary(max_size=90_000), max_size=6),
+    st.lists(st.binary(max_size=90_000), max_size=6),
+    st.lists(st.integers(1, 60_000), max_size=40),
+    st.text(max_size=20),
+    st.none() | st.binary(max_size=40),
+)
+def test_both_ends_exchange_messages_and_a_status(
+    requests: list[bytes],
+    responses: list[bytes],
+    sizes: list[int],
+    text: str,
+    details: bytes | None,
+) -> None:
+    client, called = ClientCall(REQUEST, **LIMITS), server()
+    exchange(client, called, sizes)
+    assert called.headers is not None
+    assert called.headers[":path"] == "/a/B"
+    called.open_window()
+    for message in requests:
+        client.send(message)
+    client.half_close()
+    called.respond([("x-proof", "1")])
+    for message in responses:
+        called.send(message)
+    exchange(client, called, sizes)
+    assert called.has_all_messages
+    assert taken(called) == requests
+    assert client.headers is not None
+    assert client.headers["x-proof"] == "1"
+    status = CallStatus(StatusCode.NOT_FOUND, text.encode(errors="replace").decode(), details)
+    called.finish(status)
+    exchange(client, called, sizes)
+    assert (taken(client), client.status, called.status) == (responses, status, status)
+
+
+def test_a_status_follows_the_messages_that_wait_for_the_window() -> None:
+    client, called = ClientCall(REQUEST, **LIMITS), server()
+    exchange(client, called, [])
+    called.respond()
+    message = bytes(99_000)
+    count = WINDOW_BYTES // len(message) + 20
+    for _ in range(count):
+        called.send(message)
+    called.finish(CallStatus(StatusCode.OK, ""))
+    exchange(client, called, [])
+    assert called.is_blocked
+    assert called.status is None
+    received = 0
+    while client.messages:
+        received += len(taken(client))
+        exchange(client, called, [])
+    assert received == count
+    assert client.status == called.status == CallStatus(StatusCode.OK, "")
+
+
+@given(st.binary(max_size=400), st.booleans())
+def test_no_bytes_raise(data: bytes, has_preface: bool) -> None:
+    server().receive((PREFACE if has_preface else b"") + data)
+    begun().receive(data)
+
+
+@given(st.integers(0, 9), st.integers(0, 255), st.integers(0, 3), st.binary(max_size=40))
+def test_no_frame_raises(kind: int, flags: int, stream: int, payload: bytes) -> None:
+    begun().receive(frame(kind, flags, payload, stream))
+
+
+@pytest.mark.parametrize("cut", range(len(PREFACE)))
+def test_the_preface_may_come_in_parts(cut: int) -> None:
+    made = server()
+    made.receive(PREFACE[:cut])
+    made.receive(PREFACE[cut:] + headers(*REQUEST))
+    assert made.headers is not None
+
+
+@pytest.mark.parametrize(
+    ("wire", "text"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "not HTTP/2"),
+        (PREFACE + headers((":method", "GET"), *REQUEST[1:]), "not of gRPC"),
+        (PREFACE + headers(*REQUEST[:2], ("content-type", "text/html")), "not of gRPC"),
+        (PREFACE + headers(*REQUEST, stream=3), "headers of another stream"),
+        (PREFACE + headers(*REQUEST) + headers(*REQUEST, stream=3), "headers of another stream"),
+        (PREFACE + headers(*REQUEST) + headers(("a", "b")), "headers between messages"),
+        (PREFACE + frame(DATA, payload=b"x"), "data without headers"),
+        (PREFACE + headers(*REQUEST) + frame(DATA, END_STREAM, b"\0\0"), "an incomplete message"),
+        (PREFACE + headers(*REQUEST) + frame(RESET, payload=bytes(4)), "the peer reset the stream"),
+    ],
+)
+def test_a_violation_ends_the_call_with_its_name(wire: bytes, text: str) -> None:
+    made = server()
+    made.receive(wire)
+    assert made.status is not None
+    assert text in made.status.message
+    assert made.status.code is not StatusCode.OK
+
+
+def test_before_its_messages_are_read_a_client_may_send_little() -> None:
+    data = frame(DATA, payload=prefixed(bytes(40_000)))
+    assert 2 * len(data) > WINDOW_DEFAULT
+    closed, opened = server(), begun()
+    closed.receive(PREFACE + headers(*REQUEST) + data + data)
+    assert closed.status is not None
+    assert "more data than the window" in closed.status.message
+    opened.receive(data + data)
+    assert opened.status is None
