@@ -12,7 +12,8 @@ InvalidRequest with the protobuf field.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
@@ -169,24 +170,35 @@ def _set_media_item(message: request_pb2.MultimodalData, media_item: MultimodalD
 
 
 def _read_message(cls: type[P], message: Message, path: str) -> P:
-    fields: dict[str, Any] = {}
-    for one, descriptor in _field_pairs(cls, message):
-        field_path = f"{path}.{descriptor.name}" if path else descriptor.name
-        if isinstance(one.kind, TokenIdsCodec):
-            if descriptor.message_type is None:
-                fields[one.name] = _read_token_ids(message, path)
-            else:
-                fields[one.name] = _read_token_ids(getattr(message, descriptor.name), field_path)
-        elif descriptor.has_presence and not message.HasField(descriptor.name):
-            if one.required:
-                raise InvalidRequest(f"{field_path} is required", field_path)
+    # mypy takes the hash of a class for that of its instances.
+    plan = _read_plan(cls, type(message))  # type: ignore[arg-type]
+    fields = dict(plan.absent)
+    for name in plan.empty_maps:
+        fields[name] = {}
+    # Only the fields that are set: most of a request are not.
+    for descriptor, value in message.ListFields():
+        name = descriptor.name
+        if (one := plan.fields.get(name)) is not None:
+            field_path = f"{path}.{name}" if path else name
+            fields[one.name] = _read_field(message, descriptor, one.kind, value, field_path)
+    for one, descriptor in plan.token_ids:
+        if descriptor.message_type is None:
+            fields[one.name] = _read_token_ids(message, path)
         else:
-            fields[one.name] = _read_field(message, descriptor, one.kind, field_path)
+            inner_path = f"{path}.{descriptor.name}" if path else descriptor.name
+            fields[one.name] = _read_token_ids(getattr(message, descriptor.name), inner_path)
+    for one, descriptor in plan.required:
+        if one.name not in fields:
+            field_path = f"{path}.{descriptor.name}" if path else descriptor.name
+            if descriptor.has_presence:
+                raise InvalidRequest(f"{field_path} is required", field_path)
+            raise InvalidRequest(f"{field_path} is unspecified", field_path)
     return cls(**fields)
 
 
-def _read_field(message: Message, descriptor: FieldDescriptor, kind: FieldCodec, path: str) -> Any:
-    value = getattr(message, descriptor.name)
+def _read_field(
+    message: Message, descriptor: FieldDescriptor, kind: FieldCodec, value: Any, path: str
+) -> Any:
     match kind:
         case AnyJsonCodec():
             return load_json_text(value, path)
@@ -269,6 +281,44 @@ def _cached_field_pairs(
     fields = message.DESCRIPTOR.fields_by_name
     # The stubs also allow the FieldDescriptor class of the C implementation.
     return tuple((one, cast(FieldDescriptor, fields[one.proto])) for one in wire_fields(cls))
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadPlan:
+    """How to read a class from a message. fields: by the name of the protobuf field. absent: values
+    of fields that have no presence, if they are not set; empty_maps: such fields whose value is an
+    empty dict. required: fields that must be set.
+    """
+
+    fields: Mapping[str, WireField]
+    absent: Mapping[str, Any]
+    empty_maps: Sequence[str]
+    token_ids: Sequence[tuple[WireField, FieldDescriptor]]
+    required: Sequence[tuple[WireField, FieldDescriptor]]
+
+
+@functools.cache
+def _read_plan(cls: type[Any], message: type[Message]) -> _ReadPlan:
+    pairs = _cached_field_pairs(cls, message)  # type: ignore[arg-type]
+    token_ids = [pair for pair in pairs if isinstance(pair[0].kind, TokenIdsCodec)]
+    fields = {pair[1].name: pair[0] for pair in pairs if pair not in token_ids}
+    empty = message()
+    absent: dict[str, Any] = {}
+    empty_maps, required = [], []
+    for one, descriptor in pairs:
+        if descriptor.name not in fields:
+            continue
+        if descriptor.has_presence:
+            if one.required:
+                required.append((one, descriptor))
+        elif isinstance(one.kind, EnumCodec):
+            required.append((one, descriptor))
+        elif isinstance(one.kind, MapCodec):
+            empty_maps.append(one.name)
+        else:
+            value = getattr(empty, descriptor.name)
+            absent[one.name] = _read_field(empty, descriptor, one.kind, value, descriptor.name)
+    return _ReadPlan(fields, absent, empty_maps, token_ids, required)
 
 
 def _repeated_field(message: Message, descriptor: FieldDescriptor) -> Any:
