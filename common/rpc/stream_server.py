@@ -64,6 +64,7 @@ class StreamServer:
         self._server: asyncio.Server | None = None
         self._calls: set[ServedCall] = set()
         self._handshakes: set[asyncio.Task[None]] = set()
+        self._is_full = False
 
     def add_generic_rpc_handlers(self, _handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """For generated code, which registers each service in both ways."""
@@ -113,9 +114,14 @@ class StreamServer:
         if tasks:
             await asyncio.wait(tasks)
 
+    def _is_at_limit(self) -> bool:
+        return len(self._calls) + len(self._handshakes) >= CONNECTIONS_MAX
+
     def _accept(self) -> asyncio.Protocol:
-        if len(self._calls) + len(self._handshakes) >= CONNECTIONS_MAX:
-            LOG.warning("streams_refused", connections=CONNECTIONS_MAX)
+        was_full, self._is_full = self._is_full, self._is_at_limit()
+        if self._is_full:
+            if not was_full:
+                LOG.warning("streams_refused", connections=CONNECTIONS_MAX)
             return _Refusal()
         call = ServedCall(self._handlers, self._calls)
         if self._security.files is None:
@@ -299,7 +305,9 @@ class _TlsAcceptor(asyncio.Protocol):
         self._call = call
         self._newest_context = newest_context
         self._handshakes = handshakes
+        # What comes before the handshake has returned.
         self._early: list[bytes] | None = []
+        self._is_lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         plain = cast(asyncio.Transport, transport)
@@ -324,6 +332,8 @@ class _TlsAcceptor(asyncio.Protocol):
         self._call.connection_made(encrypted)
         for data in early or ():
             self._call.data_received(data)
+        if self._is_lost:
+            self._call.connection_lost(None)
 
     def data_received(self, data: bytes) -> None:
         if self._early is None:
@@ -332,6 +342,7 @@ class _TlsAcceptor(asyncio.Protocol):
             self._early.append(data)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._is_lost = True
         if self._early is None:
             self._call.connection_lost(error)
 

@@ -193,10 +193,11 @@ async def _session(address: str, client: rpc.Security) -> None:
 
 async def test_a_worker_certificate_is_refused_as_a_frontend_and_as_a_router(bed: Bed) -> None:
     worker = security(bed.authority, "worker")
-    with pytest.raises(errors.PermissionDenied, match=f"the name frontend.{DOMAIN}"):
-        await _session(bed.mesh.router.address, worker)
-    with pytest.raises(errors.Unavailable):
-        await _session(bed.mesh.workers[0].address, security(bed.authority, "frontend"))
+    for kind in ("grpc", "streams"):
+        with pytest.raises(errors.PermissionDenied, match=f"the name frontend.{DOMAIN}"):
+            await _session(bed.mesh.router.addresses[kind], worker)
+        with pytest.raises(errors.Unavailable):
+            await _session(bed.mesh.workers[0].addresses[kind], security(bed.authority, "frontend"))
 
 
 async def test_an_operator_may_call_what_no_service_calls(bed: Bed) -> None:
@@ -222,8 +223,9 @@ async def test_an_expired_and_a_foreign_certificate_are_refused(bed: Bed, tmp_pa
         security(foreign, "frontend", ca=bed.authority.ca),
         rpc.PLAINTEXT,
     ):
-        with pytest.raises(errors.Unavailable):
-            await _session(bed.mesh.router.address, client)
+        for kind in ("grpc", "streams"):
+            with pytest.raises(errors.Unavailable):
+                await _session(bed.mesh.router.addresses[kind], client)
 
 
 def test_the_metrics_listener_has_a_key_and_the_public_port_no_metrics(bed: Bed) -> None:
