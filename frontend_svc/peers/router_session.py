@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from common.registry.instances import Instance
-from common.request.preprocessed import BootstrapInfo
+from common.request.preprocessed import BootstrapInfo, RoutingHints
 from common.rpc import channel as rpc
 from common.rpc.stream import open_stream
 from common.wire.preprocessed import dataclass_from_proto, dataclass_to_proto
@@ -58,8 +58,9 @@ def query_to_proto(
         tenant=query.tenant,
         tenant_weight=query.tenant_weight,
     )
-    if query.routing is not None:
-        dataclass_to_proto(query.routing, message.routing)
+    # The hashes contain the cache salt, so that it alone says nothing new to the router.
+    if (hints := query.routing) is not None and hints != RoutingHints(cache_salt=hints.cache_salt):
+        dataclass_to_proto(hints, message.routing)
     if query.config_override is not None:
         dataclass_to_proto(query.config_override, message.config_override)
     return router_pb2.New(
