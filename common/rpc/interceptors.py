@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -299,6 +299,8 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
     def wrap(self, method: str, handler: Handler) -> Handler:
         """The handler of a method with all that the interceptor adds."""
         is_stream = handler.response_streaming
+        if is_stream and not handler.request_streaming:
+            handler = _as_stream(handler)
         request_arity = "stream" if handler.request_streaming else "unary"
         arity = f"{request_arity}_{'stream' if is_stream else 'unary'}"
         run: HandlerFunction = getattr(handler, arity)
@@ -411,6 +413,23 @@ async def _send_proof(reply: str, context: Context, *, is_unary: bool) -> None:
         context.set_trailing_metadata(((REPLY_KEY, reply),))
     else:
         await context.send_initial_metadata(((REPLY_KEY, reply),))
+
+
+def _as_stream(handler: Handler) -> Handler:
+    """The handler of one request, called as for a stream of requests: before the request comes. A
+    client with a mesh token sends the request only after the proof of this process."""
+
+    async def serve(requests: Any, context: Context) -> None:
+        async for request in requests:
+            await _run_stream(cast(HandlerFunction, handler.unary_stream), request, context)
+            return
+        raise errors.InvalidRequest("the call has no request")
+
+    return grpc.stream_stream_rpc_method_handler(
+        serve,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
 
 
 async def _run_stream(handler_function: HandlerFunction, request: Any, context: Context) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any, NoReturn, cast
 from urllib.parse import quote
 
@@ -19,7 +18,7 @@ import grpc.aio
 import structlog
 from grpc import StatusCode
 
-from common.errors import InvalidRequest
+from common.errors import Conflict, InvalidRequest, Unavailable
 from common.rpc.channel import (
     MESSAGE_BYTES_MAX,
     METADATA_BYTES_MAX,
@@ -27,18 +26,26 @@ from common.rpc.channel import (
     Security,
     check_bindable,
     check_open_host,
+    join_address,
     mesh_interceptor,
 )
 from common.rpc.http2.call import CallStatus
 from common.rpc.http2.ends import ServerCall
 from common.rpc.interceptors import STATUS_DETAILS_KEY, Handler, RunningCalls
 from common.rpc.message_stream import CLOSE_TIMEOUT_S, MessageStream
+from common.runtime.hosts import WILDCARD_HOSTS
 
 LOG = structlog.get_logger(__name__)
 
-# A client has this long to send its headers.
+# A client has this long for the TLS handshake, and to send its headers.
 HEADER_TIMEOUT_S = 10.0
+# A client has this long to take the status of a call and the messages before it.
+STATUS_TIMEOUT_S = 10.0
 CONNECTIONS_MAX = 4096
+# After a failed accept, of too many open files for example.
+_ACCEPT_RETRY_S = 1.0
+# A handler that writes this much without a pause lets other tasks run.
+_TURN_BYTES = 256 << 10
 
 _OK = CallStatus(StatusCode.OK, "")
 _Metadata = Iterable[tuple[str, str | bytes]]
@@ -59,12 +66,14 @@ class StreamServer:
     ) -> None:
         self._security = security
         self._interceptor = mesh_interceptor(security, addresses, calls)
-        self._handlers: dict[str, Handler] = {}
+        self.handlers: dict[str, Handler] = {}
+        self.is_refusing = False
         self._socket: socket.socket | None = None
-        self._server: asyncio.Server | None = None
-        self._calls: set[ServedCall] = set()
+        # Connections after their handshake.
+        self.connections: set[ServedCall] = set()
+        self._accepting: asyncio.Task[None] | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
-        self._is_full = False
+        self._running: set[asyncio.Task[None]] = set()
 
     def add_generic_rpc_handlers(self, _handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """For generated code, which registers each service in both ways."""
@@ -73,35 +82,36 @@ class StreamServer:
         for name, handler in handlers.items():
             if handler.response_streaming:
                 method = f"/{service}/{name}"
-                self._handlers[method] = self._interceptor.wrap(method, handler)
+                self.handlers[method] = self._interceptor.wrap(method, handler)
 
     def bind(self, host: str, port: int, setting: str = "stream_port") -> int:
         """Binds a port (0: any) and returns it. setting: its name, for errors. Raises
         InvalidRequest and Conflict as `channel.bind`."""
         check_open_host(host, self._security)
         check_bindable(host, port, setting)
-        self._socket = socket.create_server(
-            (host.strip("[]"), port),
-            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-            backlog=CONNECTIONS_MAX,
-        )
+        try:
+            self._socket = _listen(host, port)
+        except OSError as error:
+            address = join_address(host, port)
+            raise Conflict(f"cannot bind {address}: {error}", reason="ADDRESS_IN_USE") from error
         return int(self._socket.getsockname()[1])
 
     async def start(self) -> None:
         if self._socket is not None:
-            loop = asyncio.get_running_loop()
-            self._server = await loop.create_server(self._accept, sock=self._socket)
+            self._accepting = asyncio.create_task(self._accept(self._socket), name="accept streams")
+            self._accepting.add_done_callback(lambda _: self._close_socket())
 
     def refuse(self) -> None:
         """Refuses new calls; running ones continue."""
-        if self._server is not None:
-            self._server.close()
-        elif self._socket is not None:
-            self._socket.close()
+        self.is_refusing = True
+        if self._accepting is not None:
+            self._accepting.cancel()
+        else:
+            self._close_socket()
 
     def end_calls(self) -> None:
         """Cancels running calls."""
-        for call in list(self._calls):
+        for call in list(self.connections):
             call.end()
 
     async def close(self) -> None:
@@ -109,30 +119,55 @@ class StreamServer:
         self.refuse()
         for task in self._handshakes:
             task.cancel()
-        tasks = [call.task for call in self._calls if call.task is not None]
         self.end_calls()
+        tasks = self._handshakes | self._running
+        if self._accepting is not None:
+            tasks.add(self._accepting)
         if tasks:
             await asyncio.wait(tasks)
 
-    def _is_at_limit(self) -> bool:
-        return len(self._calls) + len(self._handshakes) >= CONNECTIONS_MAX
+    def run(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Runs a handler; `close` waits for it."""
+        return _run_in(self._running, work, name)
 
-    def _accept(self) -> asyncio.Protocol:
-        was_full, self._is_full = self._is_full, self._is_at_limit()
-        if self._is_full:
-            if not was_full:
-                LOG.warning("streams_refused", connections=CONNECTIONS_MAX)
-            return _Refusal()
-        call = ServedCall(self._handlers, self._calls)
-        if self._security.files is None:
-            return call
-        return _TlsAcceptor(call, self._newest_context, self._handshakes)
+    def _close_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
 
-    def _newest_context(self) -> ssl.SSLContext:
-        assert self._security.files is not None
-        context = self._security.files.newest().mutual_context
-        assert context is not None, "files of mutual TLS name authorities"
-        return context
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        was_full = False
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listening)
+            except OSError as error:
+                LOG.warning("accept_failed", error=str(error))
+                await asyncio.sleep(_ACCEPT_RETRY_S)
+                continue
+            is_full = len(self.connections) + len(self._handshakes) >= CONNECTIONS_MAX
+            if is_full:
+                accepted.close()
+                if not was_full:
+                    LOG.warning("streams_refused", connections=CONNECTIONS_MAX)
+            else:
+                _run_in(self._handshakes, self._serve(accepted), "serve a connection")
+            was_full = is_full
+
+    async def _serve(self, accepted: socket.socket) -> None:
+        """Serves a connection, after a TLS handshake with the newest certificates."""
+        files = self._security.files
+        context = None if files is None else files.newest().mutual_context
+        assert files is None or context is not None, "files of mutual TLS name authorities"
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: ServedCall(self),
+                accepted,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else HEADER_TIMEOUT_S,
+            )
+        except OSError as error:  # ssl.SSLError is an OSError.
+            accepted.close()
+            LOG.debug("handshake_failed", error=str(error))
 
 
 class ServedCall(MessageStream[ServerCall, Any]):
@@ -141,14 +176,18 @@ class ServedCall(MessageStream[ServerCall, Any]):
 
     wrong_message = InvalidRequest
 
-    def __init__(self, handlers: Mapping[str, Handler], calls: set[ServedCall]) -> None:
+    def __init__(self, server: StreamServer) -> None:
         call = ServerCall(message_bytes_max=MESSAGE_BYTES_MAX, header_bytes_max=METADATA_BYTES_MAX)
         super().__init__(call, bytes)
-        self.task: asyncio.Task[None] | None = None
-        self._handlers = handlers
-        self._calls = calls
+        self._server = server
+        self._task: asyncio.Task[None] | None = None
         self._serialize: Callable[[Any], bytes] = bytes
         self._is_ended = False
+        self._turn_bytes = 0
+        self._peer = ""
+        self._certificate: Mapping[str, Any] = {}
+        # Ends the connection: without headers, or after the status.
+        self._limit: asyncio.TimerHandle
 
     # For handlers.
 
@@ -157,12 +196,10 @@ class ServedCall(MessageStream[ServerCall, Any]):
         return tuple(one for one in headers.items() if not one[0].startswith(":"))
 
     def peer(self) -> str:
-        host, port, *rest = self._transport.get_extra_info("peername")
-        return f"ipv6:{quote(f'[{host}]', safe='')}:{port}" if rest else f"ipv4:{host}:{port}"
+        return self._peer
 
     def auth_context(self) -> Mapping[str, list[bytes]]:
-        certificate = self._transport.get_extra_info("peercert") or {}
-        names = [value.encode() for _, value in certificate.get("subjectAltName", ())]
+        names = [value.encode() for _, value in self._certificate.get("subjectAltName", ())]
         return {"x509_subject_alternative_name": names}
 
     def time_remaining(self) -> float | None:
@@ -187,10 +224,18 @@ class ServedCall(MessageStream[ServerCall, Any]):
         return self._take_message()
 
     async def write(self, message: Any) -> None:
-        """Sends a message; returns when the next one can be sent."""
+        """Sends a message; returns when the next one can be sent. Raises Unavailable after the end
+        of the call."""
+        if self.done():
+            raise Unavailable("the call has ended")
+        data = self._serialize(message)
         self._call.respond()
-        self._call.send(self._serialize(message))
+        self._call.send(data)
         await self._drained()
+        self._turn_bytes += len(data)
+        if self._turn_bytes >= _TURN_BYTES:
+            self._turn_bytes = 0
+            await asyncio.sleep(0)
 
     async def abort(
         self, code: StatusCode, details: str = "", metadata: _Metadata = ()
@@ -203,13 +248,15 @@ class ServedCall(MessageStream[ServerCall, Any]):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._calls.add(self)
-        self._loop.call_later(HEADER_TIMEOUT_S, self._require_headers)
+        self._peer = _peer_text(transport.get_extra_info("peername"))
+        self._certificate = transport.get_extra_info("peercert") or {}
+        self._server.connections.add(self)
+        self._limit = self._loop.call_later(HEADER_TIMEOUT_S, transport.abort)
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        self._calls.discard(self)
-        self._cancel()
+        self._limit.cancel()
+        self._server.connections.discard(self)
 
     def end(self) -> None:
         """Ends the call in any state."""
@@ -220,7 +267,7 @@ class ServedCall(MessageStream[ServerCall, Any]):
 
     def _on_received(self) -> None:
         call = self._call
-        if self.task is None and call.headers is not None and call.status is None:
+        if self._task is None and call.headers is not None and call.status is None:
             self._start(call.headers.get(":path", ""))
         if call.status is not None and not self._is_ended:
             # By the client, or by a violation of the protocol.
@@ -233,24 +280,25 @@ class ServedCall(MessageStream[ServerCall, Any]):
         self._wake(self._reader)
 
     def _start(self, method: str) -> None:
-        handler = self._handlers.get(method)
+        if self._is_ended:
+            return
+        self._limit.cancel()
+        handler = self._server.handlers.get(method)
         if handler is None:
             self._finish(CallStatus(StatusCode.UNIMPLEMENTED, f"no streaming method {method}"))
+            return
+        if self._server.is_refusing:
+            self._finish(CallStatus(StatusCode.UNAVAILABLE, "the process takes no new calls"))
             return
         if handler.request_deserializer is not None:
             self._parse = handler.request_deserializer
         if handler.response_serializer is not None:
             self._serialize = handler.response_serializer
-        self.task = self._loop.create_task(self._run(handler), name=method)
+        self._task = self._server.run(self._run(handler), method)
 
     async def _run(self, handler: Handler) -> None:
         try:
-            if handler.request_streaming:
-                await cast(Any, handler.stream_stream)(self._messages(), self)
-            else:
-                request = await self.read()
-                if request is not grpc.aio.EOF:
-                    await cast(Any, handler.unary_stream)(request, self)
+            await cast(Any, handler.stream_stream)(self._messages(), self)
             self._finish(_OK)
         except grpc.aio.AbortError:
             return  # `abort` has sent the status.
@@ -271,83 +319,63 @@ class ServedCall(MessageStream[ServerCall, Any]):
         self._call.finish(status)
         self._send()
         self._timer.cancel()
-        self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.close)
+        self._limit.cancel()
+        self._limit = self._loop.call_later(CLOSE_TIMEOUT_S, self._close_finished)
+
+    def _close_finished(self) -> None:
+        """Closes the connection if the status is sent; ends it later in any state."""
+        if self._call.status is not None:
+            self._transport.close()
+        self._limit = self._loop.call_later(STATUS_TIMEOUT_S, self._transport.abort)
+
+    def _fail(self, text: str) -> None:
+        super()._fail(text)
+        self._cancel()
 
     def _cancel(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
-
-    def _require_headers(self) -> None:
-        if self._call.headers is None:
-            self._transport.abort()
+        if self._task is not None:
+            self._task.cancel()
 
     async def _messages(self) -> AsyncIterator[Any]:
         while (message := await self.read()) is not grpc.aio.EOF:
             yield message
 
 
-class _Refusal(asyncio.Protocol):
-    """Closes a connection at once."""
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at a host; for all hosts on both IP versions, as grpc."""
+    if host in WILDCARD_HOSTS and socket.has_dualstack_ipv6():
+        listening = socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=CONNECTIONS_MAX, dualstack_ipv6=True
+        )
+    else:
+        name = "" if host == "*" else host.strip("[]")
+        found = socket.getaddrinfo(
+            name or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, _, _, _, address = found[0]
+        listening = socket.create_server(
+            (str(address[0]), port), family=family, backlog=CONNECTIONS_MAX
+        )
+    listening.setblocking(False)
+    return listening
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).abort()
+
+def _peer_text(address: object) -> str:
+    """As `grpc.aio.ServicerContext.peer`; empty for a connection that has ended."""
+    if not isinstance(address, tuple):
+        return ""
+    host, port, *_ = address
+    mapped = str(host).removeprefix("::ffff:")
+    if ":" in mapped:
+        return f"ipv6:{quote(f'[{mapped}]', safe='')}:{port}"
+    return f"ipv4:{mapped}:{port}"
 
 
-class _TlsAcceptor(asyncio.Protocol):
-    """Does the handshake of a connection with the newest certificates, then passes it on."""
-
-    def __init__(
-        self,
-        call: ServedCall,
-        newest_context: Callable[[], ssl.SSLContext],
-        handshakes: set[asyncio.Task[None]],
-    ) -> None:
-        self._call = call
-        self._newest_context = newest_context
-        self._handshakes = handshakes
-        # What comes before the handshake has returned.
-        self._early: list[bytes] | None = []
-        self._is_lost = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        plain = cast(asyncio.Transport, transport)
-        task = asyncio.get_running_loop().create_task(self._handshake(plain))
-        self._handshakes.add(task)
-        task.add_done_callback(self._handshakes.discard)
-
-    async def _handshake(self, plain: asyncio.Transport) -> None:
-        try:
-            encrypted = await asyncio.get_running_loop().start_tls(
-                plain,
-                self,
-                self._newest_context(),
-                server_side=True,
-                ssl_handshake_timeout=HEADER_TIMEOUT_S,
-            )
-        except (OSError, asyncio.CancelledError):  # ssl.SSLError is an OSError.
-            plain.abort()
-            return
-        assert encrypted is not None
-        early, self._early = self._early, None
-        self._call.connection_made(encrypted)
-        for data in early or ():
-            self._call.data_received(data)
-        if self._is_lost:
-            self._call.connection_lost(None)
-
-    def data_received(self, data: bytes) -> None:
-        if self._early is None:
-            self._call.data_received(data)
-        else:
-            self._early.append(data)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._is_lost = True
-        if self._early is None:
-            self._call.connection_lost(error)
-
-    def pause_writing(self) -> None:
-        self._call.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._call.resume_writing()
+def _run_in(
+    tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str
+) -> asyncio.Task[None]:
+    """A task that is in `tasks` until it ends."""
+    task = asyncio.create_task(work, name=name)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task

@@ -9,16 +9,17 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.wrappers_pb2 import BytesValue
+from google.protobuf.wrappers_pb2 import BytesValue, StringValue
 
 from common import errors
 from common.rpc import channel as rpc
 from common.rpc import stream_server
 from common.rpc.http2.ends import ClientCall
 from common.rpc.interceptors import map_rpc_errors
+from common.rpc.stream import open_stream
 from common.rpc.stream_server import StreamServer
 from common.runtime.mesh_auth import CALL_VALID_S, MeshSecret
-from tests.integration.rpc_bed import RunningServer, echo, serving_streams
+from tests.integration.rpc_bed import RunningServer, echo, serving, serving_streams
 from tests.living import WAIT_S, until
 
 TOKEN = "a token of the mesh"
@@ -82,6 +83,119 @@ async def test_a_stolen_credential_works_neither_twice_nor_elsewhere_nor_later()
         ):
             with pytest.raises(errors.Unauthenticated, match=reason):
                 await call_with(port, refused)
+
+
+@pytest.mark.parametrize("serve", [serving, serving_streams])
+async def test_a_single_request_follows_the_proof_of_the_server(serve: Any) -> None:
+    async with serve(echo, security=WITH_TOKEN) as service, asyncio.timeout(WAIT_S):
+        address = f"127.0.0.1:{service.port}"
+        request = BytesValue(value=b"once")
+        async with open_stream(
+            address, "/test.Echo/unary_stream", StringValue, WITH_TOKEN, request
+        ) as stream:
+            # The server's greeting is no message of this type, its echo is.
+            with pytest.raises(errors.InternalError):
+                await stream.read()
+            assert await stream.read() == StringValue(value="once")
+            assert await stream.read() is None
+
+
+@pytest.mark.parametrize("serve", [serving, serving_streams])
+async def test_a_call_without_its_request_is_refused(serve: Any) -> None:
+    async with (
+        serve(echo) as service,
+        open_stream(
+            f"127.0.0.1:{service.port}", "/test.Echo/unary_stream", StringValue, rpc.PLAINTEXT
+        ) as stream,
+    ):
+        await stream.done_writing()
+        with pytest.raises(errors.InvalidRequest, match="no request"):
+            await stream.read()
+
+
+async def test_handshakes_of_a_busy_process_succeed(certificates: dict[str, rpc.Security]) -> None:
+    """The first bytes of clients are there before this process begins the handshakes."""
+    security = certificates["good"]
+    async with serving_streams(echo, security=security) as service, asyncio.timeout(WAIT_S):
+
+        async def greeting() -> bytes:
+            async with rpc.channel(f"127.0.0.1:{service.port}", security=security) as channel:
+                stub: Any = channel.stream_stream(METHOD)
+                call = stub(timeout=WAIT_S)
+                first: bytes = await call.read()
+                call.cancel()
+                return first
+
+        calls = [asyncio.create_task(greeting()) for _ in range(8)]
+        while not all(call.done() for call in calls):
+            await asyncio.sleep(0.01)
+            time.sleep(0.05)  # noqa: ASYNC251
+        assert [call.result() for call in calls] == [b"first"] * 8
+
+
+async def test_a_draining_server_refuses_a_call_on_an_open_connection() -> None:
+    async with serving_streams(echo) as service, asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+        call = client_call()
+        call.receive(await reader.read(10_000))
+        assert service.streams is not None
+        service.streams.refuse()
+        writer.write(call.take_output())
+        while call.status is None and (data := await reader.read(10_000)):
+            call.receive(data)
+        assert call.status is not None
+        assert call.status.code is grpc.StatusCode.UNAVAILABLE
+        writer.close()
+
+
+async def test_a_connection_whose_end_is_not_read_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_server, "STATUS_TIMEOUT_S", 0.2)
+
+    async def fail_after_much(_request: bytes, context: Any) -> bytes:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await context.write(bytes(8_000_000))
+        raise errors.Overloaded(1.0, "full")
+
+    async with serving_streams(fail_after_much) as service, asyncio.timeout(WAIT_S):
+        call = client_call()
+        call.send(b"x")
+        call.half_close()
+        _, writer = await asyncio.open_connection("127.0.0.1", service.port)
+        writer.write(call.take_output())
+        await until(lambda: not service.calls.names(), "the handler has returned")
+        assert service.streams is not None
+        connections = service.streams.connections
+        await until(lambda: not connections, "the connection is closed")
+        writer.close()
+
+
+async def test_a_handler_cannot_write_after_the_end() -> None:
+    raised = asyncio.Event()
+
+    async def answer(request: bytes, context: Any) -> bytes:
+        try:
+            while True:
+                try:
+                    await context.write(bytes(1000))
+                except asyncio.CancelledError:
+                    await context.write(b"after the end")
+        except errors.Unavailable:
+            raised.set()
+        return request
+
+    async with (
+        serving_streams(answer) as service,
+        rpc.channel(f"127.0.0.1:{service.port}") as channel,
+        asyncio.timeout(WAIT_S),
+    ):
+        stub: Any = channel.stream_stream(METHOD)
+        call = stub(iter([b"a"]), timeout=WAIT_S)
+        assert await call.read() == b"first"
+        call.cancel()
+        await raised.wait()
 
 
 @pytest.mark.parametrize("sent", [b"", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])

@@ -46,6 +46,10 @@ from common.rpc.http2.frames import (
 
 # Settings, pings and empty frames that one read may bring: each of the first two has a response.
 _CONTROL_FRAMES_MAX: Final = 1000
+# Settings of one frame; RFC 9113 and its extensions define fewer than 20.
+_SETTINGS_MAX: Final = 64
+# Bytes of a frame of headers beside its header block: padding and priority.
+_HEADERS_OVERHEAD_MAX: Final = 512
 
 # Error code of RST_STREAM -> status, as gRPC over HTTP/2 defines it; others: INTERNAL.
 _CODE_BY_RESET: Final = {
@@ -92,6 +96,7 @@ class Http2Call(ABC):
         self._peer_window = WINDOW_DEFAULT
         self._peer_frame_bytes = FRAME_BYTES_DEFAULT
         self._encoder = Encoder()
+        self._peer_table_bytes = HEADER_TABLE_BYTES_DEFAULT
         self._unsent: deque[memoryview] = deque()
         # The last frame of this end, until it is sent.
         self._last_frame: bytes | None = None
@@ -178,10 +183,10 @@ class Http2Call(ABC):
         while size - offset >= FRAME.size and self.status is None:
             high, low, kind, flags, stream = FRAME.unpack_from(buffer, offset)
             length = high << 16 | low
-            if length > FRAME_BYTES_MAX:
+            start, end = offset + FRAME.size, offset + FRAME.size + length
+            if length > FRAME_BYTES_MAX or (end > size and length > self._held_bytes_max(kind)):
                 self.end(StatusCode.INTERNAL, f"a frame of {length} bytes")
                 break
-            start, end = offset + FRAME.size, offset + FRAME.size + length
             if end > size:
                 break
             offset = end
@@ -197,6 +202,12 @@ class Http2Call(ABC):
         self._frame = buffer[offset:]
         if self.status is None:
             self._acknowledge()
+
+    def _held_bytes_max(self, kind: int) -> int:
+        """Size of a frame above which it is refused before its last bytes come."""
+        if kind == FrameType.DATA:
+            return self._window - self._unacknowledged
+        return self._header_bytes_max + _HEADERS_OVERHEAD_MAX
 
     def _receive_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if self._header_block is not None:
@@ -284,6 +295,9 @@ class Http2Call(ABC):
         """Called when the peer ends its messages without headers."""
 
     def _headers_frame(self, headers: Iterable[tuple[str, str]], flags: Flags) -> bytes:
+        # Once for all settings that came: hpack keeps a list of each change.
+        if self._encoder.header_table_size != self._peer_table_bytes:
+            self._encoder.header_table_size = self._peer_table_bytes
         block = self._encoder.encode(headers, huffman=False)
         return frame(FrameType.HEADERS, Flags.END_HEADERS | flags, STREAM, block)
 
@@ -301,7 +315,7 @@ class Http2Call(ABC):
             )
 
     def _receive_settings(self, flags: int, stream: int, payload: bytes) -> None:
-        if stream or len(payload) % SETTING.size:
+        if stream or len(payload) % SETTING.size or len(payload) > _SETTINGS_MAX * SETTING.size:
             raise ProtocolError("invalid settings")
         if flags & Flags.ACK:
             return
@@ -313,7 +327,7 @@ class Http2Call(ABC):
                     self._send_windows[STREAM] += value - self._peer_window
                     self._peer_window = value
                 case Setting.HEADER_TABLE_SIZE:
-                    self._encoder.header_table_size = min(value, HEADER_TABLE_BYTES_DEFAULT)
+                    self._peer_table_bytes = min(value, HEADER_TABLE_BYTES_DEFAULT)
                 case Setting.MAX_FRAME_SIZE:
                     if not FRAME_BYTES_DEFAULT <= value < 1 << 24:
                         raise ProtocolError("an invalid size of frames")

@@ -22,6 +22,7 @@ _CODE_BY_HTTP_STATUS: Final = {
 }
 _CODE_BY_NUMBER: Final = {code.value[0]: code for code in StatusCode}
 _CONTENT_TYPE: Final = "application/grpc"
+_RESPONSE_HEADERS: Final = ((":status", "200"), ("content-type", _CONTENT_TYPE))
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 # Characters of a message that are sent as they are.
 _PLAIN: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
@@ -76,13 +77,14 @@ class ServerCall(Http2Call):
         """Begins the response. metadata: sent before its messages."""
         if not self._has_responded:
             self._has_responded = True
-            headers = ((":status", "200"), ("content-type", _CONTENT_TYPE), *metadata)
+            headers = (*_RESPONSE_HEADERS, *metadata)
             self._output.append(self._headers_frame(headers, Flags.NONE))
 
     def finish(self, status: CallStatus) -> None:
-        """Ends the call with a status, after all queued messages."""
-        self.respond()
-        trailers = [("grpc-status", str(status.code.value[0]))]
+        """Ends the call with a status, after all queued messages. A call without a response gets
+        the status alone, so that the client never takes the response for an acceptance."""
+        trailers = [] if self._has_responded else list(_RESPONSE_HEADERS)
+        trailers.append(("grpc-status", str(status.code.value[0])))
         if status.message:
             trailers.append(("grpc-message", quote(status.message, safe=_PLAIN)))
         if status.details is not None:
@@ -105,6 +107,9 @@ class ServerCall(Http2Call):
         if self._message:
             raise ProtocolError("an incomplete message")
         self.has_all_messages = True
+
+    def _receive_goaway(self, _flags: int, _stream: int, _payload: bytes) -> None:
+        """A client says that it takes no pushed streams. Its call continues."""
 
 
 def _check_response(headers: Headers) -> None:

@@ -16,7 +16,7 @@ from common.rpc.http2.frames import PREFACE, WINDOW_BYTES, WINDOW_DEFAULT
 
 LIMITS = {"message_bytes_max": 100_000, "header_bytes_max": 4096}
 REQUEST = ((":method", "POST"), (":path", "/a/B"), ("content-type", "application/grpc"))
-DATA, HEAD, RESET, PING = 0, 1, 3, 6
+DATA, HEAD, RESET, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
 END_STREAM, END_HEADERS = 1, 4
 
 
@@ -171,3 +171,45 @@ def test_before_its_messages_are_read_a_client_may_send_little() -> None:
     assert "more data than the window" in closed.status.message
     opened.receive(data + data)
     assert opened.status is None
+
+
+def test_a_refusal_without_a_response_is_the_only_headers() -> None:
+    client, called = ClientCall(REQUEST, **LIMITS), server()
+    exchange(client, called, [])
+    called.finish(CallStatus(StatusCode.UNAUTHENTICATED, "no"))
+    exchange(client, called, [])
+    assert client.headers is None
+    assert client.status == CallStatus(StatusCode.UNAUTHENTICATED, "no")
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"), [(SETTINGS, 20_000), (PING, 20_000), (HEAD, 20_000), (DATA, 70_000)]
+)
+def test_a_frame_above_its_limit_is_refused_before_its_bytes_come(kind: int, length: int) -> None:
+    made = server()
+    made.receive(PREFACE + headers(*REQUEST) + frame(kind, payload=bytes(length))[:9])
+    assert made.status is not None
+    assert made.status.message == f"a frame of {length} bytes"
+
+
+def test_a_frame_of_too_many_settings_is_invalid() -> None:
+    made = server()
+    made.receive(PREFACE + frame(SETTINGS, payload=struct.pack(">HL", 1, 0) * 65, stream=0))
+    assert made.status is not None
+    assert made.status.message == "invalid settings"
+
+
+def test_changes_of_the_header_table_are_sent_once() -> None:
+    made = begun()
+    change = frame(SETTINGS, payload=struct.pack(">HLHL", 1, 0, 1, 4096) * 32, stream=0)
+    for _ in range(15):
+        made.receive(change)
+    made.take_output()
+    made.respond()
+    assert len(made.take_output()) < 100
+
+
+def test_the_call_of_a_client_that_says_goaway_continues() -> None:
+    made = begun()
+    made.receive(frame(GOAWAY, payload=bytes(8), stream=0))
+    assert made.status is None
