@@ -24,7 +24,6 @@ STREAM_HEADERS: Headers = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-BODY_END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 class ClientConnection(Protocol):
@@ -53,6 +52,11 @@ def body_part(data: bytes) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": True}
 
 
+def last_part(data: bytes) -> Message:
+    """Returns a message with the rest of the body."""
+    return {"type": "http.response.body", "body": data, "more_body": False}
+
+
 async def send_response_parts(
     send: Send, status: int, headers: Headers, parts: Sequence[bytes]
 ) -> None:
@@ -67,10 +71,10 @@ async def send_response_parts(
         if size >= SEND_BYTES:
             await send(body_part(b"".join(piece)))
             piece, size = [], 0
-    await send({"type": "http.response.body", "body": b"".join(piece)})
+    await send(last_part(b"".join(piece)))
 
 
 async def send_response(send: Send, status: int, headers: Headers, body: bytes) -> None:
     length = (b"content-length", str(len(body)).encode())
     await send(response_start(status, (*headers, length)))
-    await send({"type": "http.response.body", "body": body})
+    await send(last_part(body))

@@ -40,12 +40,11 @@ from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan
 from frontend_svc.http.access import admit, quota_of
 from frontend_svc.http.asgi import (
-    BODY_END,
     CONNECTION,
     Receive,
     Scope,
     Send,
-    body_part,
+    last_part,
 )
 from frontend_svc.http.error_response import send_error
 from frontend_svc.http.request_context import HttpRequest, log_request, span_attributes
@@ -237,8 +236,7 @@ class PostEndpoint(ABC, Generic[P]):
         if context.status:
             stream_format = context.stream_format
             events = error_event(error) if stream_format is None else stream_format.error(error)
-            await context.send(body_part(events))
-            await context.send(BODY_END)
+            await context.send(last_part(events))
             return
         response = self.http_error(error, context)
         context.status, context.response_json = response.status, response.body

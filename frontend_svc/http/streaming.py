@@ -20,10 +20,10 @@ from frontend_svc.core.request.outcomes import merge_outcomes
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.core.response_format import ChoiceRecorder, ChoiceSink, ResponseFormat
 from frontend_svc.http.asgi import (
-    BODY_END,
     JSON_HEADER,
     STREAM_HEADERS,
     body_part,
+    last_part,
     response_start,
     send_response,
 )
@@ -248,9 +248,8 @@ async def _start_stream(context: HttpRequest) -> None:
 
 
 async def _end_stream(context: HttpRequest, events: bytes) -> None:
-    await context.send(body_part(events))
     context.is_response_complete = True
-    await context.send(BODY_END)
+    await context.send(last_part(events))
 
 
 async def send_json(context: HttpRequest, payload: bytes) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,39 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
         url = bed.public.addresses["http"]
         wait_for(lambda: bed.get(f"{url}/ready").json()["ready"], "the frontend is ready")
         yield bed
+
+
+@pytest.mark.parametrize("secured_by", ["token", "roles", "token and roles"])
+def test_streams_of_a_secured_mesh_carry_requests_and_kv_events(
+    secured_by: str, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    role_flags: dict[str, list[str]] = {}
+    for role in ROLES:
+        issue_role(authority, role)
+        role_flags[role] = ["--mesh-token=a token of the mesh"] if "token" in secured_by else []
+        role_flags[role] += flags(authority, role) if "roles" in secured_by else []
+    with Mesh(
+        tmp_path,
+        workers=0,
+        prefill=1,
+        decode=1,
+        routers=2,
+        indexers=2,
+        worker_flags=role_flags["worker"],
+        # Without predictions, a router has the blocks of a prompt from KV events only.
+        router_flags=[*role_flags["router"], "--router-predicted-ttl-secs=0"],
+        indexer_flags=role_flags["indexer"],
+        frontend_flags=role_flags["frontend"],
+    ) as mesh:
+        prompt = list(range(100, 1124))
+
+        def is_prompt_cached() -> bool:
+            name = f"again-{time.monotonic_ns()}"
+            mesh.post_completion(name, prompt).raise_for_status()
+            return bool(mesh.request_line(name)["predicted_cached_tokens"])
+
+        wait_for(is_prompt_cached, "the router has the KV events of the worker")
 
 
 def test_a_mesh_with_roles_serves_an_openai_client_over_tls(bed: Bed) -> None:

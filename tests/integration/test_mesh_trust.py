@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import httpx
 import pytest
 
 from common.errors import MeshError, Unauthenticated
@@ -33,7 +32,7 @@ from common.runtime.mesh_auth import (
     MeshSecret,
 )
 from tests.contract.consul_agent import ConsulAgent, running_agent
-from tests.e2e.mesh import MODEL, Mesh, wait_for
+from tests.e2e.mesh import MODEL, wait_for
 from tests.e2e.mesh import Service as Process
 
 TOKEN = "the secret of the mesh, 32 bytes"
@@ -139,30 +138,6 @@ async def test_a_rogue_member_gets_no_call_from_frontend_router_and_worker(
 
 
 @pytest.mark.slow
-def test_a_mesh_with_a_token_serves_and_its_router_receives_kv_events(tmp_path: Path) -> None:
-    flags = [f"--mesh-token={TOKEN}"]
-    with Mesh(
-        tmp_path,
-        workers=1,
-        indexers=1,
-        worker_flags=flags,
-        router_flags=[*flags, "--router-predicted-ttl-secs=0"],
-        indexer_flags=flags,
-        frontend_flags=flags,
-    ) as mesh:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-        reply = httpx.post(f"{mesh.url}/v1/chat/completions", json=body, timeout=30)
-        assert reply.json()["usage"]["completion_tokens"] == 4
-        prompt = list(range(100, 1124))
-
-        def is_prompt_cached() -> bool:
-            name = f"again-{time.monotonic_ns()}"
-            mesh.post_completion(name, prompt)
-            return bool(mesh.request_line(name)["predicted_cached_tokens"])
-
-        wait_for(is_prompt_cached, "the router has the KV events of the worker")
-
-
 # Entries
 
 
