@@ -3,10 +3,11 @@
 The prompts form a tree of *runs*, consecutive blocks of one chain. Each run has the ranks that a
 prompt with all of its blocks was sent to, with the number of the last such decision; a run is split
 where a prompt ends or differs. So a decision costs a few steps for each run of its prompt, not for
-each block, and a query finds all ranks in one walk. A heap has the pairs of run and rank, the
-oldest decision first and of one decision the deepest run first, so that removal in this order
-leaves no hole in a chain. If the index is full, the oldest entries are dropped, a few at each step,
-down to `prune_target_ratio`, so that no step takes longer than the size of the prompt just added.
+each block, and a query finds all ranks in one walk. A queue has the decisions, the oldest first,
+each with the last run of its prompt; a run knows its parent, so that the entries of a decision are
+dropped from the deepest block on, and no chain gets a hole. If the index is full, the oldest
+entries are dropped, a few at each step, down to `prune_target_ratio`, so that no step takes longer
+than the size of the prompt just added.
 
 An entry is a block on a rank. Invariants: a rank of a run is one of its parent's too, by the same
 or a later decision, so that the valid blocks of a rank are prefix-closed at any moment; every run
@@ -20,7 +21,6 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from math import ceil
 
 from common.kv.hashing import hash_view
@@ -35,7 +35,7 @@ _Partition = tuple[str, int, int]
 class ApproxLimits:
     """ttl_s: seconds for which an entry counts. blocks_max: entries, a block on n ranks counting n
     times. prune_target_ratio: the part of blocks_max that remains after pruning. Defaults: NVIDIA
-    Dynamo's. Memory: 8 bytes per block of a run, and about 900 per run.
+    Dynamo's. Memory: 8 bytes per block of a run, and about 800 per run.
     """
 
     ttl_s: float = 120.0
@@ -56,6 +56,7 @@ class _Run:
 
     keys: array[int]
     start: int
+    parent: _Run | None
     siblings: dict[int, _Run]
     children: dict[int, _Run] = field(default_factory=dict)
     decisions: dict[_Rank, int] = field(default_factory=dict)
@@ -93,8 +94,9 @@ class ApproxIndex:
         self.limits = ApproxLimits() if limits is None else limits
         self._runs: dict[_Partition, dict[int, _Run]] = {}
         self._ranks: dict[_Partition, dict[Placement, _Rank]] = {}
-        # Decision, -start, run, rank. Outdated unless it is the rank's last decision for the run.
-        self._oldest: list[tuple[int, int, _Run, _Rank]] = []
+        # Decision, last run of its prompt that the rank has, rank. Outdated unless it is the rank's
+        # last decision for the run; then it is for the runs before, too.
+        self._oldest: deque[tuple[int, _Run, _Rank]] = deque()
         # Decisions that have not expired, and their times; the last one of each time.
         self._times: deque[tuple[int, float]] = deque()
         self._last_decision = self._expired_decision = 0
@@ -107,20 +109,20 @@ class ApproxIndex:
         none.
         """
         runs = self._runs.get(_partition_of(query))
-        found: dict[Placement, int] = {}
         if not (runs and query.prefix_hashes):
-            return found
+            return {}
+        found: dict[_Rank, int] = {}
         keys, depth, expired = hash_view(query.prefix_hashes), 0, self._expired_decision
         while depth < len(keys) and (run := runs.get(keys[depth])) is not None:
             common = run.common_blocks(keys)
             depth += common
             for rank, decision in run.decisions.items():
-                if decision > expired and not rank.is_gone:
-                    found[rank.placement] = depth
+                if decision > expired:
+                    found[rank] = depth
             if common < len(run.keys):
                 break
             runs = run.children
-        return found
+        return {rank.placement: depth for rank, depth in found.items() if not rank.is_gone}
 
     def touch(self, query: Query, placement: Placement, now: float) -> None:
         """Enter a prompt sent to a rank."""
@@ -138,7 +140,7 @@ class ApproxIndex:
             if rank not in run.decisions:
                 added += len(run.keys)
             run.decisions[rank] = decision
-            heappush(self._oldest, (decision, -run.start, run, rank))
+        self._oldest.append((decision, path[-1], rank))
         rank.blocks += added
         self.blocks += added
         if self.blocks > self.limits.blocks_max:
@@ -170,27 +172,31 @@ class ApproxIndex:
         """The runs of a prompt, shallow first, after adding what is missing."""
         keys = hash_view(hashes)
         runs = self._runs.setdefault(partition, {})
-        path, depth = [], 0
+        path: list[_Run] = []
+        depth = 0
         while depth < len(keys):
             run = runs.get(keys[depth])
             if run is None:
                 own = array("Q", keys[depth:].tobytes())
-                run = runs[own[0]] = _Run(own, depth, runs)
+                run = runs[own[0]] = _Run(own, depth, path[-1] if path else None, runs)
             elif (common := run.common_blocks(keys)) < len(run.keys):
-                self._split(run, common)
+                run = self._split(run, common)
             path.append(run)
             depth += len(run.keys)
             runs = run.children
         return path
 
-    def _split(self, run: _Run, size: int) -> None:
-        """Keep the first `size` blocks of a run; the others become its only child."""
-        children: dict[int, _Run] = {}
-        rest = _Run(run.keys[size:], run.start + size, children, run.children, dict(run.decisions))
-        children[rest.keys[0]] = rest
-        run.keys, run.children = run.keys[:size], children
-        for rank, decision in rest.decisions.items():
-            heappush(self._oldest, (decision, -rest.start, rest, rank))
+    def _split(self, run: _Run, size: int) -> _Run:
+        """Move the first `size` blocks of a run to a new parent, which it returns. So the last run
+        of a decision remains the last one.
+        """
+        siblings = run.siblings
+        head = _Run(run.keys[:size], run.start, run.parent, siblings, {}, dict(run.decisions))
+        siblings[head.keys[0]] = head
+        run.keys, run.start = run.keys[size:], run.start + size
+        run.parent, run.siblings = head, head.children
+        head.children[run.keys[0]] = run
+        return head
 
     def _due_blocks(self) -> int:
         """How many of the oldest entries may be dropped now, at least 1 if any may."""
@@ -204,19 +210,21 @@ class ApproxIndex:
         return 0
 
     def _drop_oldest(self, blocks_max: int) -> int:
-        """Drop the blocks of the oldest run, the deepest ones first, at most `blocks_max`; or an
-        outdated item of the heap, which counts as one.
+        """Drop the blocks of the oldest decision's last run, the deepest ones first, at most
+        `blocks_max`; or an outdated decision, which counts as one.
         """
-        decision, _, run, rank = self._oldest[0]
+        decision, run, rank = self._oldest[0]
         if run.decisions.get(rank) != decision:
-            heappop(self._oldest)
+            self._oldest.popleft()
             return 1
-        size = len(run.keys)
-        if size > blocks_max:
-            self._split(run, size - blocks_max)  # The rest is the oldest now.
-            return self._drop_oldest(blocks_max)
-        heappop(self._oldest)
+        if len(run.keys) > blocks_max:
+            self._split(run, len(run.keys) - blocks_max)
+        size, parent = len(run.keys), run.parent
         del run.decisions[rank]
+        if parent is not None and parent.decisions.get(rank) == decision:
+            self._oldest[0] = (decision, parent, rank)
+        else:
+            self._oldest.popleft()
         self.blocks -= size
         rank.blocks -= size
         assert rank.blocks >= 0, "negative blocks of a rank"
