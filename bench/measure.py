@@ -50,8 +50,9 @@ def build_loadgen() -> Path:
 
 
 def with_descendants(pid: int) -> list[int]:
-    """A process, its children, and theirs."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    """A process, its children, and theirs. Each thread has its own list of children."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    children = [one for thread in threads for one in (thread / "children").read_text().split()]
     return [pid, *(one for child in children for one in with_descendants(int(child)))]
 
 

@@ -148,6 +148,10 @@ class PostEndpoint(ABC, Generic[P]):
             now_s = self._state.clock()
             log_request(context, now_s)
             self._records.request_ended(context, raw, now_s)
+            # Without cycles of references, all of the request is freed at once.
+            del scope["state"][CONNECTION]
+            if context.error is not None:
+                context.error.__traceback__ = None
 
     def _make_context(self, scope: Scope, receive: Receive, send: Send) -> HttpRequest:
         header_pairs = tuple(scope["headers"])

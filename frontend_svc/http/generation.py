@@ -327,6 +327,8 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
                 for handle, buffer in zip(handles, buffers, strict=True):
                     handle.client_gone()
                     buffer.discard()
+                handles.clear()  # `fail` holds them, and they hold the buffers, which hold `fail`
+                reader.close()
 
 
 def _response_parser(

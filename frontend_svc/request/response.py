@@ -76,6 +76,10 @@ class Reader:
         returns True."""
         self._on_news = on_news
 
+    def close(self) -> None:
+        """Drops the callback, which refers to this reader."""
+        self._on_news = None
+
     def _call(self) -> None:
         self._is_call_scheduled = False
         if self._waiter is None or self._on_news is None:

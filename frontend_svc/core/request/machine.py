@@ -460,6 +460,9 @@ class RequestMachine:
                 placed=self._placed,
             )
         )
+        # Without cycles of references, an ended request is freed at once.
+        self._main_leg = self._prefill_leg = None
+        del self._ports
 
     def usage(self) -> CompletionUsage:
         """Tokens of the client's prompt and of the delivered completion. For a pass-through body:
