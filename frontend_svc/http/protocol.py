@@ -29,6 +29,9 @@ class StreamProtocol(HttpToolsProtocol):
         # The task of the request has been created and has not run.
         connection = HttpConnection(self.cycle, self.disconnect_callbacks)
         self.scope["state"][CONNECTION] = connection
+        # A request that follows before the response pauses reading, which would hide a disconnect.
+        if self.disconnect_callbacks:
+            self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

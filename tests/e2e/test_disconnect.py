@@ -126,8 +126,11 @@ def test_the_client_of_a_large_body_frees_its_slot_in_time(mesh: Mesh) -> None:
 
 
 @pytest.mark.slow
-def test_pipelined_requests_end_with_their_connection(mesh: Mesh) -> None:
+@pytest.mark.parametrize("follows_at_once", [True, False])
+def test_pipelined_requests_end_with_their_connection(mesh: Mesh, follows_at_once: bool) -> None:
     client = send_request(mesh.url, LONG_PROMPT, stream=True)
+    if not follows_at_once:
+        wait_for(lambda: open_slots(mesh) == 1, "a worker has the first request")
     body = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 1}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
