@@ -104,13 +104,14 @@ class MessageStream(asyncio.Protocol, ABC, Generic[CallT, ReceivedT]):
         self._wake(self._writer)
 
     def _send(self) -> None:
-        if output := self._call.take_output():
+        # uvloop raises for a write after the end of the connection.
+        if (output := self._call.take_output()) and not self._transport.is_closing():
             self._transport.write(output)
 
     def _close_transport(self) -> None:
         self._timer.cancel()
         self._transport.close()
-        self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+        self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
 
     async def _drained(self) -> None:
         self._send()

@@ -182,7 +182,7 @@ class ServedCall(MessageStream[ServerCall, Any]):
         self._server = server
         self._task: asyncio.Task[None] | None = None
         self._serialize: Callable[[Any], bytes] = bytes
-        self._is_ended = False
+        self._is_ended = self._is_cancelled = False
         self._turn_bytes = 0
         self._peer = ""
         self._certificate: Mapping[str, Any] = {}
@@ -199,8 +199,9 @@ class ServedCall(MessageStream[ServerCall, Any]):
         return self._peer
 
     def auth_context(self) -> Mapping[str, list[bytes]]:
-        names = [value.encode() for _, value in self._certificate.get("subjectAltName", ())]
-        return {"x509_subject_alternative_name": names}
+        names = [value for _, value in self._certificate.get("subjectAltName", ())]
+        encoded = [name.encode() for name in names if isinstance(name, str)]
+        return {"x509_subject_alternative_name": encoded}
 
     def time_remaining(self) -> float | None:
         return None
@@ -333,7 +334,9 @@ class ServedCall(MessageStream[ServerCall, Any]):
         self._cancel()
 
     def _cancel(self) -> None:
-        if self._task is not None:
+        """Once: a second cancellation would interrupt the cleanup of the handler."""
+        if self._task is not None and not self._is_cancelled:
+            self._is_cancelled = True
             self._task.cancel()
 
     async def _messages(self) -> AsyncIterator[Any]:
@@ -357,6 +360,8 @@ def _listen(host: str, port: int) -> socket.socket:
             (str(address[0]), port), family=family, backlog=CONNECTIONS_MAX
         )
     listening.setblocking(False)
+    # Accepted connections inherit it; asyncio sets it on those it has opened itself.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 

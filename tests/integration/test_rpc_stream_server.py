@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+import uvloop
 from google.protobuf.wrappers_pb2 import BytesValue, StringValue
 
 from common import errors
@@ -16,6 +17,7 @@ from common.rpc import channel as rpc
 from common.rpc import stream_server
 from common.rpc.http2.ends import ClientCall
 from common.rpc.interceptors import map_rpc_errors
+from common.rpc.message_stream import CLOSE_TIMEOUT_S
 from common.rpc.stream import open_stream
 from common.rpc.stream_server import StreamServer
 from common.runtime.mesh_auth import CALL_VALID_S, MeshSecret
@@ -222,7 +224,7 @@ async def test_connections_above_the_limit_are_closed(monkeypatch: pytest.Monkey
             writer.close()
 
 
-async def test_a_second_call_ends_its_connection_and_no_other() -> None:
+async def test_a_channel_opens_a_connection_for_each_call() -> None:
     async with (
         serving_streams(echo) as service,
         rpc.channel(f"127.0.0.1:{service.port}") as channel,
@@ -234,10 +236,13 @@ async def test_a_second_call_ends_its_connection_and_no_other() -> None:
             calls.append(stub(timeout=WAIT_S))
             if len(calls) == 1:
                 await calls[0].read()
-        with pytest.raises(errors.MeshError), map_rpc_errors():
-            await calls[1].read()
-        assert await calls[2].read() == b"first"
-        calls[2].cancel()
+        for call in calls[1:]:
+            assert await call.read() == b"first"
+            call.cancel()
+        await calls[0].done_writing()
+        assert await calls[0].read() == grpc.aio.EOF
+        again: Any = channel.stream_stream(METHOD)
+        assert [one async for one in again(iter([b"a"]), timeout=WAIT_S)] == [b"first", b"a"]
 
 
 async def test_the_handler_of_a_client_that_disconnects_is_cancelled() -> None:
@@ -259,6 +264,55 @@ async def test_the_handler_of_a_client_that_disconnects_is_cancelled() -> None:
         writer.transport.abort()
         await cancelled.wait()
         await until(lambda: not service.calls.names(), "it has returned")
+
+
+@pytest.mark.parametrize("is_drained", [False, True])
+async def test_the_cleanup_of_a_cancelled_handler_is_not_interrupted(is_drained: bool) -> None:
+    cleaned = asyncio.Event()
+
+    async def hold(request: bytes, _context: object) -> bytes:
+        try:
+            await asyncio.sleep(WAIT_S)
+        finally:
+            await asyncio.sleep(0.1)
+            cleaned.set()
+        return request
+
+    async with serving_streams(hold) as service, asyncio.timeout(WAIT_S):
+        address = f"127.0.0.1:{service.port}"
+        async with open_stream(address, METHOD, BytesValue, rpc.PLAINTEXT) as stream:
+            await stream.write(BytesValue(value=b"x"))
+            await until(service.calls.names, "the handler runs")
+            if is_drained:
+                assert service.streams is not None
+                service.streams.end_calls()
+                await cleaned.wait()
+        await cleaned.wait()
+
+
+def test_messages_that_were_received_are_read_after_the_connection_has_ended() -> None:
+    """On uvloop, as in services: its transport raises for writes after the end."""
+    message = BytesValue(value=bytes(500_000))
+
+    async def send_many(_request: bytes, context: Any) -> bytes:
+        for _ in range(5):
+            await context.write(message.SerializeToString())
+        return message.SerializeToString()
+
+    async def read_late() -> None:
+        async with (
+            serving_streams(send_many) as service,
+            open_stream(f"127.0.0.1:{service.port}", METHOD, BytesValue, rpc.PLAINTEXT) as stream,
+        ):
+            await stream.write(BytesValue(value=b"x"))
+            await stream.done_writing()
+            await asyncio.sleep(2 * CLOSE_TIMEOUT_S)
+            with pytest.raises(errors.InternalError):
+                await stream.read()  # the greeting is of another type
+            assert [one async for one in stream] == [message] * 6
+            await stream.done_writing()
+
+    uvloop.run(read_late())
 
 
 def client_call() -> ClientCall:

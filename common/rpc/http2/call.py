@@ -199,8 +199,9 @@ class Http2Call(ABC):
                 self._receive_frame(kind, flags, stream & 0x7FFFFFFF, buffer[start:end])
             except ProtocolError as error:
                 self.end(error.code, str(error))
-        self._frame = buffer[offset:]
+        self._frame = b""
         if self.status is None:
+            self._frame = buffer[offset:]
             self._acknowledge()
 
     def _held_bytes_max(self, kind: int) -> int:

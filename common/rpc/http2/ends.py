@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Iterable
 from typing import Final
 from urllib.parse import quote, unquote
@@ -11,7 +10,15 @@ from urllib.parse import quote, unquote
 from grpc import StatusCode
 
 from common.rpc.http2.call import CallStatus, Headers, Http2Call
-from common.rpc.http2.frames import PREFACE, STREAM, Flags, FrameType, ProtocolError, frame
+from common.rpc.http2.frames import (
+    GOAWAY,
+    PREFACE,
+    STREAM,
+    Flags,
+    FrameType,
+    ProtocolError,
+    frame,
+)
 
 # HTTP status of a response that is not of gRPC -> status; others: UNKNOWN.
 _CODE_BY_HTTP_STATUS: Final = {
@@ -21,6 +28,7 @@ _CODE_BY_HTTP_STATUS: Final = {
     **dict.fromkeys(("429", "502", "503", "504"), StatusCode.UNAVAILABLE),
 }
 _CODE_BY_NUMBER: Final = {code.value[0]: code for code in StatusCode}
+_CODE_DIGITS_MAX: Final = 3
 _CONTENT_TYPE: Final = "application/grpc"
 _RESPONSE_HEADERS: Final = ((":status", "200"), ("content-type", _CONTENT_TYPE))
 _DETAILS_KEY: Final = "grpc-status-details-bin"
@@ -98,6 +106,9 @@ class ServerCall(Http2Call):
             if headers.get(":method") != "POST" or not is_grpc:
                 raise ProtocolError("the call is not of gRPC")
             self.headers = headers
+            # The client opens another connection for its next call.
+            goaway = GOAWAY.pack(STREAM, 0)
+            self._output.append(frame(FrameType.GOAWAY, Flags.NONE, 0, goaway))
         elif not has_ended:
             raise ProtocolError("headers between messages")
         if has_ended:
@@ -126,14 +137,14 @@ def _status_of(headers: Headers, *, is_only: bool) -> CallStatus:
     if is_only:
         _check_response(headers)
     code = headers.get("grpc-status", "")
-    if not code.isdecimal():
+    if not code.isdecimal() or len(code) > _CODE_DIGITS_MAX:
         raise ProtocolError("the stream ended without a status")
     encoded = headers.get(_DETAILS_KEY)
     details = None
     if encoded is not None:
         try:
             details = base64.b64decode(encoded + "=" * (-len(encoded) % 4))
-        except binascii.Error as error:
+        except ValueError as error:
             raise ProtocolError("unreadable details of a status") from error
     return CallStatus(
         _CODE_BY_NUMBER.get(int(code), StatusCode.UNKNOWN),
