@@ -120,7 +120,7 @@ class ServerCall(Http2Call):
         self.has_all_messages = True
 
     def _receive_goaway(self, _flags: int, _stream: int, _payload: bytes) -> None:
-        """A client says that it takes no pushed streams. Its call continues."""
+        """Limits streams that a server begins, of which there are none. The call continues."""
 
 
 def _check_response(headers: Headers) -> None:

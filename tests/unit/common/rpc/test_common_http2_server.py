@@ -209,7 +209,7 @@ def test_changes_of_the_header_table_are_sent_once() -> None:
     assert len(made.take_output()) < 100
 
 
-def test_the_call_of_a_client_that_says_goaway_continues() -> None:
+def test_the_call_of_a_client_that_sends_goaway_continues() -> None:
     made = begun()
     made.receive(frame(GOAWAY, payload=bytes(8), stream=0))
     assert made.status is None
