@@ -24,7 +24,7 @@ from common.service.metrics_server import add_process_metrics
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.peers.recently_left import RecentlyLeft
-from frontend_svc.core.peers.stall_clock import StallClock
+from frontend_svc.core.peers.stall_clock import TICK_S, StallClock
 from frontend_svc.core.quotas import TenantQuotas
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.core.responses_api.store import ResponseStore
@@ -49,7 +49,6 @@ from frontend_svc.peers.engine_client import EngineClient
 from frontend_svc.peers.hit_monitor import HitMonitor
 from frontend_svc.peers.router_client import RouterClient
 from frontend_svc.peers.router_session import grpc_session_opener
-from frontend_svc.peers.stall_monitor import own_address, own_security_of, run_stall_monitor
 from frontend_svc.peers.stored_responses import (
     SERVICE_NAME,
     ResponseStoreService,
@@ -153,14 +152,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         listen_socket = listen(config.http_host, config.http_port, shared=is_shared)
         http_port = listen_socket.getsockname()[1]
         self.http_address = rpc.join_address(config.advertise_host or config.http_host, http_port)
-        self._stall_clock.tick(asyncio.get_running_loop().time())
-        own, security = own_address(config, port), own_security_of(config, self._security)
-        lifecycle.spawn(
-            run_stall_monitor(
-                self._stall_clock, own, security, lambda: self.gateway.open_requests > 0
-            ),
-            name="stall monitor",
-        )
+        lifecycle.spawn(self._measure_stalls(), name="stall clock")
         client_started = asyncio.Event()
         lifecycle.spawn(self._run_engine_client(client_started), name="engine client")
         await client_started.wait()
@@ -270,6 +262,12 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             await self._siblings.close()
         await super().close()
         await asyncio.to_thread(self._records.close, RECORDS_CLOSE_TIMEOUT_S)
+
+    async def _measure_stalls(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._stall_clock.tick(loop.time())
+            await asyncio.sleep(TICK_S)
 
     async def _run_engine_client(self, client_started: asyncio.Event) -> None:
         """Owns the streams to workers: the task that opens them also ends them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,6 +31,8 @@ UNROUTED_MAX_S = 6.0
 # Three heartbeats of a second each, and the migration. Stalls of the frontend delay it on a busy
 # machine (see `core/peers/stall_clock.py`).
 HANG_RECOVERY_MAX_S = 10.0
+# Longer than three heartbeats, after which a silent worker is lost.
+STOPPED_S = 5.0
 # Such a stream has not ended when its worker dies.
 LONG_STREAM_TOKENS = 2000
 
@@ -287,6 +290,24 @@ async def test_streams_of_a_hung_worker_migrate(start: Any, oracle: Oracle) -> N
             assert now() - began < HANG_RECOVERY_MAX_S
             assert_exact(streams, oracle)
             await until(lambda: hung.open_slots() == 0, "the worker frees its slots")
+
+
+async def test_a_frontend_that_was_stopped_does_not_migrate_its_streams(
+    start: Any, oracle: Oracle
+) -> None:
+    with start() as mesh:
+        async with open_client(mesh) as client, open_streams(client) as (streams, end):
+            mesh.frontend.send(signal.SIGSTOP)
+            await asyncio.sleep(STOPPED_S)
+            mesh.frontend.send(signal.SIGCONT)
+            await asyncio.wait_for(end, WAIT_S)
+            assert_exact(streams, oracle)
+            metrics = (await client.get("/metrics")).text
+    values = dict(
+        re.findall(r"^kvmesh_frontend_(retries|loop_stalled_seconds)_total (.+)", metrics, re.M)
+    )
+    assert float(values["retries"]) == 0.0
+    assert float(values["loop_stalled_seconds"]) > STOPPED_S - 1.0
 
 
 async def test_no_request_fails_while_a_frontend_drains(start: Any, oracle: Oracle) -> None:

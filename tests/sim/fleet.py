@@ -648,7 +648,7 @@ class SimFrontend:
         return worker_id in self._recently_left
 
     def stalled_s(self) -> float:
-        """Like its stall monitor, which need not tick here: only `stall` delays the process."""
+        """Like its stall clock, which need not tick here: only `stall` delays the process."""
         if not self._stalls:
             return self._stalled_s
         return self._stalled_s + self._stall_clock.stalled_s(asyncio.get_running_loop().time())

@@ -1,9 +1,9 @@
 """Measures the stalls of this process (pure).
 
 A timer that judges a peer ("it did not accept within a second") also counts time during which the
-peer's message lies unread because this process did not run. A ticker that should run every TICK_S
-measures that time (`frontend_svc/peers/stall_monitor.py`). Each timer subtracts the time stalled
-since its wait began:
+peer's message lies unread because this process did not run. The event loop reads the streams of
+all peers, so a task of the loop that ticks every TICK_S measures that time. Each timer subtracts
+the time stalled since its wait began:
 
     waited = (now - began) - (stalled_s(now) - stalled_s(began))
 
@@ -16,8 +16,6 @@ ticks in time.
 from __future__ import annotations
 
 TICK_S = 0.1
-# While there is nothing to judge but missed heartbeats, which take longer.
-IDLE_TICK_S = 1.0
 # A later tick counts as a stall. Well below the timers' limits: a busy machine is not a stalled
 # one, and a hang must be detected there too.
 SLACK_S = 0.1
@@ -28,18 +26,15 @@ class StallClock:
 
     def __init__(self, now: float) -> None:
         self._ticked_at = now
-        self._interval_s = TICK_S
         self._stalled_s = 0.0
 
-    def tick(self, now: float, interval_s: float = TICK_S) -> None:
-        """interval_s: when the next tick is due."""
+    def tick(self, now: float) -> None:
         self._stalled_s = self.stalled_s(now)
         self._ticked_at = now
-        self._interval_s = interval_s
 
     def stalled_s(self, now: float) -> float:
         """Seconds stalled since the start, including a stall that no tick has ended yet."""
-        return self._stalled_s + max(0.0, now - self._ticked_at - self._interval_s - SLACK_S)
+        return self._stalled_s + max(0.0, now - self._ticked_at - TICK_S - SLACK_S)
 
 
 def never_stalled() -> float:
