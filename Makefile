@@ -87,8 +87,9 @@ bench-router: $(VENV)/.dev ## Router: decisions in process, sessions through the
 bench-mesh: $(VENV)/.dev ## Routing policies on a real mesh of 8 sim workers and in replay, 7 minutes; last line is JSON
 	$(BIN)/python -m bench.bench_mesh $(ARGS)
 
-bench-gateway: $(VENV)/.dev ## Token path figures: DYNAMO_PYTHON=..., ARGS='--full', '--against COMMIT'; last line is JSON
-	$(BIN)/python -m bench.gateway $(ARGS)
+# With compiled modules, as the images; two commits are compared as they are.
+bench-gateway: compiled ## Token path figures: DYNAMO_PYTHON=..., ARGS='--full', '--against COMMIT'; last line is JSON
+	cd $(if $(findstring --against,$(ARGS)),.,build/compiled) && PYTHONPATH=protos:. python -m bench.gateway $(ARGS)
 
 bench-replay: $(VENV)/.runtime ## Routing policies on ten workloads in virtual time, six to ten minutes; last line is JSON
 	$(BIN)/python -m bench.bench_replay $(ARGS)
@@ -152,6 +153,7 @@ fuzz-openapi: $(VENV)/.dev $(CLIENTS)/.python ## schemathesis over /openapi.json
 lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(LOCK) -o requirements/runtime.txt
 	$(LOCK) --extra dev -c requirements/runtime.txt -o requirements/dev.txt
+	$(LOCK) --extra compile -c requirements/dev.txt -o requirements/compile.txt
 	$(UV_COMPILE) tests/clients/python/requirements.in -o tests/clients/python/requirements.txt
 
 clean: ## Remove environments, caches and state of past runs

@@ -33,6 +33,10 @@ COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 METRIC = re.compile(r"\bkvmesh_[a-z_]+")
 
 
+def dockerfile() -> str:
+    return (ROOT / "deploy/Dockerfile").read_text()
+
+
 def test_the_dockerfile_is_clean() -> None:
     done = subprocess.run(
         [BINARIES / "hadolint", ROOT / "deploy/Dockerfile"],
@@ -53,10 +57,9 @@ def test_the_compose_file_is_understood_and_every_build_target_exists() -> None:
     )
     assert done.returncode == 0, done.stderr
     services = yaml.safe_load(done.stdout)["services"]
-    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
     targets = {s["build"]["target"] for s in services.values() if "build" in s}
     assert targets == {"frontend", "router", "indexer", "worker"}
-    assert targets <= set(re.findall(r"^FROM base AS (\w+)$", dockerfile, re.MULTILINE))
+    assert targets <= set(re.findall(r"^FROM base AS (\w+)$", dockerfile(), re.MULTILINE))
 
 
 def test_ports_are_published_on_this_host_only() -> None:
@@ -66,8 +69,7 @@ def test_ports_are_published_on_this_host_only() -> None:
 
 
 def test_the_frontend_of_the_compose_file_accepts_its_configuration(tmp_path: Path) -> None:
-    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
-    variables = dict(re.findall(r"\b(KVMESH_\w+)=(\S+)", dockerfile))
+    variables = dict(re.findall(r"\b(KVMESH_\w+)=(\S+)", dockerfile()))
     secret = tmp_path / "secret"
     secret.write_text("s3cret\n")
     for name, value in COMPOSE["services"]["frontend"]["environment"].items():
@@ -117,9 +119,8 @@ def test_the_compose_file_has_no_secret_and_every_secret_is_read_from_a_volume()
 
 
 def test_images_are_pinned_to_an_exact_version() -> None:
-    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
     images = [s["image"] for s in COMPOSE["services"].values() if "build" not in s]
-    images += re.findall(r"^FROM (\S+:\S+)", dockerfile, re.MULTILINE)
+    images += re.findall(r"^FROM (\S+:\S+)", dockerfile(), re.MULTILINE)
     assert len(images) >= 6
     for image in images:
         assert re.search(r":v?\d+\.\d+\.\d+[\w.-]*(@sha256:[0-9a-f]{64})?$", image), image
@@ -196,15 +197,16 @@ async def _register(registry: ConsulRegistry, instance: Instance) -> Lease:
 
 
 def test_every_folder_that_the_dockerfile_copies_is_there() -> None:
-    for source in re.findall(
-        r"^COPY (\S+)", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE
-    ):
+    copies = re.findall(r"^COPY (?!--)(.+) \S+$", dockerfile(), re.MULTILINE)
+    sources = {source for line in copies for source in line.split()}
+    for source in sources:
         assert (ROOT / source).exists(), source
+    compiled = load(ROOT / "tools/compile.py").GROUPS.values()
+    assert {path.split("/")[0] for group in compiled for path in group} <= sources
 
 
 def test_status_runs_with_the_variables_of_the_images(tmp_path: Path) -> None:
-    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
-    variables = dict(re.findall(r"\b(KVMESH_\w+)=(\S+)", dockerfile))
+    variables = dict(re.findall(r"\b(KVMESH_\w+)=(\S+)", dockerfile()))
     assert variables["KVMESH_HOST"] == "0.0.0.0"
     done = subprocess.run(
         [sys.executable, "-m", "meshctl", "status", "--registry-path", tmp_path],
