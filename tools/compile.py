@@ -5,9 +5,11 @@ the tree; Python imports it in place of the file. It needs a C compiler and the 
 dependencies. Compile copies only: in the source tree an edited file would have no effect.
 """
 
+import ast
 import os
 import shutil
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -47,15 +49,54 @@ GROUPS = {
         "frontend_svc/core/text/stop_strings.py",
     ),
 }
-# Compiled classes cannot extend abstract classes of the standard library, nor be extended: users
-# extend selectors, and the simulation observes a router.
-INTERPRETED = {f"router_svc/core/{name}.py" for name in ("candidate_costs", "router", "selectors")}
+
+
+def with_native_init(source: str) -> str:
+    """Returns a module whose dataclasses have an `__init__` in their source. mypyc does not compile
+    one that `dataclass` generates, so that an object takes six times as long to make. Dataclasses
+    that are frozen or extend other classes keep theirs."""
+    lines = source.splitlines()
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    for node in reversed(classes):  # so that the numbers of earlier lines hold
+        decorators = [ast.unparse(one) for one in node.decorator_list]
+        if node.bases or len(decorators) != 1 or not decorators[0].startswith("dataclass("):
+            continue
+        if "frozen=True" in decorators[0]:
+            continue
+        fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+        at = fields[-1].end_lineno
+        lines[at:at] = _init_of(node, fields, is_kw_only="kw_only=True" in decorators[0])
+        at = node.decorator_list[0].lineno - 1
+        lines[at] = lines[at].replace("dataclass(", "dataclass(init=False, ")
+    return "\n".join([*lines, ""])
+
+
+def _init_of(
+    node: ast.ClassDef, fields: Sequence[ast.AnnAssign], *, is_kw_only: bool
+) -> Iterator[str]:
+    parameters = ["self", "*"] if is_kw_only else ["self"]
+    assignments = []
+    for field in fields:
+        name, annotation = ast.unparse(field.target), ast.unparse(field.annotation)
+        value, default = name, field.value and ast.unparse(field.value)
+        if isinstance(field.value, ast.Call) and default and default.startswith("field("):
+            options = {one.arg: ast.unparse(one.value) for one in field.value.keywords}
+            default = options.get("default")
+            if (factory := options.get("default_factory")) is not None:
+                annotation, default = f"{annotation} | None", "None"
+                value = f"({factory})() if {name} is None else {name}"
+        parameters.append(f"{name}: {annotation}" + (f" = {default}" if default else ""))
+        assignments.append(f"        self.{name} = {value}")
+    yield f"    def __init__({', '.join(parameters)}) -> None:"
+    yield from assignments
+    if any(isinstance(one, ast.FunctionDef) and one.name == "__post_init__" for one in node.body):
+        yield "        self.__post_init__()"
 
 
 def sources(patterns: tuple[str, ...]) -> list[str]:
     """Returns the files of a group in the working folder."""
     found = {str(path) for pattern in patterns for path in Path().glob(pattern)}
-    return sorted(name for name in found - INTERPRETED if not name.endswith("__init__.py"))
+    return sorted(name for name in found if not name.endswith("__init__.py"))
 
 
 def main() -> None:
@@ -65,6 +106,9 @@ def main() -> None:
     groups: list[tuple[list[str], str | None]] = [
         (sources(patterns), name) for name, patterns in GROUPS.items()
     ]
+    for paths, _ in groups:
+        for path in map(Path, paths):
+            path.write_text(with_native_init(path.read_text()))
     extensions = mypycify(
         [path for paths, _ in groups for path in paths],
         separate=groups,

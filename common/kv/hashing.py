@@ -70,6 +70,11 @@ TokenIdsLike: TypeAlias = bytes | bytearray | memoryview | NDArray[Any] | Sequen
 SALTED_HASHERS_MAX: Final = 256
 _U64_MAX: Final = 2**64 - 1
 _GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15
+# As arrays: numpy converts an int on each use, which takes longer than a prompt's operation.
+_SHIFT_1, _FACTOR_1, _SHIFT_2, _FACTOR_2, _SHIFT_3 = (
+    np.array(value, dtype=np.uint64)
+    for value in (30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31)
+)
 _XXH3_SEED: Final = 1337
 _INITIAL_KEYS: Final = 512
 
@@ -154,8 +159,9 @@ class PrefixHasher:
         terms: NDArray[np.uint64] = np.vecdot(blocks, self._multipliers)
         terms += self._position_keys_between(state.position, state.position + count)
         _splitmix64_finalize(terms)
-        # A slice, because numpy warns about overflow of scalars but not of arrays.
-        terms[:1] += np.uint64(state.total)
+        if state.total:
+            # A slice, because numpy warns about overflow of scalars but not of arrays.
+            terms[:1] += np.uint64(state.total)
         return np.add.accumulate(terms, out=terms)
 
     def _position_keys_between(self, start: int, stop: int) -> NDArray[np.uint64]:
@@ -355,11 +361,11 @@ def _splitmix64_stream(seed: int, start: int, stop: int) -> NDArray[np.uint64]:
 
 def _splitmix64_finalize(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply the SplitMix64 finaliser (a bijection on 64 bits) to each element; return `x`."""
-    x ^= x >> 30
-    x *= 0xBF58476D1CE4E5B9
-    x ^= x >> 27
-    x *= 0x94D049BB133111EB
-    x ^= x >> 31
+    x ^= x >> _SHIFT_1
+    x *= _FACTOR_1
+    x ^= x >> _SHIFT_2
+    x *= _FACTOR_2
+    x ^= x >> _SHIFT_3
     return x
 
 

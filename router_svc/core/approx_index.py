@@ -111,17 +111,22 @@ class ApproxIndex:
         runs = self._runs.get(_partition_of(query))
         if not (runs and query.prefix_hashes):
             return {}
-        found: dict[_Rank, int] = {}
+        path: list[tuple[dict[_Rank, int], int]] = []
         keys, depth, expired = hash_view(query.prefix_hashes), 0, self._expired_decision
         while depth < len(keys) and (run := runs.get(keys[depth])) is not None:
             common = run.common_blocks(keys)
             depth += common
-            for rank, decision in run.decisions.items():
-                if decision > expired:
-                    found[rank] = depth
+            path.append((run.decisions, depth))
             if common < len(run.keys):
                 break
             runs = run.children
+        # Deepest run first: each has the ranks of those below it, and often no others.
+        found: dict[_Rank, int] = {}
+        for decisions, depth in reversed(path):
+            if len(decisions) > len(found):
+                for rank, decision in decisions.items():
+                    if decision > expired and rank not in found:
+                        found[rank] = depth
         return {rank.placement: depth for rank, depth in found.items() if not rank.is_gone}
 
     def touch(self, query: Query, placement: Placement, now: float) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from router_svc.core.cost import Terms
 from router_svc.core.types import Candidate, Candidates, LoadTotals
@@ -24,9 +24,9 @@ TermValues = tuple[float, float, float, float, float, float]
 
 
 @dataclass(slots=True, eq=False)
-class CandidateCosts(Sequence[ScoredCandidate]):
-    """Candidates with costs in columns: few of many are read singly. parts: the fields of `Terms`;
-    None: not reported.
+class CandidateCosts:
+    """A sequence of candidates with costs, in columns: few of many are read singly. parts: the
+    fields of `Terms`; None: not reported.
     """
 
     candidates: Candidates
@@ -35,7 +35,7 @@ class CandidateCosts(Sequence[ScoredCandidate]):
     parts: Sequence[TermValues | None] | None = None
 
     @classmethod
-    def of(cls, scored: Sequence[ScoredCandidate]) -> CandidateCosts:
+    def of(cls, scored: Scored) -> CandidateCosts:
         if isinstance(scored, CandidateCosts):
             return scored
         candidates, costs, loads, parts = zip(*scored, strict=True) if scored else ((),) * 4
@@ -57,13 +57,12 @@ class CandidateCosts(Sequence[ScoredCandidate]):
     def __len__(self) -> int:
         return len(self.costs)
 
-    @overload
-    def __getitem__(self, at: int) -> ScoredCandidate: ...
+    def __iter__(self) -> Iterator[ScoredCandidate]:
+        return map(self.__getitem__, range(len(self)))
 
-    @overload
-    def __getitem__(self, at: slice) -> list[ScoredCandidate]: ...
-
-    def __getitem__(self, at: int | slice) -> ScoredCandidate | list[ScoredCandidate]:
-        if isinstance(at, slice):
-            return [self[n] for n in range(*at.indices(len(self)))]
+    def __getitem__(self, at: int) -> ScoredCandidate:
         return ScoredCandidate(self.candidates[at], self.costs[at], self.loads[at], self.terms(at))
+
+
+# Of any selector.
+Scored = CandidateCosts | Sequence[ScoredCandidate]

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from random import Random
 
+from mypy_extensions import mypyc_attr
+
 from common.errors import InternalError, MeshError, Overloaded
 from common.registry.instances import Snapshot, SnapshotDiff
 from router_svc.core.admission import AdmissionQueue, QueuedRequest, constraint_class_of
@@ -51,6 +53,7 @@ RECENT_MAX = 4096
 AdmissionResult = tuple[QueuedRequest, Decision | MeshError | None]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Router:
     """The decisions of one router process. Times are seconds of one clock. index: blocks that ranks
     hold, from KV events; index_settings: what else is used.

@@ -7,15 +7,17 @@ recent prefill work). Ties are broken uniformly at random.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from random import Random
 from types import MappingProxyType
 from typing import Protocol
 
+from mypy_extensions import mypyc_attr
+
 from common.errors import InvalidRequest
-from router_svc.core.candidate_costs import CandidateCosts, ScoredCandidate
+from router_svc.core.candidate_costs import CandidateCosts, Scored
 from router_svc.core.cost import (
     draw_index,
 )
@@ -34,7 +36,7 @@ class Selection:
 
     candidate: Candidate
     reason: str
-    scored: Sequence[ScoredCandidate] = ()
+    scored: Scored = ()
 
 
 class WorkerSelector(Protocol):
@@ -49,6 +51,7 @@ class WorkerSelector(Protocol):
         """
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class KvSelector:
     """The least cost, with cache savings; see `cost`. Without KV events, load alone decides."""
 
@@ -67,6 +70,7 @@ class KvSelector:
         return Selection(candidates[at], f"drawn by cost at temperature {temperature:g}", scored)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class DynamoSelector(KvSelector):
     """The least cost by the formula of NVIDIA Dynamo 1.6; see `cost`."""
 
@@ -74,6 +78,7 @@ class DynamoSelector(KvSelector):
     is_dynamo = True
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RoundRobinSelector:
     """Each candidate in turn."""
 
@@ -86,6 +91,7 @@ class RoundRobinSelector:
         return Selection(candidates[after % len(candidates)], "next in the round")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RandomSelector:
     """Each candidate with equal probability."""
 
@@ -95,6 +101,7 @@ class RandomSelector:
         return Selection(candidates[rng.randrange(len(candidates))], "drawn at random")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LeastLoadedSelector:
     """The candidate with the least estimated load, in blocks; see `load_cost`."""
 
@@ -104,6 +111,7 @@ class LeastLoadedSelector:
         return select_cheapest(load_costs(query, candidates, view), rng, "least load")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PowerOfTwoSelector:
     """The less loaded of two candidates drawn at random."""
 
@@ -114,6 +122,7 @@ class PowerOfTwoSelector:
         return select_cheapest(load_costs(query, drawn, view), rng, "less load of two drawn")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class DirectSelector:
     """The worker that the request pins, on its least loaded rank; an error without a pin."""
 
@@ -143,7 +152,7 @@ SELECTORS: Mapping[str, Callable[[], WorkerSelector]] = MappingProxyType(
 
 
 # The selectors whose choice depends on CostSettings.
-COST_SELECTORS = frozenset((KvSelector.name, DynamoSelector.name))
+COST_SELECTORS = frozenset(("kv", "dynamo"))
 
 
 def _any_publishes_kv_events(candidates: Candidates) -> bool:
@@ -153,7 +162,7 @@ def _any_publishes_kv_events(candidates: Candidates) -> bool:
     return False
 
 
-def select_cheapest(scored: Sequence[ScoredCandidate], rng: Random, reason: str) -> Selection:
+def select_cheapest(scored: Scored, rng: Random, reason: str) -> Selection:
     """The candidate with the lowest cost; a random one of several."""
     candidate_costs = CandidateCosts.of(scored)
     costs = candidate_costs.costs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -18,7 +17,7 @@ from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.preprocessed import RouterConfigOverride, RoutingConstraints, RoutingHints
-from router_svc.core.candidate_costs import ScoredCandidate
+from router_svc.core.candidate_costs import CandidateCosts
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, RecentPrefill, draw_index
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query, predicted_cached_tokens
@@ -64,7 +63,7 @@ def prices(
     recent_prefill: RecentPrefill | None = None,
     routing: RoutingHints | None = None,
     is_dynamo: bool = True,
-) -> Sequence[ScoredCandidate]:
+) -> CandidateCosts:
     query = Query("m", blocks * B, bytes(8 * blocks), 1, B, routing=routing)
     view = View(load_tracker, 0.0, None, matches or {}, leg, cost_settings, recent_prefill)
     candidates = [candidate(n) for n in range(1, workers + 1)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -18,7 +17,7 @@ from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.preprocessed import RouterConfigOverride
-from router_svc.core.candidate_costs import ScoredCandidate
+from router_svc.core.candidate_costs import CandidateCosts
 from router_svc.core.cost import CostSettings, draw_index
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query
@@ -36,7 +35,7 @@ def priced(
     *ranks: tuple[tuple[int, int, int], tuple[int, int, int]],
     leg: Any = "whole",
     **cost_settings: Any,
-) -> Sequence[ScoredCandidate]:
+) -> CandidateCosts:
     """One worker for each (load, held): load is queued tokens, blocks, requests; held are leading
     blocks on the device, on the host and on disk, cumulative.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -136,7 +137,7 @@ class Broken(Always):
     ("answer", "why"),
     [
         (Selection(Candidate(Placement(99, 0), worker(99)), "?"), "it chose no candidate"),
-        (None, "it raised AttributeError"),
+        (None, "it raised (Attribute|Type)Error"),
         (KeyError("gpus"), "it raised KeyError"),
     ],
     ids=["an unknown worker", "no selection", "an error"],
@@ -149,7 +150,7 @@ def test_a_selector_failure_is_reported_with_its_cause_and_books_nothing(
         book(router, 1)
     error = caught.value
     assert (error.reason, error.metadata) == (SELECTOR_FAILED, {"selector": "always", "model": "m"})
-    assert error.message == f"the selector 'always' failed: {why}"
+    assert re.fullmatch(f"the selector 'always' failed: {why}", error.message)
     assert error.retryable, "nothing ran, and another router may succeed"
     assert error.__cause__ is (answer if isinstance(answer, Exception) else error.__cause__)
     assert len(router.load_tracker) == 0

@@ -30,9 +30,9 @@ block; `corrupt_pages` counts the corrupt blocks they find.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from worker_svc.kv_events.external_events import PagesRemoved, PagesStored
 
@@ -97,8 +97,9 @@ class BlockManager:
         # Pages written by transfers since the last `take_corrupt_blocks`.
         self._written_pages: set[int] = set()
         self._block_by_name: dict[int, Block] = {}
-        # Idle blocks in the order in which they became idle; a dict keeps the order.
-        self._idle_blocks: dict[Block, None] = {}
+        # Idle blocks in the order in which they became idle. A dict, whose first entries are always
+        # deleted, would be slow to find the next one.
+        self._idle_blocks: OrderedDict[Block, None] = OrderedDict()
         self._pinned_tables: set[BlockTable] = set()
 
     @property
@@ -319,12 +320,11 @@ class BlockManager:
 
     def _evict(self, count: int) -> None:
         removed: list[int] = []
-        # One scan for all: a dict whose first entries were deleted is slow to find the next one.
-        for block in list(islice(self._idle_blocks, count)):
+        for _ in range(count):
+            block, _ = self._idle_blocks.popitem(last=False)
             assert block.ref_count == 0, "only idle blocks are evicted"
             assert block.children == 0, "a parent is never evicted before its child"
             assert block.name is not None, "idle blocks have names"
-            del self._idle_blocks[block]
             del self._block_by_name[block.name]
             if block.parent is not None:
                 block.parent.children -= 1
