@@ -76,18 +76,18 @@ rows: $(VENV)/.dev ## Mission rows: proved by a service, in a core, or open
 mutants: $(VENV)/.dev ## One-line defects of the product; the tests of their rows must fail (ARGS='-j 4 S1-83')
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
-bench-index: $(VENV)/.dev ## KV index: restart with 1M blocks, memory limit, hash, ingest, match; three lines of JSON
-	$(BIN)/python -m bench.bench_index_restart
-	$(BIN)/python -m bench.bench_index_memory
-	$(BIN)/python -m bench.bench_index $(ARGS)
+# Of compiled modules, as the images contain; figures of the tree itself: python -m bench.bench_index
+bench-index: compiled ## KV index: restart with 1M blocks, memory limit, hash, ingest, match; three lines of JSON
+	cd build/compiled && export PYTHONPATH=protos:. && python -m bench.bench_index_restart && \
+		python -m bench.bench_index_memory && python -m bench.bench_index $(ARGS)
 
-bench-router: $(VENV)/.dev ## Router: decisions in process, sessions through the service; last line is JSON
-	$(BIN)/python -m bench.bench_router $(ARGS)
+bench-router: compiled ## Router: decisions in process, sessions through the service; last line is JSON
+	cd build/compiled && PYTHONPATH=protos:. python -m bench.bench_router $(ARGS)
 
 bench-mesh: $(VENV)/.dev ## Routing policies on a real mesh of 8 sim workers and in replay, 7 minutes; last line is JSON
 	$(BIN)/python -m bench.bench_mesh $(ARGS)
 
-# With compiled modules, as the images; two commits are compared as they are.
+# Two commits are compared as they are.
 bench-gateway: compiled ## Token path figures: DYNAMO_PYTHON=..., ARGS='--full', '--against COMMIT'; last line is JSON
 	cd $(if $(findstring --against,$(ARGS)),.,build/compiled) && PYTHONPATH=protos:. python -m bench.gateway $(ARGS)
 

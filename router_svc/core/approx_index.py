@@ -104,13 +104,13 @@ class ApproxIndex:
         self._is_pruning = False
         self.blocks = 0  # Entries, including expired ones that are not dropped yet.
 
-    def depths(self, query: Query) -> dict[Placement, int]:
+    def depths(self, query: Query) -> list[tuple[Placement, int]]:
         """How many leading blocks each rank has, by the latest time of `touch` or `expire`. Absent:
         none.
         """
         runs = self._runs.get(_partition_of(query))
         if not (runs and query.prefix_hashes):
-            return {}
+            return []
         path: list[tuple[dict[_Rank, int], int]] = []
         keys, depth, expired = hash_view(query.prefix_hashes), 0, self._expired_decision
         while depth < len(keys) and (run := runs.get(keys[depth])) is not None:
@@ -127,7 +127,7 @@ class ApproxIndex:
                 for rank, decision in decisions.items():
                     if decision > expired and rank not in found:
                         found[rank] = depth
-        return {rank.placement: depth for rank, depth in found.items() if not rank.is_gone}
+        return [(rank.placement, depth) for rank, depth in found.items() if not rank.is_gone]
 
     def touch(self, query: Query, placement: Placement, now: float) -> None:
         """Enter a prompt sent to a rank."""

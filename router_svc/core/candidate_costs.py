@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,13 +26,14 @@ TermValues = tuple[float, float, float, float, float, float]
 @dataclass(slots=True, eq=False)
 class CandidateCosts:
     """A sequence of candidates with costs, in columns: few of many are read singly. parts: the
-    fields of `Terms`; None: not reported.
+    fields of `Terms`; make_parts: returns those of some candidates; None: not reported.
     """
 
     candidates: Candidates
     costs: Sequence[float]
     loads: Sequence[LoadTotals]
     parts: Sequence[TermValues | None] | None = None
+    make_parts: Callable[[Sequence[int]], Sequence[TermValues]] | None = None
 
     @classmethod
     def of(cls, scored: Scored) -> CandidateCosts:
@@ -42,17 +43,23 @@ class CandidateCosts:
         return cls(candidates, costs, loads, parts)
 
     def terms(self, at: int) -> Terms | None:
-        parts = None if self.parts is None else self.parts[at]
-        return None if parts is None else Terms._make(parts)
+        parts = self._parts_of((at,))
+        return None if parts is None or parts[0] is None else Terms._make(parts[0])
 
     def subset(self, indexes: Sequence[int]) -> CandidateCosts:
-        candidates, costs, loads, parts = self.candidates, self.costs, self.loads, self.parts
+        candidates, costs, loads = self.candidates, self.costs, self.loads
         return CandidateCosts(
             [candidates[at] for at in indexes],
             [costs[at] for at in indexes],
             [loads[at] for at in indexes],
-            None if parts is None else [parts[at] for at in indexes],
+            self._parts_of(indexes),
         )
+
+    def _parts_of(self, indexes: Sequence[int]) -> Sequence[TermValues | None] | None:
+        if self.make_parts is not None:
+            return self.make_parts(indexes)
+        parts = self.parts
+        return None if parts is None else [parts[at] for at in indexes]
 
     def __len__(self) -> int:
         return len(self.costs)

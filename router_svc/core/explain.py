@@ -100,8 +100,7 @@ def record_leg(leg_plan: LegPlan, index: IndexStatusProvider, rows_max: int | No
     view, scored = leg_plan.view, CandidateCosts.of(leg_plan.choice.scored)
     count, are_all_scored = len(scored), len(scored) == len(leg_plan.kept)
     if rows_max is not None and (count > rows_max or (count == rows_max and not are_all_scored)):
-        by_cost = sorted(range(count), key=scored.costs.__getitem__)
-        scored = scored.subset(_with_chosen(by_cost, scored.candidates, leg_plan.chosen, rows_max))
+        scored = scored.subset(_with_chosen(scored, leg_plan.chosen, rows_max))
     others: Sequence[tuple[Candidate, str, LoadTotals]] = ()
     if (leg_plan.excluded or not are_all_scored) and len(scored) != rows_max:
         unscored = chain(
@@ -123,16 +122,18 @@ def record_leg(leg_plan: LegPlan, index: IndexStatusProvider, rows_max: int | No
     )
 
 
-def _with_chosen(
-    by_cost: Sequence[int], candidates: Candidates, chosen: Candidate, rows_max: int
-) -> Sequence[int]:
+def _with_chosen(scored: CandidateCosts, chosen: Candidate, rows_max: int) -> Sequence[int]:
     """The cheapest ones. The chosen candidate replaces the last if it costs more, and gets a row
     without a cost later if it has none: some selectors score other candidates only.
     """
-    for number, at in enumerate(by_cost):
+    costs, candidates = scored.costs, scored.candidates
+    limit = sorted(costs)[rows_max - 1]
+    within_limit = [at for at, cost in enumerate(costs) if cost <= limit]
+    cheapest = sorted(within_limit, key=costs.__getitem__)[:rows_max]
+    for at in (*cheapest, *range(len(costs))):
         if candidates[at].placement == chosen.placement:
-            return by_cost[:rows_max] if number < rows_max else [*by_cost[: rows_max - 1], at]
-    return by_cost[: rows_max - 1]
+            return cheapest if at in cheapest else [*cheapest[:-1], at]
+    return cheapest[:-1]
 
 
 def _without_cost(scored: Candidates, leg_plan: LegPlan) -> Iterator[Candidate]:

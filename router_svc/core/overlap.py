@@ -154,12 +154,12 @@ class Overlaps:
             rows = self._index.match(query)
             found = {row[0]: row for row in rows if row[0][0] in event_workers}
             if self.predicted is not None:
-                for placement, depth in self.predicted.depths(query).items():
+                for placement, depth in self.predicted.depths(query):
                     known = found.get(placement)
                     if (known is None or known[1] < depth) and placement[0] in event_workers:
                         found[placement] = _raised_match(known, placement, depth)
         if approximate_workers and self.approximate is not None:
-            for placement, depth in self.approximate.depths(query).items():
+            for placement, depth in self.approximate.depths(query):
                 if placement[0] in approximate_workers:
                     found[placement] = _raised_match(None, placement, depth)
         return found

@@ -60,11 +60,6 @@ class _PrefillPace:
     busy_s: float = 0.0
 
 
-# Prompt tokens to compute, and slowness.
-PrefillWork = tuple[float, float]
-_NO_WORK: PrefillWork = (0.0, 1.0)
-
-
 @dataclass(slots=True)
 class _RankState:
     """since_report: sums of the bookings made at the current `report_count` (a counter: a booking
@@ -147,9 +142,11 @@ class RankLoads:
             rank.pace.tokens += tokens
             self._tokens += tokens
 
-    def prefill_work(self, placements: Iterable[Placement], now: float) -> list[PrefillWork]:
-        """For each rank the prompt tokens that it has to compute, and its slowness: the time it
-        takes for one, divided by the mean of all ranks. By its rate r in tokens per second:
+    def prefill_work(
+        self, placements: Iterable[Placement], now: float
+    ) -> tuple[list[float], list[float]]:
+        """For each rank the prompt tokens that it has to compute, then for each its slowness: the
+        time it takes for one, divided by the mean of all ranks. By its rate r in tokens per second:
 
             r = (tokens + PACE_PRIOR_S * R) / (busy_s + PACE_PRIOR_S)       R: of all ranks
             computed = min(r * seconds since the last prompt was computed, mean prompt)
@@ -160,10 +157,11 @@ class RankLoads:
         """
         mean_rate = self._tokens / self._busy_s if self._busy_s else 0.0
         prior_tokens = PACE_PRIOR_S * mean_rate
-        get_rank, found = self._ranks.get, []
+        ranks, works, slownesses = self._ranks, list[float](), list[float]()
         for placement in placements:
-            if (rank := get_rank(placement)) is None:
-                found.append(_NO_WORK)
+            if (rank := ranks.get(placement)) is None:
+                works.append(0.0)
+                slownesses.append(1.0)
                 continue
             pace, slowness = rank.pace, 1.0
             work = float(rank.booked.prefill_tokens)
@@ -179,8 +177,9 @@ class RankLoads:
                 reported = report.waiting_tokens + rank.since_report.prefill_tokens
                 if reported > work:
                     work = float(reported)
-            found.append((work, slowness))
-        return found
+            works.append(work)
+            slownesses.append(slowness)
+        return works, slownesses
 
     def _count_prompt(self, pace: _PrefillPace, change: int) -> None:
         if pace.prompts:

@@ -17,7 +17,6 @@ from router_svc.core.cost import (
 )
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query, block_size_of, bookable_decode_blocks
-from router_svc.core.rank_load import PrefillWork
 from router_svc.core.types import (
     NO_MATCHES,
     Candidates,
@@ -26,6 +25,9 @@ from router_svc.core.types import (
     Matches,
     Placement,
 )
+
+# Of more candidates, only the costs are stored; the parts are computed when they are read.
+PRICED_AT_ONCE_MAX = 8
 
 
 @dataclass(slots=True)
@@ -55,69 +57,101 @@ class View:
 def score_candidates(
     query: Query, candidates: Candidates, view: View, *, is_dynamo: bool = False
 ) -> CandidateCosts:
-    """Every candidate with its cost, by a formula of `cost`. Optimized: most of a decision."""
-    cost_settings, now, matches = view.cost_settings, view.now, view.matches
-    load_of = view.load_tracker.ranks.load
+    """Every candidate with its cost, by a formula of `cost`."""
+    now, cost_settings = view.now, view.cost_settings
+    ranks = view.load_tracker.ranks
     placements = [c.placement for c in candidates]
-    loads = [load_of(placement, now) for placement in placements]
-    is_decode = view.leg == "decode"
-    credit_decay = cost_settings.overlap_score_credit_decay
-    has_credit_decay = cost_settings.track_prefill_tokens and credit_decay > 0
-    least_queued = min([load[0] for load in loads]) if has_credit_decay else 0
-    full_credit, assumes_reuse = cost_settings.overlap_score_credit, cost_settings.assume_kv_reuse
-    scale = cost_settings.prefill_load_scale
-    uncached_weight = cost_settings.uncached_block_weight
-    request_weight = cost_settings.decode_active_request_weight
-    held_weight, miss_weight = 1.0, 0.0
-    works: Sequence[PrefillWork] = ()
-    if not (is_dynamo or is_decode):
-        works = view.load_tracker.ranks.prefill_work(placements, now)
-        held_weight = cost_settings.held_block_weight
-        miss_weight = uncached_weight * cost_settings.recent_miss_weight
-    total_tokens, block_size = query.total_tokens, query.block_size
-    blocks = -(-total_tokens // block_size) if block_size else 0
+    loads = [ranks.load(placement, now) for placement in placements]
+    works, slownesses = list[float](), list[float]()
+    miss_weight = 0.0
+    if not (is_dynamo or view.leg == "decode"):
+        works, slownesses = ranks.prefill_work(placements, now)
+        miss_weight = cost_settings.uncached_block_weight * cost_settings.recent_miss_weight
+    misses = _recent_miss_terms(query, candidates, placements, view, miss_weight)
+    factors = _taint_factors(query, candidates)
+    prices = _Prices(query, view, is_dynamo, candidates, loads, works, slownesses, misses, factors)
     costs: list[float] = []
+    if len(candidates) > PRICED_AT_ONCE_MAX:
+        prices.price(range(len(candidates)), costs, None)
+        return CandidateCosts(candidates, costs, loads, None, prices.parts)
     parts: list[TermValues] = []
-    for candidate, placement, load, misses, factor in zip(
-        candidates,
-        placements,
-        loads,
-        _recent_miss_terms(query, candidates, placements, view, miss_weight),
-        _taint_factors(query, candidates),
-        strict=True,
-    ):
-        queued, used_blocks, requests = load
-        if not query.block_size:
-            block_size = block_size_of(query, candidate.instance.block_size)
-            blocks = -(-total_tokens // block_size)
-        credit = 0.0
-        if (row := matches.get(placement)) is not None:
-            _, on_device, _, on_any_tier = row
-            credit = full_credit * on_device
-            if has_credit_decay and blocks:
-                excess = (queued - least_queued) / block_size / blocks
-                credit /= 1.0 + credit_decay * excess
-            if on_any_tier > on_device and not is_decode:
-                credit += _lower_tier_credit(row, cost_settings)
-            if assumes_reuse:
-                used_blocks -= min(used_blocks, on_any_tier)
-        prefill, decode = 0.0, float(used_blocks + blocks)
-        if is_decode:
-            decode = decode - credit if decode > credit else 0.0
-        elif not is_dynamo:
-            to_compute, slowness = works[len(costs)]
-            uncached = total_tokens / block_size - credit
-            prefill = to_compute / block_size
-            if uncached > 0:
-                prefill += uncached_weight * uncached
-            prefill *= scale * slowness
-            decode *= held_weight
-        elif (work := (queued + total_tokens) / block_size) > credit:
-            prefill = scale * (work - credit)
-        active = held_weight * request_weight * (requests + 1)
-        costs.append((prefill + decode + active + misses) * factor)
-        parts.append((prefill, decode, active, misses, credit, factor))
+    prices.price(range(len(candidates)), costs, parts)
     return CandidateCosts(candidates, costs, loads, parts)
+
+
+@dataclass(slots=True, eq=False)
+class _Prices:
+    """What costs are computed from; the lists have a value for each candidate."""
+
+    query: Query
+    view: View
+    is_dynamo: bool
+    candidates: Candidates
+    loads: list[LoadTotals]
+    works: list[float]
+    slownesses: list[float]
+    misses: list[float]
+    factors: list[float]
+
+    def parts(self, indexes: Sequence[int]) -> list[TermValues]:
+        """The fields of `Terms` of these candidates."""
+        parts: list[TermValues] = []
+        self.price(indexes, [], parts)
+        return parts
+
+    def price(
+        self, indexes: Sequence[int], costs: list[float], parts: list[TermValues] | None
+    ) -> None:
+        """Append the costs of these candidates, and their parts. Optimized: most of a decision."""
+        query, view, is_dynamo = self.query, self.view, self.is_dynamo
+        candidates, loads, works = self.candidates, self.loads, self.works
+        slownesses, misses, factors = self.slownesses, self.misses, self.factors
+        cost_settings, matches = view.cost_settings, view.matches
+        is_decode = view.leg == "decode"
+        credit_decay = cost_settings.overlap_score_credit_decay
+        has_credit_decay = cost_settings.track_prefill_tokens and credit_decay > 0
+        least_queued = min([load[0] for load in loads]) if has_credit_decay else 0
+        full_credit = cost_settings.overlap_score_credit
+        assumes_reuse = cost_settings.assume_kv_reuse
+        scale = cost_settings.prefill_load_scale
+        uncached_weight = cost_settings.uncached_block_weight
+        request_weight = cost_settings.decode_active_request_weight
+        held_weight = 1.0 if is_dynamo or is_decode else cost_settings.held_block_weight
+        total_tokens, block_size = query.total_tokens, query.block_size
+        blocks = -(-total_tokens // block_size) if block_size else 0
+        for at in indexes:
+            candidate, factor = candidates[at], factors[at]
+            queued, used_blocks, requests = loads[at]
+            if not query.block_size:
+                block_size = block_size_of(query, candidate.instance.block_size)
+                blocks = -(-total_tokens // block_size)
+            credit = 0.0
+            if (row := matches.get(candidate.placement)) is not None:
+                _, on_device, _, on_any_tier = row
+                credit = full_credit * on_device
+                if has_credit_decay and blocks:
+                    excess = (queued - least_queued) / block_size / blocks
+                    credit /= 1.0 + credit_decay * excess
+                if on_any_tier > on_device and not is_decode:
+                    credit += _lower_tier_credit(row, cost_settings)
+                if assumes_reuse:
+                    used_blocks -= min(used_blocks, on_any_tier)
+            prefill, decode = 0.0, float(used_blocks + blocks)
+            if is_decode:
+                decode = decode - credit if decode > credit else 0.0
+            elif not is_dynamo:
+                uncached = total_tokens / block_size - credit
+                prefill = works[at] / block_size
+                if uncached > 0:
+                    prefill += uncached_weight * uncached
+                prefill *= scale * slownesses[at]
+                decode *= held_weight
+            elif (work := (queued + total_tokens) / block_size) > credit:
+                prefill = scale * (work - credit)
+            active, miss = held_weight * request_weight * (requests + 1), misses[at]
+            costs.append((prefill + decode + active + miss) * factor)
+            if parts is not None:
+                parts.append((prefill, decode, active, miss, credit, factor))
 
 
 def _lower_tier_credit(row: SourceMatch, cost_settings: CostSettings) -> float:

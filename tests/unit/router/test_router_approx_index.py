@@ -56,7 +56,7 @@ def at(worker_id: int, rank: int = 0) -> Placement:
 
 
 def depths(index: ApproxIndex, query: Query) -> dict[int, int]:
-    return {placement.worker_id: depth for placement, depth in index.depths(query).items()}
+    return {placement.worker_id: depth for placement, depth in index.depths(query)}
 
 
 def test_a_prompt_and_its_prefixes_match_where_it_was_sent() -> None:
@@ -72,7 +72,7 @@ def test_a_prompt_and_its_prefixes_match_where_it_was_sent() -> None:
 def test_ranks_of_one_worker_match_separately() -> None:
     index = ApproxIndex()
     index.touch(prompt(1, 2), at(1, 1), 0.0)
-    assert index.depths(prompt(1)) == {at(1, 1): 1}
+    assert index.depths(prompt(1)) == [(at(1, 1), 1)]
 
 
 @pytest.mark.parametrize("other", [{"model": "other"}, {"block_size": 32}])

@@ -53,8 +53,8 @@ class Ranks:
         self.tracker.free(key)
 
     def work(self, worker: int, now: float) -> tuple[float, float]:
-        (work,) = self.tracker.ranks.prefill_work([Placement(worker, 0)], now)
-        return work
+        (work,), (slowness,) = self.tracker.ranks.prefill_work([Placement(worker, 0)], now)
+        return work, slowness
 
     def costs(
         self, blocks: int, held: dict[int, int], now: float, workers: int = 2, **fields: Any
