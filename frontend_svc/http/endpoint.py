@@ -23,6 +23,7 @@ from common.errors import (
     Overloaded,
     RequestCancelled,
 )
+from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher
 from common.request.preprocessed import PreprocessedRequest, RequestTracker, RoutingHints
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.openai.errors import (
@@ -211,9 +212,14 @@ class PostEndpoint(ABC, Generic[P]):
         )
 
     def make_query(
-        self, context: HttpRequest, model: str, routing: RoutingHints | None, nvext: Nvext | None
+        self,
+        context: HttpRequest,
+        model: str,
+        routing: RoutingHints | None,
+        nvext: Nvext | None,
+        hasher: PrefixHasher | None = None,
     ) -> Query:
-        """The query of a prompt without tokens."""
+        """The query of a prompt without tokens. hasher: None: none are added."""
         return Query(
             model=model,
             total_tokens=0,
@@ -223,6 +229,9 @@ class PostEndpoint(ABC, Generic[P]):
             strict_priority=strict_priority(nvext),
             tenant=context.caller.tenant,
             tenant_weight=context.caller.limits.weight,
+            hash_scheme=HASH_SCHEME_ID if hasher is not None else 0,
+            block_size=hasher.block_size if hasher is not None else 0,
+            hasher=hasher,
         )
 
     async def _fail(

@@ -15,7 +15,6 @@ from common.errors import (
     MeshError,
     Unsupported,
 )
-from common.kv.hashing import HASH_SCHEME_ID
 from common.request.preprocessed import PreprocessedRequest, TokenIds
 from frontend_svc.core.choice import Choice
 from frontend_svc.core.media.prompt import add_media, check_media, expand_media, media_parts
@@ -262,12 +261,8 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         model: ServedModel,
         request: PreprocessedRequest,
     ) -> Query:
-        query = replace(
-            self.make_query(context, model.base, request.routing, body.nvext),
-            hash_scheme=HASH_SCHEME_ID,
-            block_size=model.hasher.block_size,
-            hasher=model.hasher_for(request.routing),
-        )
+        hasher = model.hasher_for(request.routing)
+        query = self.make_query(context, model.base, request.routing, body.nvext, hasher)
         return query.extended(request.block_mm_routing_info()[0], len(request.token_ids))
 
     async def _pass_through(

@@ -107,7 +107,9 @@ class RequestHandle:
         if attempt and not self._acquire_permit(attempt):
             return
         self._append_generated_to_query()
-        query = replace(self._query, excluded=self._exclusions.excluded())
+        query = self._query
+        if excluded := self._exclusions.excluded():
+            query = replace(query, excluded=excluded)
         gateway.router.place(self._key(attempt), query, partial(self._on_decision, attempt))
 
     def _on_decision(self, attempt: int, reply: RoutingDecision | MeshError) -> None:
@@ -265,11 +267,13 @@ def _block_counter_of(query: Query) -> OutputBlockCounter:
 def _with_request_hints(query: Query, request: PreprocessedRequest) -> Query:
     """The query with the request's hints for the router, where the query has none itself."""
     routing = query.routing
-    expected_tokens = None if routing is None else routing.expected_output_tokens
+    override, expected = request.router_config_override, query.expected_output_tokens
+    if routing is not None and expected is None:
+        expected = routing.expected_output_tokens
+    if override is None and expected is None:
+        return query
     return replace(
         query,
-        config_override=query.config_override or request.router_config_override,
-        expected_output_tokens=expected_tokens
-        if query.expected_output_tokens is None
-        else query.expected_output_tokens,
+        config_override=query.config_override or override,
+        expected_output_tokens=expected,
     )

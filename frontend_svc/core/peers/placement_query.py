@@ -48,19 +48,17 @@ class Query:
         """Returns the query for a longer prompt. The last `count` of `token_ids` are new. New
         tokens no longer count as expected output. Only blocks without a hash are hashed."""
         expected = self.expected_output_tokens
-        extended = replace(
+        prefix_hashes, chain = self.prefix_hashes, self.chain
+        if self.hasher is not None:
+            hashed_tokens = chain.position * self.hasher.block_size
+            hashes, sums = self.hasher.extend(chain, token_ids.array[hashed_tokens:])
+            if len(sums):
+                prefix_hashes += hashes_to_bytes(hashes)
+                chain = ChainState(chain.position + len(sums), int(sums[-1]))
+        return replace(
             self,
             total_tokens=self.total_tokens + count,
             expected_output_tokens=None if expected is None else max(0, expected - count),
-        )
-        if self.hasher is None:
-            return extended
-        hashed_tokens = self.chain.position * self.hasher.block_size
-        hashes, chained_hashes = self.hasher.extend(self.chain, token_ids.array[hashed_tokens:])
-        if not len(chained_hashes):
-            return extended
-        return replace(
-            extended,
-            prefix_hashes=self.prefix_hashes + hashes_to_bytes(hashes),
-            chain=ChainState(self.chain.position + len(chained_hashes), int(chained_hashes[-1])),
+            prefix_hashes=prefix_hashes,
+            chain=chain,
         )
