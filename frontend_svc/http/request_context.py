@@ -194,6 +194,11 @@ def span_attributes(context: HttpRequest) -> dict[str, AttributeValue]:
 
 def log_request(context: HttpRequest, now_s: float) -> None:
     """Writes the one log line of a request. now_s: on the clock of `started_at_s`."""
+    error = context.final_error
+    # Also if the response had begun, with status 200.
+    level = logging.WARNING if error is not None and openai.is_server_fault(error) else logging.INFO
+    if not log.is_enabled_for(level):
+        return
     fields: dict[str, object] = {
         "request_id": context.request_id,
         "endpoint": context.endpoint.value,
@@ -220,14 +225,12 @@ def log_request(context: HttpRequest, now_s: float) -> None:
         fields["requests"] = len(context.responses)
     if context.outcome is not None:
         fields |= _outcome_fields(context.outcome)
-    if (error := context.final_error) is not None:
+    if error is not None:
         client_message = anthropic.client_message if context.is_messages else openai.client_message
         message, param = client_message(error, context.names)
         fields |= {"failure": error.reason, "error": message}
         if param is not None:
             fields["param"] = param
-    # Also if the response had begun, with status 200.
-    level = logging.WARNING if error is not None and openai.is_server_fault(error) else logging.INFO
     log.log(level, "request", **fields)
 
 
