@@ -219,7 +219,7 @@ class PostEndpoint(ABC, Generic[P]):
         nvext: Nvext | None,
         hasher: PrefixHasher | None = None,
     ) -> Query:
-        """The query of a prompt without tokens. hasher: None: none are added."""
+        """The query of a prompt without tokens. hasher: of the prompt; None: it gets no hashes."""
         return Query(
             model=model,
             total_tokens=0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,6 +37,12 @@ from router_svc.core.selectors import SELECTORS, Selection, WorkerSelector
 from router_svc.core.types import BookingKey, Candidate, LoadTotals, Placement
 
 FRONTEND = 7
+# A compiled module checks the type of what it receives.
+NO_SELECTION_ERROR = (
+    "TypeError"
+    if str(sys.modules[Router.__module__].__file__).endswith(".so")
+    else "AttributeError"
+)
 QUERY = Query("m", total_tokens=100)
 
 
@@ -137,7 +143,7 @@ class Broken(Always):
     ("answer", "why"),
     [
         (Selection(Candidate(Placement(99, 0), worker(99)), "?"), "it chose no candidate"),
-        (None, "it raised (Attribute|Type)Error"),
+        (None, f"it raised {NO_SELECTION_ERROR}"),
         (KeyError("gpus"), "it raised KeyError"),
     ],
     ids=["an unknown worker", "no selection", "an error"],
@@ -150,7 +156,7 @@ def test_a_selector_failure_is_reported_with_its_cause_and_books_nothing(
         book(router, 1)
     error = caught.value
     assert (error.reason, error.metadata) == (SELECTOR_FAILED, {"selector": "always", "model": "m"})
-    assert re.fullmatch(f"the selector 'always' failed: {why}", error.message)
+    assert error.message == f"the selector 'always' failed: {why}"
     assert error.retryable, "nothing ran, and another router may succeed"
     assert error.__cause__ is (answer if isinstance(answer, Exception) else error.__cause__)
     assert len(router.load_tracker) == 0
