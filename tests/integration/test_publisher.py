@@ -61,6 +61,7 @@ def intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     the loop publishes its changes."""
     monkeypatch.setattr(publisher_module, "REGROW_INTERVAL_S", 3600.0)
     monkeypatch.setattr(publisher_module, "PUBLISH_SPACING_S", 0.0)
+    monkeypatch.setattr(publisher_module, "SMALL_BATCH_SPACING_S", 0.0)
 
 
 @dataclass
@@ -477,12 +478,27 @@ async def test_an_indexer_that_does_not_read_gets_a_snapshot_later_and_delays_no
 
 
 async def test_changes_within_the_spacing_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_module, "PUBLISH_SPACING_S", 0.2)
+    monkeypatch.setattr(publisher_module, "SMALL_BATCH_SPACING_S", 0.2)
     async with mesh() as m:
         for _ in range(5):
             m.store_pages()
             await asyncio.sleep(0.01)
         await until(lambda: m.publisher.counters["batches"] == 2, "the first, then the others")
+
+
+async def test_a_large_batch_is_published_before_the_spacing_of_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher_module, "SMALL_BATCH_SPACING_S", 3600.0)
+    monkeypatch.setattr(publisher_module, "BATCH_PAGES", 8)
+    async with mesh() as m:
+        m.store_pages()
+        await until(lambda: m.publisher.counters["batches"] == 1, "the first of a quiet time")
+        m.store_pages(7)
+        await m.end_tick()
+        assert m.publisher.counters["batches"] == 1
+        m.store_pages()
+        await until(lambda: m.publisher.counters["batches"] == 2, "eight pages are enough")
 
 
 async def test_an_indexer_over_budget_makes_the_publisher_withdraw() -> None:

@@ -39,6 +39,7 @@ class PagedRecordingEngine(RecordingEngine):
 def _no_spacing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn of the loop publishes its changes."""
     monkeypatch.setattr(publisher, "PUBLISH_SPACING_S", 0.0)
+    monkeypatch.setattr(publisher, "SMALL_BATCH_SPACING_S", 0.0)
 
 
 @pytest.mark.slow

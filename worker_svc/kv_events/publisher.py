@@ -37,6 +37,10 @@ from worker_svc.kv_events.publish_link import (
 LOAD_SAMPLE_S = 0.1
 # Between batches of events. An engine step frees and stores blocks every few milliseconds.
 PUBLISH_SPACING_S = 0.02
+# Between batches of less than BATCH_PAGES: decoding stores single blocks, which matter to the next
+# turn of a conversation, seconds later (ADR 0039).
+SMALL_BATCH_SPACING_S = 0.1
+BATCH_PAGES = 64
 # After this time without a shrink request, each interval publishes another tenth.
 REGROW_INTERVAL_S = 30.0
 REGROW_DIVISOR = 10
@@ -90,8 +94,12 @@ class Publisher:
         self._links: dict[int, tuple[Link, asyncio.Task[None]]] = {}
         # Events that are not applied yet.
         self._backlog: deque[ExternalEvent] = deque()
-        self._is_publish_scheduled = False
+        # The next publication, and its loop time.
+        self._publish_timer: asyncio.Handle | None = None
+        self._publish_at = math.inf
         self._published_at = -math.inf
+        # Applied since the last batch.
+        self._unpublished_pages = 0
         # Whether a shrink started since the last regrow interval.
         self._has_shrunk_since_regrow = False
         # Whether the resize in progress is a shrink.
@@ -141,7 +149,9 @@ class Publisher:
                 self._on_apply_error(event.rank)
         if self._backlog:
             asyncio.get_running_loop().call_soon(self._apply_backlog)
-        self._schedule_publish()
+        self._unpublished_pages += pages
+        is_small = self._unpublished_pages < BATCH_PAGES
+        self._schedule_publish(SMALL_BATCH_SPACING_S if is_small else PUBLISH_SPACING_S)
 
     def _drop_backlog(self, rank: int) -> None:
         self._backlog = deque(event for event in self._backlog if event.rank != rank)
@@ -223,23 +233,32 @@ class Publisher:
             self._is_shrinking = False
             self._shrink_positions = {rank: log_position(feed) for rank, feed in self.feeds.items()}
 
-    def _schedule_publish(self) -> None:
-        """Publishes soon; while steps follow each other, not before PUBLISH_SPACING_S is over."""
-        if not self._is_publish_scheduled:
-            self._is_publish_scheduled = True
-            loop = asyncio.get_running_loop()
-            publish_at = self._published_at + PUBLISH_SPACING_S
-            if loop.time() >= publish_at:
-                loop.call_soon(self._publish)
-            else:
-                loop.call_at(publish_at, self._publish)
+    def _schedule_publish(self, spacing_s: float | None = None) -> None:
+        """Publishes in the next turn of the loop, but not before `spacing_s` after the last batch;
+        None: PUBLISH_SPACING_S."""
+        loop = asyncio.get_running_loop()
+        publish_at = self._published_at + (PUBLISH_SPACING_S if spacing_s is None else spacing_s)
+        if publish_at >= self._publish_at:
+            return
+        self._unschedule_publish()
+        self._publish_at = publish_at
+        if loop.time() >= publish_at:
+            self._publish_timer = loop.call_soon(self._publish)
+        else:
+            self._publish_timer = loop.call_at(publish_at, self._publish)
+
+    def _unschedule_publish(self) -> None:
+        if self._publish_timer is not None:
+            self._publish_timer.cancel()
+        self._publish_timer, self._publish_at = None, math.inf
 
     def _publish(self) -> None:
         self._published_at = asyncio.get_running_loop().time()
         self._publish_changes()
 
     def _publish_changes(self) -> None:
-        self._is_publish_scheduled = False
+        self._unschedule_publish()
+        self._unpublished_pages = 0
         for rank, feed in self.feeds.items():
             try:
                 self.counters["batches"] += len(feed.seal_changes())
