@@ -43,10 +43,16 @@ GROUPS = {
         "frontend_svc/core/choice.py",
         "frontend_svc/core/openai/completion_format.py",
         "frontend_svc/core/openai/sse.py",
+        "frontend_svc/core/request/leg.py",
+        "frontend_svc/core/request/machine.py",
         "frontend_svc/core/request/output_blocks.py",
         "frontend_svc/core/text/detokenizer.py",
         "frontend_svc/core/text/output_text.py",
         "frontend_svc/core/text/stop_strings.py",
+        "frontend_svc/http/connection.py",
+        "frontend_svc/http/streaming.py",
+        "frontend_svc/request/handle.py",
+        "frontend_svc/request/response.py",
     ),
 }
 

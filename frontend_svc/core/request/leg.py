@@ -58,7 +58,8 @@ class Leg:
         if self.is_live:
             self._events.leg_ended(self, terminal)
 
-    lost = rejected
+    def lost(self, error: MeshError) -> None:
+        self.rejected(error)
 
 
 class RequestPorts(Protocol):

@@ -73,6 +73,9 @@ USAGE_WAIT_S = 0.2
 class RequestMachine:
     """The state machine; see the module. rng: makes span ids, required when the plan is traced."""
 
+    # For mypyc: `_finish` deletes it.
+    __deletable__ = ("_ports",)
+
     def __init__(self, plan: RequestPlan, ports: RequestPorts, rng: Random | None = None) -> None:
         self.plan = plan
         self.generated: list[int] = []

@@ -1,0 +1,45 @@
+"""The ClientConnection of a request on uvicorn's HTTP protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+
+class HttpConnection:
+    """Writes into the chunked body of one response, and calls on a disconnect."""
+
+    def __init__(
+        self, cycle: RequestResponseCycle, disconnect_callbacks: set[Callable[[], None]]
+    ) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
+        self._disconnect_callbacks = disconnect_callbacks
+
+    @property
+    def has_body(self) -> bool:
+        return not self._cycle.more_body
+
+    @property
+    def can_write(self) -> bool:
+        return not self._flow.write_paused and not self._cycle.disconnected
+
+    def write(self, data: bytes) -> None:
+        assert self._cycle.chunked_encoding, "the response has a length"
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    @contextmanager
+    def watched(self, on_disconnect: Callable[[], None]) -> Iterator[None]:
+        # A large body may have paused reading, which would also hide the disconnect.
+        self._flow.resume_reading()
+        if self._cycle.disconnected:
+            asyncio.get_running_loop().call_soon(on_disconnect)
+        self._disconnect_callbacks.add(on_disconnect)
+        try:
+            yield
+        finally:
+            self._disconnect_callbacks.discard(on_disconnect)
