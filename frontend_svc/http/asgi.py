@@ -27,9 +27,11 @@ STREAM_HEADERS: Headers = (
 
 
 class ClientConnection(Protocol):
-    """The connection of a request, beside ASGI's `send` and `receive`. can_write: whether the
-    client is connected and reads what is written."""
+    """The connection of a request, beside ASGI's `send` and `receive`. has_body: whether the whole
+    body has arrived. can_write: whether the client is connected and reads what is written."""
 
+    @property
+    def has_body(self) -> bool: ...
     @property
     def can_write(self) -> bool: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,10 @@ class TokenIds(Sequence[int]):
             if ids.size and not (is_integer and ids.min() >= 0 and ids.max() <= TOKEN_ID_MAX):
                 raise OverflowError(f"token ids are integers from 0 to {TOKEN_ID_MAX}")
             return cls(ids.astype("<u4").tobytes())
-        return cls(np.asarray(array("I", ids)).astype("<u4").tobytes())
+        values = array("I", ids)
+        if sys.byteorder == "big":
+            values.byteswap()
+        return cls(values.tobytes())
 
     @property
     def array(self) -> npt.NDArray[np.uint32]:

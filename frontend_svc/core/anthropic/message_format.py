@@ -28,7 +28,7 @@ def event(value: Json) -> bytes:
 
 
 class MessageFormat:
-    """Writes one response. message_id: `msg_<uuid>`. prompt_tokens: reported at the start of a
+    """Writes one response. message_id: `msg_<id>`. prompt_tokens: reported at the start of a
     stream, when cached tokens are not known yet. omits_thinking: whether blocks of reasoning are
     empty."""
 

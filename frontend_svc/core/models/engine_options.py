@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from common.errors import Unsupported
 from common.registry.instances import UNSUPPORTED_OPTIONS_META_KEY, Instance
@@ -21,11 +22,15 @@ def refused_options(workers: Iterable[Instance]) -> frozenset[str]:
 
 def check_options(request: PreprocessedRequest, refused: frozenset[str]) -> None:
     """Raises Unsupported with the first option of a request that no worker can honour."""
-    supported = (option_names() - refused) | {"routing", *LOCAL_FIELDS}
     if "routing.cache_salt" in refused and request.routing and request.routing.cache_salt:
         raise _unsupported("routing.cache_salt", request.model)
-    if unsupported := unsupported_fields(request, supported):
+    if unsupported := unsupported_fields(request, _supported_fields(refused)):
         raise _unsupported(unsupported[0], request.model)
+
+
+@lru_cache(maxsize=64)
+def _supported_fields(refused: frozenset[str]) -> frozenset[str]:
+    return (option_names() - refused) | {"routing", *LOCAL_FIELDS}
 
 
 def _unsupported(field: str, model: str) -> Unsupported:

@@ -28,6 +28,9 @@ from frontend_svc.core.openai.parsing import check_min_tokens, top_level_or_nvex
 from frontend_svc.core.openai.schema import ChatRequest, GenerationRequest, TextPart
 from frontend_svc.core.openai.validation_errors import INVALID_VALUE
 
+# Without any field; never changed.
+_NO_EXTENSIONS, _NO_AGENT_HINTS, _NO_ROUTING_HINTS = Nvext(), AgentHints(), RoutingHints()
+
 
 def to_preprocessed(
     request: GenerationRequest,
@@ -59,7 +62,7 @@ def to_preprocessed(
     eos = () if ignore_eos else tuple(eos_token_ids)
     stop_ids = tuple(request.stop_token_ids or ())
     is_stop_visible = request.include_stop_str_in_output is True
-    nvext = request.nvext or Nvext()
+    nvext = request.nvext or _NO_EXTENSIONS
     override, agent = nvext.router_config_override, nvext.agent_context
     preprocessed = PreprocessedRequest(
         model=request.model,
@@ -219,8 +222,9 @@ def strict_priority(nvext: Nvext | None) -> int:
 
 def routing_hints(nvext: Nvext | None) -> RoutingHints | None:
     """The routing hints of a request; None if it has none."""
-    nvext = nvext or Nvext()
-    agent = nvext.agent_hints or AgentHints()
+    if nvext is None:
+        return None
+    agent = nvext.agent_hints or _NO_AGENT_HINTS
     constraints, session = nvext.routing_constraints, nvext.session_control
     hints = RoutingHints(
         backend_instance_id=nvext.backend_instance_id,
@@ -246,4 +250,4 @@ def routing_hints(nvext: Nvext | None) -> RoutingHints | None:
     )
     if agent.priority is not None:
         _set_priority(hints, agent.priority)
-    return None if hints == RoutingHints() else hints
+    return None if hints == _NO_ROUTING_HINTS else hints

@@ -22,7 +22,7 @@ def completion_json(
     *,
     is_chat: bool,
 ) -> bytes:
-    """A `chat.completion` or a `text_completion`. response_id: `chatcmpl-<uuid>` or `cmpl-<uuid>`.
+    """A `chat.completion` or a `text_completion`. response_id: `chatcmpl-<id>` or `cmpl-<id>`.
     created: Unix seconds."""
     return orjson.dumps(
         {
