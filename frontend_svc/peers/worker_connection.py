@@ -270,4 +270,5 @@ class WorkerConnection:
                 self._last_used_at = now
             elif now - self._last_used_at >= IDLE_TIMEOUT_S:
                 raise WorkerLost("the stream was idle", retryable=True, reason="IDLE")
-            self._wake.set()
+            if self.link.is_heartbeat_due(now):
+                self._wake.set()

@@ -2,8 +2,8 @@
 
 A stream begins with a hello that states the position of each rank. The link then waits for the
 indexer to name where each rank continues: after an acknowledged sequence or at the sequence of a
-resend. One writer per stream sends load first, then snapshot chunks and batches, one of each rank
-in turn.
+resend. One writer per stream sends snapshot chunks and batches, one of each rank in turn, and load
+with the first of them.
 
 A link has no queue: it has a cursor into each event log. If it falls behind the log's ring, or the
 indexer requests batches that left the ring, it sends a snapshot and continues after it. It sends at
@@ -265,14 +265,16 @@ class Link:
         )
 
     def _next_frames(self) -> list[indexer_pb2.PublishRequest]:
-        """Returns the next frames: load, and one snapshot chunk or batch of each rank."""
-        frames: list[indexer_pb2.PublishRequest | None] = []
-        if self._loads:
-            frames.append(indexer_pb2.PublishRequest(loads=map(load_to_proto, self._loads)))
-            self._loads = ()
+        """Returns the next frames: one snapshot chunk or batch of each rank, load in the first."""
         feeds = self._publication.feeds
-        frames += [self._next_frame(feeds[rank], cursor) for rank, cursor in self._cursors.items()]
-        return [frame for frame in frames if frame is not None]
+        found = [self._next_frame(feeds[rank], cursor) for rank, cursor in self._cursors.items()]
+        frames = [frame for frame in found if frame is not None]
+        if self._loads:
+            if not frames:
+                frames.append(indexer_pb2.PublishRequest())
+            frames[0].loads.extend(map(load_to_proto, self._loads))
+            self._loads = ()
+        return frames
 
     def _next_frame(self, feed: SourceFeed, cursor: _Cursor) -> indexer_pb2.PublishRequest | None:
         event_log = feed.event_log

@@ -289,6 +289,8 @@ class Publisher:
                     log.exception("engine_loads_failed")
                 is_failing = True
                 continue
+            if self._publish_timer is not None:
+                self._publish()  # events and load leave in one frame
             for link in self.links:
                 link.report(loads)
 

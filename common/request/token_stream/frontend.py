@@ -99,6 +99,10 @@ class FrontendLink:
         """Whether a frame must acknowledge received bytes now."""
         return self._consumed_bytes - self._acked_bytes >= _ACK_THRESHOLD_BYTES
 
+    def is_heartbeat_due(self, now: float) -> bool:
+        """Whether `next_frame` returns a heartbeat."""
+        return now - self._last_heartbeat_at >= self._heartbeat_s
+
     def submit(self, leg_request: LegRequest, sink: LegSink) -> int:
         """Queue a request and return its slot. Raises the error that ended the stream, if any."""
         if self._lost is not None:
@@ -239,7 +243,7 @@ class FrontendLink:
             budget -= self._frame_prompt_part(frame)
         has_content = has_content or bool(frame.submits or frame.aborts or frame.prompt_parts)
         has_content = has_content or self.owes_acknowledgement
-        if now - self._last_heartbeat_at >= self._heartbeat_s:
+        if self.is_heartbeat_due(now):
             self._last_heartbeat_at, frame.heartbeat, has_content = now, True, True
         if not has_content:
             return None

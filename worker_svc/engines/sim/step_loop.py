@@ -69,7 +69,8 @@ class StepLoop:
                 await self._wakeup.wait()
                 due_at = max(due_at, clock())
                 continue
-            await self._sleep(max(0.0, due_at - clock()))
+            if (wait_s := due_at - clock()) > 0:
+                await self._sleep(wait_s)
             if not self.is_frozen:
                 advanced, step, due_at = self._run_due_steps(scheduler, step, due_at, plan)
                 for sequence in advanced:
