@@ -74,6 +74,8 @@ class Stream:
     batches: list[tuple[int, int]] = field(default_factory=list)
     chunks: list[tuple[int, int, bool, bool]] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
+    # Frames with events and load.
+    joined: int = 0
     is_over: bool = False
     # grpc allows one write at a time, but the stream's reader and the test may both write.
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -155,11 +157,14 @@ class FakeIndexer:
                     continue
                 await self.can_read.wait()
                 stream.loads += [load.engine_step for load in frame.loads]
+                has_events = frame.HasField("batch") or frame.HasField("snapshot")
                 if frame.HasField("batch"):
                     self._apply(stream, frame.batch)
                 if frame.HasField("snapshot"):
                     self._collect_chunk(stream, frame.snapshot)
-                if not self.is_mute and not frame.loads:
+                if has_events and frame.loads:
+                    stream.joined += 1
+                if not self.is_mute and has_events:
                     await stream.write(pb.PublishResponse(acked=[self._acked()]))
         finally:
             stream.is_over = True
@@ -484,6 +489,17 @@ async def test_changes_within_the_spacing_are_one_batch(monkeypatch: pytest.Monk
             m.store_pages()
             await asyncio.sleep(0.01)
         await until(lambda: m.publisher.counters["batches"] == 2, "the first, then the others")
+
+
+async def test_events_that_wait_leave_with_the_next_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "SMALL_BATCH_SPACING_S", 3600.0)
+    async with mesh() as m:
+        indexer = await m.indexer()
+        m.store_pages()
+        await until(lambda: m.publisher.counters["batches"] == 1, "the first of a quiet time")
+        m.store_pages()
+        await until(lambda: indexer.sequence == 2, "the other")
+        assert indexer.stream.joined, "one frame has it and the load"
 
 
 async def test_a_large_batch_is_published_before_the_spacing_of_small_ones(
