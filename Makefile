@@ -106,8 +106,8 @@ chaos: $(VENV)/.dev ## Faults on real processes under load, one JSON line a case
 storm: $(VENV)/.dev ## 2,000 requests whose clients disconnect; checks that nothing remains
 	$(BIN)/python -m tests.chaos.storm $(ARGS)
 
-soak: $(VENV)/.dev ## Mixed load, a kill every 30 s; checks errors and growth, ARGS='--minutes 20'
-	$(BIN)/python -m tests.chaos.soak $(ARGS)
+soak: $(VENV)/.dev ## Mixed load, a kill every 30 s; checks errors and growth, MINUTES=20
+	$(BIN)/python -m tests.chaos.soak $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 churn: $(VENV)/.dev ## 20 of 120 workers replaced under load (two minutes)
 	$(BIN)/python -m tests.chaos.churn $(ARGS)
