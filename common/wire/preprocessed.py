@@ -53,15 +53,9 @@ P = TypeVar("P")
 M = TypeVar("M", bound=Message)
 
 
-def to_proto(
-    request: PreprocessedRequest, *, with_token_ids: bool = True
-) -> request_pb2.PreprocessedRequest:
-    """Return the message. with_token_ids: False if the prompt is sent separately."""
-    message = request_pb2.PreprocessedRequest()
-    _fill_message(message, request)
-    if not with_token_ids:
-        message.ClearField("token_ids_le")
-    return message
+def to_proto(request: PreprocessedRequest) -> request_pb2.PreprocessedRequest:
+    """Return the message."""
+    return dataclass_to_proto(request, request_pb2.PreprocessedRequest())
 
 
 def from_proto(message: request_pb2.PreprocessedRequest) -> PreprocessedRequest:

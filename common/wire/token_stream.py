@@ -30,7 +30,6 @@ from common.wire.preprocessed import (
     finish_reason_from_proto,
     finish_reason_to_proto,
     from_proto,
-    to_proto,
 )
 from kvmesh.engine.v1 import engine_pb2
 
@@ -72,7 +71,7 @@ def _submit_to_proto(submit: Submit, message: engine_pb2.Submit) -> None:
     if leg_request.priority is not None:
         message.priority = leg_request.priority
     if leg_request.request is not None:
-        message.preprocessed.CopyFrom(to_proto(leg_request.request, with_token_ids=False))
+        dataclass_to_proto(leg_request.request, message.preprocessed)
         message.preprocessed.token_ids_le = submit.prompt
     elif leg_request.chat_json is not None:
         message.chat_json = leg_request.chat_json

@@ -285,13 +285,6 @@ def test_truncated_token_bytes_are_rejected() -> None:
     assert "5 bytes" in error.value.message
 
 
-def test_the_prompt_may_be_sent_apart_from_its_request() -> None:
-    request = PreprocessedRequest(model="m", token_ids=TokenIds.of([1, 2]))
-    message = to_proto(request, with_token_ids=False)
-    assert not message.HasField("token_ids_le")
-    assert from_proto(message) == PreprocessedRequest(model="m", token_ids=TokenIds())
-
-
 def test_an_empty_message_is_a_request_with_all_defaults() -> None:
     message = request_pb2.PreprocessedRequest()
     assert from_proto(message) == PreprocessedRequest(token_ids=TokenIds())
