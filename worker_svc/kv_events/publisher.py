@@ -150,8 +150,7 @@ class Publisher:
         if self._backlog:
             asyncio.get_running_loop().call_soon(self._apply_backlog)
         self._unpublished_pages += pages
-        is_small = self._unpublished_pages < BATCH_PAGES
-        self._schedule_publish(SMALL_BATCH_SPACING_S if is_small else PUBLISH_SPACING_S)
+        self._schedule_publish(is_small=self._unpublished_pages < BATCH_PAGES)
 
     def _drop_backlog(self, rank: int) -> None:
         self._backlog = deque(event for event in self._backlog if event.rank != rank)
@@ -233,11 +232,11 @@ class Publisher:
             self._is_shrinking = False
             self._shrink_positions = {rank: log_position(feed) for rank, feed in self.feeds.items()}
 
-    def _schedule_publish(self, spacing_s: float | None = None) -> None:
-        """Publishes in the next turn of the loop, but not before `spacing_s` after the last batch;
-        None: PUBLISH_SPACING_S."""
+    def _schedule_publish(self, *, is_small: bool = False) -> None:
+        """Publishes in the next turn of the loop, but not before the spacing after the last batch
+        is over. is_small: of the batch as it is now."""
         loop = asyncio.get_running_loop()
-        publish_at = self._published_at + (PUBLISH_SPACING_S if spacing_s is None else spacing_s)
+        publish_at = self._published_at + (SMALL_BATCH_SPACING_S if is_small else PUBLISH_SPACING_S)
         if publish_at >= self._publish_at:
             return
         self._unschedule_publish()
