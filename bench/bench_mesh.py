@@ -19,13 +19,10 @@ import argparse
 import asyncio
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -33,7 +30,7 @@ import numpy as np
 
 from bench.bench_replay import CONVERSATION, TRACES
 from bench.measure import cpu_s, print_report
-from bench.stacks import MODEL, SIM_MODEL_DIR, mesh
+from bench.stacks import MODEL, mesh
 from replay.mesh import MeshSettings, ReplayMesh
 from replay.policies import POLICIES
 from replay.report import percentile, summarize
@@ -132,18 +129,14 @@ async def play(port: int, requests: Sequence[TraceRequest], speedup: float) -> l
 
 
 def run_mesh(policy: str, requests: Sequence[TraceRequest], speedup: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="kvmesh-bench-model-") as folder:
-        sim_flags = [
-            *("--model-path", str(_long_context_model(Path(folder)))),
-            *("--block-size", str(BLOCK_SIZE), "--total-kv-blocks", str(BLOCKS)),
-            *("--speedup", str(speedup), "--step-limit-s", "60"),
-        ]
-        with mesh(sim_flags, ["--requests-max", "4096"], "agg", policy, workers=WORKERS) as (
-            port,
-            pids,
-        ):
-            answers = asyncio.run(play(port, requests, speedup))
-            used_s = {name: cpu_s(pid) for name, pid in pids.items()}
+    sim_flags = [
+        *("--block-size", str(BLOCK_SIZE), "--total-kv-blocks", str(BLOCKS)),
+        *("--speedup", str(speedup), "--step-limit-s", "60"),
+    ]
+    frontend_flags = ["--requests-max", "4096"]
+    with mesh(sim_flags, frontend_flags, "agg", policy, workers=WORKERS) as (port, pids):
+        answers = asyncio.run(play(port, requests, speedup))
+        used_s = {name: cpu_s(pid) for name, pid in pids.items()}
     ttfts = sorted(one.ttft_s for one in answers if one.ttft_s is not None)
     prompt_tokens = sum(one.prompt_tokens for one in answers)
     return {
@@ -164,19 +157,6 @@ def run_replay(policy: str, requests: Sequence[TraceRequest]) -> dict[str, Any]:
         "p99_s": round(found.ttft_p99_s, 3),
         "hit_rate": round(found.hit_rate, 3),
     }
-
-
-def _long_context_model(folder: Path) -> Path:
-    """A copy of the sim's model that accepts the prompts of the trace."""
-    target = folder / "model"
-    shutil.copytree(SIM_MODEL_DIR, target)
-    for name, key in (
-        ("sim.json", "context_length"),
-        ("tokenizer_config.json", "model_max_length"),
-    ):
-        config = json.loads((target / name).read_bytes())
-        (target / name).write_text(json.dumps({**config, key: CONTEXT_LENGTH}))
-    return target
 
 
 def main() -> None:
