@@ -39,7 +39,6 @@ from replay.trace import TraceRequest, at_speed, load_trace, spread_arrivals
 WORKERS = 8
 BLOCK_SIZE = 512
 BLOCKS = 3000
-CONTEXT_LENGTH = 1 << 18
 # Ordinary tokens of the sim's vocabulary.
 TOKENS = (3, 4096)
 STREAM_LIMIT = 1 << 20
