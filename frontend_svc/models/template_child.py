@@ -28,9 +28,8 @@ LENGTH_BYTES: Final = 4
 Json = dict[str, Any]
 
 
-def frame(value: Json) -> bytes:
-    data = orjson.dumps(value)
-    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+def frame(json: bytes) -> bytes:
+    return len(json).to_bytes(LENGTH_BYTES, "big") + json
 
 
 def receive(source: socket.socket) -> Json:
@@ -61,13 +60,13 @@ def _serve(connection: socket.socket) -> None:
             load["source"], bos_token=load["bos_token"], eos_token=load["eos_token"]
         )
     except (TemplateError, MemoryError) as error:
-        connection.sendall(frame({"error": str(error) or "out of memory"}))
+        connection.sendall(frame(orjson.dumps({"error": str(error) or "out of memory"})))
         return
     signal.setitimer(signal.ITIMER_PROF, 0)
     variables, control = sorted(template.variables), ControlTokens(load["control_tokens"])
     reply: Json = {"variables": variables, "prints_tools": template.prints_tools}
     while True:
-        connection.sendall(frame(reply))
+        connection.sendall(frame(orjson.dumps(reply)))
         replies = []
         for request in receive(connection)["requests"]:
             signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_S)

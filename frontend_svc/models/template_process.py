@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
@@ -41,8 +41,8 @@ BATCH_MAX: Final = 64
 LOAD_TIMEOUT_S: Final = 20.0
 RENDER_TIMEOUT_S: Final = 30.0
 
-# The request, and its reply.
-_Waiting = tuple[Json, asyncio.Future[Json]]
+# The JSON of a request, and its reply.
+_Waiting = tuple[bytes, asyncio.Future[Json]]
 
 log = structlog.get_logger()
 
@@ -55,19 +55,22 @@ class TemplateProcess:
         self, source: str, *, bos_token: str | None, eos_token: str | None, control: ControlTokens
     ) -> None:
         """Blocks while the process loads the template. Raises TemplateError if it is invalid."""
-        self._load = frame(
-            {
-                "source": source,
-                "bos_token": bos_token,
-                "eos_token": eos_token,
-                "control_tokens": control.contents,
-            }
-        )
-        self._process = _Process()
+        load = {
+            "source": source,
+            "bos_token": bos_token,
+            "eos_token": eos_token,
+            "control_tokens": control.contents,
+        }
+        self._process = _Process(frame(orjson.dumps(load)))
         weakref.finalize(self, self._process.end)
         self._waiting: list[_Waiting] = []
-        self._batch_task: asyncio.Task[None] | None = None
-        loaded = self._start()
+        # What the process renders.
+        self._batch: list[_Waiting] = []
+        # The prompts of a batch whose process was ended. Each is rendered alone, so that only the
+        # one that exceeded a limit fails.
+        self._suspects: list[_Waiting] = []
+        self._restart_task: asyncio.Task[None] | None = None
+        loaded = self._process.start()
         self.variables = frozenset[str](loaded["variables"])
         self.prints_tools = bool(loaded["prints_tools"])
 
@@ -92,14 +95,15 @@ class TemplateProcess:
         }
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Json] = loop.create_future()
-        self._waiting.append((request, future))
-        if self._batch_task is None:
-            self._batch_task = loop.create_task(self._render_batches())
+        if not (self._waiting or self._batch or self._suspects):
+            # All prompts of a loop turn in one exchange, so that they also continue in one.
+            loop.call_soon(self._render_next)
+        self._waiting.append((orjson.dumps(request), future))
+        timer = loop.call_later(RENDER_TIMEOUT_S, _expire, future)
         try:
-            async with asyncio.timeout(RENDER_TIMEOUT_S):
-                reply = await future
-        except TimeoutError:
-            raise Unavailable("the chat template is busy with other prompts", 1.0) from None
+            reply = await future
+        finally:
+            timer.cancel()
         if "error" in reply:
             raise TemplateError(reply["error"])
         pieces = reply["pieces"]
@@ -107,129 +111,174 @@ class TemplateProcess:
             return Prompt(reply["text"])
         return Prompt("".join(pieces), tuple(pieces))
 
-    async def _render_batches(self) -> None:
-        """Renders what waits: all requests of a loop turn in one exchange, so that they also
-        continue in one."""
-        try:
-            while self._waiting:
-                batch, self._waiting = self._waiting[:BATCH_MAX], self._waiting[BATCH_MAX:]
-                try:
-                    await self._render(batch)
-                except TemplateError:
-                    # One of them exceeded a limit: only that one fails.
-                    for one in batch:
-                        await self._render_alone(one)
-        finally:
-            self._batch_task = None
-            for _, future in self._waiting:
-                future.cancel()
+    def _render_next(self) -> None:
+        """Sends what waits to the process, as one batch."""
+        if self._suspects:
+            self._batch = [self._suspects.pop()]
+        else:
+            waiting = [one for one in self._waiting if not one[1].done()]
+            self._batch, self._waiting = waiting[:BATCH_MAX], waiting[BATCH_MAX:]
+        if not self._batch:
+            return
+        if self._process.is_running:
+            self._send_batch()
+        else:
+            self._restart_task = asyncio.create_task(self._restart())
 
-    async def _render_alone(self, one: _Waiting) -> None:
-        _, future = one
+    def _send_batch(self) -> None:
+        requests = b",".join([request for request, _ in self._batch])
+        self._process.call(frame(b'{"requests":[%b]}' % requests), self._on_reply)
+
+    async def _restart(self) -> None:
         try:
-            if not future.done():
-                await self._render([one])
+            await asyncio.to_thread(self._process.start)
         except TemplateError as error:
+            self._fail_batch(error)
+        else:
+            self._send_batch()
+
+    def _on_reply(self, reply: Json | None) -> None:
+        """reply: of the batch; None: the process was ended."""
+        if reply is not None:
+            batch, self._batch = self._batch, []
+            for (_, future), rendered in zip(batch, reply["replies"], strict=True):
+                if not future.done():
+                    future.set_result(rendered)
+            self._render_next()
+        elif len(self._batch) == 1:
+            text = "it exceeded its limits of time, memory or output and was stopped"
+            self._fail_batch(TemplateError(f"chat template: {text}"))
+        else:
+            self._suspects = self._batch
+            self._render_next()
+
+    def _fail_batch(self, error: TemplateError) -> None:
+        batch, self._batch = self._batch, []
+        for _, future in batch:
             if not future.done():
                 future.set_exception(error)
+        self._render_next()
 
-    async def _render(self, batch: Sequence[_Waiting]) -> None:
-        """Raises TemplateError if the process was ended."""
-        try:
-            reply = await self._call(frame({"requests": [request for request, _ in batch]}))
-        except TemplateError:
-            raise
-        except Exception as error:
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(error)
-            return
-        for (_, future), rendered in zip(batch, reply["replies"], strict=True):
-            if not future.done():
-                future.set_result(rendered)
 
-    async def _call(self, request: bytes) -> Json:
-        loop = asyncio.get_running_loop()
-        try:
-            if self._process.socket is None:
-                await asyncio.to_thread(self._start)
-            connection = self._process.socket
-            assert connection is not None, "it has started"
-            await loop.sock_sendall(connection, request)
-            return await _receive_reply(loop, connection)
-        except OSError:
-            self._process.end()
-            log.warning("template_process_ended", cpu_s=RENDER_CPU_S, bytes=MEMORY_BYTES_MAX)
-            text = "it exceeded its limits of time, memory or output and was stopped"
-            raise TemplateError(f"chat template: {text}") from None
-        except BaseException:
-            self._process.end()  # its reply would be taken for that of the next request
-            raise
-
-    def _start(self) -> Json:
-        reply = self._process.start(self._load)
-        if "error" in reply:
-            self._process.end()
-            raise TemplateError(reply["error"])
-        return reply
+def _expire(future: asyncio.Future[Json]) -> None:
+    if not future.done():
+        future.set_exception(Unavailable("the chat template is busy with other prompts", 1.0))
 
 
 class _Process:
-    """The process, if it runs. socket: from when it has loaded its template."""
+    """The process, if it runs, and the socket that connects it. load: its first request.
 
-    def __init__(self) -> None:
+    Calls belong to one event loop; the process is started and ended in any thread, between calls.
+    """
+
+    def __init__(self, load: bytes) -> None:
+        self._load = load
         self._process: subprocess.Popen[bytes] | None = None
-        self.socket: socket.socket | None = None
+        self._socket = -1  # a file descriptor
+        # That watches the socket, from the first call on.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_reply: Callable[[Json | None], None] | None = None
+        self._unsent = memoryview(b"")
+        self._received = bytearray()
 
-    def start(self, load: bytes) -> Json:
+    @property
+    def is_running(self) -> bool:
+        return self._socket >= 0
+
+    def start(self) -> Json:
         """Starts it with its first request, and returns the reply. Raises TemplateError."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", template_child.__name__, str(theirs.fileno())],
-                env={"PYTHONPATH": os.pathsep.join(sys.path)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # without the signals of a terminal
-            )
-        ours.settimeout(LOAD_TIMEOUT_S)
-        try:
-            ours.sendall(load)
-            reply = receive(ours)
-        except OSError as error:
-            ours.close()
-            self.end()
-            text = f"it could not be loaded within its limits of time and memory ({error})"
-            raise TemplateError(f"chat template: {text}") from error
-        ours.setblocking(False)
-        self.socket = ours
+        with ours:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", template_child.__name__, str(theirs.fileno())],
+                    env={"PYTHONPATH": os.pathsep.join(sys.path)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # without the signals of a terminal
+                )
+            ours.settimeout(LOAD_TIMEOUT_S)
+            try:
+                ours.sendall(self._load)
+                reply = receive(ours)
+                if "error" in reply:
+                    raise TemplateError(reply["error"])
+            except OSError as error:
+                self.end()
+                text = f"it could not be loaded within its limits of time and memory ({error})"
+                raise TemplateError(f"chat template: {text}") from error
+            except TemplateError:
+                self.end()
+                raise
+            ours.setblocking(False)
+            self._socket = ours.detach()
         return reply
 
+    def call(self, request: bytes, on_reply: Callable[[Json | None], None]) -> None:
+        """Sends a request, and calls `on_reply` once, later; with None if the process ends."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            # For all calls: to watch the socket anew for each takes longer than to read a reply.
+            self._loop = loop
+            loop.add_reader(self._socket, self._receive)
+        self._on_reply = on_reply
+        self._received = bytearray()
+        self._unsent = memoryview(request)
+        self._send()
+        if self._unsent:
+            loop.add_writer(self._socket, self._send_rest)
+
+    def _send_rest(self) -> None:
+        self._send()
+        if not self._unsent and self._loop is not None:
+            self._loop.remove_writer(self._socket)
+
+    def _send(self) -> None:
+        try:
+            self._unsent = self._unsent[os.write(self._socket, self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # `_receive` sees the end, too
+            self._unsent = memoryview(b"")
+
+    def _receive(self) -> None:
+        try:
+            part = os.read(self._socket, RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        self._received += part
+        size = int.from_bytes(self._received[:LENGTH_BYTES], "big")
+        if not part or self._on_reply is None or size > REPLY_BYTES_MAX:
+            self._stop()
+        elif len(self._received) >= LENGTH_BYTES + size:
+            reply = orjson.loads(memoryview(self._received)[LENGTH_BYTES:])
+            on_reply, self._on_reply = self._on_reply, None
+            on_reply(reply)
+
+    def _stop(self) -> None:
+        """Ends it if it has not ended, and the call in progress."""
+        assert self._loop is not None, "it watches the socket"
+        if self._process is not None:
+            log.warning("template_process_ended", cpu_s=RENDER_CPU_S, bytes=MEMORY_BYTES_MAX)
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._loop = None
+        self.end()
+        on_reply, self._on_reply = self._on_reply, None
+        if on_reply is not None:
+            on_reply(None)
+
     def end(self) -> None:
-        """Ends it, if it runs. The other end of its socket closes."""
+        """Ends it, if it runs."""
         process, self._process = self._process, None
-        if self.socket is not None:
-            self.socket.close()
-            self.socket = None
         if process is not None:
             process.kill()
             process.wait()
-
-
-async def _receive_reply(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> Json:
-    """Raises OSError if the process ends before the end of its reply, or sends too much."""
-    received = bytearray()
-    size = LENGTH_BYTES
-    while len(received) < size:
-        part = await loop.sock_recv(connection, RECEIVE_BYTES)
-        if not part:
-            raise ConnectionResetError("the process ended")
-        received += part
-        if size == LENGTH_BYTES and len(received) >= LENGTH_BYTES:
-            size += int.from_bytes(received[:LENGTH_BYTES], "big")
-            if size > REPLY_BYTES_MAX:
-                raise ConnectionAbortedError("the reply is too large")
-    reply: Json = orjson.loads(memoryview(received)[LENGTH_BYTES:])
-    return reply
+        # A loop that watches the socket reads its end, and closes it then.
+        if self._socket >= 0 and (self._loop is None or self._loop.is_closed()):
+            os.close(self._socket)
+            self._socket = -1
