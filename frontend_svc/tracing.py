@@ -44,6 +44,9 @@ class RequestSpan:
         self._span.end()
 
 
+_NO_SPAN = RequestSpan(trace.INVALID_SPAN)
+
+
 def start_request_span(path: str, traceparent: str, sample_ratio: float | None) -> RequestSpan:
     """Returns a running span. traceparent: of the client, or "". sample_ratio: share of the
     clients' traces that are sampled; None: the client decides."""
@@ -51,6 +54,8 @@ def start_request_span(path: str, traceparent: str, sample_ratio: float | None) 
         # Not by the trace id, which the client chooses.
         flags = "01" if _rng.random() < sample_ratio else "00"
         traceparent = traceparent[: _FLAGS.start] + flags + traceparent[_FLAGS.stop :]
+    elif not traceparent and isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return _NO_SPAN  # no collector is set
     parent = telemetry.context_from_traceparent(traceparent)
     attributes = {"http.request.method": "POST", "url.path": path}
     return RequestSpan(_tracer().start_span(SPAN_NAME, parent, trace.SpanKind.SERVER, attributes))

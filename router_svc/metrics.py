@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from common.errors import MESH_ERROR_CLASSES, MeshError
 from common.kv.index_feed import IndexFeed
+from common.service.histogram import SingleThreadHistogram
 from router_svc.core.approx_index import ApproxIndex
 from router_svc.core.decision import Decision
 from router_svc.core.pairing import BYPASS_REASONS
@@ -82,8 +83,8 @@ class Metrics:
 
     def placed(self, query: Query, decision: Decision, seconds: Sequence[float]) -> None:
         """Record a placement. seconds: of each of STAGES."""
-        for stage, spent in zip(STAGES, seconds, strict=True):
-            self._overhead[stage].observe(spent)
+        for stage, spent in zip(self._overhead, seconds, strict=True):
+            stage.observe(spent)
         self._prompt_blocks.inc(bookable_decode_blocks(query, block_size_of(query, None)))
         self._overlap_blocks.inc(decision.overlap_blocks)
         if decision.fallback:
@@ -105,17 +106,13 @@ class Metrics:
             "outcome",
         )
         self._decisions = {name: decisions.labels(selector, name) for name in OUTCOMES}
-        self._seconds = self._histogram(
-            "decision_seconds",
-            "Seconds to decide and book, without network and admission queue.",
-            DECISION_BUCKETS_S,
-        )
+        text = "Seconds to decide and book, without network and admission queue."
+        self._seconds = self._histogram("decision_seconds", text, DECISION_BUCKETS_S).labels("")
         text = "Decision seconds of placed requests by stage; total includes all stages."
         overhead = self._histogram("overhead_seconds", text, DECISION_BUCKETS_S, "stage")
-        self._overhead = {stage: overhead.labels(stage) for stage in STAGES}
-        self._wait_seconds = self._histogram(
-            "queue_wait_seconds", "Seconds in the admission queue, all outcomes.", WAIT_BUCKETS_S
-        )
+        self._overhead = [overhead.labels(stage) for stage in STAGES]
+        text = "Seconds in the admission queue, all outcomes."
+        self._wait_seconds = self._histogram("queue_wait_seconds", text, WAIT_BUCKETS_S).labels("")
         self._prompt_blocks = self._counter("prompt_blocks", "KV blocks of placed prompts.")
         text = "KV blocks of placed prompts that the chosen worker held according to the index."
         self._overlap_blocks = self._counter("overlap_blocks", text)
@@ -162,8 +159,12 @@ class Metrics:
         for value, read in reads.items():
             gauge.labels(value).set_function(read)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(f"{PREFIX}_{name}", text, labels, buckets=buckets, registry=self.registry)
+    def _histogram(
+        self, name: str, text: str, bounds: Sequence[float], label: str | None = None
+    ) -> SingleThreadHistogram:
+        histogram = SingleThreadHistogram(f"{PREFIX}_{name}", text, bounds, label)
+        self.registry.register(histogram)
+        return histogram
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"{PREFIX}_{name}", text, labels, registry=self.registry)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from random import Random
@@ -178,16 +179,27 @@ class Snapshot:
 
     revision: int = 0
     instances: Mapping[int, Instance] = field(default_factory=dict, hash=False)
+    # Service -> its members, and model -> its workers.
+    _members: Mapping[str, tuple[Instance, ...]] = field(init=False, repr=False, compare=False)
+    _workers: Mapping[str, tuple[Instance, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "instances", MappingProxyType(dict(self.instances)))
+        members: defaultdict[str, list[Instance]] = defaultdict(list)
+        workers: defaultdict[str, list[Instance]] = defaultdict(list)
+        for one in self.instances.values():
+            members[one.service].append(one)
+            if one.service == "worker":
+                workers[one.model].append(one)
+        for name, groups in (("_members", members), ("_workers", workers)):
+            object.__setattr__(self, name, {key: tuple(group) for key, group in groups.items()})
 
     def of(self, service: Service) -> tuple[Instance, ...]:
-        return tuple(i for i in self.instances.values() if i.service == service)
+        return self._members.get(service, ())
 
     def serving(self, model: str) -> tuple[Instance, ...]:
         """The workers that serve `model`."""
-        return tuple(i for i in self.of("worker") if i.model == model)
+        return self._workers.get(model, ())
 
     def next_snapshot(self, members: Iterable[Instance]) -> Snapshot:
         """The snapshot with `members` (oldest first); `self` if read before and nothing changed."""

@@ -170,11 +170,14 @@ class BoundedProtocol(StreamProtocol):
 
     def _head_problem(self) -> AsgiApp | None:
         """The application that refuses the request; None if its headers are valid."""
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        size, hosts = len(self.url), []
+        for name, value in self.headers:
+            size += len(name) + len(value) + 4
+            if name == b"host":
+                hosts.append(value)
         if len(self.headers) > HEADERS_MAX or size > HEAD_BYTES_MAX:
             text = f"the headers are more than {HEADERS_MAX} or larger than {HEAD_BYTES_MAX} bytes"
             return _refusal(431, text, "headers_too_large")
-        hosts = [value for name, value in self.headers if name == b"host"]
         is_required = self.parser.get_http_version() != "1.0"
         if len(hosts) > 1 or (is_required and not any(hosts)):
             return _refusal(400, "exactly one Host header is required", "invalid_host")

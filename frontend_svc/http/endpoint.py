@@ -24,7 +24,12 @@ from common.errors import (
     RequestCancelled,
 )
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher
-from common.request.preprocessed import PreprocessedRequest, RequestTracker, RoutingHints
+from common.request.preprocessed import (
+    PreprocessedRequest,
+    RequestTracker,
+    RoutingHints,
+    TokenIds,
+)
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.openai.errors import (
     BODY_TOO_LARGE,
@@ -37,7 +42,7 @@ from frontend_svc.core.openai.errors import (
 from frontend_svc.core.openai.nvext import Nvext
 from frontend_svc.core.openai.parsing import named_model
 from frontend_svc.core.openai.preprocessing import strict_priority
-from frontend_svc.core.peers.placement_query import Query
+from frontend_svc.core.peers.placement_query import ROOT_CHAIN, Query, next_hashes
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan
 from frontend_svc.http.access import admit, quota_of
 from frontend_svc.http.asgi import (
@@ -57,6 +62,7 @@ from frontend_svc.tracing import start_request_span
 
 # Time a client may take to send its body.
 BODY_TIMEOUT_S = 60.0
+NO_TOKENS = TokenIds()
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 # What the key of a request must permit, other than INFER.
 _PERMISSIONS = {
@@ -182,18 +188,23 @@ class PostEndpoint(ABC, Generic[P]):
         if content_length.isdigit() and int(content_length) > limit:
             raise self._too_large()
         # A timer costs more than the read of a body that is complete.
-        async with asyncio.timeout(None if context.connection.has_body else BODY_TIMEOUT_S):
-            parts, size = [], 0
-            while True:
-                message = await context.receive()
-                if message["type"] == "http.disconnect":
-                    raise RequestCancelled("The client disconnected before its body was complete.")
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > limit:
-                    raise self._too_large()
-                if not message.get("more_body"):
-                    return parts[0] if len(parts) == 1 else b"".join(parts)
+        if context.connection.has_body:
+            return await self._receive_parts(context.receive, limit)
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await self._receive_parts(context.receive, limit)
+
+    async def _receive_parts(self, receive: Receive, limit: int) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise RequestCancelled("The client disconnected before its body was complete.")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise self._too_large()
+            if not message.get("more_body"):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _too_large(self) -> InvalidRequest:
         text = f"The body is larger than {self._config.body_limit_mb} MB."
@@ -221,11 +232,17 @@ class PostEndpoint(ABC, Generic[P]):
         routing: RoutingHints | None,
         nvext: Nvext | None,
         hasher: PrefixHasher | None = None,
+        token_ids: TokenIds = NO_TOKENS,
+        total_tokens: int = 0,
     ) -> Query:
-        """The query of a prompt without tokens. hasher: of the prompt; None: it gets no hashes."""
+        """The query of a prompt. hasher: of the prompt; None: it gets no hashes. token_ids: for
+        them. total_tokens: of the prompt, 0 if they are not known."""
+        prefix_hashes, chain = next_hashes(hasher, ROOT_CHAIN, token_ids)
         return Query(
             model=model,
-            total_tokens=0,
+            total_tokens=total_tokens,
+            prefix_hashes=prefix_hashes,
+            chain=chain,
             arrived_at=asyncio.get_running_loop().time(),
             routing=routing,
             traceparent=context.span.traceparent,

@@ -102,7 +102,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         return self._api.http_error(error, context.client_id.decode("latin-1"), context.names)
 
     async def parse(self, context: HttpRequest, raw: bytes) -> ParsedBody | PassThroughRequest:
-        if self._api.passes_through and self._models.pass_through():
+        if self._api.passes_through and self._models.pass_through:
             body = await off_loop(len(raw), read_body, raw)
             if self._is_pass_through(body.model):
                 context.body = body = replace(body, nvext=read_headers(context.header_pairs))
@@ -262,8 +262,15 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         request: PreprocessedRequest,
     ) -> Query:
         hasher = model.hasher_for(request.routing)
-        query = self.make_query(context, model.base, request.routing, body.nvext, hasher)
-        return query.extended(request.block_mm_routing_info()[0], len(request.token_ids))
+        return self.make_query(
+            context,
+            model.base,
+            request.routing,
+            body.nvext,
+            hasher,
+            request.block_mm_routing_info()[0],
+            len(request.token_ids),
+        )
 
     async def _pass_through(
         self, context: HttpRequest, body: PassThroughRequest, meter: RequestMeter

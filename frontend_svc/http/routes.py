@@ -112,14 +112,14 @@ def build_api(
         ]
         entries += [
             model_object(engine.name, engine.created, MODEL_OWNER)
-            for engine in models.pass_through()
+            for engine in models.pass_through
             if engine.name not in missing
         ]
         return Response(model_list(entries), media_type="application/json")
 
     async def get_model(request: Request) -> Response:
         name = request.path_params["name"]
-        for engine in models.pass_through():
+        for engine in models.pass_through:
             if engine.name == name:
                 return _json_response(model_object(name, engine.created, MODEL_OWNER), 200)
         try:

@@ -24,12 +24,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 
 from common.errors import Conflict
-from frontend_svc.core.openai.errors import ErrorType
-from frontend_svc.metrics.histogram import (
+from common.service.histogram import (
     SingleThreadHistogram,
     SingleThreadHistogramChild,
     log_buckets,
 )
+from frontend_svc.core.openai.errors import ErrorType
 
 MetricsRegistry = CollectorRegistry
 Clock = Callable[[], float]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -113,6 +113,8 @@ class ModelCatalog:
         self._aliases: Mapping[str, str] = {}
         # By model; of the present snapshot.
         self._refused_options: dict[str, frozenset[str]] = {}
+        self._pass_through: Sequence[Engine] = ()
+        self._request_names = frozenset[str]()
         # (adapter, model) of adapters that cannot be requested -> reason.
         self.hidden: Mapping[tuple[str, str], str] = {}
 
@@ -199,16 +201,17 @@ class ModelCatalog:
         """Tokenized models in order of addition, then adapters."""
         return [*self._tokenized_models().values(), *self._adapters.values()]
 
-    def pass_through(self) -> list[Engine]:
+    @property
+    def pass_through(self) -> Sequence[Engine]:
         """The pass-through models; one engine per name."""
-        return [engine for engine in self._first_engines() if engine.model is None]
+        return self._pass_through
 
     def names(self) -> frozenset[str]:
         return frozenset(self._table.names()) | self._adapters.keys()
 
     def request_names(self) -> frozenset[str]:
         """`names` and aliases."""
-        return self.names() | self._aliases.keys()
+        return self._request_names
 
     def workers(self, name: str) -> tuple[Instance, ...]:
         adapter_model = self._adapters.get(name)
@@ -281,7 +284,8 @@ class ModelCatalog:
         return {one.name: one.model for one in self._first_engines() if one.model is not None}
 
     def _follow_adapters(self) -> None:
-        pass_through_names = {engine.name for engine in self.pass_through()}
+        self._pass_through = [one for one in self._first_engines() if one.model is None]
+        pass_through_names = {engine.name for engine in self._pass_through}
         found = find_adapters(self._snapshot.of("worker"), pass_through_names)
         self._adapter_bases = found.models
         models, previous = self._tokenized_models(), self._adapters
@@ -306,7 +310,9 @@ class ModelCatalog:
     def _follow_aliases(self) -> None:
         engines = [engine for _, built in self._build_cache.values() for engine in built.values()]
         cards = {engine.card.name: engine.card for engine in engines if engine.card is not None}
-        self._aliases = find_aliases(cards.values(), self.names() | self._watch.not_ready.keys())
+        names = self.names()
+        self._aliases = find_aliases(cards.values(), names | self._watch.not_ready.keys())
+        self._request_names = names | self._aliases.keys()
 
     def _get_or_make_adapter_model(self, adapter: str, model: ServedModel) -> ServedModel:
         existing = self._adapters.get(adapter)

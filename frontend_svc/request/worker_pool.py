@@ -23,12 +23,25 @@ class WorkerPool:
         self._snapshot = snapshot
         self._workers = workers
         self._recently_left = recently_left
+        # (model, adapter) -> its workers, of one snapshot.
+        self._pools: dict[tuple[str, str], frozenset[int]] = {}
+        self._pools_snapshot: Snapshot | None = None
 
     def members(self, model: str, adapter: str = "") -> tuple[frozenset[int], frozenset[int]]:
         """Workers that serve a model, and those among them with an open circuit. adapter: only
         workers that have it; "" is the model itself."""
-        pool = frozenset(i.id for i in serving(self._snapshot().serving(model), adapter))
+        pool = self._pool(model, adapter)
         return pool, self._workers.excluded_workers(pool)
+
+    def _pool(self, model: str, adapter: str) -> frozenset[int]:
+        snapshot = self._snapshot()
+        if snapshot is not self._pools_snapshot:
+            self._pools, self._pools_snapshot = {}, snapshot
+        pool = self._pools.get((model, adapter))
+        if pool is None:
+            pool = frozenset(one.id for one in serving(snapshot.serving(model), adapter))
+            self._pools[model, adapter] = pool
+        return pool
 
     def available(self, model: str, adapter: str = "") -> frozenset[int]:
         """Workers that serve a model and have a closed circuit; see `members`."""

@@ -197,7 +197,7 @@ class Runner:
     def _check_vocabulary(self, request: PreprocessedRequest) -> None:
         if self.vocab_size is None or not request.token_ids:
             return
-        largest = int(request.token_ids.array.max())
+        largest = request.token_ids.largest
         if largest >= self.vocab_size:
             raise InvalidRequest(
                 f"token_ids: {largest} is above the largest token id {self.vocab_size - 1}",

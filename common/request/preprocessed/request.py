@@ -180,12 +180,19 @@ def unsupported_fields(request: PreprocessedRequest, supported: frozenset[str]) 
     `sampling_options.guided_decoding.regex` includes only that field. Values without effect
     (n = 1, top_p = 1, a penalty of 0, ...) request nothing, nor does a best-effort constraint.
     """
+    # Most fields are None, so each call that they do not need counts.
     return [
         name
-        for one in wire_fields(PreprocessedRequest)
-        if one.name not in _ALWAYS_SUPPORTED
-        for name in _unsupported_names(one, getattr(request, one.name), one.name, supported)
+        for one in _refusable_fields()
+        if (value := getattr(request, one.name)) is not None
+        for name in _unsupported_names(one, value, one.name, supported)
     ]
+
+
+@functools.cache
+def _refusable_fields() -> tuple[WireField, ...]:
+    fields = wire_fields(PreprocessedRequest)
+    return tuple(one for one in fields if one.name not in _ALWAYS_SUPPORTED)
 
 
 @functools.cache
@@ -223,20 +230,22 @@ def _leaf_names(one: WireField, name: str) -> Iterator[str]:
 def _unsupported_names(
     one: WireField, value: object, name: str, supported: frozenset[str]
 ) -> list[str]:
-    if value is None or value == one.default or value in one.no_op_values or name in supported:
+    """value: of the field, not None."""
+    if value == one.default or value in one.no_op_values or name in supported:
         return []
     if name in _ALWAYS_SUPPORTED:
         return []
     if isinstance(value, GuidedDecoding) and value.best_effort:
         return []
-    options = name in _OPTION_FIELDS
-    is_partly_supported = any(other.startswith(f"{name}.") for other in supported)
-    if isinstance(one.kind, ObjectCodec) and (options or is_partly_supported):
+    if not isinstance(one.kind, ObjectCodec):
+        return [name]
+    if name in _OPTION_FIELDS or any(other.startswith(f"{name}.") for other in supported):
         return [
             unsupported
             for inner in wire_fields(type(value))
+            if (inner_value := getattr(value, inner.name)) is not None
             for unsupported in _unsupported_names(
-                inner, getattr(value, inner.name), f"{name}.{inner.name}", supported
+                inner, inner_value, f"{name}.{inner.name}", supported
             )
         ]
     return [name]

@@ -46,6 +46,6 @@ def find_adapters(workers: Iterable[Instance], pass_through_models: Container[st
     return Adapters(models, hidden)
 
 
-def serving(workers: Iterable[Instance], adapter: str) -> tuple[Instance, ...]:
+def serving(workers: tuple[Instance, ...], adapter: str) -> tuple[Instance, ...]:
     """The workers of a model that serve `adapter`; "" is the model itself."""
-    return tuple(worker for worker in workers if not adapter or adapter in worker.loras)
+    return tuple(one for one in workers if adapter in one.loras) if adapter else workers

@@ -235,30 +235,40 @@ class ModelManager(Generic[E]):
 
     def __init__(self) -> None:
         self._tables: dict[Table, dict[str, E]] = {"chat": {}, "completions": {}, "embeddings": {}}
+        # The same by model: each request reads it.
+        self._engines: dict[str, dict[Table, E]] = {}
 
     def has_model_any(self, name: str) -> bool:
-        return any(name in table for table in self._tables.values())
+        return name in self._engines
 
     def add(self, table: Table, name: str, engine: E) -> None:
         """Raises Conflict if the name is taken."""
         if name in self._tables[table]:
             raise Conflict(f"the model {name!r} is in the table of {table} already", field="model")
         self._tables[table][name] = engine
+        self._group()
 
     def remove(self, table: Table, name: str) -> None:
         """Raises NotFound, which the caller may ignore, if the name is not in the table."""
         if self._tables[table].pop(name, None) is None:
             raise NotFound(f"the model {name!r} is not in the table of {table}", field="model")
+        self._group()
+
+    def _group(self) -> None:
+        self._engines = {}
+        for table, engines in self._tables.items():
+            for name, engine in engines.items():
+                self._engines.setdefault(name, {})[table] = engine
 
     def engine(self, name: str, table: Table) -> E | None:
         return self._tables[table].get(name)
 
-    def engines(self, name: str) -> dict[Table, E]:
-        return {t: engines[name] for t, engines in self._tables.items() if name in engines}
+    def engines(self, name: str) -> Mapping[Table, E]:
+        return self._engines.get(name, {})
 
     def names(self) -> tuple[str, ...]:
         """Names in any table, in order of addition (those with chat first)."""
-        return tuple({name: None for table in self._tables.values() for name in table})
+        return tuple(self._engines)
 
 
 @dataclass(slots=True)

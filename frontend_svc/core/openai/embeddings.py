@@ -112,7 +112,7 @@ def check_lengths(request: EmbeddingRequest, counts: Sequence[int], context_leng
 def check_vocabulary(request: EmbeddingRequest, inputs: Sequence[TokenIds], size: int) -> None:
     """Raises InvalidRequest for a token id that is not below `size`."""
     for index, token_ids in enumerate(inputs):
-        largest = int(token_ids.array.max())
+        largest = token_ids.largest
         if largest >= size:
             name = request.input_name(index)
             text = f"token {largest} is not in the vocabulary of {size}"

@@ -123,7 +123,7 @@ def _checked_prompt(
     prompt = TokenIds.of(token_ids)
     if not len(prompt):
         raise InvalidRequest(f"Invalid '{field}': the prompt has no tokens.", field)
-    if vocab_size is not None and int(prompt.array.max()) >= vocab_size:
+    if vocab_size is not None and prompt.largest >= vocab_size:
         index = int(np.argmax(prompt.array >= vocab_size))
         text = f"token {prompt[index]} at position {index} is not in the vocabulary of {vocab_size}"
         raise InvalidRequest(f"Invalid '{field}': {text}.", field)

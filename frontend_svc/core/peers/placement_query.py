@@ -48,17 +48,24 @@ class Query:
         """Returns the query for a longer prompt. The last `count` of `token_ids` are new. New
         tokens no longer count as expected output. Only blocks without a hash are hashed."""
         expected = self.expected_output_tokens
-        prefix_hashes, chain = self.prefix_hashes, self.chain
-        if self.hasher is not None:
-            hashed_tokens = chain.position * self.hasher.block_size
-            hashes, sums = self.hasher.extend(chain, token_ids.array[hashed_tokens:])
-            if len(sums):
-                prefix_hashes += hashes_to_bytes(hashes)
-                chain = ChainState(chain.position + len(sums), int(sums[-1]))
+        new_hashes, chain = next_hashes(self.hasher, self.chain, token_ids)
         return replace(
             self,
             total_tokens=self.total_tokens + count,
             expected_output_tokens=None if expected is None else max(0, expected - count),
-            prefix_hashes=prefix_hashes,
+            prefix_hashes=self.prefix_hashes + new_hashes,
             chain=chain,
         )
+
+
+def next_hashes(
+    hasher: PrefixHasher | None, chain: ChainState, token_ids: TokenIds
+) -> tuple[bytes, ChainState]:
+    """The hashes of the full blocks of a prompt after `chain`, and the state of the chain then.
+    hasher: None: no hashes are added."""
+    if hasher is None:
+        return b"", chain
+    hashes, sums = hasher.extend(chain, token_ids.array[chain.position * hasher.block_size :])
+    if not len(sums):
+        return b"", chain
+    return hashes_to_bytes(hashes), ChainState(chain.position + len(sums), int(sums[-1]))

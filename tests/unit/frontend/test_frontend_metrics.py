@@ -14,6 +14,7 @@ from starlette.routing import Route, Router
 
 from common.errors import Conflict
 from common.registry.instances import Instance, Snapshot
+from common.service.histogram import SingleThreadHistogram, log_buckets
 from frontend_svc.core.openai.errors import ErrorType
 from frontend_svc.http.routes import metrics_route
 from frontend_svc.metrics import families
@@ -31,7 +32,6 @@ from frontend_svc.metrics.families import (
     RequestType,
     Status,
 )
-from frontend_svc.metrics.histogram import SingleThreadHistogram, log_buckets
 
 CHAT = Endpoint.CHAT_COMPLETIONS
 

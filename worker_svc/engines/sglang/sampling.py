@@ -225,7 +225,7 @@ def _check_prompt(request: PreprocessedRequest, properties: EngineProperties) ->
             f"prompt too long: {tokens}/{properties.max_input_tokens - 1} tokens", field="token_ids"
         )
     # SGLang does not check ids; an id out of range crashes its process.
-    largest = int(request.token_ids.array.max())
+    largest = request.token_ids.largest
     if largest >= properties.vocab_size:
         raise InvalidRequest(
             f"token_ids: {largest} is above the largest token id {properties.vocab_size - 1}",

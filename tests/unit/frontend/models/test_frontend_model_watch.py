@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import get_args
 
@@ -102,7 +102,7 @@ class Shell:
     def retry(self) -> list[Action]:
         return self._run(iter(self.state.retry(tuple(self.state.not_ready))))
 
-    def engines(self, name: str) -> dict[Table, str]:
+    def engines(self, name: str) -> Mapping[Table, str]:
         return self.manager.engines(name)
 
     def _run(self, actions: Iterator[Action]) -> list[Action]:
@@ -643,7 +643,7 @@ async def test_pass_through_workers_are_served_with_or_without_a_card() -> None:
     level_by_event = {line["event"]: line["log_level"] for line in logs}
     assert level_by_event["model_without_card"] == "info"
     assert level_by_event["model_added"] == "info"
-    assert [e.name for e in table.pass_through()] == ["talk", "text"]
+    assert [e.name for e in table.pass_through] == ["talk", "text"]
     assert table.engine("talk", "chat").model is None
     assert table.engine("text", "completions").model is None
     for name, other in (("talk", "completions"), ("text", "chat")):
@@ -660,7 +660,7 @@ async def test_a_text_card_passes_both_kinds_through() -> None:
     assert await table.follow(snapshot(worker(1, "m", card.checksum)))
     assert table.engine("m", "chat").model is None
     assert table.engine("m", "completions").model is None
-    assert [e.card for e in table.pass_through()] == [card]
+    assert [e.card for e in table.pass_through] == [card]
 
 
 async def test_a_model_without_workers_is_unavailable_at_first_and_later_unknown() -> None:

@@ -1,4 +1,4 @@
-"""Histograms by model for one writing thread, and their buckets."""
+"""Histograms for one writing thread, and their buckets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def log_buckets(low: float, high: float, count: int) -> tuple[float, ...]:
 
 
 class SingleThreadHistogramChild:
-    """The counts of one model. `observe` costs a bisection and two additions."""
+    """The counts of one value of the label. `observe` costs a bisection and two additions."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -45,20 +45,27 @@ class SingleThreadHistogramChild:
 
 
 class SingleThreadHistogram(Collector):
-    """A histogram by model that one thread writes without locks, once a token. prometheus_client's
-    takes 5 locks and a linear search an observation, and cannot add several equal values at
-    once."""
+    """A histogram that one thread writes without locks, once a token. prometheus_client's takes 5
+    locks and a linear search an observation, and cannot add several equal values at once. label:
+    its name; None: it has no label, and one child, ""."""
 
-    def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        bounds: Sequence[float],
+        label: str | None = "model",
+    ) -> None:
         self._name = name
         self._documentation = documentation
         self._bounds = tuple(float(bound) for bound in bounds)
+        self._labels = () if label is None else (label,)
         self._children: dict[str, SingleThreadHistogramChild] = {}
 
-    def labels(self, model: str) -> SingleThreadHistogramChild:
-        child = self._children.get(model)
+    def labels(self, value: str) -> SingleThreadHistogramChild:
+        child = self._children.get(value)
         if child is None:
-            child = self._children[model] = SingleThreadHistogramChild(self._bounds)
+            child = self._children[value] = SingleThreadHistogramChild(self._bounds)
         return child
 
     def describe(self) -> Iterable[HistogramMetricFamily]:
@@ -67,9 +74,10 @@ class SingleThreadHistogram(Collector):
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = self._family()
-        for model, child in list(self._children.items()):
-            family.add_metric((model,), child.buckets(), child.total)
+        for value, child in list(self._children.items()):
+            values = (value,) if self._labels else ()
+            family.add_metric(values, child.buckets(), child.total)
         yield family
 
     def _family(self) -> HistogramMetricFamily:
-        return HistogramMetricFamily(self._name, self._documentation, labels=("model",))
+        return HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
