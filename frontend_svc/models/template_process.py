@@ -86,19 +86,21 @@ class TemplateProcess:
     ) -> Prompt:
         """See `ChatTemplate.prompt`. Raises TemplateError also if the template exceeds a limit, and
         Unavailable if the process does not respond in time."""
-        request = {
-            "messages": messages,
-            "tools": tools,
-            "template_kwargs": template_kwargs,
-            "add_generation_prompt": add_generation_prompt,
-            "now": now.isoformat(),
-        }
+        request = orjson.dumps(
+            {
+                "messages": messages,
+                "tools": tools,
+                "template_kwargs": template_kwargs,
+                "add_generation_prompt": add_generation_prompt,
+                "now": now.isoformat(),
+            }
+        )
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Json] = loop.create_future()
         if not (self._waiting or self._batch or self._suspects):
             # All prompts of a loop turn in one exchange, so that they also continue in one.
             loop.call_soon(self._render_next)
-        self._waiting.append((orjson.dumps(request), future))
+        self._waiting.append((request, future))
         timer = loop.call_later(RENDER_TIMEOUT_S, _expire, future)
         try:
             reply = await future
@@ -113,11 +115,11 @@ class TemplateProcess:
 
     def _render_next(self) -> None:
         """Sends what waits to the process, as one batch."""
+        self._suspects, self._waiting = _open(self._suspects), _open(self._waiting)
         if self._suspects:
             self._batch = [self._suspects.pop()]
         else:
-            waiting = [one for one in self._waiting if not one[1].done()]
-            self._batch, self._waiting = waiting[:BATCH_MAX], waiting[BATCH_MAX:]
+            self._batch, self._waiting = self._waiting[:BATCH_MAX], self._waiting[BATCH_MAX:]
         if not self._batch:
             return
         if self._process.is_running:
@@ -158,6 +160,11 @@ class TemplateProcess:
             if not future.done():
                 future.set_exception(error)
         self._render_next()
+
+
+def _open(waiting: list[_Waiting]) -> list[_Waiting]:
+    """Those whose requests have not ended."""
+    return [one for one in waiting if not one[1].done()]
 
 
 def _expire(future: asyncio.Future[Json]) -> None:
