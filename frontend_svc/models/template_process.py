@@ -134,7 +134,7 @@ class TemplateProcess:
     async def _restart(self) -> None:
         try:
             await asyncio.to_thread(self._process.start)
-        except TemplateError as error:
+        except Exception as error:  # also of a system without memory for a process
             self._fail_batch(error)
         else:
             self._send_batch()
@@ -154,7 +154,7 @@ class TemplateProcess:
             self._suspects = self._batch
             self._render_next()
 
-    def _fail_batch(self, error: TemplateError) -> None:
+    def _fail_batch(self, error: Exception) -> None:
         batch, self._batch = self._batch, []
         for _, future in batch:
             if not future.done():
@@ -262,7 +262,11 @@ class _Process:
         if not part or self._on_reply is None or size > REPLY_BYTES_MAX:
             self._stop()
         elif len(self._received) >= LENGTH_BYTES + size:
-            reply = orjson.loads(memoryview(self._received)[LENGTH_BYTES:])
+            try:
+                reply = orjson.loads(memoryview(self._received)[LENGTH_BYTES:])
+            except orjson.JSONDecodeError:
+                self._stop()
+                return
             on_reply, self._on_reply = self._on_reply, None
             on_reply(reply)
 

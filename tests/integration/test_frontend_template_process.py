@@ -6,8 +6,10 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -88,6 +90,24 @@ async def test_a_process_that_ended_before_its_first_prompt(template: TemplatePr
     with pytest.raises(TemplateError):
         await prompt(template, "first")
     assert await prompt(template, "second") == "<second>"
+
+
+async def test_a_process_that_cannot_be_started_fails_its_prompts_only(
+    template: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await prompt(template, "first") == "<first>"
+    os.kill(pid_of(template), signal.SIGKILL)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", failing_popen)
+        found = await asyncio.gather(
+            *(prompt(template, one) for one in ("a", "b")), return_exceptions=True
+        )
+        assert all(isinstance(one, OSError | TemplateError) for one in found), found
+    assert await prompt(template, "second") == "<second>"
+
+
+def failing_popen(*_args: object, **_settings: object) -> NoReturn:
+    raise OSError("no memory for a process")
 
 
 async def test_only_the_prompt_that_exceeds_a_limit_fails(template: TemplateProcess) -> None:
