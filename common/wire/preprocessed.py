@@ -119,7 +119,8 @@ def _set_field(message: Message, descriptor: FieldDescriptor, kind: FieldCodec, 
             for key, values in value.items():
                 _append_items(_wrapped_list(getattr(message, name)[key]), item, values)
         case MapCodec():
-            getattr(message, name).update(value)
+            if value:
+                getattr(message, name).update(value)
         case _:
             setattr(message, name, value)
 

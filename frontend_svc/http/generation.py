@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -112,7 +113,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         request = with_headers(parsed.request, read_headers(context.header_pairs))
         context.body, context.uses_alias = request, request.kvmesh is not None
         check_permissions(context.caller, request.nvext, request.priority)
-        return replace(parsed, request=request)
+        return parsed if request is parsed.request else replace(parsed, request=request)
 
     def _is_pass_through(self, model: str) -> bool:
         try:
@@ -195,7 +196,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         info = ResponseInfo(
             context.request_id,
             model.name,
-            _now_s(),
+            int(time.time()),
             choices=len(prompts) * body.choices_per_prompt,
             prompt_tokens=prepared.prompt_tokens,
         )
@@ -473,7 +474,3 @@ def _reject_rank_headers(body: PassThroughRequest) -> None:
         if body.nvext is not None and getattr(body.nvext, field) is not None:
             message = f"requests for {body.model!r} are passed through and take no rank"
             raise InvalidRequest(f"Invalid header '{header}': {message}.", header)
-
-
-def _now_s() -> int:
-    return int(datetime.now(UTC).timestamp())

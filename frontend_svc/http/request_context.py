@@ -145,9 +145,9 @@ class HttpRequest:
     @property
     def final_error(self) -> MeshError | None:
         """The error of the HTTP request, or else of its outcome."""
-        if self.error is None and self.outcome is not None:
-            return self.outcome.error
-        return self.error
+        if self.error is not None or (outcome := self.outcome) is None:
+            return self.error
+        return outcome.error
 
     @property
     def ttft_s(self) -> float | None:
@@ -223,8 +223,8 @@ def log_request(context: HttpRequest, now_s: float) -> None:
                 fields[name] = round(timing[name], 1)
     if len(context.responses) > 1:
         fields["requests"] = len(context.responses)
-    if context.outcome is not None:
-        fields |= _outcome_fields(context.outcome)
+    if (outcome := context.outcome) is not None:
+        fields |= _outcome_fields(outcome)
     if error is not None:
         client_message = anthropic.client_message if context.is_messages else openai.client_message
         message, param = client_message(error, context.names)

@@ -112,6 +112,7 @@ class EngineContext:
         self.stop_reason = reason
         self._stopped = asyncio.Event()
         self._killed = asyncio.Event()
+        self._stop_callbacks: list[Callable[[], None]] = []
 
     @property
     def is_stopped(self) -> bool:
@@ -125,6 +126,14 @@ class EngineContext:
     async def stopped(self) -> None:
         await self._stopped.wait()
 
+    def call_on_stop(self, callback: Callable[[], None]) -> None:
+        """Calls back at the stop; at once if the request was stopped. Costs no task, as waiting for
+        `stopped` beside the output does."""
+        if self.is_stopped:
+            callback()
+        else:
+            self._stop_callbacks.append(callback)
+
     async def killed(self) -> None:
         await self._killed.wait()
 
@@ -133,6 +142,8 @@ class EngineContext:
         if not self.is_stopped:
             self.stop_reason = reason
             self._stopped.set()
+            for callback in self._stop_callbacks:
+                callback()
 
     def kill(self, reason: str = "") -> None:
         """Stops the request and marks its stream as unread."""
@@ -151,6 +162,7 @@ class GenerateContext:
     id: str
     is_stopped: bool
     stopped: Callable[[], Awaitable[None]]
+    call_on_stop: Callable[[Callable[[], None]], None]
 
     def __init__(
         self,

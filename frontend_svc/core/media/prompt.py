@@ -70,6 +70,8 @@ def _media_part(part: ImagePart | AudioUrlPart | InputAudioPart, path: str, role
 def check_media(parts: Sequence[MediaPart], inputs: Mapping[str, MediaInput], model: str) -> None:
     """Raises Unsupported for a kind that the model does not take and for another role than user and
     tool, InvalidRequest for too many."""
+    if not parts:
+        return
     counts: Counter[str] = Counter()
     for part in parts:
         if part.role not in ("user", "tool"):

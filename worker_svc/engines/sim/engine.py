@@ -225,8 +225,7 @@ class SimEngine:
         stream = self._open_stream(request, ctx, constraint, is_embedding=is_embedding)
         outcome = "closed"
         # Takes effect at once, even while the caller does not read the stream.
-        watch = asyncio.ensure_future(ctx.stopped())
-        watch.add_done_callback(lambda _: self._stop_stream(stream))
+        ctx.call_on_stop(lambda: self._stop_stream(stream))
         try:
             while True:
                 if ctx.is_stopped:
@@ -246,7 +245,6 @@ class SimEngine:
                     await stream.wait_for_update()
         finally:
             self._close_stream(stream, outcome)
-            watch.cancel()
 
     async def abort(self, ctx: GenerateContext) -> None:
         """Does nothing: the stop frees the slot, and the blocks after open transfers."""

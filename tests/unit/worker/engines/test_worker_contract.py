@@ -74,6 +74,16 @@ async def test_the_inner_handle_outlives_the_wrapper() -> None:
     await asyncio.wait_for(watching, WAIT_S)
 
 
+def test_a_stop_calls_back_once_also_if_it_came_before() -> None:
+    ctx, calls = GenerateContext(EngineContext("r1")), list[str]()
+    ctx.call_on_stop(lambda: calls.append("before"))
+    assert calls == []
+    ctx.stop_generating()
+    ctx.kill()
+    ctx.call_on_stop(lambda: calls.append("after"))
+    assert calls == ["before", "after"]
+
+
 @pytest.mark.row("S4-04", "S4-05", "S4-06")
 def test_the_first_token_signal_exists_on_decode_only_and_fires_once() -> None:
     signal = asyncio.Event()
