@@ -56,6 +56,8 @@ class Client:
                 raise RuntimeError(f"the response is {received[:500]!r}")
             if not first_at and b"\ndata:" in received:
                 first_at = time.perf_counter()
+        if not first_at:
+            raise RuntimeError(f"no event in {received[:500]!r}")
         return (first_at - started_at) * 1000
 
 

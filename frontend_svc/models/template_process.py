@@ -67,8 +67,9 @@ class TemplateProcess:
         # What the process renders.
         self._batch: list[_Waiting] = []
         # The prompts of a batch whose process was ended. Each is rendered alone, so that only the
-        # one that exceeded a limit fails.
+        # one that exceeded a limit fails: the process may also have ended for another reason.
         self._suspects: list[_Waiting] = []
+        self._is_suspect_rendered = False
         self._restart_task: asyncio.Task[None] | None = None
         loaded = self._process.start()
         self.variables = frozenset[str](loaded["variables"])
@@ -116,6 +117,7 @@ class TemplateProcess:
     def _render_next(self) -> None:
         """Sends what waits to the process, as one batch."""
         self._suspects, self._waiting = _open(self._suspects), _open(self._waiting)
+        self._is_suspect_rendered = bool(self._suspects)
         if self._suspects:
             self._batch = [self._suspects.pop()]
         else:
@@ -128,8 +130,13 @@ class TemplateProcess:
             self._restart_task = asyncio.create_task(self._restart())
 
     def _send_batch(self) -> None:
-        requests = b",".join([request for request, _ in self._batch])
-        self._process.call(frame(b'{"requests":[%b]}' % requests), self._on_reply)
+        try:
+            requests = b",".join([request for request, _ in self._batch])
+            data = frame(b'{"requests":[%b]}' % requests)
+        except Exception as error:  # they are too large together, or for the memory
+            self._fail_batch(error)
+            return
+        self._process.call(data, self._on_reply)
 
     async def _restart(self) -> None:
         try:
@@ -147,7 +154,7 @@ class TemplateProcess:
                 if not future.done():
                     future.set_result(rendered)
             self._render_next()
-        elif len(self._batch) == 1:
+        elif self._is_suspect_rendered:
             text = "it exceeded its limits of time, memory or output and was stopped"
             self._fail_batch(TemplateError(f"chat template: {text}"))
         else:
@@ -246,9 +253,13 @@ class _Process:
         try:
             self._unsent = self._unsent[os.write(self._socket, self._unsent) :]
         except BlockingIOError:
-            pass
-        except OSError:  # `_receive` sees the end, too
+            return
+        except OSError:
+            if self._process is not None:
+                self._process.kill()  # `_receive` sees the end
             self._unsent = memoryview(b"")
+        if not self._unsent:
+            self._unsent = memoryview(b"")  # without the request
 
     def _receive(self) -> None:
         try:
@@ -262,8 +273,9 @@ class _Process:
         if not part or self._on_reply is None or size > REPLY_BYTES_MAX:
             self._stop()
         elif len(self._received) >= LENGTH_BYTES + size:
+            received, self._received = self._received, bytearray()
             try:
-                reply = orjson.loads(memoryview(self._received)[LENGTH_BYTES:])
+                reply = orjson.loads(memoryview(received)[LENGTH_BYTES:])
             except orjson.JSONDecodeError:
                 self._stop()
                 return
@@ -285,11 +297,13 @@ class _Process:
 
     def end(self) -> None:
         """Ends it, if it runs."""
+        # A loop that watches the socket reads its end, and closes it then.
+        is_watched = self._loop is not None and not self._loop.is_closed()
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
-        # A loop that watches the socket reads its end, and closes it then.
-        if self._socket >= 0 and (self._loop is None or self._loop.is_closed()):
-            os.close(self._socket)
-            self._socket = -1
+        if not is_watched:
+            descriptor, self._socket = self._socket, -1
+            if descriptor >= 0:
+                os.close(descriptor)

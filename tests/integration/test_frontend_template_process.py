@@ -87,9 +87,8 @@ async def test_a_process_that_ended_between_prompts_is_started_again(
 async def test_a_process_that_ended_before_its_first_prompt(template: TemplateProcess) -> None:
     pid = pid_of(template)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(TemplateError):
-        await prompt(template, "first")
-    assert await prompt(template, "second") == "<second>"
+    assert await prompt(template, "first") == "<first>"
+    assert pid_of(template) != pid
 
 
 async def test_a_process_that_cannot_be_started_fails_its_prompts_only(
@@ -108,6 +107,20 @@ async def test_a_process_that_cannot_be_started_fails_its_prompts_only(
 
 def failing_popen(*_args: object, **_settings: object) -> NoReturn:
     raise OSError("no memory for a process")
+
+
+async def test_prompts_that_are_too_large_together_fail_and_later_ones_do_not(
+    template: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(template_process, "frame", failing_frame)
+        with pytest.raises(OverflowError):
+            await prompt(template, "first")
+    assert await prompt(template, "second") == "<second>"
+
+
+def failing_frame(_json: bytes) -> NoReturn:
+    raise OverflowError("int too big to convert")
 
 
 async def test_only_the_prompt_that_exceeds_a_limit_fails(template: TemplateProcess) -> None:

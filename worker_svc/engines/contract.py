@@ -147,8 +147,8 @@ class EngineContext:
 
     def kill(self, reason: str = "") -> None:
         """Stops the request and marks its stream as unread."""
-        self.stop_generating(reason)
         self._killed.set()
+        self.stop_generating(reason)
 
 
 class GenerateContext:

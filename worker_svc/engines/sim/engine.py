@@ -224,9 +224,9 @@ class SimEngine:
             constraint = await self._compile(request)
         stream = self._open_stream(request, ctx, constraint, is_embedding=is_embedding)
         outcome = "closed"
-        # Takes effect at once, even while the caller does not read the stream.
-        ctx.call_on_stop(lambda: self._stop_stream(stream))
         try:
+            # Takes effect at once, even while the caller does not read the stream.
+            ctx.call_on_stop(lambda: self._stop_stream(stream))
             while True:
                 if ctx.is_stopped:
                     outcome = "cancelled"
