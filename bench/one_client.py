@@ -24,6 +24,7 @@ from bench.bodies import write_bodies
 from bench.gateway import ISL, MODES, OSL
 from bench.measure import ROOT, machine_lock, print_report
 from bench.stacks import await_response, mesh, worktree
+from replay.report import percentile
 
 BLOCK = 20
 # After a change of the mesh, not measured: the caches of the processors are cold.
@@ -61,10 +62,6 @@ class Client:
         return (first_at - started_at) * 1000
 
 
-def _quantile(values: Sequence[float], q: float) -> float:
-    return sorted(values)[int(len(values) * q)]
-
-
 def compare(ports: Sequence[int], bodies: Sequence[bytes], seconds: float) -> dict[str, object]:
     """ports: of this tree and of the other."""
     clients, body = [Client(port) for port in ports], itertools.cycle(bodies)
@@ -72,18 +69,16 @@ def compare(ports: Sequence[int], bodies: Sequence[bytes], seconds: float) -> di
         for client in clients:
             client.ttft_ms(next(body))
     all_ms: list[list[float]] = [[], []]
-    block_ratios = []
+    block_ratios: list[float] = []
     end_at = time.perf_counter() + seconds
-    for turn in itertools.count():
-        if time.perf_counter() > end_at:
-            break
+    while time.perf_counter() < end_at:
         medians = [0.0, 0.0]
-        for which in (0, 1) if turn % 2 == 0 else (1, 0):
+        for which in (0, 1) if len(block_ratios) % 2 == 0 else (1, 0):
             found = [clients[which].ttft_ms(next(body)) for _ in range(BLOCK_WARM_UP + BLOCK)]
             all_ms[which] += found[BLOCK_WARM_UP:]
             medians[which] = statistics.median(found[BLOCK_WARM_UP:])
         block_ratios.append(medians[0] / medians[1])
-    quantiles = [[_quantile(one, q) for q in QUANTILES] for one in all_ms]
+    quantiles = [[percentile(sorted(one), q) for q in QUANTILES] for one in all_ms]
     return {
         "requests": len(all_ms[0]),
         "ttft_ms": dict(zip(map(str, QUANTILES), (round(q, 3) for q in quantiles[0]), strict=True)),
