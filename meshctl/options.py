@@ -11,12 +11,21 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from common.runtime.config import PREFIX, Port, ServiceConfig, read_config_or_exit, suggest
+from common.runtime.plugins import ENGINES, check_plugin_name
 
 _REGISTRY_FLAGS = ("namespace", "registry", "registry_path", "consul_url")
 _COMMANDS = {
@@ -68,8 +77,9 @@ class UpOptions(ServiceConfig):
     """Number of prefill workers."""
     decode: NonNegativeInt = 0
     """Number of decode workers."""
-    engine: Literal["sim", "echo", "sglang"] = "sim"
-    """Engine of the workers. sglang needs its own environment: make setup-sglang."""
+    engine: Annotated[str, AfterValidator(partial(check_plugin_name, built_in=ENGINES))] = "sim"
+    """Engine of the workers: sim, echo, sglang, or module:factory of your own. sglang needs its own
+    environment: make setup-sglang."""
     model_path: Path | None = None
     """Folder of the model: for sglang a Hugging Face model (unset: a tiny model with random
     output), for sim a folder with sim.json."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Annotated, Literal
@@ -17,6 +16,7 @@ from pydantic import (
 )
 
 from common.runtime.config import ConfigError, ServiceConfig, Share
+from common.runtime.plugins import check_plugin_name, import_factory
 from router_svc.core.admission import NO_QUEUE, QueuePolicy, QueueSettings
 from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
@@ -59,20 +59,9 @@ def load_selector(name: str) -> WorkerSelector:
 
 def _selector_factory(name: str) -> Callable[[], WorkerSelector]:
     """Raises ValueError if the name has no factory."""
-    if name in SELECTORS:
-        return SELECTORS[name]
-    module_name, colon, factory_name = name.partition(":")
-    if not (module_name and colon and factory_name):
-        raise ValueError(f"must be one of {', '.join(SELECTORS)}, or module:factory")
-    try:
-        factory: Callable[[], WorkerSelector]
-        factory = getattr(importlib.import_module(module_name), factory_name)
-    except Exception as error:
-        # Importing runs foreign code, which may raise anything.
-        raise ValueError(f"cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(factory):
-        raise ValueError("is not callable; it must return a WorkerSelector")
-    return factory
+    if factory := SELECTORS.get(check_plugin_name(name, SELECTORS)):
+        return factory
+    return import_factory(name, "a WorkerSelector")
 
 
 def _validate_ttl(value: float) -> float:

@@ -17,6 +17,7 @@ from common.registry.card import ModelCard
 from common.registry.instances import UNSUPPORTED_OPTIONS_META_KEY, Instance
 from common.registry.registry import Registry
 from common.request.preprocessed import unsupported_options
+from common.runtime.plugins import ENGINES
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from kvmesh.engine.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
@@ -64,7 +65,8 @@ class WorkerApp(ServiceApp[WorkerConfig]):
     ) -> None:
         super().__init__("worker", config, instance_id=instance_id, registry=registry)
         self.engine = build_engine(config) if engine is None else engine
-        self._engine_name = config.engine if engine is None else type(engine).__name__
+        is_built_in = engine is None and config.engine in ENGINES
+        self._engine_name = config.engine if is_built_in else type(self.engine).__name__
         self.runner = Runner(self.engine, max_requests=config.requests_max, role=config.role)
         self._attach = AttachServer(self.instance_id, self.runner)
         self._engine_started = False

@@ -7,12 +7,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from common.errors import InvalidRequest
 from common.runtime.config import Names, Port, ServiceConfig
+from common.runtime.plugins import ENGINES, check_plugin_name, import_factory
 from worker_svc.card import find_missing_files, served_model_type
 from worker_svc.engines.sglang.server_args import resolve_page_size
+
+
+def _validate_engine(name: str) -> str:
+    if check_plugin_name(name, ENGINES) not in ENGINES:
+        import_factory(name, "an LLMEngine")
+    return name
 
 
 class WorkerConfig(ServiceConfig):
@@ -21,8 +28,9 @@ class WorkerConfig(ServiceConfig):
     stable_name: str = ""
     """Name that survives restarts, one per replica: the mesh only uses the newest instance of a
     name. Empty: none."""
-    engine: Literal["sim", "echo", "sglang"] = "sim"
-    """sglang is the real engine; sim needs no GPU; echo repeats the prompt."""
+    engine: Annotated[str, AfterValidator(_validate_engine)] = "sim"
+    """sglang is the real engine; sim needs no GPU; echo repeats the prompt. module:factory is an
+    engine of your own: the factory receives this configuration."""
     role: Literal["aggregated", "prefill", "decode"] = "aggregated"
     """prefill and decode workers share a request. The echo engine supports aggregated only."""
     handoff: Literal["bootstrap", "completed"] = "bootstrap"
@@ -95,9 +103,10 @@ class WorkerConfig(ServiceConfig):
     taints: Names = ()
     """Marks that routing constraints match, such as zone=a."""
     loras: Names = ()
-    """Adapters of the sim."""
+    """Adapters of the sim, or of an engine of your own."""
     engine_args: str = ""
-    """Further arguments of SGLang as a JSON object: {"tp_size": 2}."""
+    """Further arguments of SGLang as a JSON object: {"tp_size": 2}. An engine of your own gets the
+    text."""
 
     @property
     def default_model_name(self) -> str:
@@ -124,11 +133,11 @@ class WorkerConfig(ServiceConfig):
             found.append("max_num_seqs: must be at most --max-num-batched-tokens")
         if self.step_limit_max_s < self.step_limit_s:
             found.append("step_limit_max_s: must be at least --step-limit-s")
-        if self.loras and self.engine != "sim":
+        if self.loras and self.engine in ("echo", "sglang"):
             found.append(f"loras: the {self.engine} engine has no such setting")
         if self.engine == "sglang":
             found += self._sglang_problems()
-        elif self.engine_args:
+        elif self.engine_args and self.engine in ENGINES:
             found.append(f"engine_args: the {self.engine} engine takes none")
         return found
 

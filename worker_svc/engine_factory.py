@@ -6,6 +6,8 @@ import json
 import time
 from pathlib import Path
 
+from common.runtime.config import ConfigError
+from common.runtime.plugins import ENGINES, import_factory
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import LLMEngine
 from worker_svc.engines.echo import EchoConfig, EchoEngine
@@ -15,10 +17,31 @@ from worker_svc.engines.sim.timing import Timing
 
 
 def build_engine(config: WorkerConfig) -> LLMEngine:
+    """Returns the engine, not started. Raises ConfigError if a factory of another package fails."""
+    if config.engine not in ENGINES:
+        return _build_imported_engine(config)
     if config.engine == "echo":
         return EchoEngine(EchoConfig(model=config.default_model_name))
     if config.engine == "sglang":
         return _build_sglang_engine(config)
+    return _build_sim_engine(config)
+
+
+def _build_imported_engine(config: WorkerConfig) -> LLMEngine:
+    try:
+        engine = import_factory(config.engine, "an LLMEngine")(config)
+    except Exception as error:
+        # The factory is foreign code and may raise anything.
+        problem = f"--engine: {config.engine!r} failed: {type(error).__name__}: {error}"
+        raise ConfigError([problem]) from error
+    if not isinstance(engine, LLMEngine):
+        needed = "start, generate, abort, drain, cleanup and loads"
+        problem = f"--engine: {config.engine!r} returned no LLMEngine: it needs {needed}"
+        raise ConfigError([problem])
+    return engine
+
+
+def _build_sim_engine(config: WorkerConfig) -> LLMEngine:
     return SimEngine(
         SimConfig(
             model=config.default_model_name,
@@ -76,6 +99,7 @@ def _build_sglang_engine(config: WorkerConfig) -> LLMEngine:
 
 
 def resolve_model_dir(config: WorkerConfig) -> Path:
+    """Returns the folder with tokenizer.json and tokenizer_config.json."""
     if config.model_path is not None:
         return config.model_path
     if config.engine == "sglang":

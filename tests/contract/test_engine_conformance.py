@@ -564,15 +564,16 @@ def test_arguments_become_the_fields_of_a_configuration() -> None:
     assert engine.config.handoff.role == "decode"
 
 
-async def test_the_documented_engine_serves_as_a_worker() -> None:
-    serving = loaded_serving()
-    assert callable(serving.main)
-    config = WorkerConfig(registry="memory")
+async def test_the_documented_engine_serves_as_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "counter_of_the_page.py").write_text("\n\n".join(blocks()))
+    monkeypatch.syspath_prepend(tmp_path)
+    config = WorkerConfig(registry="memory", engine="counter_of_the_page:make", context_length=8)
     app = WorkerApp(
         config,
         instance_id=new_instance_id(Random(1)),
         registry=MemoryRegistry(MemoryStore()),
-        engine=Counter(),
     )
     async with living(app, registered=False):
         request = PreprocessedRequest(
@@ -583,12 +584,4 @@ async def test_the_documented_engine_serves_as_a_worker() -> None:
         terminal = await app.runner.run(key, lambda one: tokens.extend(one.token_ids))
         assert tokens == [8, 9, 10]
         assert terminal.finish_reason is FinishReason.LENGTH
-
-
-def loaded_serving() -> ModuleType:
-    """The documented worker, which imports the documented engine by its name."""
-    sys.modules["counter"] = loaded("counter", blocks()[0])
-    try:
-        return loaded("counter_worker", blocks()[1])
-    finally:
-        del sys.modules["counter"]
+    sys.modules.pop("counter_of_the_page")

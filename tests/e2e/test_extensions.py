@@ -302,6 +302,7 @@ def test_extra_args_reach_an_engine_that_declares_them(
         assert response.status_code == 200, response.text
         return str(response.json()["choices"][0]["text"])
 
-    with start(workers=1, worker_module="tests.e2e.extra_args_worker") as mesh:
+    engine = "--engine=tests.e2e.extra_args_engine:make"
+    with start(workers=1, worker_flags=[engine]) as mesh:
         assert text(mesh) == ORACLE.decode(prompt)
         assert text(mesh, nvext={"extra_args": {"reverse": True}}) == ORACLE.decode(prompt[::-1])

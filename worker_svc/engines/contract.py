@@ -254,6 +254,7 @@ class chunk:
         return LLMEngineOutput(finish_reason=FinishReason.ERROR, error=message)
 
 
+@runtime_checkable
 class LLMEngine(Protocol):
     """An inference engine. All methods may be called while `generate` runs."""
 

@@ -306,7 +306,7 @@ async def test_a_stopped_pass_through_ends_without_an_openai_end(engine: EchoEng
 
 @pytest.mark.parametrize("engine", ["echo", "sglang"])
 def test_adapters_are_rejected_by_name_for_engines_that_cannot_load_them(engine: str) -> None:
-    config = WorkerConfig(engine=engine, loras=("french",))  # type: ignore[arg-type]
+    config = WorkerConfig(engine=engine, loras=("french",))
     problems = [one for one in config.problems() if one.startswith("loras:")]
     assert len(problems) == 1
     assert engine in problems[0]

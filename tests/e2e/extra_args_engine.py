@@ -1,7 +1,7 @@
-"""A worker with an engine that declares `extra_args`: with `{"reverse": true}` it returns the
-prompt's tokens in reverse order, else in order.
+"""An engine that declares `extra_args`: with `{"reverse": true}` it returns the prompt's tokens in
+reverse order, else in order.
 
-    python -m tests.e2e.extra_args_worker FLAGS...
+    python -m worker_svc --engine tests.e2e.extra_args_engine:make FLAGS...
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from common.request.preprocessed import TokenIds
-from common.service.base import main
-from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import (
     EngineConfig,
@@ -40,10 +38,5 @@ class ReversingEngine(EchoEngine):
             yield output
 
 
-def build(config: WorkerConfig, *, instance_id: int) -> WorkerApp:
-    engine = ReversingEngine(EchoConfig(model=config.default_model_name))
-    return WorkerApp(config, instance_id=instance_id, engine=engine)
-
-
-if __name__ == "__main__":
-    main("worker", WorkerConfig, build)
+def make(config: WorkerConfig) -> ReversingEngine:
+    return ReversingEngine(EchoConfig(model=config.default_model_name))
