@@ -57,7 +57,7 @@ lint: $(VENV)/.dev ## Style, language, import rules, proto lint
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint protos
-	$(BIN)/python tools/style.py
+	$(BIN)/python -m tools.style
 
 types: $(VENV)/.dev ## mypy, strict
 	$(BIN)/mypy

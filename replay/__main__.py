@@ -80,11 +80,34 @@ def build_parser() -> argparse.ArgumentParser:
         "Routers, index and KV caches are those of the mesh; the engine is the sim engine.",
         allow_abbrev=False,
     )
-    count, seconds = _bounded(int, 1), _bounded(float, 0.0)
+    _add_trace_arguments(parser)
+    _add_fleet_arguments(parser)
+    parser.add_argument("--seed", type=_bounded(int, 0), default=1, help="of random choices")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write plots; needs matplotlib")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     generators = ", ".join(GENERATORS)
     parser.add_argument(
         "trace", help=f".jsonl (Mooncake, --request-trace) or .csv (Azure) file, or {generators}"
     )
+    parser.add_argument(
+        "--speed", type=_bounded(float, 1e-3), default=1.0, help="multiple of the arrival rate"
+    )
+    parser.add_argument(
+        "--requests", type=_bounded(int, 1), help="first requests to use (default: all)"
+    )
+    parser.add_argument(
+        "--keep-batches",
+        action="store_true",
+        help="keep equal arrival times; else they are spread until the next one",
+    )
+
+
+def _add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
+    count, seconds = _bounded(int, 1), _bounded(float, 0.0)
     parser.add_argument(
         "--policies", type=_policies, default=DEFAULT_POLICIES, help=", ".join(POLICIES)
     )
@@ -131,19 +154,6 @@ def build_parser() -> argparse.ArgumentParser:
         default=5.0,
         help="delay of bookings and prompts between routers",
     )
-    parser.add_argument(
-        "--speed", type=_bounded(float, 1e-3), default=1.0, help="multiple of the arrival rate"
-    )
-    parser.add_argument("--requests", type=count, help="first requests to use (default: all)")
-    parser.add_argument(
-        "--keep-batches",
-        action="store_true",
-        help="keep equal arrival times; else they are spread until the next one",
-    )
-    parser.add_argument("--seed", type=_bounded(int, 0), default=1, help="of random choices")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write plots; needs matplotlib")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
 
 
 @dataclass(slots=True)
