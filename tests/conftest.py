@@ -12,6 +12,8 @@ import pytest
 from tests.row_report import RowReport
 from tests.service_traffic import ServiceTraffic
 
+# Asserts of the kit show their values, as those of test files.
+pytest.register_assert_rewrite("tests.kit")
 ROW = re.compile(r"\bS[0-4]-\d{2,3}\b")
 ROWS_A_TEST_MAX = 5
 # Tests of real processes and sockets depend on a shared machine. One that fails runs up to

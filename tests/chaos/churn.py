@@ -35,7 +35,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.runtime.tasks import TaskGroup
 from tests.chaos.worker_host import WORKERS_PER_HOST
-from tests.e2e.mesh import MODEL, Mesh, Oracle, Service
+from tests.kit.oracle import Oracle
+from tests.kit.processes import MODEL, Mesh, Service
 
 CLIENTS = 8
 PREFIX_GROUPS = 60

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.e2e.mesh import MODEL
+from tests.kit.processes import MODEL
 
 _EVENT = b"data: {"
 _DONE = "data: [DONE]"

@@ -24,8 +24,9 @@ from tests.chaos.cases import Case
 from tests.chaos.client import Reply, fetch
 from tests.chaos.cut_worker import CUT, MEND
 from tests.chaos.frozen_worker import FREEZE, THAW
-from tests.e2e.mesh import Mesh, Oracle, Service
-from tests.living import until
+from tests.kit.oracle import Oracle
+from tests.kit.processes import Mesh, Service
+from tests.kit.waiting import until
 
 FRESH_EVERY_S = 0.05
 FRESH_TOKENS = 8

@@ -34,7 +34,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.measure import cpu_s, rss_mb
 from common.runtime.tasks import TaskGroup
 from tests.chaos.churn import WORKER_FLAGS, WORKER_MODULE, body_of
-from tests.e2e.mesh import Mesh, Service
+from tests.kit.processes import Mesh, Service
 
 RATE = 200
 # Services that are measured; workers only fill the machine.

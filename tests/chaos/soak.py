@@ -34,8 +34,9 @@ import httpx
 
 from tests.chaos.client import Reply, connect, fetch
 from tests.chaos.storm import REST_S, find_leftovers
-from tests.e2e.mesh import Mesh, Oracle, Service
-from tests.living import until
+from tests.kit.oracle import Oracle
+from tests.kit.processes import Mesh, Service
+from tests.kit.waiting import until
 
 CLIENTS = 16
 CANCELLED_SHARE = 0.2

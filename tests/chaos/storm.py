@@ -34,8 +34,8 @@ from common.wire.preprocessed import to_proto
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from tests.chaos.cases import AGGREGATED, DISAGGREGATED, Shape
 from tests.chaos.client import HttpCall, Reply, connect, content_of, fetch
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Service
-from tests.living import until
+from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.waiting import WAIT_S, until
 
 CONCURRENCY = 64
 REST_S = 15.0

@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from frontend_svc.core.peers.hit_drift import REQUESTS_MIN
 from tests.chaos.client import Reply, fetch
-from tests.e2e.mesh import Mesh, wait_for
+from tests.kit.processes import Mesh
+from tests.kit.waiting import wait_for
 
 CLIENTS = 32
 TURNS = 6

@@ -10,7 +10,7 @@ from tests.chaos.cases import DEATH_PAUSE_S, Case, all_cases
 from tests.chaos.client import Reply, content_of
 from tests.chaos.drive import Observations, report, run_case
 from tests.chaos.storm import storm
-from tests.e2e.mesh import Oracle
+from tests.kit.oracle import Oracle
 
 CASE = next(case for case in all_cases() if case.name == "agg/kill-decode")
 

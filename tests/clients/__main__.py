@@ -22,7 +22,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.mesh import Mesh
+from tests.kit.processes import Mesh
 
 FOLDER = Path(__file__).parent
 LOGS = Path(".run") / "clients"

@@ -23,7 +23,7 @@ from common.request.preprocessed import (
     TokenIds,
 )
 from common.request.token_stream import LegRequest
-from tests.living import living
+from tests.kit.apps import living
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.conformance.__main__ import load_engine_factory, main

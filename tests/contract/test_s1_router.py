@@ -51,7 +51,8 @@ from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
 from router_svc.core.types import Placement
 from router_svc.tracing import SPANS, DecisionSpans
-from tests.living import WAIT_S, end, living, until
+from tests.kit.apps import end, living
+from tests.kit.waiting import WAIT_S, until
 
 NS = "default"
 FRONTEND = 77

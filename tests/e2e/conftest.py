@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from meshctl.commands.demo import SpanReceiver, run_span_receiver
-from tests.e2e.mesh import HAS_FAILED, Mesh, logs_on_failure
+from tests.kit.logs import HAS_FAILED, logs_on_failure
+from tests.kit.processes import Mesh
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,7 +8,9 @@ from typing import Any
 
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from meshctl.commands.demo import ReceivedSpan, SpanReceiver
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, wait_for
+from tests.kit.oracle import Oracle
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import WAIT_S, wait_for
 
 ORACLE = Oracle()
 BLOCK = 16

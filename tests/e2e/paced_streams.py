@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import WAIT_S, wait_for
 
 STREAMS = 16
 # Between two tokens of a paced stream, in seconds: usually 0.03.

@@ -41,7 +41,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.measure import print_report
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
-from tests.e2e.mesh import MODEL, PARENT_GUARD, WAIT_S, Mesh, Service
+from tests.kit.processes import MODEL, PARENT_GUARD, Mesh, Service
+from tests.kit.waiting import WAIT_S
 
 LONG_TIMEOUT_S = 60.0
 POLL_S = 0.01

@@ -24,7 +24,9 @@ from common.errors import (
 from kvmesh.engine.v1 import admin_pb2 as pb
 from kvmesh.engine.v1 import admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, Service, mesh_error, wait_for
+from tests.kit.oracle import Oracle
+from tests.kit.processes import MODEL, Mesh, Service, mesh_error
+from tests.kit.waiting import WAIT_S, wait_for
 from worker_svc.engines.sim.config import SIM_MODEL_DIR, load_sim_model
 from worker_svc.engines.sim.token_oracle import TokenOracle
 

@@ -10,7 +10,8 @@ import grpc
 import pytest
 
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
-from tests.e2e.mesh import WAIT_S, Mesh, Service, wait_for
+from tests.kit.processes import Mesh, Service
+from tests.kit.waiting import WAIT_S, wait_for
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs far away from all of them "
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, logs_on_failure
+from tests.kit.logs import logs_on_failure
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import WAIT_S
 
 CHAT_COMPLETIONS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HUGE = 10**400

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.mesh import MODEL, Mesh, Service, wait_for
+from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 

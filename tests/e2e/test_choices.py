@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 

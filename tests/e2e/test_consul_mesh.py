@@ -11,7 +11,10 @@ import httpx
 import pytest
 
 from tests.contract.consul_agent import ConsulAgent, running_agent
-from tests.e2e.mesh import MODEL, Mesh, Oracle, logs_on_failure, wait_for
+from tests.kit.logs import logs_on_failure
+from tests.kit.oracle import Oracle
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 

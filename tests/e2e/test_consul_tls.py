@@ -16,9 +16,10 @@ import httpx
 import pytest
 
 from common.runtime.free_ports import free_ports
-from tests.certificates import Authority
 from tests.contract.consul_agent import PORTS, consul_binary
-from tests.e2e.mesh import ROOT, Mesh, Service, wait_for
+from tests.kit.certificates import Authority
+from tests.kit.processes import ROOT, Mesh, Service
+from tests.kit.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.e2e.mesh import MODEL, Mesh, Oracle, wait_for
+from tests.kit.oracle import Oracle
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import wait_for
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,8 @@ from http.client import HTTPConnection
 
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import WAIT_S, wait_for
 
 FREE_TIMEOUT_S = 0.25
 CLIENT_COUNT = 50

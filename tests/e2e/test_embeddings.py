@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from common.request.embedding import Vector
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, Service, wait_for
-from tests.e2e.sdk import open_sdk_client
+from tests.kit.oracle import Oracle
+from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.sdk import open_sdk_client
+from tests.kit.waiting import WAIT_S, wait_for
 from worker_svc.engines.sim.config import SIM_MODEL_DIR, load_sim_model
 from worker_svc.engines.sim.token_oracle import TokenOracle
 

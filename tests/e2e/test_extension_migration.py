@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.e2e.extensions import NUMBERS, ORACLE, Json, explain, unique_prompt
-from tests.e2e.mesh import MODEL, Mesh, Service
+from tests.kit.processes import MODEL, Mesh, Service
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,8 @@ from tests.e2e.extensions import (
     terms,
     unique_prompt,
 )
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 

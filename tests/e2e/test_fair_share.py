@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from meshctl.commands.keys import keys as meshctl_keys
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 

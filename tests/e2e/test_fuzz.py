@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.mesh import Mesh
 from tests.fuzz.__main__ import Fuzz
+from tests.kit.processes import Mesh
 
 pytestmark = pytest.mark.slow
 BODIES = 2_000

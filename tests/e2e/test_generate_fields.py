@@ -19,7 +19,9 @@ from common.errors import MeshError
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
-from tests.e2e.mesh import WAIT_S, Oracle, Service, mesh_error
+from tests.kit.oracle import Oracle
+from tests.kit.processes import Service, mesh_error
+from tests.kit.waiting import WAIT_S
 
 PROMPT = [5, 6, 7]
 OUTPUT = Oracle().tokens(PROMPT, 4)

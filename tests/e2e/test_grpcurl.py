@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, Service, wait_for
+from tests.kit.oracle import Oracle
+from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.waiting import WAIT_S, wait_for
 
 # Scripts of an environment are in the folder of its python.
 GRPCURL = Path(sys.executable).with_name("grpcurl")

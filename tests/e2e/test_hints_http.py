@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import WAIT_S, wait_for
 
 # Slow enough for overtaking; the steps are too short to look like a hang.
 WORKER_FLAGS = ["--prefill-tokens-per-s=500", "--max-num-batched-tokens=64", "--max-num-seqs=16"]

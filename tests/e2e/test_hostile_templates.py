@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
 from tests.e2e.paced_streams import GAP_MAX_S, paced_streams, post_beside
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import WAIT_S, wait_for
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
 pytestmark = pytest.mark.slow

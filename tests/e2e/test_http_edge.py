@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from frontend_svc.http.bounded_protocol import HEAD_BYTES_MAX, HEADERS_MAX, BoundedProtocol
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 

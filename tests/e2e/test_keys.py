@@ -22,7 +22,8 @@ import pytest
 from common.api_keys import Scope
 from meshctl.commands.keys import VARIABLE
 from meshctl.commands.keys import keys as meshctl_keys
-from tests.e2e.mesh import MODEL, ROOT, WAIT_S, Mesh, wait_for
+from tests.kit.processes import MODEL, ROOT, Mesh
+from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,8 @@ import pytest
 
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import WAIT_S, wait_for
 from worker_svc.engines.sim.timing import Timing
 
 SPEEDUP = 0.5

@@ -10,8 +10,8 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from tests.e2e.mesh import MODEL, Mesh
 from tests.e2e.test_choices import events, post
+from tests.kit.processes import MODEL, Mesh
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TESTS = """
 import pytest
-from tests.e2e.mesh import logs_on_failure
+from tests.kit.logs import logs_on_failure
 
 class Mesh:
     def logs(self): return "the log of the router"

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.mesh import Mesh, Oracle, wait_for
+from tests.kit.oracle import Oracle
+from tests.kit.processes import Mesh
+from tests.kit.waiting import wait_for
 
 PREFILL_TOKENS_PER_S = 1000
 STEPS_S = (0.1, 2.0, 5.0, 20.0)

@@ -15,8 +15,9 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from tests.e2e.mesh import MODEL, Mesh, Service, wait_for
-from tests.e2e.sdk import open_sdk_client
+from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.sdk import open_sdk_client
+from tests.kit.waiting import wait_for
 from worker_svc.engines.sim.config import SIM_MODEL_DIR, load_sim_model
 from worker_svc.engines.sim.token_oracle import TokenOracle
 

@@ -14,7 +14,8 @@ import jsonschema
 import pytest
 from anthropic.types import Message, ToolUseBlock
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import WAIT_S, wait_for
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
 pytestmark = pytest.mark.slow

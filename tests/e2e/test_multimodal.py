@@ -16,7 +16,9 @@ import pytest
 from common.request.media import MediaHashes, content_hash, with_media
 from common.request.preprocessed import TokenIds
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, Service, wait_for
+from tests.kit.oracle import Oracle
+from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.waiting import WAIT_S, wait_for
 from worker_svc.engines.sim.config import SimModel, load_sim_model
 from worker_svc.engines.sim.make_model import write_model
 

@@ -10,8 +10,11 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from tests.e2e.mesh import MODEL, WAIT_S, ExpectedResponse, Mesh, Oracle, logs_on_failure
-from tests.e2e.sdk import open_sdk_client
+from tests.kit.logs import logs_on_failure
+from tests.kit.oracle import ExpectedResponse, Oracle
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.sdk import open_sdk_client
+from tests.kit.waiting import WAIT_S
 
 MULTI_BYTE = "naïve café, 日本語のテキスト 🎉👩‍👩‍👧 שלום \U0001f9ff and back"
 

@@ -13,7 +13,9 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from tests.e2e.mesh import MODEL, Mesh, Oracle, wait_for
+from tests.kit.oracle import Oracle
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import wait_for
 from worker_svc.engines.sim.config import SIM_MODEL_DIR, load_sim_model
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.mesh import Mesh, wait_for
+from tests.kit.processes import Mesh
+from tests.kit.waiting import wait_for
 
 SPEEDUP_FLAG = "--speedup=20"
 

@@ -11,7 +11,9 @@ import pytest
 from common.kv.hashing import compute_block_hash_for_seq, compute_seq_hashes
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle
+from tests.kit.oracle import Oracle
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Service, wait_for
+from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 

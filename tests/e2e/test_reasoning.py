@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.mesh import MODEL, Mesh
-from tests.e2e.sdk import open_sdk_client
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.sdk import open_sdk_client
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,8 @@ import pytest
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
 from replay.trace import load_trace
-from tests.e2e.mesh import MODEL, ROOT, WAIT_S, Mesh, wait_for
+from tests.kit.processes import MODEL, ROOT, Mesh
+from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 

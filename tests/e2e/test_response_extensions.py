@@ -27,8 +27,9 @@ from tests.e2e.extensions import (
     unique_prompt,
     worker_spans,
 )
-from tests.e2e.mesh import MODEL, Mesh, wait_for
-from tests.e2e.sdk import open_sdk_client
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.sdk import open_sdk_client
+from tests.kit.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Service, wait_for
-from tests.e2e.sdk import open_sdk_client
+from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.sdk import open_sdk_client
+from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 

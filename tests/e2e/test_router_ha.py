@@ -15,7 +15,6 @@ import httpx
 import pytest
 
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
-from tests.e2e.mesh import WAIT_S, Mesh, Oracle, Service
 from tests.e2e.router_kills import (
     LONG_TIMEOUT_S,
     TARGET_S,
@@ -28,6 +27,9 @@ from tests.e2e.router_kills import (
     now,
     wait_until,
 )
+from tests.kit.oracle import Oracle
+from tests.kit.processes import Mesh, Service
+from tests.kit.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh
+from tests.kit.processes import MODEL, Mesh
+from tests.kit.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 

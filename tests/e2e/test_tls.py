@@ -22,8 +22,9 @@ from common.runtime.certificates import CertificateFiles
 from frontend_svc.http import server
 from frontend_svc.http.asgi import Receive, Scope, Send
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
-from tests.certificates import Authority
-from tests.e2e.mesh import Mesh, Service, wait_for
+from tests.kit.certificates import Authority
+from tests.kit.processes import Mesh, Service
+from tests.kit.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.mesh import MODEL, Mesh, Oracle
+from tests.kit.oracle import Oracle
+from tests.kit.processes import MODEL, Mesh
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ import jsonschema
 import openai
 import pytest
 
-from tests.e2e.mesh import MODEL, Mesh, Service
-from tests.e2e.sdk import open_sdk_client
+from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.sdk import open_sdk_client
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
 pytestmark = pytest.mark.slow

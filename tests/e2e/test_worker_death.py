@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from tests.chaos.client import body_of
-from tests.e2e.mesh import WAIT_S, Mesh, Oracle, Service
-from tests.living import until
+from tests.kit.oracle import Oracle
+from tests.kit.processes import Mesh, Service
+from tests.kit.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from tests.chaos.client import Reply, body_of, connect, fetch
-from tests.e2e.mesh import WAIT_S, Mesh, Oracle
-from tests.living import until
+from tests.kit.oracle import Oracle
+from tests.kit.processes import Mesh
+from tests.kit.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.slow
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.mesh import Mesh, Service
 from tests.fuzz.bodies import BODIES, MODEL, mutate
+from tests.kit.processes import Mesh, Service
 
 CONCURRENCY = 24
 TIMEOUT_S = 60.0

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.e2e.mesh import Mesh
+from tests.kit.processes import Mesh
 
 CHECKS = (
     "not_a_server_error",

@@ -6,7 +6,7 @@ import pytest
 
 from common.rpc import channel as rpc
 from common.runtime.config import ServiceConfig
-from tests.certificates import Authority
+from tests.kit.certificates import Authority
 
 
 @pytest.fixture(scope="module")

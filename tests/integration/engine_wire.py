@@ -28,7 +28,8 @@ from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 from kvmesh.indexer.v1 import indexer_pb2 as pb
 from kvmesh.indexer.v1 import indexer_pb2_grpc
-from tests.living import WAIT_S, living, until
+from tests.kit.apps import living
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import EngineConfig

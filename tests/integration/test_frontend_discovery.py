@@ -16,15 +16,10 @@ from structlog.testing import capture_logs
 from common.registry.file import FileRegistry
 from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore
-from tests.integration.mesh_bed import (
-    NS,
-    RecordingEngine,
-    eventually,
-    pass_through,
-    registration,
-    serving,
-)
-from tests.living import living
+from tests.kit.apps import living
+from tests.kit.engines import RecordingEngine
+from tests.kit.local_mesh import NS, local_mesh, pass_through, registration
+from tests.kit.waiting import until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 
@@ -52,7 +47,7 @@ async def logged(logs: Logs, event: str, count: int = 1) -> Logs:
     async def is_logged() -> bool:
         return len(of(logs, event)) >= count
 
-    await eventually(is_logged, f"{count} lines {event}")
+    await until(is_logged, f"{count} lines {event}")
     return of(logs, event)
 
 
@@ -67,7 +62,7 @@ async def test_the_entry_of_a_worker_is_json_and_names_the_model_that_clients_re
         return FileRegistry(tmp_path / "registry")
 
     async with (
-        serving(connect) as bed,
+        local_mesh(connect) as bed,
         bed.router(),
         bed.worker(RecordingEngine(), model_name="Qwen/A") as app,
     ):
@@ -89,7 +84,7 @@ async def test_the_entry_of_a_worker_is_json_and_names_the_model_that_clients_re
 
 async def check_key(logs: Logs, namespace: str, number: int, key: str) -> None:
     entry = replace(registration(number, meta=UNKNOWN_TYPE), namespace=namespace)
-    async with serving(namespace=namespace) as bed, bed.joined(entry):
+    async with local_mesh(namespace=namespace) as bed, bed.joined(entry):
         (line,) = await logged(logs, "model_event_rejected")
         assert line["key"] == key
         assert await bed.models() == []
@@ -116,7 +111,7 @@ async def test_the_key_is_in_lower_case_with_the_id_in_hex(
 
 @pytest.mark.row("S0-21")
 async def test_keys_differ_between_instances_but_not_between_registrations(logs: Logs) -> None:
-    async with serving() as bed:
+    async with local_mesh() as bed:
         numbers = (1, 2, 1)
         for number in numbers:
             before = len(of(logs, "model_event_rejected"))
@@ -133,7 +128,7 @@ async def test_keys_differ_between_instances_but_not_between_registrations(logs:
 @pytest.mark.row("S0-04", "S0-26", "S0-28")
 async def test_an_unknown_model_type_is_an_error_of_that_entry_only(logs: Logs) -> None:
     entry = registration(9, "bad", meta=UNKNOWN_TYPE)
-    async with serving() as bed, bed.joined(entry):
+    async with local_mesh() as bed, bed.joined(entry):
         (line,) = await logged(logs, "model_event_rejected")
         assert (line["log_level"], line["value"]) == ("error", entry.to_json().decode())
         assert "Realtime" in line["error"]
@@ -157,7 +152,7 @@ async def test_an_unreadable_entry_is_logged_with_its_text_and_the_next_is_serve
     await owner.register(registration(9))
     (file,) = (tmp_path / "registry" / NS / "instances").glob(f"*{9:016x}*")
     file.write_bytes(raw)  # In place, so that the lock stays on the file.
-    async with serving(connect) as bed:
+    async with local_mesh(connect) as bed:
         lines = await logged(logs, "registry_entry_unreadable")
         assert (lines[0]["path"], lines[0]["value"]) == (file.name, shown)
         async with bed.worker(RecordingEngine()):
@@ -178,16 +173,16 @@ async def test_an_entry_without_a_stored_card_is_kept_and_served_once_it_is_stor
         return MemoryRegistry(store)
 
     # A worker whose card is taken from the store.
-    async with serving(connect) as bed, bed.worker(RecordingEngine()) as app:
+    async with local_mesh(connect) as bed, bed.worker(RecordingEngine()) as app:
         checksum = app._instance().card_checksum
         card = store.cards.pop(checksum)
-        async with serving(connect) as other:
+        async with local_mesh(connect) as other:
 
             async def has_reason() -> bool:
                 reason: str = (await other.health())["models_not_ready"].get("m", "")
                 return "missing model deployment card" in reason and (f"cards/{checksum}" in reason)
 
-            await eventually(has_reason, "the missing card and its key are named")
+            await until(has_reason, "the missing card and its key are named")
             assert await other.models() == []
             (line,) = of(logs, "model_not_ready")
             assert line["log_level"] == "error"
@@ -206,7 +201,7 @@ async def test_a_store_that_fails_is_another_error_with_key_and_cause(tmp_path: 
     cards = tmp_path / "registry" / "cards"
     cards.mkdir(parents=True)
     (cards / f"{NOT_STORED}.json").mkdir()  # Reading it fails.
-    async with serving(connect) as bed, bed.joined(registration(9, checksum=NOT_STORED)):
+    async with local_mesh(connect) as bed, bed.joined(registration(9, checksum=NOT_STORED)):
 
         async def has_reason() -> bool:
             reason: str = (await bed.health())["models_not_ready"].get("m", "")
@@ -214,18 +209,18 @@ async def test_a_store_that_fails_is_another_error_with_key_and_cause(tmp_path: 
                 "not a regular file" in reason
             )
 
-        await eventually(has_reason, "the failure and its cause are shown")
+        await until(has_reason, "the failure and its cause are shown")
 
 
 @pytest.mark.row("S0-37")
 async def test_a_backend_entry_without_a_card_is_an_error_and_not_served() -> None:
-    async with serving() as bed, bed.joined(registration(9)):
+    async with local_mesh() as bed, bed.joined(registration(9)):
 
         async def has_reason() -> bool:
             reason: str = (await bed.health())["models_not_ready"].get("m", "")
             return "missing model deployment card" in reason
 
-        await eventually(has_reason, "the missing card is an error")
+        await until(has_reason, "the missing card is an error")
         assert await bed.models() == []
 
 
@@ -233,7 +228,7 @@ async def test_a_backend_entry_without_a_card_is_an_error_and_not_served() -> No
 async def test_the_card_that_an_entry_names_is_loaded_once_for_all_its_workers(
     logs: Logs,
 ) -> None:
-    async with serving() as bed, bed.worker(RecordingEngine()):
+    async with local_mesh() as bed, bed.worker(RecordingEngine()):
         assert [line["card"] for line in of(logs, "card_loaded")] == ["m"]
         async with bed.worker(RecordingEngine()):
             await logged(logs, "model_already_known")
@@ -244,7 +239,7 @@ async def test_the_card_that_an_entry_names_is_loaded_once_for_all_its_workers(
 async def test_the_tokenizer_works_after_its_card_is_removed_from_the_store() -> None:
     store = MemoryStore()
     engine = RecordingEngine()
-    async with serving(lambda: MemoryRegistry(store)) as bed, bed.router(), bed.worker(engine):
+    async with local_mesh(lambda: MemoryRegistry(store)) as bed, bed.router(), bed.worker(engine):
         store.cards.clear()
         response = await bed.complete(prompt="hello world")
         assert response.status_code == 200
@@ -258,7 +253,7 @@ async def test_the_tokenizer_works_after_its_card_is_removed_from_the_store() ->
 @pytest.mark.row("S0-27")
 async def test_a_second_worker_joins_the_model_without_a_new_build(logs: Logs) -> None:
     engines = RecordingEngine(), RecordingEngine()
-    async with serving() as bed, bed.router(), bed.worker(engines[0]):
+    async with local_mesh() as bed, bed.router(), bed.worker(engines[0]):
         before = (await bed.http.get("/v1/models/m")).json()
         model = bed.frontend._models.get("m")
         async with bed.worker(engines[1]) as second:
@@ -277,13 +272,13 @@ async def routable(frontend: Any, count: int) -> None:
     async def are_known() -> bool:
         return len(frontend._models.workers("m")) == count
 
-    await eventually(are_known, f"{count} workers are known")
+    await until(are_known, f"{count} workers are known")
 
 
 @pytest.mark.row("S0-30")
 async def test_a_model_is_served_until_its_last_instance_leaves(logs: Logs) -> None:
     name = "Name/That.No-Key:Has"
-    async with serving() as bed, bed.router():
+    async with local_mesh() as bed, bed.router():
         async with bed.worker(RecordingEngine(), model_name=name):
             async with bed.worker(RecordingEngine(), model_name=name):
                 await eventually_workers(bed, name, 2)
@@ -298,13 +293,13 @@ async def eventually_workers(bed: Any, name: str, count: int) -> None:
     async def has_count() -> bool:
         return len(bed.frontend._models.workers(name)) == count
 
-    await eventually(has_count, f"{count} workers serve {name}")
+    await until(has_count, f"{count} workers serve {name}")
 
 
 @pytest.mark.row("S0-29", "S0-32", "S0-33")
 async def test_a_model_that_leaves_is_removed_from_both_endpoints_and_logged(logs: Logs) -> None:
     # A request for a model without workers does not wait for one.
-    async with serving(worker_wait_s=0.0) as bed, bed.router():
+    async with local_mesh(worker_wait_s=0.0) as bed, bed.router():
         async with bed.worker(RecordingEngine()):
             assert (await bed.chat()).status_code == (await bed.complete()).status_code == 200
         (line,) = await logged(logs, "model_removed")
@@ -323,7 +318,7 @@ async def test_a_model_that_leaves_is_removed_from_both_endpoints_and_logged(log
 @pytest.mark.row("S0-34")
 async def test_requests_go_to_the_workers_of_the_endpoint_only() -> None:
     engines = RecordingEngine(), RecordingEngine()
-    async with serving() as bed, bed.router(), bed.worker(engines[0]):
+    async with local_mesh() as bed, bed.router(), bed.worker(engines[0]):
         elsewhere = WorkerApp(
             WorkerConfig(registry="memory", namespace="elsewhere", canary_idle_s=0.0),
             registry=bed.connect(),
@@ -338,7 +333,7 @@ async def test_requests_go_to_the_workers_of_the_endpoint_only() -> None:
 @pytest.mark.row("S0-05", "S0-39", "S0-40")
 async def test_a_tokenized_model_has_two_endpoints_that_tokenize_and_detokenize() -> None:
     engine = RecordingEngine()
-    async with serving() as bed, bed.router(), bed.worker(engine):
+    async with local_mesh() as bed, bed.router(), bed.worker(engine):
         chat, completion = await asyncio.gather(bed.chat("hello"), bed.complete(prompt="hello"))
         texts = (
             chat.json()["choices"][0]["message"]["content"],
@@ -359,7 +354,7 @@ def json_of(lines: str) -> Iterator[Any]:
 async def test_pass_through_workers_need_no_card_and_serve_one_kind_of_request(
     logs: Logs,
 ) -> None:
-    async with serving() as bed, bed.router(), bed.echo() as one, bed.echo() as other:
+    async with local_mesh() as bed, bed.router(), bed.echo() as one, bed.echo() as other:
         talk = replace(pass_through(one, "talk", "Chat"), card_checksum=NOT_STORED)
         async with bed.joined(talk), bed.joined(pass_through(other, "text", "Completion")):
             await bed.serves("talk", "text")
@@ -391,7 +386,7 @@ async def streamed(bed: Any, chat_model: str, text_model: str) -> dict[str, str]
 async def test_the_placement_policy_is_configured(selector: str) -> None:
     engines = RecordingEngine(), RecordingEngine()
     async with (
-        serving() as bed,
+        local_mesh() as bed,
         bed.router(selector=selector),
         bed.worker(engines[0]),
         bed.worker(engines[1]),

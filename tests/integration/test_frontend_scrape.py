@@ -17,15 +17,9 @@ from prometheus_client.samples import Sample
 
 from common.errors import Unavailable
 from frontend_svc.metrics.collectors import ModelConfigCollector
-from tests.integration.mesh_bed import (
-    COMPLETIONS,
-    Bed,
-    RecordingEngine,
-    eventually,
-    registration,
-    serving,
-)
-from tests.living import WAIT_S
+from tests.kit.engines import RecordingEngine
+from tests.kit.local_mesh import COMPLETIONS, LocalMesh, local_mesh, registration
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.engines.contract import (
     GenerateContext,
     LLMEngineOutput,
@@ -65,7 +59,7 @@ def samples_of(text: str) -> Iterator[Sample]:
         yield from family.samples
 
 
-async def value(bed: Bed, name: str, **labels: str) -> float | None:
+async def value(bed: LocalMesh, name: str, **labels: str) -> float | None:
     """The sum of the samples with these labels; None if there is none."""
     found = [
         one.value
@@ -75,26 +69,26 @@ async def value(bed: Bed, name: str, **labels: str) -> float | None:
     return sum(found) if found else None
 
 
-async def requests_total(bed: Bed, **labels: str) -> float:
+async def requests_total(bed: LocalMesh, **labels: str) -> float:
     return await value(bed, f"{LEGACY}_requests_total", model="m", **labels) or 0.0
 
 
-async def in_flight(bed: Bed) -> float | None:
+async def in_flight(bed: LocalMesh) -> float | None:
     return await value(bed, f"{LEGACY}_inflight_requests", model="m")
 
 
-async def has_in_flight(bed: Bed, count: int) -> None:
+async def has_in_flight(bed: LocalMesh, count: int) -> None:
     async def is_reached() -> bool:
         return await in_flight(bed) == count
 
-    await eventually(is_reached, f"{count} requests are in flight")
+    await until(is_reached, f"{count} requests are in flight")
 
 
 @pytest.mark.row("S3-01", "S3-02", "S3-31")
 @pytest.mark.row("S3-03", "S3-04")
 async def test_the_status_and_type_of_each_request_are_labels() -> None:
     gate = Gate()
-    async with serving() as bed, bed.router(), bed.worker(RecordingEngine(gate)):
+    async with local_mesh() as bed, bed.router(), bed.worker(RecordingEngine(gate)):
         assert (await bed.complete()).status_code == 200
         assert (await bed.complete(stream=True)).status_code == 200
         assert (await bed.complete(max_tokens=5000)).status_code == 400
@@ -113,7 +107,7 @@ async def test_the_status_and_type_of_each_request_are_labels() -> None:
 
 @pytest.mark.row("S3-19", "S3-27", "S3-28", "S3-30")
 async def test_the_endpoint_and_the_streaming_flag_are_labels() -> None:
-    async with serving() as bed, bed.router(), bed.worker(RecordingEngine(Gate())):
+    async with local_mesh() as bed, bed.router(), bed.worker(RecordingEngine(Gate())):
         await bed.chat(stream=True)
         await bed.chat()
         await bed.chat()
@@ -133,7 +127,7 @@ async def test_the_endpoint_and_the_streaming_flag_are_labels() -> None:
 
 @pytest.mark.row("S3-06", "S3-07", "S3-08", "S3-09", "S3-10")
 async def test_a_scrape_after_one_request_has_the_documented_families() -> None:
-    async with serving() as bed, bed.router(), bed.worker(RecordingEngine(Gate())):
+    async with local_mesh() as bed, bed.router(), bed.worker(RecordingEngine(Gate())):
         await bed.complete()
         text = await bed.scrape()
     families = {one.name: one for one in text_string_to_metric_families(text)}
@@ -171,7 +165,7 @@ async def test_a_scrape_after_one_request_has_the_documented_families() -> None:
 @pytest.mark.row("S3-05")
 async def test_the_older_family_keeps_its_prefix_and_the_current_one_has_the_configured() -> None:
     async with (
-        serving(metrics_prefix="mine") as bed,
+        local_mesh(metrics_prefix="mine") as bed,
         bed.router(),
         bed.worker(RecordingEngine(Gate())),
     ):
@@ -200,10 +194,10 @@ def test_a_prefix_whose_names_are_taken_stops_the_start_with_a_conflict(tmp_path
 @pytest.mark.row("S3-12", "S3-16", "S3-35")
 async def test_each_frontend_counts_its_own_requests_by_one() -> None:
     async with (
-        serving() as bed,
+        local_mesh() as bed,
         bed.router(),
         bed.worker(RecordingEngine(Gate())),
-        serving(bed.connect) as other,
+        local_mesh(bed.connect) as other,
     ):
         await other.serves("m")
         for expected in range(4):
@@ -218,7 +212,7 @@ async def test_each_frontend_counts_its_own_requests_by_one() -> None:
 @pytest.mark.row("S3-14", "S3-20", "S3-25")
 async def test_the_gauge_is_the_number_of_requests_in_flight() -> None:
     gate = Gate(is_open=False)
-    async with serving() as bed, bed.router(), bed.worker(RecordingEngine(gate)):
+    async with local_mesh() as bed, bed.router(), bed.worker(RecordingEngine(gate)):
         async with asyncio.TaskGroup() as tasks:
             for count in range(1, 6):
                 tasks.create_task(bed.complete(stream=count % 2 == 0))
@@ -235,7 +229,7 @@ async def test_a_failure_before_the_first_byte_is_an_error_and_the_next_request_
     stream: bool,
 ) -> None:
     gate, kind = Gate(), "stream" if stream else "unary"
-    async with serving() as bed, bed.router(), bed.worker(RecordingEngine(gate)):
+    async with local_mesh() as bed, bed.router(), bed.worker(RecordingEngine(gate)):
         gate.error = RuntimeError("a defect of the engine")
         assert (await bed.complete(stream=stream)).status_code == 500
         gate.error = None
@@ -247,7 +241,7 @@ async def test_a_failure_before_the_first_byte_is_an_error_and_the_next_request_
         assert await value(bed, f"{LEGACY}_request_duration_seconds_count", model="m") == 2
 
 
-async def disconnect(bed: Bed, *, stream: bool) -> None:
+async def disconnect(bed: LocalMesh, *, stream: bool) -> None:
     """Sends a request and closes the connection once it is in flight."""
     body = {"model": "m", "prompt": [5, 6], "stream": stream}
     async with httpx.AsyncClient(base_url=bed.http.base_url, trust_env=False) as client:
@@ -261,7 +255,7 @@ async def disconnect(bed: Bed, *, stream: bool) -> None:
 async def test_every_end_of_a_request_counts_exactly_once() -> None:
     gate = Gate()
     async with (
-        serving(request_timeout_s=1.0) as bed,
+        local_mesh(request_timeout_s=1.0) as bed,
         bed.router(),
         bed.worker(RecordingEngine(gate)),
     ):
@@ -286,7 +280,7 @@ async def test_every_end_of_a_request_counts_exactly_once() -> None:
 @pytest.mark.row("S3-26", "S3-40")
 async def test_durations_and_latencies_are_seconds_and_tokens_are_counted() -> None:
     gate = Gate(delay_s=STEP_S)
-    async with serving() as bed, bed.router(), bed.worker(RecordingEngine(gate)):
+    async with local_mesh() as bed, bed.router(), bed.worker(RecordingEngine(gate)):
         began = asyncio.get_running_loop().time()
         assert (await bed.complete(stream=True)).status_code == 200
         elapsed_s = asyncio.get_running_loop().time() - began
@@ -312,7 +306,7 @@ async def test_durations_and_latencies_are_seconds_and_tokens_are_counted() -> N
 @pytest.mark.row("S3-41", "S3-42", "S3-44")
 async def test_queued_requests_disconnects_and_failures_have_metrics() -> None:
     gate = Gate(is_open=False)
-    async with serving() as bed, bed.router(), bed.worker(RecordingEngine(gate)):
+    async with local_mesh() as bed, bed.router(), bed.worker(RecordingEngine(gate)):
         sending = asyncio.create_task(bed.complete())
         await has_in_flight(bed, 1)
         assert await value(bed, f"{CURRENT}_queued_requests", model="m") == 1
@@ -342,7 +336,7 @@ async def test_a_request_with_a_first_token_is_in_flight_and_not_queued() -> Non
         await ctx.stopped()
         yield chunk.cancelled()
 
-    async with serving() as bed, bed.router(), bed.worker(RecordingEngine(endless)):
+    async with local_mesh() as bed, bed.router(), bed.worker(RecordingEngine(endless)):
         body = {"model": "m", "prompt": [5, 6], "stream": True}
         async with bed.http.stream("POST", COMPLETIONS, json=body) as response:
             parts = response.aiter_bytes()  # A collected iterator closes the connection.
@@ -356,12 +350,12 @@ async def test_a_request_with_a_first_token_is_in_flight_and_not_queued() -> Non
 async def test_the_sizes_that_workers_advertise_are_gauges() -> None:
     sizes: dict[str, Any] = {"total_kv_blocks": 100, "max_num_batched_tokens": 512}
     engines = [RecordingEngine(**sizes), RecordingEngine(**{**sizes, "total_kv_blocks": 50})]
-    async with serving() as bed, bed.worker(engines[0]), bed.worker(engines[1]):
+    async with local_mesh() as bed, bed.worker(engines[0]), bed.worker(engines[1]):
 
         async def has_both() -> bool:
             return await value(bed, f"{CURRENT}_model_workers", model="m") == 2
 
-        await eventually(has_both, "the frontend has both workers")
+        await until(has_both, "the frontend has both workers")
         expected = {
             "total_kv_blocks": 150,
             "max_num_batched_tokens": 1024,
@@ -375,7 +369,7 @@ async def test_the_sizes_that_workers_advertise_are_gauges() -> None:
 
 @pytest.mark.row("S3-45")
 async def test_unknown_model_names_make_one_label_value() -> None:
-    async with serving() as bed, bed.worker(RecordingEngine(Gate())):
+    async with local_mesh() as bed, bed.worker(RecordingEngine(Gate())):
         assert (await bed.complete(model="junk")).status_code == 404
         before = len(list(samples_of(await bed.scrape())))
         for number in range(50):
@@ -390,7 +384,7 @@ async def test_unknown_model_names_make_one_label_value() -> None:
 @pytest.mark.row("S3-32", "S3-38")
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "HEAD"])
 async def test_metrics_are_served_at_slash_metrics_for_get_only(method: str) -> None:
-    async with serving() as bed:
+    async with local_mesh() as bed:
         assert (await bed.http.get("/metrics")).status_code == 200
         assert (await bed.http.request(method, "/metrics")).status_code == 405
 
@@ -402,7 +396,7 @@ async def test_a_collector_that_fails_makes_the_scrape_a_500(
     def fail(_: ModelConfigCollector) -> Iterator[Any]:
         raise RuntimeError("no value")
 
-    async with serving() as bed:
+    async with local_mesh() as bed:
         monkeypatch.setattr(ModelConfigCollector, "collect", fail)
         response = await bed.http.get("/metrics")
         assert (response.status_code, response.text) == (500, "Failed to encode metrics")
@@ -410,7 +404,7 @@ async def test_a_collector_that_fails_makes_the_scrape_a_500(
 
 @pytest.mark.row("S3-37")
 async def test_a_label_that_is_not_utf_8_makes_the_scrape_a_500() -> None:
-    async with serving() as bed:
+    async with local_mesh() as bed:
         unpaired = registration(9, model="\ud800", meta={"model_type": "Chat"})
         async with bed.joined(unpaired):
 
@@ -418,7 +412,7 @@ async def test_a_label_that_is_not_utf_8_makes_the_scrape_a_500() -> None:
                 response = await bed.http.get("/metrics")
                 return (response.status_code, response.text) == (500, "Failed to encode metrics")
 
-            await eventually(fails, "the scrape fails")
+            await until(fails, "the scrape fails")
 
 
 @pytest.mark.row("S3-39")
@@ -430,7 +424,7 @@ async def test_a_family_of_request_metrics_can_be_switched_off(
     families: str, present: str, absent: str
 ) -> None:
     engine = RecordingEngine(Gate())
-    async with serving(metrics_families=families) as bed, bed.router(), bed.worker(engine):
+    async with local_mesh(metrics_families=families) as bed, bed.router(), bed.worker(engine):
         assert (await bed.complete()).status_code == 200
         names = {one.name for one in samples_of(await bed.scrape())}
     counters = {f"{family}_requests_total" for family in (present, absent)}
@@ -439,6 +433,6 @@ async def test_a_family_of_request_metrics_can_be_switched_off(
 
 @pytest.mark.row("S3-33")
 async def test_the_metrics_have_the_configured_path() -> None:
-    async with serving(metrics_path="/internal/metrics") as bed:
+    async with local_mesh(metrics_path="/internal/metrics") as bed:
         assert (await bed.http.get("/internal/metrics")).status_code == 200
         assert (await bed.http.get("/metrics")).status_code == 404

@@ -16,7 +16,8 @@ from common.rpc import channel as rpc
 from frontend_svc.app import FrontendApp
 from frontend_svc.config import FrontendConfig
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
-from tests.living import WAIT_S, living
+from tests.kit.apps import living
+from tests.kit.waiting import WAIT_S
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.sim.config import SIM_MODEL_DIR

@@ -18,7 +18,7 @@ from frontend_svc.core.text.control_tokens import ControlTokens
 from frontend_svc.core.text.prompt import TemplateError
 from frontend_svc.models import template_process
 from frontend_svc.models.template_process import BATCH_MAX, TemplateProcess
-from tests.integration.mesh_bed import eventually
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ async def test_a_process_that_ended_between_prompts_is_started_again(
     async def has_ended() -> bool:
         return pid not in child_pids()
 
-    await eventually(has_ended, "the process has ended")
+    await until(has_ended, "the process has ended")
     assert await prompt(template, "second") == "<second>"
     assert pid_of(template) != pid
 
@@ -178,4 +178,4 @@ async def test_the_process_ends_with_its_template() -> None:
     async def is_closed() -> bool:
         return not process.is_running
 
-    await eventually(is_closed, "the socket is closed")
+    await until(is_closed, "the socket is closed")

@@ -21,7 +21,8 @@ from indexer_svc.config import IndexerConfig
 from kvmesh.indexer.v1 import indexer_pb2 as pb
 from kvmesh.indexer.v1 import indexer_pb2_grpc
 from tests.integration.subscription import apply_subscription_message
-from tests.living import WAIT_S, living, until
+from tests.kit.apps import living
+from tests.kit.waiting import WAIT_S, until
 
 PARTITION = Partition("m", 16, 1)
 WORKERS = range(1, 6)

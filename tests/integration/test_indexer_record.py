@@ -47,7 +47,8 @@ from indexer_svc.ingest import GONE_GRACE_S
 from indexer_svc.tools.playback import play_into_local_index, play_to_indexer
 from indexer_svc.tools.record import Recorder, record
 from kvmesh.indexer.v1.indexer_pb2 import SubscribeResponse
-from tests.living import WAIT_S, living, until
+from tests.kit.apps import living
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.external_events import (
     DuplicatePolicy,

@@ -47,7 +47,9 @@ from kvmesh.indexer.v1 import indexer_pb2_grpc
 from kvmesh.types.v1 import load_pb2
 from tests.integration.service_process import check_life
 from tests.integration.subscription import apply_subscription_message
-from tests.living import WAIT_S, Clock, living, until
+from tests.kit.apps import living
+from tests.kit.clock import Clock
+from tests.kit.waiting import WAIT_S, until
 
 NS = "default"
 PARTITION = Partition("m", 16, 1)

@@ -25,7 +25,7 @@ from tests.integration.engine_wire import (
     stored,
     wired_mesh,
 )
-from tests.living import until
+from tests.kit.waiting import until
 from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat
 
 PROMPT = list(range(100, 100 + 5 * BLOCK))

@@ -19,7 +19,7 @@ pytest.importorskip("msgspec", reason="needs msgspec, which `make setup` install
 from common.runtime.free_ports import free_ports
 from tests.integration.engine_process import EngineProcess
 from tests.integration.engine_wire import BLOCK, WiredMesh, names_of, partition_of, wired_mesh
-from tests.living import WAIT_S, until
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.app import WorkerApp
 from worker_svc.engines.sglang.kv_events import KvEventEndpoints
 

@@ -32,8 +32,9 @@ from common.runtime.mesh_auth import (
     MeshSecret,
 )
 from tests.contract.consul_agent import ConsulAgent, running_agent
-from tests.e2e.mesh import MODEL, wait_for
-from tests.e2e.mesh import Service as Process
+from tests.kit.processes import MODEL
+from tests.kit.processes import Service as Process
+from tests.kit.waiting import wait_for
 
 TOKEN = "the secret of the mesh, 32 bytes"
 WITH_TOKEN = rpc.Security(token=TOKEN)

@@ -27,7 +27,8 @@ from common.rpc.interceptors import RunningCalls, map_rpc_errors
 from common.wire.kv import batch_from_proto, source_state_from_proto, source_state_to_proto
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.indexer.v1 import indexer_pb2 as pb
-from tests.living import WAIT_S, living, until
+from tests.kit.apps import living
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import PreprocessedRequest

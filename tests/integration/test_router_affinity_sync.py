@@ -14,8 +14,8 @@ from common.wire.preprocessed import dataclass_to_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.types.v1 import request_pb2
 from router_svc.core.types import SessionName
-from tests.integration.router_bed import FRONTEND, RouterBed, key, query_of, running
-from tests.living import until
+from tests.kit.local_router import FRONTEND, LocalRouter, key, local_router, query_of
+from tests.kit.waiting import until
 
 WORKERS = tuple(range(1, 9))
 TTL_S = 60.0
@@ -27,12 +27,12 @@ class Mesh:
     def __init__(self, stack: AsyncExitStack) -> None:
         self.stack = stack
         self.store = MemoryStore()
-        self.routers: list[RouterBed] = []
+        self.routers: list[LocalRouter] = []
 
-    async def router(self, **settings: Any) -> RouterBed:
+    async def router(self, **settings: Any) -> LocalRouter:
         """Adds a router, linked with all the others; with workers, if it is the first."""
         given = {"session_affinity_ttl_s": TTL_S, **settings}
-        bed = await self.stack.enter_async_context(running(store=self.store, **given))
+        bed = await self.stack.enter_async_context(local_router(store=self.store, **given))
         if not self.routers:
             await bed.add_workers(*WORKERS)
         await bed.sees(*WORKERS)
@@ -57,7 +57,7 @@ def routing(action: SessionAction | None = None) -> request_pb2.RoutingHints:
     return message
 
 
-async def route(router: RouterBed, action: SessionAction | None = None) -> int:
+async def route(router: LocalRouter, action: SessionAction | None = None) -> int:
     """The worker of the session's next request; `action` may open or close the session."""
     request = pb.RouteRequest(query=query_of(routing=routing(action)))
     response = await router.unary("Route", request)
@@ -65,7 +65,7 @@ async def route(router: RouterBed, action: SessionAction | None = None) -> int:
     return worker
 
 
-def bound_at(router: RouterBed) -> int | None:
+def bound_at(router: LocalRouter) -> int | None:
     updates = router.router.affinity.updates([SessionName("m", "alice")], router.clock.now)
     session_placement = updates[0].record.placement if updates else None
     return None if session_placement is None else session_placement.worker.worker_id

@@ -22,29 +22,21 @@ from common.wire.preprocessed import dataclass_to_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.types.v1 import request_pb2
 from router_svc.core.types import LoadTotals, Placement
-from tests.integration.router_bed import (
-    RouterBed,
-    Session,
-    error_of,
-    key,
-    new,
-    query_of,
-    running,
-)
-from tests.living import WAIT_S, until
+from tests.kit.local_router import LocalRouter, Session, error_of, key, local_router, new, query_of
+from tests.kit.waiting import WAIT_S, until
 
 BATCH = 1000
 TOKENS = 2 * BATCH  # One such prompt makes a worker busy.
 
 
-def busy(**settings: Any) -> AbstractAsyncContextManager[RouterBed]:
+def busy(**settings: Any) -> AbstractAsyncContextManager[LocalRouter]:
     """A router with workers that are busy with one prompt of the usual length."""
     query, worker = {"total_tokens": TOKENS}, {"max_num_batched_tokens": BATCH}
-    return running(query=query, worker=worker, **settings)
+    return local_router(query=query, worker=worker, **settings)
 
 
 @pytest.fixture
-async def bed() -> AsyncIterator[RouterBed]:
+async def bed() -> AsyncIterator[LocalRouter]:
     """One worker, and a queue."""
     async with busy(queue_threshold=1.0) as bed:
         await bed.add_workers(1)
@@ -101,7 +93,7 @@ async def test_a_thousand_concurrent_decisions_are_neither_lost_nor_doubled() ->
 @pytest.mark.slow
 @pytest.mark.row("S1-105", "S1-106")
 async def test_a_thousand_queued_requests_are_placed_once_each_and_never_on_a_busy_worker(
-    bed: RouterBed,
+    bed: LocalRouter,
 ) -> None:
     await bed.add_workers(2, 3, 4)
     async with bed.session() as session:
@@ -141,7 +133,7 @@ async def test_a_booking_counts_before_its_caller_has_the_response() -> None:
 
 
 @pytest.mark.row("S1-21")
-async def test_a_queued_query_gets_its_result_once_a_worker_has_capacity(bed: RouterBed) -> None:
+async def test_a_queued_query_gets_its_result_once_a_worker_has_capacity(bed: LocalRouter) -> None:
     async with bed.session() as session:
         await session.send_queries(1, 2, 3)
         assert set(await session.results_by_id(1)) == {1}
@@ -157,7 +149,7 @@ async def test_a_queued_query_gets_its_result_once_a_worker_has_capacity(bed: Ro
 
 
 async def test_a_route_call_is_queued_like_a_session_query_and_both_by_priority(
-    bed: RouterBed,
+    bed: LocalRouter,
 ) -> None:
     async with bed.session() as session:
         await bed.route(0)
@@ -173,7 +165,7 @@ async def test_a_route_call_is_queued_like_a_session_query_and_both_by_priority(
         await until(lambda: len(bed.router.load_tracker) == 0, "all are freed")
 
 
-async def test_potential_loads_and_metrics_report_the_queue(bed: RouterBed) -> None:
+async def test_potential_loads_and_metrics_report_the_queue(bed: LocalRouter) -> None:
     async with bed.session() as session:
         await session.send_queries(1, 2, 3)
         await bed.waiting(2)
@@ -184,7 +176,7 @@ async def test_potential_loads_and_metrics_report_the_queue(bed: RouterBed) -> N
         assert bed.metric("queue_tokens") == 2 * TOKENS
 
 
-async def test_a_query_without_a_booking_is_never_queued(bed: RouterBed) -> None:
+async def test_a_query_without_a_booking_is_never_queued(bed: LocalRouter) -> None:
     await bed.route(0)
     request = pb.RouteRequest(query=query_of())
     response = await rpc.unary(bed.stub.Route, request, timeout_s=WAIT_S)
@@ -192,7 +184,9 @@ async def test_a_query_without_a_booking_is_never_queued(bed: RouterBed) -> None
     assert len(bed.router.queue) == 0
 
 
-async def test_a_request_freed_while_queued_is_withdrawn_without_a_booking(bed: RouterBed) -> None:
+async def test_a_request_freed_while_queued_is_withdrawn_without_a_booking(
+    bed: LocalRouter,
+) -> None:
     async with bed.session() as session:
         await session.send_queries(1, 2, 3)
         await session.results_by_id(1)
@@ -206,7 +200,7 @@ async def test_a_request_freed_while_queued_is_withdrawn_without_a_booking(bed: 
     assert bed.metric("unclaimed_total", kind="free") == 0
 
 
-async def test_a_request_sent_and_freed_in_one_frame_leaves_no_booking(bed: RouterBed) -> None:
+async def test_a_request_sent_and_freed_in_one_frame_leaves_no_booking(bed: LocalRouter) -> None:
     async with bed.session() as session:
         await bed.route(0)
         await session.send(news=[new(1)], frees=[key(1)])
@@ -214,7 +208,7 @@ async def test_a_request_sent_and_freed_in_one_frame_leaves_no_booking(bed: Rout
         assert (len(bed.router.queue), len(bed.router.load_tracker)) == (0, 1)
 
 
-async def test_a_session_that_ends_withdraws_its_queued_requests(bed: RouterBed) -> None:
+async def test_a_session_that_ends_withdraws_its_queued_requests(bed: LocalRouter) -> None:
     await bed.route(0)
     async with bed.session() as session:
         await session.send_queries(1, 2)
@@ -223,7 +217,7 @@ async def test_a_session_that_ends_withdraws_its_queued_requests(bed: RouterBed)
     assert len(bed.router.load_tracker) == 1
 
 
-async def test_a_cancelled_route_call_leaves_the_queue(bed: RouterBed) -> None:
+async def test_a_cancelled_route_call_leaves_the_queue(bed: LocalRouter) -> None:
     await bed.route(0)
     call = asyncio.ensure_future(bed.route(1))
     await bed.waiting(1)
@@ -233,7 +227,7 @@ async def test_a_cancelled_route_call_leaves_the_queue(bed: RouterBed) -> None:
     assert len(bed.router.load_tracker) == 1
 
 
-async def test_a_repeated_key_replaces_the_queued_request(bed: RouterBed) -> None:
+async def test_a_repeated_key_replaces_the_queued_request(bed: LocalRouter) -> None:
     async with bed.session() as old, bed.session() as young:
         await old.send_queries(1, 2)
         await old.results_by_id(1)
@@ -266,7 +260,7 @@ async def test_a_full_queue_rejects_with_the_limit_and_a_retry_hint() -> None:
         assert bed.metric("queue_full_total", limit="requests") == 2
 
 
-async def test_a_wait_above_the_limit_ends_with_a_typed_error(bed: RouterBed) -> None:
+async def test_a_wait_above_the_limit_ends_with_a_typed_error(bed: LocalRouter) -> None:
     async with bed.session() as session:
         await session.send_queries(1, 2)
         await session.results_by_id(1)
@@ -277,7 +271,7 @@ async def test_a_wait_above_the_limit_ends_with_a_typed_error(bed: RouterBed) ->
         assert error.reason == "QUEUE_TIMEOUT"
 
 
-async def test_when_all_workers_leave_all_queued_requests_fail_at_once(bed: RouterBed) -> None:
+async def test_when_all_workers_leave_all_queued_requests_fail_at_once(bed: LocalRouter) -> None:
     async with bed.session() as session:
         await session.send_queries(1, 2, 3)
         await session.results_by_id(1)
@@ -289,7 +283,9 @@ async def test_when_all_workers_leave_all_queued_requests_fail_at_once(bed: Rout
             assert error.reason == "NO_WORKER"
 
 
-async def test_a_closing_router_ends_queued_requests_with_a_retryable_error(bed: RouterBed) -> None:
+async def test_a_closing_router_ends_queued_requests_with_a_retryable_error(
+    bed: LocalRouter,
+) -> None:
     async with bed.session() as session:
         await session.send_queries(1, 2)
         await session.results_by_id(1)
@@ -307,7 +303,7 @@ async def test_a_closing_router_ends_queued_requests_with_a_retryable_error(bed:
 
 
 async def test_a_closing_router_rejects_requests_that_would_be_queued(
-    bed: RouterBed,
+    bed: LocalRouter,
 ) -> None:
     async with bed.session() as session:
         await session.send_queries(1)

@@ -29,8 +29,9 @@ from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.types.v1 import load_pb2
 from router_svc.core.types import Placement
 from router_svc.tracing import SPANS, DecisionSpans
-from tests.integration.router_bed import NS, RouterBed, key, running
-from tests.living import living, until
+from tests.kit.apps import living
+from tests.kit.local_router import NS, LocalRouter, key, local_router
+from tests.kit.waiting import until
 
 B = 16
 MESH_KEY = "secret"
@@ -73,8 +74,8 @@ class FakeIndexer(indexer_pb2_grpc.IndexerServiceServicer):
 
 
 @pytest.fixture
-async def bed() -> AsyncIterator[RouterBed]:
-    async with running(mesh_key=MESH_KEY) as bed:
+async def bed() -> AsyncIterator[LocalRouter]:
+    async with local_router(mesh_key=MESH_KEY) as bed:
         yield bed
 
 
@@ -89,7 +90,7 @@ async def indexer(instance_id: int = 900) -> AsyncIterator[FakeIndexer]:
 
 
 async def place(
-    bed: RouterBed, number: int, query: pb.Query, traceparent: str = ""
+    bed: LocalRouter, number: int, query: pb.Query, traceparent: str = ""
 ) -> pb.NewResult:
     """Places a query on its own session."""
     async with bed.session() as session:
@@ -98,12 +99,12 @@ async def place(
         return (await session.results(1))[0]
 
 
-async def explain(bed: RouterBed, query: pb.Query) -> pb.ExplainResponse:
+async def explain(bed: LocalRouter, query: pb.Query) -> pb.ExplainResponse:
     explained: pb.ExplainResponse = await bed.unary("Explain", pb.ExplainRequest(query=query))
     return explained
 
 
-def depth(bed: RouterBed, worker_id: int, hashes: Hashes) -> int:
+def depth(bed: LocalRouter, worker_id: int, hashes: Hashes) -> int:
     rows = bed.app.index.feed.match(PART, hashes)
     return next((r.device_blocks for r in rows if r.source.worker_id == worker_id), 0)
 
@@ -146,7 +147,7 @@ def stores(worker_id: int, hashes: Hashes) -> indexer_pb2.SubscribeResponse:
 
 
 @pytest.mark.row("S1-69", "S1-80")
-async def test_a_prompt_goes_to_the_worker_that_holds_its_prefix(bed: RouterBed) -> None:
+async def test_a_prompt_goes_to_the_worker_that_holds_its_prefix(bed: LocalRouter) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -161,7 +162,7 @@ async def test_a_prompt_goes_to_the_worker_that_holds_its_prefix(bed: RouterBed)
 
 
 @pytest.mark.row("S1-67", "S1-72")
-async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: RouterBed) -> None:
+async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: LocalRouter) -> None:
     prompt = tokens(10 * B + 3)
     async with indexer() as fake:
         await bed.add(worker(1), worker(2, loras=frozenset({"mine"})), fake.instance)
@@ -183,7 +184,7 @@ async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: RouterBed
 
 
 @pytest.mark.row("S1-84", "S1-85", "S1-86")
-async def test_potential_loads_use_the_cached_blocks_of_each_worker(bed: RouterBed) -> None:
+async def test_potential_loads_use_the_cached_blocks_of_each_worker(bed: LocalRouter) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -197,7 +198,7 @@ async def test_potential_loads_use_the_cached_blocks_of_each_worker(bed: RouterB
         assert {r.worker.worker_id: r.overlap_blocks for r in explained.candidates} == {1: 4, 2: 0}
 
 
-async def test_an_explanation_has_terms_states_and_ages(bed: RouterBed) -> None:
+async def test_an_explanation_has_terms_states_and_ages(bed: LocalRouter) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -232,7 +233,7 @@ async def test_an_explanation_has_terms_states_and_ages(bed: RouterBed) -> None:
         assert (three.source_state, three.HasField("source_age_ms")) == ("none", False)
 
 
-async def test_workers_without_kv_events_have_no_cached_blocks(bed: RouterBed) -> None:
+async def test_workers_without_kv_events_have_no_cached_blocks(bed: LocalRouter) -> None:
     prompt = tokens(4 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -246,7 +247,7 @@ async def test_workers_without_kv_events_have_no_cached_blocks(bed: RouterBed) -
 
 @pytest.mark.row("S1-25")
 async def test_if_the_indexer_dies_the_replica_continues_and_finds_another(
-    bed: RouterBed,
+    bed: LocalRouter,
 ) -> None:
     prompt = tokens(4 * B)
     hashes = HASHER.prefix_hashes(prompt)
@@ -269,7 +270,7 @@ async def test_if_the_indexer_dies_the_replica_continues_and_finds_another(
         assert (await explain(bed, query(prompt))).candidates[0].source_state == "exact"
 
 
-async def test_ten_seconds_after_the_last_indexer_no_overlap_counts(bed: RouterBed) -> None:
+async def test_ten_seconds_after_the_last_indexer_no_overlap_counts(bed: LocalRouter) -> None:
     prompt = tokens(4 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -283,7 +284,7 @@ async def test_ten_seconds_after_the_last_indexer_no_overlap_counts(bed: RouterB
 
 
 @pytest.mark.row("S1-18")
-async def test_pairs_are_sent_with_their_bootstrap_room(bed: RouterBed) -> None:
+async def test_pairs_are_sent_with_their_bootstrap_room(bed: LocalRouter) -> None:
     meeting = {"bootstrap_host": "p", "bootstrap_port": 8998}
     await bed.add(
         worker(1, role="prefill", dp_size=2, **meeting),
@@ -304,7 +305,7 @@ async def test_pairs_are_sent_with_their_bootstrap_room(bed: RouterBed) -> None:
 
 
 @pytest.mark.row("S1-105", "S1-106")
-async def test_a_burst_of_one_prompt_spreads_although_one_worker_holds_it(bed: RouterBed) -> None:
+async def test_a_burst_of_one_prompt_spreads_although_one_worker_holds_it(bed: LocalRouter) -> None:
     prompt = tokens(8 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -326,7 +327,7 @@ def spans() -> tuple[InMemorySpanExporter, trace.Tracer]:
 
 @pytest.mark.row("S1-75")
 async def test_a_sampled_request_gets_the_stages_of_its_decision_as_spans(
-    bed: RouterBed, spans: tuple[InMemorySpanExporter, trace.Tracer]
+    bed: LocalRouter, spans: tuple[InMemorySpanExporter, trace.Tracer]
 ) -> None:
     exporter, tracer = spans
     bed.decisions.spans = DecisionSpans(tracer)
@@ -358,7 +359,7 @@ async def test_a_sampled_request_gets_the_stages_of_its_decision_as_spans(
 
 
 @pytest.mark.row("S1-17", "S1-76")
-async def test_metrics_show_the_stages_the_hits_the_index_and_fallbacks(bed: RouterBed) -> None:
+async def test_metrics_show_the_stages_the_hits_the_index_and_fallbacks(bed: LocalRouter) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -383,7 +384,7 @@ async def test_metrics_show_the_stages_the_hits_the_index_and_fallbacks(bed: Rou
 
 
 @pytest.mark.row("S1-14")
-async def test_overrides_of_one_request_change_its_decision(bed: RouterBed) -> None:
+async def test_overrides_of_one_request_change_its_decision(bed: LocalRouter) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -410,7 +411,7 @@ async def test_overrides_of_one_request_change_its_decision(bed: RouterBed) -> N
         assert refused.value.field == "query.config_override.router_temperature"
 
 
-async def test_without_an_indexer_in_the_fleet_load_alone_decides(bed: RouterBed) -> None:
+async def test_without_an_indexer_in_the_fleet_load_alone_decides(bed: LocalRouter) -> None:
     await bed.add(worker(1), worker(2))
     decision = (await place(bed, 1, query(tokens(2 * B)))).decision
     assert decision.overlap_blocks == 0
@@ -419,13 +420,13 @@ async def test_without_an_indexer_in_the_fleet_load_alone_decides(bed: RouterBed
 
 
 @pytest.mark.row("S1-51")
-async def test_an_unreachable_indexer_does_not_stop_decisions(bed: RouterBed) -> None:
+async def test_an_unreachable_indexer_does_not_stop_decisions(bed: LocalRouter) -> None:
     await bed.add(worker(1), Instance(900, NS, "indexer", "", "127.0.0.1:9"))
     for number in range(3):
         assert (await place(bed, number, query(tokens(B)))).decision.worker.worker_id == 1
 
 
-async def test_kv_events_published_to_an_indexer_attract_matching_prompts(bed: RouterBed) -> None:
+async def test_kv_events_published_to_an_indexer_attract_matching_prompts(bed: LocalRouter) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with AsyncExitStack() as stack:

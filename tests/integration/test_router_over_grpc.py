@@ -18,9 +18,8 @@ from kvmesh.router.v1 import router_pb2 as pb
 from router_svc.core.query import Query
 from router_svc.core.selectors import RoundRobinSelector, Selection
 from router_svc.core.types import Candidate
-from tests.integration.mesh_bed import eventually
-from tests.integration.router_bed import FRONTEND, NS, RouterBed, error_of, key, running
-from tests.living import WAIT_S, until
+from tests.kit.local_router import FRONTEND, NS, LocalRouter, error_of, key, local_router
+from tests.kit.waiting import WAIT_S, until
 
 B = 16
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=B)
@@ -48,22 +47,22 @@ def instance(worker_id: int, **fields: Any) -> Instance:
     return Instance(worker_id, NS, "worker", "", "127.0.0.1:1", **given)
 
 
-async def explain(bed: RouterBed, **query: Any) -> pb.ExplainResponse:
+async def explain(bed: LocalRouter, **query: Any) -> pb.ExplainResponse:
     request = pb.ExplainRequest(query=pb.Query(**{"model": "m", "total_tokens": 100, **query}))
     explained: pb.ExplainResponse = await bed.unary("Explain", request)
     return explained
 
 
-async def overlaps(bed: RouterBed, **query: Any) -> dict[int, int]:
+async def overlaps(bed: LocalRouter, **query: Any) -> dict[int, int]:
     rows = (await explain(bed, **query)).candidates
     return {row.worker.worker_id: row.overlap_blocks for row in rows}
 
 
-async def bookings(bed: RouterBed) -> list[pb.Booking]:
+async def bookings(bed: LocalRouter) -> list[pb.Booking]:
     return list((await bed.unary("Dump", pb.DumpRequest())).bookings)
 
 
-async def loads(bed: RouterBed) -> dict[int, tuple[int, int, int]]:
+async def loads(bed: LocalRouter) -> dict[int, tuple[int, int, int]]:
     """Prefill tokens, blocks and requests of each worker, with an empty request on it."""
     request = pb.PotentialLoadsRequest(query=pb.Query(model="m"))
     rows = (await bed.unary("PotentialLoads", request)).loads
@@ -91,7 +90,7 @@ class LastWorker(RoundRobinSelector):
 
 @pytest.mark.row("S1-40")
 async def test_a_selector_of_the_user_decides_every_request() -> None:
-    async with running(selector=f"{__name__}:LastWorker") as bed:
+    async with local_router(selector=f"{__name__}:LastWorker") as bed:
         await bed.add_workers(1, 2, 3)
         for number in range(4):
             decision = await bed.route(number)
@@ -101,7 +100,7 @@ async def test_a_selector_of_the_user_decides_every_request() -> None:
 
 @pytest.mark.row("S1-73", "S2-14")
 async def test_only_allowed_workers_are_candidates_and_without_one_nothing_is_booked() -> None:
-    async with running() as bed:
+    async with local_router() as bed:
         await bed.add_workers(1, 2, 3)
         async with bed.session() as session:
             allowed = pb.New(id=1, key=key(1), query=pb.Query(model="m", total_tokens=10))
@@ -122,7 +121,7 @@ async def test_only_allowed_workers_are_candidates_and_without_one_nothing_is_bo
 
 @pytest.mark.row("S2-06", "S2-07", "S2-08", "S2-09")
 async def test_pins_choose_the_workers_and_ranks_of_both_legs() -> None:
-    async with running() as bed:
+    async with local_router() as bed:
         meeting = {"bootstrap_host": "p", "bootstrap_port": 8998}
         await bed.add_workers(1, 2, role="prefill", dp_size=2, **meeting)
         await bed.add_workers(11, 12, role="decode", dp_size=2)
@@ -137,7 +136,7 @@ async def test_pins_choose_the_workers_and_ranks_of_both_legs() -> None:
 
 @pytest.mark.row("S2-15", "S2-88")
 async def test_taints_are_required_or_preferred() -> None:
-    async with running() as bed:
+    async with local_router() as bed:
         await bed.add(instance(1), instance(2, taints=frozenset({"a"})))
         for n, (field, chosen) in enumerate(
             (("required", {2}), ("preferred", {2}), ("avoid", {1}))
@@ -157,7 +156,7 @@ async def test_taints_are_required_or_preferred() -> None:
 
 @pytest.mark.row("S1-39")
 async def test_what_a_worker_advertises_anew_applies_to_the_next_decision() -> None:
-    async with running() as bed:
+    async with local_router() as bed:
         await bed.add_workers(1, 2)
         query = pb.Query(model="m", total_tokens=100)
         query.routing.routing_constraints.required_taints.append("new")
@@ -176,7 +175,7 @@ async def test_what_a_worker_advertises_anew_applies_to_the_next_decision() -> N
 
 @pytest.mark.row("S1-107")
 async def test_a_worker_that_has_left_is_never_selected() -> None:
-    async with running(queue_threshold=0.0) as bed:
+    async with local_router(queue_threshold=0.0) as bed:
         await bed.add_workers(1, 2, max_num_batched_tokens=100)
         async with bed.session() as session:
             for number in range(2):
@@ -204,7 +203,7 @@ async def test_a_worker_that_has_left_is_never_selected() -> None:
 
 @pytest.mark.row("S1-24", "S1-80", "S1-81", "S1-82")
 async def test_prefill_done_and_free_change_the_load_exactly_once() -> None:
-    async with running() as bed:
+    async with local_router() as bed:
         await bed.add_workers(1)
         async with bed.session() as session:
             await session.place(0, total_tokens=100)
@@ -236,7 +235,7 @@ async def answered(session: Any, number: int) -> None:
 
 @pytest.mark.row("S1-83")
 async def test_output_blocks_add_load_that_decays() -> None:
-    async with running(track_output_blocks=True) as bed:
+    async with local_router(track_output_blocks=True) as bed:
         await bed.add_workers(1)
         async with bed.session() as session:
             assert session.hello_ack.track_output_blocks
@@ -254,7 +253,7 @@ async def test_output_blocks_add_load_that_decays() -> None:
 @pytest.mark.row("S1-70", "S1-104")
 async def test_blocks_are_booked_by_number_and_only_if_they_are_tracked() -> None:
     for tracked, blocks in ((True, 10), (False, 0)):
-        async with running(track_active_blocks=tracked) as bed:
+        async with local_router(track_active_blocks=tracked) as bed:
             await bed.add_workers(1)
             decision = await bed.route(1, **prompt(10))
             assert decision.charged_decode_blocks == blocks
@@ -264,7 +263,7 @@ async def test_blocks_are_booked_by_number_and_only_if_they_are_tracked() -> Non
 
 @pytest.mark.row("S1-104", "S2-86")
 async def test_a_request_can_override_what_is_tracked_for_itself_only() -> None:
-    async with running() as bed:
+    async with local_router() as bed:
         await bed.add_workers(1)
         override = {"track_prefill_tokens": False}
         unbooked = await bed.route(1, config_override=override)
@@ -274,7 +273,7 @@ async def test_a_request_can_override_what_is_tracked_for_itself_only() -> None:
 
 @pytest.mark.row("S1-79")
 async def test_a_booking_of_another_router_counts_as_load() -> None:
-    async with running() as bed:
+    async with local_router() as bed:
         await bed.add_workers(1, 2)
         async with bed.session() as session:
             elsewhere = pb.Booking(
@@ -319,7 +318,7 @@ async def test_a_booking_of_another_router_counts_as_load() -> None:
 async def test_the_first_rule_that_applies_chooses_the_index(
     settings: dict[str, Any], state: str, reason: str
 ) -> None:
-    async with running(**settings) as bed:
+    async with local_router(**settings) as bed:
         await bed.add(instance(1, kv_index="events"))
         decision = await bed.route(1, **prompt(4))
         assert (decision.worker.worker_id, decision.overlap_blocks) == (1, 0)
@@ -332,7 +331,7 @@ async def test_the_first_rule_that_applies_chooses_the_index(
 
 @pytest.mark.row("S1-27", "S1-43", "S1-50", "S1-98")
 async def test_approximate_entries_expire_after_their_ttl() -> None:
-    async with running(router_ttl_secs=5.0, **APPROX) as bed:
+    async with local_router(router_ttl_secs=5.0, **APPROX) as bed:
         await bed.add_workers(1)
         await bed.route(1, **prompt(4))
         bed.clock.now += 4.9
@@ -342,13 +341,13 @@ async def test_approximate_entries_expire_after_their_ttl() -> None:
         async def is_expired() -> bool:
             return await overlaps(bed, **prompt(4)) == {1: 0}
 
-        await eventually(is_expired, "the entries have expired")
+        await until(is_expired, "the entries have expired")
 
 
 @pytest.mark.row("S1-27", "S1-99", "S1-100")
 async def test_approximate_entries_above_the_size_are_pruned_to_the_target() -> None:
     limits: dict[str, Any] = {"router_max_tree_size": 40, "router_prune_target_ratio": 0.5}
-    async with running(**limits, **APPROX) as bed:
+    async with local_router(**limits, **APPROX) as bed:
         await bed.add_workers(1)
 
         async def held() -> list[int]:
@@ -365,12 +364,12 @@ async def test_approximate_entries_above_the_size_are_pruned_to_the_target() -> 
         async def is_pruned() -> bool:
             return await held() == [0] * 6 + [4] * 5
 
-        await eventually(is_pruned, "the newest half of the size is left")
+        await until(is_pruned, "the newest half of the size is left")
 
 
 @pytest.mark.row("S1-52")
 async def test_a_worker_that_returns_has_no_entries_on_any_rank() -> None:
-    async with running(**APPROX) as bed:
+    async with local_router(**APPROX) as bed:
         await bed.add_workers(1, dp_size=2)
         for rank in range(2):
             query = pb.Query(model="m", **prompt(4))

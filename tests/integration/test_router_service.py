@@ -42,18 +42,18 @@ from router_svc.core.query import Query
 from router_svc.core.selectors import RoundRobinSelector, Selection
 from router_svc.core.types import Candidate, Placement
 from router_svc.service import SERVICE_NAME
-from tests.integration.router_bed import (
+from tests.integration.service_process import check_life
+from tests.kit.local_router import (
     FRONTEND,
     NS,
-    RouterBed,
+    LocalRouter,
     Session,
     key,
+    local_router,
     new,
     query_of,
-    running,
 )
-from tests.integration.service_process import check_life
-from tests.living import WAIT_S, until
+from tests.kit.waiting import WAIT_S, until
 
 
 def reregistered(number: int, worker_id: int, **fields: Any) -> pb.Booking:
@@ -69,18 +69,18 @@ def reregistered(number: int, worker_id: int, **fields: Any) -> pb.Booking:
 
 
 @pytest.fixture
-async def mesh() -> AsyncIterator[RouterBed]:
-    async with running() as mesh:
+async def mesh() -> AsyncIterator[LocalRouter]:
+    async with local_router() as mesh:
         yield mesh
 
 
-async def dump(mesh: RouterBed) -> dict[int, pb.PotentialLoad]:
+async def dump(mesh: LocalRouter) -> dict[int, pb.PotentialLoad]:
     """The load of each worker (rank 0)."""
     response: pb.DumpResponse = await mesh.unary("Dump", pb.DumpRequest())
     return {row.worker.worker_id: row.load for row in response.workers}
 
 
-async def test_the_queries_of_one_frame_get_their_results_in_one_frame(mesh: RouterBed) -> None:
+async def test_the_queries_of_one_frame_get_their_results_in_one_frame(mesh: LocalRouter) -> None:
     await mesh.add_workers(1, 2, 3, 4)
     async with mesh.session() as session:
         await session.send(news=[new(n) for n in range(100)])
@@ -93,7 +93,7 @@ async def test_the_queries_of_one_frame_get_their_results_in_one_frame(mesh: Rou
 
 @pytest.mark.slow
 @pytest.mark.row("S1-105")
-async def test_a_thousand_queries_of_many_sessions_are_booked_once_each(mesh: RouterBed) -> None:
+async def test_a_thousand_queries_of_many_sessions_are_booked_once_each(mesh: LocalRouter) -> None:
     await mesh.add_workers(1, 2, 3, 4)
 
     async def frontend(frontend_id: int) -> Counter[int]:
@@ -116,7 +116,7 @@ async def test_a_thousand_queries_of_many_sessions_are_booked_once_each(mesh: Ro
 
 @pytest.mark.row("S1-88", "S1-91", "S1-92")
 async def test_a_booking_exists_from_new_to_free_and_unknown_keys_are_ignored(
-    mesh: RouterBed,
+    mesh: LocalRouter,
 ) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
@@ -135,7 +135,7 @@ async def test_a_booking_exists_from_new_to_free_and_unknown_keys_are_ignored(
         assert (await dump(mesh))[1].active_requests == 1
 
 
-async def test_the_same_key_gets_the_same_result_and_one_booking(mesh: RouterBed) -> None:
+async def test_the_same_key_gets_the_same_result_and_one_booking(mesh: LocalRouter) -> None:
     await mesh.add_workers(1, 2, 3, 4)
     async with mesh.session() as session:
         first = await session.place(0)
@@ -145,7 +145,7 @@ async def test_the_same_key_gets_the_same_result_and_one_booking(mesh: RouterBed
 
 
 @pytest.mark.row("S1-94", "S1-108")
-async def test_an_unknown_model_fails_its_request_and_not_the_session(mesh: RouterBed) -> None:
+async def test_an_unknown_model_fails_its_request_and_not_the_session(mesh: LocalRouter) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0, model="nope"), new(1), new(2, prefix_hashes=b"odd")])
@@ -168,7 +168,7 @@ async def test_an_unknown_model_fails_its_request_and_not_the_session(mesh: Rout
     ],
 )
 async def test_a_malformed_query_gets_an_error_and_affects_no_other(
-    mesh: RouterBed, wrong: pb.New, field: str
+    mesh: LocalRouter, wrong: pb.New, field: str
 ) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
@@ -182,7 +182,7 @@ async def test_a_malformed_query_gets_an_error_and_affects_no_other(
         assert (await session.place(3)).HasField("decision"), "the session continues"
 
 
-async def test_no_worker_left_is_unavailable_with_a_reason(mesh: RouterBed) -> None:
+async def test_no_worker_left_is_unavailable_with_a_reason(mesh: LocalRouter) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.place(0)
@@ -195,7 +195,7 @@ async def test_no_worker_left_is_unavailable_with_a_reason(mesh: RouterBed) -> N
             await mesh.unary("Route", pb.RouteRequest(query=query_of()))
 
 
-async def test_bookings_of_a_dead_stream_are_orphaned_and_then_freed(mesh: RouterBed) -> None:
+async def test_bookings_of_a_dead_stream_are_orphaned_and_then_freed(mesh: LocalRouter) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.place(0)
@@ -209,7 +209,7 @@ async def test_bookings_of_a_dead_stream_are_orphaned_and_then_freed(mesh: Route
     assert len(load_tracker) == 0
 
 
-async def test_reregistered_bookings_are_adopted_from_a_dead_stream(mesh: RouterBed) -> None:
+async def test_reregistered_bookings_are_adopted_from_a_dead_stream(mesh: LocalRouter) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.place(0)
@@ -227,7 +227,7 @@ async def test_reregistered_bookings_are_adopted_from_a_dead_stream(mesh: Router
         assert {b.key.request_id for b in response.bookings} == {"r0", "r2"}
 
 
-async def test_a_router_gets_the_bookings_of_another_by_reregistration(mesh: RouterBed) -> None:
+async def test_a_router_gets_the_bookings_of_another_by_reregistration(mesh: LocalRouter) -> None:
     await mesh.add_workers(1, 2)
     async with mesh.session() as session:
         busy = reregistered(0, 1, prefill_tokens=0, decode_blocks=50, revision=9)
@@ -251,7 +251,7 @@ async def test_a_router_gets_the_bookings_of_another_by_reregistration(mesh: Rou
     ],
 )
 async def test_a_protocol_violation_ends_the_stream_with_its_field(
-    mesh: RouterBed, frame: dict[str, Any], field: str
+    mesh: LocalRouter, frame: dict[str, Any], field: str
 ) -> None:
     async with mesh.session() as session:
         await session.send(**frame)
@@ -260,7 +260,7 @@ async def test_a_protocol_violation_ends_the_stream_with_its_field(
         assert refused.value.field == field
 
 
-async def test_results_before_a_protocol_violation_still_arrive(mesh: RouterBed) -> None:
+async def test_results_before_a_protocol_violation_still_arrive(mesh: LocalRouter) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0)])
@@ -279,7 +279,7 @@ async def test_results_before_a_protocol_violation_still_arrive(mesh: RouterBed)
     ],
 )
 async def test_a_session_must_begin_with_hello(
-    mesh: RouterBed, frame: pb.SessionRequest, kind: type[MeshError]
+    mesh: LocalRouter, frame: pb.SessionRequest, kind: type[MeshError]
 ) -> None:
     call: Any = mesh.stub.Session()
     async with rpc.cancelling(call):
@@ -288,7 +288,7 @@ async def test_a_session_must_begin_with_hello(
             await Session(call).read()
 
 
-async def test_a_session_closed_by_its_frontend_ends_without_an_error(mesh: RouterBed) -> None:
+async def test_a_session_closed_by_its_frontend_ends_without_an_error(mesh: LocalRouter) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0)])
@@ -299,7 +299,7 @@ async def test_a_session_closed_by_its_frontend_ends_without_an_error(mesh: Rout
         assert await session.call.code() is grpc.StatusCode.OK
 
 
-async def test_draining_closes_sessions_after_all_results(mesh: RouterBed) -> None:
+async def test_draining_closes_sessions_after_all_results(mesh: LocalRouter) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0)])
@@ -311,7 +311,7 @@ async def test_draining_closes_sessions_after_all_results(mesh: RouterBed) -> No
 
 
 @pytest.mark.row("S1-74")
-async def test_route_books_only_on_request(mesh: RouterBed) -> None:
+async def test_route_books_only_on_request(mesh: LocalRouter) -> None:
     await mesh.add_workers(1)
     reply = await mesh.unary(
         "Route", pb.RouteRequest(query=query_of(token_ids=[1, 2], total_tokens=0))
@@ -341,7 +341,7 @@ async def test_route_books_only_on_request(mesh: RouterBed) -> None:
     ],
 )
 async def test_a_malformed_route_call_is_rejected_before_any_work(
-    mesh: RouterBed, request_: pb.RouteRequest, field: str
+    mesh: LocalRouter, request_: pb.RouteRequest, field: str
 ) -> None:
     await mesh.add_workers(1)
     with pytest.raises(InvalidRequest) as refused:
@@ -350,7 +350,7 @@ async def test_a_malformed_route_call_is_rejected_before_any_work(
     assert len(mesh.app.router.load_tracker) == 0
 
 
-async def test_hints_reach_the_decision(mesh: RouterBed) -> None:
+async def test_hints_reach_the_decision(mesh: LocalRouter) -> None:
     await mesh.add_workers(1, 2, 3)
     query = query_of(excluded_worker_ids=[1])
     query.routing.allowed_worker_ids.worker_ids.extend([1, 3])
@@ -363,7 +363,7 @@ async def test_hints_reach_the_decision(mesh: RouterBed) -> None:
 
 
 @pytest.mark.row("S1-23", "S1-86")
-async def test_potential_loads_include_the_request(mesh: RouterBed) -> None:
+async def test_potential_loads_include_the_request(mesh: LocalRouter) -> None:
     await mesh.add_workers(1, dp_size=2)
     request = pb.PotentialLoadsRequest(query=query_of())
     loads = (await mesh.unary("PotentialLoads", request)).loads
@@ -376,7 +376,7 @@ async def test_potential_loads_include_the_request(mesh: RouterBed) -> None:
         await mesh.unary("PotentialLoads", pb.PotentialLoadsRequest(query=query_of(model="no")))
 
 
-async def test_decisions_can_be_explained_after_and_before_they_are_made(mesh: RouterBed) -> None:
+async def test_decisions_can_be_explained_after_and_before_they_are_made(mesh: LocalRouter) -> None:
     await mesh.add_workers(1, 2)
     async with mesh.session() as session:
         placed = (await session.place(0)).decision
@@ -404,7 +404,7 @@ async def test_decisions_can_be_explained_after_and_before_they_are_made(mesh: R
         await mesh.unary("Explain", pb.ExplainRequest())
 
 
-async def test_health_and_reflection_respond(mesh: RouterBed) -> None:
+async def test_health_and_reflection_respond(mesh: LocalRouter) -> None:
     channel: Any = mesh.channel  # The stubs' types know synchronous channels only.
     health: Any = health_pb2_grpc.HealthStub(channel)
     for service in ("", SERVICE_NAME):
@@ -419,14 +419,14 @@ async def test_health_and_reflection_respond(mesh: RouterBed) -> None:
 
 
 @pytest.mark.row("S1-11")
-async def test_the_router_is_in_discovery_until_it_deregisters(mesh: RouterBed) -> None:
+async def test_the_router_is_in_discovery_until_it_deregisters(mesh: LocalRouter) -> None:
     (entry,) = (await mesh.registry.snapshot(NS)).of("router")
     assert (entry.id, entry.address) == (mesh.app.instance_id, mesh.app.address)
     await mesh.app.deregister()
     assert (await mesh.registry.snapshot(NS)).of("router") == ()
 
 
-async def test_a_lost_registry_does_not_stop_decisions(mesh: RouterBed) -> None:
+async def test_a_lost_registry_does_not_stop_decisions(mesh: LocalRouter) -> None:
     await mesh.add_workers(1)
     await mesh.app._registry.close()
     async with mesh.session() as session:
@@ -462,7 +462,7 @@ async def test_without_a_snapshot_it_serves_after_a_timeout_and_reports_no_model
 ) -> None:
     monkeypatch.setattr(router_svc.app, "STARTUP_TIMEOUT_S", 0.05)
     with capture_logs() as logs:
-        async with running(registry()) as mesh:
+        async with local_router(registry()) as mesh:
             with pytest.raises(Unavailable) as refused:
                 await mesh.unary("Route", pb.RouteRequest(query=query_of()))
     assert refused.value.reason == "FLEET_UNKNOWN"
@@ -507,7 +507,7 @@ class Broken(RoundRobinSelector):
 
 
 async def test_a_selector_that_fails_fails_one_request_and_not_the_session() -> None:
-    async with running(selector=f"{__name__}:Broken") as mesh:
+    async with local_router(selector=f"{__name__}:Broken") as mesh:
         await mesh.add_workers(1)
         async with mesh.session() as session:
             for number in range(2):
@@ -559,7 +559,7 @@ class Raising(RoundRobinSelector):
 
 @pytest.mark.parametrize("tokens", [*RAISED, UNKNOWN_WORKER])
 async def test_an_error_of_a_selector_affects_its_query_only(tokens: int) -> None:
-    async with running(selector=f"{__name__}:Raising") as mesh:
+    async with local_router(selector=f"{__name__}:Raising") as mesh:
         await mesh.add_workers(1)
         async with mesh.session() as session:
             await session.send(news=[new(0), new(1, total_tokens=tokens), new(2)])
@@ -578,7 +578,7 @@ async def test_an_error_of_a_selector_affects_its_query_only(tokens: int) -> Non
 
 @pytest.mark.slow
 async def test_metrics_count_decisions_and_show_the_load() -> None:
-    async with running(metrics_port=0) as mesh:
+    async with local_router(metrics_port=0) as mesh:
         await mesh.add_workers(1, 2)
         async with mesh.session() as session:
             await session.send(news=[new(0), new(1, model="nope")], frees=[key(404)])

@@ -24,8 +24,8 @@ from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.core.load_tracker import ORPHAN_S
 from router_svc.core.replication import Replica
 from router_svc.core.types import BookingKey
-from tests.integration.router_bed import FRONTEND, NS, RouterBed, key, new, running
-from tests.living import WAIT_S, until
+from tests.kit.local_router import FRONTEND, NS, LocalRouter, key, local_router, new
+from tests.kit.waiting import WAIT_S, until
 
 
 class Bed:
@@ -38,12 +38,12 @@ class Bed:
 
     async def node(
         self, *, registered: bool = True, watched: MemoryRegistry | None = None, **settings: Any
-    ) -> RouterBed:
+    ) -> LocalRouter:
         return await self.stack.enter_async_context(
-            running(watched, store=self.store, registered=registered, **settings)
+            local_router(watched, store=self.store, registered=registered, **settings)
         )
 
-    async def nodes(self, count: int) -> list[RouterBed]:
+    async def nodes(self, count: int) -> list[LocalRouter]:
         """Routers with streams to all the others."""
         nodes = [await self.node() for _ in range(count)]
         await until(lambda: all(peers(n) == count - 1 for n in nodes), "all routers are connected")
@@ -62,26 +62,26 @@ async def bed() -> AsyncIterator[Bed]:
         yield bed
 
 
-def peers(node: RouterBed) -> int:
+def peers(node: LocalRouter) -> int:
     return len(node.app.peers.replica.peers)
 
 
-def orphans(node: RouterBed) -> int:
+def orphans(node: LocalRouter) -> int:
     return node.router.load_tracker.orphan_count
 
 
-def owned(node: RouterBed) -> list[BookingKey]:
+def owned(node: LocalRouter) -> list[BookingKey]:
     """Keys of the bookings that it sends to peers."""
     load_tracker = node.router.load_tracker
     return [booking.key for booking in load_tracker if load_tracker.get_own(booking.key)]
 
 
-async def dump(node: RouterBed) -> dict[str, pb.Booking]:
+async def dump(node: LocalRouter) -> dict[str, pb.Booking]:
     response: pb.DumpResponse = await node.unary("Dump", pb.DumpRequest())
     return {booking.key.request_id: booking for booking in response.bookings}
 
 
-async def agree(nodes: list[RouterBed], count: int) -> dict[str, pb.Booking]:
+async def agree(nodes: list[LocalRouter], count: int) -> dict[str, pb.Booking]:
     """The bookings of all routers, once they are equal and that many."""
     deadline = asyncio.get_running_loop().time() + WAIT_S
     while True:
@@ -474,7 +474,7 @@ async def test_routers_replicate_thousands_of_bookings(bed: Bed) -> None:
 
 
 @asynccontextmanager
-async def _sync_call(node: RouterBed, router_id: int) -> AsyncIterator[Any]:
+async def _sync_call(node: LocalRouter, router_id: int) -> AsyncIterator[Any]:
     """A Sync call of a fake peer, after the snapshot."""
     call: Any = node.stub.Sync()
     async with rpc.cancelling(call):

@@ -19,7 +19,7 @@ from common.rpc import message_stream
 from common.rpc.http2.frames import WINDOW_BYTES
 from common.rpc.stream import GrpcStream, open_stream
 from tests.integration.rpc_bed import RunningServer, echo, serving, serving_streams
-from tests.living import WAIT_S
+from tests.kit.waiting import WAIT_S
 
 Stream = GrpcStream[Any, BytesValue]
 Serve = Callable[..., AbstractAsyncContextManager[RunningServer]]

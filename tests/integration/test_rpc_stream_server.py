@@ -22,7 +22,7 @@ from common.rpc.stream import open_stream
 from common.rpc.stream_server import StreamServer
 from common.runtime.mesh_auth import CALL_VALID_S, MeshSecret
 from tests.integration.rpc_bed import RunningServer, echo, serving, serving_streams
-from tests.living import WAIT_S, until
+from tests.kit.waiting import WAIT_S, until
 
 TOKEN = "a token of the mesh"
 WITH_TOKEN = rpc.Security(token=TOKEN)

@@ -29,7 +29,7 @@ from common.wire.preprocessed import dataclass_from_proto, to_proto
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import load_pb2
-from tests.e2e.mesh import Service
+from tests.kit.processes import Service
 from worker_svc.engines.contract import (
     EngineConfig,
     EngineContext,

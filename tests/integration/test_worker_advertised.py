@@ -18,7 +18,7 @@ from frontend_svc.core.models.model_watch import Entry, plan_tables
 from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from tests.living import living
+from tests.kit.apps import living
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 

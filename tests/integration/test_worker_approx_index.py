@@ -19,7 +19,8 @@ from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
-from tests.living import WAIT_S, living, until
+from tests.kit.apps import living
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 

@@ -18,7 +18,8 @@ from common.rpc.interceptors import map_rpc_errors
 from frontend_svc.models.catalog import ModelCatalog
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
-from tests.living import WAIT_S, living
+from tests.kit.apps import living
+from tests.kit.waiting import WAIT_S
 from worker_svc.app import SERVICE_NAME, WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.sim.config import SIM_MODEL_DIR

@@ -18,8 +18,10 @@ from common.rpc.interceptors import mesh_error_from_rpc
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
-from tests.integration.mesh_bed import NS, RecordingEngine, Script, serving
-from tests.living import WAIT_S, living, until
+from tests.kit.apps import living
+from tests.kit.engines import RecordingEngine, Script
+from tests.kit.local_mesh import NS, local_mesh
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines import contract
@@ -264,7 +266,7 @@ async def test_a_handoff_address_is_published_with_host_and_port_or_not_at_all(
 async def test_requests_of_an_engine_without_blocks_are_spread_without_kv_routing() -> None:
     engines = [RecordingEngine(kv_cache_block_size=None) for _ in range(2)]
     async with (
-        serving() as bed,
+        local_mesh() as bed,
         bed.router(),
         bed.worker(engines[0]) as app,
         bed.worker(engines[1]),

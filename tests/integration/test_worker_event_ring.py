@@ -14,8 +14,9 @@ from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
-from tests.integration.mesh_bed import RecordingEngine, eventually
-from tests.living import WAIT_S, living
+from tests.kit.apps import living
+from tests.kit.engines import RecordingEngine
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.kv_events import publisher
@@ -76,7 +77,7 @@ async def test_a_late_indexer_gets_1024_batches_or_else_a_snapshot(
             async def has_all() -> bool:
                 return (await stats()).blocks == n_batches
 
-            await eventually(has_all, "the indexer has all blocks")
+            await until(has_all, "the indexer has all blocks")
             (source,) = (await stats()).sources
             assert source.state.sequence == n_batches
             info = await rpc.unary(

@@ -16,7 +16,8 @@ from common.rpc.interceptors import map_rpc_errors
 from common.wire.preprocessed import to_proto
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
-from tests.living import WAIT_S, living
+from tests.kit.apps import living
+from tests.kit.waiting import WAIT_S
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.echo import EchoConfig, EchoEngine

@@ -18,7 +18,7 @@ from common.errors import WorkerLost
 from common.kv.events import Source
 from common.kv.hashing import PrefixHasher
 from tests.integration.engine_wire import BLOCK, EngineWire, removed, stored
-from tests.living import WAIT_S, until
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.engines.sglang import kv_events as sglang_events
 from worker_svc.engines.sglang.config import SglangConfig
 from worker_svc.engines.sglang.engine import SglangEngine

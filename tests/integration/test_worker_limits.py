@@ -29,7 +29,8 @@ from common.rpc import channel as rpc
 from common.rpc.interceptors import OPEN_CALLS_MAX, mesh_error_from_rpc
 from common.wire.token_stream import request_frame_to_proto, response_frame_from_proto
 from kvmesh.engine.v1 import engine_pb2_grpc
-from tests.living import WAIT_S, living
+from tests.kit.apps import living
+from tests.kit.waiting import WAIT_S
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 

@@ -45,8 +45,9 @@ from common.rpc import channel as rpc
 from common.rpc.interceptors import mesh_error_from_rpc
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.types.v1 import request_pb2 as wire
-from tests.integration.mesh_bed import RecordingEngine
-from tests.living import WAIT_S, living
+from tests.kit.apps import living
+from tests.kit.engines import RecordingEngine
+from tests.kit.waiting import WAIT_S
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 

@@ -41,7 +41,8 @@ from frontend_svc.peers.worker_connection import WorkerConnection
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
-from tests.living import WAIT_S, living, until
+from tests.kit.apps import living
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.app import SERVICE_NAME, WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import (

@@ -15,7 +15,7 @@ import httpx
 
 from common.rpc import channel as rpc
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
-from tests.e2e.mesh import Service
+from tests.kit.processes import Service
 from tests.sglang.sglang_workers import WAIT_S, until
 
 MODEL = "tiny"

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.e2e.mesh import logs_on_failure
+from tests.kit.logs import logs_on_failure
 from tests.sglang.conftest import Trio
 from tests.sglang.sglang_mesh import MODEL, HttpMesh
 

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from tests.e2e.mesh import logs_on_failure
+from tests.kit.logs import logs_on_failure
 from tests.sglang.conftest import POOL_TOKENS, Trio
 from tests.sglang.sglang_mesh import MODEL, HttpMesh, Response
 from tests.sglang.sglang_workers import WAIT_S, until

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from tests.e2e.mesh import logs_on_failure
+from tests.kit.logs import logs_on_failure
 from tests.sglang.sglang_mesh import MODEL, HttpMesh
 from tests.sglang.sglang_workers import START_S, WAIT_S, WorkerProcess
 from tests.sglang.vision_model import IMAGE_TOKENS, START, write_vision_model

@@ -20,7 +20,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.e2e.mesh import logs_on_failure
+from tests.kit.logs import logs_on_failure
 from tests.sglang.conftest import POOL_TOKENS, Trio
 from tests.sglang.sglang_mesh import MODEL, HttpMesh
 from tests.sglang.sglang_workers import START_S, WAIT_S

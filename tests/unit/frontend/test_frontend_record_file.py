@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from frontend_svc.records.record_file import OLDER_FILES_KEPT, RecordFile
-from tests.e2e.mesh import wait_for
+from tests.kit.waiting import wait_for
 
 LINE_BYTES = len('{"number":10}\n')
 

@@ -26,7 +26,7 @@ from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey, Placement
 from router_svc.unused_settings import settings_without_effect
-from tests.living import living
+from tests.kit.apps import living
 
 B = 16
 COST_SETTINGS: dict[str, Any] = {

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import InvalidRequest
 from common.runtime.certificates import CertificateFiles
-from tests.certificates import Authority
+from tests.kit.certificates import Authority
 
 
 def test_the_newest_files_that_fit_together_are_used(tmp_path: Path) -> None:

@@ -1,29 +1,16 @@
-"""Runs a service's app inside a test, with a clock and waits."""
+"""Runs a service's app inside a test."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from common.service.health import HealthReporter
 from common.service.lifecycle import App, Lifecycle
-
-# Everything here takes less than a second on an idle machine.
-WAIT_S = 30.0
+from tests.kit.waiting import WAIT_S
 
 A = TypeVar("A", bound=App)
-
-
-class Clock:
-    """A clock in seconds that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @asynccontextmanager
@@ -54,12 +41,3 @@ async def end(app: App, lifecycle: Lifecycle, grace_s: float = 0.0) -> None:
     stuck = await lifecycle.cancel_tasks(WAIT_S)
     await app.close()
     assert stuck == []
-
-
-async def until(condition: Callable[[], object], what: str, within_s: float = WAIT_S) -> None:
-    """Polls `condition` until it is true. Raises AssertionError with `what`."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + within_s
-    while not condition():
-        assert loop.time() < deadline, f"not within {within_s:g} s: {what}"
-        await asyncio.sleep(0.002)

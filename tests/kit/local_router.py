@@ -24,14 +24,16 @@ from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
-from tests.living import WAIT_S, Clock, living, until
+from tests.kit.apps import living
+from tests.kit.clock import Clock
+from tests.kit.waiting import WAIT_S, until
 
 NS = "default"
 FRONTEND = 77
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class RouterBed:
+class LocalRouter:
     """A running router, the registry it watches, and a channel to it.
 
     query, worker: default fields of queries and workers.
@@ -183,7 +185,7 @@ def error_of(result: pb.NewResult) -> MeshError:
 
 
 @asynccontextmanager
-async def running(
+async def local_router(
     watched: MemoryRegistry | None = None,
     *,
     store: MemoryStore | None = None,
@@ -191,9 +193,10 @@ async def running(
     query: Mapping[str, Any] = NOTHING,
     worker: Mapping[str, Any] = NOTHING,
     **settings: Any,
-) -> AsyncIterator[RouterBed]:
+) -> AsyncIterator[LocalRouter]:
     """watched: the router's registry; by default it shares its store with the registry of the
-    tests. store: shared with other routers. registered: see `living`. query, worker: see RouterBed.
+    tests. store: shared with other routers. registered: see `living`. query, worker: see
+    `LocalRouter`.
     """
     store, clock = store or MemoryStore(), Clock()
     app = RouterApp(
@@ -204,9 +207,9 @@ async def running(
     )
     lifecycle, registry = Lifecycle(HealthReporter()), MemoryRegistry(store)
     async with living(app, lifecycle, registered=registered):
-        bed = RouterBed(app, registry, lifecycle, clock, query, worker)
+        router = LocalRouter(app, registry, lifecycle, clock, query, worker)
         try:
-            yield bed
+            yield router
         finally:
-            await bed.channel.close()
+            await router.channel.close()
             await registry.close()

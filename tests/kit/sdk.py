@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import openai
 
-from tests.e2e.mesh import WAIT_S, Mesh
+from tests.kit.processes import Mesh
+from tests.kit.waiting import WAIT_S
 
 
 def open_sdk_client(mesh: Mesh, url: str = "") -> openai.AsyncOpenAI:

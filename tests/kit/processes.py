@@ -17,32 +17,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any
 
 import grpc
 import grpc.aio
 import httpx
-import pytest
-from tokenizers import Tokenizer
 
 from common.errors import MeshError
 from common.rpc.interceptors import mesh_error_from_rpc
-from frontend_svc.core.text.prompt import ChatTemplate
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
-from worker_svc.engines.sim.config import SIM_MODEL_DIR, load_sim_model
-from worker_svc.engines.sim.token_oracle import TokenOracle
+from tests.kit.waiting import WAIT_S, wait_for
 
 ROOT = Path(__file__).parents[2]
 PARENT_GUARD = ROOT / "meshctl" / "process" / "parent_guard.py"
 START_S = 50.0
-WAIT_S = 30.0
-POLL_S = 0.01
 LOG_LINES_SHOWN = 40
 MODEL = "sim"
 # Kinds of process, in start order. The kinds of ROLES run the worker service.
@@ -50,19 +41,6 @@ KINDS = ("indexer", "worker", "prefill", "decode", "router", "frontend")
 ROLES = ("prefill", "decode")
 # Parts of the `degraded` messages of `/ready` while a mesh is not complete.
 _INCOMPLETE = ("no router", "gets no requests", "are not split")
-# Whether a test has failed so far; set by `tests/e2e/conftest.py`.
-HAS_FAILED = pytest.StashKey[bool]()
-
-T = TypeVar("T")
-
-
-def wait_for(condition: Callable[[], T], description: str, timeout_s: float = WAIT_S) -> T:
-    """Polls `condition`; returns its first true value. Raises AssertionError with `description`."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {description}"
-        time.sleep(POLL_S)
-    return value
 
 
 def mesh_error(error: grpc.RpcError) -> MeshError:
@@ -392,92 +370,6 @@ class Mesh:
     def logs(self) -> str:
         """Returns the ends of all logs as text."""
         return "\n".join(service.tail() for service in self.services)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedResponse:
-    """The exact response of the sim model; the counts are those of `usage`."""
-
-    text: str
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-
-
-class Oracle:
-    """Computes the responses of sim workers from the files of the model."""
-
-    def __init__(self) -> None:
-        self._tokenizer = Tokenizer.from_file(str(SIM_MODEL_DIR / "tokenizer.json"))
-        config = json.loads((SIM_MODEL_DIR / "tokenizer_config.json").read_text())
-        self._template = ChatTemplate(
-            config["chat_template"], bos_token=None, eos_token=config["eos_token"]
-        )
-        model = load_sim_model(SIM_MODEL_DIR)
-        self._token_oracle = TokenOracle(model.word_ids, model.eos_ids[0])
-
-    def chat(self, content: str, max_tokens: int, *, stop: str = "") -> ExpectedResponse:
-        """Returns the response to one user message."""
-        messages = [{"role": "user", "content": content}]
-        return self.conversation(messages, max_tokens, stop=stop)
-
-    def conversation(
-        self, messages: Sequence[Mapping[str, str]], max_tokens: int, *, stop: str = ""
-    ) -> ExpectedResponse:
-        """Returns the response to a conversation."""
-        text = self._template.render(list(messages), now=datetime.now(UTC))
-        return self._expected_response(self.encode(text, special_tokens=False), max_tokens, stop)
-
-    def completion(
-        self, prompt: str | Sequence[int], max_tokens: int, *, ignore_eos: bool = False
-    ) -> ExpectedResponse:
-        """Returns the continuation of a text or of token ids."""
-        if isinstance(prompt, str):
-            prompt = self.encode(prompt, special_tokens=True)
-        return self._expected_response(prompt, max_tokens, ignore_eos=ignore_eos)
-
-    def tokens(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """Returns the ids that continue `prompt` if EOS is ignored."""
-        return self._token_oracle.continue_tokens(prompt, max_tokens, ignore_eos=True)
-
-    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """Returns the token ids of a text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
-        return ids
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of token ids."""
-        text: str = self._tokenizer.decode(tokens)
-        return text
-
-    def _expected_response(
-        self, prompt: Sequence[int], max_tokens: int, stop: str = "", *, ignore_eos: bool = False
-    ) -> ExpectedResponse:
-        tokens = self._token_oracle.continue_tokens(prompt, max_tokens, ignore_eos=ignore_eos)
-        finish_reason = "length" if len(tokens) == max_tokens else "stop"
-        text = self._tokenizer.decode(tokens)
-        if stop and stop in text:
-            # The token that completes the stop string is the last one that counts.
-            count = next(
-                n for n in range(1, len(tokens) + 1) if stop in self._tokenizer.decode(tokens[:n])
-            )
-            return ExpectedResponse(text[: text.index(stop)], "stop", len(prompt), count)
-        return ExpectedResponse(text, finish_reason, len(prompt), len(tokens))
-
-
-class HasLogs(Protocol):
-    """A mesh with logs."""
-
-    def logs(self) -> str:
-        """Returns the last lines of each service."""
-
-
-@contextmanager
-def logs_on_failure(mesh: HasLogs, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Prints the logs of a mesh if the test of `request` has failed."""
-    yield
-    if request.node.stash.get(HAS_FAILED, False):
-        print(mesh.logs())
 
 
 def _environment() -> dict[str, str]:

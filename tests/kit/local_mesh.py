@@ -2,15 +2,14 @@
 
 Everything uses real sockets on loopback and one memory registry:
 
-    async with serving() as bed:
-        async with bed.worker(RecordingEngine()):
-            response = await bed.complete(prompt=[5, 6], max_tokens=2)
+    async with local_mesh() as mesh:
+        async with mesh.worker(RecordingEngine()):
+            response = await mesh.complete(prompt=[5, 6], max_tokens=2)
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from random import Random
@@ -18,83 +17,25 @@ from typing import Any
 
 import httpx
 
-from common.kv.load import Load
 from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore, Registry
 from frontend_svc.app import FrontendApp
 from frontend_svc.config import FrontendConfig
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
-from tests.living import WAIT_S, living, until
+from tests.kit.apps import living
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
-from worker_svc.engines.contract import (
-    EngineConfig,
-    GenerateContext,
-    LLMEngine,
-    LLMEngineOutput,
-    PreprocessedRequest,
-    chunk,
-)
+from worker_svc.engines.contract import LLMEngine
 
 NS = "default"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # Any: JSON.
 Json = Any
-Script = Callable[[PreprocessedRequest, GenerateContext], AsyncGenerator[LLMEngineOutput, None]]
 
 
-async def two_tokens(
-    request: PreprocessedRequest, ctx: GenerateContext
-) -> AsyncGenerator[LLMEngineOutput, None]:
-    """The default script."""
-    yield chunk.token(300)
-    yield chunk.token(301)
-    yield chunk.length()
-
-
-class RecordingEngine:
-    """Keeps every request, context and call. script: what `generate` yields."""
-
-    def __init__(self, script: Script = two_tokens, **config: Any) -> None:
-        self.requests: list[PreprocessedRequest] = []
-        self.contexts: list[GenerateContext] = []
-        self.calls: list[str] = []
-        self._script = script
-        self._config = {"model": "m", "context_length": 4096, "kv_cache_block_size": 16, **config}
-        self.worker_ids: list[int] = []
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        self.calls.append("start")
-        self.worker_ids.append(worker_id)
-        return EngineConfig(**self._config)
-
-    async def generate(
-        self, request: PreprocessedRequest, ctx: GenerateContext
-    ) -> AsyncGenerator[LLMEngineOutput, None]:
-        self.calls.append("generate")
-        self.requests.append(request)
-        self.contexts.append(ctx)
-        try:
-            async for output in self._script(request, ctx):
-                yield output
-        finally:
-            self.calls.append("closed")
-
-    async def abort(self, ctx: GenerateContext) -> None:
-        self.calls.append("abort")
-
-    async def drain(self) -> None:
-        self.calls.append("drain")
-
-    async def cleanup(self) -> None:
-        self.calls.append("cleanup")
-
-    def loads(self) -> Sequence[Load]:
-        return (Load(engine_step=1),)
-
-
-class Bed:
+class LocalMesh:
     """A running frontend and a client of its HTTP API. connect: opens the registry of the mesh."""
 
     def __init__(
@@ -150,13 +91,13 @@ class Bed:
 
     async def serves(self, *names: str) -> None:
         """Waits until the frontend lists these models, and maybe others."""
-        await eventually(self._lists(set(names)), f"{names} are served")
+        await until(self._lists(set(names)), f"{names} are served")
 
     async def no_longer_serves(self, name: str) -> None:
         async def is_gone() -> bool:
             return name not in await self.models()
 
-        await eventually(is_gone, f"{name} is removed")
+        await until(is_gone, f"{name} is removed")
 
     def _lists(self, names: set[str]) -> Callable[[], Any]:
         async def are_listed() -> bool:
@@ -193,9 +134,9 @@ def pass_through(app: WorkerApp, model: str, model_type: str) -> Instance:
 
 
 @asynccontextmanager
-async def serving(
+async def local_mesh(
     connect: Callable[[], Registry] | None = None, **settings: Any
-) -> AsyncIterator[Bed]:
+) -> AsyncIterator[LocalMesh]:
     """A frontend. connect: opens the registry of the mesh; None: a new one in memory. settings: of
     its configuration."""
     if connect is None:
@@ -212,13 +153,4 @@ async def serving(
             base_url=f"http://{frontend.http_address}", trust_env=False, timeout=WAIT_S
         ) as http,
     ):
-        yield Bed(connect, frontend, http)
-
-
-async def eventually(condition: Callable[[], Any], what: str) -> None:
-    """Polls an async condition until it is true. Raises AssertionError with `what`."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + WAIT_S
-    while not await condition():
-        assert loop.time() < deadline, f"not within {WAIT_S:g} s: {what}"
-        await asyncio.sleep(0.005)
+        yield LocalMesh(connect, frontend, http)
