@@ -21,10 +21,10 @@ from common.runtime.tasks import TaskGroup
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from common.service.metrics_server import add_process_metrics
+from common.streams.stall_clock import TICK_S, StallClock
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.peers.recently_left import RecentlyLeft
-from frontend_svc.core.peers.stall_clock import TICK_S, StallClock
 from frontend_svc.core.quotas import TenantQuotas
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.core.responses_api.store import ResponseStore

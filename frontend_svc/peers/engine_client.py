@@ -17,8 +17,8 @@ import structlog
 
 from common.request.token_stream import HEARTBEAT_S, Hello, LegRequest, LegSink
 from common.runtime.tasks import TaskGroup
+from common.streams.stall_clock import never_stalled
 from frontend_svc.core.peers.circuit_breaker import CircuitBreaker
-from frontend_svc.core.peers.stall_clock import never_stalled
 from frontend_svc.peers.attach_transport import Dialer
 from frontend_svc.peers.worker_connection import (
     TICK_S,

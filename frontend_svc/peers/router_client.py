@@ -19,6 +19,7 @@ import structlog
 from common.errors import MeshError, Overloaded, Unavailable, WorkerLost
 from common.registry.instances import Instance
 from common.runtime.tasks import TaskGroup
+from common.streams.stall_clock import never_stalled
 from common.wire.errors import error_from_proto
 from frontend_svc.core.peers.placement_query import PlacementCallback, PlacementKey, Query
 from frontend_svc.core.peers.router_choice import RouterSelector
@@ -28,7 +29,6 @@ from frontend_svc.core.peers.router_monitor import (
     RunningTime,
     is_unknown_model,
 )
-from frontend_svc.core.peers.stall_clock import never_stalled
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.peers.held_bookings import HeldBookings
 from frontend_svc.peers.router_session import (

@@ -26,8 +26,8 @@ from common.request.token_stream import (
     Terminal,
 )
 from common.runtime.tasks import TaskGroup
+from common.streams.stall_clock import never_stalled
 from frontend_svc.core.peers.rank_watch import EngineProgress, EngineWatch, step_limit_s
-from frontend_svc.core.peers.stall_clock import never_stalled
 from frontend_svc.peers.attach_transport import Dialer, Transport
 
 IDLE_TIMEOUT_S = 60.0

@@ -12,8 +12,8 @@ from random import Random
 
 from common.errors import MeshError
 from common.registry.instances import Snapshot
+from common.streams.stall_clock import never_stalled
 from frontend_svc.core.peers.placement_query import Query
-from frontend_svc.core.peers.stall_clock import never_stalled
 from frontend_svc.core.request.retry_policy import MigrationLimiter, RetryBudget
 from frontend_svc.core.request.types import RequestPlan
 from frontend_svc.request.handle import RequestHandle
@@ -27,7 +27,7 @@ WORKER_WAIT_S = 30.0
 
 class Gateway:
     """Opens requests and keeps track of them. snapshot: returns the current members of the mesh.
-    stalled_s: seconds for which this process has stalled so far, see `core/peers/stall_clock.py`.
+    stalled_s: seconds for which this process has stalled so far, see `StallClock`.
     silent_s: seconds since the last frame of a worker. recently_left: see WorkerPool. rng: also
     makes span ids. worker_wait_s: how long a request waits while its model has no worker."""
 

@@ -30,7 +30,7 @@ OUTAGE_MAX_S = 1.0
 # A frontend waits 3 s for a router, then selects workers itself: not twice that.
 UNROUTED_MAX_S = 6.0
 # Three heartbeats of a second each, and the migration. Stalls of the frontend delay it on a busy
-# machine (see `core/peers/stall_clock.py`).
+# machine (see `common/streams/stall_clock.py`).
 HANG_RECOVERY_MAX_S = 10.0
 # Longer than three heartbeats, after which a silent worker is lost.
 STOPPED_S = 5.0

@@ -24,6 +24,7 @@ from common.registry.registry import Lease, MemoryRegistry, MemoryStore, Watch
 from common.request.preprocessed import TokenLogprob
 from common.request.token_stream import LegRequest, LegSink, RequestFrame, ResponseFrame, Terminal
 from common.rpc import channel as rpc
+from common.streams.stall_clock import StallClock
 from common.wire.token_stream import (
     request_frame_from_proto,
     request_frame_to_proto,
@@ -32,7 +33,6 @@ from common.wire.token_stream import (
 )
 from frontend_svc.core.peers.placement_query import PlacementCallback, PlacementKey, Query
 from frontend_svc.core.peers.recently_left import RecentlyLeft
-from frontend_svc.core.peers.stall_clock import StallClock
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.peers.attach_transport import Transport
 from frontend_svc.peers.engine_client import EngineClient, Submission

@@ -14,8 +14,8 @@ from common.errors import MeshError
 from common.kv.events import EventBatch, EventKind, KvEvent, Source
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest, LegSink
+from common.streams.stall_clock import never_stalled
 from frontend_svc.core.peers.placement_query import Query
-from frontend_svc.core.peers.stall_clock import never_stalled
 from frontend_svc.core.request.types import RequestPlan
 from frontend_svc.peers.engine_client import Submission
 from frontend_svc.request.gateway import Gateway

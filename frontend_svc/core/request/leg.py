@@ -71,7 +71,7 @@ class RequestPorts(Protocol):
     `on_timer`, in place of the time set before. now: seconds, on the deadline's clock. take_retry:
     whether the retry budget allows a retry after this error; if so, counts it. has_left: whether
     the worker has left the mesh. stalled_s: seconds for which this process has stalled, see
-    `core/peers/stall_clock.py`. silent_s: seconds since the last frame of the worker; infinite
+    `common/streams/stall_clock.py`. silent_s: seconds since the last frame of the worker; infinite
     without an open stream.
     """
 

@@ -22,9 +22,9 @@ from common.request.token_stream import (
     Terminal,
     WorkerLink,
 )
+from common.streams.stall_clock import TICK_S, StallClock
 from frontend_svc.core.peers.circuit_breaker import PROBE_INTERVAL_MAX_S
 from frontend_svc.core.peers.placement_query import Query
-from frontend_svc.core.peers.stall_clock import TICK_S, StallClock
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.peers.engine_client import EngineClient
 from frontend_svc.request.local_placement import place_locally

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_svc.core.peers.stall_clock import SLACK_S, TICK_S, StallClock
+from common.streams.stall_clock import SLACK_S, TICK_S, StallClock
 
 
 def test_a_loop_that_ticks_in_time_has_no_stall() -> None:

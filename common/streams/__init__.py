@@ -1,0 +1,1 @@
+"""What the long streams between processes share: back-off, frames, connections, silence."""
