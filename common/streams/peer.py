@@ -1,0 +1,87 @@
+"""Keeps one connection to a peer: opens it again when it ends, ends it when the peer is silent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+from common.errors import Unavailable
+from common.streams.backoff import Backoff
+from common.streams.stall_clock import never_stalled
+
+# Of a silence watch.
+TICK_S = 0.1
+
+
+async def keep_connected(
+    connect: Callable[[], Awaitable[bool]],
+    backoff: Backoff,
+    on_lost: Callable[[Exception, float], None],
+) -> NoReturn:
+    """Opens one connection after the other, until cancelled.
+
+    connect: opens a connection and returns after its end: True if the next one follows at once,
+        False after a pause. It resets the back-off when the peer has shown that it works.
+    on_lost: receives an error of `connect` and the pause that follows, in seconds. It may log the
+        traceback, and raise the error if the loop must end.
+    """
+    while True:
+        try:
+            is_next_at_once = await connect()
+            pause_s = 0.0 if is_next_at_once else backoff.next_s()
+        except Exception as error:
+            pause_s = backoff.next_s()
+            on_lost(error, pause_s)
+        await asyncio.sleep(pause_s)
+
+
+def always() -> bool:
+    return True
+
+
+class SilenceWatch:
+    """Measures how long a peer has been silent, without the time in which this process stalled."""
+
+    def __init__(
+        self,
+        limit_s: float,
+        message: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        stalled_s: Callable[[], float] = never_stalled,
+    ) -> None:
+        """Begins to measure.
+
+        limit_s: silence after which `run` raises; see `common/streams/silence.py`.
+        message: what the peer owes, for the error: "frame from the router".
+        clock: seconds.
+        stalled_s: seconds for which this process has stalled; see `StallClock`.
+        """
+        self._limit_s = limit_s
+        self._message = message
+        self._clock = clock
+        self._stalled_s = stalled_s
+        self.restart()
+
+    def restart(self) -> None:
+        """Records a message of the peer, or the moment from which one is due."""
+        self._since, self._stalled_before_s = self._clock(), self._stalled_s()
+
+    @property
+    def silent_s(self) -> float:
+        stalled_s = self._stalled_s() - self._stalled_before_s
+        return self._clock() - self._since - stalled_s
+
+    def check(self) -> None:
+        """Raises Unavailable with the reason SILENT if the peer is silent for too long."""
+        if self.silent_s > self._limit_s:
+            raise Unavailable(f"no {self._message} for {self._limit_s:g} s", reason="SILENT")
+
+    async def run(self, is_due: Callable[[], bool] = always) -> NoReturn:
+        """Raises as `check`, while `is_due` returns that a message of the peer is due."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            if is_due():
+                self.check()

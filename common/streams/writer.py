@@ -1,0 +1,98 @@
+"""The writing end of a stream: one task, which builds each frame when the previous one is written.
+
+So a slow peer receives fewer and larger frames, and a stream has no queue of frames. What a frame
+consists of is queued by its user, which calls `wake` after each change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+from common.runtime.tasks import TaskGroup
+
+FrameT = TypeVar("FrameT")
+
+
+class FrameWriter(Generic[FrameT]):
+    """Writes the frames of one stream at a time. A closed writer stays closed."""
+
+    wake: Callable[[], None]
+    """Call it when a frame may be due."""
+
+    error: Exception | None
+    """The first error passed to `close`: the reason why the stream ends."""
+
+    def __init__(self, next_frame: Callable[[], FrameT | None]) -> None:
+        """next_frame: builds the next frame from what is queued; None if no frame is due."""
+        self.error = None
+        self._next_frame = next_frame
+        self._is_closed = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._wakeup = asyncio.Event()
+        self._frame_taken = asyncio.Event()
+        self.wake = self._wakeup.set  # Without a call in between: it is on the path of tokens.
+
+    def wake_at(self, at: float) -> None:
+        """Calls `wake` at a loop time, or at an earlier one set before, unless a frame is built
+        first."""
+        if self._timer is not None:
+            if self._timer.when() <= at:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, self.wake)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def close(self, error: Exception | None = None) -> None:
+        """Ends `run` as soon as no frame is due; it then raises the error, if any."""
+        self.error = self.error or error
+        self._is_closed = True
+        self.wake()
+
+    async def frame_taken(self) -> None:
+        """Returns after the next frame was built: what it consists of has left the queue."""
+        self._frame_taken.clear()
+        await self._frame_taken.wait()
+
+    async def run(self, write: Callable[[FrameT], Awaitable[None]]) -> None:
+        """Writes frames until `close`. Raises its error, and those of `write`.
+
+        write: returns when the next frame can be written.
+        """
+        try:
+            while True:
+                self._wakeup.clear()
+                self._cancel_timer()
+                frame = self._next_frame()
+                if frame is not None:
+                    self._frame_taken.set()
+                    await write(frame)
+                elif self._is_closed:
+                    break
+                else:
+                    await self._wakeup.wait()
+        finally:
+            self._cancel_timer()
+        if self.error is not None:
+            raise self.error
+
+    async def serve(
+        self, reading: Coroutine[Any, Any, None], write: Callable[[FrameT], Awaitable[None]]
+    ) -> None:
+        """As `run`, with a coroutine that reads the stream beside it.
+
+        Its end does not end the writer, which may have frames left: `reading` calls `close`.
+        """
+        async with TaskGroup() as tasks:
+            reader = tasks.create_task(reading)
+            await self.run(write)
+            reader.cancel()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
