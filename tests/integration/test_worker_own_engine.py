@@ -16,7 +16,8 @@ from common.runtime.config import ConfigError, read_config
 from common.wire.preprocessed import to_proto
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
-from tests.e2e.mesh import WAIT_S, Service
+from tests.kit.processes import Service
+from tests.kit.waiting import WAIT_S
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.echo import EchoConfig, EchoEngine
