@@ -68,7 +68,7 @@ from tests.service_traffic import ServiceTraffic
 traffic = ServiceTraffic()
 traffic.install()
 from kvmesh.router.v1 import router_pb2
-from tests.integration.router_bed import running
+from tests.kit.local_router import local_router
 
 def seen():
     found = traffic.is_through_service
@@ -81,10 +81,10 @@ httpx.get(f"http://127.0.0.1:{server.server_port}/", trust_env=False)
 print("another server", seen())
 
 async def main():
-    async with running() as bed:
-        await bed.add_workers(1)
+    async with local_router() as router:
+        await router.add_workers(1)
         print("no call", seen())
-        await bed.unary("Dump", router_pb2.DumpRequest())
+        await router.unary("Dump", router_pb2.DumpRequest())
         print("a call", seen())
 
 asyncio.run(main())
