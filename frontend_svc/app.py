@@ -12,7 +12,7 @@ from random import Random
 from prometheus_client import CollectorRegistry, generate_latest
 
 from common.errors import MeshError, Unavailable
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.registry.registry import Registry, follow
 from common.rpc import channel as rpc
 from common.runtime.certificates import CertificateFiles
@@ -275,7 +275,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             client_started.set()
             await asyncio.get_running_loop().create_future()
 
-    def _on_snapshot(self, snapshot: Snapshot) -> None:
+    def _on_snapshot(self, snapshot: Snapshot, _: SnapshotDiff) -> None:
         self._snapshot = snapshot
         self._frontend_count = len(snapshot.of("frontend"))
         self._engines.retain(snapshot.instances)

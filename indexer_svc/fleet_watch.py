@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.registry.registry import Registry, follow
 
 
@@ -39,5 +39,5 @@ class FleetWatch:
     async def run(self) -> None:
         await follow(self._registry, self._namespace, self._take)
 
-    def _take(self, snapshot: Snapshot) -> None:
+    def _take(self, snapshot: Snapshot, _: SnapshotDiff) -> None:
         self.snapshot = snapshot

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
-from common.registry.instances import Snapshot
+from common.registry.instances import Snapshot, SnapshotDiff
 from common.registry.registry import Registry, follow
 from router_svc.core.router import Router
 
@@ -29,7 +29,7 @@ class FleetWatch:
     async def run(self) -> None:
         await follow(self._registry, self._namespace, self._take)
 
-    def _take(self, snapshot: Snapshot) -> None:
+    def _take(self, snapshot: Snapshot, _: SnapshotDiff) -> None:
         changes = self._router.update(snapshot, self._clock())
         joined = [i.id for i in changes.joined if i.service == "worker"]
         left = [i.id for i in changes.left if i.service == "worker"]

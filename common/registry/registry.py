@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from random import Random
 from typing import NoReturn, Protocol
 
 import structlog
@@ -20,7 +21,15 @@ import structlog
 from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from common.namespace import check_namespace
 from common.registry.card import ModelCard, decode_card, encode_card
-from common.registry.instances import Instance, Snapshot, find_card_conflict
+from common.registry.instances import (
+    Instance,
+    Snapshot,
+    SnapshotDiff,
+    diff_snapshots,
+    find_card_conflict,
+)
+from common.streams.backoff import Backoff
+from common.streams.peer import keep_connected
 
 LOG = structlog.get_logger(__name__)
 
@@ -115,28 +124,38 @@ class Registry(Protocol):
 
 
 async def follow(
-    registry: Registry, namespace: str, on_snapshot: Callable[[Snapshot], None]
+    registry: Registry,
+    namespace: str,
+    on_snapshot: Callable[[Snapshot, SnapshotDiff], None],
+    rng: Random | None = None,
 ) -> NoReturn:
-    """Call `on_snapshot` with every snapshot of `namespace`, until cancelled.
+    """Calls `on_snapshot` with every snapshot of `namespace`, until cancelled.
 
-    If the registry fails, the watch is opened again with growing pauses. Snapshots of revision 0,
-    for which the store was not read, are skipped.
+    If the registry fails, the watch is opened again after a back-off. Snapshots of revision 0, for
+    which the store was not read, are skipped.
+
+    on_snapshot: also receives what changed since the snapshot of its call before.
+    rng: of the back-off; None: a new one.
     """
-    pause_s = WATCH_RETRY_DELAY_S
-    while True:
-        try:
-            async with registry.watch(namespace) as watch:
-                snapshot = watch.current
-                while True:
-                    if snapshot.revision > 0:
-                        on_snapshot(snapshot)
-                        pause_s = WATCH_RETRY_DELAY_S
-                    snapshot = await watch.next()
-        except Exception as error:
-            # The process continues with the last snapshot, whatever the error.
-            LOG.warning("registry_watch_failed", error=repr(error), pause_s=pause_s)
-        await asyncio.sleep(pause_s)
-        pause_s = min(WATCH_RETRY_DELAY_MAX_S, 2 * pause_s)
+    backoff = Backoff(WATCH_RETRY_DELAY_S, WATCH_RETRY_DELAY_MAX_S, rng or Random())
+    before = Snapshot()
+
+    async def watch_until_error() -> bool:
+        nonlocal before
+        async with registry.watch(namespace) as watch:
+            snapshot = watch.current
+            while True:
+                if snapshot.revision > 0:
+                    changes, before = diff_snapshots(before, snapshot), snapshot
+                    on_snapshot(snapshot, changes)
+                    backoff.reset()
+                snapshot = await watch.next()
+
+    def log_failure(error: Exception, pause_s: float) -> None:
+        # The process continues with the last snapshot, whatever the error.
+        LOG.warning("registry_watch_failed", error=repr(error), pause_s=round(pause_s, 3))
+
+    await keep_connected(watch_until_error, backoff, log_failure)
 
 
 def raise_if_card_conflicts(conflicting: Instance | None, candidate: Instance) -> None:
