@@ -12,7 +12,7 @@ PROTOS := $(shell cd protos && find kvmesh -name '*.proto' | sort)
 SERVICES := $(shell cd protos && grep -l '^service ' $$(find kvmesh -name '*.proto') | sort)
 TEST_JOBS ?= 2
 COMPILED_TESTS := tests/contract \
-	$(addprefix tests/unit/,router indexer replay common/kv common/request common/wire worker/kv_events worker/engines frontend/text frontend/openai frontend/request frontend/tools) \
+	$(addprefix tests/unit/,router indexer replay common/kv common/request common/wire worker/kv_events worker/engines frontend/text frontend/prompts frontend/openai frontend/request frontend/tools) \
 	$(addprefix tests/integration/test_,indexer_service.py publisher.py router_service.py sim_handoff.py) \
 	$(addprefix tests/e2e/test_,disconnect.py openai_sdk.py worker_death.py)
 # make run ENGINE=sglang [MODEL_PATH=folder]: the real engine, from an environment of its own.

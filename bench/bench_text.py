@@ -22,12 +22,12 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from bench.measure import parse_settings, print_report
-from frontend_svc.core.openai.parsing import parse_chat
-from frontend_svc.core.openai.sse import ChunkKind, ChunkWriter
-from frontend_svc.core.text.detokenizer import Detokenizer, StreamDetokenizer, Vocabulary
-from frontend_svc.core.text.prompt import ChatTemplate
-from frontend_svc.core.text.stop_strings import StopStringMatcher
 from frontend_svc.metrics.families import DeploymentState, Endpoint
+from frontend_svc.openai.body.parsing import parse_chat
+from frontend_svc.openai.output.sse import ChunkKind, ChunkWriter
+from frontend_svc.prompts.prompt import ChatTemplate
+from frontend_svc.text.detokenizer import Detokenizer, StreamDetokenizer, Vocabulary
+from frontend_svc.text.stop_strings import StopStringMatcher
 
 MODEL_DIR = Path(__file__).parent.parent / "worker_svc/engines/sim/model"
 TOKENS_PER_CALL = (1, 4, 16, 256)

@@ -22,19 +22,14 @@ from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from common.service.metrics_server import add_process_metrics
 from common.streams.stall_clock import TICK_S, StallClock
+from frontend_svc.access.keys import KeyFile, with_keys
+from frontend_svc.access.quotas import TenantQuotas
 from frontend_svc.config import FrontendConfig
-from frontend_svc.core.peers.placement_query import Query
-from frontend_svc.core.peers.recently_left import RecentlyLeft
-from frontend_svc.core.quotas import TenantQuotas
-from frontend_svc.core.request.types import RoutingDecision
-from frontend_svc.core.responses_api.store import ResponseStore
-from frontend_svc.http.access import KeyFile, with_keys
-from frontend_svc.http.admin import split_admin_api
-from frontend_svc.http.browsers import with_browser_policy
-from frontend_svc.http.endpoint import EndpointParts
-from frontend_svc.http.request_records import RequestRecords
-from frontend_svc.http.routes import Readiness, build_api, direct_routes
-from frontend_svc.http.server import FINAL_WRITE_TIMEOUT_S, HttpServer, listen
+from frontend_svc.edge.browsers import with_browser_policy
+from frontend_svc.edge.server import FINAL_WRITE_TIMEOUT_S, HttpServer, listen
+from frontend_svc.endpoints.endpoint import EndpointParts
+from frontend_svc.endpoints.record_file import RecordFile
+from frontend_svc.endpoints.request_records import RequestRecords
 from frontend_svc.metrics.collectors import (
     HitDriftCollector,
     ModelConfigCollector,
@@ -44,21 +39,26 @@ from frontend_svc.metrics.collectors import (
 from frontend_svc.metrics.families import DeploymentState, FrontendMetrics
 from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifact_opener
 from frontend_svc.models.catalog import ModelCatalog
-from frontend_svc.peers.attach_transport import GrpcDialer
-from frontend_svc.peers.engine_client import EngineClient
-from frontend_svc.peers.hit_monitor import HitMonitor
-from frontend_svc.peers.router_client import RouterClient
-from frontend_svc.peers.router_session import grpc_session_opener
-from frontend_svc.peers.stored_responses import (
+from frontend_svc.processes.siblings import Siblings
+from frontend_svc.readiness import assess_readiness
+from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.local_placement import has_workers, place_locally
+from frontend_svc.request.placement_query import Query
+from frontend_svc.request.types import RoutingDecision
+from frontend_svc.responses.store import ResponseStore
+from frontend_svc.responses.stored import (
     SERVICE_NAME,
     ResponseStoreService,
     StoredResponses,
 )
-from frontend_svc.processes.siblings import Siblings
-from frontend_svc.readiness import assess_readiness
-from frontend_svc.records.record_file import RecordFile
-from frontend_svc.request.gateway import Gateway
-from frontend_svc.request.local_placement import has_workers, place_locally
+from frontend_svc.routers.client import RouterClient
+from frontend_svc.routers.session import grpc_session_opener
+from frontend_svc.routes.admin import split_admin_api
+from frontend_svc.routes.routes import Readiness, build_api, direct_routes
+from frontend_svc.workers.client import EngineClient
+from frontend_svc.workers.hit_monitor import HitMonitor
+from frontend_svc.workers.recently_left import RecentlyLeft
+from frontend_svc.workers.transport import GrpcDialer
 from kvmesh.frontend.v1 import frontend_pb2_grpc
 
 # Interval of attempts to load a model that failed to load.

@@ -13,7 +13,7 @@ from common.api_keys import parse_keys
 from common.errors import InvalidRequest
 from common.runtime.config import Names, Port, ServiceConfig, Share
 from common.runtime.hosts import is_loopback
-from frontend_svc.core.openai.request_template import RequestTemplate, parse_templates
+from frontend_svc.openai.body.request_template import RequestTemplate, parse_templates
 
 AuditContent = Literal["all", "request", "none"]
 

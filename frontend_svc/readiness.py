@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from common.registry.instances import PREFILL_BYPASS_META_KEY, Instance, Snapshot
-from frontend_svc.core.models.routable import missing_pair_role, missing_role
-from frontend_svc.http.routes import Readiness
 from frontend_svc.models.catalog import ModelCatalog
-from frontend_svc.peers.engine_client import EngineClient
-from frontend_svc.peers.hit_monitor import HitMonitor
-from frontend_svc.peers.router_client import RouterClient
+from frontend_svc.models.routable import missing_pair_role, missing_role
+from frontend_svc.routers.client import RouterClient
+from frontend_svc.routes.routes import Readiness
+from frontend_svc.workers.client import EngineClient
+from frontend_svc.workers.hit_monitor import HitMonitor
 
 
 def assess_readiness(

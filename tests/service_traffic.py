@@ -25,7 +25,7 @@ import httpcore
 from common.registry.consul.registry import ConsulRegistry
 from common.registry.file import FileRegistry
 from common.rpc.interceptors import MeshInterceptor
-from frontend_svc.http import server as http_server
+from frontend_svc.edge import server as http_server
 
 SERVICE_MODULE = re.compile(r"(frontend_svc|router_svc|indexer_svc|worker_svc|meshctl)(\.[\w.]+)?")
 _RPC_ARITIES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")

@@ -1,1 +1,1 @@
-"""Loads the media that requests contain or refer to."""
+"""Images and audio of requests: their formats, addresses, and how they are fetched."""

@@ -17,8 +17,8 @@ import httpcore
 import httpx
 
 from common.errors import InvalidRequest
-from frontend_svc.core.media.addresses import are_public
-from frontend_svc.core.media.formats import invalid_media
+from frontend_svc.media.addresses import are_public
+from frontend_svc.media.formats import invalid_media
 
 MEDIA_REFUSED: Final = "MEDIA_REFUSED"
 MEDIA_TOO_LARGE: Final = "MEDIA_TOO_LARGE"

@@ -8,8 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from common.registry.instances import Instance, Snapshot
-from frontend_svc.core.peers.hit_drift import DriftStats
 from frontend_svc.metrics.families import ServedModels
+from frontend_svc.metrics.hit_drift import DriftStats
 
 
 class ModelConfigCollector(Collector):

@@ -29,7 +29,7 @@ from common.service.histogram import (
     SingleThreadHistogramChild,
     log_buckets,
 )
-from frontend_svc.core.openai.errors import ErrorType
+from frontend_svc.errors import ErrorType
 
 MetricsRegistry = CollectorRegistry
 Clock = Callable[[], float]

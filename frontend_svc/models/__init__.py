@@ -1,1 +1,1 @@
-"""The served models: catalog, tokenizers and model card artifacts."""
+"""The models that can be served: their cards, files, adapters and aliases."""

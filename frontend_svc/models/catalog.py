@@ -1,6 +1,6 @@
 """The models in service: built from cards as workers join, removed with the last worker.
 
-For clients, an adapter of workers is a model of its own (`core/models/adapters.py`): its base model
+For clients, an adapter of workers is a model of its own (`models/adapters.py`): its base model
 with separate hashes, since KV computed under one adapter is invalid for another.
 """
 
@@ -24,10 +24,11 @@ from common.errors import (
 from common.registry.card import ModelCard
 from common.registry.instances import Instance, Snapshot
 from common.runtime.tasks import TaskGroup
-from frontend_svc.core.models.adapters import find_adapters, serving
-from frontend_svc.core.models.aliases import find_aliases
-from frontend_svc.core.models.engine_options import refused_options
-from frontend_svc.core.models.model_watch import (
+from frontend_svc.models.adapters import find_adapters, serving
+from frontend_svc.models.aliases import find_aliases
+from frontend_svc.models.artifacts import ArtifactFetcher, OpenArtifact, grpc_artifact_opener
+from frontend_svc.models.engine_options import refused_options
+from frontend_svc.models.model_watch import (
     MODEL_KEY_PREFIX,
     Action,
     Build,
@@ -45,7 +46,6 @@ from frontend_svc.core.models.model_watch import (
     model_watcher,
     plan_tables,
 )
-from frontend_svc.models.artifacts import ArtifactFetcher, OpenArtifact, grpc_artifact_opener
 from frontend_svc.models.served_model import ServedModel, build_model
 
 NO_WORKER = "NO_WORKER"
@@ -78,7 +78,7 @@ class Engine:
 
 
 class ModelCatalog:
-    """The serving table, updated from registry snapshots; `core/models/model_watch.py` decides.
+    """The serving table, updated from registry snapshots; `models/model_watch.py` decides.
     Cards are loaded concurrently: a slow one delays only its own model. get_card: returns a card by
     checksum. now_s: Unix time, for `created`. open_artifact: fetches artifacts that a card does not
     carry from a worker; by default over gRPC, without a token."""
@@ -137,7 +137,7 @@ class ModelCatalog:
         return self._aliases.get(name, name)
 
     def refused_options(self, name: str) -> frozenset[str]:
-        """See `core/models/engine_options.py`. name: of a model or an adapter."""
+        """See `models/engine_options.py`. name: of a model or an adapter."""
         refused = self._refused_options.get(name)
         if refused is None:
             refused = self._refused_options[name] = refused_options(self.workers(name))

@@ -16,29 +16,29 @@ from common.errors import InvalidRequest
 from common.kv.hashing import DEFAULT_BLOCK_SIZE, PrefixHasher
 from common.registry.card import ModelCard
 from common.request.preprocessed import RoutingHints, TokenIds
-from frontend_svc.core.text.control_tokens import ControlTokens
-from frontend_svc.core.text.detokenizer import (
-    Detokenizer,
-    StreamDetokenizer,
-    UnsupportedTokenizer,
-    Vocabulary,
-)
-from frontend_svc.core.text.prompt import Prompt, TemplateError
-from frontend_svc.core.text.token_bound import max_bytes_per_token
-from frontend_svc.core.tools.formats import FORMATS, CallFormat
-from frontend_svc.core.tools.harmony import HARMONY, HARMONY_MARKERS
-from frontend_svc.core.tools.reasoning import (
-    REASONING_FORMATS,
-    ReasoningFormat,
-    ReasoningParser,
-)
-from frontend_svc.models.encoder import (
+from frontend_svc.prompts.control_tokens import ControlTokens
+from frontend_svc.prompts.encoder import (
     Encode,
     PieceEncoder,
     build_encoder,
     find_control_tokens,
 )
-from frontend_svc.models.template_process import TemplateProcess
+from frontend_svc.prompts.prompt import Prompt, TemplateError
+from frontend_svc.prompts.template_process import TemplateProcess
+from frontend_svc.prompts.token_bound import max_bytes_per_token
+from frontend_svc.text.detokenizer import (
+    Detokenizer,
+    StreamDetokenizer,
+    UnsupportedTokenizer,
+    Vocabulary,
+)
+from frontend_svc.tools.formats import FORMATS, CallFormat
+from frontend_svc.tools.harmony import HARMONY, HARMONY_MARKERS
+from frontend_svc.tools.reasoning import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ReasoningParser,
+)
 
 # Texts above this length are encoded in a thread: they could block the event loop for > 5 ms.
 ENCODE_INLINE_CHARS = 16_384
@@ -59,7 +59,7 @@ class ServedModel:
     time. encode_text, piece_encoder: see `encoder.py`. encodes_fast: whether encode_text is
     fastokens. control_tokens: those that are ordinary text in messages. vocabulary: None for
     tokenizers that need the slow detokenizer. vocab_size: token ids are below it.
-    max_bytes_per_token: see `core/text/token_bound.py`. template: None if the card has none.
+    max_bytes_per_token: see `prompts/token_bound.py`. template: None if the card has none.
     call_format, reasoning_format: None if the card names none. parser_vocabulary: as vocabulary,
     with a text for the markers of both formats. is_harmony: whether it writes harmony messages.
     adapter: "" for the model itself; an adapter differs from its model only in name and hasher."""

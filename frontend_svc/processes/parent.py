@@ -27,7 +27,7 @@ from common.runtime import log
 from common.runtime.ready_line import write_ready_line
 from common.service.lifecycle import report_start_failure
 from frontend_svc.config import FrontendConfig
-from frontend_svc.http.server import listen
+from frontend_svc.edge.server import listen
 from frontend_svc.processes.siblings import Siblings
 
 LOG = structlog.get_logger(__name__)

@@ -19,7 +19,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from frontend_svc.http.routes import Readiness
 from frontend_svc.processes.metric_sums import (
     Family,
     as_registry,
@@ -27,6 +26,7 @@ from frontend_svc.processes.metric_sums import (
     read_families,
     sum_families,
 )
+from frontend_svc.routes.routes import Readiness
 
 ANSWER_TIMEOUT_S = 2.0
 

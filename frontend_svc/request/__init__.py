@@ -1,1 +1,1 @@
-"""Runs requests: joins a request machine with the router, the workers and the client."""
+"""The life of one request: placement, legs, retries, migration, and its buffered output."""

@@ -13,12 +13,12 @@ from random import Random
 from common.errors import MeshError
 from common.registry.instances import Snapshot
 from common.streams.stall_clock import never_stalled
-from frontend_svc.core.peers.placement_query import Query
-from frontend_svc.core.request.retry_policy import MigrationLimiter, RetryBudget
-from frontend_svc.core.request.types import RequestPlan
+from frontend_svc.request.buffer import Backlog
 from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.placement_query import Query
 from frontend_svc.request.ports import ResponseSink, RouterPort, WorkerPort
-from frontend_svc.request.response import Backlog
+from frontend_svc.request.retry_policy import MigrationLimiter, RetryBudget
+from frontend_svc.request.types import RequestPlan
 from frontend_svc.request.worker_pool import WorkerPool
 from frontend_svc.request.worker_waits import WorkerWaits
 

@@ -13,19 +13,19 @@ from typing import Protocol
 from common.errors import MeshError, NotFound, UnknownModel, WorkerLost
 from common.request.preprocessed import PreprocessedRequest, TokenLogprob
 from common.request.token_stream import LegRequest
-from frontend_svc.core.peers.placement_query import UNKNOWN_ADAPTER, PlacementKey, Query
-from frontend_svc.core.request.leg import Leg
-from frontend_svc.core.request.machine import RequestMachine
-from frontend_svc.core.request.output_blocks import OutputBlockCounter
-from frontend_svc.core.request.retry_policy import (
+from frontend_svc.models.catalog import no_worker_error
+from frontend_svc.request.leg import Leg
+from frontend_svc.request.local_placement import adapter_of
+from frontend_svc.request.machine import RequestMachine
+from frontend_svc.request.output_blocks import OutputBlockCounter
+from frontend_svc.request.placement_query import UNKNOWN_ADAPTER, PlacementKey, Query
+from frontend_svc.request.ports import AbortHandle, ChunkSink, ResponseSink, RouterPort, WorkerPort
+from frontend_svc.request.retry_policy import (
     ExclusionPolicy,
     MigrationLimiter,
     RetryBudget,
 )
-from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
-from frontend_svc.models.catalog import no_worker_error
-from frontend_svc.request.local_placement import adapter_of
-from frontend_svc.request.ports import AbortHandle, ChunkSink, ResponseSink, RouterPort, WorkerPort
+from frontend_svc.request.types import RequestOutcome, RequestPlan, RoutingDecision
 from frontend_svc.request.worker_pool import WorkerPool
 from frontend_svc.request.worker_waits import WorkerWaits
 

@@ -8,11 +8,11 @@ from random import Random
 from common.errors import MeshError, Unavailable
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints
-from frontend_svc.core.models.adapters import serving
-from frontend_svc.core.peers.placement_query import Query
-from frontend_svc.core.request.retry_policy import NO_ROUTER
-from frontend_svc.core.request.types import RoutingDecision
+from frontend_svc.models.adapters import serving
 from frontend_svc.models.catalog import no_worker_error
+from frontend_svc.request.placement_query import Query
+from frontend_svc.request.retry_policy import NO_ROUTER
+from frontend_svc.request.types import RoutingDecision
 
 
 def place_locally(

@@ -7,8 +7,8 @@ from typing import Protocol, runtime_checkable
 
 from common.request.preprocessed import TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
-from frontend_svc.core.peers.placement_query import PlacementCallback, PlacementKey, Query
-from frontend_svc.core.request.types import RequestOutcome
+from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, Query
+from frontend_svc.request.types import RequestOutcome
 
 
 class RouterPort(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 
 from common.registry.instances import Snapshot
-from frontend_svc.core.models.adapters import serving
+from frontend_svc.models.adapters import serving
 from frontend_svc.request.ports import WorkerPort
 
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from frontend_svc.core.peers.hit_drift import REQUESTS_MIN
+from frontend_svc.metrics.hit_drift import REQUESTS_MIN
 from tests.chaos.client import Reply, fetch
 from tests.kit.processes import Mesh
 from tests.kit.waiting import wait_for
@@ -18,7 +18,7 @@ CLIENTS = 32
 TURNS = 6
 SYSTEMS = 8
 # This long after the first client of a system prompt, its blocks are cached: see
-# `core/peers/hit_drift.py`.
+# `metrics/hit_drift.py`.
 CLIENT_INTERVAL_S = 0.4
 # Shortest time in which a person reads a response and writes.
 TURN_PAUSE_S = 0.1
@@ -81,7 +81,7 @@ def test_under_load_predictions_and_engines_differ_by_two_percent_at_most(
         lines = mesh.frontend.events("request")
         assert all("cached_tokens" in one for one in lines), "each response reports cached tokens"
         # Only predictions of a router for the first attempt count
-        # (`frontend_svc/peers/hit_monitor.py`). On a busy machine a worker, or the router, may be
+        # (`frontend_svc/workers/hit_monitor.py`). On a busy machine a worker, or the router, may be
         # excluded for being late.
         judged = [
             one

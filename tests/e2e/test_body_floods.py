@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from frontend_svc.core.openai.body_size import CONTAINERS_MAX
+from frontend_svc.openai.body.body_size import CONTAINERS_MAX
 from tests.e2e.paced_streams import GAP_MAX_S, MESSAGE, paced_streams, post_beside
 from tests.kit.processes import MODEL, Mesh
 

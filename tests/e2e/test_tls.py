@@ -19,8 +19,8 @@ from common import errors
 from common.rpc import channel as rpc
 from common.rpc.stream import open_stream
 from common.runtime.certificates import CertificateFiles
-from frontend_svc.http import server
-from frontend_svc.http.asgi import Receive, Scope, Send
+from frontend_svc.edge import server
+from frontend_svc.edge.asgi import Receive, Scope, Send
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from tests.kit.certificates import Authority
 from tests.kit.processes import Mesh, Service

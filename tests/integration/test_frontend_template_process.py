@@ -14,10 +14,10 @@ from typing import NoReturn
 import pytest
 
 from common.errors import Unavailable
-from frontend_svc.core.text.control_tokens import ControlTokens
-from frontend_svc.core.text.prompt import TemplateError
-from frontend_svc.models import template_process
-from frontend_svc.models.template_process import BATCH_MAX, TemplateProcess
+from frontend_svc.prompts import template_process
+from frontend_svc.prompts.control_tokens import ControlTokens
+from frontend_svc.prompts.prompt import TemplateError
+from frontend_svc.prompts.template_process import BATCH_MAX, TemplateProcess
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow

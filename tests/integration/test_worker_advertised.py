@@ -14,7 +14,7 @@ from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.request.preprocessed import RoutingConstraints, RoutingHints
 from common.runtime.config import ConfigError, read_config
-from frontend_svc.core.models.model_watch import Entry, plan_tables
+from frontend_svc.models.model_watch import Entry, plan_tables
 from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS

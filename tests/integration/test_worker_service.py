@@ -36,8 +36,8 @@ from common.service.lifecycle import Lifecycle, ServiceInfo
 from common.service.lifecycle import run as run_lifecycle
 from common.wire.preprocessed import to_proto
 from common.wire.token_stream import request_frame_to_proto
-from frontend_svc.peers.attach_transport import GrpcDialer
-from frontend_svc.peers.worker_connection import WorkerConnection
+from frontend_svc.workers.connection import WorkerConnection
+from frontend_svc.workers.transport import GrpcDialer
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from tokenizers import Tokenizer
 
-from frontend_svc.core.text.prompt import ChatTemplate
+from frontend_svc.prompts.prompt import ChatTemplate
 from worker_svc.engines.sim.config import SIM_MODEL_DIR, load_sim_model
 from worker_svc.engines.sim.token_oracle import TokenOracle
 

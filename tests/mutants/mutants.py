@@ -27,11 +27,11 @@ def _mutant(rows: str, path: str, old: str, new: str) -> Mutant:
 
 
 _INSTANCES = "common/registry/instances.py"
-_MODEL_WATCH = "frontend_svc/core/models/model_watch.py"
+_MODEL_WATCH = "frontend_svc/models/model_watch.py"
 _CATALOG = "frontend_svc/models/catalog.py"
 _FAMILIES = "frontend_svc/metrics/families.py"
-_ROUTES = "frontend_svc/http/routes.py"
-_PREPROCESSING = "frontend_svc/core/openai/preprocessing.py"
+_ROUTES = "frontend_svc/routes/routes.py"
+_PREPROCESSING = "frontend_svc/openai/body/preprocessing.py"
 _APPROX = "router_svc/core/approx_index.py"
 _TRACKER = "router_svc/core/load_tracker.py"
 _CONTRACT = "worker_svc/engines/contract.py"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.unit.frontend.text.template_cases import (
+from tests.unit.frontend.prompts.template_cases import (
     BOS,
     CASES,
     EOS,

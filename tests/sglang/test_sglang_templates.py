@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.sglang.record_templates import render_all
-from tests.unit.frontend.text.template_cases import EXPECTED
+from tests.unit.frontend.prompts.template_cases import EXPECTED
 
 
 def test_the_recorded_texts_are_those_of_transformers() -> None:

@@ -41,10 +41,10 @@ from common.kv.events import EventBatch, Source
 from common.kv.index_feed import IndexFeed
 from common.request.preprocessed import FinishReason
 from common.request.token_stream import CREDIT_BYTES, FRAME_BYTES, LegRequest
-from frontend_svc.core.peers.placement_query import PlacementKey
-from frontend_svc.core.peers.router_monitor import SILENCE_TIMEOUT_S, UNROUTED_AFTER_S
-from frontend_svc.core.request.types import RequestOutcome, RoutingDecision
-from frontend_svc.peers.router_client import PING_INTERVAL_S
+from frontend_svc.request.placement_query import PlacementKey
+from frontend_svc.request.types import RequestOutcome, RoutingDecision
+from frontend_svc.routers.client import PING_INTERVAL_S
+from frontend_svc.routers.monitor import SILENCE_TIMEOUT_S, UNROUTED_AFTER_S
 from tests.sim.clients import DEADLINE_S, Client
 from tests.sim.fleet import Peer, SimFrontend, SimIndexer, SimRouter, SimWorker
 from worker_svc.engines.handoff import NO_BLOCKS

@@ -21,10 +21,10 @@ from common.request.preprocessed import (
     TokenIds,
     TokenLogprob,
 )
-from frontend_svc.core.peers.placement_query import Query
-from frontend_svc.core.request.types import RequestOutcome, RequestPlan
+from frontend_svc.request.buffer import UNREAD_TOKENS_MAX, ResponseBuffer
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.response import UNREAD_TOKENS_MAX, ResponseBuffer
+from frontend_svc.request.placement_query import Query
+from frontend_svc.request.types import RequestOutcome, RequestPlan
 from tests.sim.fleet import MODEL, SimFrontend
 from worker_svc.engines.sim.token_oracle import TokenOracle
 

@@ -31,15 +31,15 @@ from common.wire.token_stream import (
     response_frame_from_proto,
     response_frame_to_proto,
 )
-from frontend_svc.core.peers.placement_query import PlacementCallback, PlacementKey, Query
-from frontend_svc.core.peers.recently_left import RecentlyLeft
-from frontend_svc.core.request.types import RoutingDecision
-from frontend_svc.peers.attach_transport import Transport
-from frontend_svc.peers.engine_client import EngineClient, Submission
-from frontend_svc.peers.router_client import RouterClient
-from frontend_svc.peers.router_session import Session
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
+from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, Query
+from frontend_svc.request.types import RoutingDecision
+from frontend_svc.routers.client import RouterClient
+from frontend_svc.routers.session import Session
+from frontend_svc.workers.client import EngineClient, Submission
+from frontend_svc.workers.recently_left import RecentlyLeft
+from frontend_svc.workers.transport import Transport
 from indexer_svc.core.budget import Budget
 from indexer_svc.fleet_watch import FleetWatch as IndexerFleetWatch
 from indexer_svc.ingest import TICK_S as INDEXER_TICK_S

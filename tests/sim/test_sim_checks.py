@@ -14,12 +14,12 @@ from common.errors import MeshError, Overloaded
 from common.registry.instances import Snapshot, SnapshotDiff
 from common.request.preprocessed import CompletionUsage, FinishReason, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink, Terminal
-from frontend_svc.core.peers.placement_query import PlacementKey, Query
-from frontend_svc.core.request.types import RequestOutcome, RequestPlan
-from frontend_svc.peers.engine_client import Submission
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.placement_query import PlacementKey, Query
 from frontend_svc.request.ports import ResponseSink
+from frontend_svc.request.types import RequestOutcome, RequestPlan
+from frontend_svc.workers.client import Submission
 from router_svc.core.types import BookingKey
 from tests.sim.checks import Checks
 from tests.sim.clients import draw_client_specs

@@ -15,12 +15,12 @@ from common.kv.events import EventBatch, EventKind, KvEvent, Source
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest, LegSink
 from common.streams.stall_clock import never_stalled
-from frontend_svc.core.peers.placement_query import Query
-from frontend_svc.core.request.types import RequestPlan
-from frontend_svc.peers.engine_client import Submission
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.placement_query import Query
 from frontend_svc.request.ports import ResponseSink
+from frontend_svc.request.types import RequestPlan
+from frontend_svc.workers.client import Submission
 from router_svc.core.admission import QueueSettings
 from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.eligibility import NO_LIMITS, BusyLimits

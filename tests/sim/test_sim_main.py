@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 
-from frontend_svc.core.peers.placement_query import Query
-from frontend_svc.core.request.types import RequestOutcome, RequestPlan
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.placement_query import Query
 from frontend_svc.request.ports import ResponseSink
+from frontend_svc.request.types import RequestOutcome, RequestPlan
 from tests.sim.__main__ import main
 from tests.sim.clients import draw_client_specs
 from tests.sim.fleet import Parts

@@ -14,9 +14,9 @@ from common.kv.events import EventBatch
 from common.kv.index_feed import IndexFeed
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest, LegSink
-from frontend_svc.core.peers.placement_query import PlacementCallback, PlacementKey, Query
-from frontend_svc.core.request.types import RoutingDecision
-from frontend_svc.peers.engine_client import Submission
+from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, Query
+from frontend_svc.request.types import RoutingDecision
+from frontend_svc.workers.client import Submission
 from router_svc.core.decision import Decision
 from router_svc.core.query import Query as RouterQuery
 from router_svc.core.types import Matches

@@ -23,10 +23,10 @@ from common.registry.registry import MemoryStore
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest
 from common.runtime.tasks import TaskGroup
-from frontend_svc.core.peers.placement_query import PlacementKey
-from frontend_svc.core.request.types import RequestOutcome, RoutingDecision
-from frontend_svc.peers.worker_connection import IDLE_TIMEOUT_S
 from frontend_svc.request.gateway import WORKER_WAIT_S
+from frontend_svc.request.placement_query import PlacementKey
+from frontend_svc.request.types import RequestOutcome, RoutingDecision
+from frontend_svc.workers.connection import IDLE_TIMEOUT_S
 from router_svc.app import TICK_S
 from tests.sim.checks import ABORT_S, AFTERMATH_S, REGISTRY_LAG_MAX_S, Checks, Violation
 from tests.sim.clients import Client, ClientSpec, expected_response

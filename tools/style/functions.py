@@ -10,8 +10,8 @@ from tools.style.sources import PRODUCT, modules, report, stale
 LINES_MAX = 70
 # Functions that are still longer. The list only shrinks.
 LONGER = {
-    "build_api",  # frontend_svc/http/routes.py
-    "operations",  # frontend_svc/http/operations.py
+    "build_api",  # frontend_svc/routes/routes.py
+    "operations",  # frontend_svc/routes/operations.py
 }
 
 

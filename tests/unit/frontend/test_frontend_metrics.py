@@ -15,8 +15,7 @@ from starlette.routing import Route, Router
 from common.errors import Conflict
 from common.registry.instances import Instance, Snapshot
 from common.service.histogram import SingleThreadHistogram, log_buckets
-from frontend_svc.core.openai.errors import ErrorType
-from frontend_svc.http.routes import metrics_route
+from frontend_svc.errors import ErrorType
 from frontend_svc.metrics import families
 from frontend_svc.metrics.collectors import (
     ModelConfigCollector,
@@ -32,6 +31,7 @@ from frontend_svc.metrics.families import (
     RequestType,
     Status,
 )
+from frontend_svc.routes.routes import metrics_route
 
 CHAT = Endpoint.CHAT_COMPLETIONS
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from common.errors import Overloaded
 from common.request.preprocessed import CompletionUsage, PromptTokensDetails
-from frontend_svc.core.anthropic.message_format import MessageFormat
-from frontend_svc.core.response_format import ChoiceEnd, ChoiceResult
-from frontend_svc.core.tools.deltas import CallArguments, CallStart, Content, Delta, Reasoning
-from frontend_svc.core.tools.formats import FORMATS
-from frontend_svc.core.tools.parser import ToolCallParser
-from frontend_svc.core.tools.reasoning import REASONING_FORMATS, ReasoningParser
-from frontend_svc.core.tools.response import ResponseParser
+from frontend_svc.anthropic.message_format import MessageFormat
+from frontend_svc.text.response_format import ChoiceEnd, ChoiceResult
+from frontend_svc.tools.deltas import CallArguments, CallStart, Content, Delta, Reasoning
+from frontend_svc.tools.formats import FORMATS
+from frontend_svc.tools.parser import ToolCallParser
+from frontend_svc.tools.reasoning import REASONING_FORMATS, ReasoningParser
+from frontend_svc.tools.response import ResponseParser
 from tests.unit.frontend.tools.outputs import CASES, TYPES
 
 USAGE = CompletionUsage(7, 3, 10, PromptTokensDetails(cached_tokens=4))

@@ -8,8 +8,8 @@ import orjson
 import pytest
 
 from common.errors import InvalidRequest, MeshError, Overloaded, PromptTooLong, Unavailable
-from frontend_svc.core.anthropic.errors import http_error
-from frontend_svc.core.anthropic.translation import parse_count, parse_messages
+from frontend_svc.anthropic.errors import http_error
+from frontend_svc.anthropic.translation import parse_count, parse_messages
 
 HI = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

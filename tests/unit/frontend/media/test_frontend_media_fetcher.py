@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from common.errors import InvalidRequest
-from frontend_svc.core.media.addresses import are_public
+from frontend_svc.media.addresses import are_public
 from frontend_svc.media.fetcher import MediaFetcher
 
 PUBLIC = ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "2a00:1450:4001::1"]

@@ -18,8 +18,8 @@ from common.errors import MeshError, NotFound, Unavailable, UnknownModel, Unsupp
 from common.kv.hashing import PrefixHasher
 from common.registry.card import Artifact, ModelCard, ModelType
 from common.registry.instances import Instance, Snapshot
-from frontend_svc.core.models.model_watch import Table as Kind
 from frontend_svc.models.catalog import CACHED_BUILDS_MAX, RECENTLY_SERVED_S, ModelCatalog
+from frontend_svc.models.model_watch import Table as Kind
 from kvmesh.engine.v1 import engine_pb2
 from tests.sim.loop import run_virtually
 from worker_svc.engines.sim.config import SIM_MODEL_DIR

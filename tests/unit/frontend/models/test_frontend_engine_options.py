@@ -14,8 +14,8 @@ from common.request.preprocessed import (
     option_names,
     unsupported_options,
 )
-from frontend_svc.core.models.aliases import find_aliases
-from frontend_svc.core.models.engine_options import check_options, refused_options
+from frontend_svc.models.aliases import find_aliases
+from frontend_svc.models.engine_options import check_options, refused_options
 
 SEED, REGEX = "sampling_options.seed", "sampling_options.guided_decoding.regex"
 

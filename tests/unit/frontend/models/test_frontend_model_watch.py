@@ -25,7 +25,8 @@ from common.errors import (
 from common.registry.card import Artifact, ModelCard, ModelType
 from common.registry.instances import EndpointId, Instance, Snapshot
 from common.runtime.config import ConfigError, read_config
-from frontend_svc.core.models.model_watch import (
+from frontend_svc.models.catalog import RECENTLY_SERVED_S, ModelCatalog
+from frontend_svc.models.model_watch import (
     MODEL_KEY_PREFIX,
     MODEL_TYPE_KEY,
     Action,
@@ -52,7 +53,6 @@ from frontend_svc.core.models.model_watch import (
     model_watcher,
     plan_tables,
 )
-from frontend_svc.models.catalog import RECENTLY_SERVED_S, ModelCatalog
 from router_svc.config import RouterConfig
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 

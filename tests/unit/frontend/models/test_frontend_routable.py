@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.registry.instances import Instance
-from frontend_svc.core.models.routable import missing_pair_role, missing_role
+from frontend_svc.models.routable import missing_pair_role, missing_role
 
 
 def worker(number: int, role: str, **facts: Any) -> Instance:

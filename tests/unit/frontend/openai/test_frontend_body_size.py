@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
-from frontend_svc.core.openai.body_size import (
+from frontend_svc.openai.body.body_size import (
     COMMAS_MAX,
     CONTAINERS_MAX,
     STRINGS_MAX,

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
 from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
-from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
-from frontend_svc.core.openai.parsing import parse_completion
-from frontend_svc.core.openai.preprocessing import routing_hints, strict_priority
-from frontend_svc.core.openai.schema import CompletionRequest
+from frontend_svc.errors import HEADER_FIELDS
+from frontend_svc.openai.body.headers import read_headers, with_headers
+from frontend_svc.openai.body.parsing import parse_completion
+from frontend_svc.openai.body.preprocessing import routing_hints, strict_priority
+from frontend_svc.openai.body.schema import CompletionRequest
 
 ALL = {
     "x-kvmesh-backend-instance-id": str(2**64 - 1),

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from common.errors import InvalidRequest
-from frontend_svc.core.openai.parsing import LEVELS_MAX, parse_json_object
+from frontend_svc.openai.body.parsing import LEVELS_MAX, parse_json_object
 
 
 def nested(levels: int) -> bytes:

@@ -11,9 +11,9 @@ import pytest
 from common.errors import InvalidRequest
 from common.runtime.config import ConfigError, read_config
 from frontend_svc.config import FrontendConfig
-from frontend_svc.core.openai.parsing import parse_completion, top_level_or_nvext
-from frontend_svc.core.openai.request_template import parse_templates, with_defaults
-from frontend_svc.core.openai.schema import CompletionRequest
+from frontend_svc.openai.body.parsing import parse_completion, top_level_or_nvext
+from frontend_svc.openai.body.request_template import parse_templates, with_defaults
+from frontend_svc.openai.body.schema import CompletionRequest
 
 DEFAULTS: dict[str, Any] = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125}
 OWN: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}

@@ -18,22 +18,22 @@ from common.request.preprocessed import (
     StopConditions,
     TokenIds,
 )
-from frontend_svc.core.openai.errors import http_error
-from frontend_svc.core.openai.fields import PROMPT_TOKENS_MAX
-from frontend_svc.core.openai.parsing import parse_chat, parse_completion
-from frontend_svc.core.openai.preprocessing import (
+from frontend_svc.errors import http_error
+from frontend_svc.openai.body.fields import PROMPT_TOKENS_MAX
+from frontend_svc.openai.body.parsing import parse_chat, parse_completion
+from frontend_svc.openai.body.preprocessing import (
     check_total_tokens,
     choice_request,
     to_preprocessed,
 )
-from frontend_svc.core.openai.responses import (
+from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
+from frontend_svc.openai.output.completion_objects import (
     completion_json,
     model_list,
     model_object,
 )
-from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
-from frontend_svc.core.response_format import ChoiceEnd, ChoiceResult, OpenAIFinishReason
-from frontend_svc.core.tools.deltas import Content
+from frontend_svc.text.response_format import ChoiceEnd, ChoiceResult, OpenAIFinishReason
+from frontend_svc.tools.deltas import Content
 
 
 def whole(text: str, reason: OpenAIFinishReason = "stop") -> ChoiceResult:

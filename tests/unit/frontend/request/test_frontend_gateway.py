@@ -23,11 +23,11 @@ from common.request.token_stream import (
     WorkerLink,
 )
 from common.streams.stall_clock import TICK_S, StallClock
-from frontend_svc.core.peers.circuit_breaker import PROBE_INTERVAL_MAX_S
-from frontend_svc.core.peers.placement_query import Query
-from frontend_svc.core.request.types import RoutingDecision
-from frontend_svc.peers.engine_client import EngineClient
 from frontend_svc.request.local_placement import place_locally
+from frontend_svc.request.placement_query import Query
+from frontend_svc.request.types import RoutingDecision
+from frontend_svc.workers.breaker import PROBE_INTERVAL_MAX_S
+from frontend_svc.workers.client import EngineClient
 from tests.sim.loop import VirtualLoop, run_virtually
 from tests.sim.pulled_transport import PulledTransport
 

@@ -10,12 +10,12 @@ from common.errors import MeshError, Overloaded, Unavailable, WorkerLost
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
-from frontend_svc.core.openai.errors import http_error
-from frontend_svc.core.peers.placement_query import PlacementKey, Query
-from frontend_svc.core.request.retry_policy import PERMITS_PER_WORKER, MigrationLimiter
-from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.errors import http_error
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.placement_query import PlacementKey, Query
+from frontend_svc.request.retry_policy import PERMITS_PER_WORKER, MigrationLimiter
+from frontend_svc.request.types import RequestOutcome, RequestPlan, RoutingDecision
 from frontend_svc.request.worker_pool import WorkerPool
 from tests.sim.loop import run_virtually
 

@@ -46,11 +46,11 @@ from common.request.preprocessed import (
     usage,
 )
 from common.request.token_stream import LegRequest, Terminal
-from frontend_svc.core.openai.errors import http_error
-from frontend_svc.core.request.leg import Leg
-from frontend_svc.core.request.leg_request import migration_blockers
-from frontend_svc.core.request.machine import NOT_MIGRATABLE, USAGE_WAIT_S, RequestMachine
-from frontend_svc.core.request.types import (
+from frontend_svc.errors import NOT_MIGRATABLE, http_error
+from frontend_svc.request.leg import Leg
+from frontend_svc.request.leg_request import migration_blockers
+from frontend_svc.request.machine import USAGE_WAIT_S, RequestMachine
+from frontend_svc.request.types import (
     PassThroughPayload,
     Placement,
     RequestOutcome,

@@ -24,10 +24,10 @@ from common.request.preprocessed import (
     usage,
 )
 from common.request.token_stream import LegRequest, Terminal
-from frontend_svc.core.openai.errors import http_error
-from frontend_svc.core.request.leg import Leg
-from frontend_svc.core.request.machine import ACCEPT_RECHECK_S, USAGE_WAIT_S, RequestMachine
-from frontend_svc.core.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.errors import http_error
+from frontend_svc.request.leg import Leg
+from frontend_svc.request.machine import ACCEPT_RECHECK_S, USAGE_WAIT_S, RequestMachine
+from frontend_svc.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
 
 PEER_FAULT_REASONS = "HANDOFF_PEER_LOST"
 NO_BLOCKS = "HANDOFF_NO_BLOCKS"

@@ -10,10 +10,10 @@ from common.errors import MeshError
 from common.registry.instances import Snapshot
 from common.request.preprocessed import PreprocessedRequest, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
-from frontend_svc.core.peers.placement_query import PlacementKey, Query
-from frontend_svc.core.peers.recently_left import RecentlyLeft
-from frontend_svc.core.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
 from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.placement_query import PlacementKey, Query
+from frontend_svc.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.workers.recently_left import RecentlyLeft
 from tests.sim.loop import run_virtually
 
 PAIR = RoutingDecision(1, prefill=Placement(2, address="w:2"), address="w:1")

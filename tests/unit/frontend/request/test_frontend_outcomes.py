@@ -4,8 +4,8 @@ import pytest
 
 from common.errors import MeshError, RequestCancelled, WorkerLost
 from common.request.preprocessed import CompletionUsage, FinishReason, PromptTokensDetails
-from frontend_svc.core.request.outcomes import merge_outcomes
-from frontend_svc.core.request.types import RequestOutcome
+from frontend_svc.request.outcomes import merge_outcomes
+from frontend_svc.request.types import RequestOutcome
 
 
 def outcome(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend_svc.core.request.output_blocks import NewOutputBlocks, OutputBlockCounter
+from frontend_svc.request.output_blocks import NewOutputBlocks, OutputBlockCounter
 
 
 def test_no_block_is_reported_before_it_starts() -> None:

@@ -9,15 +9,15 @@ import pytest
 
 from common.errors import MeshError
 from common.request.preprocessed import FinishReason, TokenLogprob, TopLogprob, usage
-from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.metrics.families import DeploymentState, Endpoint
-from frontend_svc.request.response import (
+from frontend_svc.request.buffer import (
     SLOW_TOKENS,
     TOKENS_PER_CHUNK,
     UNREAD_TOKENS_MAX,
     Backlog,
     ResponseBuffer,
 )
+from frontend_svc.request.types import RequestOutcome
 from tests.sim.loop import run_virtually
 
 DONE = RequestOutcome(FinishReason.STOP, None, usage(1, 1), 1, (7,), None)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from common.errors import Overloaded, Unavailable, WorkerLost
-from frontend_svc.core.request.retry_policy import (
+from frontend_svc.request.retry_policy import (
     ALL_EXCLUDED,
     NO_ROUTER,
     ExclusionPolicy,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 import worker_svc
-from frontend_svc.core.text.detokenizer import (
+from frontend_svc.text.detokenizer import (
     Detokenizer,
     StreamDetokenizer,
     UnsupportedTokenizer,

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend_svc.core.text.stop_strings import StopStringMatcher
+from frontend_svc.text.stop_strings import StopStringMatcher
 
 # Few letters, so that stop strings overlap with each other, themselves and the text.
 texts = st.text("abc", max_size=30)

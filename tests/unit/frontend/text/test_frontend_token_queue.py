@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_svc.core.text.output_text import TextStream
-from frontend_svc.core.text.token_queue import TokenQueue
+from frontend_svc.text.output_text import TextStream
+from frontend_svc.text.token_queue import TokenQueue
 
 PIECES = st.lists(st.text("abc", max_size=3), max_size=12)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=2)

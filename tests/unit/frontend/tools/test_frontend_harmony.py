@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from frontend_svc.core.tools.deltas import CallArguments, CallStart, Content, Delta, Reasoning
-from frontend_svc.core.tools.harmony import HarmonyParser
+from frontend_svc.tools.deltas import CallArguments, CallStart, Content, Delta, Reasoning
+from frontend_svc.tools.harmony import HarmonyParser
 
 # Text, reasoning, content, calls. The model's last end marker is an EOS token, without text.
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [

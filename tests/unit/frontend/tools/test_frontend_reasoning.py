@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer
 
-from frontend_svc.core.text.detokenizer import Detokenizer, Vocabulary
-from frontend_svc.core.tools.reasoning import REASONING_FORMATS, ReasoningParser
+from frontend_svc.text.detokenizer import Detokenizer, Vocabulary
+from frontend_svc.tools.reasoning import REASONING_FORMATS, ReasoningParser
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
 # Parser, end of the prompt, text, reasoning, answer.

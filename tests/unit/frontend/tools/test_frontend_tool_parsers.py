@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend_svc.core.tools.deltas import CallArguments, CallStart, Content, Delta
-from frontend_svc.core.tools.formats import FORMATS
-from frontend_svc.core.tools.parser import ToolCallParser
+from frontend_svc.tools.deltas import CallArguments, CallStart, Content, Delta
+from frontend_svc.tools.formats import FORMATS
+from frontend_svc.tools.parser import ToolCallParser
 from tests.unit.frontend.tools.outputs import CASES, TYPES
 
 

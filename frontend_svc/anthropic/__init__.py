@@ -1,0 +1,1 @@
+"""The Messages API: its bodies become chats, and responses become messages."""

@@ -1,0 +1,70 @@
+"""Maps errors to the responses of the Messages API (pure).
+
+Statuses and headers are those of the OpenAI API (`errors.py`), with one exception: a
+mesh at capacity is 529 `overloaded_error`, the status that Anthropic's clients expect. `details`
+has the invalid field as `param`, and a code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from typing import Final
+
+import orjson
+
+from common.errors import MeshError
+from frontend_svc import errors as openai
+from frontend_svc.anthropic.translation import client_field
+from frontend_svc.errors import ErrorType, HttpError
+
+OVERLOADED_STATUS: Final = 529
+_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED_STATUS: "overloaded_error",
+}
+
+
+def http_error(
+    error: BaseException, request_id: str | None, headers: Container[bytes] = ()
+) -> HttpError:
+    """The response for an error. request_id: of the response's header. headers: names of the
+    request's headers."""
+    response = openai.http_error(error, headers)
+    is_overload = response.error_type is ErrorType.OVERLOAD
+    status = OVERLOADED_STATUS if is_overload else response.status
+    message, param, code = openai.error_details(error, headers)
+    message, param = _renamed(message, param)
+    return replace(
+        response, status=status, body=error_body(status, message, param, code, request_id)
+    )
+
+
+def client_message(error: MeshError, headers: Container[bytes]) -> tuple[str, str | None]:
+    """Message and `param` of an error with the client's field names. headers: see `http_error`."""
+    return _renamed(*openai.client_message(error, headers))
+
+
+def _renamed(message: str, param: str | None) -> tuple[str, str | None]:
+    if param is None or (field := client_field(param)) == param:
+        return message, param
+    return message.replace(f"'{param}'", f"'{field}'"), field
+
+
+def error_body(
+    status: int, message: str, param: str | None, code: str | None, request_id: str | None
+) -> bytes:
+    """The JSON of an error."""
+    default_type = "api_error" if status >= 500 else "invalid_request_error"
+    error = {
+        "type": _TYPES.get(status, default_type),
+        "message": message,
+        "details": {"error_code": code, "param": param},
+    }
+    return orjson.dumps({"type": "error", "error": error, "request_id": request_id})

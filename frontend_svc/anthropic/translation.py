@@ -1,0 +1,317 @@
+"""Translates bodies of the Messages API into chats (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, Final, TypeVar
+
+import orjson
+from pydantic import ValidationError
+
+from common.errors import InvalidRequest, Unsupported
+from frontend_svc.anthropic.schema import (
+    Base64Image,
+    Block,
+    CustomTool,
+    ImageBlock,
+    Message,
+    MessagesRequest,
+    PromptRequest,
+    TextBlock,
+    ThinkingBlock,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+    UrlImage,
+)
+from frontend_svc.openai.body import schema as openai
+from frontend_svc.openai.body.parsing import check_tools, parse_json_object
+from frontend_svc.openai.body.validation_errors import (
+    INVALID_VALUE,
+    invalid_value,
+    missing_parameter,
+)
+
+# Claude Code's first system block. It changes with each request, so it would prevent cache hits.
+_BILLING_PREFIX: Final = "x-anthropic-billing-header:"
+# Anthropic's results have a flag, which chat templates lack.
+_ERROR_PREFIX: Final = "Error: "
+_GUIDED_FIELDS: Final = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_whitespace_pattern",
+)
+_BLOCK_ROLES: Final = {
+    ThinkingBlock: "assistant",
+    ToolUseBlock: "assistant",
+    ToolResultBlock: "user",
+    ImageBlock: "user",
+}
+# Fields of a chat -> fields of the Messages API.
+_RENAMED_FIELDS: Final = (
+    (re.compile(r"^(tools\[\d+\])\.function\.parameters"), r"\1.input_schema"),
+    (re.compile(r"^(tools\[\d+\]|tool_choice)\.function"), r"\1"),
+    (re.compile(r"^response_format\.json_schema"), "output_config.format"),
+    (re.compile(r"^stop$"), "stop_sequences"),
+    # Neighbouring messages become one, so their indices differ.
+    (re.compile(r"^messages\[.*\.image_url\b.*"), "messages"),
+)
+
+# Variables of chat templates that turn reasoning on and off.
+_THINKING_VARIABLES: Final = ("enable_thinking", "thinking")
+_EFFORT_VARIABLE: Final = "reasoning_effort"
+_DEFAULT_EFFORT: Final = "high"
+
+R = TypeVar("R", bound=PromptRequest)
+
+
+class MessagesChat(openai.ChatRequest):
+    """A chat from the Messages API. thinking: whether the response has reasoning; None: the chat
+    template decides. omits_thinking: whether its blocks are empty. effort: None: the default."""
+
+    thinking: bool | None = None
+    omits_thinking: bool = False
+    effort: str | None = None
+
+    def template_kwargs(self, variables: Container[str], *, is_reasoning: bool) -> dict[str, Any]:
+        settings: dict[str, Any] = {}
+        if self.thinking is not None:
+            switches = [name for name in _THINKING_VARIABLES if name in variables]
+            if not self.thinking and is_reasoning and not switches:
+                text = "the model's chat template cannot turn its reasoning off"
+                raise Unsupported("thinking.type", text)
+            settings = dict.fromkeys(switches, self.thinking)
+        if self.effort is not None and _EFFORT_VARIABLE in variables:
+            settings[_EFFORT_VARIABLE] = self.effort
+        elif self.effort not in (None, _DEFAULT_EFFORT):
+            text = "the model's chat template has no such setting"
+            raise Unsupported("output_config.effort", text)
+        return settings
+
+
+def parse_messages(body: bytes) -> MessagesChat:
+    """Returns the chat of a body of `/v1/messages`. Raises InvalidRequest with the path of the
+    first invalid field, and Unsupported for a known field or value that is not supported."""
+    return _to_chat(_parse(MessagesRequest, body))
+
+
+def parse_count(body: bytes) -> MessagesChat:
+    """Returns the chat whose prompt a body of `/v1/messages/count_tokens` describes. Raises as
+    `parse_messages` does."""
+    return _to_chat(_parse(PromptRequest, body))
+
+
+def client_field(field: str) -> str:
+    """The field of the Messages API from which a field of the chat was translated."""
+    for pattern, name in _RENAMED_FIELDS:
+        field = pattern.sub(name, field)
+    return field
+
+
+def _parse(model: type[R], body: bytes) -> R:
+    try:
+        request = model.model_validate(parse_json_object(body))
+    except ValidationError as error:
+        raise invalid_value(error) from None
+    for index, message in enumerate(request.messages):
+        _check_message(message, f"messages[{index}]")
+    if request.messages[-1].role == "assistant":
+        text = "the response cannot continue a message of the assistant"
+        raise Unsupported(f"messages[{len(request.messages) - 1}].role", text)
+    _check_tool_choice(request.tool_choice)
+    _check_thinking(request)
+    return request
+
+
+def _check_message(message: Message, path: str) -> None:
+    for index, block in enumerate(_blocks(message)):
+        role = _BLOCK_ROLES.get(type(block), message.role)
+        if role != message.role:
+            text = f"only messages of role '{role}' have blocks of type '{block.type}'"
+            raise _invalid_field(f"{path}.content[{index}].type", text)
+
+
+def _check_tool_choice(choice: ToolChoice | None) -> None:
+    if choice is None:
+        return
+    if choice.type == "tool" and choice.name is None:
+        raise missing_parameter("tool_choice.name")
+    if choice.type != "tool" and choice.name is not None:
+        raise _invalid_field("tool_choice.name", "only the type 'tool' has a name")
+
+
+def _check_thinking(request: PromptRequest) -> None:
+    thinking = request.thinking
+    if thinking is None:
+        return
+    if thinking.type == "enabled":
+        if thinking.budget_tokens is None:
+            raise missing_parameter("thinking.budget_tokens")
+        text = "reasoning has no limit of its own; set thinking.type to adaptive"
+        raise Unsupported("thinking.budget_tokens", text)
+    if thinking.budget_tokens is not None:
+        raise _invalid_field("thinking.budget_tokens", "only the type 'enabled' has a budget")
+
+
+def _invalid_field(path: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"Invalid '{path}': {message}.", path, reason=INVALID_VALUE)
+
+
+def _to_chat(request: PromptRequest) -> MessagesChat:
+    thinking = request.thinking
+    chat = MessagesChat(
+        model=request.model,
+        messages=[*_system(request), *_turns(request.messages)],
+        thinking=None if thinking is None else thinking.type != "disabled",
+        omits_thinking=thinking is not None and thinking.display == "omitted",
+        effort=None if request.output_config is None else request.output_config.effort,
+        **_tool_fields(request),
+        **(_generation_fields(request) if isinstance(request, MessagesRequest) else {}),
+    )
+    check_tools(chat)
+    return chat
+
+
+# Any, here and below: fields of a chat.
+def _generation_fields(request: MessagesRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {name: getattr(request, name) for name in _GUIDED_FIELDS}
+    fields |= {
+        "max_tokens": request.max_tokens,
+        "stream": request.stream,
+        # The counts are part of every response.
+        "stream_options": openai.StreamOptions(include_usage=True) if request.stream else None,
+        "stop": request.stop_sequences,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k or None,
+    }
+    output = None if request.output_config is None else request.output_config.format
+    if output is not None:
+        schema = {"name": "output", "schema": output.json_schema}
+        fields["response_format"] = openai.RequestedFormat(
+            type="json_schema", json_schema=openai.JsonSchemaFormat.model_validate(schema)
+        )
+    return fields
+
+
+def _tool_fields(request: PromptRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if request.tools:
+        fields["tools"] = [_tool(tool) for tool in request.tools]
+    choice = request.tool_choice
+    if choice is not None:
+        fields["tool_choice"] = _tool_choice(choice)
+        if choice.disable_parallel_tool_use:
+            fields["parallel_tool_calls"] = False
+    return fields
+
+
+def _tool(tool: CustomTool) -> openai.Tool:
+    # Without validation: names may be longer than in the OpenAI API.
+    function = openai.FunctionDefinition.model_construct(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
+    return openai.Tool(type="function", function=function)
+
+
+def _tool_choice(choice: ToolChoice) -> str | openai.NamedToolChoice:
+    match choice.type:
+        case "any":
+            return "required"
+        case "tool":
+            function = openai.FunctionReference.model_construct(name=choice.name)
+            return openai.NamedToolChoice(type="function", function=function)
+    return choice.type
+
+
+def _system(request: PromptRequest) -> list[openai.ChatMessage]:
+    if request.system is None:
+        return []
+    blocks = [_text(request.system)] if isinstance(request.system, str) else request.system
+    texts = [one for one in blocks if not one.text.startswith(_BILLING_PREFIX)]
+    return [openai.ChatMessage(role="system", content=_content(texts))] if texts else []
+
+
+def _turns(messages: Iterable[Message]) -> Iterator[openai.ChatMessage]:
+    for role, group in groupby(messages, lambda message: message.role):
+        blocks = [block for message in group for block in _blocks(message)]
+        if role == "assistant":
+            yield _assistant_message(blocks)
+        else:
+            yield from _user_messages(role, blocks)
+
+
+# Any: a role of the chat.
+def _user_messages(role: Any, blocks: Iterable[Block]) -> Iterator[openai.ChatMessage]:
+    """The results of calls are messages of their own in a chat."""
+    for is_result, group in groupby(blocks, lambda block: isinstance(block, ToolResultBlock)):
+        if is_result:
+            yield from (_result(one) for one in group if isinstance(one, ToolResultBlock))
+        else:
+            parts = [one for one in group if isinstance(one, TextBlock | ImageBlock)]
+            yield openai.ChatMessage(role=role, content=_content(parts))
+
+
+def _assistant_message(blocks: Sequence[Block]) -> openai.ChatMessage:
+    thinking = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    return openai.ChatMessage(
+        role="assistant",
+        content=_content([block for block in blocks if isinstance(block, TextBlock)]),
+        tool_calls=[_call(block) for block in blocks if isinstance(block, ToolUseBlock)] or None,
+        reasoning_content="\n".join(filter(None, thinking)) or None,
+    )
+
+
+def _call(block: ToolUseBlock) -> openai.ToolCall:
+    function = openai.FunctionCall(name=block.name, arguments=orjson.dumps(block.input).decode())
+    return openai.ToolCall(id=block.id, type="function", function=function)
+
+
+def _result(block: ToolResultBlock) -> openai.ChatMessage:
+    parts = _parts(block.content or "")
+    if block.is_error:
+        match parts:
+            case [TextBlock(text=text), *others]:
+                parts = [_text(_ERROR_PREFIX + text), *others]
+            case _:
+                parts = [_text(_ERROR_PREFIX), *parts]
+    return openai.ChatMessage(role="tool", content=_content(parts), tool_call_id=block.tool_use_id)
+
+
+def _content(parts: Sequence[TextBlock | ImageBlock]) -> str | list[openai.ContentPart]:
+    match parts:
+        case []:
+            return ""
+        case [TextBlock(text=text)]:
+            return text
+    return [_part(one) for one in parts]
+
+
+def _part(part: TextBlock | ImageBlock) -> openai.ContentPart:
+    if isinstance(part, TextBlock):
+        return openai.TextPart(type="text", text=part.text)
+    match part.source:
+        case UrlImage(url=url):
+            pass
+        case Base64Image(media_type=media_type, data=data):
+            url = f"data:{media_type};base64,{data}"
+    return openai.ImagePart(type="image_url", image_url=openai.ImageUrl(url=url))
+
+
+def _text(text: str) -> TextBlock:
+    return TextBlock(type="text", text=text)
+
+
+def _blocks(message: Message) -> Sequence[Block]:
+    return [_text(message.content)] if isinstance(message.content, str) else message.content
+
+
+def _parts(content: str | Sequence[TextBlock | ImageBlock]) -> Sequence[TextBlock | ImageBlock]:
+    return [_text(content)] if isinstance(content, str) else content

@@ -1,1 +1,0 @@
-"""The gateway's pure logic: no I/O, no clock, no randomness."""

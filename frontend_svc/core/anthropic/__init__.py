@@ -1,1 +1,0 @@
-"""The Anthropic Messages API: bodies, translation to chats, responses, errors."""

@@ -1,1 +1,0 @@
-"""Which models and adapters are served. Pure."""

@@ -1,1 +1,0 @@
-"""The OpenAI API: request bodies, headers, responses, chunks and errors (pure)."""

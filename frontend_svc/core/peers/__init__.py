@@ -1,1 +1,0 @@
-"""Decisions about routers and workers: circuit breaker, router choice. Pure."""

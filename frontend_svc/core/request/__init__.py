@@ -1,1 +1,0 @@
-"""One request: state machine, retries, migration and output blocks. Pure."""

@@ -1,1 +1,0 @@
-"""The OpenAI Responses API: bodies, translation to chats, events, stored responses."""

@@ -1,1 +1,0 @@
-"""Chat templates, detokenization and stop strings. Pure."""

@@ -1,1 +1,0 @@
-"""Tool calls and reasoning in the text of a response. Pure."""

@@ -1,0 +1,1 @@
+"""Connections of clients: HTTP server and protocol, ASGI, browsers."""

@@ -1,0 +1,207 @@
+"""Limits of one connection to clients that send or read slowly, or more than a request needs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import structlog
+
+from frontend_svc.edge.asgi import JSON_HEADER, AsgiApp, Receive, Scope, Send, send_response
+from frontend_svc.edge.protocol import StreamProtocol
+from frontend_svc.errors import INVALID, error_body
+
+# The request line and the headers of a request, together; as Envoy's edge defaults.
+HEAD_BYTES_MAX: Final = 60 << 10
+HEADERS_MAX: Final = 100
+# Bytes of a chunked body besides its content: sizes, extensions, trailers.
+FRAMING_BYTES_MAX: Final = 64 << 10
+FRAMING_PER_BYTE_MAX: Final = 8
+# Requests that arrive before the response to the one before, and the body of the last of them.
+PIPELINED_MAX: Final = 32
+PIPELINED_BODY_BYTES_MAX: Final = 1 << 20
+# Connections above the limit that still receive a 503.
+REFUSED_MAX: Final = 256
+
+log = structlog.get_logger()
+
+
+class BoundedProtocol(StreamProtocol):
+    """Closes a connection whose client exceeds a limit. connections_max: those of the server above
+    which new ones are refused.
+
+    head_timeout_s: from the connection, or the first byte of a request, to the end of its headers.
+    linger_s: after a response, for the rest of the request's body. write_timeout_s: in which a
+    client must read what has been written. refused_s: in which a refused client must send."""
+
+    head_timeout_s = 10.0
+    linger_s = 30.0
+    write_timeout_s = 60.0
+    refused_s = 1.0
+
+    # Any: the parameters of uvicorn's class.
+    def __init__(self, *args: Any, connections_max: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._connections_max = connections_max
+        self._is_refused = False
+        # Between the beginning of a request and its headers, and from there to its end.
+        self._is_in_head = self._is_in_body = False
+        self._head_bytes = self._body_bytes = self._framing_bytes = 0
+        self._client_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        excess = len(self.connections) - self._connections_max
+        if excess == 1:
+            log.warning("connections_full", connections=len(self.connections))
+        if excess > REFUSED_MAX:
+            transport.abort()
+            return
+        self._is_refused = excess > 0
+        self._await_client(self.refused_s if self._is_refused else self.head_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_awaiting()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self._refuse(503, "too many connections; try again later", "overloaded")
+            return
+        self._head_bytes += len(data)
+        self._framing_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if not self._is_in_body and self._head_bytes > HEAD_BYTES_MAX:
+            text = f"the headers are larger than {HEAD_BYTES_MAX} bytes"
+            self._refuse(431, text, "headers_too_large")
+        elif self._is_in_body and (
+            self._framing_bytes > FRAMING_BYTES_MAX + FRAMING_PER_BYTE_MAX * self._body_bytes
+        ):
+            self._refuse(400, "the chunks have too many bytes besides content", "invalid_chunks")
+        elif len(self.pipeline) > PIPELINED_MAX or (
+            self.pipeline and len(self.cycle.body) > PIPELINED_BODY_BYTES_MAX
+        ):
+            self.transport.abort()
+        elif not self._is_in_body and self._client_timer is None and self._is_client_next:
+            self._await_client(self.head_timeout_s)
+
+    def on_message_begin(self) -> None:
+        self._is_in_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Trailers are not headers.
+        if not self._is_in_body:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._stop_awaiting()
+        self._is_in_head, self._is_in_body = False, True
+        self._head_bytes = self._body_bytes = self._framing_bytes = 0
+        api = self.app
+        if refusal := self._head_problem():
+            self.app = refusal
+        super().on_headers_complete()
+        self.app = api
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        self._head_bytes = 0
+        self._stop_awaiting()
+        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._await_client(self.head_timeout_s)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            if self.transport.get_write_buffer_size():
+                self.pause_writing()
+        elif self._is_in_body:
+            self._await_client(self.linger_s)
+        elif self._is_in_head:
+            self._await_client(self.head_timeout_s)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        # `close` would wait for a client that does not read.
+        self.transport.abort()
+
+    @property
+    def _is_client_next(self) -> bool:
+        """Whether the client has begun a request, or has received all responses."""
+        return self._is_in_head or self.cycle is None or self.cycle.response_complete
+
+    def _await_client(self, timeout_s: float) -> None:
+        self._stop_awaiting()
+        self._client_timer = self.loop.call_later(timeout_s, self._on_timeout)
+
+    def _stop_awaiting(self) -> None:
+        if self._client_timer is not None:
+            self._client_timer.cancel()
+            self._client_timer = None
+
+    def _on_timeout(self) -> None:
+        self._client_timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            return  # a request before: its end starts the time again
+        if self._is_in_head:
+            self._refuse(408, "the headers were not complete in time", "request_timeout")
+        else:
+            self.transport.abort()
+
+    def _head_problem(self) -> AsgiApp | None:
+        """The application that refuses the request; None if its headers are valid."""
+        size, hosts = len(self.url), []
+        for name, value in self.headers:
+            size += len(name) + len(value) + 4
+            if name == b"host":
+                hosts.append(value)
+        if len(self.headers) > HEADERS_MAX or size > HEAD_BYTES_MAX:
+            text = f"the headers are more than {HEADERS_MAX} or larger than {HEAD_BYTES_MAX} bytes"
+            return _refusal(431, text, "headers_too_large")
+        is_required = self.parser.get_http_version() != "1.0"
+        if len(hosts) > 1 or (is_required and not any(hosts)):
+            return _refusal(400, "exactly one Host header is required", "invalid_host")
+        return None
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Sends a response outside of a request, and closes."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        body = _error_body(message, code)
+        head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
+        self.pause_writing()
+
+
+def _refusal(status: int, message: str, code: str) -> AsgiApp:
+    async def refuse(_scope: Scope, _receive: Receive, send: Send) -> None:
+        headers = (JSON_HEADER, (b"connection", b"close"))
+        await send_response(send, status, headers, _error_body(message, code))
+
+    return refuse
+
+
+def _error_body(message: str, code: str) -> bytes:
+    return error_body(message, "server_error" if code == "overloaded" else INVALID, None, code)

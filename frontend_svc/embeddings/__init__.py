@@ -1,0 +1,1 @@
+"""The embeddings API, from body to vectors."""

@@ -1,0 +1,99 @@
+"""The inputs of one embeddings request: each is a request of its own to the workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from common.errors import MeshError
+from common.request.embedding import Vector, load_vector
+from common.request.preprocessed import TokenLogprob
+from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.placement_query import Query
+from frontend_svc.request.types import RequestOutcome, RequestPlan
+
+# Inputs of one request at workers at the same time. More would occupy the event loop for
+# milliseconds at once, and fewer would leave engines idle.
+IN_FLIGHT_MAX = 32
+
+
+class EmbeddingBatch:
+    """Runs the inputs of one request, IN_FLIGHT_MAX at a time, each by its plan and placed by its
+    query. on_vector: receives the index of an input and its vector, in any order. responses: of the
+    inputs that were opened."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        inputs: Iterable[tuple[RequestPlan, Query]],
+        on_vector: Callable[[int, Vector], None],
+    ) -> None:
+        self._gateway = gateway
+        self._inputs = enumerate(inputs)
+        self._on_vector = on_vector
+        self._open: dict[int, RequestHandle] = {}
+        self.responses: list[InputResponse] = []
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Returns when all inputs are done. Raises the first MeshError. An error, and the
+        cancellation of this call, end the inputs that still run."""
+        for _ in range(IN_FLIGHT_MAX):
+            self._open_next()
+        try:
+            await self._done
+        finally:
+            self._done.cancel()
+            for handle in list(self._open.values()):
+                handle.client_gone()
+
+    def fail(self, error: MeshError) -> None:
+        """Ends the batch; `run` raises the error."""
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    def _open_next(self) -> None:
+        for index, (plan, query) in self._inputs:
+            response = InputResponse(index, self._finished)
+            self.responses.append(response)
+            self._open[index] = self._gateway.open(plan, query, response)
+            return
+
+    def _finished(self, index: int, chunk: bytes, outcome: RequestOutcome) -> None:
+        del self._open[index]
+        if self._done.done():
+            return
+        if outcome.error is not None:
+            self.fail(outcome.error)
+            return
+        try:
+            self._on_vector(index, load_vector(chunk))
+        except MeshError as error:
+            self.fail(error)
+            return
+        self._open_next()
+        if not self._open:
+            self._done.set_result(None)
+
+
+class InputResponse:
+    """Receives the vector of one input; of several attempts, the last one counts."""
+
+    def __init__(self, index: int, on_end: Callable[[int, bytes, RequestOutcome], None]) -> None:
+        self._index = index
+        self._on_end = on_end
+        self._chunk = b""
+        self.first_token_at: float | None = None
+        self.outcome: RequestOutcome | None = None
+
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        """Embeddings have no tokens."""
+
+    def chunk(self, json: bytes) -> None:
+        self._chunk = json
+
+    def finished(self, outcome: RequestOutcome) -> None:
+        self.outcome = outcome
+        chunk, self._chunk = self._chunk, b""
+        self._on_end(self._index, chunk, outcome)

@@ -1,0 +1,123 @@
+"""`/v1/embeddings`: tokenizes the inputs, runs them on workers, writes the vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from common.errors import RequestCancelled
+from common.request.embedding import Vector, check_dimensions, shorten
+from common.request.preprocessed import PreprocessedRequest, TokenIds
+from frontend_svc.access.permissions import check_permissions
+from frontend_svc.edge.asgi import JSON_HEADER, send_response_parts
+from frontend_svc.embeddings.batch import EmbeddingBatch
+from frontend_svc.embeddings.body import (
+    EmbeddingRequest,
+    check_lengths,
+    check_vocabulary,
+    embedding_entry,
+    embedding_list,
+    parse_embedding,
+)
+from frontend_svc.endpoints.endpoint import PostEndpoint
+from frontend_svc.endpoints.generation_api import off_loop
+from frontend_svc.endpoints.request_context import HttpRequest
+from frontend_svc.metrics.families import RequestMeter
+from frontend_svc.models.served_model import ServedModel
+from frontend_svc.openai.body.headers import read_headers
+from frontend_svc.openai.body.nvext import Nvext
+from frontend_svc.openai.body.preprocessing import routing_hints
+from frontend_svc.request.placement_query import Query
+from frontend_svc.request.types import RequestPlan
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingBody:
+    """A body, and the hints in its headers."""
+
+    request: EmbeddingRequest
+    hints: Nvext | None
+
+
+class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
+    """The ASGI application of `/v1/embeddings`."""
+
+    async def parse(self, context: HttpRequest, raw: bytes) -> EmbeddingBody:
+        context.body = request = await off_loop(len(raw), parse_embedding, raw)
+        hints = read_headers(context.header_pairs)
+        check_permissions(context.caller, hints)
+        return EmbeddingBody(request, hints)
+
+    async def serve(self, context: HttpRequest, body: EmbeddingBody, meter: RequestMeter) -> None:
+        request = body.request
+        model = self._models.get_for(request.model, "embeddings")
+        card, dimensions = model.card, request.dimensions
+        check_dimensions(dimensions, card.embedding_size, can_shorten=card.shorter_embeddings)
+        inputs = await _tokenize(request, model)
+        total_tokens = sum(map(len, inputs))
+        meter.prompt(total_tokens)
+        if context.quota is not None:
+            context.quota.reserve(total_tokens)
+        context.base_model = model.base
+        entries = [b""] * len(inputs)
+
+        def on_vector(index: int, vector: Vector) -> None:
+            short = shorten(vector, dimensions)
+            entries[index] = embedding_entry(index, short, request.encoding_format)
+
+        plans = self._plans(context, body, model, inputs)
+        batch = EmbeddingBatch(self._gateway, plans, on_vector)
+        context.responses = batch.responses
+
+        def client_gone() -> None:
+            meter.mark_disconnected()
+            batch.fail(RequestCancelled("the client disconnected"))
+
+        with context.connection.watched(client_gone):
+            await batch.run()
+        context.status, context.is_response_complete = 200, True
+        parts = embedding_list(entries, model.name, total_tokens)
+        await send_response_parts(context.send, 200, (JSON_HEADER, *context.own_headers), parts)
+        meter.mark_ok()
+
+    def _plans(
+        self,
+        context: HttpRequest,
+        body: EmbeddingBody,
+        model: ServedModel,
+        inputs: list[TokenIds],
+    ) -> Iterator[tuple[RequestPlan, Query]]:
+        """The plan and the query of each input. They have no prefix hashes: engines bypass their
+        caches for embeddings."""
+        # Not the name in the body, which may be an alias.
+        request = PreprocessedRequest(
+            model=model.name,
+            token_ids=TokenIds(),
+            mdc_sum=model.checksum,
+            routing=routing_hints(body.hints),
+        )
+        if model.adapter:
+            request.routing_mut().lora_name = model.adapter
+        context.caller.confine(request)
+        query = self.make_query(context, model.base, request.routing, body.hints)
+        plan = replace(self.make_plan(context, request), is_embedding=True)
+        for index, token_ids in enumerate(inputs):
+            one = replace(request, token_ids=token_ids)
+            yield (
+                replace(plan, request_id=f"{context.request_id}-{index}", request=one),
+                replace(query, total_tokens=len(token_ids)),
+            )
+
+
+async def _tokenize(request: EmbeddingRequest, model: ServedModel) -> list[TokenIds]:
+    """The token ids of the inputs. Raises InvalidRequest and PromptTooLong."""
+    context_length = model.card.context_length or 0
+    texts = request.texts
+    if texts is not None:
+        check_lengths(request, list(map(model.token_count_min, texts)), context_length)
+        inputs = list(map(TokenIds.of, await model.encode_batch(texts)))
+    else:
+        inputs = list(map(TokenIds.of, request.token_lists))
+        check_vocabulary(request, inputs, model.vocab_size)
+    check_lengths(request, list(map(len, inputs)), context_length)
+    return inputs

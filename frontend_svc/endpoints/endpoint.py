@@ -1,0 +1,276 @@
+"""An endpoint that takes a JSON body: reads it, counts the request and reports errors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import structlog
+
+from common.api_keys import Scope as Permission
+from common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    MeshError,
+    Overloaded,
+    RequestCancelled,
+)
+from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher
+from common.request.preprocessed import (
+    PreprocessedRequest,
+    RequestTracker,
+    RoutingHints,
+    TokenIds,
+)
+from frontend_svc.access.keys import admit, quota_of
+from frontend_svc.config import FrontendConfig
+from frontend_svc.edge.asgi import (
+    CONNECTION,
+    Receive,
+    Scope,
+    Send,
+    last_part,
+)
+from frontend_svc.edge.error_response import send_error
+from frontend_svc.endpoints.request_context import HttpRequest, log_request, span_attributes
+from frontend_svc.endpoints.request_records import RequestRecords
+from frontend_svc.errors import (
+    BODY_TOO_LARGE,
+    HttpError,
+    error_event,
+    error_type,
+    http_error,
+    refusal_code,
+)
+from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
+from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.openai.body.nvext import Nvext
+from frontend_svc.openai.body.parsing import named_model
+from frontend_svc.openai.body.preprocessing import strict_priority
+from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.placement_query import ROOT_CHAIN, Query, next_hashes
+from frontend_svc.request.types import RequestOutcome, RequestPlan
+from frontend_svc.tracing import start_request_span
+
+# Time a client may take to send its body.
+BODY_TIMEOUT_S = 60.0
+NO_TOKENS = TokenIds()
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+# What the key of a request must permit, other than INFER.
+_PERMISSIONS = {
+    Endpoint.EMBEDDINGS: Permission.EMBEDDINGS,
+    Endpoint.PREPROCESS: Permission.EXPLAIN,
+}
+
+P = TypeVar("P")
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointParts:
+    """What the endpoints of one API share. on_request_end: called once for each request that was
+    sent to workers."""
+
+    gateway: Gateway
+    models: ModelCatalog
+    state: DeploymentState
+    config: FrontendConfig
+    records: RequestRecords
+    on_request_end: Callable[[RequestOutcome], None]
+
+
+class PostEndpoint(ABC, Generic[P]):
+    """The ASGI application of one endpoint. A subclass reads bodies (P) and serves them."""
+
+    def __init__(self, endpoint: Endpoint, parts: EndpointParts) -> None:
+        self._endpoint = endpoint
+        self._parts = parts
+        self._gateway = parts.gateway
+        self._models = parts.models
+        self._state = parts.state
+        self._config = parts.config
+        self._records = parts.records
+        self._active_requests = 0
+
+    @abstractmethod
+    async def parse(self, context: HttpRequest, raw: bytes) -> P:
+        """Reads a body, and sets `context.body`. Raises MeshError with the field of the body."""
+
+    @abstractmethod
+    async def serve(self, context: HttpRequest, body: P, meter: RequestMeter) -> None:
+        """Sends the response, and marks the meter. Raises the MeshError of a failed request."""
+
+    def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
+        """The response for an error before the first byte."""
+        return http_error(error, context.names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request. It is counted, and gets a log line, however it ends."""
+        context = self._make_context(scope, receive, send)
+        meter: RequestMeter | None = None
+        raw = b""
+        self._active_requests += 1
+        try:
+            try:
+                needed = _PERMISSIONS.get(self._endpoint, Permission.INFER)
+                context.caller = admit(scope, needed)
+                if (quota := quota_of(scope, context.caller)) is not None:
+                    context.quota = quota
+                    quota.begin()
+                if self._active_requests > (limit := self._config.requests_max):
+                    raise Overloaded(1.0, f"too many concurrent requests: {limit}/{limit}")
+                raw = await self._receive_body(context)
+                body = await self.parse(context, raw)
+            except TimeoutError:
+                message = f"The body was not complete within {BODY_TIMEOUT_S:g} s."
+                raise DeadlineExceeded(message) from None
+            finally:
+                name = named_model(raw) if context.body is None else context.body.model
+                is_stream = context.body is not None and context.body.is_stream
+                meter = self._state.begin(name, self._endpoint, is_stream)
+            await self.serve(context, body, meter)
+        except MeshError as error:
+            await self._fail(context, meter, error)
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of the tokenizer library is no Exception
+            log.exception("request_failed", request_id=context.request_id)
+            await self._fail(context, meter, InternalError("see the frontend's log"))
+        finally:
+            self._active_requests -= 1
+            if context.quota is not None:
+                context.quota.close(context.used_tokens)
+            if meter is not None:
+                meter.close()
+            context.span.end(partial(span_attributes, context), context.final_error)
+            now_s = self._state.clock()
+            log_request(context, now_s)
+            self._records.request_ended(context, raw, now_s)
+            # Without cycles of references, all of the request is freed at once.
+            del scope["state"][CONNECTION]
+            if context.error is not None:
+                context.error.__traceback__ = None
+
+    def _make_context(self, scope: Scope, receive: Receive, send: Send) -> HttpRequest:
+        header_pairs = tuple(scope["headers"])
+        headers = dict(header_pairs)
+        request_id = os.urandom(16).hex()
+        client_id = headers.get(b"x-request-id", b"")
+        traceparent = headers.get(b"traceparent", b"").decode("latin-1")
+        config = self._config
+        own_ratio = None if config.trust_traceparent else config.trace_sample_ratio
+        return HttpRequest(
+            endpoint=self._endpoint,
+            request_id=request_id,
+            client_id=client_id if _REQUEST_ID.fullmatch(client_id) else request_id.encode(),
+            span=start_request_span(scope["path"], traceparent, own_ratio),
+            started_at_s=self._state.clock(),
+            tracker=RequestTracker(received_ms=time.time() * 1000, received_s=time.monotonic()),
+            header_pairs=header_pairs,
+            headers=headers,
+            receive=receive,
+            send=send,
+            connection=scope["state"][CONNECTION],
+        )
+
+    async def _receive_body(self, context: HttpRequest) -> bytes:
+        limit = self._config.body_limit_mb << 20
+        content_length = context.headers.get(b"content-length", b"0")
+        if content_length.isdigit() and int(content_length) > limit:
+            raise self._too_large()
+        # A timer costs more than the read of a body that is complete.
+        if context.connection.has_body:
+            return await self._receive_parts(context.receive, limit)
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await self._receive_parts(context.receive, limit)
+
+    async def _receive_parts(self, receive: Receive, limit: int) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise RequestCancelled("The client disconnected before its body was complete.")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise self._too_large()
+            if not message.get("more_body"):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _too_large(self) -> InvalidRequest:
+        text = f"The body is larger than {self._config.body_limit_mb} MB."
+        return InvalidRequest(text, reason=BODY_TOO_LARGE)
+
+    def make_plan(
+        self, context: HttpRequest, request: PreprocessedRequest, choice: int = 0
+    ) -> RequestPlan:
+        now = asyncio.get_running_loop().time()
+        return RequestPlan(
+            request_id=f"{context.request_id}-{choice}" if choice else context.request_id,
+            request=request,
+            deadline=now + self._config.request_timeout_s,
+            attempts_max=self._config.attempts_max,
+            accept_timeout_s=self._config.accept_timeout_s,
+            traceparent=context.span.traceparent,
+            trace_id=context.span.trace_id,
+            priority=request.routing.priority if request.routing is not None else None,
+        )
+
+    def make_query(
+        self,
+        context: HttpRequest,
+        model: str,
+        routing: RoutingHints | None,
+        nvext: Nvext | None,
+        hasher: PrefixHasher | None = None,
+        token_ids: TokenIds = NO_TOKENS,
+        total_tokens: int = 0,
+    ) -> Query:
+        """The query of a prompt. hasher: of the prompt; None: it gets no hashes. token_ids: for
+        them. total_tokens: of the prompt, 0 if they are not known."""
+        prefix_hashes, chain = next_hashes(hasher, ROOT_CHAIN, token_ids)
+        return Query(
+            model=model,
+            total_tokens=total_tokens,
+            prefix_hashes=prefix_hashes,
+            chain=chain,
+            arrived_at=asyncio.get_running_loop().time(),
+            routing=routing,
+            traceparent=context.span.traceparent,
+            strict_priority=strict_priority(nvext),
+            tenant=context.caller.tenant,
+            tenant_weight=context.caller.limits.weight,
+            hash_scheme=HASH_SCHEME_ID if hasher is not None else 0,
+            block_size=hasher.block_size if hasher is not None else 0,
+            hasher=hasher,
+        )
+
+    async def _fail(
+        self, context: HttpRequest, meter: RequestMeter | None, error: MeshError
+    ) -> None:
+        context.error = error
+        if meter is not None:
+            meter.mark_failed(error_type(error), refusal_code(error))
+        await self._send_error(context, error)
+
+    async def _send_error(self, context: HttpRequest, error: MeshError) -> None:
+        """Sends an error as an HTTP response, or as the last event if the stream has begun."""
+        if context.is_response_complete:
+            return
+        if context.status:
+            stream_format = context.stream_format
+            events = error_event(error) if stream_format is None else stream_format.error(error)
+            await context.send(last_part(events))
+            return
+        response = self.http_error(error, context)
+        context.status, context.response_json = response.status, response.body
+        await send_error(context.send, response, context.own_headers)

@@ -1,0 +1,143 @@
+"""Records of ended requests: the audit log and the request trace; see docs/operations.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+import orjson
+
+from frontend_svc.config import AuditContent
+from frontend_svc.endpoints.record_file import RecordFile
+from frontend_svc.endpoints.request_context import HttpRequest, ResponsePart
+from frontend_svc.request.placement_query import Query
+
+AUDIT_SCHEMA = "kvmesh.audit.v1"
+TRACE_SCHEMA = "kvmesh.request_trace.v1"
+# Of a record without texts.
+_RECORD_BYTES = 1024
+_TEXT_BYTES_PER_TOKEN = 64
+
+Record = Mapping[str, object]
+
+
+class RequestRecords:
+    """Writes the records of ended requests. audit, trace: None: not written."""
+
+    def __init__(
+        self, audit: RecordFile | None, trace: RecordFile | None, content: AuditContent
+    ) -> None:
+        self._audit = audit
+        self._trace = trace
+        self._has_request = content in ("all", "request")
+        self.has_response = audit is not None and content == "all"
+
+        files = {"audit": audit, "request_trace": trace}
+        self._files = {name: one for name, one in files.items() if one is not None}
+
+    def counts(self) -> Mapping[str, tuple[int, int]]:
+        """Written and dropped records by file."""
+        return {name: (one.written, one.dropped) for name, one in self._files.items()}
+
+    def close(self, timeout_s: float) -> None:
+        """Writes what is queued, for at most `timeout_s` a file."""
+        for one in self._files.values():
+            one.close(timeout_s)
+
+    def request_ended(self, context: HttpRequest, raw: bytes, now_s: float) -> None:
+        """raw: the body. now_s: on the clock of `started_at_s`."""
+        total_ms = round((now_s - context.started_at_s) * 1000, 1)
+        if self._audit is not None:
+            self._put_audit(self._audit, context, raw if self._has_request else b"", total_ms)
+        if self._trace is not None:
+            for number, (query, part) in enumerate(
+                zip(context.queries, context.responses, strict=False)
+            ):
+                if query.total_tokens and not query.is_query_only and part.outcome is not None:
+                    record = partial(_trace_record, context, number, query, part, total_ms)
+                    self._trace.put(_RECORD_BYTES + 3 * len(query.prefix_hashes), record)
+
+    def _put_audit(
+        self, audit: RecordFile, context: HttpRequest, raw: bytes, total_ms: float
+    ) -> None:
+        size = _RECORD_BYTES + len(raw)
+        if self.has_response:
+            size += len(context.response_json)
+            if (outcome := context.outcome) is not None and context.render_stream is not None:
+                size += outcome.usage.completion_tokens * _TEXT_BYTES_PER_TOKEN
+        audit.put(size, partial(self._audit_record, context, raw, total_ms))
+
+    def _audit_record(self, context: HttpRequest, raw: bytes, total_ms: float) -> Record:
+        record: dict[str, object] = {"schema": AUDIT_SCHEMA, **_identity(context, total_ms)}
+        error = context.final_error
+        is_complete = context.is_response_complete and error is None
+        record |= {"status": context.status, "complete": is_complete}
+        if error is not None:
+            record |= {"failure": error.reason, "error": error.message}
+        if self._has_request:
+            record["request"] = _body(raw, is_json=context.body is not None)
+        if self.has_response:
+            record["response"] = _response(context)
+        return record
+
+
+def _identity(context: HttpRequest, total_ms: float) -> dict[str, object]:
+    record: dict[str, object] = {
+        "request_id": context.request_id,
+        "received_ms": round(context.tracker.received_ms, 3),
+        "total_ms": total_ms,
+        "endpoint": context.endpoint.value,
+        **context.caller_fields,
+    }
+    if context.client_id != context.request_id.encode():
+        record["x_request_id"] = context.client_id.decode("latin-1")
+    if context.span.trace_id:
+        record["trace_id"] = context.span.trace_id
+    if context.body is not None:
+        record |= {"model": context.body.model, "stream": context.body.is_stream}
+    return record
+
+
+def _body(raw: bytes, *, is_json: bool) -> object:
+    if not is_json:
+        return raw.decode(errors="replace")
+    # JSON has line breaks only between its tokens. Not parsed: that would delay the event loop.
+    return orjson.Fragment(raw.replace(b"\r", b" ").replace(b"\n", b" "))
+
+
+def _response(context: HttpRequest) -> object:
+    payload = context.response_json
+    if not payload and context.render_stream is not None and context.outcome is not None:
+        payload = context.render_stream(context.outcome.usage)
+    return orjson.Fragment(payload) if payload else None
+
+
+def _trace_record(
+    context: HttpRequest, number: int, query: Query, part: ResponsePart, total_ms: float
+) -> Record:
+    outcome = part.outcome
+    assert outcome is not None, "it has ended"
+    record: dict[str, object] = {
+        "timestamp": round(context.tracker.received_ms),
+        "input_length": query.total_tokens,
+        "output_length": outcome.usage.completion_tokens,
+        # 48 bits are exact in every JSON reader.
+        "hash_ids": (np.frombuffer(query.prefix_hashes, dtype="<u8") >> 16).tolist(),
+        "block_size": query.block_size,
+        "schema": TRACE_SCHEMA,
+        **_identity(context, total_ms),
+        "workers": list(map(str, outcome.worker_ids)),
+    }
+    if number:
+        record["request_id"] = f"{context.request_id}-{number}"
+    if part.first_token_at is not None:
+        record["ttft_ms"] = round((part.first_token_at - context.started_at_s) * 1000, 1)
+    details = outcome.usage.prompt_tokens_details
+    if details is not None and details.cached_tokens is not None:
+        record["cached_tokens"] = details.cached_tokens
+    if outcome.finish_reason is not None:
+        record["finish_reason"] = outcome.finish_reason.value
+    if outcome.error is not None:
+        record["failure"] = outcome.error.reason
+    return record

@@ -1,0 +1,258 @@
+"""Writes one response to its client: as a stream of events, or as one JSON body."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from common.api_keys import Scope
+from common.errors import MeshError
+from common.request.preprocessed import CompletionUsage
+from frontend_svc.edge.asgi import (
+    JSON_HEADER,
+    STREAM_HEADERS,
+    body_part,
+    last_part,
+    response_start,
+    send_response,
+)
+from frontend_svc.endpoints.pass_through import merge_chunks, without_hits
+from frontend_svc.endpoints.request_context import HttpRequest
+from frontend_svc.errors import error_event
+from frontend_svc.openai.output.extension import ResponseExtension
+from frontend_svc.openai.output.sse import DONE, KEEP_ALIVE, ChunkKind, event
+from frontend_svc.request.buffer import Backlog, ResponseBuffer
+from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.outcomes import merge_outcomes
+from frontend_svc.request.types import RequestOutcome
+from frontend_svc.text.choice import Choice
+from frontend_svc.text.response_format import ChoiceRecorder, ChoiceSink, ResponseFormat
+
+# Of a response that is behind, written before others are served: 1 to 2 ms of work.
+PART_TOKENS = 256
+
+
+@dataclass(slots=True)
+class OpenChoice:
+    """A choice, and the request that generates it. extension: of the response, if this is its only
+    choice. is_finished: its end has been written."""
+
+    choice: Choice
+    handle: RequestHandle
+    buffer: ResponseBuffer
+    extension: ResponseExtension | None = None
+    is_finished: bool = False
+
+
+class ResponseWriter:
+    """Writes the choices of a response. keep_alive_s: pause before a comment is sent. backlog: of
+    this process. Every method raises the request's error if it ends before the first byte: it
+    becomes an ordinary HTTP error then."""
+
+    def __init__(
+        self,
+        context: HttpRequest,
+        choices: Sequence[OpenChoice],
+        keep_alive_s: float,
+        backlog: Backlog,
+    ) -> None:
+        self._context = context
+        self._choices = choices
+        self._reader = choices[0].buffer.reader
+        self._send = context.send
+        self._connection = context.connection
+        self._keep_alive_s = keep_alive_s
+        self._backlog = backlog
+        self._unfinished = len(choices)
+        self._is_ending = False
+        # Of the first choice that failed.
+        self._error: MeshError | None = None
+
+    async def stream(self, response_format: ResponseFormat) -> None:
+        """Sends the events of the tokens that have arrived, in one write. While the client reads
+        as fast as tokens arrive, callbacks write them, without a step of this task."""
+        self._reader.wake_when_idle(self._keep_alive_s)
+        has_news = await self._reader.wait()
+        for one in self._choices:
+            if one.buffer.outcome is not None and one.buffer.first_token_at is None:
+                _raise_error(one.buffer)
+        await _start_stream(self._context)
+        self._context.stream_format = response_format
+        extension = self._choices[0].extension
+        events = b"" if extension is None else extension.comments()
+        events += response_format.begin() + self._begin(response_format)
+        while True:
+            events += await self._catch_up(response_format)
+            if self._error is not None:
+                events += response_format.error(self._error)
+                break
+            if not self._unfinished:
+                usage = self._usage()
+                if extension is not None:
+                    events += extension.last_comments(usage)
+                events += response_format.end(usage)
+                break
+            if not has_news:
+                events += response_format.keep_alive
+            if events:
+                await self._send(body_part(events))
+            events = b""
+            if not (has_news := self._is_behind):
+                self._reader.call_on_news(partial(self._write_tokens, response_format))
+                has_news = await self._reader.wait()
+        await _end_stream(self._context, events)
+
+    @property
+    def _is_behind(self) -> bool:
+        return any(one.buffer.has_unread and not one.choice.is_complete for one in self._choices)
+
+    async def _catch_up(self, sink: ChoiceSink) -> bytes:
+        """Writes what has arrived. If that is much, because the client has not read, it writes a
+        part, and other responses go on before the next part of any response."""
+        if sum(one.buffer.unread for one in self._choices) <= PART_TOKENS:
+            return self._advance(sink)
+        async with self._backlog.turn:
+            events = self._advance(sink, max(1, PART_TOKENS // len(self._choices)))
+            await asyncio.sleep(0)
+        return events
+
+    def _write_tokens(self, response_format: ResponseFormat) -> bool:
+        """Writes the tokens that have arrived; False if there is more to do than that."""
+        if not self._connection.can_write:
+            return False
+        if events := self._feed(response_format):
+            self._connection.write(events)
+        return not self._is_ending
+
+    async def send(self, response_format: ResponseFormat) -> None:
+        """Sends the whole response as one body."""
+        recorder = ChoiceRecorder(len(self._choices))
+        self._begin(recorder)
+        while self._unfinished:
+            await self._reader.wait()
+            self._advance(recorder)
+            if self._error is not None:
+                raise self._error
+        await send_json(self._context, response_format.body(recorder.results, self._usage()))
+
+    def _begin(self, sink: ChoiceSink) -> bytes:
+        return b"".join([one.choice.begin(sink) for one in self._choices])
+
+    def _advance(self, sink: ChoiceSink, most: int | None = None) -> bytes:
+        """Writes what has arrived, or about `most` tokens of each choice; sets `_error` if a choice
+        failed."""
+        events = self._feed(sink, most)
+        for one in self._choices:
+            if one.choice.is_complete:
+                one.handle.stop()
+            is_read = one.choice.is_complete or not one.buffer.has_unread
+            if one.buffer.outcome is not None and is_read and not one.is_finished:
+                events += self._finish(one, one.buffer.outcome, sink)
+        return events
+
+    def _feed(self, sink: ChoiceSink, most: int | None = None) -> bytes:
+        """Writes the tokens that have arrived, as `_advance`; sets `_is_ending` if a choice
+        ends."""
+        events = b""
+        self._is_ending = False
+        for one in self._choices:
+            choice, buffer = one.choice, one.buffer
+            token_ids, logprobs = buffer.take() if most is None else buffer.take_part(most)
+            if token_ids and not choice.is_complete:
+                events += choice.feed(token_ids, logprobs, sink)
+            if choice.is_complete or buffer.outcome is not None:
+                self._is_ending = self._is_ending or not one.is_finished
+        return events
+
+    def _finish(self, one: OpenChoice, outcome: RequestOutcome, sink: ChoiceSink) -> bytes:
+        one.is_finished = True
+        self._unfinished -= 1
+        if outcome.error is not None and not one.choice.is_complete:
+            self._error = self._error or outcome.error
+            return b""
+        nvext = None if one.extension is None else self._nvext(one, one.extension, outcome)
+        return one.choice.finish(outcome.finish_reason, sink, nvext)
+
+    def _nvext(
+        self, one: OpenChoice, extension: ResponseExtension, outcome: RequestOutcome
+    ) -> dict[str, object]:
+        context, tracker = self._context, self._context.tracker
+        if context.ttft_s is not None:
+            tracker.mark("first_token", tracker.received_s + max(0.0, context.ttft_s))
+        tracker.mark("finished", time.monotonic())
+        usage = one.choice.usage(outcome.usage)
+        values = extension.extra_fields(outcome, usage, one.handle.machine.generated)
+        is_stream = context.stream_format is not None
+        if not is_stream and (annotations := extension.annotations(usage)):
+            values["annotations"] = annotations
+        return values
+
+    def _usage(self) -> CompletionUsage:
+        outcomes = []
+        for one in self._choices:
+            assert one.buffer.outcome is not None, "every choice has finished"
+            usage = one.choice.usage(one.buffer.outcome.usage)
+            outcomes.append(replace(one.buffer.outcome, usage=usage))
+        usage = merge_outcomes(outcomes, self._context.choices_per_prompt).usage
+        return _permitted(self._context, usage)
+
+
+def _permitted(context: HttpRequest, usage: CompletionUsage) -> CompletionUsage:
+    """The counts; cache hits only if the client's key permits them."""
+    if Scope.EXPLAIN in context.caller.scopes:
+        return usage
+    return replace(usage, prompt_tokens_details=None)
+
+
+async def _next_chunks(context: HttpRequest, buffer: ResponseBuffer) -> Sequence[bytes]:
+    chunks = await buffer.next_chunks()
+    return chunks if Scope.EXPLAIN in context.caller.scopes else [*map(without_hits, chunks)]
+
+
+async def relay_chunks(context: HttpRequest, buffer: ResponseBuffer, keep_alive_s: float) -> None:
+    """Streams the chunks of a passed-through body. Raises as ResponseWriter."""
+    buffer.reader.wake_when_idle(keep_alive_s)
+    chunks = await _next_chunks(context, buffer)
+    if not chunks:
+        _raise_error(buffer)
+    await _start_stream(context)
+    while chunks or buffer.outcome is None:
+        await context.send(body_part(b"".join(map(event, chunks)) or KEEP_ALIVE))
+        chunks = await _next_chunks(context, buffer)
+    error = buffer.outcome.error
+    await _end_stream(context, DONE if error is None else error_event(error))
+
+
+async def send_merged_chunks(context: HttpRequest, buffer: ResponseBuffer, kind: ChunkKind) -> None:
+    """Sends the chunks of a passed-through body as one object. Raises as ResponseWriter."""
+    chunks: list[bytes] = []
+    while batch := await _next_chunks(context, buffer):
+        chunks += batch
+    outcome = await buffer.end()
+    _raise_error(buffer)
+    counted_usage = _permitted(context, outcome.usage) if outcome.usage.total_tokens else None
+    await send_json(context, merge_chunks(kind, chunks, counted_usage))
+
+
+def _raise_error(buffer: ResponseBuffer) -> None:
+    if buffer.outcome is not None and buffer.outcome.error is not None:
+        raise buffer.outcome.error
+
+
+async def _start_stream(context: HttpRequest) -> None:
+    context.status = 200
+    await context.send(response_start(200, (*STREAM_HEADERS, *context.own_headers)))
+
+
+async def _end_stream(context: HttpRequest, events: bytes) -> None:
+    context.is_response_complete = True
+    await context.send(last_part(events))
+
+
+async def send_json(context: HttpRequest, payload: bytes) -> None:
+    context.status, context.is_response_complete = 200, True
+    context.response_json = payload
+    await send_response(context.send, 200, (JSON_HEADER, *context.own_headers), payload)

@@ -1,1 +1,0 @@
-"""The HTTP routes: OpenAI API, health and metrics."""

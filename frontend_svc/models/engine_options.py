@@ -1,0 +1,42 @@
+"""Which options of requests the engines of a model refuse (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from common.errors import Unsupported
+from common.registry.instances import UNSUPPORTED_OPTIONS_META_KEY, Instance
+from common.request.preprocessed import PreprocessedRequest, option_names, unsupported_fields
+
+# Fields for frontends and routers, which workers refuse.
+LOCAL_FIELDS = (
+    *("router_config_override", "agent_context", "request_timestamp_ms"),
+    "mm_routing_info",
+)
+
+
+def refused_options(workers: Iterable[Instance]) -> frozenset[str]:
+    """The options that every worker refuses; empty if a worker does not report its own."""
+    sets = [
+        frozenset(worker.meta.get(UNSUPPORTED_OPTIONS_META_KEY, "").split(","))
+        for worker in workers
+    ]
+    return frozenset.intersection(*sets) if sets else frozenset()
+
+
+def check_options(request: PreprocessedRequest, refused: frozenset[str]) -> None:
+    """Raises Unsupported with the first option of a request that no worker can honour."""
+    if "routing.cache_salt" in refused and request.routing and request.routing.cache_salt:
+        raise _unsupported("routing.cache_salt", request.model)
+    if unsupported := unsupported_fields(request, _supported_fields(refused)):
+        raise _unsupported(unsupported[0], request.model)
+
+
+@lru_cache(maxsize=64)
+def _supported_fields(refused: frozenset[str]) -> frozenset[str]:
+    return (option_names() - refused) | {"routing", *LOCAL_FIELDS}
+
+
+def _unsupported(field: str, model: str) -> Unsupported:
+    return Unsupported(field, f"no worker of {model!r} has an engine that does")

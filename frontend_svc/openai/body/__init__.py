@@ -1,0 +1,1 @@
+"""Bodies of chats and completions: fields, validation, translation into requests of workers."""

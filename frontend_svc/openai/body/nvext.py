@@ -1,0 +1,131 @@
+"""The extension object `nvext` of request bodies (pure)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from frontend_svc.openai.body.fields import (
+    ANNOTATIONS_MAX,
+    I32,
+    NO_THINKING_LIMIT,
+    SESSION_ID_CHARS_MAX,
+    TAINTS_MAX,
+    U32,
+    WORKER_IDS_MAX,
+    CacheSalt,
+    Factor,
+    GuidedFields,
+    MinP,
+    Name,
+    RepetitionPenalty,
+    StrictModel,
+    Taint,
+    Timestamp,
+    TopK,
+    Weight,
+    WorkerId,
+    refuse,
+)
+from frontend_svc.openai.output.extension import ExtraField
+
+
+class AgentHints(StrictModel):
+    """priority: if positive, moves the request forward in the queue; the engine receives it too.
+    strict_priority: level in the router's queue; a higher level goes first. osl: expected output
+    tokens."""
+
+    priority: I32 | None = None
+    strict_priority: U32 | None = None
+    osl: U32 | None = None
+
+
+class NvextRoutingConstraints(StrictModel):
+    """Taints that a worker must have, and weights of others: see `RoutingConstraints`."""
+
+    required_taints: Annotated[list[Taint], Field(max_length=TAINTS_MAX, fail_fast=True)] | None = (
+        None
+    )
+    preferred_taints: Annotated[dict[Taint, Weight], Field(max_length=TAINTS_MAX)] | None = None
+
+
+class NvextSessionControl(StrictModel):
+    """Keeps requests on one worker: see `SessionControl`."""
+
+    session_id: Annotated[str, Field(min_length=1, max_length=SESSION_ID_CHARS_MAX)]
+    action: Literal["open", "close"] | None = None
+
+
+_NO_TARGETS = "routers place by cost, not by latency targets; use agent_hints.strict_priority"
+
+
+class NvextRouter(StrictModel):
+    """Latency targets of `RouterParams`, in milliseconds."""
+
+    ttft_target: Annotated[Factor | None, refuse(_NO_TARGETS)] = None
+    itl_target: Annotated[Factor | None, refuse(_NO_TARGETS)] = None
+
+
+class NvextRouterConfigOverride(StrictModel):
+    """Settings of the router's cost for one request: see `RouterConfigOverride`."""
+
+    overlap_score_credit: Factor | None = None
+    prefill_load_scale: Factor | None = None
+    overlap_score_weight: Factor | None = None
+    router_temperature: Factor | None = None
+    assume_kv_reuse: bool | None = None
+    track_prefill_tokens: bool | None = None
+    shared_cache_multiplier: Annotated[object, refuse("there is no shared cache", 0, 0.0)] = None
+
+
+class NvextAgentContext(StrictModel):
+    """The agent session that a request belongs to: see `AgentContext`."""
+
+    session_type_id: Name | None = None
+    session_id: Name | None = None
+    trajectory_id: Name | None = None
+    parent_trajectory_id: Name | None = None
+
+
+_NO_NVEXT = "not available yet"
+
+
+class Nvext(GuidedFields):
+    """Extensions of the Dynamo family: placement, and sampling fields under older names."""
+
+    backend_instance_id: WorkerId | None = None
+    prefill_worker_id: WorkerId | None = None
+    decode_worker_id: WorkerId | None = None
+    dp_rank: U32 | None = None
+    prefill_dp_rank: U32 | None = None
+    allowed_worker_ids: (
+        Annotated[list[WorkerId], Field(max_length=WORKER_IDS_MAX, fail_fast=True)] | None
+    ) = None
+    router: NvextRouter | None = None
+    router_config_override: NvextRouterConfigOverride | None = None
+    agent_hints: AgentHints | None = None
+    routing_constraints: NvextRoutingConstraints | None = None
+    session_control: NvextSessionControl | None = None
+    agent_context: NvextAgentContext | None = None
+    # Milliseconds since the Unix epoch by the client's clock.
+    request_timestamp_ms: Timestamp | None = None
+    # `key` or `key:value`.
+    annotations: Annotated[list[Name], Field(max_length=ANNOTATIONS_MAX, fail_fast=True)] | None = (
+        None
+    )
+    extra_fields: Annotated[list[ExtraField], Field(max_length=ANNOTATIONS_MAX)] | None = None
+    # For engines that declare it.
+    extra_args: dict[str, Any] | None = None
+    token_data: Annotated[list[U32], Field(min_length=1, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    cache_salt: CacheSalt | None = None
+
+    greed_sampling: Annotated[object, refuse("set temperature to 0", False)] = None
+    use_raw_prompt: Annotated[object, refuse(_NO_NVEXT, False)] = None
+    max_thinking_tokens: Annotated[object, refuse(NO_THINKING_LIMIT)] = None
+    cache_control: Annotated[object, refuse(_NO_NVEXT)] = None
+    metadata_upload: Annotated[object, refuse(_NO_NVEXT)] = None

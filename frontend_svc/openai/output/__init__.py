@@ -1,0 +1,1 @@
+"""Responses of chats and completions: objects, events, extensions."""

@@ -1,1 +1,0 @@
-"""Clients of routers and workers, and monitors of their behaviour."""

@@ -1,1 +1,0 @@
-"""Files of records: the audit log and the request trace."""

@@ -1,0 +1,91 @@
+"""One leg of a request, and the actions of the request machine (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from common.errors import MeshError
+from common.request.preprocessed import TokenLogprob
+from common.request.token_stream import LegRequest, Terminal
+from frontend_svc.request.types import RequestOutcome
+
+
+class LegEvents(Protocol):
+    """Events of a live leg."""
+
+    def leg_tokens(
+        self, leg: Leg, token_ids: list[int], logprobs: Sequence[TokenLogprob]
+    ) -> None: ...
+    def leg_chunk(self, leg: Leg, json: bytes) -> None: ...
+    def leg_ended(self, leg: Leg, terminal: Terminal) -> None: ...
+    def leg_failed(self, leg: Leg, error: MeshError) -> None: ...
+
+
+class Leg:
+    """One submission of an attempt, and the sink of its slot. phase: of its LegRequest. events: the
+    request machine, which receives them while the leg is live.
+    """
+
+    def __init__(
+        self, events: LegEvents, attempt: int, worker_id: int, phase: str, span_id: str
+    ) -> None:
+        self._events = events
+        self.attempt = attempt
+        self.worker_id = worker_id
+        self.phase = phase
+        self.span_id = span_id
+        self.is_live = True
+        self.is_accepted = False
+        self.delivered = 0
+
+    def accepted(self) -> None:
+        self.is_accepted = True
+
+    def rejected(self, error: MeshError) -> None:
+        if self.is_live:
+            self._events.leg_failed(self, error)
+
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        if self.is_live:
+            self._events.leg_tokens(self, token_ids, logprobs)
+
+    def chunk(self, json: bytes) -> None:
+        if self.is_live:
+            self._events.leg_chunk(self, json)
+
+    def terminal(self, terminal: Terminal) -> None:
+        if self.is_live:
+            self._events.leg_ended(self, terminal)
+
+    def lost(self, error: MeshError) -> None:
+        self.rejected(error)
+
+
+class RequestPorts(Protocol):
+    """Actions of the machine. No call blocks; results arrive as events.
+
+    place: the result is `placed` or `placement_failed` of this attempt. submit: `leg` is the sink,
+    never called from within `submit`. prefill_done: the first token is there. free: of the
+    attempt's booking. emit_chunk: of the response to a pass-through body. wake_at: schedules
+    `on_timer`, in place of the time set before. now: seconds, on the deadline's clock. take_retry:
+    whether the retry budget allows a retry after this error; if so, counts it. has_left: whether
+    the worker has left the mesh. stalled_s: seconds for which this process has stalled, see
+    `common/streams/stall_clock.py`. silent_s: seconds since the last frame of the worker; infinite
+    without an open stream.
+    """
+
+    def place(self, attempt: int, excluded: frozenset[int]) -> None: ...
+    def submit(self, worker_id: int, leg_request: LegRequest, leg: Leg) -> None: ...
+    def abort(self, leg: Leg, reason: str) -> None: ...
+    def prefill_done(self, attempt: int) -> None: ...
+    def free(self, attempt: int) -> None: ...
+    def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None: ...
+    def emit_chunk(self, json: bytes) -> None: ...
+    def finish(self, outcome: RequestOutcome) -> None: ...
+    def wake_at(self, at: float) -> None: ...
+    def now(self) -> float: ...
+    def take_retry(self, error: MeshError) -> bool: ...
+    def has_left(self, worker_id: int) -> bool: ...
+    def stalled_s(self) -> float: ...
+    def silent_s(self, worker_id: int) -> float: ...

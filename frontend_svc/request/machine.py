@@ -1,0 +1,502 @@
+"""The state machine of one request: its legs, deadline, retries and migration (pure).
+
+Events are routing decisions, reports of legs (`Leg` objects are the sinks of slots) and time. The
+machine acts through `RequestPorts`; it holds no socket, task or clock.
+
+An attempt has one leg, or two when prefill and decode run on separate workers. The token
+of the prefill leg only proves that the prompt is computed; the tokens of the decode leg are the
+response. With a bootstrap rendezvous both start at once; without one, decode starts with the result
+of prefill. The two are one transaction: if either fails, both end and the whole attempt is retried.
+After the first token of decode this no longer holds: the prompt's KV has arrived, and a failure of
+prefill is ignored.
+
+The leg that computed the prompt reports `cached_tokens` when it ends. A response that is complete
+earlier (by decode, or by a stop string) waits USAGE_WAIT_S for this report.
+
+Invariants: `finish` is called exactly once and nothing is emitted after it; the emitted tokens are
+the concatenation of the main legs' tokens, nothing lost, repeated or reordered; at most one attempt
+is live; every placed attempt is freed exactly once; a worker that failed the request is used again
+only when no other worker is left; on an abort, prefill is aborted before decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+from common.errors import (
+    DeadlineExceeded,
+    MeshError,
+    RequestCancelled,
+    Unavailable,
+    Unsupported,
+    WorkerLost,
+)
+from common.request.preprocessed import (
+    CompletionUsage,
+    FinishReason,
+    PrefillResult,
+    PreprocessedRequest,
+    PromptTokensDetails,
+    TokenLogprob,
+    TraceLink,
+    usage,
+)
+from common.request.token_stream import LegRequest, Terminal
+from frontend_svc.errors import NOT_MIGRATABLE
+from frontend_svc.request.leg import Leg, RequestPorts
+from frontend_svc.request.leg_request import (
+    continued_request,
+    migration_blockers,
+    prefill_request,
+    remaining_tokens,
+    worker_request,
+)
+from frontend_svc.request.retry_policy import DRAINING
+from frontend_svc.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
+
+# Failures of a leg that are the fault of the other leg's worker.
+PEER_FAULT_REASONS = frozenset(
+    {"HANDOFF_NO_PARTNER", "HANDOFF_PEER_ABORTED", "HANDOFF_PEER_LOST", "TRANSFER_EXPIRED"}
+)
+# A worker that sent a frame within this time is slow, not lost: it has `accept_timeout_s`, also in
+# a pair.
+RESPONSIVE_WITHIN_S = 0.5
+# Interval of checks on a slow worker.
+ACCEPT_RECHECK_S = 0.25
+# How long a complete response waits for the report of `cached_tokens`.
+USAGE_WAIT_S = 0.2
+
+
+class RequestMachine:
+    """The state machine; see the module. rng: makes span ids, required when the plan is traced."""
+
+    # For mypyc: `_finish` deletes it.
+    __deletable__ = ("_ports",)
+
+    def __init__(self, plan: RequestPlan, ports: RequestPorts, rng: Random | None = None) -> None:
+        self.plan = plan
+        self.generated: list[int] = []
+        self._chunks = 0
+        self._engine_usage: CompletionUsage | None = None
+        self.is_finished = False
+        self._ports = ports
+        self._rng = rng
+        self.attempt = -1  # number of the current attempt, from 0
+        # Attempts that failed; those that ended with the departure of their worker do not count.
+        self._failures = 0
+        self._main_leg: Leg | None = None
+        self._prefill_leg: Leg | None = None
+        self._prefill_tokens: list[int] = []
+        self._prefill_logprobs: list[TokenLogprob] = []
+        self._prefill_result: PrefillResult | None = None
+        self._prefill_reported = False
+        self._placed: RoutingDecision | None = None
+        self._booked = False
+        self._submitted_at: float | None = None
+        self._accept_timeout_s = 0.0
+        self._stalled_before = 0.0
+        # Finish reason of a complete response that waits for the report of `cached_tokens`.
+        self._pending_finish_reason: FinishReason | None = None
+        self._usage_wait_until = 0.0
+        self._excluded: frozenset[int] = frozenset()
+        self._worker_ids: list[int] = []
+        self._cached_tokens: int | None = None
+        self._decode_cached_tokens: int | None = None
+        # Span that the next leg links to: of prefill, or of the failed leg.
+        self._linked_span_id = ""
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        if not self.is_finished:
+            self._start_attempt()
+
+    def placed(self, attempt: int, placed: RoutingDecision, now: float) -> None:
+        if not self.is_awaiting_placement(attempt):
+            return  # freed when the attempt was abandoned
+        if self.plan.is_embedding:
+            placed = _prefill_only(placed)
+        self._placed = placed
+        if self.plan.is_query_only:
+            self._booked = False
+            self._finish(FinishReason.STOP, None)
+        elif self.plan.body is not None and placed.prefill is not None:
+            self._free_booking()
+            message = "a pass-through body cannot run on separate prefill and decode workers"
+            self._finish(FinishReason.ERROR, Unsupported("model", message))
+        elif placed.prefill is None:
+            self._await_acceptance(now, self.plan.accept_timeout_s)
+            self._submit_main("embedding" if self.plan.is_embedding else "", now)
+        else:
+            self._await_acceptance(now, self.plan.pair_accept_timeout_s)
+            self._submit_prefill(placed.prefill, now)
+            if placed.bootstrap is not None:
+                self._submit_main("decode", now)
+
+    def placement_failed(self, attempt: int, error: MeshError) -> None:
+        """Handles the router's refusal; nothing is booked."""
+        if not self.is_awaiting_placement(attempt):
+            return
+        self._booked = False
+        self._finish(FinishReason.ERROR, error)
+
+    def client_gone(self, reason: str = "client_gone") -> None:
+        if self.is_finished:
+            return
+        self._abandon_attempt(reason)
+        self._finish(FinishReason.CANCELLED, RequestCancelled("the client disconnected"))
+
+    def stop(self) -> None:
+        """Ends the request successfully: a stop string completed the response."""
+        if self.is_finished:
+            return
+        if self._pending_finish_reason is not None:
+            self._pending_finish_reason = FinishReason.STOP
+            return
+        reporting_leg = self._leg_reporting_usage()
+        if reporting_leg is None:
+            self._abandon_attempt("stop_string")
+            self._finish(FinishReason.STOP, None)
+            return
+        for leg in self._live_legs():
+            leg.is_live = leg is reporting_leg
+            self._ports.abort(leg, "stop_string")
+        self._free_booking()
+        self._await_usage(FinishReason.STOP)
+
+    def _leg_reporting_usage(self) -> Leg | None:
+        """Leg expected to report `cached_tokens`, or None."""
+        leg = self._prefill_leg or self._main_leg
+        if leg is None or self.plan.body is not None or self._cached_tokens is not None:
+            return None
+        return leg if leg.is_accepted and leg.phase != "decode" else None
+
+    def fail(self, error: MeshError, reason: str) -> None:
+        """Ends the request with an error of the gateway, for example a slow reader."""
+        if self.is_finished:
+            return
+        self._abandon_attempt(reason)
+        if self._pending_finish_reason is not None:
+            self._finish(self._pending_finish_reason, None)
+            return
+        self._finish(FinishReason.ERROR, error)
+
+    def on_timer(self, now: float) -> None:
+        if self.is_finished:
+            return
+        if self._pending_finish_reason is not None:
+            if now >= self._usage_wait_until:
+                self._finish(self._pending_finish_reason, None)
+            else:  # a timer may fire one clock tick early
+                self._ports.wake_at(self._usage_wait_until)
+            return
+        if now >= self.plan.deadline:
+            self._abandon_attempt("deadline")
+            late = DeadlineExceeded("the request exceeded its time limit")
+            self._finish(FinishReason.ERROR, late)
+            return
+        self._check_acceptance(now)
+
+    def _check_acceptance(self, now: float) -> None:
+        late = [leg for leg in self._live_legs() if not leg.is_accepted]
+        if not late or self._submitted_at is None:
+            self._ports.wake_at(self.plan.deadline)
+            return
+        # During a stall of this process, acceptances may have arrived without being read.
+        submitted_at = self._submitted_at + self._ports.stalled_s() - self._stalled_before
+        accept_by = submitted_at + self._accept_timeout_s
+        if now >= accept_by and all(
+            self._ports.silent_s(leg.worker_id) < RESPONSIVE_WITHIN_S for leg in late
+        ):
+            accept_by = min(
+                max(accept_by, now + ACCEPT_RECHECK_S), submitted_at + self.plan.accept_timeout_s
+            )
+        if now < accept_by:
+            self._ports.wake_at(min(accept_by, self.plan.deadline))
+            return
+        self._excluded |= {leg.worker_id for leg in late}
+        names = " and ".join(f"worker {leg.worker_id}" for leg in late)
+        message = f"{names} did not accept the request within {accept_by - submitted_at:.3g} s"
+        self._failures += 1
+        self._retry(WorkerLost(message, retryable=True), "not_accepted")
+
+    # -- legs -----------------------------------------------------------------------------------
+
+    def leg_tokens(self, leg: Leg, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        leg.delivered += len(token_ids)
+        self._report_prefill_done(leg.attempt)
+        if leg is self._prefill_leg:
+            self._prefill_tokens += token_ids
+            self._prefill_logprobs += logprobs
+            return
+        if self._pending_finish_reason is not None:
+            return  # tokens after the stop string
+        self.generated += token_ids
+        self._ports.emit(token_ids, logprobs)
+
+    def leg_chunk(self, leg: Leg, json: bytes) -> None:
+        assert self.plan.body is not None or self.plan.is_embedding, "tokens are no chunks"
+        leg.delivered += 1
+        self._report_prefill_done(leg.attempt)
+        self._chunks += 1
+        self._ports.emit_chunk(json)
+
+    def leg_ended(self, leg: Leg, terminal: Terminal) -> None:
+        error: MeshError | None = terminal.error
+        if error is None and terminal.finish_reason in (None, FinishReason.ERROR):
+            error = WorkerLost("the worker reported a failure without an error", retryable=False)
+        if error is not None:
+            self.leg_failed(leg, error)
+            return
+        if self.plan.body is not None:
+            self._engine_usage = terminal.usage
+        # The leg that computed the prompt reports it; of several attempts, the first counts.
+        if self._cached_tokens is None and leg.phase != "decode":
+            self._cached_tokens = _cached_tokens(terminal)
+        leg.is_live = False
+        if self._pending_finish_reason is not None:
+            self._finish(self._pending_finish_reason, None)
+        elif terminal.finish_reason is FinishReason.CANCELLED:
+            self._abandon_attempt("peer_cancelled")
+            cancelled = RequestCancelled("the worker cancelled the request")
+            self._finish(FinishReason.CANCELLED, cancelled)
+        elif leg is self._prefill_leg:
+            self._prefill_ended(leg, terminal)
+        elif self._prefill_leg is not None and self._cached_tokens is None:
+            self._main_leg = None
+            self._decode_cached_tokens = _cached_tokens(terminal)
+            self._await_usage(terminal.finish_reason)
+        else:
+            self._finish(terminal.finish_reason, None)
+
+    def _await_usage(self, finish_reason: FinishReason | None) -> None:
+        """Waits for the report of `cached_tokens` of a complete response; it may be lost."""
+        self._pending_finish_reason = finish_reason
+        self._usage_wait_until = min(self._ports.now() + USAGE_WAIT_S, self.plan.deadline)
+        self._ports.wake_at(self._usage_wait_until)
+
+    def _prefill_ended(self, leg: Leg, terminal: Terminal) -> None:
+        self._prefill_leg = None
+        self._report_prefill_done(leg.attempt)
+        if self._main_leg is not None:
+            return  # with a bootstrap, decode is running and needs no result
+        reason = terminal.finish_reason
+        if reason is not FinishReason.LENGTH:
+            # Prefill produced the whole response.
+            if self._prefill_tokens:
+                self.generated += self._prefill_tokens
+                self._ports.emit(self._prefill_tokens, self._prefill_logprobs)
+            if not self.is_finished:  # the token sink may have ended the request
+                self._finish(reason, None)
+        elif terminal.prefill_result is None:
+            missing = WorkerLost("prefill ended without a handoff result", retryable=True)
+            self._excluded |= {leg.worker_id}
+            self._failures += 1
+            self._retry(missing, "no_handoff")
+        else:
+            self._prefill_result = terminal.prefill_result
+            now = self._ports.now()
+            self._await_acceptance(now, self.plan.accept_timeout_s)
+            self._submit_main("decode", now)
+
+    def leg_failed(self, leg: Leg, error: MeshError) -> None:
+        """Handles the failure of a live leg: retries on another worker, or ends the request."""
+        leg.is_live = False
+        if self._pending_finish_reason is not None:
+            self._finish(self._pending_finish_reason, None)
+            return
+        main = self._main_leg
+        if leg is self._prefill_leg and main is not None and main.delivered:
+            self._prefill_leg = None  # decode has the prompt's KV
+            return
+        failed_worker = self._failed_worker(leg, error)
+        self._excluded |= {failed_worker}
+        # A worker that stops as planned leaves the mesh, then drains: not the request's fault.
+        has_departed = leg.is_accepted and self._ports.has_left(failed_worker)
+        self._failures += error.reason != DRAINING and not has_departed
+        self._retry(error, "peer_failed")
+
+    def _failed_worker(self, leg: Leg, error: MeshError) -> int:
+        """The worker to exclude from further attempts."""
+        placed = self._placed
+        if error.reason not in PEER_FAULT_REASONS or placed is None or placed.prefill is None:
+            return leg.worker_id
+        return placed.worker_id if leg.phase == "prefill" else placed.prefill.worker_id
+
+    def _retry(self, error: MeshError, reason: str) -> None:
+        """Ends the attempt, then starts another one or ends the request."""
+        last = self._main_leg or self._prefill_leg
+        if last is not None:
+            self._linked_span_id = last.span_id
+        self._abandon_attempt(reason)
+        if (
+            error.retryable
+            and self.generated
+            and remaining_tokens(self.plan.request, len(self.generated)) == 0
+        ):
+            self._finish(FinishReason.LENGTH, None)  # only the terminal was lost
+        elif not error.retryable or self._failures >= self.plan.attempts_max:
+            self._finish(FinishReason.ERROR, error)
+        elif (self.generated or self._chunks) and (blockers := migration_blockers(self.plan)):
+            message = f"{error.message}; the response had started and cannot continue on another "
+            message += f"worker because of {blockers}"
+            lost = WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)
+            self._finish(FinishReason.ERROR, lost)
+        elif self._ports.take_retry(error):
+            self._start_attempt()
+        else:
+            message = f"retry budget exhausted after: {error.message}; retry after 1 s"
+            self._finish(FinishReason.ERROR, Unavailable(message, 1.0, reason="RETRY_BUDGET"))
+
+    # -- actions --------------------------------------------------------------------------------
+
+    def is_awaiting_placement(self, attempt: int) -> bool:
+        is_placed = self._main_leg is not None or self._prefill_leg is not None
+        return not self.is_finished and attempt == self.attempt and not is_placed
+
+    def _live_legs(self) -> list[Leg]:
+        """Live legs, prefill first: the order in which they are aborted."""
+        legs = (self._prefill_leg, self._main_leg)
+        return [leg for leg in legs if leg is not None and leg.is_live]
+
+    def _start_attempt(self) -> None:
+        self.attempt += 1
+        self._booked = True
+        self._prefill_tokens, self._prefill_logprobs = [], []
+        self._prefill_result, self._prefill_reported = None, False
+        self._ports.wake_at(self.plan.deadline)
+        self._ports.place(self.attempt, self._excluded)
+
+    def _await_acceptance(self, now: float, accept_timeout_s: float) -> None:
+        self._submitted_at, self._accept_timeout_s = now, accept_timeout_s
+        self._stalled_before = self._ports.stalled_s()
+        self._ports.wake_at(min(now + accept_timeout_s, self.plan.deadline))
+
+    def _submit_prefill(self, place: Placement, now: float) -> None:
+        request = prefill_request(continued_request(self.plan.request, self.generated))
+        request = self._placed_request(request, place.dp_rank)
+        leg = self._prefill_leg = self._new_leg(place.worker_id, "prefill")
+        self._linked_span_id = leg.span_id  # decode's span links to it
+        self._submit(leg, request, now)
+
+    def _submit_main(self, phase: str, now: float) -> None:
+        placed = self._placed
+        assert placed is not None, "a leg follows a placement"
+        request = continued_request(self.plan.request, self.generated)
+        request = self._placed_request(request, placed.dp_rank)
+        if self._prefill_result is not None:
+            request = replace(request, prefill_result=self._prefill_result)
+        leg = self._main_leg = self._new_leg(placed.worker_id, phase)
+        self._submit(leg, request, now)
+
+    def _placed_request(self, request: PreprocessedRequest, dp_rank: int) -> PreprocessedRequest:
+        """The request with the rank, the bootstrap and the trace link of its placement."""
+        assert self._placed is not None, "a leg follows a placement"
+        request = worker_request(request, dp_rank)
+        if self._placed.bootstrap is not None:
+            request = replace(request, bootstrap_info=self._placed.bootstrap)
+        if not self._linked_span_id:
+            return request
+        link = TraceLink(trace_id=self.plan.trace_id, span_id=self._linked_span_id)
+        return replace(request, migration_link=link)
+
+    def _new_leg(self, worker_id: int, phase: str) -> Leg:
+        span_id = ""
+        if self.plan.trace_id:
+            assert self._rng is not None, "a traced request needs a generator for its span ids"
+            span_id = f"{self._rng.getrandbits(64) or 1:016x}"
+        self._worker_ids.append(worker_id)
+        return Leg(self, self.attempt, worker_id, phase, span_id)
+
+    def _submit(self, leg: Leg, request: PreprocessedRequest, now: float) -> None:
+        plan, body = self.plan, self.plan.body
+        message = LegRequest(
+            request_id=plan.request_id,
+            attempt=leg.attempt,
+            timeout_s=max(0.001, plan.deadline - now),
+            traceparent=plan.traceparent,
+            span_id=leg.span_id,
+            tenant=plan.tenant,
+            priority=plan.priority,
+            request=request if body is None else None,
+            chat_json=body.json if body is not None and body.is_chat else None,
+            completion_json=body.json if body is not None and not body.is_chat else None,
+            phase=leg.phase,
+        )
+        self._ports.submit(leg.worker_id, message, leg)
+
+    def _report_prefill_done(self, attempt: int) -> None:
+        if not self._prefill_reported:
+            self._prefill_reported = True
+            self._ports.prefill_done(attempt)
+
+    def _abandon_attempt(self, reason: str) -> None:
+        for leg in self._live_legs():
+            leg.is_live = False
+            self._ports.abort(leg, reason)
+        self._main_leg = self._prefill_leg = None
+        self._submitted_at = None
+        self._free_booking()
+
+    def _free_booking(self) -> None:
+        if self._booked:
+            self._booked = False
+            self._ports.free(self.attempt)
+
+    def _finish(self, finish_reason: FinishReason | None, error: MeshError | None) -> None:
+        assert not self.is_finished, "a request ends once"
+        # A prefill leg that outlives its decode ends by itself.
+        for leg in self._live_legs():
+            leg.is_live = False
+        self._free_booking()
+        self.is_finished = True
+        self._ports.finish(
+            RequestOutcome(
+                finish_reason=finish_reason,
+                error=error,
+                usage=self.usage(),
+                attempts=self.attempt + 1,
+                worker_ids=tuple(self._worker_ids),
+                placed=self._placed,
+            )
+        )
+        # Without cycles of references, an ended request is freed at once.
+        self._main_leg = self._prefill_leg = None
+        del self._ports
+
+    def usage(self) -> CompletionUsage:
+        """Tokens of the client's prompt and of the delivered completion. For a pass-through body:
+        the engine's counts, if it sent any."""
+        if self._engine_usage is not None:
+            return self._engine_usage
+        counts = usage(len(self.plan.request.token_ids), len(self.generated))
+        cached_tokens = (
+            self._decode_cached_tokens if self._cached_tokens is None else self._cached_tokens
+        )
+        if cached_tokens is None:
+            return counts
+        # After a migration the worker's prompt included generated tokens.
+        details = PromptTokensDetails(cached_tokens=min(cached_tokens, counts.prompt_tokens))
+        return replace(counts, prompt_tokens_details=details)
+
+
+def _prefill_only(placed: RoutingDecision) -> RoutingDecision:
+    """The placement of an embedding: of a pair, the prefill worker, which computes the prompt."""
+    prefill = placed.prefill
+    if prefill is None:
+        return placed
+    return replace(
+        placed,
+        worker_id=prefill.worker_id,
+        dp_rank=prefill.dp_rank,
+        address=prefill.address,
+        prefill=None,
+        bootstrap=None,
+    )
+
+
+def _cached_tokens(terminal: Terminal) -> int | None:
+    details = terminal.usage.prompt_tokens_details if terminal.usage is not None else None
+    return None if details is None else details.cached_tokens

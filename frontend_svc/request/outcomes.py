@@ -1,0 +1,57 @@
+"""The outcome of an HTTP request that needed several requests of the mesh (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from common.errors import MeshError, RequestCancelled
+from common.request.preprocessed import (
+    CompletionTokensDetails,
+    CompletionUsage,
+    PromptTokensDetails,
+)
+from frontend_svc.request.types import RequestOutcome
+
+
+def merge_outcomes(outcomes: Sequence[RequestOutcome], choices_per_prompt: int) -> RequestOutcome:
+    """The sum of at least one outcome, in the order of the choices. A prompt counts once for its
+    consecutive choices; its first choice reports its cached tokens."""
+    first = outcomes[0]
+    if len(outcomes) == 1:
+        return first
+    workers = dict.fromkeys(worker for one in outcomes for worker in one.worker_ids)
+    return replace(
+        first,
+        error=_first_error(outcomes),
+        usage=_sum_usage([one.usage for one in outcomes], choices_per_prompt),
+        attempts=sum(one.attempts for one in outcomes),
+        worker_ids=tuple(workers),
+    )
+
+
+def _first_error(outcomes: Sequence[RequestOutcome]) -> MeshError | None:
+    errors = [one.error for one in outcomes if one.error is not None]
+    # If one choice fails, the others are cancelled.
+    return min(errors, key=lambda error: isinstance(error, RequestCancelled), default=None)
+
+
+def _sum_usage(usages: Sequence[CompletionUsage], choices_per_prompt: int) -> CompletionUsage:
+    prompts = usages[::choices_per_prompt]
+    prompt_tokens = sum(one.prompt_tokens for one in prompts)
+    completion_tokens = sum(one.completion_tokens for one in usages)
+    cached = [
+        one.prompt_tokens_details.cached_tokens if one.prompt_tokens_details is not None else None
+        for one in prompts
+    ]
+    reported = [count for count in cached if count is not None]
+    details = PromptTokensDetails(cached_tokens=sum(reported))
+    counts = [one.completion_tokens_details for one in usages]
+    reasoning = [one.reasoning_tokens or 0 for one in counts if one is not None]
+    return CompletionUsage(
+        prompt_tokens,
+        completion_tokens,
+        prompt_tokens + completion_tokens,
+        details if len(reported) == len(cached) else None,
+        CompletionTokensDetails(reasoning_tokens=sum(reasoning)) if reasoning else None,
+    )

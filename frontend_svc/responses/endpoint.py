@@ -1,0 +1,218 @@
+"""The Responses API: continues stored responses, stores new ones, and serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Container, Mapping
+from dataclasses import dataclass
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from common.api_keys import Scope as Permission
+from common.errors import InvalidRequest, MeshError, NotFound, Unavailable, Unsupported
+from frontend_svc.access.caller import Caller
+from frontend_svc.access.keys import admit
+from frontend_svc.edge.error_response import error_response
+from frontend_svc.endpoints.endpoint import EndpointParts, PostEndpoint
+from frontend_svc.endpoints.generation import encode_chat
+from frontend_svc.endpoints.generation_api import ParsedBody, ResponseInfo, off_loop
+from frontend_svc.endpoints.request_context import HttpRequest
+from frontend_svc.endpoints.streaming import send_json
+from frontend_svc.errors import HttpError, http_error
+from frontend_svc.metrics.families import Endpoint, RequestMeter
+from frontend_svc.models.model_watch import Table
+from frontend_svc.openai.body.schema import ChatRequest
+from frontend_svc.openai.body.validation_errors import INVALID_VALUE
+from frontend_svc.openai.output.json_bytes import compact_json
+from frontend_svc.responses.events import ResponsesFormat
+from frontend_svc.responses.ids import response_id, response_of_item
+from frontend_svc.responses.queries import (
+    ItemsQuery,
+    ResponseQuery,
+    items_page,
+    parse_query,
+)
+from frontend_svc.responses.response_object import new_response
+from frontend_svc.responses.schema import Item, ResponsesRequest
+from frontend_svc.responses.store import StoredResponse
+from frontend_svc.responses.stored import StoredResponses
+from frontend_svc.responses.translation import (
+    client_error,
+    input_items,
+    parse_responses,
+    read_items,
+    references,
+    stored_items,
+    to_chat,
+)
+from frontend_svc.text.response_format import ResponseFormat
+
+# `code` of the error, in upper case.
+PREVIOUS_NOT_FOUND = "PREVIOUS_RESPONSE_NOT_FOUND"
+_NO_STORE = "this frontend stores no responses (--response-store-mb)"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesApi:
+    """`POST /v1/responses`. stored: None if this frontend stores no responses."""
+
+    stored: StoredResponses | None
+    endpoint: Endpoint = Endpoint.RESPONSES
+    table: Table = "chat"
+    passes_through: bool = False
+
+    async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
+        request = await off_loop(len(raw), parse_responses, raw)
+        if request.store and self.stored is None:
+            raise Unsupported("store", _NO_STORE)
+        tenant = caller.tenant
+        earlier = await self._earlier_items(request, tenant)
+        new_items = input_items(request, await self._referenced(request, tenant))
+
+        def make_chat() -> ChatRequest:
+            return to_chat(request, [*read_items(earlier), *new_items])
+
+        chat = await off_loop(len(raw) + sum(map(len, earlier)), make_chat)
+
+        def make_format(info: ResponseInfo) -> ResponseFormat:
+            return self._format(request, info, earlier, new_items, tenant)
+
+        return ParsedBody(chat, make_format)
+
+    def http_error(
+        self, error: BaseException, request_id: str, headers: Container[bytes]
+    ) -> HttpError:
+        return http_error(client_error(error) if isinstance(error, MeshError) else error, headers)
+
+    def _format(
+        self,
+        request: ResponsesRequest,
+        info: ResponseInfo,
+        earlier: tuple[bytes, ...],
+        new_items: list[Item],
+        tenant: str,
+    ) -> ResponsesFormat:
+        stored = self.stored if request.store is not False else None
+        new_id = response_id(info.request_id, 0 if self.stored is None else self.stored.frontend_id)
+
+        def store(response: bytes) -> None:
+            if stored is not None:
+                items = (*earlier, *stored_items(new_items, new_id))
+                stored.put(new_id, StoredResponse(response, items, tenant))
+
+        response = new_response(request, new_id, info.created, is_stored=stored is not None)
+        return ResponsesFormat(response, store)
+
+    async def _earlier_items(self, request: ResponsesRequest, tenant: str) -> tuple[bytes, ...]:
+        """The conversation up to the previous response, as JSON items."""
+        previous_id = request.previous_response_id
+        if previous_id is None:
+            return ()
+        previous = await self._get(previous_id, tenant, "previous_response_id", PREVIOUS_NOT_FOUND)
+        return _conversation(previous)
+
+    async def _referenced(self, request: ResponsesRequest, tenant: str) -> Mapping[int, Item]:
+        """The stored items to which the input refers, by their index."""
+        found: dict[int, Item] = {}
+        responses: dict[str, StoredResponse] = {}
+        for index, item_id in references(request).items():
+            field = f"input[{index}].id"
+            of_response = response_of_item(item_id) or item_id
+            if of_response not in responses:
+                responses[of_response] = await self._get(of_response, tenant, field, INVALID_VALUE)
+            items = map(orjson.loads, _conversation(responses[of_response]))
+            raw = [orjson.dumps(one) for one in items if one["id"] == item_id]
+            if not raw:
+                text = f"Invalid '{field}': there is no stored item {item_id!r}."
+                raise InvalidRequest(text, field, reason=INVALID_VALUE)
+            (found[index],) = read_items(raw)
+        return found
+
+    async def _get(self, stored_id: str, tenant: str, field: str, reason: str) -> StoredResponse:
+        if self.stored is None:
+            raise Unsupported(field, _NO_STORE)
+        try:
+            return await self.stored.get(stored_id, tenant)
+        except NotFound as error:
+            text = f"Invalid '{field}': {error.message}."
+            raise InvalidRequest(text, field, reason=reason) from None
+        except Unavailable as error:
+            raise Unavailable(error.message, error.retry_after_s, field=field) from error
+
+
+def _conversation(stored: StoredResponse) -> tuple[bytes, ...]:
+    """The items of a stored response, with its output."""
+    output = orjson.loads(stored.response)["output"]
+    return (*stored.input_items, *map(compact_json, output))
+
+
+class InputTokensEndpoint(PostEndpoint[ChatRequest]):
+    """`POST /v1/responses/input_tokens`: the number of prompt tokens of a body of
+    `/v1/responses`, without a worker."""
+
+    def __init__(self, api: ResponsesApi, parts: EndpointParts) -> None:
+        super().__init__(Endpoint.COUNT_TOKENS, parts)
+        self._api = api
+
+    def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
+        return self._api.http_error(error, context.client_id.decode("latin-1"), context.names)
+
+    async def parse(self, context: HttpRequest, raw: bytes) -> ChatRequest:
+        chat = (await self._api.parse(raw, context.caller)).request
+        assert isinstance(chat, ChatRequest), "a body of the Responses API becomes a chat"
+        context.body = chat
+        return chat
+
+    async def serve(self, context: HttpRequest, body: ChatRequest, meter: RequestMeter) -> None:
+        model = self._models.get_for(body.model, "chat")
+        context.base_model = model.base
+        token_ids, _ = await encode_chat(body, model)
+        count = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+        await send_json(context, orjson.dumps(count))
+        meter.mark_ok()
+
+
+def stored_response_routes(stored: StoredResponses | None) -> list[Route]:
+    """The routes that read and delete stored responses."""
+
+    def responses() -> StoredResponses:
+        if stored is None:
+            raise NotFound(_NO_STORE)
+        return stored
+
+    async def get(request: Request, tenant: str) -> bytes:
+        parse_query(ResponseQuery, request.query_params.multi_items())
+        return (await responses().get(request.path_params["id"], tenant)).response
+
+    async def delete(request: Request, tenant: str) -> bytes:
+        deleted_id = request.path_params["id"]
+        await responses().delete(deleted_id, tenant)
+        return orjson.dumps({"id": deleted_id, "object": "response", "deleted": True})
+
+    async def list_items(request: Request, tenant: str) -> bytes:
+        query = parse_query(ItemsQuery, request.query_params.multi_items())
+        stored = await responses().get(request.path_params["id"], tenant)
+        return items_page(stored.input_items, query)
+
+    return [
+        Route("/v1/responses/{id}", _json_endpoint(get), methods=["GET"]),
+        Route("/v1/responses/{id}", _json_endpoint(delete), methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", _json_endpoint(list_items), methods=["GET"]),
+    ]
+
+
+def _json_endpoint(
+    handler: Callable[[Request, str], Awaitable[bytes]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint that responds with the JSON for a request of a tenant, or with its error."""
+
+    async def serve(request: Request) -> Response:
+        try:
+            tenant = admit(request.scope, Permission.INFER).tenant
+            return Response(await handler(request, tenant), media_type="application/json")
+        except MeshError as error:
+            return error_response(http_error(error))
+
+    return serve

@@ -1,0 +1,282 @@
+"""Translates bodies of the Responses API into chats (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from common.errors import InvalidRequest, MeshError, Unsupported
+from frontend_svc.openai.body.parsing import check_tools, parse_json_object, use_alias
+from frontend_svc.openai.body.schema import ChatRequest
+from frontend_svc.openai.body.validation_errors import (
+    INVALID_VALUE,
+    invalid_value,
+    missing_parameter,
+)
+from frontend_svc.openai.output.json_bytes import compact_json
+from frontend_svc.responses.ids import item_id
+from frontend_svc.responses.schema import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    Item,
+    ItemImage,
+    ItemReference,
+    ItemText,
+    MessageItem,
+    NamedTool,
+    ReasoningItem,
+    ResponsesRequest,
+    TextConfig,
+)
+
+# Fields of a chat -> fields of the Responses API.
+_RENAMED_FIELDS: Final = (
+    (re.compile(r"^messages\b.*"), "input"),
+    (re.compile(r"^max_completion_tokens$"), "max_output_tokens"),
+    (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
+    (re.compile(r"^(tools\[\d+\]|tool_choice)\.function"), r"\1"),
+    (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
+)
+_SAME_FIELDS: Final = (
+    *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "metadata", "nvext"),
+    *("kvmesh", "chat_template_kwargs", "user", "safety_identifier", "prompt_cache_key"),
+)
+_ID_PREFIXES: Final[Mapping[type[Item], str]] = {
+    MessageItem: "msg",
+    FunctionCallItem: "fc",
+    FunctionCallOutputItem: "fco",
+    ReasoningItem: "rs",
+}
+_ITEMS: Final = TypeAdapter[list[Item]](list[Item])
+
+# Any: JSON.
+Json = dict[str, Any]
+
+
+def parse_responses(body: bytes) -> ResponsesRequest:
+    """Returns a validated request. Raises InvalidRequest with the path of the first invalid field,
+    and Unsupported for a known field or value that the server does not support."""
+    try:
+        request = ResponsesRequest.model_validate(parse_json_object(body))
+    except ValidationError as error:
+        raise invalid_value(error) from None
+    if request.stream_options is not None and not request.stream:
+        text = "'stream_options' is only allowed when 'stream' is true."
+        raise InvalidRequest(text, "stream_options", reason=INVALID_VALUE)
+    return request
+
+
+def references(request: ResponsesRequest) -> Mapping[int, str]:
+    """The ids of stored items in the input, by their index."""
+    items = () if isinstance(request.input, str) else request.input
+    return {index: one.id for index, one in enumerate(items) if isinstance(one, ItemReference)}
+
+
+def input_items(request: ResponsesRequest, referenced: Mapping[int, Item]) -> list[Item]:
+    """The input of a request as items. referenced: the items of `references`, by their index."""
+    if isinstance(request.input, str):
+        return [MessageItem(role="user", content=request.input)]
+    return [
+        referenced[index] if isinstance(one, ItemReference) else one
+        for index, one in enumerate(request.input)
+    ]
+
+
+def read_items(raw: Iterable[bytes]) -> list[Item]:
+    """Stored items."""
+    return _ITEMS.validate_json(b"[%b]" % b",".join(raw))
+
+
+def stored_items(items: Sequence[Item], response_id: str) -> tuple[bytes, ...]:
+    """The input of a response as JSON objects of the Responses API, each with an id."""
+    return tuple(
+        compact_json(_stored_item(item, response_id, index)) for index, item in enumerate(items)
+    )
+
+
+def _stored_item(item: Item, response_id: str, index: int) -> Json:
+    value = item.model_dump(exclude_none=True)
+    new_id = item_id(_ID_PREFIXES[type(item)], response_id, index, is_input=True)
+    value |= {"id": item.id or new_id, "status": item.status or "completed"}
+    match item:
+        case MessageItem(role=role, content=content):
+            text: Json = {"type": "input_text"}
+            if role == "assistant":
+                text = {"type": "output_text", "annotations": []}
+            parts = [
+                part.model_dump(exclude_none=True)
+                if isinstance(part, ItemImage)
+                else text | {"text": part.text}
+                for part in _parts(content)
+            ]
+            value |= {"type": "message", "content": parts}
+        case ReasoningItem():
+            value.setdefault("summary", [])
+    return value
+
+
+def to_chat(request: ResponsesRequest, items: Iterable[Item]) -> ChatRequest:
+    """The chat of a request. items: the whole conversation. Raises InvalidRequest and Unsupported
+    with the field of the Responses API."""
+    messages = list(_messages(items))
+    if request.instructions is not None:
+        messages.insert(0, {"role": "system", "content": request.instructions})
+    if not messages:
+        raise missing_parameter("input")
+    fields: Json = {name: getattr(request, name) for name in _SAME_FIELDS}
+    fields |= {
+        "messages": messages,
+        "max_completion_tokens": request.max_output_tokens,
+        "tools": _tools(request),
+        "tool_choice": _tool_choice(request),
+        "response_format": _response_format(request.text),
+        "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
+    }
+    try:
+        try:
+            chat = use_alias(ChatRequest.model_validate(fields))
+        except ValidationError as error:
+            raise invalid_value(error) from None
+        check_tools(chat)
+    except MeshError as error:
+        raise client_error(error) from None
+    return chat
+
+
+def client_error(error: MeshError) -> MeshError:
+    """The error of a chat, with the name of the field in the Responses API."""
+    field = error.field
+    if field is None:
+        return error
+    for pattern, name in _RENAMED_FIELDS:
+        field = pattern.sub(name, field)
+    if field == error.field:
+        return error
+    return error.copy(error.message.replace(f"'{error.field}'", f"'{field}'"), field)
+
+
+def _tools(request: ResponsesRequest) -> list[Json] | None:
+    if not request.tools:
+        return None
+    return [
+        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+        for tool in request.tools
+    ]
+
+
+def _tool_choice(request: ResponsesRequest) -> str | Json | None:
+    choice = request.tool_choice
+    if isinstance(choice, NamedTool):
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice
+
+
+def _response_format(text: TextConfig | None) -> Json | None:
+    if text is None or text.format is None:
+        return None
+    value = text.format.model_dump(exclude_none=True, by_alias=True)
+    kind = value.pop("type")
+    if kind == "json_schema":
+        for name in ("name", "schema"):
+            if name not in value:
+                raise missing_parameter(f"text.format.{name}")
+        return {"type": kind, "json_schema": value}
+    if value:
+        name = f"text.format.{next(iter(value))}"
+        text_ = f"Invalid '{name}': only the type 'json_schema' has it."
+        raise InvalidRequest(text_, name, reason=INVALID_VALUE)
+    return {"type": kind}
+
+
+def _messages(items: Iterable[Item]) -> Iterator[Json]:
+    """The messages of a chat. Adjacent items of one answer of the assistant are one message."""
+    answer: Json | None = None
+    for item in items:
+        if not _is_of_answer(item):
+            if answer is not None:
+                yield answer
+                answer = None
+            yield _message(item)
+            continue
+        if answer is not None and not _continues(answer, item):
+            yield answer
+            answer = None
+        answer = _extend({"role": "assistant"} if answer is None else answer, item)
+    if answer is not None:
+        yield answer
+
+
+def _is_of_answer(item: Item) -> bool:
+    match item:
+        case MessageItem(role=role):
+            return role == "assistant"
+        case FunctionCallOutputItem():
+            return False
+    return True
+
+
+def _message(item: Item) -> Json:
+    match item:
+        case FunctionCallOutputItem(call_id=call_id, output=output):
+            return {"role": "tool", "tool_call_id": call_id, "content": _content(output)}
+        case MessageItem(role=role, content=content):
+            return {"role": role, "content": _content(content)}
+    raise AssertionError("other items are parts of an answer")
+
+
+def _continues(answer: Json, item: Item) -> bool:
+    """Whether an item belongs to the message before it. Text after calls is part of the answer."""
+    match item:
+        case ReasoningItem():
+            return answer.keys() == {"role", "reasoning_content"}
+        case MessageItem():
+            return "content" not in answer or "tool_calls" in answer
+    return True
+
+
+def _extend(answer: Json, item: Item) -> Json:
+    match item:
+        case ReasoningItem(content=parts):
+            return _append(answer, "reasoning_content", "".join(one.text for one in parts or ()))
+        case MessageItem(content=content):
+            return _append(answer, "content", "".join(_texts(content)))
+        case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
+            function = {"name": name, "arguments": arguments}
+            call = {"id": call_id, "type": "function", "function": function}
+            return answer | {"tool_calls": [*answer.get("tool_calls", ()), call]}
+    raise AssertionError("outputs of calls are messages of their own")
+
+
+def _append(answer: Json, name: str, text: str) -> Json:
+    return answer | {name: answer.get(name, "") + text}
+
+
+def _content(content: str | Sequence[ItemText | ItemImage]) -> str | list[Json]:
+    match _parts(content):
+        case []:
+            return ""
+        case [ItemText(text=text)]:
+            return text
+        case parts:
+            return [_part(one) for one in parts]
+
+
+def _part(part: ItemText | ItemImage) -> Json:
+    if isinstance(part, ItemText):
+        return {"type": "text", "text": part.text}
+    return {"type": "image_url", "image_url": {"url": part.image_url}}
+
+
+def _texts(content: str | Sequence[ItemText | ItemImage]) -> Iterator[str]:
+    """The texts of an answer. Raises Unsupported for an image."""
+    for part in _parts(content):
+        if isinstance(part, ItemImage):
+            raise Unsupported("input", "messages of role 'assistant' have only text")
+        yield part.text
+
+
+def _parts(content: str | Sequence[ItemText | ItemImage]) -> Sequence[ItemText | ItemImage]:
+    return [ItemText(type="input_text", text=content)] if isinstance(content, str) else content

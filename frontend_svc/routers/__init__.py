@@ -1,0 +1,1 @@
+"""Streams to routers: placements and bookings."""

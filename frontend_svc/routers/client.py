@@ -1,0 +1,316 @@
+"""The frontend's end of the router's Session: placements, batched per loop turn, with failover.
+
+Each frontend has a home router (`routers/choice.py`). A frontend that had to leave its
+home returns after a random delay, once the home answers again.
+
+A query that no router responds to is placed by the frontend itself (`routers/monitor.py`,
+counted as unrouted). Every session begins with all live bookings, so that the books of a new router
+are right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from random import Random
+
+import structlog
+
+from common.errors import MeshError, Overloaded, Unavailable, WorkerLost
+from common.registry.instances import Instance
+from common.runtime.tasks import TaskGroup
+from common.streams.stall_clock import never_stalled
+from common.wire.errors import error_from_proto
+from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, Query
+from frontend_svc.request.types import RoutingDecision
+from frontend_svc.routers.bookings import HeldBookings
+from frontend_svc.routers.choice import RouterSelector
+from frontend_svc.routers.monitor import (
+    PendingPlacement,
+    RouterMonitor,
+    RunningTime,
+    is_unknown_model,
+)
+from frontend_svc.routers.session import (
+    OpenRouterSession,
+    Session,
+    decision_from_proto,
+    grpc_session_opener,
+    query_to_proto,
+)
+from kvmesh.router.v1 import router_pb2
+
+PENDING_PLACEMENTS_MAX = 8192
+TICK_S = 0.1
+# Random delay before the next session, so that the frontends of a router that died do not all
+# reach the other routers at once.
+RECONNECT_MIN_S = 0.02
+RECONNECT_MAX_S = 0.2
+# A frontend returns to its home router after a random delay of up to HOME_RETURN_JITTER_S, if the
+# home answers within HOME_PROBE_TIMEOUT_S.
+HOME_RETURN_JITTER_S = 1.0
+HOME_PROBE_TIMEOUT_S = 1.0
+PING_INTERVAL_S = 0.5
+# Between frames with nothing but changes of bookings.
+CHANGE_SPACING_S = 0.01
+_HOME_ROUTER_REACHABLE = "HOME"
+
+log = structlog.get_logger()
+
+
+class RouterClient:
+    """Keeps one Session with one of the routers in discovery. routers, frontends: the live
+    instances. place_locally: places a query without a router. has_workers: whether this frontend
+    sees workers for a query. stalled_s: seconds the event loop has stalled so far; they do not
+    count against a router."""
+
+    def __init__(
+        self,
+        frontend_id: int,
+        routers: Callable[[], Sequence[Instance]],
+        place_locally: Callable[[Query], RoutingDecision | MeshError],
+        *,
+        frontends: Callable[[], Sequence[Instance]] = tuple,
+        has_workers: Callable[[Query], bool] = lambda query: False,
+        open_session: OpenRouterSession | None = None,
+        rng: Random | None = None,
+        stalled_s: Callable[[], float] = never_stalled,
+    ) -> None:
+        self._stalled_s = stalled_s
+        self._frontend_id = frontend_id
+        self._routers = routers
+        self._frontends = frontends
+        self._choice = RouterSelector(frontend_id)
+        self._place_locally = place_locally
+        self._has_workers = has_workers
+        self._open_session = open_session or grpc_session_opener()
+        self._rng = rng or Random()
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        self._monitor = RouterMonitor(self._now())
+        self._held_bookings = HeldBookings(frontend_id, self._loop.time, self._on_booking_change)
+        self._wake_timer: asyncio.TimerHandle | None = None
+        self._written_at = 0.0
+        self._generation = 0  # of the session, see SessionHello
+        self._last_query_id = 0
+        self._waiting: dict[int, PendingPlacement] = {}
+        self._query_ids: dict[PlacementKey, int] = {}
+        self._unsent_queries: list[int] = []
+        self._is_ping_due = False
+        self.unrouted = 0
+
+    @property
+    def is_connected(self) -> bool:
+        return self._monitor.is_connected
+
+    def place(self, key: PlacementKey, query: Query, callback: PlacementCallback) -> None:
+        """Requests a placement, booked under `key`. Calls `callback` once, never from here."""
+        if len(self._waiting) >= PENDING_PLACEMENTS_MAX:
+            limit = f"{len(self._waiting)}/{PENDING_PLACEMENTS_MAX}"
+            error = Overloaded(1.0, f"too many requests wait for the router: {limit}")
+            self._loop.call_soon(callback, error)
+            return
+        self._last_query_id += 1
+        self._waiting[self._last_query_id] = PendingPlacement(key, query, callback, self._now())
+        self._query_ids[key] = self._last_query_id
+        self._send_query(self._last_query_id)
+
+    def prefill_done(self, key: PlacementKey) -> None:
+        self._held_bookings.prefill_done(key)
+
+    def output(self, key: PlacementKey, blocks: int, decay_fraction: float | None) -> None:
+        self._held_bookings.output(key, blocks, decay_fraction)
+
+    def free(self, key: PlacementKey) -> None:
+        """Ends a booking, or a placement that is still pending."""
+        query_id = self._query_ids.pop(key, None)
+        if query_id is not None:
+            del self._waiting[query_id]
+        self._held_bookings.free(key)
+
+    async def run(self) -> None:
+        """Keeps a Session open until it is cancelled."""
+        async with TaskGroup() as tasks:
+            tasks.create_task(self._run_unrouted_placement())
+            while True:
+                router = self._choose()
+                if router is None or not await self._run_session(router):
+                    await asyncio.sleep(self._rng.uniform(RECONNECT_MIN_S, RECONNECT_MAX_S))
+
+    def _send_query(self, query_id: int) -> None:
+        if self._held_bookings.is_session_open:  # a new session sends all pending queries
+            self._unsent_queries.append(query_id)
+            self._wake.set()
+
+    def _on_booking_change(self) -> None:
+        """Changes wait for each other and for the next query, for CHANGE_SPACING_S at most."""
+        if self._wake_timer is None and not self._wake.is_set():
+            at = max(self._loop.time(), self._written_at + CHANGE_SPACING_S)
+            self._wake_timer = self._loop.call_at(at, self._wake.set)
+
+    def _choose(self) -> Instance | None:
+        routers = {router.id: router for router in self._routers()}
+        frontends = [frontend.id for frontend in self._frontends()]
+        chosen = self._choice.choose(frontends, routers, self._loop.time())
+        return None if chosen is None else routers[chosen]
+
+    def _now(self) -> RunningTime:
+        return RunningTime(self._loop.time(), self._stalled_s())
+
+    async def _run_session(self, router: Instance) -> bool:
+        """Runs a session until it ends; returns whether it ended to return to the home router."""
+        self._monitor.session_opening(self._now())
+        try:
+            async with self._open_session(router) as session, TaskGroup() as tasks:
+                tasks.create_task(self._write(session))
+                tasks.create_task(self._ping())
+                tasks.create_task(self._return_to_home_router(router))
+                await self._read(session, router)
+        except MeshError as error:
+            if error.reason == _HOME_ROUTER_REACHABLE:
+                log.info("router_left", router_id=router.id, reason=str(error))
+                return True
+            self._choice.mark_failed(router.id, self._loop.time())
+            log.warning("router_lost", router_id=router.id, reason=str(error))
+        finally:
+            self._monitor.is_connected = self._held_bookings.is_session_open = False
+        return False
+
+    async def _return_to_home_router(self, router: Instance) -> None:
+        while True:
+            await asyncio.sleep(PING_INTERVAL_S)
+            if (home := self._choose()) is None or home.id == router.id:
+                continue
+            await asyncio.sleep(HOME_RETURN_JITTER_S * self._rng.random())
+            if (home := self._choose()) is None or home.id == router.id:
+                continue
+            if await self._is_reachable(home):
+                text = f"this frontend returns to its home router {home.id}"
+                raise Unavailable(text, reason=_HOME_ROUTER_REACHABLE)
+            self._choice.mark_failed(home.id, self._loop.time())
+
+    async def _is_reachable(self, router: Instance) -> bool:
+        """Returns whether a router accepts a session; the current session continues meanwhile."""
+        hello = router_pb2.SessionHello(frontend_id=self._frontend_id)
+        try:
+            async with asyncio.timeout(HOME_PROBE_TIMEOUT_S), self._open_session(router) as session:
+                await session.write(router_pb2.SessionRequest(hello=hello))
+                frame = await session.read()
+                return frame is not None and frame.hello_ack.router_id == router.id
+        except (MeshError, TimeoutError):
+            return False
+
+    async def _read(self, session: Session, router: Instance) -> None:
+        while (frame := await session.read()) is not None:
+            now, is_hello = self._now(), frame.HasField("hello_ack")
+            if is_hello:
+                self._on_hello_ack(frame.hello_ack, router, now)
+            self._monitor.frame_received(now, is_hello=is_hello, has_results=bool(frame.results))
+            for result in frame.results:
+                self._on_result(result)
+            if self._monitor.is_stale:
+                self._monitor.left_stale_router_at = self._loop.time()
+                raise WorkerLost("the router does not know a model that is served", retryable=True)
+        raise WorkerLost("the router closed the session", retryable=True)
+
+    def _on_hello_ack(
+        self, hello_ack: router_pb2.SessionHelloAck, router: Instance, now: RunningTime
+    ) -> None:
+        if hello_ack.router_id != router.id:
+            message = f"{router.address} is now the address of router {hello_ack.router_id}"
+            raise WorkerLost(message, retryable=True)
+        has_wait = hello_ack.HasField("queue_wait_ms")
+        self._monitor.hello_received(now, hello_ack.queue_wait_ms / 1000 if has_wait else None)
+        self._held_bookings.is_output_tracked = hello_ack.track_output_blocks
+
+    async def _ping(self) -> None:
+        """Sends heartbeats: the router returns an empty frame for an empty frame only. gRPC's
+        keepalive is slower and does not detect a process that hangs."""
+        while True:
+            await asyncio.sleep(PING_INTERVAL_S)
+            self._monitor.check(self._now(), self._waiting.values())
+            self._is_ping_due = True
+            self._wake.set()
+
+    def _on_result(self, result: router_pb2.NewResult) -> None:
+        pending = self._waiting.get(result.id)
+        if pending is None:
+            return  # freed meanwhile
+        if result.HasField("error"):
+            error = error_from_proto(result.error)
+            if error.reason == "ASKED_AGAIN":
+                return  # the result of the repeated query has the same id
+            if is_unknown_model(error) and self._has_workers(pending.query):
+                at = self._monitor.unknown_reported(
+                    pending, self._now(), has_other_router=len(self._routers()) > 1, rng=self._rng
+                )
+                self._loop.call_at(at, self._requery, result.id, self._generation)
+                return
+            self._remove_pending(result.id, pending)
+            pending.callback(error)
+            return
+        self._remove_pending(result.id, pending)
+        if not pending.query.is_query_only:
+            self._held_bookings.add(pending.key, pending.query, result.decision)
+        pending.callback(decision_from_proto(result.decision))
+
+    def _remove_pending(self, query_id: int, pending: PendingPlacement) -> None:
+        del self._waiting[query_id]
+        if self._query_ids.get(pending.key) == query_id:
+            del self._query_ids[pending.key]
+
+    def _requery(self, query_id: int, generation: int) -> None:
+        # A later session has sent all queries already.
+        if query_id in self._waiting and generation == self._generation:
+            self._send_query(query_id)
+
+    async def _write(self, session: Session) -> None:
+        """Writes all that gathered since the last write as one frame."""
+        frame = self._first_frame()
+        while True:
+            for query_id in self._unsent_queries:
+                pending = self._waiting.get(query_id)
+                if pending is not None:
+                    waited_ms = round((self._loop.time() - pending.query.arrived_at) * 1000)
+                    new = query_to_proto(query_id, pending.key, pending.query, waited_ms)
+                    frame.news.append(new)
+            self._unsent_queries = []
+            self._held_bookings.move_changes_to(frame)
+            await session.write(frame)
+            self._written_at = self._loop.time()
+            if self._is_ping_due:
+                self._is_ping_due = False
+                if frame.ListFields():
+                    await session.write(router_pb2.SessionRequest())
+            await self._wake.wait()
+            self._wake.clear()
+            if self._wake_timer is not None:
+                self._wake_timer.cancel()
+                self._wake_timer = None
+            frame = router_pb2.SessionRequest()
+
+    def _first_frame(self) -> router_pb2.SessionRequest:
+        self._generation += 1
+        self._unsent_queries = list(self._waiting)
+        for pending in self._waiting.values():
+            if pending.requery_at is not None:
+                pending.requery_at = self._now()
+        return router_pb2.SessionRequest(
+            hello=router_pb2.SessionHello(
+                frontend_id=self._frontend_id, generation=self._generation
+            ),
+            announced=self._held_bookings.begin_session(),
+        )
+
+    async def _run_unrouted_placement(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for query_id in self._monitor.overdue(self._waiting, self._now()):
+                pending = self._waiting.get(query_id)
+                if pending is None:
+                    continue  # freed by an earlier callback
+                self._remove_pending(query_id, pending)
+                self.unrouted += 1
+                # A router may have booked, or may still book, another placement for it.
+                self._held_bookings.free(pending.key)
+                pending.callback(self._place_locally(pending.query))

@@ -1,0 +1,156 @@
+"""One choice of a response: its tokens become deltas (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from common.request.preprocessed import (
+    CompletionTokensDetails,
+    CompletionUsage,
+    FinishReason,
+    TokenLogprob,
+)
+from frontend_svc.text.output_text import TextStream
+from frontend_svc.text.response_format import (
+    ChoiceEnd,
+    ChoiceSink,
+    OpenAIFinishReason,
+    TokenText,
+)
+from frontend_svc.text.token_queue import TokenQueue
+from frontend_svc.tools.deltas import Content, Delta, Reasoning
+from frontend_svc.tools.response import ResponseParser
+
+
+class Choice:
+    """Writes the output of one choice. parser: None if the whole text is content. is_complete:
+    whether the response is complete although the model may continue. echo: written first.
+    token_bytes: of an id, for log probabilities; None: the client requested none."""
+
+    def __init__(
+        self,
+        index: int,
+        text: TextStream,
+        parser: ResponseParser | None,
+        *,
+        echo: str = "",
+        token_bytes: Callable[[int], bytes] | None = None,
+    ) -> None:
+        self._index = index
+        self._echo = echo
+        self._text = text
+        self._parser = parser
+        self._token_bytes = token_bytes
+        self._queue = TokenQueue[TokenText]()
+        self.is_complete = False
+        self._reasoning_tokens = 0
+        # Tokens since the last delta.
+        self._pending_tokens = 0
+
+    def begin(self, sink: ChoiceSink) -> bytes:
+        """Writes what comes before the first token."""
+        return sink.text(self._index, [self._echo]) if self._echo else b""
+
+    def feed(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], sink: ChoiceSink
+    ) -> bytes:
+        """Writes the text that the next tokens complete. logprobs: of each token."""
+        if self._token_bytes is not None:
+            entries = zip(token_ids, logprobs, strict=True)
+            return b"".join([self._feed_token(*one, sink) for one in entries])
+        parser = self._parser
+        if parser is None:
+            pieces = self._text.feed(token_ids)
+            self.is_complete = self._text.matched_stop is not None
+            return sink.text(self._index, pieces) if pieces else b""
+        if parser.is_past_reasoning:
+            pieces = self._text.feed(token_ids)
+            deltas = [delta for piece in pieces for delta in parser.feed(piece)]
+        else:
+            deltas = [delta for one in token_ids for delta in self._count_token(one, parser)]
+        self.is_complete = self._text.matched_stop is not None or parser.is_done
+        return sink.output(self._index, deltas, ()) if deltas else b""
+
+    def _count_token(self, token_id: int, parser: ResponseParser) -> Sequence[Delta]:
+        """The deltas that one token completes, which may be one of the reasoning."""
+        if self._text.matched_stop is not None:
+            return ()
+        _, text = self._text.feed_token(token_id)
+        return self._count(parser.feed(text))
+
+    def _count(self, deltas: Sequence[Delta], tokens: int = 1) -> Sequence[Delta]:
+        """Counts the tokens up to those that completed a delta, if it is reasoning."""
+        self._pending_tokens += tokens
+        if deltas:
+            if isinstance(deltas[0], Reasoning):
+                self._reasoning_tokens += self._pending_tokens
+            self._pending_tokens = 0
+        return deltas
+
+    def _feed_token(self, token_id: int, logprob: TokenLogprob, sink: ChoiceSink) -> bytes:
+        if self.is_complete:
+            return b""
+        queue = self._queue
+        entry = self._entry(logprob, queue.end)
+        characters, text = self._text.feed_token(token_id)
+        queue.add(entry, characters)
+        tokens = queue.send(len(text))
+        deltas = self._count(self._deltas(text))
+        if self._text.matched_stop is not None:
+            tokens += queue.stop()
+            self.is_complete = True
+        elif self._parser is not None:
+            self.is_complete = self._parser.is_done
+        return sink.output(self._index, deltas, tokens) if deltas or tokens else b""
+
+    def _entry(self, logprob: TokenLogprob, offset: int) -> TokenText:
+        assert self._token_bytes is not None, "the client requested log probabilities"
+        alternatives = [
+            TokenText(self._token_bytes(one.token_id), one.logprob) for one in logprob.top
+        ]
+        raw = self._token_bytes(logprob.token_id)
+        return TokenText(raw, logprob.logprob, alternatives, offset)
+
+    def _deltas(self, text: str) -> Sequence[Delta]:
+        if self._parser is not None:
+            return self._parser.feed(text)
+        return [Content(text)] if text else []
+
+    def finish(
+        self,
+        reason: FinishReason | None,
+        sink: ChoiceSink,
+        nvext: Mapping[str, object] | None = None,
+    ) -> bytes:
+        """Writes the withheld text and the end. reason: why the model ended."""
+        rest = self._text.finish()
+        deltas = self._deltas(rest)
+        if self._parser is not None:
+            deltas = self._count([*deltas, *self._parser.finish()], 0)
+        tokens = self._queue.send(len(rest))
+        is_stopped = self._text.matched_stop is not None
+        tokens += self._queue.stop() if is_stopped else self._queue.finish()
+        events = sink.output(self._index, deltas, tokens) if deltas or tokens else b""
+        end = ChoiceEnd(self._finish_reason(reason), self._text.matched_stop, nvext or {})
+        return events + sink.finish(self._index, end)
+
+    def _finish_reason(self, reason: FinishReason | None) -> OpenAIFinishReason:
+        parser = self._parser
+        name: OpenAIFinishReason | None = "stop"
+        if self._text.matched_stop is None and not (parser is not None and parser.is_done):
+            name = None if reason is None else reason.openai
+        assert name is not None, "an outcome without an OpenAI finish reason has an error"
+        has_calls = parser is not None and parser.has_calls
+        return "tool_calls" if name == "stop" and has_calls else name
+
+    def usage(self, usage: CompletionUsage) -> CompletionUsage:
+        """The counts without the tokens after a stop string. The reasoning's include its first
+        marker."""
+        if self._parser is not None and self._parser.has_reasoning:
+            details = CompletionTokensDetails(reasoning_tokens=self._reasoning_tokens)
+            usage = replace(usage, completion_tokens_details=details)
+        if self._text.matched_stop is None:
+            return usage
+        count = self._text.consumed
+        return replace(usage, completion_tokens=count, total_tokens=usage.prompt_tokens + count)

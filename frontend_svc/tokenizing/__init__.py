@@ -1,0 +1,1 @@
+"""APIs that end with token ids: tokenize, detokenize, preprocess."""

@@ -1,0 +1,89 @@
+"""`/v1/internal/preprocess`: the requests that workers would receive for a body."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Final
+
+import orjson
+
+from common.kv.hashing import TokensWithHashes
+from common.request.preprocessed import JsonValue, PreprocessedRequest, to_json_value
+from frontend_svc.access.caller import Caller
+from frontend_svc.endpoints.generation import GenerationEndpoint
+from frontend_svc.endpoints.generation_api import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    ParsedBody,
+    off_loop,
+)
+from frontend_svc.endpoints.pass_through import PassThroughRequest
+from frontend_svc.endpoints.request_context import HttpRequest
+from frontend_svc.endpoints.streaming import send_json
+from frontend_svc.errors import HttpError, http_error
+from frontend_svc.metrics.families import Endpoint, RequestMeter
+from frontend_svc.models.served_model import ServedModel
+from frontend_svc.openai.body.parsing import parse_json_object
+from frontend_svc.request.leg_request import worker_request
+from frontend_svc.responses.endpoint import ResponsesApi
+from frontend_svc.responses.stored import StoredResponses
+
+
+class PreprocessApi:
+    """Reads a body of chat completions (`messages`), of the Responses API (`input`) or of
+    completions."""
+
+    endpoint: Final = Endpoint.PREPROCESS
+    table: Final = "chat"
+    # The frontend does not preprocess bodies of pass-through models.
+    passes_through: Final = False
+
+    def __init__(self, stored: StoredResponses | None) -> None:
+        self._responses = ResponsesApi(stored)
+
+    async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
+        names = (await off_loop(len(raw), parse_json_object, raw)).keys()
+        if "messages" in names:
+            return await CHAT_COMPLETIONS.parse(raw, caller)
+        if "input" in names:
+            return await self._responses.parse(raw, caller)
+        return await COMPLETIONS.parse(raw, caller)
+
+    def http_error(
+        self, error: BaseException, request_id: str, headers: Container[bytes]
+    ) -> HttpError:
+        return http_error(error, headers)
+
+
+class PreprocessEndpoint(GenerationEndpoint):
+    """Checks and tokenizes a body as generation does, and returns the requests with the hashes
+    of their blocks."""
+
+    async def serve(
+        self, context: HttpRequest, body: ParsedBody | PassThroughRequest, meter: RequestMeter
+    ) -> None:
+        assert isinstance(body, ParsedBody), "the API passes nothing through"
+        prepared = await self.prepare(context, body.request, meter)
+        requests = prepared.requests
+        value = {
+            "requests": [to_json_value(worker_request(one, dp_rank=0)) for one in requests],
+            "hashes": [_hashes(one, prepared.model) for one in requests],
+        }
+        await send_json(context, orjson.dumps(value))
+        meter.mark_ok()
+
+
+def _hashes(request: PreprocessedRequest, model: ServedModel) -> JsonValue:
+    """The hashes that identify the blocks of a prompt in Dynamo's router and its recordings."""
+    media = request.mm_routing_info
+    tokens = TokensWithHashes(
+        request.token_ids.array,
+        model.hasher.block_size,
+        None if media is None else media.block_mm_infos,
+        model.adapter,
+    )
+    return {
+        "block_size": tokens.block_size,
+        "block_hashes": list(tokens.block_hashes),
+        "sequence_hashes": list(tokens.seq_hashes),
+    }

@@ -1,0 +1,1 @@
+"""Streams to workers: connections, circuit breakers, hit rates."""
