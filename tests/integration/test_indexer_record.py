@@ -462,7 +462,8 @@ async def test_a_full_disk_ends_a_recording_with_its_last_line_and_status_1(
         flags = ("--indexer", app.address, "--out", str(path))
         process = await asyncio.create_subprocess_exec(
             *("sh", "-c", 'ulimit -f 8; exec "$@"', "sh"),
-            *(sys.executable, "-m", "indexer_svc.tools.record", *flags),
+            # Without -B, the limit would truncate the byte code that Python caches, too.
+            *(sys.executable, "-B", "-m", "indexer_svc.tools.record", *flags),
             env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
