@@ -4,7 +4,7 @@
 to an indexer as the recorded workers would, or without an indexer applies them to an index in this
 process. `--speed 1` keeps the recorded pace, 0 (the default) has no pauses. The whole file is read
 first, so that an invalid one is rejected before anything is sent. The last line of the output is a
-JSON object.
+JSON object. With `--to-json` the messages are printed as lines of JSON, and nothing is played.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from google.protobuf.json_format import MessageToJson
 from pydantic import NonNegativeFloat
 
 from common.errors import InvalidRequest, MeshError, Unavailable, Unsupported
@@ -37,16 +37,9 @@ from common.wire.kv import (
     source_state_from_proto,
     source_state_to_proto,
 )
-from indexer_svc.core.recording import (
-    LINE_BYTES_MAX,
-    BrokenRecording,
-    IndexLost,
-    RecordingEntry,
-    RecordingReader,
-    SourcePositions,
-    play,
-)
+from indexer_svc.core.recording import IndexLost, RecordingEntry, SourcePositions, play
 from indexer_svc.core.subscriber import StatusUpdate
+from indexer_svc.tools.recording_file import BrokenRecording, RecordingReader
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 
 # Time limit for the indexer's acknowledgement of the last batch.
@@ -68,32 +61,42 @@ class PlaybackConfig(ServiceConfig):
     """1: at the recorded speed, 2: twice as fast. 0: without delays."""
     hold_s: NonNegativeFloat = 0.0
     """Seconds to stay connected at the end: an indexer removes workers that leave."""
+    to_json: bool = False
+    """Print the messages as lines of JSON instead: worker ids as text, hashes as base64 of 8 bytes
+    each, little endian."""
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.to_json and self.indexer is not None:
+            found.append("to_json: nothing is played; leave out --indexer")
+        return found
 
 
 @dataclass(slots=True)
 class PlaybackStats:
-    """Totals of a playback. is_cut: the last line is incomplete, as after a crash. has_ended: the
-    recording ended in order. blocks: in the index at the end; -1: unknown. shrinks: requests of the
-    indexer to withdraw blocks, which a playback ignores.
-    """
+    """Totals of a playback."""
 
-    lines: int = 0
+    messages: int = 0
     batches: int = 0
     chunks: int = 0
     sources: int = 0
     blocks: int = -1
+    """Blocks in the index at the end. -1: unknown."""
     shrinks: int = 0
+    """Requests of the indexer to withdraw blocks, which a playback ignores."""
     seconds: float = 0.0
     is_cut: bool = False
+    """Whether the last message is incomplete, as after a crash."""
     has_ended: bool = False
+    """Whether the recording ended in order."""
 
     def count(self, entry: RecordingEntry) -> None:
         self.batches += isinstance(entry, EventBatch)
         self.chunks += isinstance(entry, SnapshotChunk)
 
     def close(self, reader: RecordingReader, began: float) -> PlaybackStats:
-        """Complete the totals; returns self."""
-        self.lines, self.is_cut = reader.lines_read, reader.is_cut
+        """Completes the totals; returns self."""
+        self.messages, self.is_cut = reader.messages_read, reader.is_cut
         self.has_ended = reader.has_ended
         self.seconds = round(time.perf_counter() - began, 3)
         return self
@@ -102,7 +105,14 @@ class PlaybackStats:
 @contextmanager
 def _open_recording(path: Path) -> Iterator[RecordingReader]:
     with path.open("rb") as file:
-        yield RecordingReader(iter(partial(file.readline, LINE_BYTES_MAX + 1), b""))
+        yield RecordingReader(file)
+
+
+def write_json_lines(path: Path, out: TextIO) -> None:
+    """Writes the messages of a file as lines of JSON. Raises BrokenRecording, OSError."""
+    with _open_recording(path) as reader:
+        for message in reader.messages():
+            out.write(MessageToJson(message, indent=None, preserving_proto_field_name=True) + "\n")
 
 
 async def play_into_local_index(path: Path, feed: IndexFeed, speed: float = 0.0) -> PlaybackStats:
@@ -114,7 +124,7 @@ async def play_into_local_index(path: Path, feed: IndexFeed, speed: float = 0.0)
             try:
                 run_all_steps(play(feed, entry, time.monotonic()))
             except InvalidRequest as error:
-                raise BrokenRecording(reader.lines_read, error.message) from error
+                raise BrokenRecording(reader.messages_read, error.message) from error
             feed.take_events()  # Unused; they would accumulate.
             feed.sweep(SWEEP_BLOCKS)
             playback_stats.count(entry)
@@ -186,13 +196,13 @@ async def _read_workers(path: Path) -> dict[int, _RecordedWorker]:
                 if worker is None:
                     worker = workers[source.worker_id] = _RecordedWorker(entry.partition)
                 if worker.partition != entry.partition:
-                    line, worker_id = reader.lines_read, source.worker_id
-                    reason = f"line {line}: worker {worker_id} changes its partition"
+                    number, worker_id = reader.messages_read, source.worker_id
+                    reason = f"message {number}: worker {worker_id} changes its partition"
                     raise Unsupported("partition", reason)
                 worker.ranks[source.dp_rank] = None
             is_known = worker is not None and source.dp_rank in worker.ranks
             if not (is_known or _is_gone_status(entry)):
-                raise BrokenRecording(reader.lines_read, f"no status of {source} before")
+                raise BrokenRecording(reader.messages_read, f"no status of {source} before")
     return workers
 
 
@@ -396,6 +406,9 @@ def main() -> None:
     arguments = sys.argv[1:]
     config, _ = read_config_or_exit(PlaybackConfig, None, env.environ(), arguments, name="playback")
     try:
+        if config.to_json:
+            write_json_lines(config.recording, sys.stdout)
+            return
         playback_stats = asyncio.run(_run_playback(config))
     except (MeshError, OSError) as error:
         sys.stderr.write(f"playback: {error}\n")

@@ -1,9 +1,9 @@
 """Records the KV events of an indexer to a file.
 
 `python -m indexer_svc.tools.record --indexer HOST:PORT --out FILE` subscribes as a router does and
-writes the format of `core/recording.py`. After the loss of the indexer it subscribes again and
-resumes. SIGINT or SIGTERM ends the recording in order. The last line of the output is a JSON
-object. `indexer_svc.tools.playback` reads the file.
+writes each message with KV events as it is (`recording_file.py`). After the loss of the indexer it
+subscribes again and resumes. SIGINT or SIGTERM ends the recording in order. The last line of the
+output is a JSON object. `indexer_svc.tools.playback` reads the file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,35 +23,23 @@ import structlog
 from pydantic import PositiveInt
 
 from common.errors import InvalidRequest, MeshError, Unavailable
+from common.kv.events import EventBatch
 from common.rpc import channel as rpc
 from common.rpc.interceptors import map_rpc_errors
 from common.runtime import env
 from common.runtime.config import ServiceConfig, read_config_or_exit
 from common.runtime.tasks import TaskGroup
-from common.wire.kv import (
-    batch_from_proto,
-    message_parts,
-    partition_from_proto,
-    snapshot_chunk_from_proto,
-    source_from_proto,
-    source_state_to_proto,
-    source_status_from_proto,
-)
-from indexer_svc.core.recording import (
-    IndexLost,
-    RecordingEnd,
-    RecordingEntry,
-    SourcePositions,
-    encode_header,
-    encode_line,
-)
-from indexer_svc.core.subscriber import StatusUpdate
+from common.wire.kv import source_state_to_proto
+from indexer_svc.core.recording import IndexLost, SourcePositions
+from indexer_svc.tools.recording_file import HEADER, encode_message, entries_of
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 
 MB = 1_000_000
 # A crash of the machine loses at most this much of the recording.
 SYNC_EVERY_S = 1.0
 RETRY_S = 0.2
+# Size of the last message, with the longest time.
+END_BYTES_MAX = len(encode_message(indexer_pb2.RecordedMessage(time_us=2**64 - 1, ended=True)))
 # Silence after which the indexer is lost.
 INDEXER_TIMEOUT_S = 30.0
 
@@ -73,18 +61,20 @@ class RecordConfig(ServiceConfig):
 
 @dataclass(slots=True)
 class RecordingStats:
-    """Totals of a recording. is_full: the recording ended at the size limit."""
+    """Totals of a recording."""
 
-    lines: int = 0
+    messages: int = 0
     bytes: int = 0
     batches: int = 0
     blocks: int = 0
     losses: int = 0
+    """How often the recorder lost its index."""
     is_full: bool = False
+    """Whether the recording ended at the size limit."""
 
 
 class Recorder:
-    """Writes entries to a file, one per line. clock: in seconds."""
+    """Writes the messages of subscriptions to a file. clock: in seconds."""
 
     def __init__(self, file: BinaryIO, bytes_max: int, clock: Callable[[], float]) -> None:
         self.recording_stats = RecordingStats()
@@ -92,42 +82,64 @@ class Recorder:
         self._file = file
         self._clock = clock
         self._began_at = clock()
-        # Space for the end entry is reserved.
-        self._bytes_max = bytes_max - len(encode_line(1e9, RecordingEnd()))
-        self._write(encode_header())
+        # Space for the last message is reserved.
+        self._bytes_max = bytes_max - END_BYTES_MAX
+        self._write(HEADER)
 
-    def add(self, entry: RecordingEntry) -> None:
-        """Write an entry. Raises Unavailable, and writes nothing, if it does not fit."""
-        recording_stats = self.recording_stats
-        line = encode_line(self._clock() - self._began_at, entry)
-        is_over = recording_stats.bytes + len(line) > self._bytes_max
-        if is_over and not isinstance(entry, RecordingEnd):
-            recording_stats.is_full = True
-            text = f"recording full: {recording_stats.bytes}/{self._bytes_max} bytes"
-            raise Unavailable(text, reason="RECORDING_FULL")
-        self._write(line)
-        self.positions.take(entry)
-        recording_stats.losses += isinstance(entry, IndexLost)
-        events = getattr(entry, "events", ())
-        recording_stats.batches += bool(events)
-        recording_stats.blocks += sum(len(one.hashes) for one in events)
+    def add(self, received: indexer_pb2.SubscribeResponse) -> None:
+        """Writes a message of a subscription, unless it has no KV entries.
+
+        Raises Unavailable, and writes nothing, if it does not fit; InvalidRequest if it is invalid.
+        """
+        entries = list(entries_of(received))
+        if not entries:
+            return
+        self._add(indexer_pb2.RecordedMessage(received=received))
+        for entry in entries:
+            self.positions.take(entry)
+            events = entry.events if isinstance(entry, EventBatch) else ()
+            self.recording_stats.batches += bool(events)
+            self.recording_stats.blocks += sum(len(event.hashes) for event in events)
+
+    def mark_index_lost(self) -> None:
+        """Writes that the index was lost. Raises as `add` does."""
+        self._add(indexer_pb2.RecordedMessage(index_lost=True))
+        self.positions.take(IndexLost())
+        self.recording_stats.losses += 1
+
+    def end(self) -> None:
+        """Writes that the recording ends in order; always fits."""
+        self._write(self._encode(indexer_pb2.RecordedMessage(ended=True)))
+        self.recording_stats.messages += 1
 
     def flush(self) -> None:
-        """Hand the written lines to the operating system."""
+        """Hands the written messages to the operating system."""
         self._file.flush()
 
     def sync(self) -> None:
-        """Write the flushed lines to the disk; blocks."""
+        """Writes the flushed messages to the disk; blocks."""
         os.fsync(self._file.fileno())
 
-    def _write(self, line: bytes) -> None:
-        self._file.write(line)
-        self.recording_stats.lines += 1
-        self.recording_stats.bytes += len(line)
+    def _add(self, message: indexer_pb2.RecordedMessage) -> None:
+        data, recording_stats = self._encode(message), self.recording_stats
+        if recording_stats.bytes + len(data) > self._bytes_max:
+            recording_stats.is_full = True
+            text = f"recording full: {recording_stats.bytes}/{self._bytes_max} bytes"
+            raise Unavailable(text, reason="RECORDING_FULL")
+        self._write(data)
+        recording_stats.messages += 1
+
+    def _encode(self, message: indexer_pb2.RecordedMessage) -> bytes:
+        message.time_us = round((self._clock() - self._began_at) * 1e6)
+        return encode_message(message)
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self.recording_stats.bytes += len(data)
 
 
 async def record(address: str, recorder: Recorder, security: rpc.Security = rpc.PLAINTEXT) -> None:
-    """Record until cancelled. Raises MeshError if full or INDEXER_TIMEOUT_S without indexer."""
+    """Records until cancelled. Raises MeshError if full or INDEXER_TIMEOUT_S without indexer."""
     async with TaskGroup() as tasks:
         syncing = tasks.create_task(_sync_periodically(recorder))
         try:
@@ -143,7 +155,7 @@ async def _subscribe_until_cancelled(
         stub = indexer_pb2_grpc.IndexerServiceStub(channel)
         last_received_at = time.monotonic()
         while True:
-            lines = recorder.recording_stats.lines
+            messages = recorder.recording_stats.messages
             received = asyncio.Event()
             failure: MeshError = Unavailable("the indexer ended the stream")
             try:
@@ -157,8 +169,8 @@ async def _subscribe_until_cancelled(
             if received.is_set():
                 # The indexer was up until now.
                 last_received_at = time.monotonic()
-            if recorder.recording_stats.lines > lines:
-                recorder.add(IndexLost())
+            if recorder.recording_stats.messages > messages:
+                recorder.mark_index_lost()
             LOG.warning("indexer_lost", indexer=address, reason=failure.message)
             if time.monotonic() - last_received_at >= INDEXER_TIMEOUT_S:
                 raise failure
@@ -173,22 +185,8 @@ async def _subscribe(stub: Any, recorder: Recorder, received: asyncio.Event) -> 
         with map_rpc_errors():
             async for message in call:
                 received.set()
-                for entry in entries_of(message):
-                    recorder.add(entry)
+                recorder.add(message)
                 recorder.flush()
-
-
-def entries_of(message: indexer_pb2.SubscribeResponse) -> Iterator[RecordingEntry]:
-    """Return the KV entries of a subscription message, in order, without loads."""
-    for part in message_parts(message):
-        if part.HasField("status"):
-            partition = partition_from_proto(part.partition) if part.HasField("partition") else None
-            source = source_from_proto(part.source)
-            yield StatusUpdate(source, partition, source_status_from_proto(part.status))
-        if part.HasField("batch"):
-            yield batch_from_proto(part.batch, part.source.worker_id)
-        if part.HasField("snapshot"):
-            yield snapshot_chunk_from_proto(part.snapshot)
 
 
 async def _sync_periodically(recorder: Recorder) -> None:
@@ -237,7 +235,7 @@ def main() -> None:
                 asyncio.run(_record_until_signal(config, recorder))
             except MeshError as problem:
                 error = problem.message
-            recorder.add(RecordingEnd())
+            recorder.end()
             recorder.flush()
             recorder.sync()
     except OSError as problem:

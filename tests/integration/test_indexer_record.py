@@ -34,20 +34,20 @@ from common.registry.registry import MemoryRegistry, MemoryStore
 from common.runtime.tasks import TaskGroup
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
-from indexer_svc.core.recording import (
-    BrokenRecording,
-    IndexLost,
-    RecordingEntry,
-    encode_header,
-    encode_line,
-)
-from indexer_svc.core.recording import RecordingEnd as EndOfRecording
+from indexer_svc.core.recording import IndexLost, RecordingEnd, RecordingEntry
 from indexer_svc.core.subscriber import StatusUpdate
 from indexer_svc.ingest import GONE_GRACE_S
 from indexer_svc.tools.playback import play_into_local_index, play_to_indexer
 from indexer_svc.tools.record import Recorder, record
+from indexer_svc.tools.recording_file import (
+    HEADER,
+    BrokenRecording,
+    RecordingReader,
+    entries_of,
+)
 from kvmesh.indexer.v1.indexer_pb2 import SubscribeResponse
 from tests.kit.apps import living
+from tests.kit.recordings import recorded
 from tests.kit.waiting import WAIT_S, until
 from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.external_events import (
@@ -207,8 +207,8 @@ async def test_playback_rebuilds_the_recorded_index_locally_and_at_an_indexer(
         assert blocks_of(played) == blocks_of(feed)
         assert playback_stats.blocks == feed.blocks
         assert not playback_stats.has_ended, "the recording has no end entry"
-        assert (playback_stats.lines, playback_stats.is_cut) == (
-            recorder.recording_stats.lines,
+        assert (playback_stats.messages, playback_stats.is_cut) == (
+            recorder.recording_stats.messages,
             False,
         )
         async with indexer(MemoryStore(), port) as other:
@@ -273,7 +273,7 @@ async def test_a_recording_ends_at_its_size_limit_with_an_error(tmp_path: Path) 
             await asyncio.wait({task}, timeout=WAIT_S)
             assert isinstance(task.exception(), Unavailable)
             assert recorder.recording_stats.is_full
-            recorder.add(EndOfRecording())
+            recorder.end()
     assert path.stat().st_size <= 10_000
     playback_stats = await play_into_local_index(path, IndexFeed())
     assert playback_stats.has_ended
@@ -281,47 +281,40 @@ async def test_a_recording_ends_at_its_size_limit_with_an_error(tmp_path: Path) 
 
 async def test_playback_at_speed_1_keeps_the_recorded_pace(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    path.write_bytes(encode_header() + encode_line(0.4, EndOfRecording()))
+    path.write_bytes(HEADER + recorded(0.4, RecordingEnd()))
     assert (await play_into_local_index(path, IndexFeed(), speed=2.0)).seconds >= 0.2
-    path.write_bytes(encode_header() + encode_line(3600.0, EndOfRecording()))
+    path.write_bytes(HEADER + recorded(3600.0, RecordingEnd()))
     assert (await play_into_local_index(path, IndexFeed())).seconds < 3600.0
 
 
 async def test_an_invalid_recording_is_rejected_before_anything_is_sent(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    batch = (
-        b'{"t":0,"is":"batch","source":["7",0],"epoch":1,"sequence":1,'
-        b'"events":[["stored","device","AQAAAAAAAAA="]]}\n'
-    )
-    status = (
-        b'{"t":0,"is":"status","source":["7",0],"state":"exact","reason":"",'
-        b'"partition":{"model":"m","block_size":4,"hash_scheme":1,"adapter_version":0}}\n'
-    )
+    known, batch = status(0, 0, "exact"), stored(0, 0, 1, 1)
     async with indexer(MemoryStore()) as app:
-        for text, line in (
-            (encode_header() + batch, 2),
-            (encode_header() + status + batch + b"rust\n", 4),
-            (b"", 1),
+        for data, number in (
+            (HEADER + batch, 1),
+            (HEADER + known + batch + b"\4\0\0\0rust", 3),
+            (b"", 0),
         ):
-            path.write_bytes(text)
+            path.write_bytes(data)
             for replaying in (
                 play_to_indexer(path, app.address),
                 play_into_local_index(path, IndexFeed()),
             ):
                 with pytest.raises(BrokenRecording) as error:
                     await replaying
-                assert error.value.line == line
+                assert error.value.number == number
         assert app.ingest.feed.sources() == []
 
 
-def status_line(t: float, rank: int, state: str) -> bytes:
-    status = SourceStatus(state, "")
-    return encode_line(t, StatusUpdate(Source(1, rank), Partition("m", BLOCK, 1), status))
+def status(t: float, rank: int, state: str) -> bytes:
+    update = StatusUpdate(Source(1, rank), Partition("m", BLOCK, 1), SourceStatus(state))
+    return recorded(t, update)
 
 
 def stored(t: float, rank: int, sequence: int, *blocks: int) -> bytes:
     event = KvEvent(EventKind.STORED, np.array(blocks, dtype=np.uint64))
-    return encode_line(t, EventBatch(Source(1, rank), 1, sequence, [event]))
+    return recorded(t, EventBatch(Source(1, rank), 1, sequence, [event]))
 
 
 async def test_a_rank_that_leaves_a_worker_leaves_the_other_index_too(tmp_path: Path) -> None:
@@ -331,17 +324,13 @@ async def test_a_rank_that_leaves_a_worker_leaves_the_other_index_too(tmp_path: 
         for n, first, last in ((1, True, False), (3, False, True))
     ]
     path.write_bytes(
-        encode_header()
-        + (status_line(0, 0, "exact") + status_line(0, 1, "exact"))
+        HEADER
+        + (status(0, 0, "exact") + status(0, 1, "exact"))
         + (stored(0.1, 0, 1, 1, 2) + stored(0.1, 1, 1, 7, 8))
         # Rank 1 leaves during a snapshot of rank 0 and comes back later.
-        + (
-            encode_line(0.2, snapshot[0])
-            + status_line(0.2, 1, "gone")
-            + encode_line(0.2, snapshot[1])
-        )
+        + (recorded(0.2, snapshot[0]) + status(0.2, 1, "gone") + recorded(0.2, snapshot[1]))
     )
-    for blocks, more in ((2, b""), (3, status_line(0.3, 1, "exact") + stored(0.3, 1, 1, 9))):
+    for blocks, more in ((2, b""), (3, status(0.3, 1, "exact") + stored(0.3, 1, 1, 9))):
         path.write_bytes(path.read_bytes() + more)
         assert (await play_into_local_index(path, IndexFeed())).blocks == blocks
         async with indexer(MemoryStore()) as app:
@@ -353,20 +342,20 @@ async def test_a_rank_comes_back_during_the_snapshot_of_another_rank(tmp_path: P
     path = tmp_path / "events"
     source = Source(1, 0)
     begins, ends = (
-        encode_line(
+        recorded(
             0.3, SnapshotChunk(source, 1, 2, np.array([n], dtype=np.uint64), first=f, last=not f)
         )
         for n, f in ((1, True), (3, False))
     )
     whole = SnapshotChunk(Source(1, 1), 1, 5, np.array([9], dtype=np.uint64), first=True, last=True)
-    back = status_line(0.3, 1, "gapped") + encode_line(0.3, whole) + status_line(0.3, 1, "exact")
-    left = status_line(0.2, 1, "gone")
+    back = status(0.3, 1, "gapped") + recorded(0.3, whole) + status(0.3, 1, "exact")
+    left = status(0.2, 1, "gone")
     path.write_bytes(
-        (encode_header() + status_line(0, 0, "exact") + status_line(0, 1, "exact"))
+        (HEADER + status(0, 0, "exact") + status(0, 1, "exact"))
         + (stored(0.1, 0, 1, 1, 2) + stored(0.1, 1, 1, 7, 8))
         # Dropped for lack of memory: its blocks are removed, its load is kept.
-        + (left + status_line(0.2, 1, "degraded") + left)
-        + (begins + status_line(0.3, 1, "gone") + back + ends)
+        + (left + status(0.2, 1, "degraded") + left)
+        + (begins + status(0.3, 1, "gone") + back + ends)
     )
     assert (await play_into_local_index(path, IndexFeed())).blocks == 3
     async with indexer(MemoryStore()) as app:
@@ -379,9 +368,9 @@ async def test_playback_keeps_a_worker_without_entries_after_an_index_loss(tmp_p
     path = tmp_path / "events"
     quiet_s = 2 * GONE_GRACE_S
     path.write_bytes(
-        encode_header()
-        + (status_line(0, 0, "exact") + stored(0.1, 0, 1, 1, 2) + encode_line(0.2, IndexLost()))
-        + (status_line(0.3, 0, "exact") + stored(quiet_s, 0, 2, 3))
+        HEADER
+        + (status(0, 0, "exact") + stored(0.1, 0, 1, 1, 2) + recorded(0.2, IndexLost()))
+        + (status(0.3, 0, "exact") + stored(quiet_s, 0, 2, 3))
     )
     async with indexer(MemoryStore()) as app:
         await play_to_indexer(path, app.address, speed=1.0)
@@ -396,14 +385,19 @@ async def test_the_commands_record_until_a_signal_and_play_back(tmp_path: Path) 
     async with publishing([worker]), indexer(store) as app:
         worker.store(0, 1)
         recorder = await started("record", "--indexer", app.address, "--out", str(path))
-        await until(lambda: path.exists() and b"sequence" in _read(path), "it records")
+        await until(lambda: holds_blocks(path), "it records")
         recorder.send_signal(signal.SIGTERM)
         summary = await ended(recorder)
         assert (summary["error"], summary["is_full"], summary["losses"]) == ("", False, 0)
         assert await ended(await started("record", "--indexer", "x:1", "--out", str(path)), 1) == {}
         here = await ended(await started("playback", "--recording", str(path)))
         assert (here["blocks"], here["has_ended"], here["is_cut"]) == (CHAIN, True, False)
-    # A crash may truncate the last line; the other lines are valid.
+        dumped = await output_of(await started("playback", "--recording", str(path), "--to-json"))
+        messages = [json.loads(line) for line in dumped.splitlines()]
+        assert len(messages) == here["messages"]
+        assert "prefix_hashes" in dumped
+        assert messages[-1]["ended"]
+    # A crash may truncate the last message; the others are valid.
     path.write_bytes(_read(path)[:-3])
     async with indexer(MemoryStore()) as other:
         flags = ["--recording", str(path), "--indexer", other.address]
@@ -425,7 +419,6 @@ async def test_a_recorder_ends_after_silence_and_not_after_few_entries(
             return now
 
     received = asyncio.Event()
-    entries_of = indexer_svc.tools.record.entries_of
 
     def record_entries(message: SubscribeResponse) -> Iterator[RecordingEntry]:
         received.set()
@@ -475,6 +468,15 @@ async def test_a_full_disk_ends_a_recording_with_its_last_line_and_status_1(
     assert "File too large" in summary["error"]
 
 
+def holds_blocks(path: Path) -> bool:
+    if not (path.exists() and path.stat().st_size):
+        return False
+    with path.open("rb") as file:
+        return any(
+            isinstance(entry, EventBatch | SnapshotChunk) for _, entry in RecordingReader(file)
+        )
+
+
 def _read(path: Path) -> bytes:
     return path.read_bytes()
 
@@ -490,6 +492,14 @@ async def started(command: str, *flags: str) -> asyncio.subprocess.Process:
 
 async def ended(process: asyncio.subprocess.Process, status: int = 0) -> dict[str, Any]:
     """Return the final JSON of a command; empty if it ended with an error."""
+    out = await output_of(process, status)
+    if status:
+        return {}
+    summary: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return summary
+
+
+async def output_of(process: asyncio.subprocess.Process, status: int = 0) -> str:
     try:
         async with asyncio.timeout(WAIT_S):
             out, errors = await process.communicate()
@@ -498,8 +508,5 @@ async def ended(process: asyncio.subprocess.Process, status: int = 0) -> dict[st
             process.kill()
             await process.wait()
     assert process.returncode == status, errors.decode()
-    if status:
-        assert errors
-        return {}
-    summary: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
-    return summary
+    assert errors or not status
+    return out.decode()

@@ -46,7 +46,6 @@ PACKED = {
     "Page",
     "PagesStored",
     "Pem",
-    "PlaybackStats",
     "Publisher",
     "Query",
     "ReplayWorker",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -35,9 +36,9 @@ def test_help_starts_with_the_name_and_the_flags_of_the_command(
     flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
     own = {
         "record": ["--indexer", "--out", "--max-mb", "--seconds"],
-        "playback": ["--recording", "--indexer", "--speed", "--hold-s"],
+        "playback": ["--recording", "--indexer", "--speed", "--hold-s", "--to-json"],
     }
-    assert flags[:4] == own[name]
+    assert flags[: len(own[name])] == own[name]
     assert "KVMESH_INDEXER" not in text, "they configure the indexer, not its tools"
 
 
@@ -55,3 +56,22 @@ def test_a_command_reports_an_unknown_flag_and_ignores_variables_of_the_indexer(
     assert "--no-such: no such flag" in complaint
     assert "required and not given" in complaint
     assert "KVMESH_INDEXER" not in complaint
+
+
+def test_playback_to_json_excludes_an_indexer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--recording", "events", "--indexer", "127.0.0.1:1", "--to-json"]
+    assert run(playback.main, flags, monkeypatch) == 2
+    assert "--to-json: nothing is played; leave out --indexer" in capsys.readouterr().err
+
+
+def test_playback_reports_a_recording_of_an_older_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events"
+    path.write_bytes(b'{"kvmesh_kv_events":1}\n{"t":0,"is":"end"}\n')
+    assert run(playback.main, ["--recording", str(path)], monkeypatch) == 1
+    complaint = capsys.readouterr().err
+    assert "kvmesh_kv_events 1 (JSON lines)" in complaint
+    assert "record the events again" in complaint

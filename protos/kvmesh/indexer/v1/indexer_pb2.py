@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from kvmesh.types.v1 import load_pb2 as kvmesh_dot_types_dot_v1_dot_load__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvmesh/indexer/v1/indexer.proto\x12\x11kvmesh.indexer.v1\x1a\x1akvmesh/types/v1/load.proto\"\\\n\tPartition\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x13\n\x0bhash_scheme\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x64\x61pter_version\x18\x04 \x01(\r\",\n\x06Source\x12\x11\n\tworker_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\"\xf8\x01\n\x0ePublishRequest\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.kvmesh.indexer.v1.PublishHello\x12,\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1d.kvmesh.indexer.v1.EventBatch\x12\x32\n\x08snapshot\x18\x03 \x01(\x0b\x32 .kvmesh.indexer.v1.SnapshotChunk\x12$\n\x05loads\x18\x04 \x03(\x0b\x32\x15.kvmesh.types.v1.Load\x12.\n\x06states\x18\x05 \x03(\x0b\x32\x1e.kvmesh.indexer.v1.SourceState\"\x83\x01\n\x0cPublishHello\x12\x11\n\tworker_id\x18\x01 \x01(\x04\x12/\n\tpartition\x18\x02 \x01(\x0b\x32\x1c.kvmesh.indexer.v1.Partition\x12/\n\x07sources\x18\x03 \x03(\x0b\x32\x1e.kvmesh.indexer.v1.SourceState\"k\n\x0bSourceState\x12)\n\x06source\x18\x01 \x01(\x0b\x32\x19.kvmesh.indexer.v1.Source\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x10\n\x08\x64\x65graded\x18\x04 \x01(\x08\"h\n\nEventBatch\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12(\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x18.kvmesh.indexer.v1.Event\"X\n\x05\x45vent\x12*\n\x04kind\x18\x01 \x01(\x0e\x32\x1c.kvmesh.indexer.v1.EventKind\x12\x15\n\rprefix_hashes\x18\x02 \x01(\x0c\x12\x0c\n\x04tier\x18\x03 \x01(\r\"\x9d\x01\n\rSnapshotChunk\x12)\n\x06source\x18\x01 \x01(\x0b\x32\x19.kvmesh.indexer.v1.Source\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x15\n\rprefix_hashes\x18\x04 \x01(\x0c\x12\x0c\n\x04tier\x18\x05 \x01(\r\x12\r\n\x05\x66irst\x18\x06 \x01(\x08\x12\x0c\n\x04last\x18\x07 \x01(\x08\"\x83\x01\n\x0fPublishResponse\x12-\n\x05\x61\x63ked\x18\x01 \x03(\x0b\x32\x1e.kvmesh.indexer.v1.SourceState\x12*\n\x07resends\x18\x02 \x03(\x0b\x32\x19.kvmesh.indexer.v1.Resend\x12\x15\n\rshrink_blocks\x18\x03 \x01(\x04\"?\n\x06Resend\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rfrom_sequence\x18\x03 \x01(\x04\"\x87\x01\n\x10SubscribeRequest\x12.\n\x06resume\x18\x01 \x03(\x0b\x32\x1e.kvmesh.indexer.v1.SourceState\x12/\n\tpartition\x18\x02 \x01(\x0b\x32\x1c.kvmesh.indexer.v1.Partition\x12\x12\n\nloads_only\x18\x03 \x01(\x08\"\x8f\x03\n\x11SubscribeResponse\x12)\n\x06source\x18\x01 \x01(\x0b\x32\x19.kvmesh.indexer.v1.Source\x12/\n\tpartition\x18\x02 \x01(\x0b\x32\x1c.kvmesh.indexer.v1.Partition\x12,\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x1d.kvmesh.indexer.v1.EventBatch\x12\x32\n\x08snapshot\x18\x04 \x01(\x0b\x32 .kvmesh.indexer.v1.SnapshotChunk\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.kvmesh.types.v1.Load\x12/\n\x06status\x18\x06 \x01(\x0b\x32\x1f.kvmesh.indexer.v1.SourceStatus\x12\x11\n\tcaught_up\x18\x07 \x01(\x08\x12\x32\n\x04more\x18\x08 \x03(\x0b\x32$.kvmesh.indexer.v1.SubscribeResponse\x12\r\n\x05\x65poch\x18\t \x01(\x04\x12\x10\n\x08sequence\x18\n \x01(\x04\"-\n\x0cSourceStatus\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"j\n\x0cMatchRequest\x12/\n\tpartition\x18\x01 \x01(\x0b\x32\x1c.kvmesh.indexer.v1.Partition\x12\x15\n\rprefix_hashes\x18\x02 \x01(\x0c\x12\x12\n\nworker_ids\x18\x03 \x03(\x04\"A\n\rMatchResponse\x12\x30\n\x07matches\x18\x01 \x03(\x0b\x32\x1f.kvmesh.indexer.v1.MatchedDepth\"z\n\x0cMatchedDepth\x12)\n\x06source\x18\x01 \x01(\x0b\x32\x19.kvmesh.indexer.v1.Source\x12\x15\n\rdevice_blocks\x18\x02 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x64isk_blocks\x18\x04 \x01(\r\"I\n\x12MatchStreamRequest\x12\x33\n\tquestions\x18\x01 \x03(\x0b\x32 .kvmesh.indexer.v1.MatchQuestion\"M\n\rMatchQuestion\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x30\n\x07request\x18\x02 \x01(\x0b\x32\x1f.kvmesh.indexer.v1.MatchRequest\"F\n\x13MatchStreamResponse\x12/\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x1e.kvmesh.indexer.v1.MatchAnswer\"M\n\x0bMatchAnswer\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x32\n\x08response\x18\x02 \x01(\x0b\x32 .kvmesh.indexer.v1.MatchResponse\" \n\x0b\x44umpRequest\x12\x11\n\tworker_id\x18\x01 \x01(\x04\"p\n\x0c\x44umpResponse\x12/\n\tpartition\x18\x01 \x01(\x0b\x32\x1c.kvmesh.indexer.v1.Partition\x12/\n\x05\x63hunk\x18\x02 \x01(\x0b\x32 .kvmesh.indexer.v1.SnapshotChunk\"\"\n\rVerifyRequest\x12\x11\n\tworker_id\x18\x01 \x01(\x04\"D\n\x0eVerifyResponse\x12\x32\n\x07sources\x18\x01 \x03(\x0b\x32!.kvmesh.indexer.v1.VerifiedSource\"y\n\x0eVerifiedSource\x12)\n\x06source\x18\x01 \x01(\x0b\x32\x19.kvmesh.indexer.v1.Source\x12\r\n\x05\x65xtra\x18\x02 \x01(\x04\x12\x0f\n\x07missing\x18\x03 \x01(\x04\x12\r\n\x05\x65qual\x18\x04 \x01(\x04\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"\x0e\n\x0cStatsRequest\"\x93\x01\n\rStatsResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12/\n\x07sources\x18\x02 \x03(\x0b\x32\x1e.kvmesh.indexer.v1.SourceStats\x12\x17\n\x0f\x62\x61tches_applied\x18\x03 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x04\"\xbe\x01\n\x0bSourceStats\x12-\n\x05state\x18\x01 \x01(\x0b\x32\x1e.kvmesh.indexer.v1.SourceState\x12/\n\x06status\x18\x02 \x01(\x0b\x32\x1f.kvmesh.indexer.v1.SourceStatus\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12/\n\tpartition\x18\x04 \x01(\x0b\x32\x1c.kvmesh.indexer.v1.Partition\x12\x0e\n\x06\x61ge_ms\x18\x05 \x01(\x04*n\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45VENT_KIND_STORED\x10\x01\x12\x16\n\x12\x45VENT_KIND_REMOVED\x10\x02\x12\x16\n\x12\x45VENT_KIND_CLEARED\x10\x03\x32\xd4\x04\n\x0eIndexerService\x12T\n\x07Publish\x12!.kvmesh.indexer.v1.PublishRequest\x1a\".kvmesh.indexer.v1.PublishResponse(\x01\x30\x01\x12X\n\tSubscribe\x12#.kvmesh.indexer.v1.SubscribeRequest\x1a$.kvmesh.indexer.v1.SubscribeResponse0\x01\x12`\n\x0bMatchStream\x12%.kvmesh.indexer.v1.MatchStreamRequest\x1a&.kvmesh.indexer.v1.MatchStreamResponse(\x01\x30\x01\x12J\n\x05Match\x12\x1f.kvmesh.indexer.v1.MatchRequest\x1a .kvmesh.indexer.v1.MatchResponse\x12I\n\x04\x44ump\x12\x1e.kvmesh.indexer.v1.DumpRequest\x1a\x1f.kvmesh.indexer.v1.DumpResponse0\x01\x12M\n\x06Verify\x12 .kvmesh.indexer.v1.VerifyRequest\x1a!.kvmesh.indexer.v1.VerifyResponse\x12J\n\x05Stats\x12\x1f.kvmesh.indexer.v1.StatsRequest\x1a .kvmesh.indexer.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvmesh/indexer/v1/indexer.proto\x12\x11kvmesh.indexer.v1\x1a\x1akvmesh/types/v1/load.proto\"\\\n\tPartition\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x13\n\x0bhash_scheme\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x64\x61pter_version\x18\x04 \x01(\r\",\n\x06Source\x12\x11\n\tworker_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\"\xf8\x01\n\x0ePublishRequest\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.kvmesh.indexer.v1.PublishHello\x12,\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1d.kvmesh.indexer.v1.EventBatch\x12\x32\n\x08snapshot\x18\x03 \x01(\x0b\x32 .kvmesh.indexer.v1.SnapshotChunk\x12$\n\x05loads\x18\x04 \x03(\x0b\x32\x15.kvmesh.types.v1.Load\x12.\n\x06states\x18\x05 \x03(\x0b\x32\x1e.kvmesh.indexer.v1.SourceState\"\x83\x01\n\x0cPublishHello\x12\x11\n\tworker_id\x18\x01 \x01(\x04\x12/\n\tpartition\x18\x02 \x01(\x0b\x32\x1c.kvmesh.indexer.v1.Partition\x12/\n\x07sources\x18\x03 \x03(\x0b\x32\x1e.kvmesh.indexer.v1.SourceState\"k\n\x0bSourceState\x12)\n\x06source\x18\x01 \x01(\x0b\x32\x19.kvmesh.indexer.v1.Source\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x10\n\x08\x64\x65graded\x18\x04 \x01(\x08\"h\n\nEventBatch\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12(\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x18.kvmesh.indexer.v1.Event\"X\n\x05\x45vent\x12*\n\x04kind\x18\x01 \x01(\x0e\x32\x1c.kvmesh.indexer.v1.EventKind\x12\x15\n\rprefix_hashes\x18\x02 \x01(\x0c\x12\x0c\n\x04tier\x18\x03 \x01(\r\"\x9d\x01\n\rSnapshotChunk\x12)\n\x06source\x18\x01 \x01(\x0b\x32\x19.kvmesh.indexer.v1.Source\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x15\n\rprefix_hashes\x18\x04 \x01(\x0c\x12\x0c\n\x04tier\x18\x05 \x01(\r\x12\r\n\x05\x66irst\x18\x06 \x01(\x08\x12\x0c\n\x04last\x18\x07 \x01(\x08\"\x83\x01\n\x0fPublishResponse\x12-\n\x05\x61\x63ked\x18\x01 \x03(\x0b\x32\x1e.kvmesh.indexer.v1.SourceState\x12*\n\x07resends\x18\x02 \x03(\x0b\x32\x19.kvmesh.indexer.v1.Resend\x12\x15\n\rshrink_blocks\x18\x03 \x01(\x04\"?\n\x06Resend\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rfrom_sequence\x18\x03 \x01(\x04\"\x87\x01\n\x10SubscribeRequest\x12.\n\x06resume\x18\x01 \x03(\x0b\x32\x1e.kvmesh.indexer.v1.SourceState\x12/\n\tpartition\x18\x02 \x01(\x0b\x32\x1c.kvmesh.indexer.v1.Partition\x12\x12\n\nloads_only\x18\x03 \x01(\x08\"\x8f\x03\n\x11SubscribeResponse\x12)\n\x06source\x18\x01 \x01(\x0b\x32\x19.kvmesh.indexer.v1.Source\x12/\n\tpartition\x18\x02 \x01(\x0b\x32\x1c.kvmesh.indexer.v1.Partition\x12,\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x1d.kvmesh.indexer.v1.EventBatch\x12\x32\n\x08snapshot\x18\x04 \x01(\x0b\x32 .kvmesh.indexer.v1.SnapshotChunk\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.kvmesh.types.v1.Load\x12/\n\x06status\x18\x06 \x01(\x0b\x32\x1f.kvmesh.indexer.v1.SourceStatus\x12\x11\n\tcaught_up\x18\x07 \x01(\x08\x12\x32\n\x04more\x18\x08 \x03(\x0b\x32$.kvmesh.indexer.v1.SubscribeResponse\x12\r\n\x05\x65poch\x18\t \x01(\x04\x12\x10\n\x08sequence\x18\n \x01(\x04\"-\n\x0cSourceStatus\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x8e\x01\n\x0fRecordedMessage\x12\x0f\n\x07time_us\x18\x01 \x01(\x04\x12\x38\n\x08received\x18\x02 \x01(\x0b\x32$.kvmesh.indexer.v1.SubscribeResponseH\x00\x12\x14\n\nindex_lost\x18\x03 \x01(\x08H\x00\x12\x0f\n\x05\x65nded\x18\x04 \x01(\x08H\x00\x42\t\n\x07\x63ontent\"j\n\x0cMatchRequest\x12/\n\tpartition\x18\x01 \x01(\x0b\x32\x1c.kvmesh.indexer.v1.Partition\x12\x15\n\rprefix_hashes\x18\x02 \x01(\x0c\x12\x12\n\nworker_ids\x18\x03 \x03(\x04\"A\n\rMatchResponse\x12\x30\n\x07matches\x18\x01 \x03(\x0b\x32\x1f.kvmesh.indexer.v1.MatchedDepth\"z\n\x0cMatchedDepth\x12)\n\x06source\x18\x01 \x01(\x0b\x32\x19.kvmesh.indexer.v1.Source\x12\x15\n\rdevice_blocks\x18\x02 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x64isk_blocks\x18\x04 \x01(\r\"I\n\x12MatchStreamRequest\x12\x33\n\tquestions\x18\x01 \x03(\x0b\x32 .kvmesh.indexer.v1.MatchQuestion\"M\n\rMatchQuestion\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x30\n\x07request\x18\x02 \x01(\x0b\x32\x1f.kvmesh.indexer.v1.MatchRequest\"F\n\x13MatchStreamResponse\x12/\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x1e.kvmesh.indexer.v1.MatchAnswer\"M\n\x0bMatchAnswer\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x32\n\x08response\x18\x02 \x01(\x0b\x32 .kvmesh.indexer.v1.MatchResponse\" \n\x0b\x44umpRequest\x12\x11\n\tworker_id\x18\x01 \x01(\x04\"p\n\x0c\x44umpResponse\x12/\n\tpartition\x18\x01 \x01(\x0b\x32\x1c.kvmesh.indexer.v1.Partition\x12/\n\x05\x63hunk\x18\x02 \x01(\x0b\x32 .kvmesh.indexer.v1.SnapshotChunk\"\"\n\rVerifyRequest\x12\x11\n\tworker_id\x18\x01 \x01(\x04\"D\n\x0eVerifyResponse\x12\x32\n\x07sources\x18\x01 \x03(\x0b\x32!.kvmesh.indexer.v1.VerifiedSource\"y\n\x0eVerifiedSource\x12)\n\x06source\x18\x01 \x01(\x0b\x32\x19.kvmesh.indexer.v1.Source\x12\r\n\x05\x65xtra\x18\x02 \x01(\x04\x12\x0f\n\x07missing\x18\x03 \x01(\x04\x12\r\n\x05\x65qual\x18\x04 \x01(\x04\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"\x0e\n\x0cStatsRequest\"\x93\x01\n\rStatsResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12/\n\x07sources\x18\x02 \x03(\x0b\x32\x1e.kvmesh.indexer.v1.SourceStats\x12\x17\n\x0f\x62\x61tches_applied\x18\x03 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x04\"\xbe\x01\n\x0bSourceStats\x12-\n\x05state\x18\x01 \x01(\x0b\x32\x1e.kvmesh.indexer.v1.SourceState\x12/\n\x06status\x18\x02 \x01(\x0b\x32\x1f.kvmesh.indexer.v1.SourceStatus\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12/\n\tpartition\x18\x04 \x01(\x0b\x32\x1c.kvmesh.indexer.v1.Partition\x12\x0e\n\x06\x61ge_ms\x18\x05 \x01(\x04*n\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45VENT_KIND_STORED\x10\x01\x12\x16\n\x12\x45VENT_KIND_REMOVED\x10\x02\x12\x16\n\x12\x45VENT_KIND_CLEARED\x10\x03\x32\xd4\x04\n\x0eIndexerService\x12T\n\x07Publish\x12!.kvmesh.indexer.v1.PublishRequest\x1a\".kvmesh.indexer.v1.PublishResponse(\x01\x30\x01\x12X\n\tSubscribe\x12#.kvmesh.indexer.v1.SubscribeRequest\x1a$.kvmesh.indexer.v1.SubscribeResponse0\x01\x12`\n\x0bMatchStream\x12%.kvmesh.indexer.v1.MatchStreamRequest\x1a&.kvmesh.indexer.v1.MatchStreamResponse(\x01\x30\x01\x12J\n\x05Match\x12\x1f.kvmesh.indexer.v1.MatchRequest\x1a .kvmesh.indexer.v1.MatchResponse\x12I\n\x04\x44ump\x12\x1e.kvmesh.indexer.v1.DumpRequest\x1a\x1f.kvmesh.indexer.v1.DumpResponse0\x01\x12M\n\x06Verify\x12 .kvmesh.indexer.v1.VerifyRequest\x1a!.kvmesh.indexer.v1.VerifyResponse\x12J\n\x05Stats\x12\x1f.kvmesh.indexer.v1.StatsRequest\x1a .kvmesh.indexer.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.indexer.v1.indexer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EVENTKIND']._serialized_start=3198
-  _globals['_EVENTKIND']._serialized_end=3308
+  _globals['_EVENTKIND']._serialized_start=3343
+  _globals['_EVENTKIND']._serialized_end=3453
   _globals['_PARTITION']._serialized_start=82
   _globals['_PARTITION']._serialized_end=174
   _globals['_SOURCE']._serialized_start=176
@@ -60,36 +60,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBSCRIBERESPONSE']._serialized_end=1809
   _globals['_SOURCESTATUS']._serialized_start=1811
   _globals['_SOURCESTATUS']._serialized_end=1856
-  _globals['_MATCHREQUEST']._serialized_start=1858
-  _globals['_MATCHREQUEST']._serialized_end=1964
-  _globals['_MATCHRESPONSE']._serialized_start=1966
-  _globals['_MATCHRESPONSE']._serialized_end=2031
-  _globals['_MATCHEDDEPTH']._serialized_start=2033
-  _globals['_MATCHEDDEPTH']._serialized_end=2155
-  _globals['_MATCHSTREAMREQUEST']._serialized_start=2157
-  _globals['_MATCHSTREAMREQUEST']._serialized_end=2230
-  _globals['_MATCHQUESTION']._serialized_start=2232
-  _globals['_MATCHQUESTION']._serialized_end=2309
-  _globals['_MATCHSTREAMRESPONSE']._serialized_start=2311
-  _globals['_MATCHSTREAMRESPONSE']._serialized_end=2381
-  _globals['_MATCHANSWER']._serialized_start=2383
-  _globals['_MATCHANSWER']._serialized_end=2460
-  _globals['_DUMPREQUEST']._serialized_start=2462
-  _globals['_DUMPREQUEST']._serialized_end=2494
-  _globals['_DUMPRESPONSE']._serialized_start=2496
-  _globals['_DUMPRESPONSE']._serialized_end=2608
-  _globals['_VERIFYREQUEST']._serialized_start=2610
-  _globals['_VERIFYREQUEST']._serialized_end=2644
-  _globals['_VERIFYRESPONSE']._serialized_start=2646
-  _globals['_VERIFYRESPONSE']._serialized_end=2714
-  _globals['_VERIFIEDSOURCE']._serialized_start=2716
-  _globals['_VERIFIEDSOURCE']._serialized_end=2837
-  _globals['_STATSREQUEST']._serialized_start=2839
-  _globals['_STATSREQUEST']._serialized_end=2853
-  _globals['_STATSRESPONSE']._serialized_start=2856
-  _globals['_STATSRESPONSE']._serialized_end=3003
-  _globals['_SOURCESTATS']._serialized_start=3006
-  _globals['_SOURCESTATS']._serialized_end=3196
-  _globals['_INDEXERSERVICE']._serialized_start=3311
-  _globals['_INDEXERSERVICE']._serialized_end=3907
+  _globals['_RECORDEDMESSAGE']._serialized_start=1859
+  _globals['_RECORDEDMESSAGE']._serialized_end=2001
+  _globals['_MATCHREQUEST']._serialized_start=2003
+  _globals['_MATCHREQUEST']._serialized_end=2109
+  _globals['_MATCHRESPONSE']._serialized_start=2111
+  _globals['_MATCHRESPONSE']._serialized_end=2176
+  _globals['_MATCHEDDEPTH']._serialized_start=2178
+  _globals['_MATCHEDDEPTH']._serialized_end=2300
+  _globals['_MATCHSTREAMREQUEST']._serialized_start=2302
+  _globals['_MATCHSTREAMREQUEST']._serialized_end=2375
+  _globals['_MATCHQUESTION']._serialized_start=2377
+  _globals['_MATCHQUESTION']._serialized_end=2454
+  _globals['_MATCHSTREAMRESPONSE']._serialized_start=2456
+  _globals['_MATCHSTREAMRESPONSE']._serialized_end=2526
+  _globals['_MATCHANSWER']._serialized_start=2528
+  _globals['_MATCHANSWER']._serialized_end=2605
+  _globals['_DUMPREQUEST']._serialized_start=2607
+  _globals['_DUMPREQUEST']._serialized_end=2639
+  _globals['_DUMPRESPONSE']._serialized_start=2641
+  _globals['_DUMPRESPONSE']._serialized_end=2753
+  _globals['_VERIFYREQUEST']._serialized_start=2755
+  _globals['_VERIFYREQUEST']._serialized_end=2789
+  _globals['_VERIFYRESPONSE']._serialized_start=2791
+  _globals['_VERIFYRESPONSE']._serialized_end=2859
+  _globals['_VERIFIEDSOURCE']._serialized_start=2861
+  _globals['_VERIFIEDSOURCE']._serialized_end=2982
+  _globals['_STATSREQUEST']._serialized_start=2984
+  _globals['_STATSREQUEST']._serialized_end=2998
+  _globals['_STATSRESPONSE']._serialized_start=3001
+  _globals['_STATSRESPONSE']._serialized_end=3148
+  _globals['_SOURCESTATS']._serialized_start=3151
+  _globals['_SOURCESTATS']._serialized_end=3341
+  _globals['_INDEXERSERVICE']._serialized_start=3456
+  _globals['_INDEXERSERVICE']._serialized_end=4052
 # @@protoc_insertion_point(module_scope)

@@ -546,6 +546,44 @@ class SourceStatus(_message.Message):
 Global___SourceStatus: _TypeAlias = SourceStatus  # noqa: Y015
 
 @_typing.final
+class RecordedMessage(_message.Message):
+    """One message of a recording file (`python -m indexer_svc.tools.record`)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_US_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    INDEX_LOST_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    time_us: _builtins.int
+    """Microseconds since the start of the recording; never decreases."""
+    index_lost: _builtins.bool
+    """The recorder lost the index and the unfinished snapshots; the missed updates follow."""
+    ended: _builtins.bool
+    """The recording ended in order. Only in the last message."""
+    @_builtins.property
+    def received(self) -> Global___SubscribeResponse:
+        """A message of the subscription, as received."""
+
+    def __init__(
+        self,
+        *,
+        time_us: _builtins.int = ...,
+        received: Global___SubscribeResponse | None = ...,
+        index_lost: _builtins.bool = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "ended", b"ended", "index_lost", b"index_lost", "received", b"received"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "ended", b"ended", "index_lost", b"index_lost", "received", b"received", "time_us", b"time_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["received", "index_lost", "ended"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___RecordedMessage: _TypeAlias = RecordedMessage  # noqa: Y015
+
+@_typing.final
 class MatchRequest(_message.Message):
     """A match query."""
 
