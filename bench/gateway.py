@@ -14,7 +14,7 @@ sim runs in real time (steps of 6 ms and more, prefill nearly free). real: the s
 prompt tokens a second. even: as paced, and Dynamo's mocker has the same steps instead of those of
 its own model. agg: two aggregated workers; pd: one prefill and one decode worker.
 
---against also starts a mesh of that commit, from a worktree of its own and with the same Python
+--against also starts a mesh of that commit, from a folder of its own and with the same Python
 environment, and loads the two meshes in turns (A B, B A, ...). It reports the median ratio, this
 tree to COMMIT, of throughput, of TTFT and of the CPU time per token. The default load is then
 burst at 64 connections and paced at 32.
@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,8 +46,18 @@ from bench.extras import (
     processes_ratios,
     slow_readers,
 )
-from bench.measure import ROOT, build_loadgen, machine_lock, print_report, run_load
-from bench.stacks import ROLES, await_response, dynamo, mesh, suspended, worktree
+from bench.measure import (
+    ROOT,
+    build_loadgen,
+    flatten,
+    machine_lock,
+    medians,
+    print_report,
+    run_load,
+    spread,
+)
+from bench.stacks import ROLES, await_response, dynamo, mesh, suspended
+from bench.trees import commit_tree
 
 ISL, OSL = 512, 128
 # name: (flags of the sim, streaming)
@@ -64,23 +73,6 @@ MODES = {
 }
 # Of the mocker in mode `even`: a step of the sim with 16 streams.
 EVEN_STEP_MS = 6.34
-
-
-# Any: JSON trees of figures.
-def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        elif isinstance(value, int | float):
-            yield prefix + key, value
-
-
-def _median_row(runs: list[dict[str, Any]]) -> dict[str, float]:
-    columns: defaultdict[str, list[float]] = defaultdict(list)
-    for run in runs:
-        for key, value in _flatten(run):
-            columns[key].append(value)
-    return {key: round(statistics.median(values), 4) for key, values in columns.items()}
 
 
 def _print_row(mode: str, row: dict[str, float]) -> None:
@@ -172,7 +164,7 @@ AGAINST = (Load("burst", (64,)), Load("paced", (32,)))
 
 
 def _figures(run: dict[str, Any]) -> dict[str, float]:
-    flat = dict(_flatten(run))
+    flat = dict(flatten(run))
     return {name: flat[one.key] for name, one in FIGURES.items() if flat.get(one.key)}
 
 
@@ -190,14 +182,7 @@ def compare(
             if name in our_figures and found:
                 best = max(found) if figure.is_higher_better else min(found)
                 ratios[name].append(our_figures[name] / best)
-    return {
-        name: {
-            "median": round(statistics.median(values), 3),
-            "min": round(min(values), 3),
-            "max": round(max(values), 3),
-        }
-        for name, values in sorted(ratios.items())
-    }
+    return {name: spread(values) for name, values in sorted(ratios.items())}
 
 
 def _parse_args() -> argparse.Namespace:
@@ -258,7 +243,7 @@ def main() -> None:
         )
         stacks = [_mesh_stack(args, "kvmesh", ROOT)]
         if args.against:
-            root = exit_stack.enter_context(worktree(args.against))
+            root = exit_stack.enter_context(commit_tree(args.against))
             stacks.append(_mesh_stack(args, args.against[:12], root))
         if dynamo_python:
             # Without it, the client's delayed acknowledgements hold back Dynamo's first tokens.
@@ -364,8 +349,8 @@ def _row(
     plan: Load, concurrency: int, names: Sequence[str], runs: Sequence[dict[str, dict[str, Any]]]
 ) -> dict[str, Any]:
     """The report of a load: medians by stack, and ratios to each other commit and to Dynamo."""
-    medians = {name: _median_row([run[name] for run in runs]) for name in names}
-    for name, median in medians.items():
+    rows = {name: medians([dict(flatten(run[name])) for run in runs]) for name in names}
+    for name, median in rows.items():
         _print_row(plan.mode if name == names[0] else name, median)
     others = names[1:]
     rivals = {name: [name] for name in others if not name.startswith("dynamo")}
@@ -375,7 +360,7 @@ def _row(
     for name, one in ratios.items():
         _print_ratios(name, one)
     facts = {"mode": plan.mode, "concurrency": concurrency, "isl": plan.isl, "shape": plan.shape}
-    return {**facts, "medians": medians, "ratios": ratios}
+    return {**facts, "medians": rows, "ratios": ratios}
 
 
 def _print_ratios(rival: str, ratios: dict[str, dict[str, float]]) -> None:

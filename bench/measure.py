@@ -9,11 +9,13 @@ import hashlib
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,32 @@ def machine_busy() -> tuple[int, int]:
     """(busy, all) jiffies of all cores since boot."""
     values = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return sum(values) - values[3] - values[4], sum(values)
+
+
+# Any: JSON trees of figures.
+def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yields the numbers of a tree with their paths: `cpu.frontend.pct`, `rows.0.ready_s`."""
+    items = enumerate(tree) if isinstance(tree, list) else tree.items()
+    for key, value in items:
+        if isinstance(value, dict | list):
+            yield from flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{key}", value
+
+
+def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the median of each figure of the runs."""
+    columns: defaultdict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        for key, value in run.items():
+            columns[key].append(value)
+    return {key: round(statistics.median(values), 4) for key, values in columns.items()}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Returns the median, the lowest and the highest of the values."""
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value, 3) for name, value in found.items()}
 
 
 def print_report(

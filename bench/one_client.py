@@ -23,7 +23,8 @@ from pathlib import Path
 from bench.bodies import write_bodies
 from bench.gateway import ISL, MODES, OSL
 from bench.measure import ROOT, machine_lock, print_report
-from bench.stacks import await_response, mesh, worktree
+from bench.stacks import await_response, mesh
+from bench.trees import commit_tree
 from replay.report import percentile
 
 BLOCK = 20
@@ -103,7 +104,7 @@ def main() -> None:
         write_bodies(path, isl=ISL, osl=OSL)
         bodies = path.read_bytes().splitlines()
         ports = []
-        for root in (ROOT, exit_stack.enter_context(worktree(args.commit))):
+        for root in (ROOT, exit_stack.enter_context(commit_tree(args.commit))):
             port, _ = exit_stack.enter_context(mesh(MODES["burst"][0], [], root=root))
             await_response(port, bodies[0])
             ports.append(port)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from bench.measure import ROOT, with_descendants
+from bench.trees import environment
 
 MODEL = "bench"
 SIM_MODEL_DIR = ROOT / "worker_svc/engines/sim/model"
@@ -106,7 +107,7 @@ def demo_mesh() -> Iterator[int]:
             ],
             stdout=subprocess.PIPE,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}/protos:{ROOT}"},
+            env=environment(ROOT),
         )
         assert process.stdout is not None
         try:
@@ -131,7 +132,7 @@ def _start(
         stderr=log,
         pass_fds=[write_fd],
         cwd=root,
-        env={**os.environ, "PYTHONPATH": f"{root}/protos:{root}"},
+        env=environment(root),
     )
     os.close(write_fd)
     with os.fdopen(read_fd) as pipe:
@@ -296,14 +297,3 @@ def suspended(pids: Sequence[int]) -> Iterator[None]:
     finally:
         for pid in found:
             os.kill(pid, signal.SIGCONT)
-
-
-@contextlib.contextmanager
-def worktree(revision: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvmesh-worktree-") as folder:
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", folder, revision], check=True)
-        try:
-            yield Path(folder)
-        finally:
-            subprocess.run([*git, "remove", "--force", folder], check=True)
