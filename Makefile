@@ -77,12 +77,18 @@ mutants: $(VENV)/.dev ## One-line defects of the product; the tests of their row
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
 # Of compiled modules, as the images contain; figures of the tree itself: python -m bench.bench_index
+# With --against COMMIT [--pairs N] [--self]: bench/against.py runs the benchmark of both trees in turns.
+BENCH_AGAINST := $(if $(findstring --against,$(ARGS)),bench.against)
+
 bench-index: compiled ## KV index: restart with 1M blocks, memory limit, hash, ingest, match; three lines of JSON
+ifeq ($(BENCH_AGAINST),)
 	cd build/compiled && export PYTHONPATH=protos:. && python -m bench.bench_index_restart && \
-		python -m bench.bench_index_memory && python -m bench.bench_index $(ARGS)
+		python -m bench.bench_index_memory
+endif
+	cd build/compiled && PYTHONPATH=protos:. python -m $(BENCH_AGAINST) bench.bench_index $(ARGS)
 
 bench-router: compiled ## Router: decisions in process, sessions through the service; last line is JSON
-	cd build/compiled && PYTHONPATH=protos:. python -m bench.bench_router $(ARGS)
+	cd build/compiled && PYTHONPATH=protos:. python -m $(BENCH_AGAINST) bench.bench_router $(ARGS)
 
 bench-mesh: $(VENV)/.dev ## Routing policies on a real mesh of 8 sim workers and in replay, 7 minutes; last line is JSON
 	$(BIN)/python -m bench.bench_mesh $(ARGS)
