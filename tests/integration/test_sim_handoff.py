@@ -45,6 +45,7 @@ from worker_svc.engines.sim.config import (
     load_sim_model,
 )
 from worker_svc.engines.sim.engine import SimEngine
+from worker_svc.engines.sim.network import LINE_BYTES_MAX
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
 
@@ -280,14 +281,14 @@ async def test_connections_of_malformed_or_silent_peers_are_closed() -> None:
         bootstrap = them.bootstrap(1)
         address = bootstrap.bootstrap_host, bootstrap.bootstrap_port
         silent, _silent_writer = await asyncio.open_connection(*address)
-        for frame in (
-            b"GET / HTTP/1.1\r\n\r\n",
-            (5 << 20).to_bytes(4, "little") + b"x",
-            b"\1\0\0\0\xff",
-            b"\0\0\0\0",
+        for sent in (
+            b"GET / HTTP/1.1\r\n",
+            b"x" * (LINE_BYTES_MAX + 1),
+            b"\xff\n",
+            b"\n",
         ):
             reader, writer = await asyncio.open_connection(*address)
-            writer.write(frame)
+            writer.write(sent)
             assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
             writer.close()
         assert await asyncio.wait_for(silent.read(), WAIT_S) == b""

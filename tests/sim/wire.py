@@ -23,7 +23,9 @@ from kvmesh.router.v1 import router_pb2
 from router_svc.index_replica import Subscribe, Subscription
 from router_svc.replication_sync import OpenSync, Stream
 from tests.sim.net import Process, SimNetwork, StreamEnd
-from worker_svc.engines.sim.network import Connection, ConnectionHandler, Listener
+from worker_svc.engines.sim.messages import Message as HandoffMessage
+from worker_svc.engines.sim.messages import from_line, to_line
+from worker_svc.engines.sim.network import Connection
 from worker_svc.kv_events.publish_link import OpenCall, PublishCall
 
 # Addresses of the streams of an indexer and of the handoffs of an engine.
@@ -45,10 +47,10 @@ class _HandoffConnection:
 
     def __init__(self, end: StreamEnd) -> None:
         self.end = end
-        self._is_closed = False
+        self.closed = asyncio.Event()
 
-    def send(self, frame: bytes) -> None:
-        self.end.push(frame)
+    def send(self, message: HandoffMessage) -> None:
+        self.end.push(to_line(message))
 
     async def flushed(self) -> None:
         try:
@@ -56,29 +58,18 @@ class _HandoffConnection:
         except MeshError as error:
             raise ConnectionResetError(str(error)) from None
 
-    async def receive(self) -> bytes | None:
+    async def receive(self) -> HandoffMessage | None:
         try:
-            frame = None if self._is_closed else await self.end.read()
+            line = None if self.closed.is_set() else await self.end.read()
         except MeshError:
             return None
-        return None if self._is_closed else frame
+        return None if line is None or self.closed.is_set() else from_line(line)
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.closed.is_set():
+            self.closed.set()
             self.end.finish(None)
             self.end.cut(None)  # wakes a pending receive
-
-
-class _HandoffListener:
-    def __init__(self, net: SimNetwork, process: Process, host: str, port: int) -> None:
-        self.port = port
-        self._net = net
-        self._process = process
-        self._address = kv_address(host, port)
-
-    async def close(self) -> None:
-        self._net.close(self._address, self._process)
 
 
 class HandoffNetwork:
@@ -92,20 +83,29 @@ class HandoffNetwork:
         self._process = process
         self._refused = refused
         self._rng = rng
+        self._address = ""
 
-    async def listen(self, host: str, port: int, serve: ConnectionHandler) -> Listener:
+    async def listen(
+        self, host: str, port: int, on_connection: Callable[[Connection], None]
+    ) -> int:
         """See Network; connections are served until they end, whatever the peer does."""
         assert port, "a simulated engine needs a port"
 
         async def handle(end: StreamEnd) -> None:
             connection = _HandoffConnection(end)
             try:
-                await serve(connection)
+                on_connection(connection)
+                await connection.closed.wait()
             finally:
                 connection.close()
 
-        self._net.listen(kv_address(host, port), self._process, handle, is_cancelled=False)
-        return _HandoffListener(self._net, self._process, host, port)
+        self._address = kv_address(host, port)
+        self._net.listen(self._address, self._process, handle, is_cancelled=False)
+        return port
+
+    def close(self) -> None:
+        """See Network."""
+        self._net.close(self._address, self._process)
 
     async def dial(self, host: str, port: int) -> Connection:
         """See Network."""

@@ -11,7 +11,7 @@ import structlog
 
 from common.errors import MeshError
 from worker_svc.engines.sim.block_manager import BlockTable
-from worker_svc.engines.sim.messages import Done, Drop, Pull, Write, to_bytes
+from worker_svc.engines.sim.messages import Done, Drop, Pull, Write
 from worker_svc.engines.sim.network import Connection
 from worker_svc.engines.sim.rooms import Rooms, RoomSettings
 from worker_svc.engines.sim.transfer import (
@@ -114,7 +114,7 @@ class DecodeRooms(Rooms[DecodeHandoff]):
             assert handoff.pull is not None, "a leg has blocks before it dials"
             self._execute_all(handoff, machine.on_connected(handoff.pull))
             while not machine.is_over:
-                message = await self._receive_message(connection)
+                message = await connection.receive()
                 # After its end the room's pages belong to other blocks; close the connection.
                 if message is None or machine.is_over:
                     return
@@ -145,5 +145,5 @@ class DecodeRooms(Rooms[DecodeHandoff]):
         except OSError:  # prefill then times out
             log.info("handoff_drop_not_sent", room=handoff.room)
             return
-        connection.send(to_bytes(Drop(handoff.room)))
+        connection.send(Drop(handoff.room))
         connection.close()

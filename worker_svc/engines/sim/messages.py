@@ -1,10 +1,11 @@
-"""Messages of a KV handoff between simulated engines, and their encoding. Pure."""
+"""Messages of a KV handoff between simulated engines, and their encoding as JSON lines. Pure."""
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeAlias
+from enum import StrEnum
+from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -15,96 +16,89 @@ U64: TypeAlias = Annotated[int, Field(ge=0, lt=2**64)]
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """A message between the two ends of a room."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pull(Message):
-    """Decode's pages, in the order of the prompt. incarnation: worker id. tokens: of the prompt."""
+class Pull:
+    """Decode requests the KV of a prompt."""
 
     room: U64
     incarnation: U64
+    """Id of the decode worker."""
     tokens: U32
+    """Length of the prompt."""
     block_size: U32
     pages: list[int]
+    """Where prefill writes, in the order of the prompt."""
+    kind: Literal["pull"] = "pull"
 
 
 @dataclass(frozen=True, slots=True)
-class Drop(Message):
+class Drop:
     """No decode leg will pull this room."""
 
     room: U64
-
-
-class Joined(Message):
-    """The prefill leg is present."""
-
-
-class Ping(Message):
-    """The prefill leg is still alive."""
+    kind: Literal["drop"] = "drop"
 
 
 @dataclass(frozen=True, slots=True)
-class Write(Message):
-    """Pages and the stamps written to them (`page_stamps`)."""
+class Write:
+    """The content of pages."""
 
     pages: list[int]
     stamps: list[int]
+    """What is written to each page (`page_stamps`)."""
+    kind: Literal["write"] = "write"
 
 
 @dataclass(frozen=True, slots=True)
-class Done(Message):
-    """All pages are written. token: the first of the output, even if it ends the output.
-
-    cached_tokens: prompt tokens found in prefill's cache.
-    """
+class Done:
+    """All pages are written."""
 
     token: U32
+    """The first of the output, even if it ends the output."""
     cached_tokens: U32
+    """Prompt tokens found in prefill's cache."""
+    kind: Literal["done"] = "done"
 
 
 @dataclass(frozen=True, slots=True)
-class Fail(Message):
+class Fail:
     """Prefill failed and writes nothing more."""
 
     reason: str
+    kind: Literal["fail"] = "fail"
 
 
-class Abort(Message):
+class Signal(StrEnum):
+    """The messages without fields."""
+
+    JOINED = "joined"
+    """The prefill leg is present."""
+    PING = "ping"
+    """The prefill leg is still alive."""
+    ABORT = "abort"
     """Decode requests the end of all writes."""
-
-
-class Aborted(Message):
+    ABORTED = "aborted"
     """Prefill writes nothing more."""
-
-
-class Received(Message):
+    RECEIVED = "received"
     """Decode has received all pages."""
 
 
-_ADAPTERS: Final[dict[bytes, TypeAdapter[Any]]] = {
-    kind.__name__.encode(): TypeAdapter(kind)
-    for kind in (Pull, Drop, Joined, Ping, Write, Done, Fail, Abort, Aborted, Received)
-}
+Message: TypeAlias = Pull | Drop | Write | Done | Fail | Signal
+_CODEC: Final[TypeAdapter[Message]] = TypeAdapter(
+    Annotated[Pull | Drop | Write | Done | Fail, Field(discriminator="kind")] | Signal
+)
 
 
-def to_bytes(message: Message) -> bytes:
-    """Encodes a message: the name of its type, a space, and its fields as JSON."""
-    name = type(message).__name__.encode()
-    return name + b" " + _ADAPTERS[name].dump_json(message)
+def to_line(message: Message) -> bytes:
+    """Returns the message as one line of JSON."""
+    return _CODEC.dump_json(message) + b"\n"
 
 
-def from_bytes(frame: bytes) -> Message:
-    """Decodes a frame. Raises InvalidRequest if it is malformed."""
-    name, _, fields = frame.partition(b" ")
-    if name not in _ADAPTERS:
-        raise InvalidRequest(f"unknown message {name!r:.20}", "kind")
+def from_line(line: bytes) -> Message:
+    """Returns the message of a line. Raises InvalidRequest if it is malformed."""
     try:
-        message: Message = _ADAPTERS[name].validate_json(fields, strict=True)
+        return _CODEC.validate_json(line, strict=True)
     except ValidationError as error:
-        raise InvalidRequest(f"{name.decode()}: {error.errors()[0]['msg']}", "body") from None
-    return message
+        raise InvalidRequest(error.errors()[0]["msg"], "message") from None
 
 
 def page_stamps(prompt: bytes, block_size: int, lora_name: str = "") -> list[int]:

@@ -25,8 +25,8 @@ from worker_svc.engines.handoff import (
     handoff_error,
 )
 from worker_svc.engines.sim.block_manager import BlockTable
-from worker_svc.engines.sim.messages import Done, Drop, Fail, Pull, Write, to_bytes
-from worker_svc.engines.sim.network import Connection, Listener
+from worker_svc.engines.sim.messages import Done, Drop, Fail, Pull, Write
+from worker_svc.engines.sim.network import Connection
 from worker_svc.engines.sim.rooms import Rooms, RoomSettings
 from worker_svc.engines.sim.transfer import (
     Action,
@@ -74,15 +74,15 @@ class PrefillRooms(Rooms[PrefillHandoff]):
         self._last_lease_number = 0
         self._open_connections = 0
         self._link_free_at = 0.0
-        self._listener: Listener | None = None
+        self._port = 0
         self._is_closed = False
 
     async def listen(self) -> None:
         """Listens for decode workers. Raises InvalidRequest if the address cannot be bound."""
         config = self._config
         try:
-            self._listener = await self._settings.network.listen(
-                config.host, config.port, self._serve
+            self._port = await self._settings.network.listen(
+                config.host, config.port, self._on_connection
             )
         except OSError as error:
             raise InvalidRequest(
@@ -92,13 +92,11 @@ class PrefillRooms(Rooms[PrefillHandoff]):
     @property
     def endpoint(self) -> tuple[str, int]:
         """Returns the address that decode workers dial."""
-        assert self._listener is not None, "prefill engines listen"
-        return self._config.advertise_host or self._config.host, self._listener.port
+        return self._config.advertise_host or self._config.host, self._port
 
     async def close(self) -> None:
         self._is_closed = True
-        if self._listener is not None:
-            await self._listener.close()
+        self._settings.network.close()
         await super().close()
 
     def attach_leg(
@@ -171,29 +169,29 @@ class PrefillRooms(Rooms[PrefillHandoff]):
         while len(self._ended_rooms) > _ENDED_ROOMS_MAX:
             self._ended_rooms.popitem(last=False)
 
-    async def _serve(self, connection: Connection) -> None:
+    def _on_connection(self, connection: Connection) -> None:
         if self._is_closed or self._open_connections >= self._config.rooms_max:
             self._reject(connection, FULL)
             return
-        self._open_connections += 1
-        task = asyncio.current_task()
-        assert task is not None, "this runs in a task"
-        self._tasks.add(task)
-        try:
-            message = None
-            with contextlib.suppress(TimeoutError):  # a silent connection is closed
-                async with asyncio.timeout(self._config.timeout_s):
-                    message = await self._receive_message(connection)
-            match message:
-                case Drop(room):
-                    self._on_drop(room)
-                case Pull() as pull:
-                    await self._serve_pull(connection, pull)
-                case _:
-                    connection.close()
-        finally:
-            self._tasks.discard(task)
+
+        # Not in the task: a task cancelled before its first step runs no code.
+        def on_served(_: asyncio.Task[None]) -> None:
+            connection.close()
             self._open_connections -= 1
+
+        self._open_connections += 1
+        self._spawn(self._serve(connection)).add_done_callback(on_served)
+
+    async def _serve(self, connection: Connection) -> None:
+        message = None
+        with contextlib.suppress(TimeoutError):  # a silent connection is closed
+            async with asyncio.timeout(self._config.timeout_s):
+                message = await connection.receive()
+        match message:
+            case Drop(room):
+                self._on_drop(room)
+            case Pull() as pull:
+                await self._serve_pull(connection, pull)
 
     def _on_drop(self, room: int) -> None:
         handoff = self._handoff_by_room.get(room)
@@ -210,7 +208,7 @@ class PrefillRooms(Rooms[PrefillHandoff]):
             return
         try:
             while not handoff.machine.is_over:
-                message = await self._receive_message(connection)
+                message = await connection.receive()
                 if message is None:
                     return
                 self._execute_all(handoff, handoff.machine.receive(self._clock(), message))
@@ -240,7 +238,7 @@ class PrefillRooms(Rooms[PrefillHandoff]):
 
     def _reject(self, connection: Connection, reason: str) -> None:
         self._counters["pulls_refused"] += 1
-        connection.send(to_bytes(Fail(reason)))
+        connection.send(Fail(reason))
         connection.close()
 
     async def _write_pages(self, handoff: PrefillHandoff) -> None:
@@ -262,10 +260,10 @@ class PrefillRooms(Rooms[PrefillHandoff]):
                     stamp if self._blocks.read(block) == block.stamp else -1
                     for block, stamp in islice(rows, len(part))
                 ]
-                connection.send(to_bytes(Write(part, stamps)))
+                connection.send(Write(part, stamps))
                 self._counters["pages_written"] += len(part)
                 await connection.flushed()
-            connection.send(to_bytes(handoff.done))
+            connection.send(handoff.done)
         except OSError:
             self._execute_all(handoff, machine.on_connection_lost())
             return

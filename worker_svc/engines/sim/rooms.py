@@ -15,11 +15,10 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import structlog
 
-from common.errors import InvalidRequest, Overloaded
+from common.errors import Overloaded
 from worker_svc.engines.handoff import FULL
 from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
 from worker_svc.engines.sim.config import SimHandoffConfig
-from worker_svc.engines.sim.messages import Message, from_bytes, to_bytes
 from worker_svc.engines.sim.network import Connection, Network
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.transfer import (
@@ -142,7 +141,7 @@ class Rooms(ABC, Generic[H]):
         match action:
             case Send(message):
                 if handoff.connection is not None:
-                    handoff.connection.send(to_bytes(message))
+                    handoff.connection.send(message)
             case ReleaseBlocks():
                 if handoff.transfer is not None:
                     self._blocks.unpin(handoff.transfer)
@@ -204,13 +203,3 @@ class Rooms(ABC, Generic[H]):
             if not self._handoffs:
                 self._tick_task = None
                 return
-
-    async def _receive_message(self, connection: Connection) -> Message | None:
-        frame = await connection.receive()
-        if frame is None:
-            return None
-        try:
-            return from_bytes(frame)
-        except InvalidRequest as error:
-            log.warning("handoff_frame_invalid", error=error.message)
-            return None

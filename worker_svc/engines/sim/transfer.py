@@ -37,18 +37,7 @@ from worker_svc.engines.handoff import (
     handoff_error,
     no_blocks_error,
 )
-from worker_svc.engines.sim.messages import (
-    Abort,
-    Aborted,
-    Done,
-    Fail,
-    Joined,
-    Message,
-    Ping,
-    Pull,
-    Received,
-    Write,
-)
+from worker_svc.engines.sim.messages import Done, Fail, Message, Pull, Signal, Write
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +193,19 @@ class PrefillMachine(_Machine):
         if self._state is not _State.ABORTING:
             return []
         self._state = _State.ENDED
-        replies: list[Action] = [Send(Aborted()), CloseConnection()] if self._is_connected else []
+        replies: list[Action] = (
+            [Send(Signal.ABORTED), CloseConnection()] if self._is_connected else []
+        )
         return [ReleaseBlocks(), *replies]
 
     def receive(self, now: float, message: Message) -> list[Action]:
         """Handles a message after the Pull; an unexpected one counts as a lost connection."""
         match message:
-            case Received() if self._state is _State.SENT:
+            case Signal.RECEIVED if self._state is _State.SENT:
                 self.outcome, self._state = HandoffOutcome.HANDED_OVER, _State.ENDED
                 return [ReleaseBlocks(), *self._end_leg(None), CloseConnection()]
-            case Abort():
-                return self._end_or_abort(HandoffOutcome.FAILED, PEER_ABORTED, Aborted())
+            case Signal.ABORT:
+                return self._end_or_abort(HandoffOutcome.FAILED, PEER_ABORTED, Signal.ABORTED)
             case _:
                 return self.on_connection_lost()
 
@@ -254,7 +245,7 @@ class PrefillMachine(_Machine):
         if now < self._next_ping or self._state is _State.SENT:
             return []
         self._next_ping = now + self._timeouts.ping_interval_s
-        return [Send(Ping())]
+        return [Send(Signal.PING)]
 
     def _advance(self, now: float, *, should_send_joined: bool) -> list[Action]:
         if self.pull is None:
@@ -262,7 +253,7 @@ class PrefillMachine(_Machine):
         actions: list[Action] = []
         if should_send_joined:
             self._next_ping = now + self._timeouts.ping_interval_s
-            actions.append(Send(Joined()))
+            actions.append(Send(Signal.JOINED))
         if self._has_kv:
             self._state = _State.WRITING
             self._deadline = now + self._timeouts.partner_timeout_s
@@ -320,7 +311,7 @@ class DecodeMachine(_Machine):
         if self._state not in (_State.PULLING, _State.ABORTING):
             return []
         match message:
-            case Joined() | Ping() | Write():
+            case Signal.JOINED | Signal.PING | Write():
                 if self._state is _State.PULLING:
                     self._deadline = now + self._timeouts.partner_timeout_s
                 return []
@@ -328,7 +319,7 @@ class DecodeMachine(_Machine):
                 return self._on_done(message)
             case Fail():
                 return self._on_lost(message.reason)
-            case Aborted():
+            case Signal.ABORTED:
                 return self._on_lost(PEER_ABORTED)
             case _:
                 return self._on_lost(PEER_LOST)
@@ -356,7 +347,7 @@ class DecodeMachine(_Machine):
         if is_aborting:
             return [ReleaseBlocks(), CloseConnection()]
         self.outcome = HandoffOutcome.HANDED_OVER
-        return [Send(Received()), ReleaseBlocks(), KvArrived(done), CloseConnection()]
+        return [Send(Signal.RECEIVED), ReleaseBlocks(), KvArrived(done), CloseConnection()]
 
     def _on_lost(self, reason: str) -> list[Action]:
         previous_state, self._state = self._state, _State.ENDED
@@ -380,4 +371,4 @@ class DecodeMachine(_Machine):
                 return [CloseConnection(), ReleaseBlocks(), SendDrop()]
         self._state = _State.ABORTING
         self._deadline = now + self._timeouts.abort_s
-        return [Send(Abort())]
+        return [Send(Signal.ABORT)]

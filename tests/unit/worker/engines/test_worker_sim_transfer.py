@@ -24,20 +24,16 @@ from worker_svc.engines.handoff import (
 )
 from worker_svc.engines.sim.block_manager import BlockManager
 from worker_svc.engines.sim.messages import (
-    Abort,
-    Aborted,
     Done,
     Drop,
     Fail,
-    Joined,
     Message,
-    Ping,
     Pull,
-    Received,
+    Signal,
     Write,
-    from_bytes,
+    from_line,
     page_stamps,
-    to_bytes,
+    to_line,
 )
 from worker_svc.engines.sim.transfer import (
     Action,
@@ -59,8 +55,8 @@ LIMITS = HandoffTimeouts(partner_timeout_s=10.0, abort_s=2.0, lease_s=30.0)
 PULL = Pull(room=2**64 - 1, incarnation=7, tokens=40, block_size=16, pages=[5, 0, 9])
 DONE = Done(token=101, cached_tokens=16)
 EVERY_MESSAGE: list[Message] = [
-    *(PULL, Drop(3), Joined(), Ping(), Write([1, 2], [5, -1]), DONE),
-    *(Fail(EXPIRED), Abort(), Aborted(), Received()),
+    *(PULL, Drop(3), Signal.JOINED, Signal.PING, Write([1, 2], [5, -1]), DONE),
+    *(Fail(EXPIRED), Fail("two\nlines"), Signal.ABORT, Signal.ABORTED, Signal.RECEIVED),
 ]
 
 
@@ -98,38 +94,44 @@ def decode(*, placed: bool = True, pulled: bool = True) -> DecodeMachine:
 # The wire.
 
 
-@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=lambda one: type(one).__name__)
-def test_every_message_survives_the_wire(message: Message) -> None:
-    assert from_bytes(to_bytes(message)) == message
+@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=str)
+def test_every_message_survives_the_wire_as_one_line(message: Message) -> None:
+    line = to_line(message)
+    assert from_line(line) == message
+    assert line.find(b"\n") == len(line) - 1
 
 
 @pytest.mark.parametrize(
-    "frame",
+    "line",
     [
         b"",
         b"\xff",
-        to_bytes(PULL)[:-1],
-        to_bytes(PULL)[:9],
-        to_bytes(Write([1], [2]))[:-1],
-        to_bytes(Drop(3)) + b"\0",
-        to_bytes(DONE)[:-1],
-        to_bytes(Abort()) + b"\0",
-        to_bytes(Fail("X")) + b"\xff",
+        to_line(PULL)[:-2],
+        to_line(PULL)[:9],
+        to_line(Write([1], [2]))[:-2],
+        to_line(Drop(3)) + b"\0",
+        to_line(DONE)[:-2],
+        to_line(Signal.ABORT) + b"\0",
+        to_line(Fail("X")) + b"\xff",
+        b'{"kind":"drop"}',
+        b'{"kind":"drop","room":-1}',
+        b'{"kind":"drop","room":"3"}',
+        b'"unknown"',
     ],
 )
-def test_a_malformed_frame_is_rejected(frame: bytes) -> None:
+def test_a_malformed_line_is_rejected(line: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        from_bytes(frame)
+        from_line(line)
 
 
 @given(data=st.binary(max_size=60))
 @settings(max_examples=200)
-def test_every_frame_is_decoded_or_rejected(data: bytes) -> None:
+def test_every_line_is_decoded_or_rejected(data: bytes) -> None:
     try:
-        message = from_bytes(data)
+        message = from_line(data)
     except InvalidRequest:
         return
-    assert from_bytes(to_bytes(message)) == message
+    assert from_line(to_line(message)) == message
 
 
 def test_page_stamps_depend_on_all_tokens_up_to_the_pages_end() -> None:
@@ -166,18 +168,18 @@ def test_prefill_writes_when_leg_pull_and_kv_are_present_in_any_order(order: str
     assert all(StartWriting not in kinds(step) for step in steps[:-1])
     assert kinds(steps[-1])[-1] is StartWriting
     counts = [action for step in steps for action in step if isinstance(action, Send)]
-    assert counts == [Send(Joined())]
+    assert counts == [Send(Signal.JOINED)]
     room.on_done_sent(4.0)
-    assert room.receive(5.0, Received()) == [ReleaseBlocks(), EndLeg(None), CloseConnection()]
+    assert room.receive(5.0, Signal.RECEIVED) == [ReleaseBlocks(), EndLeg(None), CloseConnection()]
     assert (room.is_over, room.outcome) == (True, HandoffOutcome.HANDED_OVER)
 
 
 def test_a_lease_is_pulled_without_a_leg() -> None:
     room = PrefillMachine(LIMITS, 0.0)
     assert room.on_prompt_computed(0.0) == []
-    assert room.attach_peer(29.9, PULL) == [Send(Joined()), StartWriting()]
+    assert room.attach_peer(29.9, PULL) == [Send(Signal.JOINED), StartWriting()]
     room.on_done_sent(30.5)
-    assert room.receive(31.0, Received()) == [ReleaseBlocks(), CloseConnection()]
+    assert room.receive(31.0, Signal.RECEIVED) == [ReleaseBlocks(), CloseConnection()]
     assert room.outcome is HandoffOutcome.HANDED_OVER
 
 
@@ -214,7 +216,7 @@ def test_a_pull_without_a_prefill_leg_fails_in_time() -> None:
 def test_prefill_sends_pings_while_the_prompt_waits() -> None:
     room = prefill(pull=True)
     counts = [action for tenth in range(600) for action in room.tick(tenth / 10)]
-    assert counts == [Send(Ping())] * 23
+    assert counts == [Send(Signal.PING)] * 23
     assert not room.is_over
 
 
@@ -222,7 +224,7 @@ def test_a_transfer_does_not_time_out_while_it_progresses() -> None:
     room = prefill(pull=True, kv=True)
     for now in range(0, 100, 9):
         room.extend_deadline(float(now), 0.0)
-        assert all(action == Send(Ping()) for action in room.tick(now + 8.0))
+        assert all(action == Send(Signal.PING) for action in room.tick(now + 8.0))
     end, stop, hangup = room.tick(110.0)
     assert failing(PEER_LOST)(end)
     assert (stop, hangup) == (StopWriting(), CloseConnection())
@@ -240,7 +242,7 @@ def test_an_aborted_prefill_keeps_its_blocks_until_reading_has_stopped() -> None
     room = prefill(pull=True, kv=True)
     assert room.abort() == [StopWriting()]
     assert room.is_aborting
-    assert room.on_writing_stopped() == [ReleaseBlocks(), Send(Aborted()), CloseConnection()]
+    assert room.on_writing_stopped() == [ReleaseBlocks(), Send(Signal.ABORTED), CloseConnection()]
     assert (room.is_over, room.outcome) == (True, HandoffOutcome.ABORTED)
 
 
@@ -262,11 +264,11 @@ def test_an_aborted_prefill_that_does_not_write_ends_at_once(
 
 def test_an_abort_by_decode_ends_the_prefill_leg_at_once_and_writing_before_the_reply() -> None:
     room = prefill(pull=True, kv=True)
-    end, stop = room.receive(1.0, Abort())
+    end, stop = room.receive(1.0, Signal.ABORT)
     assert failing(PEER_ABORTED)(end)
     assert stop == StopWriting()
-    assert room.receive(1.0, Abort()) == []
-    assert room.on_writing_stopped() == [ReleaseBlocks(), Send(Aborted()), CloseConnection()]
+    assert room.receive(1.0, Signal.ABORT) == []
+    assert room.on_writing_stopped() == [ReleaseBlocks(), Send(Signal.ABORTED), CloseConnection()]
 
 
 @pytest.mark.parametrize("kv", [False, True])
@@ -286,7 +288,7 @@ def test_mismatched_prompts_end_the_prefill_leg() -> None:
 
 def test_an_unexpected_message_of_decode_counts_as_a_lost_connection() -> None:
     room = prefill(pull=True)
-    assert failing(PEER_LOST)(room.receive(0.0, Received())[0])
+    assert failing(PEER_LOST)(room.receive(0.0, Signal.RECEIVED)[0])
     assert room.is_over
 
 
@@ -304,10 +306,10 @@ def test_decode_dials_pulls_and_continues_with_the_first_token() -> None:
     room = decode(placed=False, pulled=False)
     assert room.start_pull() == [Dial()]
     assert room.on_connected(PULL) == [Send(PULL)]
-    for message in (Joined(), Write([5], [1]), Ping()):
+    for message in (Signal.JOINED, Write([5], [1]), Signal.PING):
         assert room.receive(1.0, message) == []
     assert room.receive(2.0, DONE) == [
-        Send(Received()),
+        Send(Signal.RECEIVED),
         ReleaseBlocks(),
         KvArrived(DONE),
         CloseConnection(),
@@ -319,10 +321,10 @@ def test_a_decode_leg_waits_while_its_partner_sends_pings() -> None:
     room = decode()
     for now in range(0, 100, 9):
         assert room.tick(float(now)) == []
-        room.receive(float(now), Ping())
+        room.receive(float(now), Signal.PING)
     end, abort = room.tick(109.0)
     assert failing(NO_PARTNER)(end)
-    assert abort == Send(Abort())
+    assert abort == Send(Signal.ABORT)
     assert room.is_aborting
 
 
@@ -358,14 +360,14 @@ def test_late_blocks_leave_prefill_the_rest_of_its_time() -> None:
 
 def test_an_aborted_decode_leg_keeps_its_pages_until_prefill_confirms() -> None:
     room = decode()
-    assert room.abort(1.0) == [Send(Abort())]
+    assert room.abort(1.0) == [Send(Signal.ABORT)]
     assert room.receive(1.1, Write([5], [1])) == []
     assert room.is_aborting
-    assert ReleaseBlocks() in room.receive(1.2, Aborted())
+    assert ReleaseBlocks() in room.receive(1.2, Signal.ABORTED)
     assert (room.is_over, room.outcome) == (True, HandoffOutcome.ABORTED)
 
 
-@pytest.mark.parametrize("message", [DONE, Fail(PEER_ABORTED), Aborted()])
+@pytest.mark.parametrize("message", [DONE, Fail(PEER_ABORTED), Signal.ABORTED])
 def test_each_final_message_of_prefill_frees_the_pages_of_an_aborted_leg_without_another_end(
     message: Message,
 ) -> None:
@@ -419,14 +421,14 @@ def test_an_ended_room_returns_no_actions() -> None:
     ] == [[]] * 4
     other = prefill(pull=True, kv=True)
     other.on_done_sent(0.0)
-    other.receive(0.0, Received())
+    other.receive(0.0, Signal.RECEIVED)
     assert [
         other.abort(),
         other.on_peer_dropped(),
         other.on_writing_stopped(),
         other.tick(99.0),
     ] == [[]] * 4
-    assert other.receive(1.0, Abort()) == []
+    assert other.receive(1.0, Signal.ABORT) == []
     assert other.on_connection_lost() == [CloseConnection()]
     assert (room.outcome, other.outcome) == (HandoffOutcome.HANDED_OVER, HandoffOutcome.HANDED_OVER)
 
@@ -439,7 +441,7 @@ class Eager(DecodeMachine):
 
     def abort(self, now: float) -> list[Action]:
         actions = super().abort(now)
-        return [*actions, ReleaseBlocks()] if actions == [Send(Abort())] else actions
+        return [*actions, ReleaseBlocks()] if actions == [Send(Signal.ABORT)] else actions
 
 
 class Pair:

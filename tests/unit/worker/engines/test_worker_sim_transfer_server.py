@@ -50,8 +50,8 @@ from worker_svc.engines.handoff import (
 from worker_svc.engines.sim.block_manager import BlockManager
 from worker_svc.engines.sim.config import SimConfig, SimHandoffConfig, SimModel
 from worker_svc.engines.sim.engine import SimEngine
-from worker_svc.engines.sim.messages import Drop, Fail, Pull, Write, from_bytes, to_bytes
-from worker_svc.engines.sim.network import Connection, ConnectionHandler, Listener
+from worker_svc.engines.sim.messages import Drop, Fail, Message, Pull, Signal, Write
+from worker_svc.engines.sim.network import Connection
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.sim.transfer import Action, DecodeMachine, ReleaseBlocks
@@ -70,54 +70,46 @@ Result = tuple[list[int], LLMEngineOutput]
 
 
 class MemoryConnection:
-    """One side of a connection in memory: frames arrive in order, each with its delay."""
+    """One side of a connection in memory: messages arrive in order, each with its delay."""
 
     def __init__(self, network: MemoryNetwork) -> None:
         self.network = network
         self.peer: MemoryConnection = self
-        self._frames: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._under_way: deque[bytes | None] = deque()
+        self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        self._under_way: deque[Message | None] = deque()
         self._last_at = 0.0
         self._is_over = False
 
-    def send(self, frame: bytes) -> None:
-        self._later(frame)
+    def send(self, message: Message) -> None:
+        self._later(message)
 
     async def flushed(self) -> None:
         if self._is_over:
             raise ConnectionResetError("the connection is closed")
         await asyncio.sleep(0)
 
-    async def receive(self) -> bytes | None:
-        frame = None if self._is_over else await self._frames.get()
-        self._is_over = self._is_over or frame is None
-        return None if self._is_over else frame
+    async def receive(self) -> Message | None:
+        message = None if self._is_over else await self._messages.get()
+        self._is_over = self._is_over or message is None
+        return None if self._is_over else message
 
     def close(self) -> None:
         if not self._is_over:
             self._is_over = True
-            self._frames.put_nowait(None)
+            self._messages.put_nowait(None)
             self._later(None)
 
-    def _later(self, frame: bytes | None) -> None:
+    def _later(self, message: Message | None) -> None:
         loop = asyncio.get_running_loop()
         self._last_at = max(self._last_at, loop.time() + self.network.delay())
-        self._under_way.append(frame)
+        self._under_way.append(message)
         loop.call_at(self._last_at, self._land)
 
     def _land(self) -> None:
         # Timers of equal time have no order.
-        frame = self._under_way.popleft()
+        message = self._under_way.popleft()
         if not self.network.is_severed:
-            self.peer._frames.put_nowait(frame)
-
-
-class MemoryListener:
-    def __init__(self, network: MemoryNetwork, port: int) -> None:
-        self.network, self.port = network, port
-
-    async def close(self) -> None:
-        self.network.servers.pop(self.port, None)
+            self.peer._messages.put_nowait(message)
 
 
 class MemoryNetwork:
@@ -127,35 +119,30 @@ class MemoryNetwork:
         self.rng = rng
         self.delay_s = delay_s
         self.is_severed = False
-        self.servers: dict[int, ConnectionHandler] = {}
-        self.tasks: set[asyncio.Future[None]] = set()
+        self.listeners: dict[int, Callable[[Connection], None]] = {}
         self.open: list[MemoryConnection] = []
 
     def delay(self) -> float:
         return self.rng.expovariate(1 / self.delay_s) if self.rng else self.delay_s
 
-    async def listen(self, host: str, port: int, serve: ConnectionHandler) -> Listener:
-        port = port or 1000 + len(self.servers)
-        self.servers[port] = serve
-        return MemoryListener(self, port)
+    async def listen(
+        self, host: str, port: int, on_connection: Callable[[Connection], None]
+    ) -> int:
+        port = port or 1000 + len(self.listeners)
+        self.listeners[port] = on_connection
+        return port
+
+    def close(self) -> None:
+        self.listeners.clear()
 
     async def dial(self, host: str, port: int) -> Connection:
         await asyncio.sleep(2 * self.delay())
-        if port not in self.servers:
+        if port not in self.listeners:
             raise ConnectionRefusedError(f"no listener on {port}")
         ours, theirs = MemoryConnection(self), MemoryConnection(self)
         ours.peer, theirs.peer = theirs, ours
         self.open += [ours, theirs]
-
-        async def served(serve: ConnectionHandler) -> None:
-            try:
-                await serve(theirs)
-            finally:
-                theirs.close()
-
-        task = asyncio.ensure_future(served(self.servers[port]))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.listeners[port](theirs)
         return ours
 
     def cut(self) -> None:
@@ -1174,19 +1161,17 @@ def test_writing_an_unknown_page_raises() -> None:
 def test_the_connection_of_a_malformed_peer_is_closed() -> None:
     async def work() -> None:
         async with legs(timeout_s=1.0) as both:
-            for frame in (b"\xff", b"", to_bytes(Fail("X"))):
+            for unexpected in (Signal.RECEIVED, Write([0], [1]), Fail("X")):
                 connection = await both.network.dial("h", 1000)
-                connection.send(frame)
+                connection.send(unexpected)
                 assert await connection.receive() is None
             silent = await both.network.dial("h", 1000)
             start = now()
             assert await silent.receive() is None
             assert now() - start == pytest.approx(1.0, abs=0.1)
             other = await both.network.dial("h", 1000)
-            other.send(to_bytes(Pull(5, 1, 64, 8, [0] * 8)))
-            responded = await other.receive()
-            assert responded is not None
-            assert from_bytes(responded) == Fail(MISMATCH)
+            other.send(Pull(5, 1, 64, 8, [0] * 8))
+            assert await other.receive() == Fail(MISMATCH)
             _, decode = await both.pair(PROMPT, 20)
             assert decode[0] == TOKEN_ORACLE.continue_tokens(PROMPT, 20)
             assert both.is_idle()
@@ -1197,16 +1182,15 @@ def test_the_connection_of_a_malformed_peer_is_closed() -> None:
 def test_writes_to_unknown_pages_end_the_leg() -> None:
     async def work() -> None:
         async with legs() as both:
-            host = both.network
-
-            async def serve(connection: Connection) -> None:
-                await connection.receive()
-                connection.send(to_bytes(Write([10**6], [1])))
-                assert await connection.receive() is None
-
-            listener = await host.listen("h", 5000, serve)
-            asked = request(PROMPT, bootstrap_info=BootstrapInfo("h", listener.port, 1))
-            assert (await error_of(run(both.decode, asked))).reason == PEER_LOST
+            accepted: list[Connection] = []
+            await both.network.listen("h", 5000, accepted.append)
+            asked = request(PROMPT, bootstrap_info=BootstrapInfo("h", 5000, 1))
+            leg = asyncio.ensure_future(error_of(run(both.decode, asked)))
+            await until(lambda: len(accepted) == 1, "the leg connects")
+            assert isinstance(await accepted[0].receive(), Pull)
+            accepted[0].send(Write([10**6], [1]))
+            assert (await leg).reason == PEER_LOST
+            assert await accepted[0].receive() is None
             assert both.is_idle()
 
     virtually(work)
@@ -1216,7 +1200,7 @@ def test_a_drop_of_an_unknown_room_is_kept_for_its_leg() -> None:
     async def work() -> None:
         async with legs() as both:
             connection = await both.network.dial("h", 1000)
-            connection.send(to_bytes(Drop(1)))
+            connection.send(Drop(1))
             assert await connection.receive() is None
             asked = request(PROMPT, **both.bootstrap(1))
             assert (await error_of(run(both.prefill, asked))).reason == PEER_ABORTED
