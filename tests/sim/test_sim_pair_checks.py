@@ -146,7 +146,7 @@ class NeverClosesRooms(SimEngine):
 
     async def _start_rooms(self, *args: Any) -> Any:
         rooms = await super()._start_rooms(*args)
-        rooms._finish = lambda handoff, actions: None  # type: ignore[method-assign]
+        rooms._finish = lambda room: None  # type: ignore[method-assign]
         return rooms
 
 

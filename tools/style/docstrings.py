@@ -54,7 +54,6 @@ PACKED = {
     "ResponseExtension",
     "ResponseInfo",
     "ResponseParser",
-    "RoomSettings",
     "RouterClient",
     "RoutingDecision",
     "Runner",

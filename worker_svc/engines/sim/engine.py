@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -42,6 +42,7 @@ from common.errors import (
     WorkerLost,
 )
 from common.kv.load import Load
+from common.registry.instances import Role
 from common.request.embedding import Vector
 from worker_svc.engines.contract import (
     EngineConfig,
@@ -57,11 +58,10 @@ from worker_svc.engines.sim.config import SimConfig, SimModel, load_sim_model
 from worker_svc.engines.sim.constraint import Constraint, constraint_failed
 from worker_svc.engines.sim.decode_rooms import DecodeRooms
 from worker_svc.engines.sim.jobs import JobBuilder
-from worker_svc.engines.sim.legs import EngineRooms, HandoffLegs
 from worker_svc.engines.sim.logits import LogitModel
 from worker_svc.engines.sim.network import Network, TcpNetwork
 from worker_svc.engines.sim.prefill_rooms import PrefillRooms
-from worker_svc.engines.sim.rooms import RoomSettings
+from worker_svc.engines.sim.rooms import Rooms, RoomSettings
 from worker_svc.engines.sim.scheduler import SimScheduler, SimSequence, Step
 from worker_svc.engines.sim.step_loop import StepLoop
 from worker_svc.engines.sim.stream import Stream
@@ -77,6 +77,11 @@ from worker_svc.kv_events.external_events import (
 
 _RETRY_AFTER_MIN_S: Final = 0.05
 _RETRY_AFTER_MAX_S: Final = 30.0
+_ROOMS: Final[Mapping[Role, type[Rooms[Any]]]] = {
+    "aggregated": Rooms,
+    "prefill": PrefillRooms,
+    "decode": DecodeRooms,
+}
 _ASLEEP: Final = Unavailable("the engine sleeps", reason="ASLEEP")
 
 _COUNTERS: Final = (
@@ -101,8 +106,7 @@ class SimEngine:
     not accepted, `overloaded` are those rejected by a full queue. `tokens` counts delivered tokens,
     `prompt_tokens` those of accepted requests, `cached_tokens` cache hits of ended requests.
     `corrupt_pages` and `corrupt_tokens` count what must never happen: pages whose content is not
-    their owner's, and first tokens that do not follow the prompt. With a role, also the counters of
-    `Rooms`.
+    their owner's, and first tokens that do not follow the prompt. Also the counters of `Rooms`.
     """
 
     decode_machine: type[DecodeMachine] = DecodeMachine
@@ -157,7 +161,7 @@ class SimEngine:
             supported_fields=core.jobs.supported_fields,
             media=model.media,
             kv_index_reason=self.kv_events_off_reason,
-            endpoint=core.legs.endpoint,
+            endpoint=core.rooms.endpoint,
         )
 
     async def _build_core(self, model: SimModel, worker_id: int) -> _Core:
@@ -172,31 +176,22 @@ class SimEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
-        is_aggregated = config.handoff.role == "aggregated"
-        legs = HandoffLegs(
-            None if is_aggregated else await self._start_rooms(blocks, worker_id),
-            scheduler,
-            blocks,
-            on_changed=self._on_legs_changed,
-            fail=self._fail,
-        )
-        return _Core(scheduler, blocks, JobBuilder.create(config, model), legs)
+        rooms = await self._start_rooms(scheduler, worker_id)
+        return _Core(scheduler, blocks, JobBuilder.create(config, model), rooms)
 
-    async def _start_rooms(self, blocks: BlockManager, worker_id: int) -> EngineRooms:
+    async def _start_rooms(self, scheduler: SimScheduler, worker_id: int) -> Rooms[Any]:
         settings = RoomSettings(
-            self.config.handoff,
-            blocks,
+            self.config,
+            scheduler,
             incarnation=worker_id,
-            timing=self.config.timing,
             network=self._network or TcpNetwork(),
             clock=self._clock,
             sleep=self._sleep,
-            on_released=self._steps.wake,
+            on_changed=self._on_rooms_changed,
+            fail=self._fail,
             decode_machine=self.decode_machine,
         )
-        if self.config.handoff.role == "decode":
-            return DecodeRooms(settings)
-        rooms = PrefillRooms(settings)
+        rooms: Rooms[Any] = _ROOMS[self.config.handoff.role](settings)
         await rooms.listen()
         return rooms
 
@@ -252,8 +247,7 @@ class SimEngine:
     async def drain(self) -> None:
         """Waits until no handoff or lease is open, at most their longest duration."""
         if self._core is not None:
-            handoff = self.config.handoff
-            await self._core.legs.drain(handoff.timeout_s + handoff.lease_s)
+            await self._core.rooms.drain()
 
     async def cleanup(self) -> None:
         """Stops stepping; open streams raise WorkerLost."""
@@ -263,7 +257,7 @@ class SimEngine:
         self._fail_all(WorkerLost("the engine was shut down", retryable=True))
         self._unavailable_error = Unavailable("the engine was shut down")
         if self._core is not None:
-            await self._core.legs.close()
+            await self._core.rooms.close()
 
     def publish_to(self, sink: KvEventSink) -> None:
         """Reports all changes of the cache to the sink. Raises Conflict unless it is empty."""
@@ -284,7 +278,7 @@ class SimEngine:
                 waiting_tokens=scheduler.waiting_tokens,
                 kv_used_blocks=blocks.used_blocks,
                 kv_total_blocks=blocks.total_blocks,
-                rooms_open=self._core.legs.open_rooms,
+                rooms_open=self._core.rooms.open_rooms,
                 prefill_tokens=self._steps.prefill_tokens,
             ),
         )
@@ -299,7 +293,7 @@ class SimEngine:
             "preempted": core.scheduler.preemptions if core else 0,
             "corrupt_pages": core.blocks.corrupt_pages if core else 0,
             "corrupt_tokens": core.scheduler.corrupt_tokens if core else 0,
-            **(core.legs.counters if core else {}),
+            **(core.rooms.counters if core else {}),
         }
 
     @property
@@ -411,7 +405,7 @@ class SimEngine:
             )
         stream = Stream(scheduler.submit(job), job.is_handed_over)
         try:
-            core.legs.open(stream, request)
+            core.rooms.open(stream, request)
         except MeshError:
             scheduler.remove(stream.sequence)
             raise
@@ -419,17 +413,17 @@ class SimEngine:
 
     def _plan(self, core: _Core) -> Step | None:
         step = core.scheduler.plan()
-        core.legs.start_pulls(self._streams)
+        core.rooms.start_pulls()
         return step
 
-    def _on_legs_changed(self) -> None:
+    def _on_rooms_changed(self) -> None:
         self._publish(self.blocks)
         self._steps.wake()
 
     def _stop_stream(self, stream: Stream) -> None:
         if self._core is not None:
             self._core.scheduler.remove(stream.sequence)
-            self._core.legs.abort(stream)
+            self._core.rooms.abort(stream)
         stream.wake()
 
     def _close_stream(self, stream: Stream, outcome: str) -> None:
@@ -437,8 +431,8 @@ class SimEngine:
         sequence = stream.sequence
         self._core.scheduler.remove(sequence)
         if outcome == "finished":
-            stream.handoff = None  # a lease outlives its leg
-        self._core.legs.abort(stream)
+            self._core.rooms.detach(stream)
+        self._core.rooms.abort(stream)
         del self._streams[sequence]
         self._counters[outcome] += 1
         self._counters["tokens"] += stream.delivered
@@ -472,7 +466,7 @@ class SimEngine:
         if sequence.end is FinishReason.ERROR:
             self._fail(stream, constraint_failed())
         if sequence.transfer is not None:
-            core.legs.hand_over(stream, sequence.transfer)
+            core.rooms.hand_over(stream, sequence.transfer)
         stream.wake()
 
     def _publish(self, blocks: BlockManager) -> None:
@@ -488,4 +482,4 @@ class _Core:
     scheduler: SimScheduler
     blocks: BlockManager
     jobs: JobBuilder
-    legs: HandoffLegs
+    rooms: Rooms[Any]

@@ -1,30 +1,32 @@
-"""The rooms of one engine: the network side of handoffs, equal for both roles.
+"""The rooms of one engine: the handoffs of its streams.
 
-The machines of `transfer.py` decide; rooms execute their actions. An engine has the rooms of its
-role: `prefill_rooms.py` or `decode_rooms.py`.
+The machines of `transfer.py` decide; rooms execute their actions on streams, blocks and
+connections. `prefill_rooms.py` and `decode_rooms.py` have what only one role does.
 """
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import structlog
 
-from common.errors import Overloaded
+from common.errors import MeshError, Overloaded
+from common.request.preprocessed import PreprocessedRequest
 from worker_svc.engines.handoff import FULL
-from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
-from worker_svc.engines.sim.config import SimHandoffConfig
+from worker_svc.engines.sim.block_manager import BlockTable
+from worker_svc.engines.sim.config import SimConfig
 from worker_svc.engines.sim.network import Connection, Network
-from worker_svc.engines.sim.timing import Timing
+from worker_svc.engines.sim.scheduler import SimScheduler, SimSequence
+from worker_svc.engines.sim.stream import Stream
 from worker_svc.engines.sim.transfer import (
     Action,
     CloseConnection,
     DecodeMachine,
+    EndLeg,
     HandoffOutcome,
     PrefillMachine,
     ReleaseBlocks,
@@ -32,81 +34,97 @@ from worker_svc.engines.sim.transfer import (
 )
 
 # Interval of timeout checks.
-TICK_S: Final = 0.05
-_COUNTERS: Final = {
-    HandoffOutcome.HANDED_OVER: "rooms_handed_over",
-    HandoffOutcome.ABORTED: "rooms_aborted",
-    HandoffOutcome.FAILED: "rooms_failed",
-    HandoffOutcome.TIMED_OUT: "rooms_timed_out",
-    HandoffOutcome.EXPIRED: "leases_expired",
-    HandoffOutcome.FORCED: "aborts_forced",
-}
-_EXTRA_COUNTERS: Final = ("rooms_opened", "pages_written", "pages_received", "pulls_refused")
+_TICK_S: Final = 0.05
+_COUNTERS: Final = (
+    *(outcome.value for outcome in HandoffOutcome),
+    *("rooms_opened", "pages_written", "pages_received", "pulls_refused"),
+)
 
+M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
 log = structlog.get_logger()
-
-
-class Handoff(Protocol):
-    """A room at one end. transfer: its pinned blocks."""
-
-    room: int
-    connection: Connection | None
-    transfer: BlockTable | None
-
-    @property
-    def machine(self) -> PrefillMachine | DecodeMachine: ...
-
-
-H = TypeVar("H", bound=Handoff)
 
 
 @dataclass(frozen=True, slots=True)
 class RoomSettings:
-    """What rooms depend on. incarnation: the worker's id. timing: its speedup scales transfers.
-    on_released: called when blocks become free. decode_machine: of decode's end.
-    """
+    """What rooms depend on."""
 
-    config: SimHandoffConfig
-    blocks: BlockManager
+    config: SimConfig
+    scheduler: SimScheduler
     incarnation: int
-    timing: Timing
+    """The worker's id."""
     network: Network
     clock: Callable[[], float]
     sleep: Callable[[float], Awaitable[object]]
-    on_released: Callable[[], None]
+    on_changed: Callable[[], None]
+    """Called when the scheduler may have work, or blocks became free."""
+    fail: Callable[[Stream, MeshError], None]
+    """Ends a stream with an error."""
     decode_machine: type[DecodeMachine]
 
 
-class Rooms(ABC, Generic[H]):
-    """All rooms of one engine. idle: set while no room is open.
+@dataclass(slots=True, eq=False)
+class Room(Generic[M]):
+    """One end of a handoff."""
 
-    Counters: each ended room counts once in `rooms_handed_over`, `rooms_aborted` (its own leg
-    left), `rooms_failed` (the peer failed), `rooms_timed_out`, `leases_expired` or `aborts_forced`
-    (the peer did not confirm an Abort).
-    """
+    number: int
+    machine: M
+    stream: Stream | None = None
+    """The leg; None while only the peer is present."""
+    address: tuple[str, int] = ("", 0)
+    """At decode, of the prefill worker."""
+    connection: Connection | None = None
+    transfer: BlockTable | None = None
+    """The room's pinned blocks."""
+    writer: asyncio.Task[None] | None = None
+    """At prefill, writes the pages."""
+
+    @property
+    def leg(self) -> Stream:
+        assert self.stream is not None, "the leg has arrived"
+        return self.stream
+
+
+class Rooms(Generic[M]):
+    """All rooms of one engine. An aggregated engine has none: its rooms are of this class."""
+
+    endpoint: tuple[str, int] | tuple[None, None] = (None, None)
+    """Where decode workers connect to a prefill engine."""
 
     def __init__(self, settings: RoomSettings) -> None:
         self._settings = settings
-        self._config = settings.config
-        self._timeouts = settings.config.timeouts
-        self._blocks = settings.blocks
+        self._config = settings.config.handoff
+        self._timeouts = settings.config.handoff.timeouts
+        self._blocks = settings.scheduler.blocks
         self._clock = settings.clock
         self._counters: Counter[str] = Counter()
         # Open rooms; a dict keeps the order.
-        self._handoffs: dict[H, None] = {}
+        self._rooms: dict[Room[M], None] = {}
+        # Rooms of the present legs.
+        self._room_by_sequence: dict[SimSequence, Room[M]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._tick_task: asyncio.Task[None] | None = None
-        self.idle = asyncio.Event()
-        self.idle.set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
 
     @property
     def open_rooms(self) -> int:
-        return len(self._handoffs)
+        return len(self._rooms)
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Returns the counters of the class docstring, and a few more."""
-        return {name: self._counters[name] for name in (*_COUNTERS.values(), *_EXTRA_COUNTERS)}
+        """Returns the ended rooms by `HandoffOutcome`, and other counts."""
+        return {name: self._counters[name] for name in _COUNTERS}
+
+    async def listen(self) -> None:
+        """Listens for decode workers. Raises InvalidRequest if the address cannot be bound."""
+
+    async def drain(self) -> None:
+        """Waits until no handoff or lease is open, at most their longest duration."""
+        try:
+            async with asyncio.timeout(self._config.timeout_s + self._config.lease_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            log.warning("sim_engine_drain_timed_out", rooms_open=self.open_rooms)
 
     async def close(self) -> None:
         """Ends all rooms and closes their connections; no page is written here after it returns."""
@@ -116,72 +134,102 @@ class Rooms(ABC, Generic[H]):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        for handoff in tuple(self._handoffs):
-            self._finish(handoff, [CloseConnection(), ReleaseBlocks()])
+        for room in tuple(self._rooms):
+            self._execute(room, CloseConnection())
+            self._execute(room, ReleaseBlocks())
+            self._finish(room)
 
-    @abstractmethod
-    def abort(self, handoff: H) -> None:
-        """Aborts the room of a leg that left; no effect on an ended room."""
+    def open(self, stream: Stream, request: PreprocessedRequest) -> None:
+        """Opens the room of a leg that needs one now. Raises InvalidRequest, WorkerLost, Conflict
+        or Overloaded."""
 
-    @abstractmethod
-    def _execute_for_role(self, handoff: H, action: Action) -> None:
-        """Executes an action of one role's machine."""
+    def start_pulls(self) -> None:
+        """Starts the transfers to decode legs whose blocks the scheduler has allocated."""
+
+    def hand_over(self, stream: Stream, transfer: BlockTable) -> None:
+        """Hands the KV of a computed prompt to its leg's room, or leases it. transfer: its pinned
+        blocks; unpinned here."""
+
+    def detach(self, stream: Stream) -> None:
+        """Separates a finished leg from its room, if it has one: a lease outlives its leg."""
+        self._room_by_sequence.pop(stream.sequence, None)
+
+    def abort(self, stream: Stream) -> None:
+        """Aborts the room of a leg that left, if it has one."""
+        room = self._room_by_sequence.pop(stream.sequence, None)
+        if room is not None:
+            self._abort(room)
+        if self._config.role != "aggregated":
+            self._settings.on_changed()  # its place may have blocked the queue
+
+    def _abort(self, room: Room[M]) -> None:
+        """Aborts a room; no effect on an ended one."""
 
     def _abort_all(self) -> None:
-        for handoff in tuple(self._handoffs):
-            self.abort(handoff)
+        for room in tuple(self._rooms):
+            self._abort(room)
 
-    def _execute_all(self, handoff: H, actions: list[Action]) -> None:
-        for action in actions:
-            self._execute(handoff, action)
-        if handoff.machine.is_over:
-            self._finish(handoff, [])
-
-    def _execute(self, handoff: H, action: Action) -> None:
-        match action:
-            case Send(message):
-                if handoff.connection is not None:
-                    handoff.connection.send(message)
-            case ReleaseBlocks():
-                if handoff.transfer is not None:
-                    self._blocks.unpin(handoff.transfer)
-                    handoff.transfer = None
-                    self._settings.on_released()
-            case CloseConnection():
-                if handoff.connection is not None:
-                    handoff.connection.close()
-            case _:
-                self._execute_for_role(handoff, action)
-
-    def _finish(self, handoff: H, actions: list[Action]) -> None:
-        for action in actions:
-            self._execute(handoff, action)
-        if handoff not in self._handoffs:
-            return
-        del self._handoffs[handoff]
-        outcome = handoff.machine.outcome or HandoffOutcome.FORCED
-        self._on_ended(handoff, outcome)
-        self._counters[_COUNTERS[outcome]] += 1
-        if not self._handoffs:
-            self.idle.set()
-
-    def _on_ended(self, handoff: H, outcome: HandoffOutcome) -> None:
-        """Called once for each room at its end."""
-
-    def _check_capacity(self) -> None:
+    def _open(self, room: Room[M]) -> Room[M]:
+        """Returns the room, opened. Raises Overloaded."""
         if self.open_rooms >= self._config.rooms_max:
             raise Overloaded(
                 1.0,
                 f"too many handoffs: {self.open_rooms}/{self._config.rooms_max}; retry after 1 s",
                 reason=FULL,
             )
-
-    def _on_opened(self, handoff: H) -> None:
-        self._handoffs[handoff] = None
+        self._rooms[room] = None
         self._counters["rooms_opened"] += 1
-        self.idle.clear()
+        self._is_idle.clear()
         if self._tick_task is None:
             self._tick_task = self._spawn(self._tick())
+        return room
+
+    async def _tick(self) -> None:
+        while self._rooms:
+            await self._settings.sleep(_TICK_S)
+            now = self._clock()
+            for room in tuple(self._rooms):
+                self._execute_all(room, room.machine.tick(now))
+        self._tick_task = None
+
+    def _execute_all(self, room: Room[M], actions: list[Action]) -> None:
+        for action in actions:
+            self._execute(room, action)
+        if room.machine.is_over:
+            self._finish(room)
+
+    def _execute(self, room: Room[M], action: Action) -> None:
+        match action:
+            case Send(message):
+                if room.connection is not None:
+                    room.connection.send(message)
+            case ReleaseBlocks():
+                if room.transfer is not None:
+                    self._blocks.unpin(room.transfer)
+                    room.transfer = None
+                    self._settings.on_changed()
+            case CloseConnection():
+                if room.connection is not None:
+                    room.connection.close()
+            case EndLeg(MeshError() as error):
+                self._settings.fail(room.leg, error)
+            case _:
+                self._execute_for_role(room, action)
+
+    def _execute_for_role(self, room: Room[M], action: Action) -> None:
+        """Executes an action of one role's machine."""
+
+    def _finish(self, room: Room[M]) -> None:
+        if room in self._rooms:
+            del self._rooms[room]
+            outcome = room.machine.outcome or HandoffOutcome.FORCED
+            self._counters[outcome.value] += 1
+            self._on_ended(room, outcome)
+            if not self._rooms:
+                self._is_idle.set()
+
+    def _on_ended(self, room: Room[M], outcome: HandoffOutcome) -> None:
+        """Called once for each room at its end."""
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name="sim-handoff")
@@ -193,13 +241,3 @@ class Rooms(ABC, Generic[H]):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("sim_handoff_failed", exc_info=error)
-
-    async def _tick(self) -> None:
-        while True:
-            await self._settings.sleep(TICK_S)
-            now = self._clock()
-            for handoff in tuple(self._handoffs):
-                self._execute_all(handoff, handoff.machine.tick(now))
-            if not self._handoffs:
-                self._tick_task = None
-                return

@@ -13,7 +13,6 @@ from worker_svc.engines.contract import (
     LLMEngineOutput,
     usage,
 )
-from worker_svc.engines.sim.rooms import Handoff
 from worker_svc.engines.sim.scheduler import SimSequence
 
 
@@ -27,7 +26,6 @@ class Stream:
 
     sequence: SimSequence
     is_awaiting_handoff: bool
-    handoff: Handoff | None = None
     params: dict[str, JsonValue] | None = None
     delivered: int = 0
     error: MeshError | None = None

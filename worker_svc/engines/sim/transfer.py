@@ -91,14 +91,17 @@ class CloseConnection(Action):
 
 
 class HandoffOutcome(Enum):
-    """How a room ended. FORCED: aborted, and the peer did not confirm in time."""
+    """How a room ended. The value names the counter of such rooms."""
 
-    HANDED_OVER = auto()
-    ABORTED = auto()
-    FAILED = auto()
-    TIMED_OUT = auto()
-    EXPIRED = auto()
-    FORCED = auto()
+    HANDED_OVER = "rooms_handed_over"
+    ABORTED = "rooms_aborted"
+    """Its own leg left."""
+    FAILED = "rooms_failed"
+    """The peer failed."""
+    TIMED_OUT = "rooms_timed_out"
+    EXPIRED = "leases_expired"
+    FORCED = "aborts_forced"
+    """Aborted, and the peer did not confirm in time."""
 
 
 class _State(Enum):
