@@ -1,6 +1,6 @@
 """The errors that services raise. Pure.
 
-Each class states how the caller should react. `common/rpc/interceptors.py` converts errors to gRPC
+Each class states how the caller should react. `common/rpc/status.py` converts errors to gRPC
 status and back; the frontend converts them to OpenAI bodies. `kind` names the class on the wire and
 never changes. `reason` is a stable UPPER_SNAKE token for programs; it defaults to the kind and can
 be more specific (`Unavailable("...", reason="NO_DECODE_WORKER")`) without a new class.

@@ -14,7 +14,7 @@ import numpy as np
 from common.errors import MeshError, Unavailable
 from common.kv.events import EMPTY_HASHES, EventKind, Hashes, KvEvent, Source, Tier
 from common.rpc import channel as rpc
-from common.rpc.interceptors import map_rpc_errors
+from common.rpc.status import map_rpc_errors
 from common.wire.kv import TIER_BY_NAME, hashes_from_wire
 from indexer_svc.ingest import Ingest
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc

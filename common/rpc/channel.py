@@ -29,17 +29,10 @@ from grpc_reflection.v1alpha import reflection
 from opentelemetry import trace
 
 from common.errors import Conflict, InvalidRequest, Unauthenticated
-from common.rpc.interceptors import (
-    REPLY_KEY,
-    MeshInterceptor,
-    RunningCalls,
-    is_open_on_loopback,
-    map_rpc_errors,
-    mesh_error_from_rpc,
-    outgoing_metadata,
-    remaining_time_s,
-)
+from common.rpc.call_context import outgoing_metadata, remaining_time_s
+from common.rpc.interceptors import REPLY_KEY, MeshInterceptor, RunningCalls, is_open_on_loopback
 from common.rpc.roles import certificate_name
+from common.rpc.status import map_rpc_errors, mesh_error_from_rpc
 from common.runtime.certificates import CertificateFiles, Pem
 from common.runtime.config import ServiceConfig, flag_name
 from common.runtime.hosts import WILDCARD_HOSTS, is_loopback

@@ -1,10 +1,8 @@
-"""The parts common to all RPCs: error status, request ids, deadlines, tracing, authentication.
+"""The server's side of all RPCs: error status, request ids, deadlines, tracing, authentication.
 
 One server interceptor does all of it, in this order: authenticate, take or create the request id,
 start the SERVER span if the caller's span is sampled, limit the time, run the handler, convert its
-errors. Services only raise `MeshError`s. Clients have no interceptors (those for stream-stream
-calls leak, grpc#25449): `outgoing_metadata` returns the metadata of a call, and
-`mesh_error_from_rpc` turns its failure back into the error that the peer raised.
+errors (`status.py`). Clients have no interceptors: those for stream-stream calls leak, grpc#25449.
 
 Handlers of all shapes run as coroutines that write to the context. So the `finally` of an async
 generator runs inside the RPC's task if the caller disconnects; grpc.aio alone leaves it to the
@@ -15,43 +13,39 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import math
-import re
 import time
 import urllib.parse
-import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
 import grpc.aio
 import structlog
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 
 from common import errors
 from common.errors import MeshError
+from common.rpc.call_context import (
+    AUTHORIZATION_KEY,
+    TRACEPARENT_KEY,
+    bind_incoming_deadline,
+    bind_incoming_request_id,
+    request_id,
+)
 from common.rpc.roles import check_caller
+from common.rpc.status import STATUS_DETAILS_KEY, mesh_error_to_status
 from common.runtime import telemetry
 from common.runtime.hosts import is_loopback
 from common.runtime.mesh_auth import CALL_SCHEME, CallVerifier, MeshSecret
 
 LOG = structlog.get_logger(__name__)
 
-REQUEST_ID_KEY = "x-request-id"
-TRACEPARENT_KEY = "traceparent"
-AUTHORIZATION_KEY = "authorization"
 # In the metadata of a server, initial of streams and trailing of unary calls: it has the mesh token
 # too.
 REPLY_KEY = "x-kvmesh-proof"
-STATUS_DETAILS_KEY = "grpc-status-details-bin"
-ERROR_DOMAIN = "kvmesh"
 
 # Streams that live as long as their peers: no deadline, no span, no request id of their own.
 LONG_LIVED_METHODS = frozenset(
@@ -81,143 +75,11 @@ OPEN_CALLS_MAX = 128
 # Operations on a process. They need the admin token, on loopback too.
 _ADMIN_SERVICE = "/kvmesh.engine.v1.AdminService/"
 
-_GRPC_CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
-# For a status that carries no details of ours: proxies, the gRPC library, other servers.
-_ERROR_BY_CODE: Mapping[grpc.StatusCode, type[MeshError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
-    grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequest,
-    grpc.StatusCode.NOT_FOUND: errors.NotFound,
-    grpc.StatusCode.FAILED_PRECONDITION: errors.Conflict,
-    grpc.StatusCode.ALREADY_EXISTS: errors.Conflict,
-    grpc.StatusCode.ABORTED: errors.Conflict,
-    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
-    grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
-    # Not by us, or it would carry details: a failure of the transport.
-    grpc.StatusCode.INTERNAL: errors.Unavailable,
-    # Not by us, or there would be no status to read: a stopping server answers so to calls that it
-    # has not begun.
-    grpc.StatusCode.CANCELLED: errors.Unavailable,
-    grpc.StatusCode.UNIMPLEMENTED: errors.Unimplemented,
-}
-
-# What grpc reports for a write on a connection that was reset.
-_RESET_TEXTS = {"Internal error from Core": "the connection was reset"}
-
-# grpc rejects headers above 8 KiB with growing probability, so long errors are cut. Worst case in
-# bytes: the message three times as percent-encoded text, and once in the details; their base64 is
-# 4/3 of their sum.
-_MESSAGE_BYTES_MAX = 768
-_FIELD_BYTES_MAX = 256
-_VALUE_BYTES_MAX = 128
-_METADATA_ENTRIES_MAX = 8
-# Keys in ErrorInfo's metadata that the receiver removes.
-_KIND_KEY, _RETRYABLE_KEY = "kind", "retryable"
-
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-_request_id: ContextVar[str | None] = ContextVar("kvmesh_request_id", default=None)
-_deadline: ContextVar[float | None] = ContextVar("kvmesh_deadline", default=None)
 
 # In quotes: these classes are generic in the stubs only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 HandlerFunction: TypeAlias = Callable[[Any, Context], Any]
-
-
-def request_id() -> str | None:
-    """The request id of the current task, or None."""
-    return _request_id.get()
-
-
-def remaining_time_s(timeout_s: float) -> float:
-    """Timeout of an outgoing call: `timeout_s`, or the shorter rest of the current RPC's time."""
-    deadline = _deadline.get()
-    if deadline is None:
-        return timeout_s
-    return max(0.0, min(timeout_s, deadline - asyncio.get_running_loop().time()))
-
-
-def outgoing_metadata(credential: str | None = None) -> tuple[tuple[str, str], ...]:
-    """Metadata of an outgoing call: credential, request id and traceparent, if set."""
-    entries = (
-        (AUTHORIZATION_KEY, credential),
-        (REQUEST_ID_KEY, _request_id.get()),
-        (TRACEPARENT_KEY, telemetry.current_traceparent()),
-    )
-    return tuple((key, value) for key, value in entries if value is not None)
-
-
-def mesh_error_to_status(error: MeshError) -> tuple[grpc.StatusCode, status_pb2.Status]:
-    """The gRPC status code of an error, and its status with details. Long texts are cut."""
-    code = errors.status_code(error)
-    status = status_pb2.Status(code=code, message=_truncate(error.message, _MESSAGE_BYTES_MAX))
-    entries = list(error.metadata.items())[:_METADATA_ENTRIES_MAX]
-    metadata = {
-        _truncate(key, _VALUE_BYTES_MAX): _truncate(value, _VALUE_BYTES_MAX)
-        for key, value in entries
-    }
-    metadata[_KIND_KEY] = type(error).kind
-    metadata[_RETRYABLE_KEY] = "true" if error.retryable else "false"
-    status.details.add().Pack(
-        error_details_pb2.ErrorInfo(
-            reason=_truncate(error.reason, _VALUE_BYTES_MAX), domain=ERROR_DOMAIN, metadata=metadata
-        )
-    )
-    if error.field is not None:
-        violation = error_details_pb2.BadRequest.FieldViolation(
-            field=_truncate(error.field, _FIELD_BYTES_MAX),
-            description=_truncate(error.message, _FIELD_BYTES_MAX),
-        )
-        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    if error.retry_after_s is not None and math.isfinite(error.retry_after_s):
-        delay = Duration()
-        delay.FromNanoseconds(round(max(0.0, error.retry_after_s) * 1e9))
-        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-    return _GRPC_CODE_BY_NUMBER[code], status
-
-
-def mesh_error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
-    """The error that a peer raised; without usable details, the class nearest to the status."""
-    trailing = error.trailing_metadata()
-    raw = trailing.get(STATUS_DETAILS_KEY) if trailing is not None else None
-    text = _RESET_TEXTS.get(error.details() or "", error.details() or "")
-    return mesh_error_from_status(error.code(), text, raw if isinstance(raw, bytes) else None)
-
-
-def mesh_error_from_status(
-    code: grpc.StatusCode, message: str, raw_details: bytes | None
-) -> MeshError:
-    """The same for the parts of a status. raw_details: its STATUS_DETAILS_KEY."""
-    message = message or code.name
-    info, field, retry_after_s = _unpack_details(raw_details)
-    cls = errors.ERROR_CLASS_BY_KIND.get(info.metadata[_KIND_KEY]) if info is not None else None
-    if info is not None and cls is not None:
-        metadata = {k: v for k, v in info.metadata.items() if k not in (_KIND_KEY, _RETRYABLE_KEY)}
-        return cls.restore(
-            message,
-            field=field,
-            retry_after_s=retry_after_s,
-            reason=info.reason,
-            metadata=metadata,
-            retryable=info.metadata.get(_RETRYABLE_KEY) == "true",
-        )
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
-        # The library reports a message above the limit as "exhausted"; a retry cannot succeed.
-        return errors.InvalidRequest(message, reason="MESSAGE_TOO_LARGE")
-    cls = _ERROR_BY_CODE.get(code, errors.InternalError)
-    return cls.restore(message, field=field, retry_after_s=retry_after_s)
-
-
-@contextmanager
-def map_rpc_errors() -> Iterator[None]:
-    """Turns AioRpcErrors of the block into MeshErrors."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise mesh_error_from_rpc(error) from error
 
 
 class RunningCalls:
@@ -313,7 +175,7 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
 
         async def serve(request: Any, context: Context) -> Any:
             headers = dict(context.invocation_metadata() or ())
-            name = method if is_long_lived else f"{method} {_bind_incoming_request_id(headers)}"
+            name = method if is_long_lived else f"{method} {bind_incoming_request_id(headers)}"
             # A drain does not wait for health watchers.
             is_tracked = not is_open_on_loopback(method)
             with self._calls.track(name) if is_tracked else self._count_open_call():
@@ -327,7 +189,7 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
                     if reply := self._authenticate(method, headers, context.peer()):
                         await _send_proof(reply, context, is_unary=arity == "unary_unary")
                     with nullcontext() if is_long_lived else self._server_span(method, headers):
-                        limit_s = _bind_incoming_deadline(context.time_remaining(), timeout_s)
+                        limit_s = bind_incoming_deadline(context.time_remaining(), timeout_s)
                         return await _run_with_timeout(limit_s, run(request, context))
                 except Exception as error:
                     await _abort_call(method, error, context)
@@ -466,7 +328,7 @@ async def _abort_call(method: str, error: Exception, context: Context) -> None:
         LOG.error("rpc_failed", method=method, exc_info=error)
     if known is None:
         # Details of unexpected errors are logged and not sent to the caller.
-        current_id = _request_id.get()
+        current_id = request_id()
         known = errors.InternalError(
             "internal error", metadata={"request_id": current_id} if current_id else None
         )
@@ -490,28 +352,6 @@ def _authorization(token: str | None) -> bytes | None:
     return None if token is None else f"Bearer {token}".encode()
 
 
-def _bind_incoming_request_id(headers: Mapping[str, str | bytes]) -> str:
-    header_value = headers.get(REQUEST_ID_KEY)
-    # Ids appear in logs and headers: an unprintable or long one is replaced.
-    is_valid = isinstance(header_value, str) and _REQUEST_ID.fullmatch(header_value)
-    effective_id = header_value if isinstance(header_value, str) and is_valid else uuid.uuid4().hex
-    # Each RPC is a task with its own context, so no reset is needed.
-    _request_id.set(effective_id)
-    structlog.contextvars.bind_contextvars(request_id=effective_id)
-    return effective_id
-
-
-def _bind_incoming_deadline(remaining_s: float | None, timeout_s: float | None) -> float | None:
-    """Sets the RPC's deadline for outgoing calls; returns the limit to enforce here, or None.
-
-    grpc cancels the handler at the caller's deadline, so only calls without one have a limit here.
-    """
-    left_s = timeout_s if remaining_s is None else remaining_s
-    if left_s is not None:
-        _deadline.set(asyncio.get_running_loop().time() + left_s)
-    return timeout_s if remaining_s is None else None
-
-
 def _is_local_peer(peer: str) -> bool:
     """Whether a grpc peer (`ipv4:127.0.0.1:5`, `ipv6:%5B::1%5D:5`, `unix:...`) is on this host."""
     scheme, _, rest = peer.partition(":")
@@ -519,36 +359,3 @@ def _is_local_peer(peer: str) -> bool:
         return True
     host = urllib.parse.unquote(rest).rpartition(":")[0]
     return is_loopback(host)
-
-
-def _unpack_details(
-    raw: bytes | None,
-) -> tuple[error_details_pb2.ErrorInfo | None, str | None, float | None]:
-    info, field, retry_after_s = None, None, None
-    try:
-        details = () if raw is None else status_pb2.Status.FromString(raw).details
-    except DecodeError:
-        LOG.debug("status_details_unreadable")
-        return info, field, retry_after_s
-    for detail in details:
-        error_info = error_details_pb2.ErrorInfo()
-        bad_request = error_details_pb2.BadRequest()
-        retry = error_details_pb2.RetryInfo()
-        try:
-            if detail.Unpack(error_info) and error_info.domain == ERROR_DOMAIN:
-                info = error_info
-            elif detail.Unpack(bad_request) and bad_request.field_violations:
-                field = bad_request.field_violations[0].field
-            elif detail.Unpack(retry):
-                retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
-        except DecodeError:
-            LOG.debug("status_detail_unreadable", type=detail.type_url)
-    return info, field, retry_after_s
-
-
-def _truncate(text: str, bytes_max: int) -> str:
-    """At most `bytes_max` bytes of UTF-8; lone surrogates (from a client's JSON) are replaced."""
-    data = text.encode(errors="replace")
-    if len(data) <= bytes_max:
-        return data.decode()
-    return data[: bytes_max - 3].decode(errors="ignore") + "…"

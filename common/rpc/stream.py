@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from grpc import StatusCode
 
 from common.errors import MeshError, Unauthenticated, Unavailable
+from common.rpc.call_context import outgoing_metadata
 from common.rpc.channel import (
     CONNECT_TIMEOUT_S,
     MESSAGE_BYTES_MAX,
@@ -22,14 +23,10 @@ from common.rpc.channel import (
     Security,
 )
 from common.rpc.http2.ends import ClientCall
-from common.rpc.interceptors import (
-    REPLY_KEY,
-    is_open_on_loopback,
-    mesh_error_from_status,
-    outgoing_metadata,
-)
+from common.rpc.interceptors import REPLY_KEY, is_open_on_loopback
 from common.rpc.message_stream import MessageStream
 from common.rpc.roles import server_role
+from common.rpc.status import mesh_error_from_status
 from common.runtime.mesh_auth import MeshSecret
 
 RequestT = TypeVar("RequestT", bound=Message)

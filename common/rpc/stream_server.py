@@ -31,8 +31,9 @@ from common.rpc.channel import (
 )
 from common.rpc.http2.call import CallStatus
 from common.rpc.http2.ends import ServerCall
-from common.rpc.interceptors import STATUS_DETAILS_KEY, Handler, RunningCalls
+from common.rpc.interceptors import Handler, RunningCalls
 from common.rpc.message_stream import CLOSE_TIMEOUT_S, MessageStream
+from common.rpc.status import STATUS_DETAILS_KEY
 from common.runtime.hosts import WILDCARD_HOSTS
 
 LOG = structlog.get_logger(__name__)

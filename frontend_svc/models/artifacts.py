@@ -29,7 +29,7 @@ from common.errors import DeadlineExceeded, InvalidRequest, MeshError, NotFound,
 from common.registry.card import Artifact, ModelCard, verify_artifact
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
-from common.rpc.interceptors import map_rpc_errors
+from common.rpc.status import map_rpc_errors
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 
 ARTIFACT_BYTES_MAX = 256 << 20

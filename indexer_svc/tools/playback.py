@@ -26,7 +26,7 @@ from common.errors import InvalidRequest, MeshError, Unavailable, Unsupported
 from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourcePosition
 from common.kv.index_feed import IndexFeed, run_all_steps
 from common.rpc import channel as rpc
-from common.rpc.interceptors import map_rpc_errors
+from common.rpc.status import map_rpc_errors
 from common.runtime import env
 from common.runtime.config import ServiceConfig, read_config_or_exit
 from common.runtime.tasks import TaskGroup

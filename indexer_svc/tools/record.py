@@ -25,7 +25,7 @@ from pydantic import PositiveInt
 from common.errors import InvalidRequest, MeshError, Unavailable
 from common.kv.events import EventBatch
 from common.rpc import channel as rpc
-from common.rpc.interceptors import map_rpc_errors
+from common.rpc.status import map_rpc_errors
 from common.runtime import env
 from common.runtime.config import ServiceConfig, read_config_or_exit
 from common.runtime.tasks import TaskGroup

@@ -30,7 +30,7 @@ from common.kv.index_feed import IndexFeed, run_all_steps
 from common.registry.instances import ENDPOINT_NAME, EndpointId, Instance, ModelNetworkName
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.rpc import channel as rpc
-from common.rpc.interceptors import mesh_error_from_rpc
+from common.rpc.status import mesh_error_from_rpc
 from common.service.health import HealthReporter
 from common.service.lifecycle import Lifecycle
 from common.wire.errors import error_from_proto

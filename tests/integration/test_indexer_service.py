@@ -29,7 +29,7 @@ from common.kv.index_feed import STALE_GRACE_S, IndexFeed, ResendRequest
 from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.rpc import channel as rpc
-from common.rpc.interceptors import mesh_error_from_rpc
+from common.rpc.status import mesh_error_from_rpc
 from common.service.health import HealthReporter
 from common.service.lifecycle import Lifecycle
 from common.wire.kv import (

@@ -24,7 +24,7 @@ from common.registry.instances import Instance, Service, new_instance_id
 from common.registry.registry import Registry
 from common.registry.signature import UNSIGNED, EntrySigner
 from common.rpc import channel as rpc
-from common.rpc.interceptors import map_rpc_errors
+from common.rpc.status import map_rpc_errors
 from common.runtime.mesh_auth import (
     CALL_VALID_S,
     ENTRY_RENEWED_AFTER_S,

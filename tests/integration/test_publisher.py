@@ -23,7 +23,8 @@ from common.registry.registry import Lease, MemoryRegistry, MemoryStore
 from common.request.preprocessed import StopConditions, TokenIds
 from common.request.token_stream import LegRequest
 from common.rpc import channel as rpc
-from common.rpc.interceptors import RunningCalls, map_rpc_errors
+from common.rpc.interceptors import RunningCalls
+from common.rpc.status import map_rpc_errors
 from common.wire.kv import batch_from_proto, source_state_from_proto, source_state_to_proto
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.indexer.v1 import indexer_pb2 as pb

@@ -18,7 +18,7 @@ from common.errors import Conflict, InvalidRequest, MeshError
 from common.registry.instances import Instance, KvIndex
 from common.registry.registry import MemoryRegistry, MemoryStore, Watch
 from common.rpc import channel as rpc
-from common.rpc.interceptors import mesh_error_from_rpc
+from common.rpc.status import mesh_error_from_rpc
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.core.load_tracker import ORPHAN_S

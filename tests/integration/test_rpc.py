@@ -28,8 +28,14 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from common import errors
+from common.rpc import call_context, interceptors
 from common.rpc import channel as rpc
-from common.rpc import interceptors
+from common.rpc.status import (
+    STATUS_DETAILS_KEY,
+    map_rpc_errors,
+    mesh_error_from_rpc,
+    mesh_error_to_status,
+)
 from common.runtime import telemetry
 from common.runtime.config import ServiceConfig
 from common.runtime.tasks import TaskGroup
@@ -101,7 +107,7 @@ async def test_the_client_receives_an_error_as_it_was_raised(
         error, errors.InternalError
     )
     assert caught.value.code().value[0] == errors.STATUS_CODE_BY_ERROR[type(error)]
-    got = interceptors.mesh_error_from_rpc(caught.value)
+    got = mesh_error_from_rpc(caught.value)
     assert type(got) is type(error)
     assert vars(got) == {**vars(error), "retryable": error.retryable}
 
@@ -112,7 +118,7 @@ async def test_an_unexpected_exception_is_logged_and_not_exposed() -> None:
             await service.call("unary_unary", metadata=(("x-request-id", "r-1"),))
     assert caught.value.code() is grpc.StatusCode.INTERNAL
     assert "hunter2" not in str(caught.value.details()) + str(caught.value.trailing_metadata())
-    bug = interceptors.mesh_error_from_rpc(caught.value)
+    bug = mesh_error_from_rpc(caught.value)
     assert isinstance(bug, errors.InternalError)
     assert bug.metadata["request_id"] == "r-1"
     (line,) = [line for line in logs if line["event"] == "rpc_failed"]
@@ -126,7 +132,7 @@ async def test_an_error_out_of_a_task_group_keeps_its_class() -> None:
         return b""
 
     async with serving(handle) as service:
-        with pytest.raises(errors.Overloaded) as caught, interceptors.map_rpc_errors():
+        with pytest.raises(errors.Overloaded) as caught, map_rpc_errors():
             await service.call("unary_unary")
     assert caught.value.retry_after_s == 2.0
 
@@ -144,7 +150,7 @@ async def test_a_handlers_own_abort_passes_through() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await service.call("unary_unary")
     assert caught.value.code() is grpc.StatusCode.DATA_LOSS
-    assert isinstance(interceptors.mesh_error_from_rpc(caught.value), errors.InternalError)
+    assert isinstance(mesh_error_from_rpc(caught.value), errors.InternalError)
 
 
 HUGE = errors.InvalidRequest(
@@ -154,14 +160,14 @@ HUGE = errors.InvalidRequest(
 
 async def test_a_huge_error_is_truncated_and_still_received() -> None:
     async with serving(raising(HUGE)) as service:
-        with pytest.raises(errors.InvalidRequest) as caught, interceptors.map_rpc_errors():
+        with pytest.raises(errors.InvalidRequest) as caught, map_rpc_errors():
             await service.call("unary_unary")
     assert caught.value.message.startswith("äää")
     assert caught.value.message.endswith("…")
 
 
 def test_the_largest_status_fits_into_the_header_limit_of_any_grpc_client() -> None:
-    _, status = interceptors.mesh_error_to_status(HUGE)
+    _, status = mesh_error_to_status(HUGE)
     percent_encoded = 3 * len(status.message.encode())
     base64 = len(status.SerializeToString()) * 4 / 3
     assert percent_encoded + base64 < 7500
@@ -170,7 +176,7 @@ def test_the_largest_status_fits_into_the_header_limit_of_any_grpc_client() -> N
 async def test_an_error_with_invalid_unicode_is_received() -> None:
     error = errors.InvalidRequest("bad \ud800", "a\ud800", metadata={"k": "\ud800"})
     async with serving(raising(error)) as service:
-        with pytest.raises(errors.InvalidRequest) as caught, interceptors.map_rpc_errors():
+        with pytest.raises(errors.InvalidRequest) as caught, map_rpc_errors():
             await service.call("unary_unary")
     assert (caught.value.message, caught.value.field) == ("bad ?", "a?")
 
@@ -208,7 +214,7 @@ async def test_a_write_on_a_connection_that_was_reset_is_not_an_internal_error()
                         while True:
                             await call.write(bytes(1_000_000))
                     except grpc.aio.AioRpcError as error:
-                        got = interceptors.mesh_error_from_rpc(error)
+                        got = mesh_error_from_rpc(error)
                         assert isinstance(got, errors.Unavailable), got
                         found.add(got.message)
                     except asyncio.InvalidStateError:
@@ -232,7 +238,7 @@ def test_a_status_without_details_becomes_the_nearest_error_class(
     code: grpc.StatusCode, cls: type[errors.MeshError]
 ) -> None:
     none = grpc.aio.Metadata()
-    got = interceptors.mesh_error_from_rpc(grpc.aio.AioRpcError(code, none, none, None))
+    got = mesh_error_from_rpc(grpc.aio.AioRpcError(code, none, none, None))
     assert type(got) is cls
     assert got.message == code.name
     assert got.retryable == cls.retryable
@@ -240,12 +246,12 @@ def test_a_status_without_details_becomes_the_nearest_error_class(
 
 async def test_garbage_in_the_status_details_falls_back_to_the_code() -> None:
     async def handle(_request: bytes, context: Any) -> bytes:
-        trailing = ((interceptors.STATUS_DETAILS_KEY, b"\xff\xff\xff"),)
+        trailing = ((STATUS_DETAILS_KEY, b"\xff\xff\xff"),)
         await context.abort(grpc.StatusCode.NOT_FOUND, "gone", trailing)
         return b""
 
     async with serving(handle) as service:
-        with pytest.raises(errors.NotFound, match="gone"), interceptors.map_rpc_errors():
+        with pytest.raises(errors.NotFound, match="gone"), map_rpc_errors():
             await service.call("unary_unary")
 
 
@@ -262,7 +268,7 @@ async def test_messages_above_grpcs_default_limit_pass_in_both_directions() -> N
 @pytest.mark.slow
 async def test_a_message_over_the_limit_is_a_bad_request_not_an_overload() -> None:
     async with serving(echo) as service:
-        with pytest.raises(errors.InvalidRequest) as caught, interceptors.map_rpc_errors():
+        with pytest.raises(errors.InvalidRequest) as caught, map_rpc_errors():
             await service.call("unary_unary", bytes(rpc.MESSAGE_BYTES_MAX + 1))
     assert caught.value.reason == "MESSAGE_TOO_LARGE"
 
@@ -274,7 +280,7 @@ async def test_calls_without_a_deadline_get_a_limit_and_others_forward_the_remai
     left: list[float] = []
 
     async def handle(request: bytes, _context: object) -> bytes:
-        left.append(interceptors.remaining_time_s(1000.0))
+        left.append(call_context.remaining_time_s(1000.0))
         return request
 
     async with serving(handle) as service:
@@ -300,11 +306,11 @@ async def test_the_time_limit_ends_a_unary_call_but_not_a_long_lived_stream(
 
     async with serving(handle) as service:
         for shape in ("unary_unary", "unary_stream"):
-            with pytest.raises(errors.DeadlineExceeded), interceptors.map_rpc_errors():
+            with pytest.raises(errors.DeadlineExceeded), map_rpc_errors():
                 await service.call(shape, timeout=None)
         async with rpc.cancelling(service.method("unary_stream", "Attach")(b"hi")) as stream:
             assert await stream.read() == b"first"
-            with pytest.raises(errors.DeadlineExceeded), interceptors.map_rpc_errors():
+            with pytest.raises(errors.DeadlineExceeded), map_rpc_errors():
                 await service.call("unary_unary", timeout=None)
             release.set()
             assert await stream.read() == b"hi"
@@ -365,8 +371,8 @@ async def test_a_request_id_is_reused_or_created_and_reaches_logs_and_outgoing_c
     seen: list[str | None] = []
 
     async def handle(request: bytes, _context: object) -> bytes:
-        seen.append(interceptors.request_id())
-        seen.append(dict(interceptors.outgoing_metadata())["x-request-id"])
+        seen.append(call_context.request_id())
+        seen.append(dict(call_context.outgoing_metadata())["x-request-id"])
         return request
 
     async with serving(handle) as service:
@@ -376,7 +382,7 @@ async def test_a_request_id_is_reused_or_created_and_reaches_logs_and_outgoing_c
     assert seen[:2] == ["from-http", "from-http"]
     assert seen[2] == seen[3] != seen[4] == seen[5]
     assert all(made and len(made) == 32 for made in seen[2:])
-    assert interceptors.request_id() is None
+    assert call_context.request_id() is None
 
 
 # Security
@@ -392,7 +398,7 @@ async def test_a_wrong_or_missing_token_is_rejected_and_the_right_one_passes() -
         async with serving(echo, security=security, client=other) as service:
             for shape in SHAPES:
                 for metadata in ((), (("authorization", "Bearer s3cret"),)):
-                    with pytest.raises(errors.Unauthenticated), interceptors.map_rpc_errors():
+                    with pytest.raises(errors.Unauthenticated), map_rpc_errors():
                         await service.call(shape, metadata=metadata)
 
 
@@ -442,7 +448,7 @@ async def test_with_mutual_tls_only_a_peer_with_a_certificate_is_served(
         assert await service.call("unary_unary") == [b"hi"]
     for other_peer in (rpc.PLAINTEXT, certificates["other"]):
         async with serving(echo, security=good, client=other_peer) as service:
-            with pytest.raises(errors.Unavailable), interceptors.map_rpc_errors():
+            with pytest.raises(errors.Unavailable), map_rpc_errors():
                 await service.call("unary_unary")
 
 
@@ -567,7 +573,7 @@ async def test_stop_lets_running_calls_finish_and_rejects_new_ones() -> None:
         stopping = asyncio.ensure_future(rpc.stop(service.server, 5.0, service.calls))
         rejection: errors.MeshError = errors.DeadlineExceeded()
         while isinstance(rejection, errors.DeadlineExceeded):  # Until it rejects new calls.
-            with pytest.raises(errors.MeshError) as caught, interceptors.map_rpc_errors():
+            with pytest.raises(errors.MeshError) as caught, map_rpc_errors():
                 await service.call("unary_unary", b"new", timeout=0.05)
             rejection = caught.value
         assert isinstance(rejection, errors.Unavailable)
@@ -599,7 +605,7 @@ async def test_stop_returns_the_cancelled_calls_and_awaits_their_cleanup() -> No
         cut = await rpc.stop(service.server, 0.05, service.calls)
         assert cut == ["/test.Echo/unary_unary slow-one"]
         assert cleaned.is_set()
-        with pytest.raises(errors.MeshError), interceptors.map_rpc_errors():
+        with pytest.raises(errors.MeshError), map_rpc_errors():
             await running_call
         watch.cancel()
 
@@ -865,4 +871,4 @@ def test_without_an_endpoint_there_is_no_sdk_provider() -> None:
     assert traces.provider is None
     assert traces.shutdown(0.1)
     assert telemetry.current_traceparent() is None
-    assert interceptors.outgoing_metadata() == ()
+    assert call_context.outgoing_metadata() == ()

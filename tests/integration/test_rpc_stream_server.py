@@ -16,8 +16,8 @@ from common import errors
 from common.rpc import channel as rpc
 from common.rpc import stream_server
 from common.rpc.http2.ends import ClientCall
-from common.rpc.interceptors import map_rpc_errors
 from common.rpc.message_stream import CLOSE_TIMEOUT_S
+from common.rpc.status import map_rpc_errors
 from common.rpc.stream import open_stream
 from common.rpc.stream_server import StreamServer
 from common.runtime.mesh_auth import CALL_VALID_S, MeshSecret

@@ -23,7 +23,7 @@ from common.errors import (
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.request.embedding import Vector
 from common.rpc import channel as rpc
-from common.rpc.interceptors import mesh_error_from_rpc
+from common.rpc.status import mesh_error_from_rpc
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2 as wire

@@ -12,7 +12,7 @@ from common.errors import Conflict, InvalidRequest, NotFound
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.request.preprocessed import PreprocessedRequest, StopConditions, TokenIds
 from common.rpc import channel as rpc
-from common.rpc.interceptors import map_rpc_errors
+from common.rpc.status import map_rpc_errors
 from common.wire.preprocessed import to_proto
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc

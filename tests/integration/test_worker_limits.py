@@ -26,7 +26,8 @@ from common.request.token_stream import (
     Submit,
 )
 from common.rpc import channel as rpc
-from common.rpc.interceptors import OPEN_CALLS_MAX, mesh_error_from_rpc
+from common.rpc.interceptors import OPEN_CALLS_MAX
+from common.rpc.status import mesh_error_from_rpc
 from common.wire.token_stream import request_frame_to_proto, response_frame_from_proto
 from kvmesh.engine.v1 import engine_pb2_grpc
 from tests.kit.apps import living

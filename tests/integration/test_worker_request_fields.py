@@ -42,7 +42,7 @@ from common.request.preprocessed import (
 )
 from common.request.preprocessed.media import NixlDescriptor
 from common.rpc import channel as rpc
-from common.rpc.interceptors import mesh_error_from_rpc
+from common.rpc.status import mesh_error_from_rpc
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.types.v1 import request_pb2 as wire
 from tests.kit.apps import living

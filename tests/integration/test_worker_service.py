@@ -31,7 +31,7 @@ from common.registry.registry import Lease, MemoryRegistry, MemoryStore
 from common.request.preprocessed import FinishReason, StopConditions, TokenIds, TokenLogprob
 from common.request.token_stream import Hello, LegRequest, RequestFrame, Submit, Terminal
 from common.rpc import channel as rpc
-from common.rpc.interceptors import mesh_error_from_rpc
+from common.rpc.status import mesh_error_from_rpc
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from common.service.lifecycle import run as run_lifecycle
 from common.wire.preprocessed import to_proto

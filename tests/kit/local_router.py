@@ -16,7 +16,7 @@ from common.errors import MeshError
 from common.registry.instances import Instance
 from common.registry.registry import Lease, MemoryRegistry, MemoryStore
 from common.rpc import channel as rpc
-from common.rpc.interceptors import mesh_error_from_rpc
+from common.rpc.status import mesh_error_from_rpc
 from common.service.health import HealthReporter
 from common.service.lifecycle import Lifecycle
 from common.wire.errors import error_from_proto

@@ -26,7 +26,7 @@ import grpc.aio
 import httpx
 
 from common.errors import MeshError
-from common.rpc.interceptors import mesh_error_from_rpc
+from common.rpc.status import mesh_error_from_rpc
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from tests.kit.waiting import WAIT_S, wait_for

@@ -24,7 +24,7 @@ from common.request.preprocessed import (
     TokenIds,
 )
 from common.rpc import channel as rpc
-from common.rpc.interceptors import mesh_error_from_rpc
+from common.rpc.status import mesh_error_from_rpc
 from common.wire.preprocessed import to_proto
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc

@@ -31,7 +31,7 @@ from common.request.preprocessed import (
     usage,
 )
 from common.request.token_stream import LegRequest, RequestFrame, ResponseFrame
-from common.rpc.interceptors import remaining_time_s, request_id
+from common.rpc.call_context import remaining_time_s, request_id
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import TIER_BY_NAME
 from common.wire.load import load_to_proto
