@@ -29,8 +29,9 @@ from grpc_reflection.v1alpha import reflection
 from opentelemetry import trace
 
 from common.errors import Conflict, InvalidRequest, Unauthenticated
+from common.rpc.authentication import REPLY_KEY, CallerCheck, is_open_on_loopback
 from common.rpc.call_context import outgoing_metadata, remaining_time_s
-from common.rpc.interceptors import REPLY_KEY, MeshInterceptor, RunningCalls, is_open_on_loopback
+from common.rpc.interceptors import MeshInterceptor, RunningCalls
 from common.rpc.roles import certificate_name
 from common.rpc.status import map_rpc_errors, mesh_error_from_rpc
 from common.runtime.certificates import CertificateFiles, Pem
@@ -215,14 +216,13 @@ def mesh_interceptor(
     tracer: trace.Tracer | None = None,
 ) -> MeshInterceptor:
     """The interceptor of a server; see `server`."""
-    return MeshInterceptor(
+    callers = CallerCheck(
         token=security.token,
         admin_token=security.admin_token,
         role_domain=security.role_domain,
         addresses=addresses,
-        calls=calls,
-        tracer=tracer,
     )
+    return MeshInterceptor(callers=callers, calls=calls, tracer=tracer)
 
 
 def bind(

@@ -6,7 +6,6 @@ Their servers are ours and those of grpc.aio.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
@@ -15,6 +14,7 @@ from google.protobuf.message import Message
 from grpc import StatusCode
 
 from common.errors import MeshError, Unauthenticated, Unavailable
+from common.rpc.authentication import REPLY_KEY, sign_call
 from common.rpc.call_context import outgoing_metadata
 from common.rpc.channel import (
     CONNECT_TIMEOUT_S,
@@ -23,7 +23,6 @@ from common.rpc.channel import (
     Security,
 )
 from common.rpc.http2.ends import ClientCall
-from common.rpc.interceptors import REPLY_KEY, is_open_on_loopback
 from common.rpc.message_stream import MessageStream
 from common.rpc.roles import server_role
 from common.rpc.status import mesh_error_from_status
@@ -180,10 +179,7 @@ async def connect(
 ) -> GrpcStream[Message, ResponseT]:
     """As `open_stream`; the caller closes it."""
     secret = None if security.token is None else MeshSecret(security.token)
-    credential = None if secret is None else secret.sign_call(method, address, time.time())
-    expected_reply = None
-    if secret is not None and credential is not None and not is_open_on_loopback(method):
-        expected_reply = secret.reply_to(credential)
+    credential, expected_reply = sign_call(secret, method, address)
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     name = security.peer_name(server_role(method))

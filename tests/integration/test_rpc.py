@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from common import errors
-from common.rpc import call_context, interceptors
+from common.rpc import authentication, call_context, interceptors
 from common.rpc import channel as rpc
 from common.rpc.status import (
     STATUS_DETAILS_KEY,
@@ -417,8 +417,8 @@ async def test_health_and_reflection_stay_open_on_loopback() -> None:
 def test_only_peers_on_this_host_count_as_local() -> None:
     local = ("ipv4:127.0.0.1:5", "ipv6:%5B::1%5D:5", "ipv6:[::1]:5", "unix:/tmp/s", "unix:")
     remote = ("ipv4:10.0.0.7:5", "ipv6:%5B2001:db8::1%5D:5", "", "localhost.evil:1")
-    assert [interceptors._is_local_peer(peer) for peer in local] == [True] * len(local)
-    assert [interceptors._is_local_peer(peer) for peer in remote] == [False] * len(remote)
+    assert [authentication.is_local_peer(peer) for peer in local] == [True] * len(local)
+    assert [authentication.is_local_peer(peer) for peer in remote] == [False] * len(remote)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "some-name"])

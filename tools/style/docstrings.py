@@ -38,7 +38,6 @@ PACKED = {
     "Job",
     "LegRecord",
     "MediaInput",
-    "MeshInterceptor",
     "MeshSettings",
     "ModelCard",
     "Operation",
