@@ -12,15 +12,11 @@ they name (`roles.py`). `bind` rejects an open port without token or mutual TLS.
 
 from __future__ import annotations
 
-import asyncio
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from typing import Any, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -29,11 +25,11 @@ from grpc_reflection.v1alpha import reflection
 from opentelemetry import trace
 
 from common.errors import Conflict, InvalidRequest, Unauthenticated
-from common.rpc.authentication import REPLY_KEY, CallerCheck, is_open_on_loopback
+from common.rpc.authentication import REPLY_KEY, CallerCheck, sign_call
 from common.rpc.call_context import outgoing_metadata, remaining_time_s
 from common.rpc.interceptors import MeshInterceptor, RunningCalls
 from common.rpc.roles import certificate_name
-from common.rpc.status import map_rpc_errors, mesh_error_from_rpc
+from common.rpc.status import map_rpc_errors
 from common.runtime.certificates import CertificateFiles, Pem
 from common.runtime.config import ServiceConfig, flag_name
 from common.runtime.hosts import WILDCARD_HOSTS, is_loopback
@@ -48,12 +44,8 @@ CONNECT_TIMEOUT_S = 2.0
 RECONNECT_BACKOFF_MAX_S = 2.0
 # After the grace period of `stop`, cancelled handlers have this long to clean up.
 CLEANUP_TIMEOUT_S = 5.0
-# The status of a refused call comes at once.
-STATUS_TIMEOUT_S = 1.0
 
-_SHAPES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _CallT = TypeVar("_CallT", bound=grpc.aio.Call)
-_MessageT = TypeVar("_MessageT")
 _Options = list[tuple[str, Any]]  # Values are ints or strings.
 
 
@@ -104,94 +96,112 @@ def security_from_config(config: ServiceConfig) -> Security:
     )
 
 
+class MeshChannel(grpc.aio.Channel):
+    """A channel whose calls carry request id, traceparent and proof of the mesh token.
+
+    It wraps a channel in place of client interceptors: those for stream-stream calls leak
+    (grpc#25449), and the others cost a task a call.
+    """
+
+    def __init__(self, address: str, secret: MeshSecret | None, wrapped: grpc.aio.Channel) -> None:
+        """Creates it.
+
+        address: of the peer, `host:port`.
+        secret: of the mesh token; None: calls carry no proof, and none is required.
+        wrapped: does the calls.
+        """
+        self._address = address
+        self._secret = secret
+        self._wrapped = wrapped
+
+    # Any: the types of the messages are those of the stubs.
+
+    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._add_metadata(method, self._wrapped.unary_unary(method, *args, **kwargs))
+
+    def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._add_metadata(method, self._wrapped.unary_stream(method, *args, **kwargs))
+
+    def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._add_metadata(method, self._wrapped.stream_unary(method, *args, **kwargs))
+
+    def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._add_metadata(method, self._wrapped.stream_stream(method, *args, **kwargs))
+
+    def _add_metadata(self, method: str, start: Callable[..., Any]) -> ChannelMethod:
+        return ChannelMethod(method, self._address, self._secret, start)
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._wrapped.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._wrapped.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._wrapped.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._wrapped.channel_ready()
+
+    async def __aenter__(self) -> Self:
+        await self._wrapped.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._wrapped.__aexit__(*error)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelMethod:
+    """A method of a channel: starts calls that carry the metadata of their moment."""
+
+    name: str
+    """`/package.Service/Method`."""
+    address: str
+    """Of the peer, `host:port`."""
+    secret: MeshSecret | None
+    start: Callable[..., Any]
+    """Starts a call without metadata of its own."""
+
+    def __call__(self, *args: Any, metadata: Iterable[Any] = (), **kwargs: Any) -> Any:
+        """Starts a call and returns it. Whether its peer has the mesh token is not checked."""
+        credential, _ = sign_call(self.secret, self.name, self.address)
+        return self.start(*args, metadata=(*outgoing_metadata(credential), *metadata), **kwargs)
+
+    def start_unary(self, request: Any, timeout_s: float) -> tuple[Any, str | None]:
+        """Starts a unary call. Returns it, and the reply that proves its peer; None: none is
+        required."""
+        credential, expected_reply = sign_call(self.secret, self.name, self.address)
+        call = self.start(request, metadata=outgoing_metadata(credential), timeout=timeout_s)
+        return call, expected_reply
+
+
 def channel(
     address: str,
     *,
     role: str = "",
     security: Security = PLAINTEXT,
     keepalive_s: float = KEEPALIVE_INTERVAL_S,
-) -> grpc.aio.Channel:
-    """A channel to `host:port`. Its calls carry request id, traceparent and proof of the token.
+) -> MeshChannel:
+    """Returns a channel to `host:port`.
+
+    `unary` requires that the peer proves the mesh token; streams that carry messages which not
+    every process may receive use `stream.py`, which requires it too.
 
     role: of the peer, which its certificate proves if roles are bound to certificates; then it is
     required. The channel keeps the certificates of now: open one for each stream.
     """
     options = _channel_options(keepalive_s)
     if security.files is None:
-        made = grpc.aio.insecure_channel(address, options=options)
+        wrapped = grpc.aio.insecure_channel(address, options=options)
     else:
         if (name := security.peer_name(role)) is not None:
             options.append(("grpc.ssl_target_name_override", name))
         pem = security.files.newest()
         credentials = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
-        made = grpc.aio.secure_channel(address, credentials, options=options)
+        wrapped = grpc.aio.secure_channel(address, credentials, options=options)
     secret = None if security.token is None else MeshSecret(security.token)
-    # In place of client interceptors, which leak (`common/rpc/interceptors.py`).
-    for shape in _SHAPES:
-        setattr(made, shape, partial(_with_metadata, getattr(made, shape), secret, address))
-    return made
-
-
-def _with_metadata(
-    make: Callable[..., Any],
-    secret: MeshSecret | None,
-    address: str,
-    method: str,
-    *args: Any,
-    **kwargs: Any,
-) -> Callable[..., Any]:
-    """A stub's method whose calls carry the metadata of their moment."""
-    multi_callable = make(method, *args, **kwargs)
-
-    def start_call(*args: Any, metadata: Iterable[Any] = (), **kwargs: Any) -> Any:
-        credential = None if secret is None else secret.sign_call(method, address, time.time())
-        sent = (*outgoing_metadata(credential), *metadata)
-        call = multi_callable(*args, metadata=sent, **kwargs)
-        if secret is not None and credential is not None and not is_open_on_loopback(method):
-            _expected_replies[call] = secret.reply_to(credential)
-        return call
-
-    return start_call
-
-
-# Call -> the reply that proves the peer, until it has come.
-_expected_replies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-
-
-async def confirm_peer(call: Any) -> None:
-    """Returns once the peer of a stream has proved the mesh token; at once if it has, or if there
-    is none. To be awaited before the first message that is not for every process.
-
-    Raises Unauthenticated, or the MeshError with which the peer refused the call.
-    """
-    expected = _expected_replies.get(call)
-    if expected is None:
-        return
-    with map_rpc_errors():
-        replied = dict(await call.initial_metadata() or ())
-        if replied.get(REPLY_KEY) != expected:
-            try:
-                async with asyncio.timeout(STATUS_TIMEOUT_S):
-                    failed = await call.code() is not grpc.StatusCode.OK
-            except TimeoutError:
-                failed = False
-            if failed:
-                raise await _failure_of(call)
-            raise _unproved()
-    _expected_replies.pop(call, None)
-
-
-def _unproved() -> Unauthenticated:
-    return Unauthenticated("the peer does not prove that it has the mesh token")
-
-
-async def _failure_of(call: Any) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(
-        await call.code(),
-        await call.initial_metadata(),
-        await call.trailing_metadata(),
-        await call.details(),
-    )
+    return MeshChannel(address, secret, wrapped)
 
 
 def server(
@@ -356,33 +366,22 @@ async def cancelling(call: _CallT) -> AsyncIterator[_CallT]:
         call.cancel()
 
 
-async def read(
-    call: grpc.aio.UnaryStreamCall[Any, _MessageT] | grpc.aio.StreamStreamCall[Any, _MessageT],
-) -> _MessageT | None:
-    """The next message of a stream; None at its end. Raises MeshError if the call failed."""
-    try:
-        await confirm_peer(call)
-        message = await call.read()
-    except grpc.aio.AioRpcError as error:
-        raise mesh_error_from_rpc(error) from error
-    return None if message is grpc.aio.EOF else cast(_MessageT, message)
-
-
 async def unary(method: Callable[..., Any], request: Any, *, timeout_s: float) -> Any:
     """The response of a stub's unary-unary method. Raises MeshError.
 
+    method: of a stub on a `channel`.
     timeout_s: upper limit; the time left of the current RPC may be shorter. Any: annotate the
     variable that takes the response.
     """
-    call = method(request, timeout=remaining_time_s(timeout_s))
+    assert isinstance(method, ChannelMethod), "a method of a `channel`"
+    call, expected_reply = method.start_unary(request, remaining_time_s(timeout_s))
     with map_rpc_errors():
         async with cancelling(call):
             response = await call
-            expected = _expected_replies.pop(call, None)
-            if expected is not None:
+            if expected_reply is not None:
                 trailing = dict(await call.trailing_metadata() or ())
-                if trailing.get(REPLY_KEY) != expected:
-                    raise _unproved()
+                if trailing.get(REPLY_KEY) != expected_reply:
+                    raise Unauthenticated("the peer does not prove that it has the mesh token")
             return response
 
 

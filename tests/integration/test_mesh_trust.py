@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
 
 from common.errors import MeshError, Unauthenticated
 from common.registry.consul.registry import ConsulRegistry
@@ -25,6 +26,7 @@ from common.registry.registry import Registry
 from common.registry.signature import UNSIGNED, EntrySigner
 from common.rpc import channel as rpc
 from common.rpc.status import map_rpc_errors
+from common.rpc.stream import open_stream
 from common.runtime.mesh_auth import (
     CALL_VALID_S,
     ENTRY_RENEWED_AFTER_S,
@@ -235,18 +237,15 @@ async def test_consul_entries_are_renewed_and_each_is_checked_once(consul: Consu
 # Calls
 
 
-def attach(channel: grpc.aio.Channel) -> Any:
-    stub: Any = channel.stream_stream("/kvmesh.engine.v1.EngineService/Attach")
-    return stub()
-
-
 async def test_a_process_at_a_members_address_gets_no_token_and_no_message() -> None:
     """For example at the address of a worker that has ended, whose entry it replays."""
-    async with Rogue().serving() as rogue, rpc.channel(rogue.address, security=WITH_TOKEN) as to:
-        call = attach(to)
+    attach = "/kvmesh.engine.v1.EngineService/Attach"
+    async with (
+        Rogue().serving() as rogue,
+        open_stream(rogue.address, attach, BytesValue, WITH_TOKEN) as stream,
+    ):
         with pytest.raises(Unauthenticated, match="does not prove"):
-            await rpc.confirm_peer(call)
-        call.cancel()
+            await stream.write(BytesValue(value=b"secret prompt"))
     assert TOKEN not in repr(rogue.received)
     assert len(rogue.received) == 2, "the method and its metadata, and no message"
 
@@ -306,9 +305,8 @@ async def test_the_refusal_of_a_peer_reaches_a_caller_that_awaits_its_proof() ->
     other = rpc.Security(token="another")
     async with member() as address, rpc.channel(address, security=other) as channel:
         stub: Any = channel.unary_unary("/t.T/Echo")
-        call = stub(b"hi")
         with pytest.raises(MeshError, match="the caller's mesh token is wrong"):
-            await rpc.confirm_peer(call)
+            await rpc.unary(stub, b"hi", timeout_s=10.0)
 
 
 @pytest.mark.parametrize("has_token", [True, False])
