@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from common.registry.instances import Instance, Snapshot
 from frontend_svc.metrics.families import ServedModels
+from frontend_svc.metrics.gauges import Across, GaugeFamily
 from frontend_svc.metrics.hit_drift import DriftStats
+
+_Family: TypeAlias = CounterMetricFamily | GaugeFamily
+
+
+class _Counter(NamedTuple):
+    """Declares a counter."""
+
+    name: str
+    text: str
+
+    def family(self, prefix: str, labels: Sequence[str] = ()) -> CounterMetricFamily:
+        return CounterMetricFamily(f"{prefix}_{self.name}", self.text, labels=labels)
+
+
+class _Gauge(NamedTuple):
+    """Declares a gauge."""
+
+    name: str
+    text: str
+    across: Across
+
+    def family(self, prefix: str, labels: Sequence[str] = ()) -> GaugeFamily:
+        return GaugeFamily(f"{prefix}_{self.name}", self.text, self.across, labels=labels)
 
 
 class ModelConfigCollector(Collector):
@@ -24,7 +49,7 @@ class ModelConfigCollector(Collector):
         self._served = served
         self._prefix = prefix
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[GaugeFamily]:
         served = self._served()
         workers: dict[str, list[Instance]] = {}
         for worker in self._snapshot().of("worker"):
@@ -46,24 +71,24 @@ class ModelConfigCollector(Collector):
                         gauge.add_metric((model,), aggregate(values))
                 yield gauge
 
-    def _gauge(self, name: str, text: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily(f"{self._prefix}_model_{name}", text, labels=("model",))
+    def _gauge(self, name: str, text: str) -> GaugeFamily:
+        return GaugeFamily(f"{self._prefix}_model_{name}", text, Across.MAX, labels=("model",))
 
 
 class HitDriftCollector(Collector):
     """Predicted and actual cached tokens by worker. A worker that has left has no samples."""
 
     LABELS = ("model", "worker", "dp_rank")
-    METRICS = (
-        (CounterMetricFamily, "kv_predicted_cached_tokens", "Prompt tokens predicted to be cached"),
-        (CounterMetricFamily, "kv_actual_cached_tokens", "Prompt tokens that were cached"),
-        (CounterMetricFamily, "kv_predicted_requests", "Requests with a compared prediction"),
-        (
-            GaugeMetricFamily,
+    METRICS: tuple[_Counter | _Gauge, ...] = (
+        _Counter("kv_predicted_cached_tokens", "Prompt tokens predicted to be cached"),
+        _Counter("kv_actual_cached_tokens", "Prompt tokens that were cached"),
+        _Counter("kv_predicted_requests", "Requests with a compared prediction"),
+        _Gauge(
             "kv_drift_ratio",
             "Share of cached tokens predicted wrongly in the last minute, 0 to 1",
+            Across.MAX,
         ),
-        (GaugeMetricFamily, "kv_degraded", "1 if kv_drift_ratio is above kv_drift_max"),
+        _Gauge("kv_degraded", "1 if kv_drift_ratio is above kv_drift_max", Across.MAX),
     )
 
     def __init__(
@@ -74,11 +99,8 @@ class HitDriftCollector(Collector):
         self._drift_stats = drift_stats
         self._prefix = prefix
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        families = [
-            family(f"{self._prefix}_{name}", text, labels=self.LABELS)
-            for family, name, text in self.METRICS
-        ]
+    def collect(self) -> Iterator[_Family]:
+        families = [metric.family(self._prefix, self.LABELS) for metric in self.METRICS]
         for labels, stats in self._drift_stats():
             values = (stats.predicted, stats.actual, stats.requests, stats.ratio, stats.is_degraded)
             for family, value in zip(families, values, strict=True):
@@ -106,33 +128,33 @@ class RecordCollector(Collector):
 class ResilienceCollector(Collector):
     """What this frontend did to save requests. read_values: one value for each of METRICS."""
 
-    METRICS = (
-        (
-            CounterMetricFamily,
-            "loop_stalled_seconds",
-            "Delay of the event loop; peers are not judged by this time",
+    METRICS: tuple[_Counter | _Gauge, ...] = (
+        _Counter(
+            "loop_stalled_seconds", "Delay of the event loop; peers are not judged by this time"
         ),
-        (CounterMetricFamily, "retries", "Attempts after the first"),
-        (CounterMetricFamily, "retries_refused", "Attempts after overload beyond the retry budget"),
-        (CounterMetricFamily, "unrouted", "Placements without a router"),
-        (GaugeMetricFamily, "rerouted_requests", "Requests tried again, without a token"),
-        (
-            GaugeMetricFamily,
+        _Counter("retries", "Attempts after the first"),
+        _Counter("retries_refused", "Attempts after overload beyond the retry budget"),
+        _Counter("unrouted", "Placements without a router"),
+        _Gauge("rerouted_requests", "Requests tried again, without a token", Across.SUM),
+        _Gauge(
             "rerouted_waiting_requests",
             "Requests that wait for a permit to be tried again",
+            Across.SUM,
         ),
-        (
-            GaugeMetricFamily,
+        _Gauge(
             "awaiting_worker_requests",
             "Requests that wait because no worker of their model can serve them",
+            Across.SUM,
         ),
-        (GaugeMetricFamily, "excluded_workers", "Workers that get no requests now"),
+        _Gauge("excluded_workers", "Workers that get no requests now", Across.MAX),
     )
 
     def __init__(self, read_values: Callable[[], Iterable[float]], prefix: str) -> None:
         self._read_values = read_values
         self._prefix = prefix
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        for (family, name, text), value in zip(self.METRICS, self._read_values(), strict=True):
-            yield family(f"{self._prefix}_{name}", text, value)
+    def collect(self) -> Iterator[_Family]:
+        for metric, value in zip(self.METRICS, self._read_values(), strict=True):
+            family = metric.family(self._prefix)
+            family.add_metric((), value)
+            yield family

@@ -30,6 +30,7 @@ from common.service.histogram import (
     log_buckets,
 )
 from frontend_svc.errors import ErrorType
+from frontend_svc.metrics.gauges import Across, WrittenGauge
 
 MetricsRegistry = CollectorRegistry
 Clock = Callable[[], float]
@@ -106,8 +107,8 @@ class Metrics:
             ("model", "endpoint", "request_type", "status"),
             registry=None,
         )
-        self._inflight = Gauge(
-            f"{service}_inflight_requests", "Number of inflight requests", ("model",), registry=None
+        self._inflight = WrittenGauge(
+            f"{service}_inflight_requests", "Number of inflight requests", Across.SUM, ("model",)
         )
         self._durations = Histogram(
             f"{service}_request_duration_seconds",
@@ -202,10 +203,11 @@ class ModelSeries:
     itl: SingleThreadHistogramChild
 
 
-# By attribute of ModelSeries: name, help, and arguments of `log_buckets` for a histogram.
+# By attribute of ModelSeries: name, help, and the rule across processes for a gauge, the arguments
+# of `log_buckets` for a histogram.
 _GAUGES = {
-    "inflight": ("inflight_requests", "Requests begun and not ended"),
-    "queued": ("queued_requests", "Requests begun and without a first token"),
+    "inflight": ("inflight_requests", "Requests begun and not ended", Across.SUM),
+    "queued": ("queued_requests", "Requests begun and without a first token", Across.SUM),
 }
 _COUNTERS = {
     "disconnected": (
@@ -248,11 +250,11 @@ class FrontendMetrics:
         ended = counter("requests_total", "Requests ended", *outcome)
         failures = counter("failures_total", "Requests that failed", "endpoint", "error_type")
         refused = counter("refused_bodies_total", "Bodies refused", "endpoint", "code")
-        by_model: dict[str, Counter | Gauge | SingleThreadHistogram] = {
+        by_model: dict[str, Counter | WrittenGauge | SingleThreadHistogram] = {
             attribute: counter(name, text) for attribute, (name, text) in _COUNTERS.items()
         }
-        for attribute, (name, text) in _GAUGES.items():
-            by_model[attribute] = Gauge(f"{prefix}_{name}", text, ("model",), registry=None)
+        for attribute, (name, text, across) in _GAUGES.items():
+            by_model[attribute] = WrittenGauge(f"{prefix}_{name}", text, across, ("model",))
         for attribute, (name, text, range_) in _HISTOGRAMS.items():
             bounds = log_buckets(*range_)
             by_model[attribute] = SingleThreadHistogram(f"{prefix}_{name}", text, bounds)

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
-# Ends of the names of gauges that are no amounts of one process: the greatest value counts.
-MAXIMA = (
-    *("_info", "_kv_drift_ratio", "_kv_degraded", "_excluded_workers"),
-    *("_model_workers", "_model_total_kv_blocks", "_model_max_num_seqs"),
-    *("_model_max_num_batched_tokens", "_model_context_length", "_model_block_size"),
-)
-MINIMA = ("_created", "process_start_time_seconds")
-MONOTONIC = ("counter", "histogram")
+from frontend_svc.metrics.gauges import Across, across_processes
 
-# Any: (name, type, help, [[sample name, labels, value], ...]), as JSON has it.
-Family = tuple[str, str, str, list[Any]]
+MONOTONIC = ("counter", "histogram")
+_JOIN: Mapping[str, Callable[[tuple[float, float]], float]] = {
+    Across.SUM: sum,
+    Across.MAX: max,
+    Across.MIN: min,
+}
+
+# Any: (name, type, help, rule across processes, [[sample name, labels, value], ...]), as JSON.
+Family = tuple[str, str, str, str, list[Any]]
+# Name of a sample, and its labels.
+_Series = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def read_families(registry: CollectorRegistry) -> list[Family]:
-    """The present values of a registry."""
+    """The present values of a registry. Raises TypeError for a gauge without a rule."""
     return [
         (
             metric.name,
             metric.type,
             metric.documentation,
+            across_processes(metric),
             [[sample.name, sample.labels, sample.value] for sample in metric.samples],
         )
         for metric in registry.collect()
@@ -40,17 +43,19 @@ def monotonic(families: Iterable[Family]) -> list[Family]:
 
 
 def sum_families(processes: Iterable[Sequence[Family]]) -> list[Family]:
-    """The families of one frontend: sums, except of MAXIMA and MINIMA."""
-    merged: dict[str, tuple[str, str, dict[tuple[str, tuple[tuple[str, str], ...]], float]]] = {}
+    """The families of one frontend: each sample by the rule of its metric."""
+    merged: dict[str, tuple[Family, dict[_Series, float]]] = {}
     for families in processes:
-        for name, kind, text, samples in families:
-            values = merged.setdefault(name, (kind, text, {}))[2]
+        for family in families:
+            name, _, _, across, samples = family
+            values = merged.setdefault(name, (family, {}))[1]
             for sample, labels, value in samples:
                 key = sample, tuple(labels.items())
-                values[key] = _join(sample, values[key], value) if key in values else value
+                join = min if sample.endswith("_created") else _JOIN[across]
+                values[key] = join((values[key], value)) if key in values else value
     return [
-        (name, kind, text, [[key[0], dict(key[1]), value] for key, value in values.items()])
-        for name, (kind, text, values) in merged.items()
+        (name, kind, text, across, [[key[0], dict(key[1]), value] for key, value in values.items()])
+        for (name, kind, text, across, _), values in merged.values()
     ]
 
 
@@ -61,18 +66,12 @@ def as_registry(families: Sequence[Family]) -> CollectorRegistry:
     return registry
 
 
-def _join(sample: str, one: float, other: float) -> float:
-    if sample.endswith(MINIMA):
-        return min(one, other)
-    return max(one, other) if sample.endswith(MAXIMA) else one + other
-
-
 class _Values(Collector):
     def __init__(self, families: Sequence[Family]) -> None:
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        for name, kind, text, samples in self._families:
+        for name, kind, text, _, samples in self._families:
             metric = Metric(name, text, kind)
             for sample in samples:
                 metric.add_sample(*sample)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import Iterator, Mapping
 
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.registry import Collector
+
+from common.service.metrics_server import add_process_metrics
 from frontend_svc.config import FrontendConfig
+from frontend_svc.metrics.gauges import PROCESS_GAUGES, Across, GaugeFamily
 from frontend_svc.processes.metric_sums import (
     as_registry,
     monotonic,
@@ -14,11 +20,21 @@ from frontend_svc.processes.metric_sums import (
 from frontend_svc.processes.parent import process_config
 
 
+class Gauges(Collector):
+    """Gauges by name: the rule across processes, and the value."""
+
+    def __init__(self, gauges: Mapping[str, tuple[Across, float]]) -> None:
+        self._gauges = gauges
+
+    def collect(self) -> Iterator[GaugeFamily]:
+        for name, (across, value) in self._gauges.items():
+            yield GaugeFamily(name, "Now", across, value=value)
+
+
 def process(requests: int, inflight: int, latency_s: float, drift: float) -> CollectorRegistry:
     registry = CollectorRegistry()
     Counter("requests_total", "Requests", ("model",), registry=registry).labels("m").inc(requests)
-    Gauge("inflight", "Now", registry=registry).set(inflight)
-    Gauge("x_kv_drift_ratio", "Share", registry=registry).set(drift)
+    registry.register(Gauges({"inflight": (Across.SUM, inflight), "share": (Across.MAX, drift)}))
     Histogram("latency", "Time", registry=registry, buckets=(1, 2)).observe(latency_s)
     return registry
 
@@ -34,13 +50,34 @@ def test_amounts_are_added_and_shares_are_not() -> None:
     assert values(generate_latest(as_registry(sum_families(both)))) == {
         'requests_total{model="m"}': 7,
         "inflight": 3,
-        "x_kv_drift_ratio": 0.75,
+        "share": 0.75,
         'latency_bucket{le="1.0"}': 1,
         'latency_bucket{le="2.0"}': 2,
         'latency_bucket{le="+Inf"}': 2,
         "latency_count": 2,
         "latency_sum": 2.0,
     }
+
+
+def test_a_gauge_without_a_rule_across_processes_is_an_error() -> None:
+    registry = CollectorRegistry()
+    Gauge("new_gauge", "Now", registry=registry)
+    with pytest.raises(TypeError, match="new_gauge does not declare"):
+        read_families(registry)
+
+
+async def test_processes_join_the_values_of_each_process_gauge_by_its_rule() -> None:
+    registry = CollectorRegistry()
+    add_process_metrics(registry)
+    own = read_families(registry)
+    assert {name for name, kind, *_ in own if kind == "gauge"} == set(PROCESS_GAUGES)
+    one, both = (
+        {sample: value for *_, samples in found for sample, _, value in samples}
+        for found in (own, sum_families([own, own]))
+    )
+    equal = {name for name in both if both[name] == one[name] and "_created" not in name}
+    assert {"python_info", "process_start_time_seconds"} <= equal
+    assert both["process_open_fds"] == 2 * one["process_open_fds"]
 
 
 def test_the_encoding_of_one_process_is_unchanged() -> None:
