@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from common.kv.events import SOURCE_STATES
+from common.service.state_metrics import Reading, StateCollector, counter, gauge
 from indexer_svc.ingest import Ingest
 
 PREFIX = "kvmesh_indexer"
@@ -20,7 +20,7 @@ class Metrics:
 
     def __init__(self, ingest: Ingest, *, prefix: str = PREFIX) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_State(ingest, prefix))
+        self.registry.register(StateCollector(prefix, partial(_read_state, ingest)))
         self.match_seconds = Histogram(
             f"{prefix}_match_seconds",
             "Seconds of one match, without the RPC.",
@@ -34,34 +34,21 @@ class Metrics:
         )
 
 
-class _State(Collector):
-    """Values that are read at each scrape."""
-
-    def __init__(self, ingest: Ingest, prefix: str) -> None:
-        self._ingest = ingest
-        self._prefix = prefix
-
-    def collect(self) -> Iterable[Metric]:
-        ingest, prefix = self._ingest, self._prefix
-        feed, counters = ingest.feed, ingest.feed.counters
-        for name, text, value in (
-            ("blocks", "Indexed blocks; a block held by n sources counts n times.", feed.blocks),
-            ("used_bytes", "Estimated memory of the index in bytes.", ingest.used_bytes),
-            ("publishers", "Open Publish streams.", len(ingest.publishers)),
-            ("subscribers", "Open Subscribe streams.", len(ingest.subscribers)),
-        ):
-            yield GaugeMetricFamily(f"{prefix}_{name}", text, value=value)
-        states = feed.state_counts()
-        sources = GaugeMetricFamily(f"{prefix}_sources", "Sources by state.", labels=["state"])
-        for state in sorted(SOURCE_STATES):
-            sources.add_metric([state], states[state])
-        yield sources
-        for name, text, value in (
-            ("batches", "Event batches applied.", counters.batches),
-            ("duplicates", "Event batches received again and ignored.", counters.duplicates),
-            ("gaps", "Times a source became gapped.", counters.gaps),
-            ("snapshots", "Snapshots swapped in.", counters.snapshots),
-            ("overflows", "Buffers dropped at their size limit.", counters.overflows),
-            ("slow_slices", "Ingest slices longer than twice their limit.", ingest.slow_slices),
-        ):
-            yield CounterMetricFamily(f"{prefix}_{name}", text, value=value)
+def _read_state(ingest: Ingest) -> Iterator[Reading]:
+    feed, counters = ingest.feed, ingest.feed.counters
+    text = "Indexed blocks; a block held by n sources counts n times."
+    yield gauge("blocks", text, feed.blocks)
+    yield gauge("used_bytes", "Estimated memory of the index in bytes.", ingest.used_bytes)
+    yield gauge("publishers", "Open Publish streams.", len(ingest.publishers))
+    yield gauge("subscribers", "Open Subscribe streams.", len(ingest.subscribers))
+    counts = feed.state_counts()
+    states = {state: counts[state] for state in sorted(SOURCE_STATES)}
+    yield gauge("sources", "Sources by state.", states, label="state")
+    yield counter("batches", "Event batches applied.", counters.batches)
+    text = "Event batches received again and ignored."
+    yield counter("duplicates", text, counters.duplicates)
+    yield counter("gaps", "Times a source became gapped.", counters.gaps)
+    yield counter("snapshots", "Snapshots swapped in.", counters.snapshots)
+    yield counter("overflows", "Buffers dropped at their size limit.", counters.overflows)
+    text = "Ingest slices longer than twice their limit."
+    yield counter("slow_slices", text, ingest.slow_slices)

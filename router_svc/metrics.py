@@ -6,15 +6,14 @@ Label values come from fixed sets: the configured selector, the error classes, a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from common.errors import MESH_ERROR_CLASSES, MeshError
-from common.kv.index_feed import IndexFeed
 from common.service.histogram import SingleThreadHistogram
-from router_svc.core.approx_index import ApproxIndex
+from common.service.state_metrics import Reading, StateCollector, gauge
 from router_svc.core.decision import Decision
 from router_svc.core.pairing import BYPASS_REASONS
 from router_svc.core.placement import FALLBACK_REASONS
@@ -35,9 +34,6 @@ QUEUE_LIMITS = ("requests", "tokens", OTHER)
 WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 DECISION_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.25)
 
-# Name, help text, function that returns the value.
-_Gauge = tuple[str, str, Callable[[], float]]
-
 
 class Metrics:
     """The metrics of one router process, in their own registry. A scrape reads the gauges."""
@@ -52,19 +48,9 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self._add_request_metrics(router.selector.name)
-        self._add_gauges(_router_gauges(router, clock))
-        indexes = {"guesses": router.overlaps.approximate, "predictions": router.overlaps.predicted}
-        self._add_labelled_gauge(
-            "guessed_blocks",
-            "Blocks derived from earlier decisions: guesses for workers without KV events, "
-            "predictions for workers with them.",
-            "kind",
-            {kind: partial(_block_count, entries) for kind, entries in indexes.items()},
+        self.registry.register(
+            StateCollector(PREFIX, partial(_read_state, router, index, replica, clock))
         )
-        if index is not None:
-            self._add_index_gauges(index)
-        if replica is not None:
-            self._add_gauges(_replica_gauges(replica))
 
     def record_queue_wait(self, seconds: float) -> None:
         """Record a request that left the queue, all outcomes."""
@@ -130,35 +116,6 @@ class Metrics:
             f"{PREFIX}_sessions", "Open sessions of frontends.", registry=self.registry
         )
 
-    def _add_index_gauges(self, index: IndexReplica) -> None:
-        feed = index.feed
-
-        blocks_text = "Blocks in the index; a block on n ranks counts n times."
-        connected_text = "1 if an indexer is followed, else 0."
-        self._add_gauges(
-            (
-                ("index_connected", connected_text, lambda: index.indexer_id is not None),
-                ("index_blocks", blocks_text, lambda: feed.blocks),
-            )
-        )
-        self._add_labelled_gauge(
-            "index_sources",
-            "Ranks in the index by state; blocks of gapped ranks are ignored.",
-            "state",
-            {state: partial(_source_count, feed, state) for state in SOURCE_STATES},
-        )
-
-    def _add_gauges(self, gauges: Iterable[_Gauge]) -> None:
-        for name, text, read in gauges:
-            Gauge(f"{PREFIX}_{name}", text, registry=self.registry).set_function(read)
-
-    def _add_labelled_gauge(
-        self, name: str, text: str, label: str, reads: Mapping[str, Callable[[], float]]
-    ) -> None:
-        gauge = Gauge(f"{PREFIX}_{name}", text, (label,), registry=self.registry)
-        for value, read in reads.items():
-            gauge.labels(value).set_function(read)
-
     def _histogram(
         self, name: str, text: str, bounds: Sequence[float], label: str | None = None
     ) -> SingleThreadHistogram:
@@ -176,49 +133,56 @@ class Metrics:
         return {value: counter.labels(value) for value in values}
 
 
-def _source_count(feed: IndexFeed, state: str) -> int:
-    return feed.state_counts()[state]
+def _read_state(
+    router: Router,
+    index: IndexReplica | None,
+    replica: Replica | None,
+    clock: Callable[[], float],
+) -> Iterator[Reading]:
+    yield from _read_router(router, clock())
+    if index is not None:
+        yield from _read_index(index)
+    if replica is not None:
+        yield from _read_replica(replica)
 
 
-def _block_count(index: ApproxIndex | None) -> int:
-    return 0 if index is None else index.blocks
-
-
-def _router_gauges(router: Router, clock: Callable[[], float]) -> Iterable[_Gauge]:
+def _read_router(router: Router, now: float) -> Iterator[Reading]:
     queue, tracker, affinity = router.queue, router.load_tracker, router.affinity
-    return (
-        ("queue_requests", "Requests in the admission queue.", lambda: len(queue)),
-        ("queue_tokens", "Prompt tokens in the admission queue.", lambda: queue.tokens),
-        ("bookings", "Bookings, including those of peers.", lambda: len(tracker)),
-        (
-            "expired_bookings",
-            "Bookings that expired without renewal, since the start.",
-            lambda: tracker.expired,
-        ),
-        (
-            "orphaned_bookings",
-            "Bookings without an owner after their session ended.",
-            lambda: tracker.orphan_count,
-        ),
-        (
-            "stale_reports",
-            "Ranks with a load report that is too old to count.",
-            lambda: tracker.ranks.stale_report_count(clock()),
-        ),
-        ("workers", "Workers that serve a model.", lambda: router.fleet.worker_count),
-        ("affinity_bindings", "Client sessions placed on a worker.", lambda: len(affinity)),
-        (
-            "affinity_evicted",
-            "Session records evicted for lack of capacity, since the start.",
-            lambda: affinity.evicted,
-        ),
+    yield gauge("queue_requests", "Requests in the admission queue.", len(queue))
+    yield gauge("queue_tokens", "Prompt tokens in the admission queue.", queue.tokens)
+    yield gauge("bookings", "Bookings, including those of peers.", len(tracker))
+    text = "Bookings that expired without renewal, since the start."
+    yield gauge("expired_bookings", text, tracker.expired)
+    text = "Bookings without an owner after their session ended."
+    yield gauge("orphaned_bookings", text, tracker.orphan_count)
+    text = "Ranks with a load report that is too old to count."
+    yield gauge("stale_reports", text, tracker.ranks.stale_report_count(now))
+    yield gauge("workers", "Workers that serve a model.", router.fleet.worker_count)
+    yield gauge("affinity_bindings", "Client sessions placed on a worker.", len(affinity))
+    text = "Session records evicted for lack of capacity, since the start."
+    yield gauge("affinity_evicted", text, affinity.evicted)
+    text = (
+        "Blocks derived from earlier decisions: guesses for workers without KV events, "
+        "predictions for workers with them."
     )
+    indexes = {"guesses": router.overlaps.approximate, "predictions": router.overlaps.predicted}
+    blocks = {kind: 0 if found is None else found.blocks for kind, found in indexes.items()}
+    yield gauge("guessed_blocks", text, blocks, label="kind")
 
 
-def _replica_gauges(replica: Replica) -> Iterable[_Gauge]:
-    refused_text = "Entries of peers that were refused: invalid, or too many bookings."
-    return (
-        ("peers", "Peer routers that send their bookings.", lambda: len(replica.peers)),
-        ("sync_resends", "Full syncs requested from peers.", lambda: replica.resends),
-        ("sync_refused", refused_text, lambda: replica.refused),
-    )
+def _read_index(index: IndexReplica) -> Iterator[Reading]:
+    is_connected = index.indexer_id is not None
+    yield gauge("index_connected", "1 if an indexer is followed, else 0.", is_connected)
+    text = "Blocks in the index; a block on n ranks counts n times."
+    yield gauge("index_blocks", text, index.feed.blocks)
+    counts = index.feed.state_counts()
+    text = "Ranks in the index by state; blocks of gapped ranks are ignored."
+    states = {state: counts[state] for state in SOURCE_STATES}
+    yield gauge("index_sources", text, states, label="state")
+
+
+def _read_replica(replica: Replica) -> Iterator[Reading]:
+    yield gauge("peers", "Peer routers that send their bookings.", len(replica.peers))
+    yield gauge("sync_resends", "Full syncs requested from peers.", replica.resends)
+    text = "Entries of peers that were refused: invalid, or too many bookings."
+    yield gauge("sync_refused", text, replica.refused)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from common.kv.load import Load
+from common.service.state_metrics import Reading, StateCollector, counter, gauge
 from worker_svc.serving.runner import Runner
 
 PREFIX = "kvmesh_worker"
@@ -28,45 +28,27 @@ _GAUGES: dict[str, tuple[str, Callable[[Load], float]]] = {
 }
 
 
-class RunnerCollector(Collector):
-    """All metrics of one worker; `dp_rank` is the only label without a fixed set of values."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        requests = CounterMetricFamily(
-            f"{PREFIX}_requests", "Requests by outcome", labels=("outcome",)
-        )
-        for outcome in OUTCOMES:
-            requests.add_metric((outcome,), self._runner.counters[outcome])
-        yield requests
-        probes = CounterMetricFamily(
-            f"{PREFIX}_canaries", "Probes of an idle engine, by result", labels=("result",)
-        )
-        failed = self._runner.counters["canaries_failed"]
-        probes.add_metric(("ok",), self._runner.counters["canaries"] - failed)
-        probes.add_metric(("failed",), failed)
-        yield probes
-        yield GaugeMetricFamily(
-            f"{PREFIX}_open_requests", "Requests admitted and not ended", self._runner.open_requests
-        )
-        engine = CounterMetricFamily(
-            f"{PREFIX}_engine", "Counters of the engine, by name", labels=("name",)
-        )
-        for name, count in sorted(self._runner.counts().items()):
-            if name.startswith("engine_"):
-                engine.add_metric((name.removeprefix("engine_"),), count)
-        yield engine
-        loads = self._runner.engine.loads()
-        for name, (text, value) in _GAUGES.items():
-            gauge = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=("dp_rank",))
-            for load in loads:
-                gauge.add_metric((str(load.dp_rank),), value(load))
-            yield gauge
+def read_runner(runner: Runner) -> Iterator[Reading]:
+    """The metrics of one worker; `dp_rank` is the only label without a fixed set of values."""
+    counters = runner.counters
+    outcomes = {outcome: counters[outcome] for outcome in OUTCOMES}
+    yield counter("requests", "Requests by outcome", outcomes, label="outcome")
+    failed = counters["canaries_failed"]
+    probes = {"ok": counters["canaries"] - failed, "failed": failed}
+    yield counter("canaries", "Probes of an idle engine, by result", probes, label="result")
+    yield gauge("open_requests", "Requests admitted and not ended", runner.open_requests)
+    engine = {
+        name.removeprefix("engine_"): count
+        for name, count in sorted(runner.counts().items())
+        if name.startswith("engine_")
+    }
+    yield counter("engine", "Counters of the engine, by name", engine, label="name")
+    loads = runner.engine.loads()
+    for name, (text, value) in _GAUGES.items():
+        yield gauge(name, text, {str(load.dp_rank): value(load) for load in loads}, label="dp_rank")
 
 
 def worker_registry(runner: Runner) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(RunnerCollector(runner))
+    registry.register(StateCollector(PREFIX, partial(read_runner, runner)))
     return registry
