@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,15 +26,14 @@ import structlog
 from common.runtime import log
 from common.runtime.ready_line import write_ready_line
 from common.service.lifecycle import report_start_failure
+from common.service.restarts import RestartPolicy, Restarts
 from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.server import listen
 from frontend_svc.processes.siblings import Siblings
 
 LOG = structlog.get_logger(__name__)
 
-# Pauses before restarts double between these, until a process was ready for RESET_S.
-RESTART_S, RESTART_MAX_S, RESET_S = 0.1, 10.0, 30.0
-FAILURES_MAX = 16  # Bounds the power.
+RESTARTS = RestartPolicy(initial_pause_s=0.1, max_pause_s=10.0, reset_after_s=30.0)
 READY_LINE_BYTES_MAX = 1 << 16
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SIGNALS = (*STOP_SIGNALS, signal.SIGCHLD)
@@ -47,15 +46,16 @@ Serve = Callable[[FrontendConfig, Siblings], NoReturn]
 
 @dataclass
 class _Process:
-    """A slot. pid: 0 if not running. line: what the process reported when it was ready."""
+    """A slot."""
 
     slot: int
     pid: int = 0
+    """0: not running."""
     ready_fd: int = -1
     line: dict[str, Any] | None = None
+    """What the process reported when it was ready."""
     grpc_port: int = 0
-    ready_at: float = 0.0
-    failures: int = 0
+    restarts: Restarts = field(default_factory=lambda: Restarts(RESTARTS, None))
     restart_at: float = 0.0
 
 
@@ -220,7 +220,8 @@ class _Parent:
             if not self._is_ready:
                 self._report(line or {"error": f"process {process.slot} ended"})
             return
-        process.line, process.ready_at = line, time.monotonic()
+        process.line = line
+        process.restarts.ready(time.monotonic())
         process.grpc_port = int(line["addresses"]["grpc"].rsplit(":", 1)[1])
         lines = [one.line for one in self._processes if one.line is not None]
         if not self._is_ready and len(lines) == len(self._processes):
@@ -245,9 +246,6 @@ class _Parent:
             self._stop()
             return
         now = time.monotonic()
-        if process.line is not None and now - process.ready_at >= RESET_S:
-            process.failures = 0
-        pause_s = min(RESTART_MAX_S, RESTART_S * 2.0**process.failures)
-        process.failures = min(process.failures + 1, FAILURES_MAX)
+        pause_s = process.restarts.ended(now)
         process.restart_at = now + pause_s
         LOG.error("process_ended", process=process.slot, status=status, restart_in_s=pause_s)

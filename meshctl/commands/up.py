@@ -271,7 +271,7 @@ class _UpCommand:
                 if known != log_bytes[name]:
                     supervisor.extend_start(child)
                     # A service that starts again and again makes no progress.
-                    if self.mesh_limit is not None and not child.backoff.failures:
+                    if self.mesh_limit is not None and not child.restarts.failures:
                         self.mesh_limit.reschedule(now + self.options.ready_s)
                 if now - shown_at.setdefault(name, now) >= PROGRESS_INTERVAL_S:
                     shown_at[name] = now

@@ -21,7 +21,7 @@ from typing import Protocol
 from common.errors import InvalidRequest, MeshError
 from common.runtime.tasks import TaskGroup
 from common.service.lifecycle import EXIT_CONFIG
-from meshctl.process.backoff import Backoff, BackoffPolicy
+from common.service.restarts import RestartPolicy, Restarts
 from meshctl.process.child import ReadyLine, StartFailed
 from meshctl.services import ServiceSpec
 
@@ -138,7 +138,7 @@ class Child:
     """
 
     spec: ServiceSpec
-    backoff: Backoff
+    restarts: Restarts
     state: State = State.STARTING
     process: Process | None = None
     line: ReadyLine | None = None
@@ -168,13 +168,13 @@ class Supervisor:
         on_event: Callable[[Event], None],
         clock: Callable[[], float],
         rng: Random,
-        policy: BackoffPolicy = BackoffPolicy(),  # noqa: B008  # frozen
+        policy: RestartPolicy = RestartPolicy(),  # noqa: B008  # frozen
         start_s: float = 60.0,
         is_live: Callable[[ReadyLine], Awaitable[bool]] | None = None,
         live_failures_max: int = 0,
         live_interval_s: float = LIVE_INTERVAL_S,
     ) -> None:
-        self.children: Sequence[Child] = [Child(spec, Backoff(policy, rng)) for spec in specs]
+        self.children: Sequence[Child] = [Child(spec, Restarts(policy, rng)) for spec in specs]
         self.is_clean = True
         self._start = start
         self._deregister = deregister
@@ -291,7 +291,7 @@ class Supervisor:
             process.kill()
             return error.message
         child.line = line
-        child.backoff.ready(self._clock())
+        child.restarts.ready(self._clock())
         self._set_state(child, State.READY if child.stop_requested_at is None else State.STOPPING)
         self._on_event(BecameReady(child.spec.name, line, self._clock() - child.started_at))
         return ""
@@ -313,8 +313,10 @@ class Supervisor:
     def _record_death(self, child: Child, status: int | None, reason: str) -> float | None:
         now = self._clock()
         is_retryable = status != EXIT_CONFIG
-        pause_s = child.backoff.ended(now, is_retryable=is_retryable)
-        is_given_up = pause_s is None
+        pause_s: float | None = child.restarts.ended(now)
+        is_given_up = child.restarts.is_exhausted(is_retryable=is_retryable)
+        if is_given_up:
+            pause_s = None
         if self._stop.is_set():
             pause_s = None
             # An exit during the stop, before its own SIGTERM.
@@ -326,7 +328,7 @@ class Supervisor:
             self.is_clean = False
             self._set_state(child, State.FAILED)
             self._on_event(
-                RestartsExhausted(child.spec.name, child.backoff.failures, is_retryable, error)
+                RestartsExhausted(child.spec.name, child.restarts.failures, is_retryable, error)
             )
             self.stop()
         return pause_s

@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from common.errors import InvalidRequest, Unavailable
-from meshctl.process.backoff import BackoffPolicy
+from common.service.restarts import RestartPolicy
 from meshctl.process.child import ReadyLine, StartFailed
 from meshctl.process.supervise import (
     BecameReady,
@@ -26,7 +26,7 @@ from meshctl.process.supervise import (
 from meshctl.services import ServiceSpec
 
 WAIT_S = 20.0
-FAST = BackoffPolicy(initial_pause_s=0.001, max_pause_s=0.004)
+FAST = RestartPolicy(initial_pause_s=0.001, max_pause_s=0.004)
 E = TypeVar("E", bound=Event)
 
 
@@ -141,7 +141,7 @@ def silent(process: FakeProcess) -> None:
 async def running(
     world: World,
     *specs: ServiceSpec,
-    policy: BackoffPolicy = FAST,
+    policy: RestartPolicy = FAST,
     start_s: float = WAIT_S,
     answers: Sequence[bool] = (),
 ) -> AsyncIterator[Supervisor]:
@@ -318,7 +318,7 @@ async def test_a_kill_during_the_drain_ends_all_services_at_once() -> None:
 
 async def test_a_stop_during_the_pause_prevents_the_restart() -> None:
     world = World(born=dead)
-    policy = BackoffPolicy(initial_pause_s=WAIT_S, max_pause_s=WAIT_S)
+    policy = RestartPolicy(initial_pause_s=WAIT_S, max_pause_s=WAIT_S)
     async with running(world, spec("a"), policy=policy) as supervisor:
         await world.next_event(Died)
         assert [child.state for child in supervisor.children] == [State.WAITING]

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from meshctl.process.backoff import Backoff, BackoffPolicy
+from common.service.restarts import RestartPolicy, Restarts
 from meshctl.process.child import ReadyLine
 from meshctl.process.supervise import BecameReady, Child, Died, Event, RestartsExhausted, Stopped
 from meshctl.services import ServiceSpec
@@ -114,7 +114,7 @@ def test_exit_statuses_are_words() -> None:
 
 def test_the_table_has_a_row_for_each_service() -> None:
     child = Child(
-        ServiceSpec("frontend-0", "frontend_svc", (), 0, 1.0), Backoff(BackoffPolicy(), Random())
+        ServiceSpec("frontend-0", "frontend_svc", (), 0, 1.0), Restarts(RestartPolicy(), Random())
     )
     header, row = table([child])
     assert header.split() == ["SERVICE", "STATE", "PID", "ADDRESS", "URL"]
