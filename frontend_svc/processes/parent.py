@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import structlog
 
 from common.runtime import log
-from common.runtime.ready_line import write_ready_line
+from common.runtime.ready_line import ReadyLineReader, write_ready_line
 from common.service.lifecycle import report_start_failure
 from common.service.restarts import RestartPolicy, Restarts
 from frontend_svc.config import FrontendConfig
@@ -34,7 +34,6 @@ from frontend_svc.processes.siblings import Siblings
 LOG = structlog.get_logger(__name__)
 
 RESTARTS = RestartPolicy(initial_pause_s=0.1, max_pause_s=10.0, reset_after_s=30.0)
-READY_LINE_BYTES_MAX = 1 << 16
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SIGNALS = (*STOP_SIGNALS, signal.SIGCHLD)
 PR_SET_PDEATHSIG = 1
@@ -51,7 +50,8 @@ class _Process:
     slot: int
     pid: int = 0
     """0: not running."""
-    ready_fd: int = -1
+    ready_line: ReadyLineReader | None = None
+    """Of a process that is not ready and has not ended."""
     line: dict[str, Any] | None = None
     """What the process reported when it was ready."""
     grpc_port: int = 0
@@ -129,7 +129,7 @@ class _Parent:
         for process in self._processes:
             self._start(process)
         while any(process.pid for process in self._processes) or not self._is_stopping:
-            fds = [process.ready_fd for process in self._processes if process.ready_fd >= 0]
+            fds = [one.ready_line.fd for one in self._processes if one.ready_line is not None]
             select.select([wake_fd, *fds], [], [], self._next_restart_in_s())
             with contextlib.suppress(BlockingIOError):
                 for received in os.read(wake_fd, 512):
@@ -157,8 +157,8 @@ class _Parent:
 
     def _follow(self, process: _Process) -> None:
         """Observes one process, and starts the next one when it is due."""
-        if process.ready_fd >= 0:
-            self._read_ready_line(process)
+        if process.ready_line is not None and process.ready_line.read():
+            self._on_ready_line(process, process.ready_line)
         if process.pid:
             pid, wait_status = os.waitpid(process.pid, os.WNOHANG)
             if pid:
@@ -176,8 +176,7 @@ class _Parent:
             self._run_child(process, parent_pid, write_fd)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(write_fd)
-        os.set_blocking(read_fd, False)
-        process.pid, process.ready_fd, process.line = pid, read_fd, None
+        process.pid, process.ready_line, process.line = pid, ReadyLineReader(read_fd), None
 
     def _run_child(self, process: _Process, parent_pid: int, ready_fd: int) -> NoReturn:
         """Serves in a forked process. Nothing of the parent's stack may run after it."""
@@ -208,14 +207,10 @@ class _Parent:
         finally:
             os._exit(status)
 
-    def _read_ready_line(self, process: _Process) -> None:
-        try:
-            text = os.read(process.ready_fd, READY_LINE_BYTES_MAX)
-        except BlockingIOError:
-            return
-        os.close(process.ready_fd)
-        process.ready_fd = -1
-        line = json.loads(text or b"{}")
+    def _on_ready_line(self, process: _Process, reader: ReadyLineReader) -> None:
+        reader.close()
+        process.ready_line = None
+        line = json.loads(reader.received or b"{}")
         if "addresses" not in line:
             if not self._is_ready:
                 self._report(line or {"error": f"process {process.slot} ended"})

@@ -19,6 +19,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from common.registry.instances import parse_json
+from common.runtime.ready_line import ReadyLineReader
 from meshctl.process import parent_guard
 from meshctl.services import ServiceSpec
 
@@ -26,7 +27,6 @@ LOG_BYTES_MAX = 16 << 20
 # A crash may end with a long traceback in one line.
 TAIL_BYTES = 1 << 16
 TAIL_LINES = 20
-READY_BYTES_MAX = 1 << 16
 
 _PARENT_GUARD = str(Path(parent_guard.__file__).resolve())
 
@@ -61,20 +61,19 @@ def with_parent_guard(command: Sequence[str]) -> list[str]:
 
 
 class ChildProcess:
-    """A running child. Create it on the main thread (see parent_guard.py).
-
-    ready_fd: the read end of the pipe for the ready line; this object closes it.
-    """
+    """A running child. Create it on the main thread (see parent_guard.py)."""
 
     def __init__(self, popen: subprocess.Popen[bytes], ready_fd: int) -> None:
+        """Observes a started process.
+
+        ready_fd: the read end of the pipe for the ready line; this object closes it.
+        """
         self.pid = popen.pid
         self._popen = popen
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
-        self._ready_line = bytearray()
+        self._ready_line = ReadyLineReader(ready_fd)
         self._ready_line_done = asyncio.Event()
-        self._ready_fd = ready_fd
-        os.set_blocking(ready_fd, False)
         self._loop.add_reader(ready_fd, self._read_line)
         # A pidfd needs no waiting thread and no SIGCHLD handler, and the pid is reaped only here.
         self._pidfd = os.pidfd_open(popen.pid)
@@ -83,7 +82,7 @@ class ChildProcess:
     async def ready(self) -> ReadyLine | StartFailed | None:
         """The line of the service; None if it exited without one. Raises InvalidRequest."""
         await self._ready_line_done.wait()
-        raw = bytes(self._ready_line)
+        raw = self._ready_line.received
         if not raw:
             return None
         if raw.startswith(b'{"error"'):
@@ -121,21 +120,14 @@ class ChildProcess:
             os.killpg(self._popen.pid, signal.SIGKILL)
 
     def _read_line(self) -> None:
-        if self._ready_line_done.is_set():
-            return
-        try:
-            part = os.read(self._ready_fd, READY_BYTES_MAX)
-        except BlockingIOError:
-            return
-        self._ready_line += part
-        if not part or b"\n" in part or len(self._ready_line) > READY_BYTES_MAX:
+        if not self._ready_line_done.is_set() and self._ready_line.read():
             self._end_line()
 
     def _end_line(self) -> None:
         if not self._ready_line_done.is_set():
             self._ready_line_done.set()
-            self._loop.remove_reader(self._ready_fd)
-            os.close(self._ready_fd)
+            self._loop.remove_reader(self._ready_line.fd)
+            self._ready_line.close()
 
 
 class ProcessLauncher:
