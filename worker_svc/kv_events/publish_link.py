@@ -20,17 +20,20 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
-from typing import Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
 import structlog
 
-from common.errors import MeshError
+from common.errors import MeshError, Unavailable
 from common.kv.events import Partition, SnapshotChunk, SourcePosition
 from common.kv.load import LOAD_HEARTBEAT_S, Load
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from common.rpc.stream import open_stream
 from common.runtime.tasks import TaskGroup
+from common.streams.backoff import Backoff
+from common.streams.peer import keep_connected
+from common.streams.writer import FrameWriter
 from common.wire.kv import (
     batch_to_proto,
     partition_to_proto,
@@ -48,7 +51,7 @@ RESUME_TIMEOUT_S = 2.0
 STREAM_END_TIMEOUT_S = 1.0
 # Limit of unacknowledged batches per rank.
 UNACKED_BATCHES_MAX = 512
-# Backoff before reconnecting to an indexer or the registry; jittered by half.
+# Backoff before reconnecting to an indexer; jittered by half.
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 5.0
 
@@ -73,6 +76,8 @@ class PublishCall(Protocol):
 
 # Opens a Publish call to an indexer; leaving the context ends it.
 OpenCall: TypeAlias = Callable[[Instance], AbstractAsyncContextManager[PublishCall]]
+# One of each rank.
+Frames: TypeAlias = Sequence[indexer_pb2.PublishRequest]
 
 
 def grpc_call_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenCall:
@@ -121,16 +126,11 @@ class _Cursor:
     chunks: deque[SnapshotChunk] = field(default_factory=deque)
 
 
-class _StreamEnded(Exception):
-    """The stream ended without an error."""
-
-
 class Link:
     """Publishes to one indexer.
 
     on_shrink: called with the blocks that the indexer requests to withdraw, and `acked`.
     acked: (epoch, sequence) by rank, as acknowledged on this stream.
-    has_response: whether the indexer has sent a response on this stream.
     """
 
     def __init__(
@@ -141,17 +141,18 @@ class Link:
     ) -> None:
         self.indexer = indexer
         self.acked: dict[int, tuple[int, int]] = {}
-        self.has_response = False
         self._publication = publication
         self._on_shrink = on_shrink
         self._cursors: dict[int, _Cursor] = {}
         self._loads: Sequence[Load] = ()
         self._reported_loads: Sequence[Load] = ()
         self._reported_at = 0.0
-        self._wakeup = asyncio.Event()
+        self._backoff = Backoff(BACKOFF_FIRST_S, BACKOFF_MAX_S, publication.rng)
+        # Of the present stream, or of the last one.
+        self._writer = FrameWriter(self._next_frames)
 
     def wake(self) -> None:
-        self._wakeup.set()
+        self._writer.wake()
 
     def report(self, loads: Sequence[Load]) -> None:
         """Sends the load, in place of an unsent one, if it changed or LOAD_HEARTBEAT_S passed."""
@@ -159,61 +160,46 @@ class Link:
         if loads != self._reported_loads or now - self._reported_at >= LOAD_HEARTBEAT_S:
             self._loads = self._reported_loads = loads
             self._reported_at = now
-            self._wakeup.set()
+            self._writer.wake()
 
     async def run(self) -> None:
         """Keeps a stream open until cancelled."""
-        backoff_s = BACKOFF_FIRST_S
-        while True:
-            reason = "the indexer ended the stream"
-            try:
-                if await self._run_stream():
-                    reason = "restart with a new hello"
-            except MeshError as error:
-                reason = error.message
-            except Exception as error:
-                log.exception("publish_failed", indexer=self.indexer.id)
-                reason = repr(error)
-            if self.has_response:
-                backoff_s = BACKOFF_FIRST_S
-            log.warning(
-                "publish_stream_lost", indexer=self.indexer.id, reason=reason, backoff_s=backoff_s
-            )
-            self.has_response = False
-            await asyncio.sleep(jittered(backoff_s, self._publication.rng))
-            backoff_s = min(BACKOFF_MAX_S, 2 * backoff_s)
+        await keep_connected(self._run_stream, self._backoff, self._on_lost)
 
-    async def _run_stream(self) -> bool:
-        """Runs one stream. Returns whether it ended in order to restart. Raises MeshError."""
+    def _on_lost(self, error: Exception, pause_s: float) -> None:
+        reason = error.message if isinstance(error, MeshError) else repr(error)
+        if not isinstance(error, MeshError):
+            log.exception("publish_failed", indexer=self.indexer.id)
+        log.warning(
+            "publish_stream_lost",
+            indexer=self.indexer.id,
+            reason=reason,
+            backoff_s=round(pause_s, 3),
+        )
+
+    async def _run_stream(self) -> NoReturn:
+        """Runs one stream. Raises the error that ended it, or Unavailable if none did."""
         async with self._publication.open_call(self.indexer) as call:
             self._publication.counters["streams"] += 1
-            return await self._exchange_frames(call)
+            await self._exchange_frames(call)
 
-    async def _exchange_frames(self, call: PublishCall) -> bool:
-        loop = asyncio.get_running_loop()
-        is_restart = False
+    async def _exchange_frames(self, call: PublishCall) -> NoReturn:
+        async def write(frames: Frames) -> None:
+            for frame in frames:
+                await call.write(frame)
+
         hello = self._build_hello()
-        resume_timer = loop.call_later(RESUME_TIMEOUT_S, self._resume_all)
+        self._writer = writer = FrameWriter(self._next_frames)
+        resume_timer = asyncio.get_running_loop().call_later(RESUME_TIMEOUT_S, self._resume_all)
         try:
             async with TaskGroup() as tasks:
-                reader = tasks.create_task(self._read_responses(call))
-                try:
-                    await self._write_frames(call, hello)
-                    is_restart = True
-                    # Half-close first: streams of one worker must not overlap at the indexer.
-                    await call.done_writing()
-                    await asyncio.wait([reader], timeout=STREAM_END_TIMEOUT_S)
-                except MeshError:
-                    if not call.done():
-                        raise
-                raise _StreamEnded
-        except _StreamEnded:
-            # The task group prefers other exceptions, but the reader's MeshError is the cause.
-            if reader.done() and not reader.cancelled():
-                error = reader.exception()
-                if isinstance(error, MeshError):
-                    raise error from None
-            return is_restart
+                reader = tasks.create_task(self._read_responses(call, writer))
+                await call.write(hello)
+                await writer.run(write)
+                # Half-close first: streams of one worker must not overlap at the indexer.
+                await call.done_writing()
+                await asyncio.wait([reader], timeout=STREAM_END_TIMEOUT_S)
+                raise Unavailable("restart with a new hello")
         finally:
             resume_timer.cancel()
 
@@ -222,7 +208,6 @@ class Link:
         publication = self._publication
         states: list[SourcePosition] = [feed.event_log.state for feed in publication.feeds.values()]
         self.acked = {}
-        self.has_response = False
         self._reported_loads = ()  # Of this stream.
         # A rank at sequence 0 has no batch that an indexer could miss.
         self._cursors = {
@@ -242,20 +227,9 @@ class Link:
     def _resume_all(self) -> None:
         for cursor in self._cursors.values():
             cursor.is_resumed = True
-        self._wakeup.set()
+        self._writer.wake()
 
     # Writer.
-
-    async def _write_frames(self, call: PublishCall, hello: indexer_pb2.PublishRequest) -> None:
-        """Sends frames. Returns when a new hello is needed."""
-        await call.write(hello)
-        while not self._needs_new_hello():
-            frames = self._next_frames()
-            for frame in frames:
-                await call.write(frame)
-            if not frames:
-                await self._wakeup.wait()
-            self._wakeup.clear()
 
     def _needs_new_hello(self) -> bool:
         """Whether the degraded flag of a rank changed, which only a hello carries."""
@@ -264,8 +238,14 @@ class Link:
             for rank, feed in self._publication.feeds.items()
         )
 
-    def _next_frames(self) -> list[indexer_pb2.PublishRequest]:
-        """Returns the next frames: one snapshot chunk or batch of each rank, load in the first."""
+    def _next_frames(self) -> Frames | None:
+        """Returns the next frames: one snapshot chunk or batch of each rank, load in the first.
+
+        Returns None if there are none, and closes the writer when a new hello is needed.
+        """
+        if self._needs_new_hello():
+            self._writer.close()
+            return None
         feeds = self._publication.feeds
         found = [self._next_frame(feeds[rank], cursor) for rank, cursor in self._cursors.items()]
         frames = [frame for frame in found if frame is not None]
@@ -274,7 +254,7 @@ class Link:
                 frames.append(indexer_pb2.PublishRequest())
             frames[0].loads.extend(map(load_to_proto, self._loads))
             self._loads = ()
-        return frames
+        return frames or None
 
     def _next_frame(self, feed: SourceFeed, cursor: _Cursor) -> indexer_pb2.PublishRequest | None:
         event_log = feed.event_log
@@ -309,21 +289,21 @@ class Link:
 
     # Reader.
 
-    async def _read_responses(self, call: PublishCall) -> None:
+    async def _read_responses(self, call: PublishCall, writer: FrameWriter[Frames]) -> None:
         """Handles responses until the indexer ends the stream."""
         async for response in call:
             self._handle_response(response)
-        raise _StreamEnded
+        writer.close(Unavailable("the indexer ended the stream"))
 
     def _handle_response(self, response: indexer_pb2.PublishResponse) -> None:
-        self.has_response = True
+        self._backoff.reset()
         for message in response.acked:
             self._on_ack(source_state_from_proto(message, "acked"))
         for resend in response.resends:
             self._on_resend(resend)
         if response.shrink_blocks:
             self._on_shrink(response.shrink_blocks, self.acked)
-        self._wakeup.set()
+        self._writer.wake()
 
     def _on_ack(self, state: SourcePosition) -> None:
         rank = state.source.dp_rank
@@ -358,11 +338,6 @@ class Link:
         cursor.resumed_at = cursor.sequence
         if not feed.event_log.has_batches_from(cursor.sequence + 1):
             self._begin_snapshot(feed, cursor)
-
-
-def jittered(backoff_s: float, rng: Random) -> float:
-    """Returns 0.5 to 1.5 times the backoff, so that a fleet does not reconnect at once."""
-    return backoff_s * (0.5 + rng.random())
 
 
 def log_position(feed: SourceFeed) -> tuple[int, int]:

@@ -17,19 +17,16 @@ import structlog
 from common.kv.events import Partition
 from common.kv.load import Load
 from common.registry.instances import Snapshot
-from common.registry.registry import Registry
+from common.registry.registry import Registry, follow
 from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
 from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.external_events import ExternalEvent, PagesCleared, split_event
 from worker_svc.kv_events.publish_link import (
-    BACKOFF_FIRST_S,
-    BACKOFF_MAX_S,
     Link,
     OpenCall,
     Publication,
     grpc_call_opener,
-    jittered,
     log_position,
 )
 
@@ -173,19 +170,13 @@ class Publisher:
         async with TaskGroup() as tasks:
             tasks.create_task(self._report_loads(), name="kv load reports")
             tasks.create_task(self._regrow(), name="kv regrowth")
-            backoff_s = BACKOFF_FIRST_S
-            while True:
-                try:
-                    async with self._registry.watch(self._namespace) as watch:
-                        self._update_links(watch.current, tasks)
-                        backoff_s = BACKOFF_FIRST_S
-                        while True:
-                            self._update_links(await watch.next(), tasks)
-                except Exception as error:
-                    # If the registry fails, publishing to the present indexers continues.
-                    log.warning("indexer_watch_failed", error=repr(error), backoff_s=backoff_s)
-                await asyncio.sleep(jittered(backoff_s, self._rng))
-                backoff_s = min(BACKOFF_MAX_S, 2 * backoff_s)
+            # If the registry fails, publishing to the present indexers continues.
+            await follow(
+                self._registry,
+                self._namespace,
+                lambda snapshot, _: self._update_links(snapshot, tasks),
+                self._rng,
+            )
 
     def shrink(self, blocks: int, acked: Mapping[int, tuple[int, int]]) -> None:
         """Starts to withdraw `blocks` blocks, spread over the ranks in proportion.
@@ -311,10 +302,7 @@ class Publisher:
         self._resize()
 
     def _update_links(self, snapshot: Snapshot, tasks: TaskGroup) -> None:
-        # Revision 0 is the state before the first read, so it removes no indexer.
-        if snapshot.revision == 0 and self._links:
-            return
-        indexers = {one.id: one for one in snapshot.of("indexer")}
+        indexers = {instance.id: instance for instance in snapshot.of("indexer")}
         for key, (link, task) in list(self._links.items()):
             if key not in indexers or indexers[key].address != link.indexer.address:
                 task.cancel()
