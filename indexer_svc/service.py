@@ -1,14 +1,14 @@
 """IndexerService over grpc.aio.
 
-Every long stream has one writer, which sends everything queued since its last write as one frame: a
-slow connection gets larger frames.
+Every long stream has a FrameWriter: a slow connection gets larger frames.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -19,7 +19,7 @@ from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloa
 from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourcePosition
 from common.kv.source_entry import EXACT
 from common.rpc import channel as rpc
-from common.runtime.tasks import TaskGroup
+from common.streams.writer import FrameWriter
 from common.wire.kv import (
     batch_from_proto,
     batch_to_proto,
@@ -80,17 +80,26 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         self._security = security
         self._subscriber_bytes = subscriber_bytes
         self._clock = clock
-        self._answers: set[MatchOutbox] = set()
+        # Of the long streams.
+        self._writers: set[FrameWriter[Any]] = set()
         self._is_ending = False
 
     def end_streams(self) -> None:
-        """Close every long stream, so that peers switch to another indexer."""
+        """Closes every long stream, so that peers switch to another indexer."""
         self._is_ending = True
-        for outbox in self._ingest.publishers.values():
-            outbox.close()
-        for answers in self._answers:
-            answers.close()
+        for writer in self._writers:
+            writer.close()
         self._ingest.wake()
+
+    @contextmanager
+    def _ended_with_service(self, writer: FrameWriter[Any]) -> Iterator[None]:
+        self._writers.add(writer)
+        if self._is_ending:
+            writer.close()
+        try:
+            yield
+        finally:
+            self._writers.discard(writer)
 
     # Publish.
 
@@ -98,14 +107,10 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
     async def Publish(  # type: ignore[override]
         self, request_iterator: AsyncIterator[indexer_pb2.PublishRequest], context: Context
     ) -> None:
-        outbox = PublisherOutbox(self._clock)
-        async with TaskGroup() as tasks:
-            reader = tasks.create_task(self._read_publisher(request_iterator, outbox))
-            while (frame := await outbox.next_frame()) is not None:
-                await context.write(frame)
-            reader.cancel()
-        if outbox.failure is not None:
-            raise outbox.failure
+        outbox = PublisherOutbox()
+        with self._ended_with_service(outbox.writer):
+            reading = self._read_publisher(request_iterator, outbox)
+            await outbox.writer.serve(reading, context.write)
 
     async def _read_publisher(
         self, frames: AsyncIterator[indexer_pb2.PublishRequest], outbox: PublisherOutbox
@@ -131,16 +136,15 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
                 del publishers[hello.worker_id]
                 self._ingest.publisher_lost(hello.worker_id)
             outbox.discard_all()
-            outbox.close(failure)
+            outbox.writer.close(failure)
 
     async def _open(self, hello: _Hello, outbox: PublisherOutbox) -> None:
         feed, publishers = self._ingest.feed, self._ingest.publishers
         older = publishers.get(hello.worker_id)
         publishers[hello.worker_id] = outbox
         if older is not None:
-            older.close(Conflict("replaced by a newer stream of this worker", reason="REPLACED"))
-        if self._is_ending:
-            outbox.close()
+            text = "replaced by a newer stream of this worker"
+            older.writer.close(Conflict(text, reason="REPLACED"))
         async with self._ingest.exclusive():
             listed = {state.source for state in hello.states}
             for source in feed.sources_of(hello.worker_id):
@@ -243,19 +247,9 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         self, request_iterator: AsyncIterator[indexer_pb2.MatchStreamRequest], context: Context
     ) -> None:
         answers = MatchOutbox()
-        self._answers.add(answers)
-        if self._is_ending:
-            answers.close()
-        try:
-            async with TaskGroup() as tasks:
-                reader = tasks.create_task(self._read_questions(request_iterator, answers))
-                while (frame := await answers.next_frame()) is not None:
-                    await context.write(frame)
-                reader.cancel()
-        finally:
-            self._answers.discard(answers)
-        if answers.failure is not None:
-            raise answers.failure
+        with self._ended_with_service(answers.writer):
+            reading = self._read_questions(request_iterator, answers)
+            await answers.writer.serve(reading, context.write)
 
     async def _read_questions(
         self, frames: AsyncIterator[indexer_pb2.MatchStreamRequest], answers: MatchOutbox
@@ -270,7 +264,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         except MeshError as error:
             failure = error
         finally:
-            answers.close(failure)
+            answers.writer.close(failure)
 
     def _answer(self, question: indexer_pb2.MatchQuestion) -> indexer_pb2.MatchAnswer:
         response = self._match(question.request, "questions.request.")
