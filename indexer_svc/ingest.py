@@ -25,7 +25,7 @@ from common.kv.index_feed import (
 from common.kv.load import Load
 from indexer_svc.core.budget import Budget
 from indexer_svc.core.history import BatchHistory
-from indexer_svc.core.subscriber import Subscriber
+from indexer_svc.core.subscriber import Outbound, Subscriber
 from indexer_svc.fleet_watch import FleetWatch
 from indexer_svc.outbox import PublisherOutbox
 
@@ -58,7 +58,10 @@ class Ingest:
         self.loads: dict[Source, tuple[Partition, Load]] = {}
         self._load_wakeup: asyncio.TimerHandle | None = None
         self.publishers: dict[int, PublisherOutbox] = {}
-        self.subscribers: dict[Subscriber, asyncio.Event] = {}
+        # With what wakes the writer of their stream.
+        self.subscribers: dict[Subscriber, Callable[[], None]] = {}
+        # Whether a subscriber waits for the end of the present change.
+        self._is_take_due = False
         self.first_published = asyncio.Event()
         self.slow_slices = 0
         self._clock = clock
@@ -105,8 +108,21 @@ class Ingest:
 
     def wake(self) -> None:
         self._load_wakeup = None
-        for event in self.subscribers.values():
-            event.set()
+        for wake_writer in self.subscribers.values():
+            wake_writer()
+
+    def take(self, subscriber: Subscriber) -> list[Outbound]:
+        """Returns what is next for a subscriber.
+
+        While a change is applied a snapshot cannot be read: nothing is next until its end, which
+        wakes the writers.
+        """
+        if not subscriber.has_more:
+            return []
+        if self._lock.locked():
+            self._is_take_due = True
+            return []
+        return subscriber.take()
 
     def report_load(self, source: Source, partition: Partition, load: Load) -> None:
         self.loads[source] = partition, load
@@ -156,7 +172,8 @@ class Ingest:
                 case ResendRequest():
                     if (publisher := self.publishers.get(event.source.worker_id)) is not None:
                         publisher.resend(event)
-        if feed_events:
+        if feed_events or self._is_take_due:
+            self._is_take_due = False
             self.wake()
 
     def _dispatch_status_change(self, event: StatusChanged) -> None:

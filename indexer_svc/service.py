@@ -5,10 +5,10 @@ Every long stream has a FrameWriter: a slow connection gets larger frames.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -89,7 +89,6 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         self._is_ending = True
         for writer in self._writers:
             writer.close()
-        self._ingest.wake()
 
     @contextmanager
     def _ended_with_service(self, writer: FrameWriter[Any]) -> Iterator[None]:
@@ -195,29 +194,31 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         partition = None
         if request.HasField("partition"):
             partition = partition_from_proto(request.partition)
-        wake_event = asyncio.Event()
         async with self._ingest.exclusive():
             subscriber = self._create_subscriber(resume, partition, loads_only=request.loads_only)
-            self._ingest.subscribers[subscriber] = wake_event
+            writer = FrameWriter(partial(self._next_updates, subscriber))
+            self._ingest.subscribers[subscriber] = writer.wake
         try:
-            while not self._is_ending:
-                if subscriber.is_overflowed:
-                    self._metrics.subscribers_cut.inc()
-                    text = "the subscriber reads too slowly; resume"
-                    raise Overloaded(0.1, text, reason="SUBSCRIBER_CUT")
-                if not subscriber.has_more:
-                    wake_event.clear()
-                    await wake_event.wait()
-                    continue
-                # A snapshot must not be read while a batch is being applied.
-                async with self._ingest.exclusive():
-                    outbound = subscriber.take()
-                if outbound:
-                    first, *more = map(_update_to_proto, outbound)
-                    first.more.extend(more)
-                    await context.write(first)
+            with self._ended_with_service(writer):
+                await writer.run(context.write)
         finally:
             del self._ingest.subscribers[subscriber]
+
+    def _next_updates(self, subscriber: Subscriber) -> indexer_pb2.SubscribeResponse | None:
+        """Returns what is next for a subscriber as one frame. Raises Overloaded if it is cut."""
+        if self._is_ending:
+            return None
+        outbound = self._ingest.take(subscriber)
+        if subscriber.is_overflowed:
+            self._metrics.subscribers_cut.inc()
+            raise Overloaded(
+                0.1, "the subscriber reads too slowly; resume", reason="SUBSCRIBER_CUT"
+            )
+        if not outbound:
+            return None
+        first, *more = map(_update_to_proto, outbound)
+        first.more.extend(more)
+        return first
 
     def _create_subscriber(
         self, resume: Sequence[SourcePosition], partition: Partition | None, *, loads_only: bool

@@ -22,6 +22,7 @@ from common.kv.events import (
 from common.kv.index_feed import IndexFeed
 from common.registry.registry import MemoryRegistry, MemoryStore
 from indexer_svc.core.budget import SHRINK_GRACE_S, Budget
+from indexer_svc.core.subscriber import CaughtUp, Subscriber
 from indexer_svc.fleet_watch import FleetWatch
 from indexer_svc.ingest import SLICE_S, Ingest
 
@@ -67,6 +68,23 @@ async def test_a_cancelled_change_releases_the_lock() -> None:
     await ingest.run(busy(1, log, "b"))
     assert log[-1] == "b"
     assert len(log) < 1000
+
+
+async def test_a_subscriber_takes_nothing_during_a_change_and_is_woken_at_its_end() -> None:
+    ingest = Ingest(IndexFeed(), Budget(0), time.monotonic)
+    subscriber = Subscriber(
+        ingest.feed, ingest.histories, [], None, 1000, is_absent=lambda worker_id: False
+    )
+    woken: list[str] = []
+    ingest.subscribers[subscriber] = lambda: woken.append("woken")
+    async with ingest.exclusive():
+        assert ingest.take(subscriber) == []
+        assert woken == []
+    assert woken == ["woken"]
+    assert ingest.take(subscriber) == [CaughtUp()]
+    async with ingest.exclusive():
+        assert ingest.take(subscriber) == []
+    assert woken == ["woken"], "nothing was left to take"
 
 
 class Bed:
