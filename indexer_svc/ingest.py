@@ -25,7 +25,7 @@ from common.kv.index_feed import (
 from common.kv.load import Load
 from indexer_svc.core.budget import Budget
 from indexer_svc.core.history import BatchHistory
-from indexer_svc.core.subscriber import Outbound, Subscriber
+from indexer_svc.core.subscriber import BatchUpdate, Outbound, Subscriber
 from indexer_svc.fleet_watch import FleetWatch
 from indexer_svc.outbox import PublisherOutbox
 
@@ -161,8 +161,9 @@ class Ingest:
             match event:
                 case BatchApplied(batch):
                     self.histories.setdefault(batch.source, BatchHistory()).add(batch)
+                    update = BatchUpdate(batch)
                     for subscriber in self.subscribers:
-                        subscriber.batch(batch)
+                        subscriber.batch(update)
                 case SourceReplaced(source):
                     self.histories.pop(source, None)
                     for subscriber in self.subscribers:

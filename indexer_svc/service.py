@@ -16,7 +16,7 @@ import grpc.aio
 import structlog
 
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
-from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourcePosition
+from common.kv.events import Partition, SnapshotChunk, Source, SourcePosition
 from common.kv.source_entry import EXACT
 from common.rpc import channel as rpc
 from common.streams.writer import FrameWriter
@@ -36,6 +36,7 @@ from common.wire.kv import (
 )
 from common.wire.load import load_from_proto, load_to_proto
 from indexer_svc.core.subscriber import (
+    BatchUpdate,
     CaughtUp,
     LoadUpdate,
     Outbound,
@@ -216,9 +217,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             )
         if not outbound:
             return None
-        first, *more = map(_update_to_proto, outbound)
-        first.more.extend(more)
-        return first
+        return _updates_to_proto(outbound)
 
     def _create_subscriber(
         self, resume: Sequence[SourcePosition], partition: Partition | None, *, loads_only: bool
@@ -391,13 +390,35 @@ def _require_own(source: Source, hello: _Hello, field: str) -> None:
         raise InvalidRequest(error, field)
 
 
+def _updates_to_proto(outbound: Sequence[Outbound]) -> indexer_pb2.SubscribeResponse:
+    """Returns the frame of these updates, which other streams may share: it must not be changed."""
+    messages = list(map(_update_to_proto, outbound))
+    if len(messages) == 1:
+        return messages[0]
+    frame = indexer_pb2.SubscribeResponse()
+    frame.CopyFrom(messages[0])
+    frame.more.extend(messages[1:])
+    return frame
+
+
+def _batch_update_to_proto(update: BatchUpdate) -> indexer_pb2.SubscribeResponse:
+    """Returns the message of a batch, which is encoded once for all subscribers."""
+    if update.message is None:
+        batch = update.batch
+        update.message = indexer_pb2.SubscribeResponse(
+            source=source_to_proto(batch.source), batch=batch_to_proto(batch)
+        )
+    assert isinstance(update.message, indexer_pb2.SubscribeResponse), "encoded here"
+    return update.message
+
+
 def _update_to_proto(outbound: Outbound) -> indexer_pb2.SubscribeResponse:
+    if isinstance(outbound, BatchUpdate):
+        return _batch_update_to_proto(outbound)
     if isinstance(outbound, CaughtUp):
         return indexer_pb2.SubscribeResponse(caught_up=True)
     message = indexer_pb2.SubscribeResponse(source=source_to_proto(outbound.source))
     match outbound:
-        case EventBatch():
-            message.batch.CopyFrom(batch_to_proto(outbound))
         case SnapshotChunk():
             message.snapshot.CopyFrom(snapshot_chunk_to_proto(outbound))
         case StatusUpdate(_, partition, status, at):

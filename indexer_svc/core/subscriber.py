@@ -65,12 +65,22 @@ class LoadUpdate:
     load: Load
 
 
+@dataclass(slots=True, eq=False)
+class BatchUpdate:
+    """A batch: one object for all subscribers that receive it."""
+
+    batch: EventBatch
+
+    message: object = None
+    """Its message, which the stream of the first of them encodes for all; None before."""
+
+
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
     """Everything that existed at the start has been sent."""
 
 
-Outbound: TypeAlias = StatusUpdate | LoadUpdate | CaughtUp | EventBatch | SnapshotChunk
+Outbound: TypeAlias = StatusUpdate | LoadUpdate | CaughtUp | BatchUpdate | SnapshotChunk
 
 
 class Subscriber:
@@ -117,8 +127,9 @@ class Subscriber:
 
     # Changes of the index.
 
-    def batch(self, batch: EventBatch) -> None:
+    def batch(self, update: BatchUpdate) -> None:
         """Process a batch that was applied to the index."""
+        batch = update.batch
         source = batch.source
         at = (batch.epoch, batch.sequence)
         position = self._positions.get(source)
@@ -128,7 +139,7 @@ class Subscriber:
         begins_epoch = batch.sequence == 1 and batch.epoch > position[0]
         if begins_epoch or at == (position[0], position[1] + 1):
             self._positions[source] = at
-            self._put(batch)
+            self._put(update)
 
     def source_replaced(self, source: Source) -> None:
         """Process a change of a source's set other than by batches."""
@@ -255,10 +266,11 @@ class Subscriber:
             return False
         # Batches over the limit would end this subscription now and after each resume; a snapshot
         # is read as it is sent. Half of the limit is for statuses and new batches.
-        if self._waiting_bytes + sum(map(_item_bytes, missing_batches)) > self._cap_bytes // 2:
+        missing_updates = [BatchUpdate(batch) for batch in missing_batches]
+        if self._waiting_bytes + sum(map(_item_bytes, missing_updates)) > self._cap_bytes // 2:
             return False
-        for batch in missing_batches:
-            self.batch(batch)
+        for update in missing_updates:
+            self.batch(update)
         return self._positions[source] == current
 
     def _take_snapshot_chunk(self, outbound: list[Outbound]) -> None:
@@ -303,6 +315,6 @@ def snapshot_chunks(
 
 
 def _item_bytes(item: Outbound) -> int:
-    if isinstance(item, EventBatch):
-        return ITEM_BYTES + sum(8 * len(event.hashes) + 16 for event in item.events)
+    if isinstance(item, BatchUpdate):
+        return ITEM_BYTES + sum(8 * len(event.hashes) + 16 for event in item.batch.events)
     return ITEM_BYTES

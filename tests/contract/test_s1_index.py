@@ -28,7 +28,7 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.runtime.config import ConfigError, read_config
 from indexer_svc.core.history import BatchHistory
-from indexer_svc.core.subscriber import LoadUpdate, StatusUpdate, Subscriber
+from indexer_svc.core.subscriber import BatchUpdate, LoadUpdate, StatusUpdate, Subscriber
 from router_svc.config import RouterConfig
 from router_svc.core.overlap import Index, IndexSettings, IndexStatus, NoIndex, Overlaps
 from router_svc.core.query import Query
@@ -304,7 +304,7 @@ class Indexer:
     def publish(self, batches: Iterable[EventBatch]) -> None:
         for batch in batches:
             run_all_steps(self.feed.apply(batch, 0.0))
-            self.subscriber.batch(batch)
+            self.subscriber.batch(BatchUpdate(batch))
 
     def drain(self) -> list[object]:
         updates: list[object] = []

@@ -22,9 +22,17 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import indexer_svc.app
 import indexer_svc.ingest
+import indexer_svc.service
 import indexer_svc.verify
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
-from common.kv.events import SNAPSHOT_CHUNK_BLOCKS, Hashes, Partition, Source, SourcePosition
+from common.kv.events import (
+    SNAPSHOT_CHUNK_BLOCKS,
+    EventBatch,
+    Hashes,
+    Partition,
+    Source,
+    SourcePosition,
+)
 from common.kv.index_feed import STALE_GRACE_S, IndexFeed, ResendRequest
 from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore
@@ -33,6 +41,7 @@ from common.rpc.status import mesh_error_from_rpc
 from common.service.health import HealthReporter
 from common.service.lifecycle import Lifecycle
 from common.wire.kv import (
+    batch_to_proto,
     message_parts,
     partition_to_proto,
     source_state_to_proto,
@@ -529,6 +538,39 @@ async def test_a_replica_receives_snapshots_then_live_batches_then_statuses() ->
             publisher._answer(publisher.resends[0])
             await until(lambda: replica.equals(publisher), "and its end")
             assert replica.snapshots == 1, "gap repair needs no snapshot"
+
+
+async def test_a_batch_is_encoded_once_for_all_subscribers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoded: list[int] = []
+
+    def count_encoding(batch: EventBatch) -> pb.EventBatch:
+        encoded.append(batch.sequence)
+        return batch_to_proto(batch)
+
+    monkeypatch.setattr(indexer_svc.service, "batch_to_proto", count_encoding)
+    replicas = [Replica() for _ in range(4)]
+    async with (
+        running() as mesh,
+        Publisher(7).connected(mesh) as publisher,
+        AsyncExitStack() as streams,
+    ):
+        publisher.store(1)
+        await mesh.exact(publisher.source)
+        for replica in replicas:
+            await streams.enter_async_context(following(replica, mesh))
+        await until(lambda: all(replica.is_caught_up for replica in replicas), "all follow")
+        encoded.clear()
+        for block in range(2, 10):
+            publisher.store(block)
+            await until(
+                lambda: all(replica.equals(publisher) for replica in replicas), "all received it"
+            )
+        for block in range(10, 50):
+            publisher.store(block)
+        await until(lambda: all(replica.equals(publisher) for replica in replicas), "all are equal")
+        assert encoded == list(range(2, publisher.sequence + 1))
 
 
 @pytest.mark.row("S1-16")

@@ -37,7 +37,7 @@ from common.errors import (
     Unavailable,
     WorkerLost,
 )
-from common.kv.events import EventBatch, Source
+from common.kv.events import Source
 from common.kv.index_feed import IndexFeed
 from common.request.preprocessed import FinishReason
 from common.request.token_stream import CREDIT_BYTES, FRAME_BYTES, LegRequest
@@ -45,6 +45,7 @@ from frontend_svc.request.placement_query import PlacementKey
 from frontend_svc.request.types import RequestOutcome, RoutingDecision
 from frontend_svc.routers.client import PING_INTERVAL_S
 from frontend_svc.routers.monitor import SILENCE_TIMEOUT_S, UNROUTED_AFTER_S
+from indexer_svc.core.subscriber import BatchUpdate
 from tests.sim.clients import DEADLINE_S, Client
 from tests.sim.fleet import Peer, SimFrontend, SimIndexer, SimRouter, SimWorker
 from worker_svc.engines.handoff import NO_BLOCKS
@@ -643,7 +644,7 @@ def _feed_problems(
 
 def size_bytes(message: object) -> int:
     """A lower bound of the bytes that a message to a subscriber takes."""
-    events = message.events if isinstance(message, EventBatch) else ()
+    events = message.batch.events if isinstance(message, BatchUpdate) else ()
     return sum(8 * len(event.hashes) for event in events)
 
 

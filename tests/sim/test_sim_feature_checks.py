@@ -21,6 +21,7 @@ from frontend_svc.request.placement_query import Query
 from frontend_svc.request.ports import ResponseSink
 from frontend_svc.request.types import RequestPlan
 from frontend_svc.workers.client import Submission
+from indexer_svc.core.subscriber import BatchUpdate
 from router_svc.core.admission import QueueSettings
 from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.eligibility import NO_LIMITS, BusyLimits
@@ -416,11 +417,11 @@ def test_a_mistake_with_a_feature_is_caught_by_its_rule(
 def test_the_rule_about_the_backlog_of_a_subscriber_can_fail() -> None:
     """A subscriber that is not cut has a larger backlog than allowed."""
     stored = KvEvent(EventKind.STORED, np.arange(100, dtype=np.uint64))
-    batch = EventBatch(Source(1), 1, 1, [stored])
+    update = BatchUpdate(EventBatch(Source(1), 1, 1, [stored]))
 
     async def policy(subscriber_bytes: int) -> set[str]:
         checks = Checks()
-        subscriber = SimpleNamespace(_waiting=[batch, batch])
+        subscriber = SimpleNamespace(_waiting=[update, update])
         ingest = SimpleNamespace(subscribers=[subscriber])
         indexer: Any = SimpleNamespace(
             ingest=ingest, subscriber_bytes=subscriber_bytes, process=SimpleNamespace(name="i")

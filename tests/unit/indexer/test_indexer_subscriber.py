@@ -30,7 +30,14 @@ from common.kv.index_feed import (
 )
 from common.kv.load import Load
 from indexer_svc.core.history import BatchHistory
-from indexer_svc.core.subscriber import CaughtUp, LoadUpdate, Outbound, StatusUpdate, Subscriber
+from indexer_svc.core.subscriber import (
+    BatchUpdate,
+    CaughtUp,
+    LoadUpdate,
+    Outbound,
+    StatusUpdate,
+    Subscriber,
+)
 
 PARTITION, OTHER = Partition("m", 16, 1), Partition("n", 16, 1)
 A, B, C = Source(1), Source(2), Source(3)
@@ -78,8 +85,9 @@ class Index:
             match news:
                 case BatchApplied(batch):
                     self.histories.setdefault(batch.source, BatchHistory()).add(batch)
+                    update = BatchUpdate(batch)
                     for subscriber in self.subscribers:
-                        subscriber.batch(batch)
+                        subscriber.batch(update)
                 case SourceReplaced(source):
                     self.histories.pop(source, None)
                     for subscriber in self.subscribers:
@@ -94,8 +102,8 @@ def give(copy: IndexFeed, updates: Iterable[Outbound]) -> None:
         match one:
             case StatusUpdate(source, partition, status, at):
                 copy.apply_status(partition, source, status, 0.0, at)
-            case EventBatch():
-                run_all_steps(copy.apply(one, 0.0))
+            case BatchUpdate(batch):
+                run_all_steps(copy.apply(batch, 0.0))
             case SnapshotChunk():
                 run_all_steps(copy.load(one, 0.0))
             case _:
@@ -162,7 +170,7 @@ def test_at_most_two_snapshots_are_read_at_once_and_live_batches_go_first() -> N
     subscriber.take()
     index.store(A, 10**6)
     second = subscriber.take()
-    assert isinstance(second[0], EventBatch)
+    assert isinstance(second[0], BatchUpdate)
     order = [chunk.source for chunk in chunks([*second, *everything(subscriber)])]
     assert order.index(C) > max(len(order) - 1 - order[::-1].index(B) - 3, 2)
     assert order[:4] == [B, A, B, A]
@@ -182,7 +190,7 @@ def test_a_subscriber_a_little_behind_receives_the_batches_in_between() -> None:
     index.store(A, 2)
     index.store(A, 4)
     updates = everything(index.subscribe(behind))
-    assert [type(one) for one in updates] == [EventBatch, EventBatch, StatusUpdate, CaughtUp]
+    assert [type(one) for one in updates] == [BatchUpdate, BatchUpdate, StatusUpdate, CaughtUp]
 
 
 def test_the_first_status_of_a_source_precedes_its_live_batches() -> None:
@@ -231,7 +239,7 @@ def test_a_subscriber_ahead_of_the_index_waits_for_it() -> None:
     index.store(A, 2)
     assert everything(subscriber) == []
     index.store(A, 4)
-    assert [type(one) for one in everything(subscriber)] == [EventBatch]
+    assert [type(one) for one in everything(subscriber)] == [BatchUpdate]
 
 
 def test_a_gapped_source_is_sent_only_after_its_repair() -> None:
