@@ -56,7 +56,6 @@ class RouterApp(ServiceApp[RouterConfig]):
         load_tracker = LoadTracker(expiry_s=config.active_request_expiry_s)
         index_settings = config.index_settings
         self.index = IndexReplica(
-            lambda: self.router.fleet.indexers,
             self._report_load,
             subscribe=grpc_subscriptions(self._security),
             loads_only=not index_settings.follows_events,
@@ -110,7 +109,8 @@ class RouterApp(ServiceApp[RouterConfig]):
             self._meta[PREFILL_BYPASS_META_KEY] = config.bypass_policy
         self._add_service(router_pb2_grpc.add_RouterServiceServicer_to_server, self._service)
         self._serve_metrics(self.metrics.registry)
-        watch = FleetWatch(self._registry, config.namespace, self.router, self._clock)
+        followers = [self.index.on_snapshot]
+        watch = FleetWatch(self._registry, config.namespace, self.router, self._clock, followers)
         if not self.router.overlaps.settings.follows_events:
             credit = config.overlap_score_credit
             LOG.info(

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, closing
 from random import Random
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import structlog
 
@@ -23,12 +23,15 @@ from common.errors import MeshError, Unavailable
 from common.kv.events import Partition, Source, SourceStatus
 from common.kv.hashing import hashes_from_bytes
 from common.kv.index_feed import IndexFeed, ResendRequest
-from common.kv.load import LOAD_MAX_AGE_S, Load
+from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
-from common.registry.instances import Instance
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.rpc import channel as rpc
 from common.rpc.stream import open_stream
 from common.runtime.tasks import TaskGroup
+from common.streams.backoff import Backoff
+from common.streams.peer import SilenceWatch, keep_connected
+from common.streams.silence import SUBSCRIBE
 from common.wire.kv import (
     batch_from_proto,
     message_parts,
@@ -48,8 +51,6 @@ LOG = structlog.get_logger(__name__)
 
 # Delay before reconnecting, with jitter, so that routers do not all dial a new indexer at once.
 REDIAL_S = 0.3
-# Workers report an unchanged load each LOAD_HEARTBEAT_S, so that a silent indexer has failed.
-SILENCE_TIMEOUT_S = LOAD_MAX_AGE_S
 TICK_S = 0.25
 # Time of applying after which decisions run.
 SLICE_S = 0.001
@@ -76,14 +77,10 @@ Subscribe = Callable[
 
 
 class IndexReplica:
-    """The replica, and the task that maintains it (`run`). indexers: those in discovery now.
-    report: receives loads. loads_only: no KV events. clock: seconds, the clock of decisions;
-    stopwatch: seconds, measures slices.
-    """
+    """The replica, and the task that maintains it (`run`)."""
 
     def __init__(
         self,
-        indexers: Callable[[], Sequence[Instance]],
         report: ReportLoad,
         *,
         subscribe: Subscribe | None = None,
@@ -93,7 +90,17 @@ class IndexReplica:
         clock: Callable[[], float] = time.monotonic,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._indexers = indexers
+        """Creates an empty replica, which follows the indexers of `on_snapshot`.
+
+        report: receives loads.
+        loads_only: whether no KV events are subscribed to.
+        clock: seconds, the clock of decisions.
+        stopwatch: seconds, measures slices.
+        """
+        self._indexers: Sequence[Instance] = ()
+        self._has_indexers = asyncio.Event()
+        # The one that is followed, or was followed last.
+        self._followed_id: int | None = None
         self._report_load = report
         self._subscribe = subscribe or grpc_subscriptions()
         self._loads_only = loads_only
@@ -102,7 +109,8 @@ class IndexReplica:
         self._stopwatch = stopwatch
         self._partitions: dict[tuple[str, int, int], tuple[Partition, ...]] = {}
         self._last_received_at: dict[Source, float] = {}
-        self._last_message_at = 0.0
+        self._silence = SilenceWatch(SUBSCRIBE.limit_s, "message", clock=clock)
+        self._has_subscribed = False
         # While an update is being applied, no other code may change its source.
         self._is_applying = False
         self._is_tick_due = False
@@ -128,7 +136,7 @@ class IndexReplica:
         source = Source(*placement)
         received_at = self._last_received_at.get(source)
         if received_at is None or source not in self.feed:
-            reason = "not in the index" if self._last_message_at else "no indexer was reached yet"
+            reason = "not in the index" if self._has_subscribed else "no indexer was reached yet"
             return IndexStatus("none", reason)
         state, reason = self.feed.status(source)
         if state == "stale" and not self.feed.is_matchable(source):
@@ -137,45 +145,61 @@ class IndexReplica:
 
     # Following.
 
+    def on_snapshot(self, snapshot: Snapshot, _: SnapshotDiff) -> None:
+        """Sets the indexers of which one is followed."""
+        self._indexers = snapshot.of("indexer")
+        if self._indexers:
+            self._has_indexers.set()
+        else:
+            self._has_indexers.clear()
+
     async def run(self) -> None:
-        """Follow indexers; ends only by cancellation."""
+        """Follows indexers; ends only by cancellation."""
         async with TaskGroup() as tasks:
             tasks.create_task(self._run_maintenance())
-            last: int | None = None
-            while True:
-                if indexers := self._indexers():
-                    # Not the one that was just lost, if there is another.
-                    indexer = self._rng.choice([i for i in indexers if i.id != last] or indexers)
-                    last = indexer.id
-                    await self._follow_indexer(indexer)
-                await asyncio.sleep(REDIAL_S * (0.5 + self._rng.random()))
+            backoff = Backoff(REDIAL_S, REDIAL_S, self._rng)
+            await keep_connected(self._connect, backoff, self._on_lost)
+
+    async def _connect(self) -> bool:
+        """Follows an indexer until an error. Returns False once there is one, if there was none."""
+        if self._indexers:
+            # Not the one that was just lost, if there is another.
+            others = [indexer for indexer in self._indexers if indexer.id != self._followed_id]
+            await self._follow_indexer(self._rng.choice(others or self._indexers))
+        await self._has_indexers.wait()
+        return False
 
     async def _follow_indexer(self, indexer: Instance) -> None:
+        """Applies the updates of an indexer; always raises MeshError."""
+        self._followed_id = indexer.id
         resume = [source_state_to_proto(state) for state in self.feed.positions()]
         request = indexer_pb2.SubscribeRequest(resume=resume, loads_only=self._loads_only)
-        reason = "indexer lost"
         try:
             async with self._subscribe(indexer, request) as subscription, TaskGroup() as tasks:
-                self._last_message_at = self._clock()
-                tasks.create_task(self._end_when_silent())
+                self._has_subscribed = True
+                self._silence.restart()
+                tasks.create_task(self._silence.run(self._expects_messages))
                 await self._read(subscription, indexer)
-        except MeshError as error:
-            reason = f"{reason}: {error}"
-            LOG.warning("indexer_lost", indexer_id=indexer.id, reason=str(error))
-        except Exception:
-            # Decisions continue with the present index until it is stale.
-            LOG.exception("indexer_subscription_failed", indexer_id=indexer.id)
         finally:
             self.indexer_id, self.is_caught_up = None, False
-            now = self._clock()
-            for source in self.feed.sources():
-                self.feed.mark_disconnected(source, now, reason)
-                self._report_load(*source, None, now)
 
-    async def _read(self, subscription: Subscription, indexer: Instance) -> None:
+    def _on_lost(self, error: Exception, _: float) -> None:
+        """Marks all sources as disconnected: decisions use the present index until it is stale."""
+        reason = "indexer lost"
+        if isinstance(error, MeshError):
+            reason = f"{reason}: {error}"
+            LOG.warning("indexer_lost", indexer_id=self._followed_id, reason=str(error))
+        else:
+            LOG.exception("indexer_subscription_failed", indexer_id=self._followed_id)
+        now = self._clock()
+        for source in self.feed.sources():
+            self.feed.mark_disconnected(source, now, reason)
+            self._report_load(*source, None, now)
+
+    async def _read(self, subscription: Subscription, indexer: Instance) -> NoReturn:
         """Apply messages until the stream ends or is unusable; always raises MeshError."""
         while (message := await subscription.read()) is not None:
-            self._last_message_at = self._clock()
+            self._silence.restart()
             if self.indexer_id is None:
                 self.indexer_id = indexer.id
                 LOG.info("indexer_followed", indexer_id=indexer.id)
@@ -251,13 +275,6 @@ class IndexReplica:
         if self._stopwatch() - self._slice_began >= SLICE_S:
             await asyncio.sleep(0)
             self._slice_began = self._stopwatch()
-
-    async def _end_when_silent(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            silent_s = self._clock() - self._last_message_at
-            if silent_s > SILENCE_TIMEOUT_S and self._expects_messages():
-                raise Unavailable(f"no message for {SILENCE_TIMEOUT_S:g} s")
 
     def _expects_messages(self) -> bool:
         """Whether the rest of the initial state, or load reports of live workers are due."""

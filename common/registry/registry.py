@@ -38,6 +38,10 @@ WATCH_RETRY_DELAY_S = 0.1
 WATCH_RETRY_DELAY_MAX_S = 5.0
 
 
+# Receives a snapshot, and what changed since the one before.
+OnSnapshot = Callable[[Snapshot, SnapshotDiff], None]
+
+
 class Lease(Protocol):
     """A registration. It ends with `close`, with its Registry, or with the process."""
 
@@ -126,7 +130,7 @@ class Registry(Protocol):
 async def follow(
     registry: Registry,
     namespace: str,
-    on_snapshot: Callable[[Snapshot, SnapshotDiff], None],
+    on_snapshot: OnSnapshot,
     rng: Random | None = None,
 ) -> NoReturn:
     """Calls `on_snapshot` with every snapshot of `namespace`, until cancelled.
@@ -134,7 +138,7 @@ async def follow(
     If the registry fails, the watch is opened again after a back-off. Snapshots of revision 0, for
     which the store was not read, are skipped.
 
-    on_snapshot: also receives what changed since the snapshot of its call before.
+    on_snapshot: its first difference is that from a mesh without members.
     rng: of the back-off; None: a new one.
     """
     backoff = Backoff(WATCH_RETRY_DELAY_S, WATCH_RETRY_DELAY_MAX_S, rng or Random())

@@ -100,10 +100,6 @@ class Fleet:
         return instance_id in self._snapshot.instances
 
     @property
-    def indexers(self) -> tuple[Instance, ...]:
-        return self._snapshot.of("indexer")
-
-    @property
     def routers(self) -> tuple[Instance, ...]:
         """The routers in discovery, including this one once it is registered."""
         return self._snapshot.of("router")

@@ -106,7 +106,7 @@ EXPECTED_COROUTINES = frozenset(
         "PeerSync._keep_outbound_stream",
         "_InboundStream.read",
         "_InboundStream.end_when_silent",
-        "IndexReplica._end_when_silent",
+        "SilenceWatch.run",
         "IndexerService._read_publisher",
         "Event.wait",  # of an outbox, which waits with a timeout
     }

@@ -773,7 +773,6 @@ class SimRouter:
         if kv is not None:
             self._subscribe = make_subscribe_opener(net, self.process, kv.garble, self.read_delay)
             self.index = IndexReplica(
-                lambda: self.router.fleet.indexers,
                 self._report,
                 subscribe=self._follow,
                 feed=parts.feed(),
@@ -814,7 +813,8 @@ class SimRouter:
         """Watches the fleet, serves after the first snapshot and the sync of its peers, and
         registers.
         """
-        watch = FleetWatch(self.discovery, NAMESPACE, self.router, self._clock)
+        followers = [] if self.index is None else [self.index.on_snapshot]
+        watch = FleetWatch(self.discovery, NAMESPACE, self.router, self._clock, followers)
         self.process.spawn(watch.run())
         self.process.spawn(self._tick())
         if self.index is not None:

@@ -16,13 +16,14 @@ from common.kv.events import EventBatch, EventKind, Hashes, KvEvent, Partition, 
 from common.kv.hashing import hashes_to_bytes
 from common.kv.index_feed import STALE_GRACE_S, STEP_BLOCKS_MAX
 from common.kv.load import Load
-from common.registry.instances import Instance
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
+from common.streams.silence import SUBSCRIBE
 from common.wire.kv import batch_to_proto, partition_to_proto, source_to_proto
 from kvmesh.indexer.v1 import indexer_pb2 as pb
 from kvmesh.types.v1 import load_pb2
 from router_svc.core.query import Query
 from router_svc.core.types import Placement
-from router_svc.index_replica import SILENCE_TIMEOUT_S, STALE_FORGET_S, IndexReplica, Subscription
+from router_svc.index_replica import STALE_FORGET_S, IndexReplica, Subscription
 
 PART = Partition("m", 16, 1)
 ONE, TWO = Source(1), Source(2, 3)
@@ -105,19 +106,26 @@ class Bed:
         self, indexer_ids: tuple[int, ...] = (91, 92), *, loads_only: bool = False
     ) -> None:
         self.now = 1000.0
+        self.revision = 0
         self.loads: list[tuple[int, int, Load, float]] = []
         # Sources whose load does not count any more.
         self.without_load: list[Source] = []
-        self.indexers = [Instance(n, "mesh", "indexer", "", f"127.0.0.1:{n}") for n in indexer_ids]
         self.fake = FakeIndexer()
         self.replica = IndexReplica(
-            lambda: self.indexers,
             self._report,
             subscribe=self.fake.subscribe,
             loads_only=loads_only,
             rng=Random(1),
             clock=lambda: self.now,
         )
+        self.show(*indexer_ids)
+
+    def show(self, *indexer_ids: int) -> None:
+        """Discovery shows these indexers."""
+        self.revision += 1
+        indexers = [Instance(n, "mesh", "indexer", "", f"127.0.0.1:{n}") for n in indexer_ids]
+        snapshot = Snapshot(self.revision, {instance.id: instance for instance in indexers})
+        self.replica.on_snapshot(snapshot, SnapshotDiff())
 
     def _report(self, worker_id: int, dp_rank: int, load: Load | None, now: float) -> None:
         if load is None:
@@ -242,8 +250,8 @@ async def test_after_the_loss_of_an_indexer_another_resumes_without_duplicates(b
 
 
 async def test_the_only_indexer_is_tried_again(bed: Bed) -> None:
-    bed.indexers = bed.indexers[:1]
-    only = bed.indexers[0].id
+    only = 91
+    bed.show(only)
     for count in (2, 3):
         await bed.feed(None)
         await until(lambda count=count: len(bed.fake.calls) >= count, "it reconnects")  # type: ignore[misc]  # mypy cannot infer defaults.
@@ -253,7 +261,7 @@ async def test_the_only_indexer_is_tried_again(bed: Bed) -> None:
 async def test_stale_sources_count_for_ten_seconds_only(bed: Bed) -> None:
     blocks = chain(4)
     await bed.feed(status(ONE), stored(ONE, 1, blocks))
-    bed.indexers = []
+    bed.show()
     await bed.feed(None)
     await until(lambda: bed.state(ONE) == "stale", "the source is stale")
     bed.now += STALE_GRACE_S - 0.1
@@ -315,7 +323,7 @@ async def test_all_loads_end_with_the_stream_of_the_indexer(bed: Bed) -> None:
 
 async def test_a_silent_indexer_is_replaced(bed: Bed) -> None:
     await bed.feed(status(ONE))
-    bed.now += SILENCE_TIMEOUT_S + 0.1
+    bed.now += SUBSCRIBE.limit_s + 0.1
     await until(lambda: len(bed.fake.calls) == 2, "the replica subscribes to another indexer")
     assert bed.fake.calls[0][0] != bed.fake.calls[1][0]
 
@@ -329,7 +337,7 @@ async def test_an_indexer_that_accepts_the_call_and_sends_nothing_is_replaced(be
         "the replica subscribes to another indexer",
     )
     assert bed.state(ONE) == "stale"
-    bed.now += SILENCE_TIMEOUT_S + 0.1
+    bed.now += SUBSCRIBE.limit_s + 0.1
     await until(lambda: len(bed.fake.calls) == 3, "the replica subscribes to the next indexer")
 
 
@@ -355,7 +363,7 @@ async def test_a_loads_only_subscription_requests_loads_only_and_detects_silence
     await bed.feed(status(ONE, "gapped"), load_of(ONE, running=3))
     assert [(worker, load.running) for worker, _, load, _ in bed.loads] == [(1, 3)]
     assert bed.depth(chain(2)) == 0
-    bed.now += SILENCE_TIMEOUT_S + 0.1
+    bed.now += SUBSCRIBE.limit_s + 0.1
     await until(lambda: len(bed.fake.calls) == 2, "the replica subscribes to another indexer")
     assert bed.fake.calls[1][1].loads_only
 
@@ -366,7 +374,7 @@ async def test_an_event_subscription_does_not_request_loads_only(bed: Bed) -> No
 
 async def test_silence_is_no_failure_while_no_worker_is_alive(bed: Bed) -> None:
     await bed.feed(status(ONE, "stale", caught_up=True))
-    bed.now += SILENCE_TIMEOUT_S * 10
+    bed.now += SUBSCRIBE.limit_s * 10
     for _ in range(20):
         await asyncio.sleep(0.001)
     assert len(bed.fake.calls) == 1
@@ -407,7 +415,7 @@ async def test_caught_up_is_reported_and_ends_with_the_stream(bed: Bed) -> None:
     await bed.feed(status(ONE), pb.SubscribeResponse(caught_up=True))
     assert bed.replica.is_caught_up
     assert bed.replica.indexer_id in (91, 92)
-    bed.indexers = []
+    bed.show()
     await bed.feed(None)
     await until(lambda: bed.replica.indexer_id is None, "the indexer is lost")
     assert not bed.replica.is_caught_up
