@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -41,6 +42,8 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from common.kv.events import Tier
+from common.streams.backoff import Backoff
+from common.streams.peer import keep_connected
 from worker_svc.engines.sglang.media import ImageWords
 from worker_svc.kv_events.external_events import (
     ExternalEvent,
@@ -58,8 +61,9 @@ BUFFERED_BATCHES: Final = 10_000
 SOCKET_QUEUE_MIN: Final = 1_000
 # Idle time after which the latest batches are requested.
 IDLE_S: Final = 1.0
-# Time between two connections.
+# Time between two connections; it grows to the longer one while reading fails.
 RECONNECT_INTERVAL_S: Final = 0.1
+RECONNECT_INTERVAL_MAX_S: Final = 1.0
 # Time without a message after which a replay is abandoned. SGLang serves replay requests between
 # batches, at least every 0.1 s.
 REPLAY_TIMEOUT_S: Final = 5.0
@@ -185,23 +189,22 @@ class KvEventReader:
         self._now = asyncio.get_running_loop().time
         self._slice_started_at = self._now()
         self._decode = msgspec.msgpack.Decoder().decode
+        self._backoff = Backoff(RECONNECT_INTERVAL_S, RECONNECT_INTERVAL_MAX_S, None)
 
     async def run(self) -> None:
         """Reads until cancelled; a failure counts as a loss, after which it starts over."""
-        while True:
-            try:
-                await self._read()
-            except Exception as error:
-                log.exception("kv_reader_failed", dp_rank=self._rank, next=self._next_seq)
-                self._report_loss(f"reading failed: {error!r}")
-            await asyncio.sleep(IDLE_S)
-
-    async def _read(self) -> None:
         with zmq.asyncio.Context() as context:
-            while True:
-                with suppress(_Reconnect):
-                    await self._read_connection(context)
-                await asyncio.sleep(RECONNECT_INTERVAL_S)
+            await keep_connected(partial(self._connect, context), self._backoff, self._on_failure)
+
+    def _on_failure(self, error: Exception, _: float) -> None:
+        log.exception("kv_reader_failed", dp_rank=self._rank, next=self._next_seq)
+        self._report_loss(f"reading failed: {error!r}")
+
+    async def _connect(self, context: zmq.asyncio.Context) -> bool:
+        with suppress(_Reconnect):
+            await self._read_connection(context)
+        self._backoff.reset()
+        return False
 
     async def _read_connection(self, context: zmq.asyncio.Context) -> None:
         """Reads one connection until it ends. Batches that still wait then are discarded."""
