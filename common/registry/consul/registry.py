@@ -46,6 +46,7 @@ from common.registry.registry import (
     registry_closed_error,
 )
 from common.registry.signature import UNSIGNED, EntrySigner
+from common.streams.backoff import Backoff
 
 UNREACHABLE_TIMEOUT_S = 30.0
 TTL_S = 10.0
@@ -187,7 +188,8 @@ class ConsulRegistry:
 
     async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
         """The result of `call`, repeated while Consul is unreachable; its last error at the end."""
-        deadline, backoff = time.monotonic() + self._unreachable_timeout_s, BACKOFF_S
+        deadline = time.monotonic() + self._unreachable_timeout_s
+        backoff = Backoff(BACKOFF_S, BACKOFF_MAX_S, self._rng)
         while True:
             self._check_open()
             try:
@@ -195,16 +197,15 @@ class ConsulRegistry:
             except Unavailable as error:
                 if time.monotonic() >= deadline:
                     raise
-                if backoff == BACKOFF_S:
+                if not backoff.failures:
                     LOG.warning(
                         "registry_awaited", error=error.message, for_s=self._unreachable_timeout_s
                     )
             else:
-                if backoff > BACKOFF_S:
+                if backoff.failures:
                     LOG.info("registry_answered")
                 return result
-            await asyncio.sleep(backoff * (0.5 + self._rng.random()))
-            backoff = min(2 * backoff, BACKOFF_MAX_S)
+            await asyncio.sleep(backoff.next_s())
 
     async def _publish_new(self, lease: _ConsulLease) -> None:
         """Publish, check again once listed. Raises Conflict if an older entry has another card."""
@@ -255,7 +256,7 @@ class ConsulRegistry:
     async def _wait_until_listed(self, instance: Instance) -> Listing:
         """Its rivals, once `instance` is listed: an agent updates its servers later."""
         deadline = time.monotonic() + LISTED_WITHIN_S
-        spacing = SPACING_S
+        spacing = Backoff(SPACING_S, SPACING_MAX_S, None)
         while True:
             rivals = await self._client.list_rivals(instance)
             if any(e.instance == instance for e in rivals.entries):
@@ -264,8 +265,7 @@ class ConsulRegistry:
                 raise Unavailable(
                     f"Consul does not list instance {instance.id} that its agent accepted", 1.0
                 )
-            await asyncio.sleep(spacing)
-            spacing = min(2 * spacing, SPACING_MAX_S)
+            await asyncio.sleep(spacing.next_s())
 
     async def _store_card(self, card: ModelCard) -> None:
         try:

@@ -19,6 +19,7 @@ from common.errors import MeshError
 from common.registry.consul.client import ConsulClient
 from common.registry.consul.entries import Entry, HealthState, Listing, departure_key
 from common.registry.instances import HEALTH_META_KEY, Snapshot
+from common.streams.backoff import Backoff
 
 # A blocking query sometimes misses a change of a check: this bounds the delay.
 RECONCILE_S = 8.0
@@ -93,7 +94,10 @@ class NamespaceView:
             self._follow_task.result()
 
     async def _follow(self) -> None:
-        index, spacing, backoff = self._index, SPACING_S, BACKOFF_S
+        index = self._index
+        backoff = Backoff(BACKOFF_S, BACKOFF_MAX_S, self._rng)
+        idle = Backoff(SPACING_S, SPACING_MAX_S, None)
+        spacing = idle.next_s()
         while True:
             started = time.monotonic()
             jittered_s = RECONCILE_S * (0.9 + 0.2 * self._rng.random())
@@ -102,17 +106,16 @@ class NamespaceView:
                 listing = await self._client.wait_for_entries(self._namespace, index, wait_s)
             except MeshError as error:
                 self._log_lost(error)
-                await asyncio.sleep(backoff * (0.5 + self._rng.random()))
-                # After an outage the indices may start again.
-                index, backoff = 0, min(2 * backoff, BACKOFF_MAX_S)
+                await asyncio.sleep(backoff.next_s())
+                index = 0  # After an outage the indices may start again.
                 continue
-            backoff = BACKOFF_S
+            backoff.reset()
             has_changed = await self._apply_if_newer(listing, index)
             index = listing.index if listing.index >= index else 0
             elapsed = time.monotonic() - started
-            is_idle = elapsed < spacing and not has_changed
-            spacing = min(2 * spacing, SPACING_MAX_S) if is_idle else SPACING_S
-            spacing = max(spacing, SPACING_S_PER_ENTRY * len(listing.entries))
+            if elapsed >= spacing or has_changed:
+                idle.reset()
+            spacing = max(idle.next_s(), SPACING_S_PER_ENTRY * len(listing.entries))
             await asyncio.sleep(max(0.0, spacing - elapsed))
 
     async def _apply_if_newer(self, listing: Listing, queried_index: int) -> bool:
