@@ -13,10 +13,10 @@ from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from indexer_svc.config import IndexerConfig
 from indexer_svc.core.budget import Budget
-from indexer_svc.fleet_watch import FleetWatch
 from indexer_svc.ingest import TICK_S, Ingest
 from indexer_svc.metrics import Metrics
 from indexer_svc.service import SERVICE_NAME, IndexerService
+from indexer_svc.worker_presence import WorkerPresence
 from kvmesh.indexer.v1 import indexer_pb2_grpc
 
 MB = 1_000_000
@@ -39,10 +39,10 @@ class IndexerApp(ServiceApp[IndexerConfig]):
         super().__init__("indexer", config, instance_id=instance_id, registry=registry)
         self.ingest = Ingest(feed or IndexFeed(), Budget(config.budget_mb * MB), clock)
         self.metrics = Metrics(self.ingest)
-        self.fleet = FleetWatch(self._registry, config.namespace, clock)
+        self.presence = WorkerPresence(self._registry, config.namespace, clock)
         self._service = IndexerService(
             self.ingest,
-            self.fleet,
+            self.presence,
             self.metrics,
             security=self._security,
             subscriber_bytes=config.subscriber_mb * MB,
@@ -56,7 +56,7 @@ class IndexerApp(ServiceApp[IndexerConfig]):
         self._serve_metrics(self.metrics.registry)
         await lifecycle.health.set(SERVICE_NAME, False)
         await lifecycle.health.set("", False)
-        lifecycle.spawn(self.fleet.run(), name="fleet watch")
+        lifecycle.spawn(self.presence.run(), name="worker presence")
         lifecycle.spawn(self._tick(), name="tick")
         lifecycle.spawn(
             self._serve_when_published(lifecycle), name="first publisher", essential=False
@@ -79,4 +79,4 @@ class IndexerApp(ServiceApp[IndexerConfig]):
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            await self.ingest.tick(self.fleet)
+            await self.ingest.tick(self.presence)

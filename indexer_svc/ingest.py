@@ -26,8 +26,8 @@ from common.kv.load import Load
 from indexer_svc.core.budget import Budget
 from indexer_svc.core.history import BatchHistory
 from indexer_svc.core.subscriber import BatchUpdate, Outbound, Subscriber
-from indexer_svc.fleet_watch import FleetWatch
 from indexer_svc.outbox import PublisherOutbox
+from indexer_svc.worker_presence import WorkerPresence
 
 LOG = structlog.get_logger(__name__)
 
@@ -96,11 +96,11 @@ class Ingest:
                     await asyncio.sleep(0)
                     self._begin_turn()
 
-    async def tick(self, fleet: FleetWatch) -> None:
+    async def tick(self, presence: WorkerPresence) -> None:
         """Remove absent workers, update stale sources, enforce the budget, do deferred work."""
         now = self._clock()
         async with self.exclusive():
-            self._forget_gone(fleet, now)
+            self._forget_gone(presence, now)
             self.feed.tick(now)
             self._enforce_budget(now)
         while self.feed.sweep(0):
@@ -186,15 +186,15 @@ class Ingest:
         for subscriber in self.subscribers:
             subscriber.status_changed(source, event.partition, status)
 
-    def _forget_gone(self, fleet: FleetWatch, now: float) -> None:
+    def _forget_gone(self, presence: WorkerPresence, now: float) -> None:
         known = {source.worker_id for source in self.feed.sources()}
         for worker_id in known:
-            since = fleet.absent_since(worker_id)
+            since = presence.absent_since(worker_id)
             if since is None or worker_id in self.publishers:
                 continue
             lost = [self.feed.last_received_at(s) for s in self.feed.sources_of(worker_id)]
             if now - max([since, *lost]) >= GONE_GRACE_S:
-                fleet.forget(worker_id)
+                presence.forget(worker_id)
                 for source in self.feed.sources_of(worker_id):
                     self.feed.forget(source, "its worker left")
 

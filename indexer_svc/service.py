@@ -44,11 +44,11 @@ from indexer_svc.core.subscriber import (
     Subscriber,
     snapshot_chunks,
 )
-from indexer_svc.fleet_watch import FleetWatch
 from indexer_svc.ingest import Ingest
 from indexer_svc.metrics import Metrics
 from indexer_svc.outbox import MatchOutbox, PublisherOutbox
 from indexer_svc.verify import compare
+from indexer_svc.worker_presence import WorkerPresence
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 
 LOG = structlog.get_logger(__name__)
@@ -68,7 +68,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
     def __init__(
         self,
         ingest: Ingest,
-        fleet: FleetWatch,
+        presence: WorkerPresence,
         metrics: Metrics,
         *,
         security: rpc.Security,
@@ -76,7 +76,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ingest = ingest
-        self._fleet = fleet
+        self._presence = presence
         self._metrics = metrics
         self._security = security
         self._subscriber_bytes = subscriber_bytes
@@ -229,7 +229,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             resume,
             partition,
             self._subscriber_bytes,
-            is_absent=self._fleet.is_absent,
+            is_absent=self._presence.is_absent,
             loads_only=loads_only,
         )
         for source, (source_partition, load) in ingest.loads.items():
@@ -326,7 +326,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
     ) -> indexer_pb2.VerifyResponse:
         response = indexer_pb2.VerifyResponse()
         for source in self._sources_of(request.worker_id):
-            worker = self._fleet.worker(source.worker_id)
+            worker = self._presence.worker(source.worker_id)
             address = None if worker is None else worker.address
             row = await compare(self._ingest, source, address, self._security)
             response.sources.add(

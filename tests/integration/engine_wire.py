@@ -244,7 +244,7 @@ class WiredMesh:
                     "the indexer has received the hello",
                 )
                 await until(
-                    lambda: self.indexer.fleet.worker(worker_id),
+                    lambda: self.indexer.presence.worker(worker_id),
                     "the indexer has received the hello",
                 )
                 yield app

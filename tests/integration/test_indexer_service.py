@@ -111,7 +111,7 @@ class Mesh:
     async def add_worker(self, worker_id: int, address: str = "127.0.0.1:1") -> None:
         instance = Instance(worker_id, NS, "worker", "", address, model="m", block_size=16)
         await self.registry.register(instance)
-        await until(lambda: self.app.fleet.worker(worker_id) is not None, "it is seen")
+        await until(lambda: self.app.presence.worker(worker_id) is not None, "it is seen")
 
     async def match(self, *chain: int, **facts: Any) -> list[tuple[int, int]]:
         request = pb.MatchRequest(
@@ -500,9 +500,9 @@ async def test_an_unregistered_worker_without_a_stream_is_removed() -> None:
             publisher.send(loads=[load_pb2.Load(running=1)])
             await until(lambda: publisher.acked == (1, 1), "acknowledged")
             await mesh.registry.deregister(NS, 7)
-            await until(lambda: mesh.app.fleet.worker(7) is None, "it has left")
+            await until(lambda: mesh.app.presence.worker(7) is None, "it has left")
             mesh.clock.now += 10 * GONE_GRACE_S
-            await mesh.app.ingest.tick(mesh.app.fleet)
+            await mesh.app.ingest.tick(mesh.app.presence)
             assert mesh.state(publisher.source) == "exact", "its stream is there"
         await until(lambda: mesh.state(publisher.source) == "stale", "its stream has ended")
         mesh.clock.now += GONE_GRACE_S
@@ -635,7 +635,7 @@ async def test_workers_known_only_to_a_resuming_subscriber_leave_no_state() -> N
                 lambda: replica.is_caught_up and not replica.feed.sources(),
                 "all subscribers are removed",
             )
-        assert mesh.app.fleet._absent_since == {}
+        assert mesh.app.presence._absent_since == {}
 
 
 async def test_a_new_subscriber_receives_the_latest_loads() -> None:
@@ -1008,7 +1008,7 @@ async def test_over_budget_publishers_shrink_and_an_unresponsive_one_becomes_loa
         assert 9000 < publisher.shrinks[0] < 12_000
         for _ in range(11):
             mesh.clock.now += 1.0
-            await mesh.app.ingest.tick(mesh.app.fleet)
+            await mesh.app.ingest.tick(mesh.app.presence)
         status = mesh.feed.status(publisher.source)
         assert status.reason.startswith("over budget")
         assert await mesh.match(1) == []

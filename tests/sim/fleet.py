@@ -41,11 +41,11 @@ from frontend_svc.workers.client import EngineClient, Submission
 from frontend_svc.workers.recently_left import RecentlyLeft
 from frontend_svc.workers.transport import Transport
 from indexer_svc.core.budget import Budget
-from indexer_svc.fleet_watch import FleetWatch as IndexerFleetWatch
 from indexer_svc.ingest import TICK_S as INDEXER_TICK_S
 from indexer_svc.ingest import Ingest
 from indexer_svc.metrics import Metrics as IndexerMetrics
 from indexer_svc.service import IndexerService
+from indexer_svc.worker_presence import WorkerPresence
 from kvmesh.engine.v1 import engine_pb2
 from kvmesh.indexer.v1 import indexer_pb2
 from kvmesh.router.v1 import router_pb2
@@ -911,12 +911,12 @@ class SimIndexer:
         self.ingest = Ingest(
             parts.feed(), Budget(budget_bytes), clock, stopwatch=_stopwatch(Random(rng.random()))
         )
-        self._fleet = IndexerFleetWatch(discovery, NAMESPACE, clock)
+        self._presence = WorkerPresence(discovery, NAMESPACE, clock)
         self.metrics = IndexerMetrics(self.ingest)
         self.subscriber_bytes = subscriber_bytes
         self._service = IndexerService(
             self.ingest,
-            self._fleet,
+            self._presence,
             self.metrics,
             security=rpc.PLAINTEXT,
             subscriber_bytes=subscriber_bytes,
@@ -925,7 +925,7 @@ class SimIndexer:
 
     async def start(self) -> None:
         """Watches the fleet, serves and registers."""
-        self.process.spawn(self._fleet.run())
+        self.process.spawn(self._presence.run())
         self.process.spawn(self._tick())
         self._net.listen(PUBLISH.format(self.address), self.process, self._publish)
         self._net.listen(SUBSCRIBE.format(self.address), self.process, self._subscribe)
@@ -962,7 +962,7 @@ class SimIndexer:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(INDEXER_TICK_S)
-            await self.ingest.tick(self._fleet)
+            await self.ingest.tick(self._presence)
 
 
 async def _deregister_and_wait(peer: SimFrontend | SimRouter | SimIndexer) -> None:

@@ -23,8 +23,8 @@ from common.kv.index_feed import IndexFeed
 from common.registry.registry import MemoryRegistry, MemoryStore
 from indexer_svc.core.budget import SHRINK_GRACE_S, Budget
 from indexer_svc.core.subscriber import CaughtUp, Subscriber
-from indexer_svc.fleet_watch import FleetWatch
 from indexer_svc.ingest import SLICE_S, Ingest
+from indexer_svc.worker_presence import WorkerPresence
 
 PARTITION = Partition("m", 16, 1)
 A, B = Source(1), Source(2)
@@ -93,7 +93,7 @@ class Bed:
     def __init__(self, budget_bytes: int) -> None:
         self.now = 0.0
         self.ingest = Ingest(IndexFeed(), Budget(budget_bytes), lambda: self.now)
-        self.fleet = FleetWatch(MemoryRegistry(MemoryStore()), "mesh", lambda: self.now)
+        self.presence = WorkerPresence(MemoryRegistry(MemoryStore()), "mesh", lambda: self.now)
 
     def register_source(self, source: Source, sequence: int = 0) -> None:
         self.ingest.feed.register_source(PARTITION, SourcePosition(source, 1, sequence), self.now)
@@ -107,7 +107,7 @@ class Bed:
     async def ticks(self, seconds: float) -> None:
         for _ in range(round(seconds)):
             self.now += 1.0
-            await self.ingest.tick(self.fleet)
+            await self.ingest.tick(self.presence)
 
 
 def keys(numbers: Iterable[int]) -> Hashes:

@@ -1,4 +1,4 @@
-"""The last registry snapshot, and since when workers are absent from it."""
+"""Which workers are registered, and since when others are absent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.registry.registry import Registry, follow
 
 
-class FleetWatch:
+class WorkerPresence:
     """Follows one namespace. `snapshot` has revision 0 until the first update."""
 
     def __init__(self, registry: Registry, namespace: str, clock: Callable[[], float]) -> None:
@@ -23,11 +23,11 @@ class FleetWatch:
         return instance if instance is not None and instance.service == "worker" else None
 
     def is_absent(self, worker_id: int) -> bool:
-        """Return whether a worker is absent; False before the first update."""
+        """Returns whether a worker is absent; False before the first update."""
         return self.snapshot.revision > 0 and self.worker(worker_id) is None
 
     def absent_since(self, worker_id: int) -> float | None:
-        """Time of the first query since `forget` that found it absent; None if present."""
+        """Returns when the first query since `forget` found it absent; None if present."""
         if not self.is_absent(worker_id):
             self._absent_since.pop(worker_id, None)
             return None
@@ -37,7 +37,7 @@ class FleetWatch:
         self._absent_since.pop(worker_id, None)
 
     async def run(self) -> None:
-        await follow(self._registry, self._namespace, self._take)
+        await follow(self._registry, self._namespace, self._on_snapshot)
 
-    def _take(self, snapshot: Snapshot, _: SnapshotDiff) -> None:
+    def _on_snapshot(self, snapshot: Snapshot, _: SnapshotDiff) -> None:
         self.snapshot = snapshot
