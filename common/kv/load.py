@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.streams.silence import SUBSCRIBE
+
 # A worker sends an unchanged load this often; a changed one at the next sample, 0.1 s.
-LOAD_HEARTBEAT_S = 2.0
+LOAD_HEARTBEAT_S = SUBSCRIBE.heartbeat_s
 # An older load does not count: two heartbeats were missed.
-LOAD_MAX_AGE_S = 5.0
+LOAD_MAX_AGE_S = SUBSCRIBE.limit_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,9 @@ class PublishRequest(_message.Message):
 
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[_load_pb2.Load]:
-        """Load: within 100 ms after a change, and every 2 s without one."""
+        """Load: within 100 ms after a change, and every 2 s without one. Its absence ends no stream:
+        Publish ends with its connection, which both ends check by HTTP/2 PING.
+        """
 
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceState]:
@@ -485,7 +487,9 @@ class SubscribeResponse(_message.Message):
 
     @_builtins.property
     def load(self) -> _load_pb2.Load:
-        """Load of the source."""
+        """Load of the source, at least every 2 s while its worker is alive. An indexer that sends no
+        message for 5 s is lost, if a worker is alive or caught_up is due.
+        """
 
     @_builtins.property
     def status(self) -> Global___SourceStatus:
