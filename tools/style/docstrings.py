@@ -33,7 +33,6 @@ PACKED = {
     "EngineProperties",
     "Gateway",
     "HttpRequest",
-    "IndexReplica",
     "Instance",
     "Job",
     "LegRecord",
