@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import structlog
 from pydantic import PositiveInt
@@ -29,6 +29,8 @@ from common.rpc.status import map_rpc_errors
 from common.runtime import env
 from common.runtime.config import ServiceConfig, read_config_or_exit
 from common.runtime.tasks import TaskGroup
+from common.streams.backoff import Backoff
+from common.streams.peer import keep_connected
 from common.wire.kv import source_state_to_proto
 from indexer_svc.core.recording import IndexLost, SourcePositions
 from indexer_svc.tools.recording_file import HEADER, encode_message, entries_of
@@ -153,28 +155,36 @@ async def _subscribe_until_cancelled(
 ) -> None:
     async with rpc.channel(address, role="indexer", security=security) as channel:
         stub = indexer_pb2_grpc.IndexerServiceStub(channel)
+        recording_stats = recorder.recording_stats
+        received = asyncio.Event()
         last_received_at = time.monotonic()
-        while True:
-            messages = recorder.recording_stats.messages
-            received = asyncio.Event()
-            failure: MeshError = Unavailable("the indexer ended the stream")
+        messages_before = 0
+
+        async def connect() -> NoReturn:
+            nonlocal messages_before
+            messages_before = recording_stats.messages
+            received.clear()
             try:
                 await _subscribe(stub, recorder, received)
-            except MeshError as error:
-                if recorder.recording_stats.is_full or isinstance(error, InvalidRequest):
-                    raise
-                failure = error
             finally:
                 recorder.flush()
+            raise Unavailable("the indexer ended the stream")
+
+        def on_lost(error: Exception, _: float) -> None:
+            nonlocal last_received_at
+            is_invalid = isinstance(error, InvalidRequest)
+            if recording_stats.is_full or is_invalid or not isinstance(error, MeshError):
+                raise error
             if received.is_set():
                 # The indexer was up until now.
                 last_received_at = time.monotonic()
-            if recorder.recording_stats.messages > messages:
+            if recording_stats.messages > messages_before:
                 recorder.mark_index_lost()
-            LOG.warning("indexer_lost", indexer=address, reason=failure.message)
+            LOG.warning("indexer_lost", indexer=address, reason=error.message)
             if time.monotonic() - last_received_at >= INDEXER_TIMEOUT_S:
-                raise failure
-            await asyncio.sleep(RETRY_S)
+                raise error
+
+        await keep_connected(connect, Backoff(RETRY_S, RETRY_S, None), on_lost)
 
 
 async def _subscribe(stub: Any, recorder: Recorder, received: asyncio.Event) -> None:
