@@ -18,9 +18,6 @@ FrameT = TypeVar("FrameT")
 class FrameWriter(Generic[FrameT]):
     """Writes the frames of one stream at a time. A closed writer stays closed."""
 
-    wake: Callable[[], None]
-    """Call it when a frame may be due."""
-
     error: Exception | None
     """The first error passed to `close`: the reason why the stream ends."""
 
@@ -30,9 +27,16 @@ class FrameWriter(Generic[FrameT]):
         self._next_frame = next_frame
         self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
-        self._wakeup = asyncio.Event()
-        self._frame_taken = asyncio.Event()
-        self.wake = self._wakeup.set  # Without a call in between: it is on the path of tokens.
+        self._is_awake = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._frame_taken: asyncio.Event | None = None
+
+    def wake(self) -> None:
+        """Call it when a frame may be due."""
+        self._is_awake = True
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def wake_at(self, at: float) -> None:
         """Calls `wake` at a loop time, or at an earlier one set before, unless a frame is built
@@ -55,7 +59,8 @@ class FrameWriter(Generic[FrameT]):
 
     async def frame_taken(self) -> None:
         """Returns after the next frame was built: what it consists of has left the queue."""
-        self._frame_taken.clear()
+        if self._frame_taken is None:
+            self._frame_taken = asyncio.Event()
         await self._frame_taken.wait()
 
     async def run(self, write: Callable[[FrameT], Awaitable[None]]) -> None:
@@ -63,18 +68,24 @@ class FrameWriter(Generic[FrameT]):
 
         write: returns when the next frame can be written.
         """
+        loop = asyncio.get_running_loop()
         try:
             while True:
-                self._wakeup.clear()
-                self._cancel_timer()
+                # On the path of tokens: no call for a timer or a producer that is not there.
+                self._is_awake = False
+                if self._timer is not None:
+                    self._cancel_timer()
                 frame = self._next_frame()
                 if frame is not None:
-                    self._frame_taken.set()
+                    if self._frame_taken is not None:
+                        self._frame_taken.set()
+                        self._frame_taken = None
                     await write(frame)
                 elif self._is_closed:
                     break
-                else:
-                    await self._wakeup.wait()
+                elif not self._is_awake:
+                    self._waiter = loop.create_future()
+                    await self._waiter
         finally:
             self._cancel_timer()
         if self.error is not None:
