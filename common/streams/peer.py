@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
-from common.errors import Unavailable
+from common.errors import MeshError, Unavailable
 from common.streams.backoff import Backoff
 from common.streams.stall_clock import never_stalled
 
@@ -41,8 +41,15 @@ def always() -> bool:
     return True
 
 
+def silent(message: str) -> MeshError:
+    return Unavailable(message, reason="SILENT")
+
+
 class SilenceWatch:
     """Measures how long a peer has been silent, without the time in which this process stalled."""
+
+    limit_s: float
+    """Silence after which the peer counts as lost. May change: peers can state their heartbeat."""
 
     def __init__(
         self,
@@ -51,6 +58,7 @@ class SilenceWatch:
         *,
         clock: Callable[[], float] = time.monotonic,
         stalled_s: Callable[[], float] = never_stalled,
+        error: Callable[[str], MeshError] = silent,
     ) -> None:
         """Begins to measure.
 
@@ -58,11 +66,13 @@ class SilenceWatch:
         message: what the peer owes, for the error: "frame from the router".
         clock: seconds.
         stalled_s: seconds for which this process has stalled; see `StallClock`.
+        error: builds the error of a silent peer from its text.
         """
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._message = message
         self._clock = clock
         self._stalled_s = stalled_s
+        self._error = error
         self.restart()
 
     def restart(self) -> None:
@@ -75,9 +85,10 @@ class SilenceWatch:
         return self._clock() - self._since - stalled_s
 
     def check(self) -> None:
-        """Raises Unavailable with the reason SILENT if the peer is silent for too long."""
-        if self.silent_s > self._limit_s:
-            raise Unavailable(f"no {self._message} for {self._limit_s:g} s", reason="SILENT")
+        """Raises the error if the peer is silent for too long: Unavailable with the reason SILENT,
+        unless another one was chosen."""
+        if self.silent_s > self.limit_s:
+            raise self._error(f"no {self._message} for {self.limit_s:g} s")
 
     async def run(self, is_due: Callable[[], bool] = always) -> NoReturn:
         """Raises as `check`, while `is_due` returns that a message of the peer is due."""

@@ -21,8 +21,13 @@ class SilenceRule(NamedTuple):
     limit_s: float
     """Silence after which the peer counts as lost."""
 
+    def with_heartbeat(self, heartbeat_s: float) -> SilenceRule:
+        """Returns the rule of a peer with another heartbeat, of which as many may be missed."""
+        return SilenceRule(heartbeat_s, self.limit_s / self.heartbeat_s * heartbeat_s)
 
-# Attach, both ends. The hello may state another heartbeat; three missed ones are the limit.
+
+# Attach: both ends send heartbeats and judge. HelloAck states the heartbeat; three missed ones are
+# the limit.
 ATTACH = SilenceRule(heartbeat_s=1.0, limit_s=3.0)
 # Session: the frontend sends the heartbeat, to which the router responds; the frontend judges.
 SESSION = SilenceRule(heartbeat_s=0.5, limit_s=2.0)

@@ -16,19 +16,21 @@ from common.errors import InvalidRequest, MeshError, WorkerLost
 from common.kv.load import Load
 from common.request.preprocessed import PreprocessedRequest, StopConditions, TokenIds, TokenLogprob
 from common.request.token_stream import (
-    HEARTBEAT_S,
-    MISSED_HEARTBEATS_MAX,
     FrontendLink,
     Hello,
     LegRequest,
     LegSink,
+    RequestFrame,
     ResponseFrame,
     Terminal,
 )
 from common.runtime.tasks import TaskGroup
+from common.streams.peer import SilenceWatch
+from common.streams.silence import ATTACH
 from common.streams.stall_clock import never_stalled
+from common.streams.writer import FrameWriter
 from frontend_svc.workers.rank_watch import EngineProgress, EngineWatch, step_limit_s
-from frontend_svc.workers.transport import Dialer, Transport
+from frontend_svc.workers.transport import Dialer
 
 IDLE_TIMEOUT_S = 60.0
 TICK_S = 0.1
@@ -37,7 +39,7 @@ _TIMER_MIN_S = 0.001
 # Ends of a stream that do not mean that its worker failed.
 _BENIGN_CLOSE_REASONS = frozenset({"IDLE", "CLOSED", "REPLACED", "STALLED"})
 # A stall of this process after which workers end its streams: they miss its heartbeats.
-_OWN_STALL_S = (MISSED_HEARTBEATS_MAX - 1) * HEARTBEAT_S
+_OWN_STALL_S = ATTACH.limit_s - ATTACH.heartbeat_s
 # One token, ahead of the queue, without the cache.
 _PROBE_REQUEST = PreprocessedRequest(
     token_ids=TokenIds.of([1]), stop_conditions=StopConditions(max_tokens=1), is_probe=True
@@ -107,7 +109,6 @@ class WorkerConnection:
         stalled_s: Callable[[], float] = never_stalled,
     ) -> None:
         self._stalled_s = stalled_s
-        self._last_received_at, self._stalled_before_s = 0.0, stalled_s()
         # `stalled_s` at each tick of the last second of running time.
         self._recent_stalled_s = deque([stalled_s()], maxlen=round(1 / TICK_S))
         self._is_unresponsive = False
@@ -118,7 +119,14 @@ class WorkerConnection:
         self._observer = observer
         self._engine_watch = EngineWatch()
         self._hang_probe: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
+        self._writer = FrameWriter(self._next_frame)
+        self._silence = SilenceWatch(
+            ATTACH.limit_s,
+            f"message from worker {self.link.worker_id}",
+            clock=self._loop.time,
+            stalled_s=stalled_s,
+            error=partial(WorkerLost, retryable=True),
+        )
         self.received = asyncio.Event()
         self._last_used_at = self._loop.time()
         self.is_closed = False
@@ -126,21 +134,20 @@ class WorkerConnection:
     @property
     def silent_s(self) -> float:
         """Seconds since the last frame, without the stalls of this process."""
-        stalled_s = self._stalled_s() - self._stalled_before_s
-        return self._loop.time() - self._last_received_at - stalled_s
+        return self._silence.silent_s
 
     def submit(self, leg_request: LegRequest, sink: LegSink) -> int:
         """Queues a request; returns its slot."""
         self._last_used_at = self._loop.time()
         slot = self.link.submit(leg_request, sink)
-        self._wake.set()
+        self._writer.wake()
         return slot
 
     def abort(self, slot: int, reason: str) -> None:
         if reason == "not_accepted":
             self._observer.failed(self.link.worker_id, "did not accept a request in time")
         self.link.abort(slot, reason)
-        self._wake.set()
+        self._writer.wake()
 
     async def run(self) -> None:
         """Runs until the stream is lost or idle for too long. Every slot has ended then."""
@@ -203,25 +210,23 @@ class WorkerConnection:
 
     async def _serve(self) -> None:
         transport = await self._dialer.dial(self._address)
+        self._silence.restart()  # the dial may have taken long
         try:
             async with TaskGroup() as tasks:
-                tasks.create_task(self._write(transport))
+                tasks.create_task(self._writer.run(transport.write))
                 tasks.create_task(self._tick())
-                self._wake.set()
                 await transport.deliver(partial(self._receive, tasks))
                 raise WorkerLost("the worker closed the stream", retryable=True)
         finally:
             await transport.close()
 
     def _receive(self, tasks: TaskGroup, frame: ResponseFrame) -> None:
-        link, now = self.link, self._loop.time()
-        link.receive(frame, now)
-        self._last_received_at, self._stalled_before_s = now, self._stalled_s()
+        self._silence.restart()
+        if self.link.receive(frame):
+            self._writer.wake()
         self.received.set()
         if frame.heartbeat:
             self._check_progress(frame.heartbeat, tasks)
-        if link.owes_acknowledgement:
-            self._wake.set()
 
     def _check_progress(self, loads: Sequence[Load], tasks: TaskGroup) -> None:
         match self._engine_watch.received(loads, self._running_time()):
@@ -246,29 +251,28 @@ class WorkerConnection:
         self._observer.failed(worker_id, "its engine makes no progress", is_hung=True)
         message = f"the engine of worker {worker_id} makes no progress"
         self.link.abort_all(WorkerLost(message, retryable=True, reason="HUNG"))
-        self._wake.set()
+        self._writer.wake()
 
-    async def _write(self, transport: Transport) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while (frame := self.link.next_frame(self._loop.time())) is not None:
-                if frame.hello is not None:
-                    self._stalled_before_s = self._stalled_s()
-                await transport.write(frame)
+    def _next_frame(self) -> RequestFrame | None:
+        return self.link.next_frame(self._loop.time())
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self._recent_stalled_s.append(self._stalled_s())
             now = self._loop.time()
-            lost = self.link.tick(now - (self._stalled_s() - self._stalled_before_s))
-            if lost is not None:
-                self._is_unresponsive = self.link.is_open
-                raise lost
+            self._check_silence()
             if self.link.open_slots:
                 self._last_used_at = now
             elif now - self._last_used_at >= IDLE_TIMEOUT_S:
                 raise WorkerLost("the stream was idle", retryable=True, reason="IDLE")
             if self.link.is_heartbeat_due(now):
-                self._wake.set()
+                self._writer.wake()
+
+    def _check_silence(self) -> None:
+        self._silence.limit_s = ATTACH.with_heartbeat(self.link.heartbeat_s).limit_s
+        try:
+            self._silence.check()
+        except WorkerLost:
+            self._is_unresponsive = self.link.is_open
+            raise

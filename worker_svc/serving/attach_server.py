@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import NoReturn
 
 import structlog
 
-from common.errors import Conflict, MeshError
+from common.errors import Conflict, MeshError, WorkerLost
 from common.request.preprocessed import PrefillResult, TokenIds
 from common.request.token_stream import (
     ArrivingPrompts,
@@ -19,6 +20,9 @@ from common.request.token_stream import (
     WorkerLink,
 )
 from common.runtime.tasks import TaskGroup
+from common.streams.peer import SilenceWatch
+from common.streams.silence import ATTACH
+from common.streams.writer import FrameWriter
 from worker_svc.engines.contract import LLMEngineOutput
 from worker_svc.serving.runner import Runner
 from worker_svc.serving.step_limit import TICK_S
@@ -54,17 +58,23 @@ class AttachStream:
         self._write = write
         self._loop = asyncio.get_running_loop()
         self.link = WorkerLink(worker_id, self._loop.time(), arriving=arriving)
-        self._wake = asyncio.Event()
+        self._writer = FrameWriter(self._next_frame)
+        self._silence = SilenceWatch(
+            ATTACH.limit_s,
+            "message from the frontend",
+            clock=self._loop.time,
+            error=partial(WorkerLost, retryable=True),
+        )
+        # Of the slots whose `_run` has not ended.
         self._keys: dict[int, int] = {}
         self._tasks: TaskGroup | None = None
-        self._close_error: Exception | None = None
         self._is_ending = False
 
     async def serve(self, on_hello: Callable[[AttachStream], None]) -> None:
         """Reads, writes and runs slots. Raises MeshError if the frontend breaks the protocol."""
         try:
             async with TaskGroup() as self._tasks:
-                self._tasks.create_task(self._write_frames())
+                self._tasks.create_task(self._writer.run(self._write))
                 self._tasks.create_task(self._tick())
                 try:
                     await self._read_frames(on_hello)
@@ -75,21 +85,26 @@ class AttachStream:
             return
         finally:
             self.link.close()
+            for key in self._keys.values():  # a cancelled task may not have made its first step
+                self._runner.discard(key)
 
     def replace(self) -> None:
         """Ends this stream because the same frontend opened a newer one."""
-        self._close_error = Conflict("a newer stream of this frontend took over", reason="REPLACED")
-        self._wake.set()
+        self._close(Conflict("a newer stream of this frontend took over", reason="REPLACED"))
 
     def end(self) -> None:
         """Ends the stream after its slots have ended and the last frame is written."""
         self._is_ending = True
-        self._wake.set()
+        self._writer.wake()
+
+    def _close(self, error: Exception) -> None:
+        """Drops queued frames and lets the writer raise the error: grpc cannot send a status during
+        a write."""
+        self.link.close()
+        self._writer.close(error)
 
     async def _close_with(self, error: Exception) -> NoReturn:
-        """Lets the writer raise the error: grpc cannot send a status during a write."""
-        self._close_error = self._close_error or error
-        self._wake.set()
+        self._close(error)
         # A peer that reads nothing does not receive the status either.
         await asyncio.sleep(FINAL_WRITE_TIMEOUT_S)
         raise error
@@ -97,15 +112,17 @@ class AttachStream:
     async def _read_frames(self, on_hello: Callable[[AttachStream], None]) -> None:
         while (frame := await self._read()) is not None:
             is_first_frame = self.link.hello is None
-            commands = self.link.receive(frame, self._loop.time())
+            now = self._loop.time()
+            self._silence.restart()
+            commands = self.link.receive(frame, now)
             if is_first_frame:
                 on_hello(self)
             for command in commands:
                 self._apply_command(command)
             if commands:
-                self._loop.call_later(ACCEPTANCE_DELAY_S, self._wake.set)
+                self._writer.wake_at(now + ACCEPTANCE_DELAY_S)
             else:
-                self._wake.set()
+                self._writer.wake()
 
     def _apply_command(self, command: StartSlot | StopSlot) -> None:
         assert self._tasks is not None
@@ -124,22 +141,21 @@ class AttachStream:
             key = self._runner.admit(start.leg_request)
         except MeshError as error:
             self.link.reject(start.slot, error)
-            self._wake.set()
+            self._writer.wake()
             return
         self.link.accept(start.slot)
         self._keys[start.slot] = key
-        task = self._tasks.create_task(self._run(start.slot, key))
-        task.add_done_callback(lambda _: self._runner.discard(key))
+        self._tasks.create_task(self._run(start.slot, key))
 
     async def _run(self, slot: int, key: int) -> None:
-        link, wake = self.link, self._wake
+        link, wake = self.link, self._writer.wake
 
         def emit(output: LLMEngineOutput) -> None:
             if output.token_ids:
                 link.tokens(slot, output.token_ids, output.logprobs)
             if output.chunk_json is not None:
                 link.chunk(slot, output.chunk_json)
-            wake.set()
+            wake()
 
         try:
             terminal = await self._runner.run(key, emit)
@@ -161,31 +177,26 @@ class AttachStream:
             )
         finally:
             self._keys.pop(slot, None)
-        wake.set()
+        wake()
 
-    async def _write_frames(self) -> None:
-        """Writes frames, each built after the previous write, so a slow link batches."""
-        link = self.link
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            if self._close_error is not None:
-                raise self._close_error
-            while (frame := link.next_frame(self._loop.time(), self._runner.loads)) is not None:
-                await self._write(frame)
-            if self._is_ending and not self.link.open_slots:
-                raise _StreamClosed
+    def _next_frame(self) -> ResponseFrame | None:
+        frame = self.link.next_frame(self._loop.time(), self._runner.loads)
+        if frame is None and self._is_ending and not self.link.open_slots:
+            self._writer.close(_StreamClosed())
+        return frame
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._runner.observe_steps(self._loop.time())
-            link_error, overdue_stops = self.link.tick(self._loop.time())
-            if link_error is not None:
-                await self._close_with(link_error)
-            for stop in overdue_stops:
+            now = self._loop.time()
+            self._runner.observe_steps(now)
+            try:
+                self._silence.check()
+            except MeshError as error:
+                await self._close_with(error)
+            for stop in self.link.expire(now):
                 self._apply_command(stop)
-            self._wake.set()
+            self._writer.wake()
 
 
 class AttachServer:

@@ -19,9 +19,10 @@ from common.request.preprocessed import (
     TokenLogprob,
     TraceLink,
 )
+from common.streams.silence import ATTACH
 
-HEARTBEAT_S = 1.0
-MISSED_HEARTBEATS_MAX = 3
+# Unless HelloAck states another one. The ends of the stream measure the silence.
+HEARTBEAT_S = ATTACH.heartbeat_s
 CREDIT_BYTES = 1 << 20
 FRAME_BYTES = 256 << 10
 PROMPT_PART_BYTES = 64 << 10

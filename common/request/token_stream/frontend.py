@@ -6,13 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.errors import MeshError, WorkerLost
+from common.errors import MeshError
 from common.kv.load import Load
 from common.request.token_stream.frames import (
     CREDIT_BYTES,
     FRAME_BYTES,
     HEARTBEAT_S,
-    MISSED_HEARTBEATS_MAX,
     PROMPT_PART_BYTES,
     AbortSlot,
     Hello,
@@ -74,9 +73,8 @@ class FrontendLink:
         self.hello = hello
         self.worker_id = hello.expected_worker_id
         self.loads: Sequence[Load] = ()
-        self.loads_received_at = now
         self.is_open = False
-        self._heartbeat_s = HEARTBEAT_S
+        self.heartbeat_s = HEARTBEAT_S
         self._last_slot = 0
         self._open_legs: dict[int, _OpenLeg] = {}
         self._hello_pending = True
@@ -85,7 +83,6 @@ class FrontendLink:
         self._prompt_parts: deque[tuple[int, memoryview, int]] = deque()
         self._aborts: list[AbortSlot] = []
         self._consumed_bytes = self._acked_bytes = 0
-        self._last_received_at = now
         self._last_heartbeat_at = now
         self._lost: MeshError | None = None
 
@@ -94,14 +91,9 @@ class FrontendLink:
         """Number of slots submitted and not ended."""
         return len(self._open_legs)
 
-    @property
-    def owes_acknowledgement(self) -> bool:
-        """Whether a frame must acknowledge received bytes now."""
-        return self._consumed_bytes - self._acked_bytes >= _ACK_THRESHOLD_BYTES
-
     def is_heartbeat_due(self, now: float) -> bool:
         """Whether `next_frame` returns a heartbeat."""
-        return now - self._last_heartbeat_at >= self._heartbeat_s
+        return now - self._last_heartbeat_at >= self.heartbeat_s
 
     def submit(self, leg_request: LegRequest, sink: LegSink) -> int:
         """Queue a request and return its slot. Raises the error that ended the stream, if any."""
@@ -134,17 +126,19 @@ class FrontendLink:
             sink, leg.sink = leg.sink, _NULL_SINK
             sink.lost(error)
 
-    def receive(self, frame: ResponseFrame, now: float) -> None:
-        """Process a frame and call the sinks. Raises on a protocol violation; then call `close`."""
+    def receive(self, frame: ResponseFrame) -> bool:
+        """Processes a frame and calls the sinks. Returns whether it must be acknowledged at once.
+
+        Raises on a protocol violation; then call `close`.
+        """
         if self._lost is not None:
-            return
-        self._last_received_at = now
+            return False
         if frame.hello_ack is not None:
             self._complete_handshake(frame.hello_ack)
         elif not self.is_open:
             raise protocol_violation("a", "the first frame of a worker must carry hello_ack")
         if frame.heartbeat:
-            self.loads, self.loads_received_at = frame.heartbeat, now
+            self.loads = frame.heartbeat
         legs = self._open_legs
         for slot in frame.accepted:
             leg = self._require_leg(slot, "accepted", is_accepted=False)
@@ -179,6 +173,7 @@ class FrontendLink:
                 "i", f"sent_bytes fell from {self._consumed_bytes} to {frame.sent_bytes}"
             )
         self._consumed_bytes = frame.sent_bytes
+        return self._consumed_bytes - self._acked_bytes >= _ACK_THRESHOLD_BYTES
 
     def _receive_tokens(self, frame: ResponseFrame) -> None:
         if not len(frame.slot) == len(frame.start) == len(frame.count):
@@ -224,7 +219,7 @@ class FrontendLink:
         if ack.heartbeat_s <= 0:
             raise protocol_violation("e", "heartbeat_ms of hello_ack must be above 0")
         self.is_open = True
-        self._heartbeat_s = ack.heartbeat_s
+        self.heartbeat_s = ack.heartbeat_s
 
     def next_frame(self, now: float) -> RequestFrame | None:
         """Return the next frame to write, or None if there is nothing to send."""
@@ -234,7 +229,6 @@ class FrontendLink:
         has_content = False
         if self._hello_pending:
             frame.hello, self._hello_pending, has_content = self.hello, False, True
-            self._last_received_at = now  # connecting may take long; silence counts from here
         budget = FRAME_BYTES - self._frame_submits(frame)
         if self._aborts:  # an abort never overtakes its Submit
             frame.aborts = [a for a in self._aborts if a.slot <= self._last_framed_slot]
@@ -242,7 +236,8 @@ class FrontendLink:
         while self._prompt_parts and budget >= PROMPT_PART_BYTES:
             budget -= self._frame_prompt_part(frame)
         has_content = has_content or bool(frame.submits or frame.aborts or frame.prompt_parts)
-        has_content = has_content or self.owes_acknowledgement
+        unacked_bytes = self._consumed_bytes - self._acked_bytes
+        has_content = has_content or unacked_bytes >= _ACK_THRESHOLD_BYTES
         if self.is_heartbeat_due(now):
             self._last_heartbeat_at, frame.heartbeat, has_content = now, True, True
         if not has_content:
@@ -277,15 +272,6 @@ class FrontendLink:
         if end < len(prompt):
             self._prompt_parts.append((slot, prompt, end))
         return end - offset
-
-    def tick(self, now: float) -> MeshError | None:
-        """Return the error to `close` the stream with after three missed heartbeats (e)."""
-        limit = MISSED_HEARTBEATS_MAX * self._heartbeat_s
-        if self._lost is None and now - self._last_received_at > limit:
-            return WorkerLost(
-                f"no message from worker {self.worker_id} for {limit:g} s", retryable=True
-            )
-        return None
 
     def close(self, error: MeshError) -> None:
         """End all slots with `error` (f). The link cannot be used afterwards."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from common.errors import DeadlineExceeded, MeshError, Overloaded, PromptTooLong, WorkerLost
+from common.errors import DeadlineExceeded, MeshError, Overloaded, PromptTooLong
 from common.kv.load import Load
 from common.request.preprocessed import (
     CompletionUsage,
@@ -22,7 +22,6 @@ from common.request.token_stream.frames import (
     CREDIT_BYTES,
     FRAME_BYTES,
     HEARTBEAT_S,
-    MISSED_HEARTBEATS_MAX,
     PROMPT_BYTES_MAX,
     SUBMITS_PER_FRAME_MAX,
     AbortSlot,
@@ -127,7 +126,6 @@ class WorkerLink:
         self._rejected: list[Rejected] = []
         self._send_queue: deque[int] = deque()
         self._sent_bytes = self._acked_bytes = 0
-        self._last_received_at = now
         self._last_heartbeat_at = now - heartbeat_s
         self._lost = False
 
@@ -145,7 +143,6 @@ class WorkerLink:
         """Process a frame; returns commands in order. Raises on a protocol violation."""
         if self._lost:
             return []
-        self._last_received_at = now
         if frame.hello is not None:
             self._complete_handshake(frame.hello)
         elif self.hello is None:
@@ -438,11 +435,8 @@ class WorkerLink:
         state.sent += count
         return used
 
-    def tick(self, now: float) -> tuple[MeshError | None, list[StopSlot]]:
-        """Return the error to close the stream with, if any, and slots past their deadline."""
-        limit = MISSED_HEARTBEATS_MAX * self._heartbeat_s
-        if not self._lost and now - self._last_received_at > limit:
-            return WorkerLost(f"no message from the frontend for {limit:g} s", retryable=True), []
+    def expire(self, now: float) -> list[StopSlot]:
+        """Returns the commands for running slots past their deadline, each once (d)."""
         expired: list[StopSlot] = []
         for slot, state in self._slots.items():
             if state.deadline is None or now < state.deadline or state.is_stopping:
@@ -453,7 +447,7 @@ class WorkerLink:
             elif state.state is _SlotState.ARRIVING:
                 error = DeadlineExceeded("the prompt did not arrive before the deadline")
                 self.end(slot, None, error=error)
-        return None, expired
+        return expired
 
     def close(self) -> list[int]:
         """Mark the stream as lost; returns the slots to stop now (f)."""

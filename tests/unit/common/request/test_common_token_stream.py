@@ -33,8 +33,6 @@ from common.request.preprocessed import (
 from common.request.token_stream import (
     CREDIT_BYTES,
     FRAME_BYTES,
-    HEARTBEAT_S,
-    MISSED_HEARTBEATS_MAX,
     PROMPT_BYTES_MAX,
     PROMPT_PART_BYTES,
     AbortSlot,
@@ -53,6 +51,8 @@ from common.request.token_stream import (
     Terminal,
     WorkerLink,
 )
+from common.streams.peer import SilenceWatch
+from common.streams.silence import ATTACH
 from common.wire.token_stream import (
     request_frame_from_proto,
     request_frame_to_proto,
@@ -151,7 +151,7 @@ class Pair:
         frames = []
         while (frame := self.worker.next_frame(self.now)) is not None:
             frames.append(frame)
-            self.frontend.receive(frame, self.now)
+            self.frontend.receive(frame)
         return frames
 
     def start(self, one: LegRequest | None = None) -> tuple[int, RecordingSink]:
@@ -213,7 +213,7 @@ def test_rule_a_the_first_frames_are_hello_and_hello_ack() -> None:
     answer = pair.worker.next_frame(0.0)
     assert answer is not None
     assert answer.hello_ack == HelloAck(WORKER)
-    pair.frontend.receive(answer, 0.0)
+    pair.frontend.receive(answer)
     assert pair.frontend.is_open
     assert pair.worker.hello == first.hello
 
@@ -239,7 +239,7 @@ def test_rule_a_an_unexpected_worker_rejects_hello() -> None:
 def test_rule_a_a_frontend_detects_another_worker_by_its_hello_ack() -> None:
     frontend = new_pair().frontend
     with pytest.raises(Conflict, match="this is worker 8, not 7") as raised:
-        frontend.receive(ResponseFrame(hello_ack=HelloAck(8)), 0.0)
+        frontend.receive(ResponseFrame(hello_ack=HelloAck(8)))
     assert raised.value.reason == "WRONG_WORKER"
     assert not frontend.is_open
 
@@ -250,14 +250,12 @@ def test_rule_a_a_missing_or_second_hello_is_a_violation() -> None:
         "a", lambda: pair.worker.receive(RequestFrame(heartbeat=True), 0.0)
     )
     assert "hello_ack" in violation_of(
-        "a", lambda: pair.frontend.receive(ResponseFrame(accepted=[1]), 0.0)
+        "a", lambda: pair.frontend.receive(ResponseFrame(accepted=[1]))
     )
     pair = open_pair()
     hello, ack = Hello(1, WORKER, 1), HelloAck(WORKER)
     assert "twice" in violation_of("a", lambda: pair.worker.receive(RequestFrame(hello=hello), 0.0))
-    assert "twice" in violation_of(
-        "a", lambda: pair.frontend.receive(ResponseFrame(hello_ack=ack), 0.0)
-    )
+    assert "twice" in violation_of("a", lambda: pair.frontend.receive(ResponseFrame(hello_ack=ack)))
 
 
 # Rule (b)
@@ -367,7 +365,7 @@ def test_rule_c_a_frontend_detects_gaps_duplicates_and_wrong_slots(
     other = pair.frontend.submit(leg_request(), RecordingSink())
     assert (slot, other) == (1, 2)
     frame.sent_bytes = sent_bytes
-    assert expected in violation_of("c", lambda: pair.frontend.receive(frame, 0.0))
+    assert expected in violation_of("c", lambda: pair.frontend.receive(frame))
     assert sink.token_ids == [1, 2]
     assert not sink.how
 
@@ -377,7 +375,7 @@ def test_rule_c_a_second_terminal_is_a_violation() -> None:
     slot, _ = pair.start()
     end = Terminal(slot, FinishReason.EOS)
     frame = ResponseFrame(terminals=[end, end])
-    assert "not open" in violation_of("c", lambda: pair.frontend.receive(frame, 0.0))
+    assert "not open" in violation_of("c", lambda: pair.frontend.receive(frame))
 
 
 def test_rule_c_a_worker_cannot_end_a_slot_twice_or_send_before_it_is_accepted() -> None:
@@ -490,9 +488,9 @@ def test_rule_d_the_worker_stops_a_slot_at_its_deadline_once() -> None:
     pair = open_pair()
     slot, sink = pair.start(leg_request(timeout_s=0.5))
     endless, _ = pair.start(leg_request())
-    assert pair.worker.tick(0.49) == (None, [])
-    assert pair.worker.tick(0.5) == (None, [StopSlot(slot, "deadline")])
-    assert pair.worker.tick(0.6) == (None, [])
+    assert pair.worker.expire(0.49) == []
+    assert pair.worker.expire(0.5) == [StopSlot(slot, "deadline")]
+    assert pair.worker.expire(0.6) == []
     assert pair.worker.receive(RequestFrame(aborts=[AbortSlot(slot, "deadline")]), 0.6) == []
     pair.worker.end(slot, None, error=DeadlineExceeded())
     pair.to_frontend()
@@ -505,7 +503,7 @@ def test_rule_d_a_started_slot_without_acceptance_has_a_deadline() -> None:
     pair = open_pair()
     slot = pair.frontend.submit(leg_request(timeout_s=0.5), RecordingSink())
     pair.to_worker()
-    assert pair.worker.tick(0.5) == (None, [StopSlot(slot, "deadline")])
+    assert pair.worker.expire(0.5) == [StopSlot(slot, "deadline")]
 
 
 def test_rule_d_a_prompt_that_does_not_arrive_in_time_ends_its_slot() -> None:
@@ -516,7 +514,7 @@ def test_rule_d_a_prompt_that_does_not_arrive_in_time_ends_its_slot() -> None:
     assert frame is not None
     frame.prompt_parts.clear()
     pair.worker.receive(frame, 0.0)
-    assert pair.worker.tick(0.5) == (None, [])
+    assert pair.worker.expire(0.5) == []
     pair.to_frontend()
     assert isinstance(sink.end, Terminal)
     assert isinstance(sink.end.error, DeadlineExceeded)
@@ -527,7 +525,7 @@ def test_rule_d_a_slot_that_ended_has_no_deadline() -> None:
     pair = open_pair()
     slot, _ = pair.start(leg_request(timeout_s=0.5))
     pair.worker.end(slot, FinishReason.EOS)
-    assert pair.worker.tick(0.6) == (None, [])
+    assert pair.worker.expire(0.6) == []
 
 
 # Rule (e)
@@ -548,47 +546,9 @@ def test_rule_e_both_sides_send_a_heartbeat_each_second() -> None:
         if to_frontend is not None:
             assert to_frontend.heartbeat == [load]
             beats["worker"].append(now)
-            pair.frontend.receive(to_frontend, now)
-        assert pair.frontend.tick(now) is None
-        assert pair.worker.tick(now) == (None, [])
+            pair.frontend.receive(to_frontend)
     assert beats == {"frontend": [1, 2, 3, 4, 5], "worker": [1, 2, 3, 4, 5]}
-    assert (pair.frontend.loads, pair.frontend.loads_received_at) == ([load], 5.0)
-
-
-def test_rule_e_three_missed_heartbeats_mean_the_peer_is_lost() -> None:
-    pair = open_pair(10.0)
-    limit = MISSED_HEARTBEATS_MAX * HEARTBEAT_S
-    assert pair.frontend.tick(10.0 + limit) is None
-    assert pair.worker.tick(10.0 + limit) == (None, [])
-    late = 10.0 + limit + 0.01
-    of_worker, (of_frontend, _) = pair.frontend.tick(late), pair.worker.tick(late)
-    for lost in (of_worker, of_frontend):
-        assert isinstance(lost, WorkerLost)
-        assert lost.retryable
-    pair.frontend.close(WorkerLost(retryable=True))
-    pair.worker.close()
-    assert pair.frontend.tick(late) is None
-    assert pair.worker.tick(late) == (None, [])
-
-
-def test_rule_e_any_frame_is_a_sign_of_life() -> None:
-    pair = open_pair()
-    slot, _ = pair.start()
-    pair.worker.next_frame(2.9)
-    pair.now = 2.95
-    pair.worker.tokens(slot, [1])
-    pair.to_frontend()
-    pair.to_worker()
-    assert pair.frontend.tick(5.9) is None
-    assert pair.worker.tick(5.9) == (None, [])
-
-
-def test_rule_e_a_long_connect_is_not_silence() -> None:
-    pair = new_pair(0.0)
-    pair.now = 60.0
-    pair.to_worker()
-    assert pair.frontend.tick(60.0) is None
-    assert pair.frontend.tick(63.1) is not None
+    assert pair.frontend.loads == [load]
 
 
 def test_rule_e_both_sides_use_the_heartbeat_interval_of_the_worker() -> None:
@@ -601,13 +561,13 @@ def test_rule_e_both_sides_use_the_heartbeat_interval_of_the_worker() -> None:
     beat = pair.frontend.next_frame(0.2)
     assert beat is not None
     assert beat.heartbeat
-    assert pair.frontend.tick(0.61) is not None
+    assert pair.frontend.heartbeat_s == 0.2
 
 
 def test_rule_e_a_heartbeat_interval_of_zero_is_a_violation() -> None:
     frontend = new_pair().frontend
     ack = HelloAck(WORKER, heartbeat_s=0.0)
-    violation_of("e", lambda: frontend.receive(ResponseFrame(hello_ack=ack), 0.0))
+    violation_of("e", lambda: frontend.receive(ResponseFrame(hello_ack=ack)))
 
 
 # Rule (f)
@@ -656,7 +616,7 @@ def test_rule_f_output_after_the_loss_of_the_stream_is_ignored() -> None:
     assert pair.worker.next_frame(5.0) is None
     assert pair.worker.open_slots == 0
     pair.frontend.close(WorkerLost(retryable=True))
-    pair.frontend.receive(ResponseFrame(slot=[slot], start=[0], count=[1], token_id=[1]), 0.0)
+    pair.frontend.receive(ResponseFrame(slot=[slot], start=[0], count=[1], token_id=[1]))
     pair.frontend.abort(slot, "client_gone")
     assert sink.token_ids == []
     assert not retained(pair)
@@ -803,7 +763,7 @@ def test_rule_g_slots_take_turns_so_that_a_small_one_is_in_the_next_frame() -> N
     frame = pair.worker.next_frame(0.0)
     assert frame is not None
     assert small in frame.slot
-    pair.frontend.receive(frame, 0.0)
+    pair.frontend.receive(frame)
     assert small_sink.token_ids == [42]
     pair.to_frontend()
     assert large_sink.token_ids == truth
@@ -818,7 +778,7 @@ def test_rule_g_a_slot_with_many_chunks_leaves_space_for_other_slots() -> None:
     pair.worker.chunk(small, b"{}")
     frame = pair.worker.next_frame(0.0)
     assert frame is not None
-    pair.frontend.receive(frame, 0.0)
+    pair.frontend.receive(frame)
     assert small_sink.chunks == [b"{}"]
 
 
@@ -839,7 +799,7 @@ def test_rule_g_frames_to_the_frontend_respect_the_size_limit() -> None:
     sizes = []
     while (frame := pair.worker.next_frame(0.0)) is not None:
         sizes.append(response_frame_to_proto(frame).ByteSize())
-        pair.frontend.receive(frame, 0.0)
+        pair.frontend.receive(frame)
         pair.to_worker()
     assert max(sizes) <= FRAME_BYTES + SLACK_BYTES
     assert plain_sink.token_ids == tokens
@@ -863,7 +823,7 @@ def test_rule_g_a_chunk_larger_than_a_frame_is_sent_alone_and_never_starved() ->
         assert frame is not None
         if any(chunk.json == giant for chunk in frame.chunks):
             assert len(frame.chunks) == 1
-        pair.frontend.receive(frame, 0.0)
+        pair.frontend.receive(frame)
         pair.to_worker()
         frames += 1
     assert frames <= 6, "a round of all slots is three frames, the large ones have one each"
@@ -890,7 +850,7 @@ def test_rule_g_a_chunk_larger_than_a_frame_is_sent_alone_and_never_starved() ->
 def test_rule_h_arrays_of_different_lengths_are_a_violation(frame: ResponseFrame) -> None:
     pair = open_pair()
     _, sink = pair.start()
-    violation_of("h", lambda: pair.frontend.receive(frame, 0.0))
+    violation_of("h", lambda: pair.frontend.receive(frame))
     assert sink.token_ids in ([], [1]), "ambiguous tokens are not delivered"
 
 
@@ -911,7 +871,7 @@ def test_rule_h_logprobs_stay_with_their_tokens_even_where_only_some_have_them()
     pair.worker.tokens(slot, [4, 5])
     frames = []
     while (frame := pair.worker.next_frame(0.0)) is not None:
-        pair.frontend.receive(frame, 0.0)
+        pair.frontend.receive(frame)
         frames.append((frame.token_id, frame.logprobs))
     assert frames == [([1, 2], []), ([3], [(slot, [logprob(3)])]), ([4, 5], [])]
     assert sink.token_ids == [1, 2, 3, 4, 5]
@@ -950,7 +910,7 @@ def test_rule_i_a_stalled_frontend_stops_tokens_but_not_control() -> None:
     assert pair.worker.next_frame(pair.now) is None
 
     for frame in [*held, control]:
-        pair.frontend.receive(frame, pair.now)
+        pair.frontend.receive(frame)
     for _ in range(20):  # it reads again and acknowledges unprompted
         pair.to_worker()
         pair.to_frontend()
@@ -984,7 +944,7 @@ def test_rule_i_impossible_counts_are_a_violation() -> None:
     ack = RequestFrame(acked_bytes=sent_bytes + 1)
     assert "acknowledged" in violation_of("i", lambda: pair.worker.receive(ack, 0.0))
     frame = ResponseFrame(sent_bytes=sent_bytes - 1)
-    assert "fell" in violation_of("i", lambda: pair.frontend.receive(frame, 0.0))
+    assert "fell" in violation_of("i", lambda: pair.frontend.receive(frame))
 
 
 # All rules together
@@ -1019,6 +979,11 @@ class Run:
         self.down: deque[tuple[float, RequestFrame]] = deque()
         self.up: deque[tuple[float, ResponseFrame]] = deque()
         self.stalled_until = 0.0
+        self.frontend_silence = self.silence_watch()
+        self.worker_silence = self.silence_watch()
+
+    def silence_watch(self) -> SilenceWatch:
+        return SilenceWatch(ATTACH.limit_s, "frame", clock=lambda: self.pair.now)
 
     def step(self) -> None:
         rng, pair = self.rng, self.pair
@@ -1031,10 +996,9 @@ class Run:
         self.work()
         self.send()
         self.deliver()
-        assert pair.frontend.tick(pair.now) is None
-        lost, late = pair.worker.tick(pair.now)
-        assert lost is None
-        for stop in late:
+        self.frontend_silence.check()
+        self.worker_silence.check()
+        for stop in pair.worker.expire(pair.now):
             assert self.jobs[stop.slot].leg_request.timeout_s is not None
             self.obey(stop)
         assert pair.worker.unacked_bytes <= CREDIT_BYTES + 256
@@ -1128,10 +1092,12 @@ class Run:
     def deliver(self) -> None:
         pair = self.pair
         while self.down and self.down[0][0] <= pair.now:
+            self.worker_silence.restart()
             for command in pair.worker.receive(self.down.popleft()[1], pair.now):
                 self.obey(command)
         while pair.now >= self.stalled_until and self.up and self.up[0][0] <= pair.now:
-            pair.frontend.receive(self.up.popleft()[1], pair.now)
+            self.frontend_silence.restart()
+            pair.frontend.receive(self.up.popleft()[1])
 
     def obey(self, command: StartSlot | StopSlot) -> None:
         job = self.jobs[command.slot]

@@ -8,16 +8,18 @@ from collections.abc import Sequence
 import pytest
 from structlog.testing import capture_logs
 
-from common.errors import MeshError, Unavailable
+from common.errors import MeshError, Unavailable, WorkerLost
 from common.kv.load import Load
 from common.request.preprocessed import PreprocessedRequest, TokenIds, TokenLogprob
 from common.request.token_stream import (
+    HEARTBEAT_S,
     HelloAck,
     LegRequest,
     RequestFrame,
     ResponseFrame,
     Terminal,
 )
+from common.streams.silence import ATTACH
 from frontend_svc.workers.client import EngineClient
 from frontend_svc.workers.transport import Transport
 from tests.sim.loop import run_virtually
@@ -171,3 +173,68 @@ def test_a_frontend_that_stops_does_not_report_lost_workers() -> None:
     assert [(line["event"], line["log_level"]) for line in logs] == [
         ("worker_stream_closed", "info")
     ]
+
+
+class WorkerThatFallsSilent(PulledTransport):
+    """A Dialer, and the stream of a worker that sends frames at these times and nothing later."""
+
+    def __init__(self, *frames_at_s: float, heartbeat_s: float, dial_s: float) -> None:
+        self._at_s = list(frames_at_s)
+        self._ack: HelloAck | None = HelloAck(WORKER, heartbeat_s)
+        self._dial_s = dial_s
+
+    async def dial(self, address: str) -> Transport:
+        await asyncio.sleep(self._dial_s)
+        return self
+
+    async def read(self) -> ResponseFrame | None:
+        at_s = self._at_s.pop(0) if self._at_s else 1000.0
+        await asyncio.sleep(at_s - asyncio.get_running_loop().time())
+        ack, self._ack = self._ack, None
+        return ResponseFrame(hello_ack=ack)
+
+    async def write(self, frame: RequestFrame) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def lost_after_s(
+    *frames_at_s: float, heartbeat_s: float = HEARTBEAT_S, dial_s: float = 0.0
+) -> tuple[float, MeshError]:
+    """When the frontend counts such a worker as lost."""
+
+    async def run() -> tuple[float, MeshError]:
+        worker = WorkerThatFallsSilent(*frames_at_s, heartbeat_s=heartbeat_s, dial_s=dial_s)
+        async with EngineClient(1, worker) as engines:
+            sink = LossSink()
+            engines.submit(WORKER, "worker:1", LegRequest("r1", request=REQUEST), sink)
+            await sink.received.wait()
+            assert set(engines.exclusion_reasons()) == {WORKER}
+            return asyncio.get_running_loop().time(), sink.error
+
+    return run_virtually(run())
+
+
+def test_rule_e_a_worker_that_misses_three_heartbeats_is_lost() -> None:
+    at_s, error = lost_after_s(0.0)
+    assert ATTACH.limit_s < at_s < ATTACH.limit_s + 0.2
+    assert (type(error), error.retryable, error.reason) == (WorkerLost, True, "WORKER_LOST")
+    assert error.message == f"worker {WORKER} was lost: no message from worker {WORKER} for 3 s"
+
+
+def test_rule_e_any_frame_of_the_worker_is_a_sign_of_life() -> None:
+    at_s, _ = lost_after_s(0.0, 2.9, 5.8)
+    assert 5.8 + ATTACH.limit_s < at_s < 5.8 + ATTACH.limit_s + 0.2
+
+
+def test_rule_e_a_long_connect_is_not_silence() -> None:
+    at_s, _ = lost_after_s(dial_s=60.0)
+    assert 60.0 + ATTACH.limit_s < at_s < 60.0 + ATTACH.limit_s + 0.2
+
+
+def test_rule_e_the_worker_states_the_heartbeat_of_the_stream() -> None:
+    at_s, error = lost_after_s(0.0, heartbeat_s=0.2)
+    assert 0.6 < at_s < 0.8
+    assert error.message.endswith("for 0.6 s")

@@ -1,4 +1,4 @@
-"""When the worker's end of an Attach stream writes its frames."""
+"""When the worker's end of an Attach stream writes its frames, and when it ends."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
+from common.errors import WorkerLost
 from common.request.preprocessed import PreprocessedRequest, StopConditions, TokenIds
 from common.request.token_stream import Hello, LegRequest, RequestFrame, ResponseFrame, Submit
+from common.streams.silence import ATTACH
 from tests.sim.loop import run_virtually
 from worker_svc.engines.sim.config import SimConfig, SimModel
 from worker_svc.engines.sim.engine import SimEngine
@@ -79,3 +81,42 @@ def test_a_refusal_is_sent_at_once() -> None:
     ((at_s, frame),) = frames_of_one_request(0.01, requests_max=0)
     assert at_s == 0.0
     assert [one.slot for one in frame.rejected] == [1]
+
+
+def lost_after_s(*frames_at_s: float) -> tuple[float, WorkerLost]:
+    """When the worker counts a frontend as lost that sends frames at these times and is silent."""
+
+    async def main() -> tuple[float, WorkerLost]:
+        loop = asyncio.get_running_loop()
+        at_s = iter(frames_at_s)
+
+        async def read() -> RequestFrame | None:
+            await asyncio.sleep(next(at_s, 1000.0) - loop.time())
+            return RequestFrame(
+                hello=Hello(1, WORKER, 1) if loop.time() == frames_at_s[0] else None
+            )
+
+        async def write(frame: ResponseFrame) -> None:
+            pass
+
+        engine = SimEngine(SimConfig(), model=MODEL)
+        await engine.start(WORKER)
+        with pytest.raises(WorkerLost) as raised:
+            await AttachServer(WORKER, Runner(engine)).serve(read, write)
+        ended_at = loop.time()
+        await engine.cleanup()
+        return ended_at, raised.value
+
+    return run_virtually(main())
+
+
+def test_rule_e_a_frontend_that_misses_three_heartbeats_is_lost() -> None:
+    at_s, error = lost_after_s(0.0)
+    assert ATTACH.limit_s < at_s < ATTACH.limit_s + 0.4
+    assert error.retryable
+    assert error.message == "no message from the frontend for 3 s"
+
+
+def test_rule_e_any_frame_of_the_frontend_is_a_sign_of_life() -> None:
+    at_s, _ = lost_after_s(0.0, 2.9, 5.8)
+    assert 5.8 + ATTACH.limit_s < at_s < 5.8 + ATTACH.limit_s + 0.4
