@@ -13,14 +13,17 @@ intervals; workers that left are removed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
+from common.streams.backoff import Backoff
+
 FIRST_PROBE_INTERVAL_S = 0.2
 # Requests may wait for a worker to recover: a successful probe must not be long after that.
 PROBE_INTERVAL_MAX_S = 2.0
+# Least and greatest factor of a probe interval.
+_JITTER = (0.75, 1.25)
 # A circuit that opens this soon after the worker's last one starts with twice its first interval:
 # a worker that is late at every request but sends heartbeats passes each probe.
 REOPENED_WITHIN_S = 8.0
@@ -33,9 +36,18 @@ class _OpenCircuit:
     reason: str
     # Whether the worker counts towards HUNG_FRACTION_MAX.
     is_hung: bool
-    interval_s: float
+    probe_intervals: Backoff
     probe_at: float
     is_probing: bool = False
+
+
+@dataclass(slots=True)
+class _Openings:
+    """The circuits of one worker in the past."""
+
+    last_at: float
+    # First probe intervals of circuits that open soon after each other.
+    first_intervals: Backoff
 
 
 class CircuitBreaker:
@@ -44,8 +56,7 @@ class CircuitBreaker:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._open_circuits: dict[int, _OpenCircuit] = {}
-        # Worker -> when its last circuit opened, and the first probe interval of that.
-        self._last_opened: dict[int, tuple[float, float]] = {}
+        self._openings: dict[int, _Openings] = {}
 
     def open_circuit(
         self, worker_id: int, reason: str, now: float, *, is_hung: bool = False
@@ -56,12 +67,14 @@ class CircuitBreaker:
             # A hung worker that is then lost counts as lost.
             found.reason, found.is_hung = reason, found.is_hung and is_hung
             return False
-        interval_s = FIRST_PROBE_INTERVAL_S
-        opened_at, last_interval_s = self._last_opened.get(worker_id, (-math.inf, 0.0))
-        if now - opened_at < REOPENED_WITHIN_S:
-            interval_s = min(2 * last_interval_s, PROBE_INTERVAL_MAX_S)
-        self._last_opened[worker_id] = now, interval_s
-        opened = _OpenCircuit(reason, is_hung, interval_s, now + self._jittered(interval_s))
+        openings = self._openings.get(worker_id)
+        if openings is None or now - openings.last_at >= REOPENED_WITHIN_S:
+            exact = Backoff(FIRST_PROBE_INTERVAL_S, PROBE_INTERVAL_MAX_S, None)
+            openings = self._openings[worker_id] = _Openings(now, exact)
+        openings.last_at = now
+        first_s = openings.first_intervals.next_s()
+        intervals = Backoff(first_s, PROBE_INTERVAL_MAX_S, self._rng, jitter=_JITTER)
+        opened = _OpenCircuit(reason, is_hung, intervals, now + intervals.next_s())
         self._open_circuits[worker_id] = opened
         return True
 
@@ -91,13 +104,12 @@ class CircuitBreaker:
             return
         circuit = self._open_circuits.get(worker_id)
         if circuit is not None:
-            circuit.interval_s = min(circuit.interval_s * 2, PROBE_INTERVAL_MAX_S)
-            circuit.probe_at = now + self._jittered(circuit.interval_s)
+            circuit.probe_at = now + circuit.probe_intervals.next_s()
             circuit.is_probing = False
 
     def retain(self, present: Iterable[int]) -> None:
         present = set(present)
-        for state in (self._open_circuits, self._last_opened):
+        for state in (self._open_circuits, self._openings):
             for worker_id in state.keys() - present:
                 del state[worker_id]
 
@@ -118,6 +130,3 @@ class CircuitBreaker:
         hung_max = max(1, int(HUNG_FRACTION_MAX * len(pool)))
         lost = [w for w, circuit in open_in_pool if not circuit.is_hung]
         return frozenset(lost + hung[:hung_max])
-
-    def _jittered(self, seconds: float) -> float:
-        return seconds * (0.75 + 0.5 * self._rng.random())
