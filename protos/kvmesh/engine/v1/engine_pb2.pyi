@@ -64,7 +64,9 @@ class AttachRequest(_message.Message):
         error. Abort of a finished or unknown slot is a no-op.
     (d) Deadline, request id, traceparent, tenant and priority are fields of Submit; the worker
         enforces the deadline.
-    (e) Each side sends a heartbeat each second; three missed in a row mean the peer is lost.
+    (e) Each side sends a heartbeat each heartbeat_ms of HelloAck (1 s). Silence rule: a peer that
+        sends no frame for three heartbeats (3 s) is lost. The frontend counts from its Hello, and
+        subtracts the time in which its own process stalled.
     (f) Stream lost: the worker closes the generators of the slots at once; the frontend migrates
         or fails them. Nothing is resumed.
     (g) One writer per side; a frame is built after the previous write has returned. Control goes
@@ -88,7 +90,7 @@ class AttachRequest(_message.Message):
     acked_bytes: _builtins.int
     """The sent_bytes of the last frame whose tokens were consumed. Cumulative."""
     heartbeat: _builtins.bool
-    """True in one frame per second, which may carry anything else too."""
+    """True in one frame per second, which may carry anything else too. See (e) for the silence rule."""
     @_builtins.property
     def hello(self) -> Global___Hello:
         """Set in the first frame, and only there."""
@@ -187,7 +189,7 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> _containers.RepeatedCompositeFieldContainer[_load_pb2.Load]:
-        """Set in one frame per second; one row per rank."""
+        """Set in one frame per second; one row per rank. See (e) for the silence rule."""
 
     def __init__(
         self,
@@ -255,7 +257,7 @@ class HelloAck(_message.Message):
     worker_id: _builtins.int
     """Instance id of the worker process."""
     heartbeat_ms: _builtins.int
-    """Milliseconds between heartbeats, both ways."""
+    """Milliseconds between heartbeats, both ways. Three missed ones mean that the peer is lost."""
     credit_bytes: _builtins.int
     """Credit of this stream in bytes."""
     def __init__(
