@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -33,6 +34,7 @@ from common.request.preprocessed import (
 from common.request.token_stream import LegRequest, RequestFrame, ResponseFrame
 from common.rpc.call_context import remaining_time_s, request_id
 from common.runtime.tasks import TaskGroup
+from common.streams.writer import FrameWriter
 from common.wire.kv import TIER_BY_NAME
 from common.wire.load import load_to_proto
 from common.wire.preprocessed import (
@@ -96,48 +98,33 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         )
         key = self.runner.admit(leg_request)
         outputs: list[LLMEngineOutput] = []
-        wake = asyncio.Event()
+        writer = FrameWriter(partial(_next_generate_response, outputs))
 
         def emit(output: LLMEngineOutput) -> None:
             outputs.append(output)
-            wake.set()
+            writer.wake()
 
-        async def run_request() -> LLMEngineOutput | MeshError:
-            # Not raised in the group: that would cancel a write in progress, and grpc cannot send a
-            # status during a write.
+        async def run_request() -> LLMEngineOutput | None:
             try:
                 return await self.runner.run(key, emit)
             except MeshError as error:
-                return error
-
-        async with TaskGroup() as tasks:
-            run = tasks.create_task(run_request())
-            run.add_done_callback(lambda _: self.runner.discard(key))
-            run.add_done_callback(lambda _: wake.set())
-            deadline_timer = asyncio.get_running_loop().call_later(
-                timeout_s, lambda: tasks.create_task(self.runner.stop(key, "deadline"))
-            )
-            try:
-                while not run.done() or outputs:
-                    await wake.wait()
-                    wake.clear()
-                    if outputs:
-                        message = _build_generate_response(outputs)
-                        outputs.clear()
-                        await context.write(message)
+                writer.close(error)  # raised between two writes: grpc sends no status during one
+                return None
             finally:
-                deadline_timer.cancel()
+                writer.close()
+
+        try:
+            async with TaskGroup() as tasks:
+                run = tasks.create_task(run_request())
+                tasks.create_task(writer.run(context.write))
+                _, running = await asyncio.wait([run], timeout=timeout_s)
+                if running:
+                    await self.runner.stop(key, "deadline")
+        finally:
+            self.runner.discard(key)
         terminal = run.result()
-        if isinstance(terminal, MeshError):
-            raise terminal
-        message = _build_generate_response([terminal])
-        assert terminal.finish_reason is not None
-        message.finish_reason = finish_reason_to_proto(terminal.finish_reason)
-        if terminal.completion_usage is not None:
-            dataclass_to_proto(terminal.completion_usage, message.usage)
-        if terminal.disaggregated_params is not None:
-            dataclass_to_proto(PrefillResult(terminal.disaggregated_params), message.prefill_result)
-        await context.write(message)
+        assert terminal is not None, "the writer raised its error"
+        await context.write(_last_generate_response(terminal))
 
     async def Abort(
         self, request: engine_pb2.AbortRequest, context: Context
@@ -306,7 +293,27 @@ def _check_single_form(message: engine_pb2.GenerateRequest | engine_pb2.EmbedReq
         raise InvalidRequest("request and request_json are both set", "request_json")
 
 
-def _build_generate_response(outputs: list[LLMEngineOutput]) -> engine_pb2.GenerateResponse:
+def _next_generate_response(outputs: list[LLMEngineOutput]) -> engine_pb2.GenerateResponse | None:
+    """Takes the outputs into one message; None if there are none."""
+    if not outputs:
+        return None
+    message = _generate_response(outputs)
+    outputs.clear()
+    return message
+
+
+def _last_generate_response(terminal: LLMEngineOutput) -> engine_pb2.GenerateResponse:
+    assert terminal.finish_reason is not None, "it ends the output"
+    message = _generate_response([terminal])
+    message.finish_reason = finish_reason_to_proto(terminal.finish_reason)
+    if terminal.completion_usage is not None:
+        dataclass_to_proto(terminal.completion_usage, message.usage)
+    if terminal.disaggregated_params is not None:
+        dataclass_to_proto(PrefillResult(terminal.disaggregated_params), message.prefill_result)
+    return message
+
+
+def _generate_response(outputs: list[LLMEngineOutput]) -> engine_pb2.GenerateResponse:
     return engine_pb2.GenerateResponse(
         token_ids=[token for output in outputs for token in output.token_ids],
         logprobs=[
