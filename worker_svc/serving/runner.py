@@ -210,36 +210,25 @@ class Runner:
         Raises MeshError. Cancelling the task closes the engine's generator and frees its resources.
         """
         active_request = self._active_requests[key]
-        stop_timeout = active_request.stop_timeout = asyncio.timeout(None)
-        outcome = "closed"
         span = self.spans.start(active_request.leg_request) if self.spans is not None else None
         if span is not None:
             emit = _with_span(emit, span)
+        outcome = "closed"
         try:
-            async with stop_timeout:
-                if active_request.ctx.is_stopped:  # stopped before its start
-                    self._start_stop_grace(stop_timeout)
-                terminal = await self._consume(active_request, emit)
+            terminal = await self._run_engine(active_request, emit)
             outcome = "stopped" if terminal.finish_reason is FinishReason.CANCELLED else "finished"
-        except MeshError as error:
-            outcome = "failed"
-            if span is not None:
-                span.fail(error)
-            raise
-        except asyncio.CancelledError as error:
-            if (task := asyncio.current_task()) is not None and task.cancelling() > 0:
+        except (asyncio.CancelledError, Exception) as error:
+            failure = _failure_of(active_request, error)
+            if failure is None:
                 if span is not None:
                     span.drop()
                 raise
-            # The engine cancelled something itself; this task was not cancelled.
             outcome = "failed"
-            raise _engine_failure(active_request, span) from error
-        except Exception as error:
-            if not (isinstance(error, TimeoutError) and stop_timeout.expired()):
-                outcome = "failed"
-                raise _engine_failure(active_request, span) from error
-            self.counters["stops_forced"] += 1
-            outcome, terminal = "stopped", chunk.cancelled()
+            if span is not None:
+                span.fail(failure)
+            if failure is error:
+                raise
+            raise failure from error
         finally:
             self._finish(key, outcome)
         if span is not None:
@@ -248,25 +237,39 @@ class Runner:
             raise DeadlineExceeded("the request's deadline passed on the worker")
         return terminal
 
-    async def _consume(self, active_request: _ActiveRequest, emit: Emit) -> LLMEngineOutput:
+    async def _run_engine(self, active_request: _ActiveRequest, emit: Emit) -> LLMEngineOutput:
+        """Returns the engine's terminal chunk, or a cancelled one if the engine does not end within
+        STOP_GRACE_S of a stop. Raises what the engine raises."""
         request_id = active_request.leg_request.request_id
         now = asyncio.get_running_loop().time
         terminal: LLMEngineOutput | None = None
-        async with aclosing(
-            validate_stream(self._stream(active_request), request_id=request_id)
-        ) as outputs:
-            async for output in outputs:
-                if output.finish_reason not in _NO_OUTPUT_REASONS:
-                    self.last_output_at = now()
-                if output.token_ids or output.chunk_json is not None:
-                    active_request.ctx.notify_first_token()
-                    self._started_tokens += active_request.pending_tokens
-                    self._drop_pending(active_request)
-                if output.finish_reason is None:
-                    emit(output)
-                else:
-                    # Continue reading: `validate_stream` rejects any further chunk.
-                    terminal = output
+        stop_timeout = active_request.stop_timeout = asyncio.timeout(None)
+        try:
+            async with (
+                stop_timeout,
+                aclosing(
+                    validate_stream(self._stream(active_request), request_id=request_id)
+                ) as outputs,
+            ):
+                if active_request.ctx.is_stopped:  # stopped before its start
+                    self._start_stop_grace(stop_timeout)
+                async for output in outputs:
+                    if output.finish_reason not in _NO_OUTPUT_REASONS:
+                        self.last_output_at = now()
+                    if output.token_ids or output.chunk_json is not None:
+                        active_request.ctx.notify_first_token()
+                        self._started_tokens += active_request.pending_tokens
+                        self._drop_pending(active_request)
+                    if output.finish_reason is None:
+                        emit(output)
+                    else:
+                        # Continue reading: `validate_stream` rejects any further chunk.
+                        terminal = output
+        except TimeoutError:
+            if not stop_timeout.expired():  # the engine's own
+                raise
+            self.counters["stops_forced"] += 1
+            return chunk.cancelled()
         assert terminal is not None, "validate_stream() raises without one"
         if terminal.finish_reason is FinishReason.ERROR:
             raise InternalError(f"the engine failed: {terminal.error or 'no message'}")
@@ -363,12 +366,18 @@ class Runner:
         stop_timeout.reschedule(asyncio.get_running_loop().time() + STOP_GRACE_S)
 
 
-def _engine_failure(active_request: _ActiveRequest, span: GenerateSpan | None) -> InternalError:
+def _failure_of(active_request: _ActiveRequest, error: BaseException) -> MeshError | None:
+    """Returns the typed error of a request whose run raised `error`; None if its task was
+    cancelled."""
+    if isinstance(error, MeshError):
+        return error
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        if task is not None and task.cancelling() > 0:
+            return None
+        # Otherwise the engine cancelled something itself.
     log.exception("engine_failed", request_id=active_request.leg_request.request_id)
-    error = InternalError("the engine failed; the worker's log has the traceback")
-    if span is not None:
-        span.fail(error)
-    return error
+    return InternalError("the engine failed; the worker's log has the traceback")
 
 
 def _with_span(emit: Emit, span: GenerateSpan) -> Emit:
