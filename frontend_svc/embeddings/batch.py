@@ -46,7 +46,7 @@ class EmbeddingBatch:
         finally:
             self._done.cancel()
             for handle in list(self._open.values()):
-                handle.client_gone()
+                handle.abort()
 
     def fail(self, error: MeshError) -> None:
         """Ends the batch; `run` raises the error."""

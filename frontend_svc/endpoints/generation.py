@@ -321,14 +321,14 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
             if not all(handle.machine.is_finished for handle in handles):
                 meter.mark_disconnected()
                 for handle in handles:
-                    handle.client_gone()
+                    handle.abort()
 
         with context.connection.watched(client_gone):
             try:
                 yield list(zip(handles, buffers, strict=True))
             finally:
                 for handle, buffer in zip(handles, buffers, strict=True):
-                    handle.client_gone()
+                    handle.abort()
                     buffer.discard()
                 handles.clear()  # `fail` holds them, and they hold the buffers, which hold `fail`
                 reader.close()

@@ -84,8 +84,9 @@ class RequestHandle:
     def stop(self) -> None:
         self.machine.stop()
 
-    def client_gone(self) -> None:
-        self.machine.client_gone()
+    def abort(self) -> None:
+        """Ends the request because the client is gone; no effect if it has ended."""
+        self.machine.abort()
 
     def fail(self, error: MeshError, reason: str) -> None:
         """Ends the request with `error`. reason: the abort reason that workers receive."""
@@ -197,7 +198,7 @@ class RequestHandle:
             self._tracker.mark("prefill_started", time.monotonic())
         self._submitted[leg] = gateway.workers.submit(worker_id, address, leg_request, leg)
 
-    def abort(self, leg: Leg, reason: str) -> None:
+    def abort_leg(self, leg: Leg, reason: str) -> None:
         submitted = self._submitted.pop(leg, None)
         if submitted is not None:
             submitted.abort(reason)

@@ -142,10 +142,11 @@ class RequestMachine:
         self._booked = False
         self._finish(FinishReason.ERROR, error)
 
-    def client_gone(self, reason: str = "client_gone") -> None:
+    def abort(self, reason: str = "client_gone") -> None:
+        """Ends the request because the client does not need its result."""
         if self.is_finished:
             return
-        self._abandon_attempt(reason)
+        self._abort_attempt(reason)
         self._finish(FinishReason.CANCELLED, RequestCancelled("the client disconnected"))
 
     def stop(self) -> None:
@@ -157,12 +158,12 @@ class RequestMachine:
             return
         reporting_leg = self._leg_reporting_usage()
         if reporting_leg is None:
-            self._abandon_attempt("stop_string")
+            self._abort_attempt("stop_string")
             self._finish(FinishReason.STOP, None)
             return
         for leg in self._live_legs():
             leg.is_live = leg is reporting_leg
-            self._ports.abort(leg, "stop_string")
+            self._ports.abort_leg(leg, "stop_string")
         self._free_booking()
         self._await_usage(FinishReason.STOP)
 
@@ -177,7 +178,7 @@ class RequestMachine:
         """Ends the request with an error of the gateway, for example a slow reader."""
         if self.is_finished:
             return
-        self._abandon_attempt(reason)
+        self._abort_attempt(reason)
         if self._pending_finish_reason is not None:
             self._finish(self._pending_finish_reason, None)
             return
@@ -193,7 +194,7 @@ class RequestMachine:
                 self._ports.wake_at(self._usage_wait_until)
             return
         if now >= self.plan.deadline:
-            self._abandon_attempt("deadline")
+            self._abort_attempt("deadline")
             late = DeadlineExceeded("the request exceeded its time limit")
             self._finish(FinishReason.ERROR, late)
             return
@@ -259,7 +260,7 @@ class RequestMachine:
         if self._pending_finish_reason is not None:
             self._finish(self._pending_finish_reason, None)
         elif terminal.finish_reason is FinishReason.CANCELLED:
-            self._abandon_attempt("peer_cancelled")
+            self._abort_attempt("peer_cancelled")
             cancelled = RequestCancelled("the worker cancelled the request")
             self._finish(FinishReason.CANCELLED, cancelled)
         elif leg is self._prefill_leg:
@@ -330,7 +331,7 @@ class RequestMachine:
         last = self._main_leg or self._prefill_leg
         if last is not None:
             self._linked_span_id = last.span_id
-        self._abandon_attempt(reason)
+        self._abort_attempt(reason)
         if (
             error.retryable
             and self.generated
@@ -432,10 +433,10 @@ class RequestMachine:
             self._prefill_reported = True
             self._ports.prefill_done(attempt)
 
-    def _abandon_attempt(self, reason: str) -> None:
+    def _abort_attempt(self, reason: str) -> None:
         for leg in self._live_legs():
             leg.is_live = False
-            self._ports.abort(leg, reason)
+            self._ports.abort_leg(leg, reason)
         self._main_leg = self._prefill_leg = None
         self._submitted_at = None
         self._free_booking()

@@ -63,7 +63,7 @@ from worker_svc.serving.service import EngineServicer
 
 NS = "default"
 FREED_S = 0.25  # Limit for freeing slot and compute.
-# STOP_GRACE_S leaves 0.1 s of it; a busy machine may exceed that in single runs.
+# ABORT_GRACE_S leaves 0.1 s of it; a busy machine may exceed that in single runs.
 TRIES = 5
 FRONTEND = 99
 

@@ -265,7 +265,7 @@ async def cancelled(runner: Runner, request: PreprocessedRequest, after: int) ->
     await asyncio.sleep(0)
     await enough.wait()
     began = loop.time()
-    await runner.stop(key, "client_gone")
+    await runner.abort(key, "client_gone")
     terminal = await run
     assert terminal.finish_reason is FinishReason.CANCELLED
     return loop.time() - began

@@ -218,7 +218,7 @@ class Client:
     def _disconnect(self) -> None:
         if not self.outcomes and self.handle is not None:
             self.has_disconnected = True
-            self.handle.client_gone()
+            self.handle.abort()
 
 
 def draw_client_specs(

@@ -12,11 +12,11 @@ import structlog
 from common.errors import Conflict, MeshError, WorkerLost
 from common.request.preprocessed import PrefillResult, TokenIds
 from common.request.token_stream import (
+    AbortSlot,
     ArrivingPrompts,
     RequestFrame,
     ResponseFrame,
     StartSlot,
-    StopSlot,
     WorkerLink,
 )
 from common.runtime.tasks import TaskGroup
@@ -124,13 +124,13 @@ class AttachStream:
             else:
                 self._writer.wake()
 
-    def _apply_command(self, command: StartSlot | StopSlot) -> None:
+    def _apply_command(self, command: StartSlot | AbortSlot) -> None:
         assert self._tasks is not None
         match command:
             case StartSlot():
                 self._start(command)
-            case StopSlot(slot, reason) if (key := self._keys.get(slot)) is not None:
-                self._tasks.create_task(self._runner.stop(key, reason))
+            case AbortSlot(slot, reason) if (key := self._keys.get(slot)) is not None:
+                self._tasks.create_task(self._runner.abort(key, reason))
 
     def _start(self, start: StartSlot) -> None:
         assert self._tasks is not None
@@ -194,8 +194,8 @@ class AttachStream:
                 self._silence.check()
             except MeshError as error:
                 await self._close_with(error)
-            for stop in self.link.expire(now):
-                self._apply_command(stop)
+            for abort in self.link.expire(now):
+                self._apply_command(abort)
             self._writer.wake()
 
 

@@ -1,4 +1,4 @@
-"""Runs requests on the engine: admission, the engine contract, stops, deadlines and counters.
+"""Runs requests on the engine: admission, the engine contract, aborts, deadlines and counters.
 
 Every request enters through `admit` and `run`. It ends in exactly one way: a terminal chunk, a
 typed error, or the cancellation of the calling task, which closes the engine's generator. At rest
@@ -50,8 +50,8 @@ from worker_svc.engines.contract import (
 from worker_svc.serving.step_limit import StepLimits, StepLimitSettings
 from worker_svc.tracing import GenerateSpan, GenerateSpans
 
-# Time for an engine to end a stopped request before its generator is closed.
-STOP_GRACE_S = 0.15
+# Time for an engine to end an aborted request before its generator is closed.
+ABORT_GRACE_S = 0.15
 # Finish reasons that an engine can send without having computed anything.
 _NO_OUTPUT_REASONS = (FinishReason.CANCELLED, FinishReason.ERROR)
 
@@ -66,7 +66,7 @@ class _ActiveRequest:
     ctx: GenerateContext
     # Prompt tokens to compute before the first output.
     pending_tokens: int
-    stop_timeout: asyncio.Timeout | None = None
+    abort_timeout: asyncio.Timeout | None = None
     # Waits for the first token, then calls the engine's `abort`.
     abort_task: asyncio.Task[None] | None = None
 
@@ -239,20 +239,20 @@ class Runner:
 
     async def _run_engine(self, active_request: _ActiveRequest, emit: Emit) -> LLMEngineOutput:
         """Returns the engine's terminal chunk, or a cancelled one if the engine does not end within
-        STOP_GRACE_S of a stop. Raises what the engine raises."""
+        ABORT_GRACE_S of an abort. Raises what the engine raises."""
         request_id = active_request.leg_request.request_id
         now = asyncio.get_running_loop().time
         terminal: LLMEngineOutput | None = None
-        stop_timeout = active_request.stop_timeout = asyncio.timeout(None)
+        abort_timeout = active_request.abort_timeout = asyncio.timeout(None)
         try:
             async with (
-                stop_timeout,
+                abort_timeout,
                 aclosing(
                     validate_stream(self._stream(active_request), request_id=request_id)
                 ) as outputs,
             ):
-                if active_request.ctx.is_stopped:  # stopped before its start
-                    self._start_stop_grace(stop_timeout)
+                if active_request.ctx.is_stopped:  # aborted before its start
+                    self._start_abort_grace(abort_timeout)
                 async for output in outputs:
                     if output.finish_reason not in _NO_OUTPUT_REASONS:
                         self.last_output_at = now()
@@ -266,7 +266,7 @@ class Runner:
                         # Continue reading: `validate_stream` rejects any further chunk.
                         terminal = output
         except TimeoutError:
-            if not stop_timeout.expired():  # the engine's own
+            if not abort_timeout.expired():  # the engine's own
                 raise
             self.counters["stops_forced"] += 1
             return chunk.cancelled()
@@ -300,8 +300,8 @@ class Runner:
         yield LLMEngineOutput(chunk_json=dump_vector(vector))
         yield chunk.stop().with_usage(usage(len(request.token_ids), 0))
 
-    async def stop(self, key: int, reason: str) -> None:
-        """Stops a request gracefully; after STOP_GRACE_S its generator is closed.
+    async def abort(self, key: int, reason: str) -> None:
+        """Ends a request whose output is not needed; after ABORT_GRACE_S its generator is closed.
 
         `run` then returns a cancelled chunk. No effect if the request has ended.
         """
@@ -309,18 +309,18 @@ class Runner:
         if active_request is None or active_request.ctx.is_stopped:
             return
         active_request.ctx.inner_arc().stop_generating(reason)
-        if active_request.stop_timeout is not None:
-            self._start_stop_grace(active_request.stop_timeout)
+        if active_request.abort_timeout is not None:
+            self._start_abort_grace(active_request.abort_timeout)
         first_token = active_request.ctx.first_token_sender()
         if first_token is None or first_token.is_set():
-            await self._abort(active_request)
+            await self._abort_in_engine(active_request)
             return
         self.counters["aborts_deferred"] += 1
         active_request.abort_task = asyncio.create_task(
-            self._abort(active_request, first_token), name="first-token gate"
+            self._abort_in_engine(active_request, first_token), name="first-token gate"
         )
 
-    async def _abort(
+    async def _abort_in_engine(
         self, active_request: _ActiveRequest, first_token: asyncio.Event | None = None
     ) -> None:
         if first_token is not None:
@@ -330,12 +330,12 @@ class Runner:
         except Exception:
             log.exception("engine_abort_failed", request_id=active_request.leg_request.request_id)
 
-    async def stop_request(self, request_id: str, reason: str) -> int:
-        """Stops all requests with this id. Returns how many."""
+    async def abort_request(self, request_id: str, reason: str) -> int:
+        """Aborts all requests with this id. Returns how many."""
         active = self._active_requests.items()
         keys = [key for key, one in active if one.leg_request.request_id == request_id]
         for key in keys:
-            await self.stop(key, reason)
+            await self.abort(key, reason)
         return len(keys)
 
     async def wait_idle(self) -> None:
@@ -362,8 +362,8 @@ class Runner:
         self._pending_tokens -= active_request.pending_tokens
         active_request.pending_tokens = 0
 
-    def _start_stop_grace(self, stop_timeout: asyncio.Timeout) -> None:
-        stop_timeout.reschedule(asyncio.get_running_loop().time() + STOP_GRACE_S)
+    def _start_abort_grace(self, abort_timeout: asyncio.Timeout) -> None:
+        abort_timeout.reschedule(asyncio.get_running_loop().time() + ABORT_GRACE_S)
 
 
 def _failure_of(active_request: _ActiveRequest, error: BaseException) -> MeshError | None:

@@ -119,7 +119,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 tasks.create_task(writer.run(context.write))
                 _, running = await asyncio.wait([run], timeout=timeout_s)
                 if running:
-                    await self.runner.stop(key, "deadline")
+                    await self.runner.abort(key, "deadline")
         finally:
             self.runner.discard(key)
         terminal = run.result()
@@ -132,7 +132,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         if not request.request_id:
             raise InvalidRequest("request_id must not be empty", "request_id")
         reason = request.reason or "abort_rpc"
-        aborted = await self.runner.stop_request(request.request_id, reason)
+        aborted = await self.runner.abort_request(request.request_id, reason)
         return engine_pb2.AbortResponse(aborted=aborted)
 
     async def Embed(

@@ -16,4 +16,4 @@ from common.request.token_stream.frames import PROMPT_PART_BYTES, AbortSlot, Hel
 from common.request.token_stream.frames import JsonChunk, LegRequest, LegSink, PromptPart, Rejected
 from common.request.token_stream.frames import RequestFrame, ResponseFrame, Submit, Terminal
 from common.request.token_stream.frontend import FrontendLink
-from common.request.token_stream.worker import ArrivingPrompts, StartSlot, StopSlot, WorkerLink
+from common.request.token_stream.worker import ArrivingPrompts, StartSlot, WorkerLink

@@ -99,6 +99,8 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True)
 class AbortSlot:
+    """Ends a slot whose result is not needed: the message, and the command of the worker's link."""
+
     slot: int
     reason: str
 

@@ -67,14 +67,6 @@ class StartSlot:
     prompt: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class StopSlot:
-    """Command to end a slot, of which a Terminal is due unless it was just rejected."""
-
-    slot: int
-    reason: str
-
-
 @dataclass(slots=True)
 class _Slot:
     state: _SlotState = _SlotState.ARRIVING
@@ -82,7 +74,7 @@ class _Slot:
     prompt: bytearray = field(default_factory=bytearray)
     prompt_bytes: int = 0
     deadline: float | None = None
-    is_stopping: bool = False
+    is_aborting: bool = False
     sent: int = 0
     pending: list[int] = field(default_factory=list)
     # Empty, or one entry per pending token; None where the engine returned none.
@@ -139,8 +131,11 @@ class WorkerLink:
         """Bytes of token payload sent and not acknowledged (i)."""
         return self._sent_bytes - self._acked_bytes
 
-    def receive(self, frame: RequestFrame, now: float) -> list[StartSlot | StopSlot]:
-        """Process a frame; returns commands in order. Raises on a protocol violation."""
+    def receive(self, frame: RequestFrame, now: float) -> list[StartSlot | AbortSlot]:
+        """Processes a frame; returns commands in order. Raises on a protocol violation.
+
+        An AbortSlot names a running slot, of which a Terminal is due unless it was just rejected.
+        """
         if self._lost:
             return []
         if frame.hello is not None:
@@ -156,7 +151,7 @@ class WorkerLink:
             raise protocol_violation(
                 "b", f"{len(frame.submits)}/{SUBMITS_PER_FRAME_MAX} submits in one frame"
             )
-        commands: list[StartSlot | StopSlot] = []
+        commands: list[StartSlot | AbortSlot] = []
         for submit in frame.submits:
             self._handle_submit(submit, now, commands)
         for part in frame.prompt_parts:
@@ -173,7 +168,7 @@ class WorkerLink:
         self.hello, self._hello_ack_pending = hello, True
 
     def _handle_submit(
-        self, submit: Submit, now: float, commands: list[StartSlot | StopSlot]
+        self, submit: Submit, now: float, commands: list[StartSlot | AbortSlot]
     ) -> None:
         if submit.slot <= self._last_slot:
             raise protocol_violation(
@@ -206,7 +201,7 @@ class WorkerLink:
             return
         self._keep_part(submit.slot, slot, submit.prompt)
 
-    def _handle_prompt_part(self, part: PromptPart, commands: list[StartSlot | StopSlot]) -> None:
+    def _handle_prompt_part(self, part: PromptPart, commands: list[StartSlot | AbortSlot]) -> None:
         if part.slot > self._last_slot:
             raise protocol_violation(
                 "c", f"slot {part.slot} continues a prompt, but was never submitted"
@@ -251,15 +246,15 @@ class WorkerLink:
         self._arriving.size -= len(slot.prompt)
         slot.prompt = bytearray()
 
-    def _handle_abort(self, abort: AbortSlot, commands: list[StartSlot | StopSlot]) -> None:
+    def _handle_abort(self, abort: AbortSlot, commands: list[StartSlot | AbortSlot]) -> None:
         slot = self._slots.get(abort.slot)
-        if slot is None or slot.state is _SlotState.ENDED or slot.is_stopping:
+        if slot is None or slot.state is _SlotState.ENDED or slot.is_aborting:
             return
-        slot.is_stopping = True
+        slot.is_aborting = True
         if slot.state is _SlotState.ARRIVING:  # the engine has no request to end
             self.end(abort.slot, FinishReason.CANCELLED)
             return
-        commands.append(StopSlot(abort.slot, abort.reason))
+        commands.append(abort)
 
     def accept(self, slot: int) -> None:
         """The engine accepted the slot's request.
@@ -435,15 +430,15 @@ class WorkerLink:
         state.sent += count
         return used
 
-    def expire(self, now: float) -> list[StopSlot]:
-        """Returns the commands for running slots past their deadline, each once (d)."""
-        expired: list[StopSlot] = []
+    def expire(self, now: float) -> list[AbortSlot]:
+        """Ends slots whose prompt is late (d). Returns running ones past their deadline, once."""
+        expired: list[AbortSlot] = []
         for slot, state in self._slots.items():
-            if state.deadline is None or now < state.deadline or state.is_stopping:
+            if state.deadline is None or now < state.deadline or state.is_aborting:
                 continue
-            state.is_stopping = True
+            state.is_aborting = True
             if state.state in _RUNNING:
-                expired.append(StopSlot(slot, "deadline"))
+                expired.append(AbortSlot(slot, "deadline"))
             elif state.state is _SlotState.ARRIVING:
                 error = DeadlineExceeded("the prompt did not arrive before the deadline")
                 self.end(slot, None, error=error)

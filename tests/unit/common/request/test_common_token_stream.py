@@ -46,7 +46,6 @@ from common.request.token_stream import (
     RequestFrame,
     ResponseFrame,
     StartSlot,
-    StopSlot,
     Submit,
     Terminal,
     WorkerLink,
@@ -141,8 +140,8 @@ class Pair:
     worker: WorkerLink
     now: float = 0.0
 
-    def to_worker(self) -> list[StartSlot | StopSlot]:
-        commands: list[StartSlot | StopSlot] = []
+    def to_worker(self) -> list[StartSlot | AbortSlot]:
+        commands: list[StartSlot | AbortSlot] = []
         while (frame := self.frontend.next_frame(self.now)) is not None:
             commands += self.worker.receive(frame, self.now)
         return commands
@@ -414,7 +413,7 @@ def test_rule_c_a_slot_aborted_twice_is_stopped_once_and_still_ends() -> None:
     slot, sink = pair.start()
     pair.frontend.abort(slot, "client_gone")
     pair.frontend.abort(slot, "deadline")
-    assert pair.to_worker() == [StopSlot(slot, "client_gone")]
+    assert pair.to_worker() == [AbortSlot(slot, "client_gone")]
     assert pair.worker.receive(RequestFrame(aborts=[AbortSlot(slot, "again")]), 0.0) == []
     pair.worker.tokens(slot, [1])
     pair.worker.end(slot, FinishReason.CANCELLED)
@@ -437,7 +436,7 @@ def test_rule_c_an_abort_never_overtakes_its_submit() -> None:
         seen |= {submit.slot for submit in frame.submits}
         assert {abort.slot for abort in frame.aborts} <= seen
         commands = pair.worker.receive(frame, 0.0)
-        for slot in [command.slot for command in commands if isinstance(command, StopSlot)]:
+        for slot in [command.slot for command in commands if isinstance(command, AbortSlot)]:
             pair.worker.end(slot, FinishReason.CANCELLED)
     assert seen == set(slots)
     pair.to_frontend()
@@ -489,7 +488,7 @@ def test_rule_d_the_worker_stops_a_slot_at_its_deadline_once() -> None:
     slot, sink = pair.start(leg_request(timeout_s=0.5))
     endless, _ = pair.start(leg_request())
     assert pair.worker.expire(0.49) == []
-    assert pair.worker.expire(0.5) == [StopSlot(slot, "deadline")]
+    assert pair.worker.expire(0.5) == [AbortSlot(slot, "deadline")]
     assert pair.worker.expire(0.6) == []
     assert pair.worker.receive(RequestFrame(aborts=[AbortSlot(slot, "deadline")]), 0.6) == []
     pair.worker.end(slot, None, error=DeadlineExceeded())
@@ -503,7 +502,7 @@ def test_rule_d_a_started_slot_without_acceptance_has_a_deadline() -> None:
     pair = open_pair()
     slot = pair.frontend.submit(leg_request(timeout_s=0.5), RecordingSink())
     pair.to_worker()
-    assert pair.worker.expire(0.5) == [StopSlot(slot, "deadline")]
+    assert pair.worker.expire(0.5) == [AbortSlot(slot, "deadline")]
 
 
 def test_rule_d_a_prompt_that_does_not_arrive_in_time_ends_its_slot() -> None:
@@ -1099,9 +1098,9 @@ class Run:
             self.frontend_silence.restart()
             pair.frontend.receive(self.up.popleft()[1])
 
-    def obey(self, command: StartSlot | StopSlot) -> None:
+    def obey(self, command: StartSlot | AbortSlot) -> None:
         job = self.jobs[command.slot]
-        if isinstance(command, StopSlot):
+        if isinstance(command, AbortSlot):
             if job.is_refused:
                 return
             assert command.slot in self.active

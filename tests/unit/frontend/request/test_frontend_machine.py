@@ -119,7 +119,7 @@ class Ports:
         self._check_open()
         self.submitted.append((worker_id, leg_request, leg))
 
-    def abort(self, leg: Leg, reason: str) -> None:
+    def abort_leg(self, leg: Leg, reason: str) -> None:
         self._check_open()
         assert any(leg is known for _, _, known in self.submitted)
         self.aborted.append((leg, reason))
@@ -817,7 +817,7 @@ def ends(
         machine.placed(attempt, RoutingDecision(77), 1.0)
         machine.placement_failed(attempt, Unavailable("late"))
     machine.start()
-    machine.client_gone()
+    machine.abort()
     machine.stop()
     machine.fail(InternalError("late"), "late")
     machine.on_timer(1000.0)
@@ -830,7 +830,7 @@ def test_a_disconnect_ends_the_request_in_every_state(
     state: Callable[[], Fixture], freed: list[int], aborts: int
 ) -> None:
     fixture = state()
-    fixture.machine.client_gone("slow_reader")
+    fixture.machine.abort("slow_reader")
     outcome = ends(fixture, freed, aborts, "slow_reader", FinishReason.CANCELLED)
     assert isinstance(outcome.error, RequestCancelled)
 
@@ -1152,7 +1152,7 @@ class MachineModel(RuleBasedStateMachine):
             assert not was_live or self.ports.outcome.finish_reason is reported
 
     @precondition(lambda self: self.fixture is not None)
-    @rule(method=st.sampled_from(["client_gone", "stop", "fail"]), rarely=st.integers(0, 5))
+    @rule(method=st.sampled_from(["abort", "stop", "fail"]), rarely=st.integers(0, 5))
     def external_end(self, method: str, rarely: int) -> None:
         if rarely:
             return

@@ -64,7 +64,7 @@ class Ports:
         assert worker_id == leg.worker_id
         self.legs.append((leg, leg_request))
 
-    def abort(self, leg: Leg, reason: str) -> None:
+    def abort_leg(self, leg: Leg, reason: str) -> None:
         assert not self.outcomes
         self.aborted.append((leg.phase, reason))
 
@@ -255,7 +255,7 @@ def test_a_stop_string_ends_decode_at_once_and_waits_for_prefill() -> None:
 
 def test_a_disconnect_during_the_wait_for_prefill_ends_prefill_too() -> None:
     machine, ports, _ = complete_before_prefill()
-    machine.client_gone()
+    machine.abort()
     assert ports.aborted == [("prefill", "client_gone")]
     assert ports.freed == [0]
     assert len(ports.outcomes) == 1
@@ -414,7 +414,7 @@ def test_a_pair_that_is_not_accepted_in_time_is_aborted_prefill_first() -> None:
 
 def test_a_disconnect_ends_both_legs_prefill_first() -> None:
     machine, ports = begin(PAIR)
-    machine.client_gone()
+    machine.abort()
     assert ports.aborted == [("prefill", "client_gone"), ("decode", "client_gone")]
     assert ports.freed == [0]
 
@@ -497,7 +497,7 @@ def test_no_order_of_events_breaks_the_transaction(
             case 5:
                 machine.on_timer(1.0 * count)
             case 6 if count == 3:
-                machine.client_gone()
+                machine.abort()
             case 6 if count == 2:
                 machine.stop()
             case 7 if leg is not None:
@@ -506,7 +506,7 @@ def test_no_order_of_events_breaks_the_transaction(
         assert len(live) <= 2
         assert {one.attempt for one in live} <= {ports.places[-1][0]}
         assert machine.generated == ports.emitted
-    machine.client_gone()
+    machine.abort()
     assert len(ports.outcomes) == 1
     assert not [one for one, _ in ports.legs if one.is_live]
     assert sorted(ports.freed) == [attempt for attempt, _ in ports.places]

@@ -82,7 +82,7 @@ def submitted_legs(
         request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]))
         handle = gateway.open(RequestPlan("r", request, now + 5.0), Query("m", 3, now), Silent())
         await asyncio.sleep(0.5)
-        handle.client_gone()
+        handle.abort()
         return workers.submitted, router.placements
 
     return run_virtually(main())

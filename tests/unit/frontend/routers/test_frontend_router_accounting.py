@@ -218,7 +218,7 @@ def test_output_blocks_add_load_that_decays_toward_the_expected_end() -> None:
         (_, second) = harness.router.outputs
         assert (second.blocks, second.decay_fraction) == (2, 0.25)
         assert harness.router.blocks == 1, "5 blocks at a quarter"
-        harness.handle.client_gone()
+        harness.handle.abort()
         await asyncio.sleep(0.1)
         assert (harness.router.blocks, len(harness.router.book)) == (0, 0)
 

@@ -33,7 +33,7 @@ from worker_svc.engines.contract import (
     PreprocessedRequest,
     chunk,
 )
-from worker_svc.serving.runner import STOP_GRACE_S, Runner
+from worker_svc.serving.runner import ABORT_GRACE_S, Runner
 
 WAIT_S = 20.0
 
@@ -180,7 +180,7 @@ async def test_a_contract_violation_fails_that_request_only(broken: Script) -> N
     async with running(runner, "b") as (key, other):
         with pytest.raises(InternalError, match="request a"):
             await runner.run(runner.admit(leg_request("a")), Emitted())
-        await runner.stop(key, "test")
+        await runner.abort(key, "test")
         assert (await other).finish_reason is FinishReason.CANCELLED
     assert runner.counters["failed"] == runner.counters["stopped"] == 1
     assert engine.closed == ["a", "b"]
@@ -249,10 +249,10 @@ async def test_a_stop_aborts_once_and_ends_the_stream_gracefully() -> None:
     engine = ScriptedEngine(a=until_stopped)
     runner = Runner(engine)
     async with running(runner, "a") as (key, task):
-        await runner.stop(key, "client_gone")
-        await runner.stop(key, "again")
+        await runner.abort(key, "client_gone")
+        await runner.abort(key, "again")
         assert (await task).finish_reason is FinishReason.CANCELLED
-        await runner.stop(key, "too late")
+        await runner.abort(key, "too late")
     assert engine.aborted == ["a"]
     assert engine.contexts["a"].stop_reason == "client_gone"
     assert dict(runner.counters) == {"accepted": 1, "stopped": 1}
@@ -288,7 +288,7 @@ async def test_a_decode_leg_is_aborted_after_its_first_token(
     key = runner.admit(leg_request("a", phase=phase))
     task = asyncio.create_task(runner.run(key, Emitted()))
     await asyncio.sleep(0)
-    await runner.stop(key, "client_gone")
+    await runner.abort(key, "client_gone")
     assert engine.contexts["a"].is_stopped, "the slot ends at once"
     assert engine.aborted == [], "its KV may be in flight"
     if side_channel:
@@ -311,10 +311,10 @@ async def test_a_decode_leg_that_ends_without_a_token_is_never_aborted() -> None
     task = asyncio.create_task(runner.run(key, Emitted()))
     await asyncio.sleep(0)
     began = asyncio.get_running_loop().time()
-    await runner.stop(key, "client_gone")
+    await runner.abort(key, "client_gone")
     async with asyncio.timeout(WAIT_S):
         assert (await task).finish_reason is FinishReason.CANCELLED
-    assert asyncio.get_running_loop().time() - began >= STOP_GRACE_S / 2, (
+    assert asyncio.get_running_loop().time() - began >= ABORT_GRACE_S / 2, (
         "the grace period has passed"
     )
     gate.opened.set()
@@ -335,7 +335,7 @@ async def test_other_legs_have_no_gate_and_are_aborted_at_once() -> None:
         task = asyncio.create_task(runner.run(key, Emitted()))
         await asyncio.sleep(0)
         assert engine.contexts["a"].first_token_sender() is None
-        await runner.stop(key, "client_gone")
+        await runner.abort(key, "client_gone")
         assert engine.aborted == ["a"]
         await task
 
@@ -396,11 +396,11 @@ def test_a_stop_that_the_engine_ignores_is_forced_after_the_grace() -> None:
         loop = asyncio.get_running_loop()
         async with running(runner, "a") as (key, task):
             began = loop.time()
-            await runner.stop(key, "client_gone")
+            await runner.abort(key, "client_gone")
             assert (await task).finish_reason is FinishReason.CANCELLED
             return loop.time() - began
 
-    assert run_virtually(work(), until=WAIT_S) == pytest.approx(STOP_GRACE_S)
+    assert run_virtually(work(), until=WAIT_S) == pytest.approx(ABORT_GRACE_S)
     assert engine.closed == ["a"]
     assert dict(runner.counters) == {"accepted": 1, "stopped": 1, "stops_forced": 1}
 
@@ -408,7 +408,7 @@ def test_a_stop_that_the_engine_ignores_is_forced_after_the_grace() -> None:
 async def test_a_stop_before_the_run_is_forced_as_well() -> None:
     runner = Runner(ScriptedEngine(a=ignores_stops))
     key = runner.admit(leg_request("a"))
-    await runner.stop(key, "early")
+    await runner.abort(key, "early")
     async with asyncio.timeout(WAIT_S):
         terminal = await runner.run(key, Emitted())
     assert terminal.finish_reason is FinishReason.CANCELLED
@@ -419,7 +419,7 @@ async def test_a_stop_before_the_run_is_forced_as_well() -> None:
 async def test_a_stop_by_the_deadline_is_deadline_exceeded(script: Script) -> None:
     runner = Runner(ScriptedEngine(a=script))
     async with running(runner, "a") as (key, task):
-        await runner.stop(key, "deadline")
+        await runner.abort(key, "deadline")
         async with asyncio.timeout(WAIT_S):
             with pytest.raises(DeadlineExceeded):
                 await task
@@ -433,7 +433,7 @@ async def test_an_engine_that_fails_to_abort_ends_its_request_nevertheless() -> 
 
     runner = Runner(Failing(a=until_stopped))
     async with running(runner, "a") as (key, task):
-        await runner.stop(key, "client_gone")
+        await runner.abort(key, "client_gone")
         assert (await task).finish_reason is FinishReason.CANCELLED
 
 
@@ -444,10 +444,10 @@ async def test_abort_by_request_id_stops_exactly_its_legs() -> None:
         running(runner, "a") as (_, two),
         running(runner, "b") as (_, other),
     ):
-        assert await runner.stop_request("a", "abort_rpc") == 2
+        assert await runner.abort_request("a", "abort_rpc") == 2
         await asyncio.wait([one, two], timeout=WAIT_S)
         assert not other.done()
-        assert await runner.stop_request("unknown", "abort_rpc") == 0
+        assert await runner.abort_request("unknown", "abort_rpc") == 0
 
 
 async def test_a_prompt_tokenized_for_another_card_is_rejected() -> None:
@@ -471,7 +471,7 @@ async def test_a_draining_worker_rejects_retryably_and_finishes_running_requests
             runner.admit(leg_request("b"))
         assert (caught.value.retryable, caught.value.reason) == (True, "DRAINING")
         assert not task.done()
-        await runner.stop(key, "test")
+        await runner.abort(key, "test")
         await task
     assert_idle(runner)
 
@@ -535,7 +535,7 @@ async def test_an_engine_can_access_all_fields_of_the_context() -> None:
 
     runner = Runner(ScriptedEngine(a=script))
     async with running(runner, "a", traceparent="00-1-2-01", tenant="t") as (key, task):
-        await runner.stop(key, "why")
+        await runner.abort(key, "why")
         async with asyncio.timeout(WAIT_S):
             await task
     assert seen == ["a", True, False, "00-1-2-01", "t", "why"]
@@ -577,7 +577,7 @@ def test_the_counters_add_up_for_every_outcome(names: list[str]) -> None:
             tasks.append(task)
             await emitted.first.wait() if name in ("stopped", "dropped") else None
             if name == "stopped":
-                await runner.stop(key, "test")
+                await runner.abort(key, "test")
             elif name == "dropped":
                 task.cancel()
         if tasks:
@@ -605,7 +605,7 @@ async def test_a_request_that_the_engine_does_not_report_runs_until_its_first_to
     async with asyncio.timeout(WAIT_S):
         await emitted.first.wait()
     assert [load.running for load in runner.loads()] == [0]
-    await runner.stop(key, "cancel")
+    await runner.abort(key, "cancel")
     await task
 
 
