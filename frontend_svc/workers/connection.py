@@ -118,6 +118,7 @@ class WorkerConnection:
         self._dialer = dialer
         self._observer = observer
         self._engine_watch = EngineWatch()
+        self._tasks = TaskGroup()
         self._hang_probe: asyncio.Task[None] | None = None
         self._writer = FrameWriter(self._next_frame)
         self._silence = SilenceWatch(
@@ -212,29 +213,29 @@ class WorkerConnection:
         transport = await self._dialer.dial(self._address)
         self._silence.restart()  # the dial may have taken long
         try:
-            async with TaskGroup() as tasks:
+            async with self._tasks as tasks:
                 tasks.create_task(self._writer.run(transport.write))
                 tasks.create_task(self._tick())
-                await transport.deliver(partial(self._receive, tasks))
+                await transport.deliver(self._receive)
                 raise WorkerLost("the worker closed the stream", retryable=True)
         finally:
             await transport.close()
 
-    def _receive(self, tasks: TaskGroup, frame: ResponseFrame) -> None:
+    def _receive(self, frame: ResponseFrame) -> None:
         self._silence.restart()
         if self.link.receive(frame):
             self._writer.wake()
         self.received.set()
         if frame.heartbeat:
-            self._check_progress(frame.heartbeat, tasks)
+            self._check_progress(frame.heartbeat)
 
-    def _check_progress(self, loads: Sequence[Load], tasks: TaskGroup) -> None:
+    def _check_progress(self, loads: Sequence[Load]) -> None:
         match self._engine_watch.received(loads, self._running_time()):
             case EngineProgress.HUNG:
                 self._declare_hung()
             case EngineProgress.STALLED:
                 if self._hang_probe is None or self._hang_probe.done():
-                    self._hang_probe = tasks.create_task(self._probe_stalled_engine())
+                    self._hang_probe = self._tasks.create_task(self._probe_stalled_engine())
             case EngineProgress.STEPPED:
                 self._observer.progressed(self.link.worker_id)
 
