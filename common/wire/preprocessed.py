@@ -1,8 +1,12 @@
-"""The preprocessed request as protobuf (`kvmesh.types.v1`), both ways and without loss.
+"""Wire dataclasses as protobuf, both ways and without loss: the preprocessed request
+(`kvmesh.types.v1`), and the query and decision of a placement (`kvmesh.router.v1`).
 
-The fields come from the declarations in `common/request/preprocessed`. Names are equal in both
-forms, with these exceptions: token ids are bytes; arbitrary JSON is text in a field `..._json`; a
-list that may be absent or is the value of a map is wrapped in a message.
+The fields come from the declarations in `common/request/preprocessed` and
+`common/request/placement.py`. Names are equal in both forms, unless a field's metadata names
+another (`proto`), with these exceptions: token ids are bytes; arbitrary JSON is text in a field
+`..._json`; a list that may be absent or is the value of a map is wrapped in a message.
+
+A field without presence that is not set gets the default of its declaration.
 
 Reading checks what proto3 cannot: required fields, ranges narrower than the wire's, unspecified or
 unknown enums, finite numbers, JSON text, token ids given twice or truncated. Each error is an
@@ -12,7 +16,7 @@ InvalidRequest with the protobuf field.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -34,13 +38,18 @@ from common.request.preprocessed import (
 )
 from common.request.preprocessed.codecs import (
     AnyJsonCodec,
+    BoolCodec,
+    BytesCodec,
     EnumCodec,
     FieldCodec,
+    FloatCodec,
+    IntegerCodec,
     ListCodec,
     MapCodec,
     NullableCodec,
     ObjectCodec,
     SetCodec,
+    TextCodec,
     TokenIdsCodec,
     TokenSpanCodec,
     WireField,
@@ -51,6 +60,15 @@ from kvmesh.types.v1 import request_pb2
 
 P = TypeVar("P")
 M = TypeVar("M", bound=Message)
+
+_INTEGER_RANGES = {
+    FieldDescriptor.TYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.TYPE_UINT64: (0, 2**64 - 1),
+    FieldDescriptor.TYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.TYPE_SINT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_SINT64: (-(2**63), 2**63 - 1),
+}
 
 
 def to_proto(request: PreprocessedRequest) -> request_pb2.PreprocessedRequest:
@@ -91,11 +109,21 @@ def finish_reason_from_proto(
 
 
 def _fill_message(message: Message, obj: object) -> None:
-    for one, descriptor in _field_pairs(type(obj), message):
-        value = getattr(obj, one.name)
+    # mypy takes the hash of a class for that of its instances.
+    plan = _write_plan(type(obj), type(message))  # type: ignore[arg-type]
+    for name, proto in plan.copied:
+        value = getattr(obj, name)
+        if value is not None:
+            setattr(message, proto, value)
+    for name, proto in plan.lists:
+        values = getattr(obj, name)
+        if values:
+            getattr(message, proto).extend(values)
+    for field, descriptor in plan.converted:
+        value = getattr(obj, field.name)
         # None in a required field is the JSON value null; any other None is absence.
-        if value is not None or one.required:
-            _set_field(message, descriptor, one.kind, value)
+        if value is not None or field.required:
+            _set_field(message, descriptor, field.kind, value)
 
 
 def _set_field(message: Message, descriptor: FieldDescriptor, kind: FieldCodec, value: Any) -> None:
@@ -168,22 +196,34 @@ def _read_message(cls: type[P], message: Message, path: str) -> P:
     # mypy takes the hash of a class for that of its instances.
     plan = _read_plan(cls, type(message))  # type: ignore[arg-type]
     fields = dict(plan.absent)
-    for name in plan.empty_maps:
-        fields[name] = {}
-    # Only the fields that are set: most of a request are not.
-    for descriptor, value in message.ListFields():
-        name = descriptor.name
-        if (one := plan.fields.get(name)) is not None:
-            field_path = f"{path}.{name}" if path else name
-            fields[one.name] = _read_field(message, descriptor, one.kind, value, field_path)
-    for one, descriptor in plan.token_ids:
+    for name, proto in plan.copied:
+        fields[name] = getattr(message, proto)
+    for name, proto in plan.copied_if_set:
+        if message.HasField(proto):
+            fields[name] = getattr(message, proto)
+    for name, proto, collection in plan.lists:
+        values = getattr(message, proto)
+        if values:
+            fields[name] = collection(values)
+    for field, descriptor, proto in plan.checked:
+        if descriptor.has_presence:
+            if not message.HasField(proto):
+                continue
+            value = getattr(message, proto)
+        else:
+            value = getattr(message, proto)
+            if not value:
+                continue
+        field_path = f"{path}.{proto}" if path else proto
+        fields[field.name] = _read_field(message, descriptor, field.kind, value, field_path)
+    for field, descriptor in plan.token_ids:
         if descriptor.message_type is None:
-            fields[one.name] = _read_token_ids(message, path)
+            fields[field.name] = _read_token_ids(message, path)
         else:
             inner_path = f"{path}.{descriptor.name}" if path else descriptor.name
-            fields[one.name] = _read_token_ids(getattr(message, descriptor.name), inner_path)
-    for one, descriptor in plan.required:
-        if one.name not in fields:
+            fields[field.name] = _read_token_ids(getattr(message, descriptor.name), inner_path)
+    for field, descriptor in plan.required:
+        if field.name not in fields:
             field_path = f"{path}.{descriptor.name}" if path else descriptor.name
             if descriptor.has_presence:
                 raise InvalidRequest(f"{field_path} is required", field_path)
@@ -263,57 +303,103 @@ def _read_media_item(message: request_pb2.MultimodalData, path: str) -> Multimod
             raise InvalidRequest(f"{path} needs one of url, raw_url, decoded", path)
 
 
-def _field_pairs(cls: type[Any], message: Message) -> tuple[tuple[WireField, FieldDescriptor], ...]:
+@functools.cache
+def _field_pairs(
+    cls: type[Any], message: type[Message]
+) -> tuple[tuple[WireField, FieldDescriptor], ...]:
     """Return each field with its descriptor. Raises KeyError if the message has no such field."""
-    # mypy takes the hash of a class for that of its instances.
-    return _cached_field_pairs(cls, type(message))  # type: ignore[arg-type]
+    descriptors = message.DESCRIPTOR.fields_by_name
+    # The stubs also allow the FieldDescriptor class of the C implementation.
+    return tuple(
+        (field, cast(FieldDescriptor, descriptors[field.proto])) for field in wire_fields(cls)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _WritePlan:
+    """How to write a class to a message; names are pairs (attribute, protobuf field)."""
+
+    copied: Sequence[tuple[str, str]]
+    """Scalars that are equal in both forms."""
+    lists: Sequence[tuple[str, str]]
+    """Lists of such scalars."""
+    converted: Sequence[tuple[WireField, FieldDescriptor]]
 
 
 @functools.cache
-def _cached_field_pairs(
-    cls: type[Any], message: type[Message]
-) -> tuple[tuple[WireField, FieldDescriptor], ...]:
-    fields = message.DESCRIPTOR.fields_by_name
-    # The stubs also allow the FieldDescriptor class of the C implementation.
-    return tuple((one, cast(FieldDescriptor, fields[one.proto])) for one in wire_fields(cls))
+def _write_plan(cls: type[Any], message: type[Message]) -> _WritePlan:
+    copied, lists, converted = [], [], []
+    for field, descriptor in _field_pairs(cls, message):  # type: ignore[arg-type]
+        names = (field.name, descriptor.name)
+        if isinstance(field.kind, IntegerCodec | FloatCodec | TextCodec | BoolCodec | BytesCodec):
+            copied.append(names)
+        elif isinstance(field.kind, ListCodec) and _is_scalar_list(field.kind.item, descriptor):
+            lists.append(names)
+        else:
+            converted.append((field, descriptor))
+    return _WritePlan(copied, lists, converted)
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadPlan:
-    """How to read a class from a message. fields: by the name of the protobuf field. absent: values
-    of fields that have no presence, if they are not set; empty_maps: such fields whose value is an
-    empty dict. required: fields that must be set.
-    """
+    """How to read a class from a message; names are pairs (attribute, protobuf field)."""
 
-    fields: Mapping[str, WireField]
     absent: Mapping[str, Any]
-    empty_maps: Sequence[str]
+    """Values of fields without presence and without default, if they are not set."""
+    copied: Sequence[tuple[str, str]]
+    """Scalars without presence, of which each value on the wire is valid."""
+    copied_if_set: Sequence[tuple[str, str]]
+    """The same with presence."""
+    lists: Sequence[tuple[str, str, Callable[[Any], Any]]]
+    """Lists of such scalars, with the type of the collection."""
+    checked: Sequence[tuple[WireField, FieldDescriptor, str]]
+    """Other fields, with the name of the protobuf field."""
     token_ids: Sequence[tuple[WireField, FieldDescriptor]]
     required: Sequence[tuple[WireField, FieldDescriptor]]
+    """Fields that must be set."""
 
 
 @functools.cache
 def _read_plan(cls: type[Any], message: type[Message]) -> _ReadPlan:
-    pairs = _cached_field_pairs(cls, message)  # type: ignore[arg-type]
-    token_ids = [pair for pair in pairs if isinstance(pair[0].kind, TokenIdsCodec)]
-    fields = {pair[1].name: pair[0] for pair in pairs if pair not in token_ids}
-    empty = message()
     absent: dict[str, Any] = {}
-    empty_maps, required = [], []
-    for one, descriptor in pairs:
-        if descriptor.name not in fields:
+    copied, copied_if_set, lists, checked, token_ids, required = [], [], [], [], [], []
+    empty = message()
+    for field, descriptor in _field_pairs(cls, message):  # type: ignore[arg-type]
+        kind, names = field.kind, (field.name, descriptor.name)
+        if isinstance(kind, TokenIdsCodec):
+            token_ids.append((field, descriptor))
             continue
-        if descriptor.has_presence:
-            if one.required:
-                required.append((one, descriptor))
-        elif isinstance(one.kind, EnumCodec):
-            required.append((one, descriptor))
-        elif isinstance(one.kind, MapCodec):
-            empty_maps.append(one.name)
+        zero = getattr(empty, descriptor.name)
+        if field.required and (descriptor.has_presence or isinstance(kind, EnumCodec)):
+            required.append((field, descriptor))
+        elif field.required:
+            absent[field.name] = _read_field(empty, descriptor, kind, zero, descriptor.name)
+        if isinstance(kind, ListCodec | SetCodec) and _is_scalar_list(kind.item, descriptor):
+            collection: Callable[[Any], Any] = tuple if isinstance(kind, ListCodec) else frozenset
+            lists.append((*names, collection))
+        elif not _is_any_value_valid(kind, descriptor):
+            checked.append((field, descriptor, descriptor.name))
+        elif descriptor.has_presence:
+            copied_if_set.append(names)
+        elif field.required or field.default == zero:
+            copied.append(names)
         else:
-            value = getattr(empty, descriptor.name)
-            absent[one.name] = _read_field(empty, descriptor, one.kind, value, descriptor.name)
-    return _ReadPlan(fields, absent, empty_maps, token_ids, required)
+            checked.append((field, descriptor, descriptor.name))
+    return _ReadPlan(absent, copied, copied_if_set, lists, checked, token_ids, required)
+
+
+def _is_scalar_list(item: FieldCodec, descriptor: FieldDescriptor) -> bool:
+    """Returns whether a collection is a repeated field, of which each value is valid."""
+    is_direct = descriptor.is_repeated and descriptor.message_type is None
+    return is_direct and _is_any_value_valid(item, descriptor)
+
+
+def _is_any_value_valid(kind: FieldCodec, descriptor: FieldDescriptor) -> bool:
+    """Returns whether the codec takes each value that the protobuf type has."""
+    if isinstance(kind, IntegerCodec):
+        low, high = _INTEGER_RANGES[descriptor.type]
+        return kind.low <= low and high <= kind.high
+    return isinstance(kind, TextCodec | BoolCodec | BytesCodec)
 
 
 def _repeated_field(message: Message, descriptor: FieldDescriptor) -> Any:

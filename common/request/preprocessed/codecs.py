@@ -1,4 +1,5 @@
-"""Codecs between JSON and Python values, derived from the annotations of dataclasses. Pure.
+"""Codecs between JSON and Python values, derived from the annotations of dataclasses and named
+tuples. Pure.
 
 A field is declared once: its annotation selects the codec (`codec_of`), its default and metadata
 the presence rule. `common/wire/preprocessed.py` reads the same declarations for protobuf.
@@ -11,6 +12,8 @@ if null is not a value of the field. Unknown keys are ignored, because the write
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
 import functools
 import json
@@ -19,7 +22,7 @@ import re
 import reprlib
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from enum import StrEnum
 from typing import (
@@ -126,6 +129,20 @@ class BoolCodec(_IdentityCodec):
 
 
 @dataclass(frozen=True, slots=True)
+class BytesCodec:
+    """Bytes; base64 text in JSON."""
+
+    def read(self, value: JsonValue, path: str) -> bytes:
+        try:
+            return base64.b64decode(TEXT.read(value, path), validate=True)
+        except (binascii.Error, ValueError):
+            raise invalid_value(path, "base64 text", value) from None
+
+    def write(self, value: bytes) -> JsonValue:
+        return base64.b64encode(value).decode()
+
+
+@dataclass(frozen=True, slots=True)
 class AnyJsonCodec(_IdentityCodec):
     """Any JSON value, not interpreted."""
 
@@ -169,7 +186,7 @@ class TokenIdsCodec:
 
 @dataclass(frozen=True, slots=True)
 class ObjectCodec(Generic[P]):
-    """A nested dataclass, an object in JSON."""
+    """A nested wire dataclass, an object in JSON."""
 
     cls: type[P]
 
@@ -298,7 +315,7 @@ def codec_of(hint: Any) -> FieldCodec:
         return MapCodec(codec_of(arguments[1]), token_keys=arguments[0] is int)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return EnumCodec(hint)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or _is_named_tuple(hint)):
         return ObjectCodec(hint)
     raise TypeError(f"{hint} has no codec")
 
@@ -349,24 +366,41 @@ def wire_fields(cls: type[Any]) -> tuple[WireField, ...]:
 def _cached_wire_fields(cls: type[Any]) -> tuple[WireField, ...]:
     hints = get_type_hints(cls, include_extras=True)
     return tuple(
-        _wire_field(one, codec_of(hints[one.name]))
-        for one in dataclasses.fields(cls)
-        if "local" not in one.metadata
+        _wire_field(name, codec_of(hints[name]), default, metadata)
+        for name, default, metadata in _declarations(cls)
+        if "local" not in metadata
     )
 
 
-def _wire_field(one: dataclasses.Field[Any], kind: FieldCodec) -> WireField:
-    default = one.default if one.default_factory is MISSING else one.default_factory()
+def _declarations(cls: type[Any]) -> Iterator[tuple[str, object, Mapping[str, Any]]]:
+    """Returns name, default (MISSING: none) and metadata of each field."""
+    if _is_named_tuple(cls):
+        for name in cls._fields:
+            yield name, cls._field_defaults.get(name, MISSING), {}
+        return
+    for declared in dataclasses.fields(cls):
+        factory = declared.default_factory
+        default = declared.default if factory is MISSING else factory()
+        yield declared.name, default, declared.metadata
+
+
+def _is_named_tuple(cls: type[Any]) -> bool:
+    return issubclass(cls, tuple) and hasattr(cls, "_fields")
+
+
+def _wire_field(
+    name: str, kind: FieldCodec, default: object, metadata: Mapping[str, Any]
+) -> WireField:
     if isinstance(kind, NullableCodec):
         kind = kind.item  # None is absence, or null by the presence rule.
-    proto = f"{one.name}_json" if isinstance(kind, AnyJsonCodec) else one.name
+    proto = f"{name}_json" if isinstance(kind, AnyJsonCodec) else name
     return WireField(
-        name=one.name,
-        key=one.metadata.get("key", one.name),
-        proto=one.metadata.get("proto", proto),
+        name=name,
+        key=metadata.get("key", name),
+        proto=metadata.get("proto", proto),
         kind=kind,
-        rule=one.metadata.get("rule", "skip" if default is None else "always"),
-        no_op_values=one.metadata.get("no_op_values", ()),
+        rule=metadata.get("rule", "skip" if default is None else "always"),
+        no_op_values=metadata.get("no_op_values", ()),
         default=default,
         required=default is MISSING,
     )
