@@ -22,12 +22,12 @@ from common.kv.events import Source
 from common.kv.hashing import PrefixHasher, hashes_from_bytes, hashes_to_bytes
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement, Query
 from router_svc.config import RouterConfig
 from router_svc.core.overlap import IndexStatus
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey, Placement
+from router_svc.core.types import BookingKey
 
 BLOCK_SIZE = 16
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCK_SIZE)
@@ -122,7 +122,7 @@ def measure_hit_rate(queries: list[Query], blocks: int, cost_settings: Mapping[s
     hits = sent = 0
     for number, query in enumerate(queries):
         key, chain = BookingKey(1, str(number), 0), block_chain(query)
-        worker_id = router.decide(query, key, number * 0.05, rng).worker.worker_id
+        worker_id = router.decide(query, key, number * 0.05, rng).decision.worker.worker_id
         hits += caches.depth(worker_id, chain)
         sent += len(chain)
         in_flight.append((key, worker_id, chain))

@@ -46,6 +46,7 @@ from common.kv.load import Load
 from common.kv.prefix_index import PrefixIndex, SourceMatch
 from common.registry.file import FileRegistry
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement, Query
 from common.rpc.stream import GrpcStream
 from common.service.lifecycle import freeze_startup_objects
 from common.wire.kv import batch_to_proto, partition_to_proto, source_state_to_proto
@@ -53,11 +54,10 @@ from kvmesh.indexer.v1 import indexer_pb2
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from kvmesh.types.v1 import load_pb2
 from router_svc.config import RouterConfig, load_selector
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.overlap import IndexStatus
-from router_svc.core.query import Query
 from router_svc.core.router import Router
-from router_svc.core.types import BookingKey, Placement
+from router_svc.core.types import BookingKey
 
 MODEL = "bench"
 FRONTEND = 1 << 40
@@ -151,7 +151,7 @@ def measure_decisions(data: Data, selector: str) -> tuple[float, float]:
         started_at = time.perf_counter()
         decision = router.admit(query, key, now, rng, session, router.match(query))
         decide_s.append(time.perf_counter() - started_at)
-        assert isinstance(decision, Decision)
+        assert isinstance(decision, DecisionRecord)
         running.append(key)
         if len(running) > RUNNING_PER_WORKER * data.workers:
             started_at = time.perf_counter()

@@ -21,17 +21,17 @@ from common.kv.hashing import hashes_from_bytes, hashes_to_bytes
 from common.kv.load import LOAD_HEARTBEAT_S, Load
 from common.kv.prefix_index import AdvertisedBlocks, PrefixIndex, SourceMatch
 from common.registry.instances import Instance, Role, Snapshot
+from common.request.placement import Decision, Placement, Query
 from replay.engine import KvChange, ReplayWorker, WorkerSettings, prompt_hashes
 from replay.policies import ReplayPolicy
 from replay.trace import TraceRequest
 from router_svc.core.admission import QueuedRequest
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.policy import DEFAULT_POLICY, Policy
-from router_svc.core.query import Query
 from router_svc.core.replication import Frame, OutboundSync, Replica
 from router_svc.core.router import Router
-from router_svc.core.types import BookingKey, Leg, Placement
+from router_svc.core.types import BookingKey, Leg
 from worker_svc.engines.sim.scheduler import SimSequence
 from worker_svc.kv_events.external_events import PagesStored
 
@@ -239,7 +239,7 @@ class ReplayMesh:
             self._queued[key] = active
             self._serve_queue(peer)
         else:
-            self._start(active, placed)
+            self._start(active, placed.decision)
         return outcome
 
     def _start(self, active: _Active, decision: Decision) -> None:
@@ -270,8 +270,8 @@ class ReplayMesh:
             del self._queued[queued.key]
         if queue.has_dirty:
             for queued, result in peer.router.rescan(now, peer.rng):
-                if isinstance(result, Decision):
-                    self._start(self._queued.pop(queued.key), result)
+                if isinstance(result, DecisionRecord):
+                    self._start(self._queued.pop(queued.key), result.decision)
                 elif result is not None:
                     del self._queued[queued.key]
 

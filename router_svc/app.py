@@ -13,13 +13,13 @@ import structlog
 from common.kv.load import Load
 from common.registry.instances import PREFILL_BYPASS_META_KEY
 from common.registry.registry import Registry
+from common.request.placement import Placement
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.config import RouterConfig, load_selector
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.router import Router
-from router_svc.core.types import Placement
 from router_svc.fleet_watch import FleetWatch
 from router_svc.hashing import HasherCache
 from router_svc.index_replica import IndexReplica, grpc_subscriptions

@@ -17,11 +17,12 @@ import structlog
 
 from common.errors import Conflict, InternalError, MeshError, RequestCancelled, Unavailable
 from common.kv.hashing import HASH_SCHEME_ID
+from common.request.placement import Query
 from common.request.preprocessed import RoutingHints
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, queue_timeout_error
-from router_svc.core.decision import Decision
-from router_svc.core.query import Query, block_size_of
+from router_svc.core.decision import DecisionRecord
+from router_svc.core.query import block_size_of
 from router_svc.core.router import Router
 from router_svc.core.types import BookingKey
 from router_svc.hashing import HasherCache
@@ -38,7 +39,7 @@ LOOP_TIME_DIVISOR = 4
 # Reason of the error that a closing router gives to queued requests.
 DRAINING_REASON = "ROUTER_DRAINING"
 
-OnDecision = Callable[[Decision | MeshError], None]
+OnDecision = Callable[[DecisionRecord | MeshError], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +87,13 @@ class Decisions:
         session: int | None,
         traceparent: str,
         on_decision: OnDecision,
-    ) -> Decision | QueuedRequest:
+    ) -> DecisionRecord | QueuedRequest:
         """The decision, booked under `key` unless that is None (then neither booked nor queued); or
         a queued request, for which `on_decision` is called later. A queued request with the same
         key gets Conflict (ASKED_AGAIN). Raises what `Router.admit` does, and Conflict (SUPERSEDED).
         """
         stopwatch = Stopwatch()
-        decided: Decision | QueuedRequest
+        decided: DecisionRecord | QueuedRequest
         try:
             if session is not None and self._router.load_tracker.is_superseded(session):
                 raise Conflict("a later session of this frontend has begun", reason="SUPERSEDED")
@@ -226,7 +227,7 @@ class Decisions:
             self._router.queue.withdraw(key)
         return pending
 
-    def _finish(self, pending: _PendingReply, outcome: Decision | MeshError) -> None:
+    def _finish(self, pending: _PendingReply, outcome: DecisionRecord | MeshError) -> None:
         """Deliver the result, then measure and trace it."""
         queued, stopwatch = pending.queued, pending.stopwatch
         if not isinstance(outcome, MeshError):
@@ -255,7 +256,7 @@ class Decisions:
         self,
         query: Query,
         key: BookingKey | None,
-        decision: Decision,
+        record: DecisionRecord,
         stopwatch: Stopwatch,
         traceparent: str,
         laps_s: Sequence[float],
@@ -263,8 +264,8 @@ class Decisions:
         """Measure and trace a decision. laps_s: as `Metrics.placed` takes them."""
         try:
             self._metrics.decided("placed", laps_s[-1])
-            self._metrics.placed(query, decision, laps_s)
-            self.spans.placed(traceparent, stopwatch, query, key, decision)
+            self._metrics.placed(query, record, laps_s)
+            self.spans.placed(traceparent, stopwatch, query, key, record)
         except Exception:
             LOG.exception("decision_not_measured", model=query.model)
 

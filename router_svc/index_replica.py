@@ -26,6 +26,7 @@ from common.kv.index_feed import IndexFeed, ResendRequest
 from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot, SnapshotDiff
+from common.request.placement import Placement, Query
 from common.rpc import channel as rpc
 from common.rpc.stream import open_stream
 from common.runtime.tasks import TaskGroup
@@ -44,8 +45,6 @@ from common.wire.kv import (
 from common.wire.load import load_from_proto
 from kvmesh.indexer.v1 import indexer_pb2
 from router_svc.core.overlap import IndexStatus
-from router_svc.core.query import Query
-from router_svc.core.types import Placement
 
 LOG = structlog.get_logger(__name__)
 

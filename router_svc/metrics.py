@@ -12,12 +12,13 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from common.errors import MESH_ERROR_CLASSES, MeshError
+from common.request.placement import Query
 from common.service.histogram import SingleThreadHistogram
 from common.service.state_metrics import Reading, StateCollector, gauge
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.pairing import BYPASS_REASONS
 from router_svc.core.placement import FALLBACK_REASONS
-from router_svc.core.query import Query, block_size_of, bookable_decode_blocks
+from router_svc.core.query import block_size_of, bookable_decode_blocks
 from router_svc.core.replication import Replica
 from router_svc.core.router import Router
 from router_svc.core.sessions import AFFINITY_OUTCOMES
@@ -67,18 +68,18 @@ class Metrics:
         self._decisions.get(outcome, self._decisions[OTHER]).inc()
         self._seconds.observe(seconds)
 
-    def placed(self, query: Query, decision: Decision, seconds: Sequence[float]) -> None:
+    def placed(self, query: Query, record: DecisionRecord, seconds: Sequence[float]) -> None:
         """Record a placement. seconds: of each of STAGES."""
         for stage, spent in zip(self._overhead, seconds, strict=True):
             stage.observe(spent)
         self._prompt_blocks.inc(bookable_decode_blocks(query, block_size_of(query, None)))
-        self._overlap_blocks.inc(decision.overlap_blocks)
-        if decision.fallback:
-            self._fallbacks[decision.fallback].inc()
-        if decision.bypass:
-            self._bypasses[decision.bypass].inc()
-        if decision.affinity:
-            self._affinity[decision.affinity].inc()
+        self._overlap_blocks.inc(record.decision.overlap_blocks)
+        if record.fallback:
+            self._fallbacks[record.fallback].inc()
+        if record.bypass:
+            self._bypasses[record.bypass].inc()
+        if record.affinity:
+            self._affinity[record.affinity].inc()
 
     def unclaimed(self, kind: str) -> None:
         """Record a report about a booking that had no effect: one of UNCLAIMED_KINDS."""

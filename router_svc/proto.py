@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 from common.errors import InvalidRequest
-from common.request.preprocessed import RouterConfigOverride, RoutingHints
+from common.request.placement import Decision, Placement, Query
 from common.wire.preprocessed import dataclass_from_proto, dataclass_to_proto
 from kvmesh.router.v1 import router_pb2
-from router_svc.core.decision import Decision
 from router_svc.core.explain import CandidateRow
 from router_svc.core.fleet import Fleet
 from router_svc.core.load_tracker import COUNTER_MAX
-from router_svc.core.query import HASH_BYTES, Query, validate_query
+from router_svc.core.query import HASH_BYTES, validate_query
 from router_svc.core.replication import Frame, PlacedPrompt
 from router_svc.core.sessions import (
     SESSION_ID_CHARS_MAX,
@@ -21,14 +21,7 @@ from router_svc.core.sessions import (
     SessionRecord,
     SessionUpdate,
 )
-from router_svc.core.types import (
-    Booking,
-    BookingKey,
-    LoadTotals,
-    Placement,
-    SessionHello,
-    SessionName,
-)
+from router_svc.core.types import Booking, BookingKey, LoadTotals, SessionHello, SessionName
 
 REQUEST_ID_CHARS_MAX = 256
 
@@ -38,31 +31,15 @@ T = TypeVar("T")
 
 def query_from_proto(message: router_pb2.Query) -> Query:
     """The query; token ids are counted, not hashed. Raises InvalidRequest with the field."""
-    total_tokens, token_count = message.total_tokens, len(message.token_ids)
-    if token_count and total_tokens not in (0, token_count):
-        raise InvalidRequest(
-            f"query.total_tokens is {total_tokens}, but query.token_ids has {token_count}",
-            "query.total_tokens",
-        )
-    return Query(
-        message.model,
-        token_count or total_tokens,
-        message.prefix_hashes,
-        message.hash_scheme,
-        message.block_size,
-        dataclass_from_proto(RoutingHints, message.routing, "query.routing")
-        if message.HasField("routing")
-        else None,
-        dataclass_from_proto(RouterConfigOverride, message.config_override, "query.config_override")
-        if message.HasField("config_override")
-        else None,
-        frozenset(message.excluded_worker_ids),
-        message.waited_ms / 1000,
-        message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
-        message.strict_priority,
-        message.tenant,
-        message.tenant_weight or 1.0,
-    )
+    query = dataclass_from_proto(Query, message, "query")
+    if token_count := len(message.token_ids):
+        if (total := query.total_tokens) not in (0, token_count):
+            raise InvalidRequest(
+                f"query.total_tokens is {total}, but query.token_ids has {token_count}",
+                "query.total_tokens",
+            )
+        query = replace(query, total_tokens=token_count)
+    return query
 
 
 def key_from_proto(message: router_pb2.BookingKey, frontend_id: int, field: str) -> BookingKey:
@@ -217,22 +194,10 @@ def booking_to_proto(booking: Booking) -> router_pb2.Booking:
 
 def decision_to_proto(decision: Decision, fleet: Fleet) -> router_pb2.Decision:
     """The decision, with the addresses of its workers from discovery."""
-    message = router_pb2.Decision(
-        worker=placement_to_proto(decision.worker),
-        overlap_blocks=decision.overlap_blocks,
-        reasons=decision.reasons,
-        predicted_cached_tokens=decision.predicted_cached_tokens,
-        queued_ms=round(decision.queued_s * 1000),
-        charged_prefill_tokens=decision.prefill_tokens,
-        charged_decode_blocks=decision.decode_blocks,
-        session_revision=decision.session_revision,
-        worker_address=fleet.address(decision.worker.worker_id),
-    )
+    message = dataclass_to_proto(decision, router_pb2.Decision())
+    message.worker_address = fleet.address(decision.worker.worker_id)
     if decision.prefill is not None:
-        message.prefill.CopyFrom(placement_to_proto(decision.prefill))
         message.prefill_address = fleet.address(decision.prefill.worker_id)
-    if decision.bootstrap is not None:
-        dataclass_to_proto(decision.bootstrap, message.bootstrap)
     return message
 
 

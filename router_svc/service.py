@@ -32,7 +32,7 @@ from common.runtime.tasks import TaskGroup
 from common.wire.errors import error_to_proto
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from router_svc.core.admission import QueuedRequest
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.router import RECENT_MAX, Router
 from router_svc.core.types import BookingKey
 from router_svc.decisions import DRAINING_REASON, Decisions
@@ -130,22 +130,25 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         key = _key_of(request) if request.book else None
         _require_query(request.HasField("query"), "query")
         trace = telemetry.current_traceparent() or ""
-        decision = await self._await_decision(request.query, key, trace)
-        return router_pb2.RouteResponse(decision=decision_to_proto(decision, self._router.fleet))
+        record = await self._await_decision(request.query, key, trace)
+        decision = decision_to_proto(record.decision, self._router.fleet)
+        return router_pb2.RouteResponse(decision=decision)
 
     async def _await_decision(
         self, query: router_pb2.Query, key: BookingKey | None, traceparent: str
-    ) -> Decision:
+    ) -> DecisionRecord:
         """The decision, also of a queued request. Nothing stays booked if the caller cancels."""
-        late_result: asyncio.Future[Decision | MeshError]
+        late_result: asyncio.Future[DecisionRecord | MeshError]
         late_result = asyncio.get_running_loop().create_future()
         reply = self.decisions.submit(query, key, None, traceparent, late_result.set_result)
-        if isinstance(reply, Decision):
+        if isinstance(reply, DecisionRecord):
             return reply
         try:
             late_decision = await asyncio.shield(late_result)
         except asyncio.CancelledError:
-            if not self.decisions.withdraw(reply) and isinstance(late_result.result(), Decision):
+            if not self.decisions.withdraw(reply) and isinstance(
+                late_result.result(), DecisionRecord
+            ):
                 self._router.load_tracker.free(reply.key)
             raise
         if isinstance(late_decision, MeshError):
@@ -172,27 +175,27 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             raise InvalidRequest("exactly one of request_id and query is required", "request_id")
         now = self._clock()
         if request.request_id:
-            decision = self._recent_decision(request.request_id)
+            record = self._recent_decision(request.request_id)
         else:
             query = self.decisions.with_hashes(query_from_proto(request.query), request.query)
-            decision = self._router.preview(query, now, self._rng)
+            record = self._router.preview(query, now, self._rng)
         return router_pb2.ExplainResponse(
-            decision=decision_to_proto(decision, self._router.fleet),
-            candidates=map(candidate_to_proto, decision.considered),
-            selector=decision.selector,
-            age_ms=round((now - decision.made_at) * 1000),
+            decision=decision_to_proto(record.decision, self._router.fleet),
+            candidates=map(candidate_to_proto, record.considered),
+            selector=record.selector,
+            age_ms=round((now - record.made_at) * 1000),
         )
 
-    def _recent_decision(self, request_id: str) -> Decision:
+    def _recent_decision(self, request_id: str) -> DecisionRecord:
         # The id of a request or of its response.
-        decision = self._router.recent(_NOT_REQUEST_ID.sub("", request_id))
-        if decision is None:
+        record = self._router.recent(_NOT_REQUEST_ID.sub("", request_id))
+        if record is None:
             raise NotFound(
                 f"no decision for the request {request_id!r} among the last {RECENT_MAX} of this "
                 "router; use the id of its response, or request_id of its log line",
                 field="request_id",
             )
-        return decision
+        return record
 
     async def Dump(
         self, request: router_pb2.DumpRequest, context: Context
@@ -295,7 +298,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """The result of one query, also if it fails; None if it is queued."""
         number = new.id
 
-        def reply(outcome: Decision | MeshError) -> None:
+        def reply(outcome: DecisionRecord | MeshError) -> None:
             if isinstance(outcome, MeshError) and outcome.reason == DRAINING_REASON:
                 outbox.failure = outcome
             else:
@@ -316,13 +319,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return None if isinstance(decided, QueuedRequest) else self._result(number, key, decided)
 
     def _result(
-        self, number: int, key: BookingKey | None, outcome: Decision | MeshError
+        self, number: int, key: BookingKey | None, outcome: DecisionRecord | MeshError
     ) -> router_pb2.NewResult:
         """The message; an InternalError without a booking if foreign code made it not encodable."""
         try:
             if isinstance(outcome, MeshError):
                 return router_pb2.NewResult(id=number, error=error_to_proto(outcome))
-            decision = decision_to_proto(outcome, self._router.fleet)
+            decision = decision_to_proto(outcome.decision, self._router.fleet)
             return router_pb2.NewResult(id=number, decision=decision)
         except Exception:
             LOG.exception("result_not_encodable", outcome=type(outcome).__name__)

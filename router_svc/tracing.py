@@ -13,9 +13,9 @@ from opentelemetry.context import Context
 from opentelemetry.util.types import AttributeValue
 
 from common.errors import MeshError
+from common.request.placement import Query
 from common.runtime import telemetry
-from router_svc.core.decision import Decision
-from router_svc.core.query import Query
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.types import BookingKey
 
 # In order of execution.
@@ -60,11 +60,12 @@ class DecisionSpans:
         stopwatch: Stopwatch,
         query: Query,
         key: BookingKey | None,
-        decision: Decision,
+        record: DecisionRecord,
     ) -> None:
         """Create the spans of a decision, as children of the caller's span."""
         if (parent := _sampled_context(traceparent)) is None:
             return
+        decision = record.decision
         attributes: dict[str, AttributeValue] = {
             "model": query.model,
             "request_id": "" if key is None else key.request_id,
@@ -73,7 +74,7 @@ class DecisionSpans:
             "overlap_blocks": decision.overlap_blocks,
             "predicted_cached_tokens": decision.predicted_cached_tokens,
             "isl_tokens": query.total_tokens,
-            "selector": decision.selector,
+            "selector": record.selector,
             "reasons": decision.reasons,
             "total_us": stopwatch.total_s() * 1e6,
         }
@@ -82,7 +83,7 @@ class DecisionSpans:
         if decision.prefill is not None:
             attributes["prefill_worker_id"] = str(decision.prefill.worker_id)
             attributes["prefill_dp_rank"] = decision.prefill.dp_rank
-        for row in decision.considered:
+        for row in record.considered:
             if row.placement == decision.worker and row.cost is not None:
                 attributes["cost"] = row.cost
         self._write(parent, stopwatch, attributes, None)

@@ -22,6 +22,7 @@ GROUPS = {
     "common": (
         "common/kv/index_feed.py",
         "common/kv/prefix_index.py",
+        "common/request/placement.py",
         "common/request/token_stream/*.py",
         "common/wire/preprocessed.py",
         "common/wire/token_stream.py",
@@ -55,6 +56,21 @@ GROUPS = {
         "frontend_svc/request/buffer.py",
     ),
 }
+
+# Modules whose codecs are derived from annotations.
+WIRE_DECLARATIONS = ("common/request/placement.py",)
+
+
+def with_annotations(source: str) -> str:
+    """Returns a module that sets the annotations of its classes as text. mypyc keeps neither type
+    parameters nor metadata of annotations, so that no codec could be derived from them."""
+    assignments = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+            texts = {ast.unparse(part.target): ast.unparse(part.annotation) for part in fields}
+            assignments.append(f"{node.name}.__annotations__ = {texts}")
+    return "\n".join([source, *assignments, ""])
 
 
 def with_native_init(source: str) -> str:
@@ -114,7 +130,9 @@ def main() -> None:
     ]
     for paths, _ in groups:
         for path in map(Path, paths):
-            path.write_text(with_native_init(path.read_text()))
+            source = with_native_init(path.read_text())
+            is_declaration = str(path) in WIRE_DECLARATIONS
+            path.write_text(with_annotations(source) if is_declaration else source)
     extensions = mypycify(
         [path for paths, _ in groups for path in paths],
         separate=groups,

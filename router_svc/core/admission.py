@@ -43,9 +43,9 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from common.errors import Overloaded
+from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingHints
-from router_svc.core.query import Query
-from router_svc.core.types import BookingKey, Placement, SessionName
+from router_svc.core.types import BookingKey, SessionName
 
 QueuePolicy = Literal["fcfs", "wspt", "lcfs"]
 
@@ -366,7 +366,7 @@ def _queue_order(
 ) -> QueueOrder:
     routing = query.routing
     jump = max(0.0, routing.priority_jump or 0.0) if routing is not None else 0.0
-    arrival = now - query.waited_s
+    arrival = now - query.waited_ms / 1000
     if policy == "wspt":
         key = (1.0 + jump) / max(1, query.total_tokens - cached_tokens)
     else:

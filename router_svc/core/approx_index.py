@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from common.kv.hashing import hash_view
-from router_svc.core.query import HASH_BYTES, Query
-from router_svc.core.types import Placement
+from common.request.placement import Placement, Query
+from router_svc.core.query import HASH_BYTES
 
 # Chains are per model, tokens per block and hash scheme.
 _Partition = tuple[str, int, int]

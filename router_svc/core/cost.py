@@ -56,8 +56,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from common.errors import InvalidRequest, Unsupported
+from common.request.placement import Placement
 from common.request.preprocessed import RouterConfigOverride
-from router_svc.core.types import Placement
 
 # Move the reference time before the powers of two reach the limits of a float.
 _REBASE_HALF_LIVES = 500.0

@@ -4,49 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.request.preprocessed import BootstrapInfo
+from common.request.placement import Decision, Query
 from router_svc.core.explain import CandidateRow, LegRecord, record_leg
 from router_svc.core.overlap import Overlaps
 from router_svc.core.pairing import make_bootstrap_info
 from router_svc.core.placement import PlacementAttempt, ServingPlan, cached_tokens
-from router_svc.core.query import (
-    Query,
-    block_size_of,
-    bookable_decode_blocks,
-    bookable_prefill_tokens,
-)
-from router_svc.core.types import Booking, BookingKey, Placement
+from router_svc.core.query import block_size_of, bookable_decode_blocks, bookable_prefill_tokens
+from router_svc.core.types import Booking, BookingKey
 
 # Candidates per leg that a stored decision keeps, cheapest first; a preview keeps all.
 CONSIDERED_MAX = 8
 
 
 @dataclass(slots=True)
-class Decision:
-    """A placement with its booked load. prefill: None if the request is not split. bootstrap: None
-    also if prefill completes before decode starts. overlap_blocks: blocks of the prompt that the
-    prefilling rank holds. prefill_tokens, decode_blocks: the booked load. made_at: `now` of the
-    decision. fallback, bypass, affinity: one of `placement.FALLBACK_REASONS`,
-    `pairing.BYPASS_REASONS`, `sessions.AFFINITY_OUTCOMES`, or empty. session_revision: of the
-    session record, 0 without one. legs: what `considered` shows.
-    """
+class DecisionRecord:
+    """A decision, and what only this router keeps of it."""
 
-    worker: Placement
+    decision: Decision
     selector: str
+    """Name of the selector."""
+
     made_at: float
-    prefill: Placement | None = None
-    bootstrap: BootstrapInfo | None = None
-    overlap_blocks: int = 0
-    predicted_cached_tokens: int = 0
-    prefill_tokens: int = 0
-    decode_blocks: int = 0
-    queued_s: float = 0.0
-    reasons: tuple[str, ...] = ()
+    """`now` of the decision."""
+
     fallback: str = ""
+    """One of `placement.FALLBACK_REASONS`, or empty."""
+
     bypass: str = ""
+    """One of `pairing.BYPASS_REASONS`, or empty."""
+
     affinity: str = ""
-    session_revision: int = 0
+    """One of `sessions.AFFINITY_OUTCOMES`, or empty."""
+
     legs: tuple[LegRecord, ...] = field(default=(), compare=False)
+    """What `considered` shows."""
 
     @property
     def considered(self) -> list[CandidateRow]:
@@ -61,7 +52,7 @@ def make_decision(
     considered_max: int | None,
     queued_s: float | None = None,
     session_revision: int = 0,
-) -> Decision:
+) -> DecisionRecord:
     """The decision of a plan. considered_max: rows per leg, None: all. queued_s: None: unqueued."""
     query, prefill, worker = attempt.query, plan.prefill, plan.worker.chosen
     at, selector = plan.prompt_leg.chosen, attempt.planner.selector.name
@@ -75,24 +66,27 @@ def make_decision(
         reasons.append(f"session {affinity}")
     if queued_s is not None:
         reasons.append(f"queued for {queued_s * 1000:.0f} ms")
-    return Decision(
+    decision = Decision(
         worker.placement,
-        selector,
-        attempt.now,
-        prefill=None if prefill is None else at.placement,
-        bootstrap=None if prefill is None else make_bootstrap_info(at, attempt.rng),
+        None if prefill is None else at.placement,
         overlap_blocks=overlap,
+        bootstrap=None if prefill is None else make_bootstrap_info(at, attempt.rng),
+        reasons=tuple(reasons),
         predicted_cached_tokens=predicted_cached,
+        queued_ms=round(queued_s * 1000) if queued_s else 0,
         prefill_tokens=bookable_prefill_tokens(query, predicted_cached, attempt.cost_settings),
         decode_blocks=bookable_decode_blocks(
             query, block_size_of(query, worker.instance.block_size), attempt.cost_settings
         ),
-        queued_s=queued_s or 0.0,
-        reasons=tuple(reasons),
+        session_revision=session_revision,
+    )
+    return DecisionRecord(
+        decision,
+        selector,
+        attempt.now,
         fallback=plan.fallback,
         bypass=plan.bypass,
         affinity=affinity,
-        session_revision=session_revision,
         legs=tuple([record_leg(leg, overlaps, considered_max) for leg in legs]),
     )
 

@@ -15,17 +15,10 @@ from typing import Literal, NamedTuple
 
 from common.errors import InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
 from common.registry.instances import Instance
+from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingHints
 from router_svc.core.fleet import GONE_MODEL_TTL_S, drop_gone
-from router_svc.core.query import Query
-from router_svc.core.types import (
-    AffinityConstraint,
-    Candidate,
-    Candidates,
-    Leg,
-    LoadTotals,
-    Placement,
-)
+from router_svc.core.types import AffinityConstraint, Candidate, Candidates, Leg, LoadTotals
 
 # required: a request for an adapter runs on workers that have it resident. preferred: there if one
 # of them may serve it, else anywhere, since engines may load adapters on demand.

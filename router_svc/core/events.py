@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, ParamSpec
 
-from router_svc.core.query import Query
-from router_svc.core.types import Booking, BookingKey, Placement, SessionName
+from common.request.placement import Placement, Query
+from router_svc.core.types import Booking, BookingKey, SessionName
 
 P = ParamSpec("P")
 

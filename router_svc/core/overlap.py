@@ -24,9 +24,10 @@ from typing import Literal, NamedTuple, Protocol
 from common.kv.events import Source
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
+from common.request.placement import Placement, Query
 from router_svc.core.approx_index import ApproxIndex, ApproxLimits
-from router_svc.core.query import Query, block_size_of
-from router_svc.core.types import NO_MATCHES, Candidates, Matches, Placement
+from router_svc.core.query import block_size_of
+from router_svc.core.types import NO_MATCHES, Candidates, Matches
 
 IndexKind = Literal["none", "approx", "events"]
 

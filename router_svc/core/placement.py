@@ -38,6 +38,7 @@ from common.errors import (
     Unsupported,
 )
 from common.registry.instances import Instance
+from common.request.placement import Placement, Query
 from router_svc.core.cost import CostSettings, RecentPrefill
 from router_svc.core.eligibility import (
     RETRY_AFTER_S,
@@ -54,16 +55,11 @@ from router_svc.core.fleet import Fleet
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.pairing import TransferDomain, decode_partners, pairable
 from router_svc.core.policy import Policy
-from router_svc.core.query import (
-    Query,
-    block_size_of,
-    bookable_decode_blocks,
-    predicted_cached_tokens,
-)
+from router_svc.core.query import block_size_of, bookable_decode_blocks, predicted_cached_tokens
 from router_svc.core.scoring import View
 from router_svc.core.selectors import WorkerSelector
 from router_svc.core.sessions import SessionConstraint
-from router_svc.core.types import AffinityConstraint, Candidate, Candidates, Leg, Matches, Placement
+from router_svc.core.types import AffinityConstraint, Candidate, Candidates, Leg, Matches
 
 # Why a request of a model with prefill or decode workers was not split.
 FALLBACK_REASONS = (

@@ -1,45 +1,16 @@
-"""A request to place, and the load that its booking adds (pure).
-
-A Query carries no prompt content: its tokens are a count, its blocks are hashes.
-"""
+"""Checks of queries, and the load that their bookings add (pure)."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from common.errors import InvalidRequest
-from common.request.preprocessed import RouterConfigOverride, RoutingHints
+from common.request.placement import Query
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
 
 # Tokens per block if neither the query nor the worker reports them.
 DEFAULT_BLOCK_SIZE = 16
 HASH_BYTES = 8
-
-
-@dataclass(slots=True)
-class Query:
-    """One request to place; fields and defaults as in `kvmesh/router/v1/router.proto`.
-    total_tokens: of the whole prompt, 0 if it is not tokenized (pass-through kinds). prefix_hashes:
-    8 bytes, little endian, per block of block_size tokens, by hash_scheme. excluded_worker_ids:
-    workers that failed this request before. waited_s: since the request arrived at the frontend.
-    strict_priority: level in the queue, 0 or more; higher first. tenant: of the client; waiting
-    tenants get shares of the prompt tokens by tenant_weight, above 0.
-    """
-
-    model: str
-    total_tokens: int = 0
-    prefix_hashes: bytes = b""
-    hash_scheme: int = 0
-    block_size: int = 0
-    routing: RoutingHints | None = None
-    override: RouterConfigOverride | None = None
-    excluded_worker_ids: frozenset[int] = frozenset()
-    waited_s: float = 0.0
-    expected_output_tokens: int | None = None
-    strict_priority: int = 0
-    tenant: str = ""
-    tenant_weight: float = 1.0
 
 
 def validate_query(query: Query) -> None:

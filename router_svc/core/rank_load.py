@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.kv.load import LOAD_MAX_AGE_S, Load
-from router_svc.core.types import LoadTotals, Placement
+from common.request.placement import Placement
+from router_svc.core.types import LoadTotals
 
 # Block weights are integers in units of 1 / 2^16 blocks, so that sums stay exact.
 _WEIGHT_BITS = 16

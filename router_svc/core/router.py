@@ -16,9 +16,10 @@ from mypy_extensions import mypyc_attr
 
 from common.errors import InternalError, MeshError, Overloaded
 from common.registry.instances import Snapshot, SnapshotDiff
+from common.request.placement import Decision, Placement, Query
 from router_svc.core.admission import AdmissionQueue, QueuedRequest, constraint_class_of
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, RecentPrefill
-from router_svc.core.decision import CONSIDERED_MAX, Decision, booking_of, make_decision
+from router_svc.core.decision import CONSIDERED_MAX, DecisionRecord, booking_of, make_decision
 from router_svc.core.explain import CandidateRow, LegPlan, candidate_row
 from router_svc.core.fleet import Fleet
 from router_svc.core.load_tracker import LoadTracker
@@ -27,7 +28,6 @@ from router_svc.core.pairing import make_bootstrap_info
 from router_svc.core.placement import PlacementAttempt, Planner, ServingPlan
 from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.query import (
-    Query,
     block_size_of,
     bookable_decode_blocks,
     bookable_prefill_tokens,
@@ -37,20 +37,12 @@ from router_svc.core.query import (
 from router_svc.core.scoring import View
 from router_svc.core.selectors import COST_SELECTORS, SELECTORS, WorkerSelector
 from router_svc.core.sessions import SessionAffinity
-from router_svc.core.types import (
-    Booking,
-    BookingKey,
-    Candidate,
-    LoadTotals,
-    Matches,
-    Placement,
-    SessionName,
-)
+from router_svc.core.types import Booking, BookingKey, Candidate, LoadTotals, Matches, SessionName
 
 RECENT_MAX = 4096
 
 # A queued request that was tried, and its result; None: it stays queued.
-AdmissionResult = tuple[QueuedRequest, Decision | MeshError | None]
+AdmissionResult = tuple[QueuedRequest, DecisionRecord | MeshError | None]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -87,7 +79,7 @@ class Router:
             self.fleet, self.load_tracker, selector, policy, self.recent_prefill
         )
         # Booked decisions by request id, oldest first, with the key of their attempt.
-        self._recent: OrderedDict[str, tuple[BookingKey, Decision]] = OrderedDict()
+        self._recent: OrderedDict[str, tuple[BookingKey, DecisionRecord]] = OrderedDict()
         self._recent_max = recent_max
         # Client sessions that moved since the last rescan.
         self._moved_sessions: set[SessionName] = set()
@@ -133,15 +125,15 @@ class Router:
         rng: Random,
         session: int | None = None,
         matches: Matches | None = None,
-    ) -> Decision:
+    ) -> DecisionRecord:
         """Place the query, and book it under `key` unless that is None; again the same for the same
         key, unless one of its workers left. session: see `LoadTracker.book`. matches: of `match`;
         None: made here. Raises InvalidRequest, UnknownModel, Unavailable or Overloaded; then
         nothing is booked.
         """
         self.expire(now)
-        if key is not None and (decision := self._renew_booking(key, session, now, rng)):
-            return decision
+        if key is not None and (record := self._renew_booking(key, session, now, rng)):
+            return record
         attempt = self._attempt(query, now, rng, matches)
         return self._place(attempt, attempt.plan(), key, session)
 
@@ -153,13 +145,13 @@ class Router:
         rng: Random,
         session: int | None = None,
         matches: Matches | None = None,
-    ) -> Decision | QueuedRequest:
+    ) -> DecisionRecord | QueuedRequest:
         """Like `decide`, but queues the request, without a booking, if it has to wait. `key` must
         not be queued. Raises what `decide` does, and Overloaded (QUEUE_FULL).
         """
         self.expire(now)
-        if decision := self._renew_booking(key, session, now, rng):
-            return decision
+        if record := self._renew_booking(key, session, now, rng):
+            return record
         attempt = self._attempt(query, now, rng, matches)
         plan = attempt.plan()
         if not (plan.is_blocked or self.queue):
@@ -202,13 +194,13 @@ class Router:
 
     def preview(
         self, query: Query, now: float, rng: Random, matches: Matches | None = None
-    ) -> Decision:
+    ) -> DecisionRecord:
         """The decision as if made now, with every candidate; nothing is booked or stored."""
         self.expire(now)
         attempt = self._attempt(query, now, rng, matches)
         return make_decision(attempt, attempt.plan(), self.overlaps, None)
 
-    def recent(self, request_id: str) -> Decision | None:
+    def recent(self, request_id: str) -> DecisionRecord | None:
         """The latest booked decision of a request; None if not among the last RECENT_MAX."""
         found = self._recent.get(request_id)
         return None if found is None else found[1]
@@ -259,9 +251,9 @@ class Router:
 
     def _admit_head(
         self, queued: QueuedRequest, now: float, rng: Random
-    ) -> Decision | MeshError | None:
+    ) -> DecisionRecord | MeshError | None:
         """The decision or error, after which the request has left the queue; None: it stays."""
-        outcome: Decision | MeshError | None
+        outcome: DecisionRecord | MeshError | None
         try:
             outcome = self._try_admit(queued, now, rng)
         except MeshError as error:
@@ -271,13 +263,13 @@ class Router:
             outcome = InternalError("the router failed to decide")
             outcome.__cause__ = error
         if outcome is not None:
-            if isinstance(outcome, Decision):
+            if isinstance(outcome, DecisionRecord):
                 self.queue.admitted(queued.query)
             self.queue.withdraw(queued.key)
             self.queue.continue_round(queued.constraint_class)
         return outcome
 
-    def _try_admit(self, queued: QueuedRequest, now: float, rng: Random) -> Decision | None:
+    def _try_admit(self, queued: QueuedRequest, now: float, rng: Random) -> DecisionRecord | None:
         attempt = self._attempt(queued.query, now, rng, None)
         try:
             plan = attempt.plan()
@@ -307,10 +299,12 @@ class Router:
         """The cost settings of one request. Selectors from outside may use them as they like."""
         name = self.selector.name
         if name in SELECTORS and name not in COST_SELECTORS:
-            self._cost_settings.reject_cost_overrides(query.override, name)
-        cost_settings = self._cost_settings.with_override(query.override)
+            self._cost_settings.reject_cost_overrides(query.config_override, name)
+        cost_settings = self._cost_settings.with_override(query.config_override)
         if name in COST_SELECTORS and self.overlaps.settings.kind == "none":
-            cost_settings.reject_overlap_overrides(query.override, self.overlaps.settings.reason)
+            cost_settings.reject_overlap_overrides(
+                query.config_override, self.overlaps.settings.reason
+            )
         return cost_settings
 
     def _place(
@@ -320,32 +314,35 @@ class Router:
         key: BookingKey | None,
         session: int | None,
         queued_s: float | None = None,
-    ) -> Decision:
+    ) -> DecisionRecord:
         """The decision, booked unless key is None. queued_s: None if it was never queued."""
         query, now = attempt.query, attempt.now
-        record = None
-        if key is not None and attempt.session_constraint is not None:
+        session_record, revision = None, 0
+        constraint = attempt.session_constraint
+        if key is not None and constraint is not None:
             worker, revision_min = plan.worker.chosen.placement, self.affinity.revision_min(now)
             prefill = None if plan.prefill is None else plan.prefill.chosen.placement
-            record = attempt.session_constraint.record(worker, prefill, key, revision_min)
-        revision = record.revision if record is not None and record.placement is not None else 0
-        decision = make_decision(attempt, plan, self.overlaps, CONSIDERED_MAX, queued_s, revision)
+            session_record = constraint.record(worker, prefill, key, revision_min)
+            if session_record is not None and session_record.placement is not None:
+                revision = session_record.revision
+        record = make_decision(attempt, plan, self.overlaps, CONSIDERED_MAX, queued_s, revision)
         if key is not None:
             generation = self.load_tracker.generation_of(session)
+            decision = record.decision
             self.load_tracker.book(booking_of(key, query, decision, generation), session, now)
             self._record_prefill_work(query, decision, plan, now)
             prompt_at = plan.prompt_leg.chosen.placement
             if self.overlaps.record_placement(query, prompt_at, now):
                 self.events.prompt_entered(query, prompt_at)
-            if record is not None:
-                self.affinity.record_booking(record, now)
-            self._store_recent(key, decision)
+            if session_record is not None:
+                self.affinity.record_booking(session_record, now)
+            self._store_recent(key, record)
         self._planner.record_placement(query.model, plan)
-        return decision
+        return record
 
     def _renew_booking(
         self, key: BookingKey, session: int | None, now: float, rng: Random
-    ) -> Decision | None:
+    ) -> DecisionRecord | None:
         """The decision of a booking under `key`, renewed for the session; None without one. A
         booking on workers that left is freed. A re-registered booking gets a decision with its
         workers and, for a pair, a fresh bootstrap room, since the frontend has received none for
@@ -360,23 +357,22 @@ class Router:
             return None
         existing = self._recent.get(key.request_id)
         if existing is not None and existing[0] == key:
-            decision = existing[1]
+            record = existing[1]
         else:
             prefill = None if booking.prefill is None else self.fleet.candidate(booking.prefill)
             decision = Decision(
                 booking.worker,
-                self.selector.name,
-                now,
-                prefill=booking.prefill,
+                booking.prefill,
                 bootstrap=None if prefill is None else make_bootstrap_info(prefill, rng),
+                reasons=("booked before",),
                 prefill_tokens=booking.prefill_tokens,
                 decode_blocks=booking.decode_blocks,
-                reasons=("booked before",),
                 session_revision=booking.session_revision,
             )
-            self._store_recent(key, decision)
+            record = DecisionRecord(decision, self.selector.name, now)
+            self._store_recent(key, record)
         self.load_tracker.book(booking, session, now)
-        return decision
+        return record
 
     def _potential_load(
         self, query: Query, at: Candidate, view: View, cost_settings: CostSettings
@@ -400,9 +396,9 @@ class Router:
             block_size = block_size_of(query, at.instance.block_size)
             self.recent_prefill.add(at.placement, uncached_tokens / block_size, now)
 
-    def _store_recent(self, key: BookingKey, decision: Decision) -> None:
+    def _store_recent(self, key: BookingKey, record: DecisionRecord) -> None:
         self._recent.pop(key.request_id, None)
-        self._recent[key.request_id] = (key, decision)
+        self._recent[key.request_id] = (key, record)
         if len(self._recent) > self._recent_max:
             self._recent.popitem(last=False)
 

@@ -14,16 +14,10 @@ from typing import Literal, NamedTuple
 from common.errors import InvalidRequest
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
+from common.request.placement import Placement
 
 # The part of a request that a worker serves: all of it, or one leg of a pair.
 Leg = Literal["whole", "prefill", "decode"]
-
-
-class Placement(NamedTuple):
-    """A worker and one of its data-parallel ranks. A tuple, because every path hashes it."""
-
-    worker_id: int
-    dp_rank: int
 
 
 @dataclass(frozen=True, slots=True)

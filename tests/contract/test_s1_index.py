@@ -26,15 +26,15 @@ from common.kv.index_feed import IndexFeed, run_all_steps
 from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement, Query
 from common.runtime.config import ConfigError, read_config
 from indexer_svc.core.history import BatchHistory
 from indexer_svc.core.subscriber import BatchUpdate, LoadUpdate, StatusUpdate, Subscriber
 from router_svc.config import RouterConfig
 from router_svc.core.overlap import Index, IndexSettings, IndexStatus, NoIndex, Overlaps
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS, Selection
-from router_svc.core.types import BookingKey, Candidate, Placement
+from router_svc.core.types import BookingKey, Candidate
 
 PART = Partition("m", 16, 1)
 ONE, TWO = Source(1), Source(2, 3)
@@ -145,8 +145,8 @@ def test_a_selection_has_the_candidate_its_rank_and_the_reason() -> None:
     router = Router(SELECTORS["kv"](), index=replica())
     router.update(Snapshot(1, {w.id: w for w in (worker(1), worker(2, ranks=4))}), 0.0)
     decision = router.decide(query(), None, 0.0, Random(0))
-    assert isinstance(decision.worker, Placement)
-    assert decision.overlap_blocks == 5
+    assert isinstance(decision.decision.worker, Placement)
+    assert decision.decision.overlap_blocks == 5
 
 
 @pytest.mark.row("S1-33")

@@ -29,6 +29,7 @@ from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
 from common.kv.index_feed import IndexFeed, run_all_steps
 from common.registry.instances import ENDPOINT_NAME, EndpointId, Instance, ModelNetworkName
 from common.registry.registry import MemoryRegistry, MemoryStore
+from common.request.placement import Placement
 from common.rpc import channel as rpc
 from common.rpc.status import mesh_error_from_rpc
 from common.service.health import HealthReporter
@@ -49,7 +50,6 @@ from kvmesh.router.v1 import router_pb2_grpc
 from kvmesh.types.v1 import load_pb2
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
-from router_svc.core.types import Placement
 from router_svc.tracing import SPANS, DecisionSpans
 from tests.kit.apps import end, living
 from tests.kit.waiting import WAIT_S, until

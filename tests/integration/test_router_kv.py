@@ -19,6 +19,7 @@ from common.errors import InvalidRequest, Unavailable
 from common.kv.events import EventBatch, EventKind, Hashes, KvEvent, Partition, Source
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
 from common.registry.instances import Instance
+from common.request.placement import Placement
 from common.rpc import channel as rpc
 from common.wire.errors import error_from_proto
 from common.wire.kv import batch_to_proto, partition_to_proto, source_to_proto
@@ -27,7 +28,6 @@ from indexer_svc.config import IndexerConfig
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.types.v1 import load_pb2
-from router_svc.core.types import Placement
 from router_svc.tracing import SPANS, DecisionSpans
 from tests.kit.apps import living
 from tests.kit.local_router import NS, LocalRouter, key, local_router

@@ -30,6 +30,7 @@ from common.errors import (
 )
 from common.registry.instances import Snapshot
 from common.registry.registry import MemoryRegistry, Watch
+from common.request.placement import Placement, Query
 from common.rpc import channel as rpc
 from common.service.health import HealthReporter
 from common.service.lifecycle import Lifecycle
@@ -38,9 +39,8 @@ from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
-from router_svc.core.query import Query
 from router_svc.core.selectors import RoundRobinSelector, Selection
-from router_svc.core.types import Candidate, Placement
+from router_svc.core.types import Candidate
 from router_svc.service import SERVICE_NAME
 from tests.integration.service_process import check_life
 from tests.kit.local_router import (

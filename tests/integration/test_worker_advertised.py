@@ -12,10 +12,10 @@ import pytest
 from common.errors import InvalidRequest, NotFound
 from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore
+from common.request.placement import Query
 from common.request.preprocessed import RoutingConstraints, RoutingHints
 from common.runtime.config import ConfigError, read_config
 from frontend_svc.models.model_watch import Entry, plan_tables
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from tests.kit.apps import living
@@ -51,7 +51,7 @@ async def advertised(*flags: str) -> AsyncIterator[Router]:
 def placed(router: Router, **hints: Any) -> Instance:
     query = Query("sim", 10, routing=RoutingHints(**hints))
     decision = router.decide(query, None, 0.0, Random(0))
-    candidate = router.fleet.candidate(decision.worker)
+    candidate = router.fleet.candidate(decision.decision.worker)
     assert candidate is not None
     return candidate.instance
 

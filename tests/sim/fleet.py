@@ -21,6 +21,8 @@ from common.kv.index_feed import IndexFeed
 from common.kv.load import Load
 from common.registry.instances import Instance, KvIndex, Snapshot, SnapshotDiff, new_instance_id
 from common.registry.registry import Lease, MemoryRegistry, MemoryStore, Watch
+from common.request.placement import Placement
+from common.request.placement import Query as RouterQuery
 from common.request.preprocessed import TokenLogprob
 from common.request.token_stream import LegRequest, LegSink, RequestFrame, ResponseFrame, Terminal
 from common.rpc import channel as rpc
@@ -52,15 +54,14 @@ from kvmesh.router.v1 import router_pb2
 from router_svc.app import EXPIRE_BLOCKS_PER_STEP, STARTUP_TIMEOUT_S
 from router_svc.app import TICK_S as ROUTER_TICK_S
 from router_svc.core.admission import QueuedRequest
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.overlap import EVENT_INDEX_SETTINGS, IndexSettings
 from router_svc.core.placement import PlacementAttempt, ServingPlan
 from router_svc.core.policy import DEFAULT_POLICY, Policy
-from router_svc.core.query import Query as RouterQuery
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey, Matches, Placement
+from router_svc.core.types import BookingKey, Matches
 from router_svc.fleet_watch import FleetWatch
 from router_svc.index_replica import IndexReplica, Subscription
 from router_svc.metrics import Metrics
@@ -326,7 +327,7 @@ class ObservedRouter(Router):
         rng: Random,
         session: int | None = None,
         matches: Matches | None = None,
-    ) -> Decision | QueuedRequest:
+    ) -> DecisionRecord | QueuedRequest:
         """See Router."""
         try:
             outcome = super().admit(query, key, now, rng, session, matches)
@@ -345,11 +346,11 @@ class ObservedRouter(Router):
         key: BookingKey | None,
         session: int | None,
         queued_s: float | None = None,
-    ) -> Decision:
-        decision = super()._place(attempt, plan, key, session, queued_s)
+    ) -> DecisionRecord:
+        record = super()._place(attempt, plan, key, session, queued_s)
         if self.decision_checker is not None and key is not None:
-            self.decision_checker.placed(self, attempt.query, key, decision, attempt.now)
-        return decision
+            self.decision_checker.placed(self, attempt.query, key, record, attempt.now)
+        return record
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,17 +17,17 @@ from dataclasses import dataclass, replace
 from common.errors import MeshError, Unavailable, UnknownModel
 from common.kv.hashing import hashes_from_bytes
 from common.registry.instances import Instance, SnapshotDiff
+from common.request.placement import Decision, Placement, Query
 from common.request.preprocessed import RoutingHints, SessionAction
 from router_svc.app import TICK_S
 from router_svc.core.admission import ConstraintClass, QueuedRequest
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.eligibility import BusyLimits
 from router_svc.core.fleet import GONE_MODEL_TTL_S
 from router_svc.core.overlap import IndexSettings
 from router_svc.core.policy import Policy
-from router_svc.core.query import Query
 from router_svc.core.router import Router
-from router_svc.core.types import BookingKey, Placement
+from router_svc.core.types import BookingKey
 
 # Approximate entries expire by the latest tick, and are dropped at one of the next.
 APPROX_SLACK_S = TICK_S + 0.01
@@ -163,7 +163,7 @@ class DecisionChecker:
         self._counts["requests queued"] += 1
 
     def placed(
-        self, router: Router, query: Query, key: BookingKey, decision: Decision, now: float
+        self, router: Router, query: Query, key: BookingKey, record: DecisionRecord, now: float
     ) -> None:
         """A request was placed and booked, at once or after a wait."""
         mine = self._waiting.pop(key, None)
@@ -171,13 +171,13 @@ class DecisionChecker:
             ahead = list(self._still_waiting(router, _eligibility_group(query)))
             # Requests that wait for an earlier placement of their session are rescanned at a tick,
             # also if the session has the same placement again.
-            if ahead and decision.affinity in ("", "kept"):
+            if ahead and record.affinity in ("", "kept"):
                 self._report_violation(
                     "queue", f"{key.request_id} was placed before {len(ahead)} queued requests"
                 )
         else:
             self._check_order(router, key, mine)
-        self._check_decision(router, query, decision, now)
+        self._check_decision(router, query, record, now)
 
     def _check_order(self, router: Router, key: BookingKey, mine: _QueuedRequest) -> None:
         queued = router.queue._queued.get(key)  # None: it was requested again.
@@ -244,22 +244,27 @@ class DecisionChecker:
 
     # -- decisions ------------------------------------------------------------------------------
 
-    def _check_decision(self, router: Router, query: Query, decision: Decision, now: float) -> None:
+    def _check_decision(
+        self, router: Router, query: Query, record: DecisionRecord, now: float
+    ) -> None:
         """Check a decision that was just made and booked."""
-        self._counts[f"session {decision.affinity}"] += bool(decision.affinity)
-        self._check_busy(router, decision, now)
-        self._check_overlap(router, query, decision, now)
+        self._counts[f"session {record.affinity}"] += bool(record.affinity)
+        self._check_busy(router, record.decision, now)
+        self._check_overlap(router, query, record.decision, now)
         routing = query.routing
         if routing is not None and routing.session_control is not None:
-            self._check_session(router, query, decision, now)
+            self._check_session(router, query, record, now)
 
-    def _check_session(self, router: Router, query: Query, decision: Decision, now: float) -> None:
+    def _check_session(
+        self, router: Router, query: Query, record: DecisionRecord, now: float
+    ) -> None:
         assert query.routing is not None, "a request with a session has routing hints"
         control = query.routing.session_control
         assert control is not None, "see above"
         name = (query.model, control.session_id)
         placements = self._sessions.of(name)
         mine = self._sessions.placement(name, self, now)
+        decision = record.decision
         new_placement = _SessionPlacement(now, self, decision.worker, decision.prefill)
         if mine is not None and control.action is not SessionAction.OPEN:
             is_live = now - mine.at < self._policy.session_ttl_s
@@ -267,7 +272,7 @@ class DecisionChecker:
             is_excluded = any(at.worker_id in query.excluded_worker_ids for at in mine.placements)
             is_bound = is_live and is_present and not is_excluded
             deviates = is_bound and _deviates(mine, new_placement)
-            if deviates and not self._may_deviate(router, mine, decision, now):
+            if deviates and not self._may_deviate(router, mine, record, now):
                 message = (
                     f"{control.session_id} was at {_format_placement(mine)}, and "
                     f"went to {_format_placement(new_placement)}"
@@ -283,15 +288,15 @@ class DecisionChecker:
             self._sessions.used_at = now
 
     def _may_deviate(
-        self, router: Router, placement: _SessionPlacement, decision: Decision, now: float
+        self, router: Router, placement: _SessionPlacement, record: DecisionRecord, now: float
     ) -> bool:
         """Whether a soft session's request may leave its own worker because that is busy."""
         policy = self._policy
         if policy.session_mode == "hard":
             return False
-        if decision.fallback:
+        if record.fallback:
             return True  # Its serving mode was full; the next one has other workers.
-        load = _load_before(router, placement.prefill or placement.worker, decision, now)
+        load = _load_before(router, placement.prefill or placement.worker, record.decision, now)
         share, batch = policy.queue.threshold, load.worker.max_num_batched_tokens or 0
         is_full = share is not None and load.tokens > share * batch
         return is_full or not policy.busy.is_disabled
@@ -379,7 +384,7 @@ class DecisionChecker:
 
     def _priority_key(self, query: Query, now: float) -> float | None:
         jump = max(0.0, (query.routing and query.routing.priority_jump) or 0.0)
-        arrived_at = now - query.waited_s
+        arrived_at = now - query.waited_ms / 1000
         match self._policy.queue.policy:
             case "fcfs":
                 return jump - arrived_at

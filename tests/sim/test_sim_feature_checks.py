@@ -12,6 +12,7 @@ import pytest
 
 from common.errors import MeshError
 from common.kv.events import EventBatch, EventKind, KvEvent, Source
+from common.request.placement import Query as RouterQuery
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest, LegSink
 from common.streams.stall_clock import never_stalled
@@ -28,7 +29,6 @@ from router_svc.core.eligibility import NO_LIMITS, BusyLimits
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.overlap import derive_index_settings
 from router_svc.core.policy import Policy
-from router_svc.core.query import Query as RouterQuery
 from router_svc.replication_sync import PeerSync
 from tests.sim.checks import Checks
 from tests.sim.clients import ClientSpec

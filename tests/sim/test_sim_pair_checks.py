@@ -12,13 +12,13 @@ import pytest
 from common.errors import MeshError, Overloaded
 from common.kv.events import EventBatch
 from common.kv.index_feed import IndexFeed
+from common.request.placement import Query as RouterQuery
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, Query
 from frontend_svc.request.types import RoutingDecision
 from frontend_svc.workers.client import Submission
-from router_svc.core.decision import Decision
-from router_svc.core.query import Query as RouterQuery
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.types import Matches
 from tests.sim.clients import ClientSpec, draw_conversations
 from tests.sim.faults import Fault, FaultKind
@@ -171,11 +171,11 @@ class OverestimatesMatches(ObservedRouter):
 
 
 class NeverFreesPrefillLoad(ObservedRouter):
-    def _place(self, *args: Any) -> Decision:
-        decision = super()._place(*args)
-        if decision.prefill is not None:
-            self.load_tracker.ranks._rank(decision.prefill).booked.add(1, 0, 0)
-        return decision
+    def _place(self, *args: Any) -> DecisionRecord:
+        record = super()._place(*args)
+        if (prefill := record.decision.prefill) is not None:
+            self.load_tracker.ranks._rank(prefill).booked.add(1, 0, 0)
+        return record
 
 
 class RejectsWithoutFaults(ObservedEngineClient):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tools.compile import with_native_init
+from tools.compile import with_annotations, with_native_init
 
 SOURCE = '''
 from __future__ import annotations
@@ -96,3 +96,10 @@ def test_only_plain_dataclasses_are_rewritten() -> None:
     assert rewritten.count("def __init__") == 2
     assert rewritten.count("init=False") == 2
     assert with_native_init("class Plain:\n    key: int\n") == "class Plain:\n    key: int\n"
+
+
+def test_annotations_are_set_as_text_for_derived_codecs() -> None:
+    module = load(with_annotations(SOURCE))
+    expected = {"key": "int", "name": "str", "children": "list[int]", "hidden": "tuple[int, ...]"}
+    assert module["Page"].__annotations__ == expected
+    assert module["Frozen"].__annotations__ == {"key": "int"}

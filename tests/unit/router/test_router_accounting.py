@@ -25,6 +25,7 @@ from common.kv.hashing import (
 from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement, Query
 from common.request.preprocessed import BlockExtraInfo, MmObject, RouterConfigOverride, RoutingHints
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, QueueSettings
@@ -32,10 +33,10 @@ from router_svc.core.cost import CostSettings
 from router_svc.core.load_tracker import BOOKING_EXPIRY_S, EXPIRY_SCAN_INTERVAL_S, LoadTracker
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.policy import Policy
-from router_svc.core.query import Query, bookable_decode_blocks, bookable_prefill_tokens
+from router_svc.core.query import bookable_decode_blocks, bookable_prefill_tokens
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement
+from router_svc.core.types import Booking, BookingKey, LoadTotals
 from router_svc.proto import booking_from_proto, booking_to_proto, decision_to_proto
 
 FRONTEND = 7
@@ -212,7 +213,7 @@ def test_blocks_are_booked_only_if_they_are_tracked() -> None:
 @pytest.mark.row("S1-104")
 def test_one_request_can_override_tracking_for_itself_only() -> None:
     router = router_of(1)
-    untracked = Query("m", 100, override=RouterConfigOverride(track_prefill_tokens=False))
+    untracked = Query("m", 100, config_override=RouterConfigOverride(track_prefill_tokens=False))
     router.decide(untracked, key(0), 0.0, Random(0))
     assert router.load_tracker.load(W1, 0.0) == LoadTotals(0, 7, 1)
     router.decide(Query("m", 100), key(1), 0.0, Random(0))
@@ -231,12 +232,14 @@ def test_a_booking_has_request_worker_and_load_and_potential_loads_predict_it() 
     router = router_of(1, 2)
     query = Query("m", 100, routing=RoutingHints(expected_output_tokens=50))
     predicted = router.potential_loads(query, 0.0)
-    decision = router.decide(query, key(), 0.0, Random(0))
+    record = router.decide(query, key(), 0.0, Random(0))
     booked = router.load_tracker.get(key())
-    assert booked == Booking(key(), "m", decision.worker, None, 100, 7)
-    message = decision_to_proto(decision, router.fleet)
+    assert booked == Booking(key(), "m", record.decision.worker, None, 100, 7)
+    message = decision_to_proto(record.decision, router.fleet)
     assert (message.charged_prefill_tokens, message.charged_decode_blocks) == (100, 7)
-    assert router.load_tracker.load(decision.worker, 0.0) == predicted[decision.worker]
+    assert (
+        router.load_tracker.load(record.decision.worker, 0.0) == predicted[record.decision.worker]
+    )
     assert bookable_prefill_tokens(query, 0) == 100
 
 
@@ -250,9 +253,9 @@ def test_each_query_parameter_has_its_effect() -> None:
     def submit(number: int | None, **hints: Any) -> Placement | QueuedRequest:
         query = Query("m", 200, routing=RoutingHints(**hints))
         if number is None:
-            return router.decide(query, None, 0.0, Random(0)).worker
+            return router.decide(query, None, 0.0, Random(0)).decision.worker
         answer = router.admit(query, key(number), 0.0, Random(0))
-        return answer if isinstance(answer, QueuedRequest) else answer.worker
+        return answer if isinstance(answer, QueuedRequest) else answer.decision.worker
 
     assert submit(0, allowed_worker_ids=frozenset({2})) == W2
     assert submit(1, lora_name="lora3") == Placement(3, 0)
@@ -266,8 +269,8 @@ def test_each_query_parameter_has_its_effect() -> None:
     assert head.key == key(4), "the request is ahead of the other"
     with pytest.raises(Unavailable):
         submit(5, allowed_worker_ids=frozenset({99}))
-    free = Query("m", 200, override=RouterConfigOverride(track_prefill_tokens=False))
-    wild = Query("m", 200, override=RouterConfigOverride(router_temperature=-1.0))
+    free = Query("m", 200, config_override=RouterConfigOverride(track_prefill_tokens=False))
+    wild = Query("m", 200, config_override=RouterConfigOverride(router_temperature=-1.0))
     with pytest.raises(InvalidRequest, match="router_temperature"):
         router.admit(wild, key(6), 0.0, Random(0))
     assert isinstance(router.admit(free, key(7), 0.0, Random(0)), QueuedRequest)
@@ -345,7 +348,7 @@ def test_potential_loads_and_overlaps_depend_on_the_media_of_a_prompt() -> None:
     pinned = RoutingHints(backend_instance_id=1)
     for names, overlap in ((named(7), 4), (named(8), 1)):
         query = replace(query_of_names(names), routing=pinned)
-        assert router.preview(query, 0.0, Random(0)).overlap_blocks == overlap
+        assert router.preview(query, 0.0, Random(0)).decision.overlap_blocks == overlap
 
 
 @pytest.mark.row("S1-108")

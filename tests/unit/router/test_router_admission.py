@@ -18,6 +18,7 @@ from common.kv.events import Source
 from common.kv.load import LOAD_MAX_AGE_S, Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement, Query
 from common.request.preprocessed import (
     RouterConfigOverride,
     RoutingConstraints,
@@ -30,21 +31,15 @@ from router_svc.core.admission import (
     QueueSettings,
     queue_timeout_error,
 )
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.eligibility import BusyLimits
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import NO_BYPASS, Bypass
 from router_svc.core.policy import Policy
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.scoring import View
 from router_svc.core.selectors import SELECTORS, Selection, WorkerSelector
-from router_svc.core.types import (
-    BookingKey,
-    Candidate,
-    LoadTotals,
-    Placement,
-)
+from router_svc.core.types import BookingKey, Candidate, LoadTotals
 
 FRONTEND = 7
 BATCH = 1000
@@ -90,7 +85,7 @@ class Bed:
         )
         self.router = Router(selector or SELECTORS["least_loaded"](), policy=policy, index=index)
         self.now = 100.0
-        self.outcomes: dict[str, Decision | MeshError] = {}
+        self.outcomes: dict[str, DecisionRecord | MeshError] = {}
         self.see(*(workers or (worker(1),)))
         self.session = self.router.load_tracker.open_session(FRONTEND)
 
@@ -99,13 +94,13 @@ class Bed:
 
     def admit(
         self, name: str, tokens: int = 2 * BATCH, *, level: int = 0, **hints: Any
-    ) -> Decision | QueuedRequest:
+    ) -> DecisionRecord | QueuedRequest:
         """Request a placement; the default `tokens` alone make a worker busy."""
         routing = RoutingHints(**hints) if hints else None
         query = Query("m", tokens, routing=routing, strict_priority=level)
         return self.submit(name, query)
 
-    def submit(self, name: str, query: Query) -> Decision | QueuedRequest:
+    def submit(self, name: str, query: Query) -> DecisionRecord | QueuedRequest:
         return self.router.admit(query, key(name), self.now, Random(0), self.session)
 
     def free(self, name: str) -> None:
@@ -134,12 +129,12 @@ class Bed:
         return len(self.router.queue)
 
 
-def placed(outcome: Decision | QueuedRequest | MeshError) -> Decision:
-    assert isinstance(outcome, Decision), outcome
+def placed(outcome: DecisionRecord | QueuedRequest | MeshError) -> DecisionRecord:
+    assert isinstance(outcome, DecisionRecord), outcome
     return outcome
 
 
-def queued(outcome: Decision | QueuedRequest) -> QueuedRequest:
+def queued(outcome: DecisionRecord | QueuedRequest) -> QueuedRequest:
     assert isinstance(outcome, QueuedRequest), "the request was placed at once"
     return outcome
 
@@ -167,9 +162,9 @@ def test_a_request_waits_while_all_its_workers_are_busy_and_books_nothing_meanwh
     bed.free("b")
     bed.now += 1.5
     assert bed.serve() == ["c"]
-    decision = placed(bed.outcomes["c"])
-    assert (decision.worker, decision.queued_s) == (Placement(2, 0), 1.5)
-    assert decision.reasons[-1] == "queued for 1500 ms"
+    record = placed(bed.outcomes["c"])
+    assert (record.decision.worker, record.decision.queued_ms) == (Placement(2, 0), 1500)
+    assert record.decision.reasons[-1] == "queued for 1500 ms"
     assert bed.load(2) == LoadTotals(300, 19, 1)
     assert (bed.waiting, bed.router.queue.tokens) == (0, 0)
 
@@ -214,7 +209,7 @@ def test_a_new_worker_adds_capacity() -> None:
     queued(bed.admit("b"))
     bed.see(worker(1), worker(2))
     assert bed.serve() == ["b"]
-    assert placed(bed.outcomes["b"]).worker == Placement(2, 0)
+    assert placed(bed.outcomes["b"]).decision.worker == Placement(2, 0)
 
 
 def test_a_load_report_blocks_requests_and_a_later_one_admits_them() -> None:
@@ -238,7 +233,7 @@ def test_a_pair_waits_only_for_the_worker_that_computes_the_prompt() -> None:
     group = {"transfer_group": "g", "local_prefill": False}
     bed = Bed(worker(1, role="prefill", **group), worker(2, role="decode", **group))
     first = placed(bed.admit("a"))
-    assert (first.prefill, first.worker) == (Placement(1, 0), Placement(2, 0))
+    assert (first.decision.prefill, first.decision.worker) == (Placement(1, 0), Placement(2, 0))
     queued(bed.admit("b"))
     bed.router.load_tracker.mark_prefill_done(key("a"))
     assert bed.serve() == ["b"], "decode load does not matter"
@@ -253,7 +248,7 @@ def test_a_worker_below_its_busy_threshold_again_admits_requests_that_wait_for_o
     assert bed.serve() == []
     bed.router.load_tracker.report(1, 0, Load(), bed.now)
     assert bed.serve() == ["a"]
-    assert placed(bed.outcomes["a"]).worker == Placement(1, 0)
+    assert placed(bed.outcomes["a"]).decision.worker == Placement(1, 0)
 
 
 def test_a_decode_worker_with_capacity_admits_requests_that_wait_for_prefill() -> None:
@@ -296,7 +291,7 @@ def test_a_request_blocked_by_a_busy_limit_is_admitted_when_the_limit_no_longer_
     assert bed.serve() == []
     bed.router.load_tracker.report(2, 0, Load(kv_used_blocks=40), bed.now)
     assert bed.serve() == ["a"]
-    assert placed(bed.outcomes["a"]).worker == Placement(2, 0)
+    assert placed(bed.outcomes["a"]).decision.worker == Placement(2, 0)
 
 
 def test_capacity_freed_on_one_rank_admits_requests_to_its_worker() -> None:
@@ -307,7 +302,7 @@ def test_capacity_freed_on_one_rank_admits_requests_to_its_worker() -> None:
     queued(bed.admit("a", 10))
     bed.router.load_tracker.report(1, 1, Load(), bed.now)
     assert bed.serve() == ["a"]
-    assert placed(bed.outcomes["a"]).worker == Placement(1, 1)
+    assert placed(bed.outcomes["a"]).decision.worker == Placement(1, 1)
 
 
 def test_a_queued_request_stays_queued_while_all_workers_are_above_a_busy_limit() -> None:
@@ -356,14 +351,14 @@ def test_a_pinned_request_delays_no_other_request() -> None:
     bed = Bed(worker(1), worker(2))
     placed(bed.admit("a", backend_instance_id=1))
     queued(bed.admit("b", backend_instance_id=1))
-    assert placed(bed.admit("c", 10)).worker == Placement(2, 0)
+    assert placed(bed.admit("c", 10)).decision.worker == Placement(2, 0)
 
 
 def test_a_session_that_waits_for_its_worker_delays_no_other_request() -> None:
     bed = Bed(worker(1), worker(2))
     bound = placed(bed.admit("a", session_control=SessionControl("s", None)))
     queued(bed.admit("b", session_control=SessionControl("s", None)))
-    assert placed(bed.admit("c", 10)).worker != bound.worker
+    assert placed(bed.admit("c", 10)).decision.worker != bound.decision.worker
 
 
 def test_taints_allow_lists_and_sessions_form_constraint_classes() -> None:
@@ -374,7 +369,7 @@ def test_taints_allow_lists_and_sessions_form_constraint_classes() -> None:
     placed(bed.admit("c", allowed_worker_ids=frozenset({2})))
     queued(bed.admit("d", allowed_worker_ids=frozenset({1, 2})))
     bound = placed(bed.admit("e", session_control=SessionControl("s", None)))
-    assert bound.worker == Placement(3, 0)
+    assert bound.decision.worker == Placement(3, 0)
     queued(bed.admit("f", session_control=SessionControl("s", None)))
     bed.free("e")
     assert bed.serve() == ["f"]
@@ -385,7 +380,7 @@ def test_a_queued_request_delays_no_other_model() -> None:
     placed(bed.admit("a"))
     queued(bed.admit("b"))
     answer = bed.submit("c", Query("n", 10))
-    assert placed(answer).worker == Placement(2, 0)
+    assert placed(answer).decision.worker == Placement(2, 0)
 
 
 # Preferences.
@@ -398,31 +393,33 @@ def test_a_soft_session_moves_to_a_free_worker_if_its_own_is_busy() -> None:
     bed = Bed(worker(1), worker(2), worker(3), **SOFT)
     bound = placed(bed.admit("a", session_control=SESSION))
     moved = placed(bed.admit("b", 10, session_control=SESSION))
-    assert moved.worker != bound.worker
+    assert moved.decision.worker != bound.decision.worker
     assert moved.affinity == "moved"
 
 
 def test_a_soft_session_stays_while_its_worker_has_capacity() -> None:
     bed = Bed(worker(1), worker(2), **SOFT)
     bound = placed(bed.admit("a", 900, session_control=SESSION))
-    assert placed(bed.admit("b", 90, session_control=SESSION)).worker == bound.worker
+    assert (
+        placed(bed.admit("b", 90, session_control=SESSION)).decision.worker == bound.decision.worker
+    )
 
 
 def test_a_soft_session_waits_for_all_eligible_workers_and_prefers_its_own() -> None:
     bed = Bed(worker(1), worker(2), **SOFT)
-    bound = placed(bed.admit("a", session_control=SESSION)).worker.worker_id
+    bound = placed(bed.admit("a", session_control=SESSION)).decision.worker.worker_id
     other = 3 - bound
     placed(bed.admit("b", backend_instance_id=other))
     queued(bed.admit("c", 10, session_control=SESSION))
     bed.free("b")
     assert bed.serve() == ["c"]
-    assert placed(bed.outcomes["c"]).worker == Placement(other, 0)
+    assert placed(bed.outcomes["c"]).decision.worker == Placement(other, 0)
     placed(bed.admit("d", backend_instance_id=other))
     queued(bed.admit("e", 10, session_control=SESSION))
     bed.free("d")
     bed.free("a")
     assert bed.serve() == ["e"]
-    assert placed(bed.outcomes["e"]).worker == Placement(other, 0), (
+    assert placed(bed.outcomes["e"]).decision.worker == Placement(other, 0), (
         "the session moved there meanwhile"
     )
 
@@ -446,8 +443,8 @@ def test_a_soft_session_moves_to_another_prefill_worker_and_keeps_its_decode_wor
     )
     first = placed(bed.admit("a", session_control=SESSION))
     second = placed(bed.admit("b", 10, session_control=SESSION))
-    assert first.prefill != second.prefill
-    assert first.worker == second.worker
+    assert first.decision.prefill != second.decision.prefill
+    assert first.decision.worker == second.decision.worker
 
 
 def test_a_soft_session_on_an_aggregated_worker_moves_to_a_pair_with_capacity() -> None:
@@ -455,20 +452,22 @@ def test_a_soft_session_on_an_aggregated_worker_moves_to_a_pair_with_capacity() 
     bed = Bed(worker(1), **SOFT)
     placed(bed.admit("a", session_control=SESSION))
     bed.see(worker(1), worker(2, role="prefill", **group), worker(3, role="decode", **group))
-    assert placed(bed.admit("b", 10, session_control=SESSION)).prefill == Placement(2, 0)
+    assert placed(bed.admit("b", 10, session_control=SESSION)).decision.prefill == Placement(2, 0)
 
 
 def test_a_preferred_adapter_is_no_reason_to_wait() -> None:
     policy: dict[str, Any] = {"lora_residency": "preferred"}
     bed = Bed(worker(1, loras=frozenset({"l"})), worker(2), more_policy=policy)
-    assert placed(bed.admit("a", lora_name="l")).worker == Placement(1, 0)
-    assert placed(bed.admit("b", lora_name="l")).worker == Placement(2, 0)
+    assert placed(bed.admit("a", lora_name="l")).decision.worker == Placement(1, 0)
+    assert placed(bed.admit("b", lora_name="l")).decision.worker == Placement(2, 0)
     queued(bed.admit("c", lora_name="l"))
 
 
 def test_hard_sessions_of_one_worker_share_a_class_and_a_new_session_waits_for_all() -> None:
     bed = Bed(worker(1), worker(2))
-    one = placed(bed.admit("a", 10, session_control=SessionControl("y", None))).worker.worker_id
+    one = placed(
+        bed.admit("a", 10, session_control=SessionControl("y", None))
+    ).decision.worker.worker_id
     x = SessionControl("x", None)
     placed(bed.admit("b", backend_instance_id=one, session_control=x))
     placed(bed.admit("fills", backend_instance_id=3 - one))
@@ -485,12 +484,12 @@ def test_hard_sessions_of_one_worker_share_a_class_and_a_new_session_waits_for_a
 
 def test_a_request_whose_session_moved_to_another_worker_is_placed_there() -> None:
     bed = Bed(worker(1), worker(2))
-    bound = placed(bed.admit("a", session_control=SESSION)).worker.worker_id
+    bound = placed(bed.admit("a", session_control=SESSION)).decision.worker.worker_id
     queued(bed.admit("b", 10, session_control=SESSION))
     assert bed.serve() == []
     placed(bed.admit("c", 10, backend_instance_id=3 - bound, session_control=SESSION))
     assert bed.serve() == ["b"]
-    assert placed(bed.outcomes["b"]).worker == Placement(3 - bound, 0)
+    assert placed(bed.outcomes["b"]).decision.worker == Placement(3 - bound, 0)
 
 
 def test_requests_of_a_moved_session_are_found_behind_those_of_another_session() -> None:
@@ -512,7 +511,7 @@ def test_requests_of_a_moved_session_are_found_behind_those_of_another_session()
 
 def test_a_request_of_a_moved_session_waits_for_its_new_worker_if_that_is_busy() -> None:
     bed = Bed(worker(1), worker(2))
-    bound = placed(bed.admit("a", session_control=SESSION)).worker.worker_id
+    bound = placed(bed.admit("a", session_control=SESSION)).decision.worker.worker_id
     one = queued(bed.admit("b", 10, session_control=SESSION))
     placed(bed.admit("c", backend_instance_id=3 - bound, session_control=SESSION))
     assert bed.serve() == []
@@ -542,7 +541,7 @@ def test_a_higher_level_goes_first_at_any_arrival_time() -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "wspt", "lcfs"])
 def test_the_level_precedes_the_policy(policy: QueuePolicy) -> None:
     requests = [
-        ("long ago and urgent", 0.0, Query("m", 1, routing=jumping(1e6), waited_s=1e6)),
+        ("long ago and urgent", 0.0, Query("m", 1, routing=jumping(1e6), waited_ms=10**9)),
         ("high", 1.0, Query("m", 10_000, strict_priority=1)),
         ("highest", 2.0, Query("m", 10_000, strict_priority=2**32 - 1)),
         ("low", 3.0, Query("m", 1, routing=jumping(1e6))),
@@ -597,7 +596,7 @@ def test_a_request_that_is_routed_again_keeps_its_position() -> None:
     requests = [
         ("came at 0", 0.0, query),
         ("came at 2", 2.0, query),
-        ("came at 1, failed, again at 3", 3.0, replace(query, waited_s=2.0)),
+        ("came at 1, failed, again at 3", 3.0, replace(query, waited_ms=2000)),
     ]
     assert drained("fcfs", requests) == [
         "came at 0",
@@ -665,7 +664,7 @@ def test_the_best_head_of_all_classes_is_tried_first() -> None:
     assert bed.serve() == ["pinned and high"]
     bed.free("pinned and high")
     assert bed.serve() == ["anywhere"]
-    assert placed(bed.outcomes["anywhere"]).worker == Placement(1, 0)
+    assert placed(bed.outcomes["anywhere"]).decision.worker == Placement(1, 0)
 
 
 def test_several_requests_are_admitted_in_one_rescan_each_with_the_bookings_before_it() -> None:
@@ -793,7 +792,7 @@ def test_a_worker_that_left_while_a_request_was_queued_is_never_selected() -> No
     assert bed.serve() == [], "the worker with capacity left"
     bed.free("b")
     assert bed.serve() == ["c"]
-    assert placed(bed.outcomes["c"]).worker == Placement(2, 0)
+    assert placed(bed.outcomes["c"]).decision.worker == Placement(2, 0)
 
 
 class Broken:
@@ -845,7 +844,7 @@ def test_an_override_without_prefill_tracking_makes_no_worker_busy() -> None:
     bed = Bed()
     untracked = RouterConfigOverride(track_prefill_tokens=False)
     for number in range(3):
-        placed(bed.submit(f"r{number}", Query("m", 5000, override=untracked)))
+        placed(bed.submit(f"r{number}", Query("m", 5000, config_override=untracked)))
     assert bed.load().prefill_tokens == 0
 
 
@@ -870,7 +869,9 @@ def test_a_constraint_class_is_served_like_a_sorted_list(
     enqueued, expected = [], []
     for number, (level, waited, jump, tokens) in enumerate(requests):
         hints = RoutingHints(priority_jump=jump)
-        query = Query("m", tokens, routing=hints, waited_s=waited, strict_priority=level)
+        query = Query(
+            "m", tokens, routing=hints, waited_ms=round(waited * 1000), strict_priority=level
+        )
         enqueued.append((str(number), float(number), query))
         gain, arrival = max(0.0, jump or 0.0), 100.0 + number - waited
         value = {"fcfs": gain - arrival, "lcfs": gain + arrival, "wspt": (1 + gain) / tokens}
@@ -903,7 +904,7 @@ def test_after_any_events_each_request_gets_one_result_and_loads_return_to_zero(
     def serve() -> None:
         for name in bed.serve():
             assert name in submitted.keys() - running - gone, "two results, or one after withdrawal"
-            (running if isinstance(bed.outcomes[name], Decision) else gone).add(name)
+            (running if isinstance(bed.outcomes[name], DecisionRecord) else gone).add(name)
         free_workers = [w.id for w in here if bed.load(w.id).prefill_tokens <= BATCH]
         for name in submitted.keys() - running - gone:
             pin = submitted[name]
@@ -922,7 +923,7 @@ def test_after_any_events_each_request_gets_one_result_and_loads_return_to_zero(
             except MeshError:
                 gone.add(name)
             else:
-                if isinstance(answer, Decision):
+                if isinstance(answer, DecisionRecord):
                     running.add(name)
         elif step in ("free", "done") and running:
             one = rng.choice(sorted(running))
@@ -984,7 +985,7 @@ def test_a_new_worker_serves_a_queued_request_before_a_new_one() -> None:
     bed.see(worker(1), worker(2))
     queued(bed.admit("new", allowed_worker_ids=frozenset({1, 2})))
     assert bed.serve() == ["waits"]
-    assert placed(bed.outcomes["waits"]).worker == Placement(2, 0)
+    assert placed(bed.outcomes["waits"]).decision.worker == Placement(2, 0)
 
 
 def test_constraint_classes_are_served_by_arrival_so_that_none_starves() -> None:

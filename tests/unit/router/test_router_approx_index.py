@@ -18,10 +18,11 @@ from common.kv.events import Source
 from common.kv.hashing import hashes_to_bytes
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement, Query
 from common.request.preprocessed import RouterConfigOverride
 from router_svc.config import RouterConfig
 from router_svc.core.approx_index import ApproxIndex, ApproxLimits
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.overlap import (
     EVENT_INDEX_SETTINGS,
     IndexSettings,
@@ -29,10 +30,9 @@ from router_svc.core.overlap import (
     Overlaps,
     derive_index_settings,
 )
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey, Placement
+from router_svc.core.types import BookingKey
 
 B = 16
 TTL_S = 120.0
@@ -360,13 +360,13 @@ class Bed:
     def see(self, *workers: Instance) -> None:
         self.router.update(Snapshot(1, {w.id: w for w in workers}), self.now)
 
-    def send(self, query: Query) -> Decision:
+    def send(self, query: Query) -> DecisionRecord:
         """Place a request and end it at once."""
         self.count += 1
         key = BookingKey(7, f"r{self.count}", 0)
-        decision = self.router.decide(query, key, self.now, Random(self.count))
+        record = self.router.decide(query, key, self.now, Random(self.count))
         self.router.load_tracker.free(key)
-        return decision
+        return record
 
     def overlap(self, query: Query) -> dict[int, int]:
         matches = self.router.match(query)
@@ -377,13 +377,13 @@ class Bed:
 def test_a_router_without_events_remembers_where_it_sent_a_prompt() -> None:
     bed = Bed("events", "approx", "events", kv_events=False, recent_miss_weight=0.0)
     first = bed.send(prompt(1, 2, 3, 4))
-    assert first.overlap_blocks == 0
+    assert first.decision.overlap_blocks == 0
     again = bed.send(prompt(1, 2, 3, 4, 5))
-    assert again.worker == first.worker
-    assert (again.overlap_blocks, again.predicted_cached_tokens) == (4, 64)
-    assert again.reasons[0] == "prefix hit: 4 of 5 blocks, approximate"
+    assert again.decision.worker == first.decision.worker
+    assert (again.decision.overlap_blocks, again.decision.predicted_cached_tokens) == (4, 64)
+    assert again.decision.reasons[0] == "prefix hit: 4 of 5 blocks, approximate"
     assert bed.index.query_count == 0, "the router has no event index"
-    row = next(r for r in again.considered if r.placement == first.worker)
+    row = next(r for r in again.considered if r.placement == first.decision.worker)
     assert row.index_status.state == "approx"
 
 
@@ -408,7 +408,7 @@ def test_a_worker_without_events_gets_approximate_entries_among_publishers() -> 
 
 def test_entries_of_a_worker_that_left_do_not_return_with_it() -> None:
     bed = Bed("approx", "approx")
-    chosen = bed.send(prompt(1, 2)).worker.worker_id
+    chosen = bed.send(prompt(1, 2)).decision.worker.worker_id
     others = [w for w in bed.workers if w.id != chosen]
     bed.see(*others)
     bed.see(*bed.workers)
@@ -419,8 +419,8 @@ def test_of_a_pair_the_prefill_worker_gets_the_entries() -> None:
     bed = Bed("approx", "approx")
     first, second = bed.workers
     bed.see(replace(first, role="prefill"), replace(second, role="decode"))
-    decision = bed.send(prompt(1, 2))
-    assert decision.prefill == at(1)
+    record = bed.send(prompt(1, 2))
+    assert record.decision.prefill == at(1)
     assert bed.overlap(prompt(1, 2)) == {1: 2}
 
 
@@ -437,7 +437,7 @@ def test_requests_of_a_burst_meet_on_one_worker_before_any_event_arrives() -> No
         for family, n in requests:
             query = prompt(family, *range(100, 130), 1000 * family + n)
             key = BookingKey(7, f"{family}.{n}", 0)
-            begun.add((family, bed.router.decide(query, key, 0.0, rng).worker))
+            begun.add((family, bed.router.decide(query, key, 0.0, rng).decision.worker))
         return len(begun)
 
     blind = sum(beginnings_computed(seed, router_predicted_ttl_secs=0.0) for seed in range(5))
@@ -464,17 +464,17 @@ def test_the_larger_of_events_and_predictions_counts_on_each_tier() -> None:
 # kv_index=none.
 
 
-def reasons(decision: Decision) -> list[str]:
-    return [reason for reason in decision.reasons if "kv_index=none" in reason]
+def reasons(record: DecisionRecord) -> list[str]:
+    return [reason for reason in record.decision.reasons if "kv_index=none" in reason]
 
 
 @pytest.mark.row("S1-42", "S1-48", "S1-50")
 def test_with_a_credit_of_zero_no_index_is_used_and_the_reasons_show_it() -> None:
     bed = Bed("events", "approx", reported={1: (4, 4, 4)}, overlap_score_credit=0.0)
     for _ in range(3):
-        decision = bed.send(prompt(1, 2, 3, 4))
-        assert decision.overlap_blocks == 0
-        assert reasons(decision) == ["kv_index=none: overlap_score_credit is 0"]
+        record = bed.send(prompt(1, 2, 3, 4))
+        assert record.decision.overlap_blocks == 0
+        assert reasons(record) == ["kv_index=none: overlap_score_credit is 0"]
     assert bed.index.query_count == 0
     assert (bed.router.overlaps.approximate, bed.router.overlaps.predicted) == (None, None)
     assert bed.router.match(prompt(1)) == {}, "an empty result, never an error"
@@ -483,9 +483,9 @@ def test_with_a_credit_of_zero_no_index_is_used_and_the_reasons_show_it() -> Non
 def test_a_worker_without_prefix_reuse_is_neither_matched_nor_remembered() -> None:
     bed = Bed("none", "none", reported={1: (4, 4, 4)}, router_predicted_ttl_secs=5.0)
     for _ in range(2):
-        decision = bed.send(prompt(1, 2, 3, 4))
-        assert decision.overlap_blocks == 0
-        assert reasons(decision) == ["kv_index=none: no candidate has a cache index"]
+        record = bed.send(prompt(1, 2, 3, 4))
+        assert record.decision.overlap_blocks == 0
+        assert reasons(record) == ["kv_index=none: no candidate has a cache index"]
     for index in (bed.router.overlaps.approximate, bed.router.overlaps.predicted):
         assert index is not None
         assert index.blocks == 0
@@ -494,7 +494,11 @@ def test_a_worker_without_prefix_reuse_is_neither_matched_nor_remembered() -> No
 @pytest.mark.parametrize("kv_events", [True, False])
 def test_a_worker_without_index_is_never_matched(kv_events: bool) -> None:
     bed = Bed("none", kv_events=kv_events)
-    assert bed.send(prompt(1, 2)).overlap_blocks == bed.send(prompt(1, 2)).overlap_blocks == 0
+    assert (
+        bed.send(prompt(1, 2)).decision.overlap_blocks
+        == bed.send(prompt(1, 2)).decision.overlap_blocks
+        == 0
+    )
 
 
 def test_a_request_without_prefix_hashes_matches_nothing_and_leaves_no_entry() -> None:
@@ -502,9 +506,9 @@ def test_a_request_without_prefix_hashes_matches_nothing_and_leaves_no_entry() -
     bed = Bed("events", "approx", reported={1: (4, 4, 4)}, router_predicted_ttl_secs=5.0)
     nameless = Query("m", 4 * B)
     for _ in range(4):
-        decision = bed.send(nameless)
-        assert decision.overlap_blocks == 0
-        assert reasons(decision) == ["kv_index=none: the request has no prefix hashes"]
+        record = bed.send(nameless)
+        assert record.decision.overlap_blocks == 0
+        assert reasons(record) == ["kv_index=none: the request has no prefix hashes"]
     assert bed.index.query_count == 0
     for index in (bed.router.overlaps.approximate, bed.router.overlaps.predicted):
         assert index is not None
@@ -519,5 +523,5 @@ def test_a_prompt_shorter_than_a_block_gets_no_reason() -> None:
 def test_a_request_that_ignores_overlap_is_still_remembered() -> None:
     bed = Bed("approx", "approx")
     override = RouterConfigOverride(overlap_score_credit=0.0)
-    decision = bed.send(replace(prompt(1, 2), override=override))
-    assert bed.overlap(prompt(1, 2)) == {decision.worker.worker_id: 2}
+    record = bed.send(replace(prompt(1, 2), config_override=override))
+    assert bed.overlap(prompt(1, 2)) == {record.decision.worker.worker_id: 2}

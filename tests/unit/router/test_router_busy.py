@@ -10,14 +10,14 @@ import pytest
 from common.errors import Overloaded, Unavailable
 from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingHints, SessionControl
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.eligibility import BusyLimits, busy_worker_ids
 from router_svc.core.policy import Policy
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey, Candidate, LoadTotals, Placement
+from router_svc.core.types import BookingKey, Candidate, LoadTotals
 
 FRONTEND = 7
 
@@ -39,7 +39,7 @@ def router_of(limits: BusyLimits, *workers: Instance, **policy: Any) -> Router:
     return router
 
 
-def decide(router: Router, **hints: Any) -> Decision:
+def decide(router: Router, **hints: Any) -> DecisionRecord:
     query = Query("m", 10, routing=RoutingHints(**hints) if hints else None)
     return router.decide(query, None, 0.0, Random(0))
 
@@ -101,9 +101,9 @@ def test_a_busy_worker_gets_no_request_and_the_explanation_has_the_reason() -> N
     router = router_of(BusyLimits(active_decode_blocks=0.5), worker(1), worker(2))
     report(router, 1, kv_used_blocks=51)
     report(router, 2, kv_used_blocks=50, running=5)
-    decision = router.preview(Query("m", 10), 0.0, Random(0))
-    assert decision.worker == Placement(2, 0)
-    (left_out,) = [row for row in decision.considered if row.excluded_reason]
+    record = router.preview(Query("m", 10), 0.0, Random(0))
+    assert record.decision.worker == Placement(2, 0)
+    (left_out,) = [row for row in record.considered if row.excluded_reason]
     assert left_out.placement == Placement(1, 0)
     assert left_out.excluded_reason == "busy: above a configured threshold"
 
@@ -134,10 +134,10 @@ def test_a_soft_session_leaves_a_busy_worker_and_a_hard_one_does_not() -> None:
             BusyLimits(active_decode_blocks=0.5), worker(1), worker(2), session_mode=mode
         )
         query = Query("m", 10, routing=RoutingHints(**hints))
-        bound = router.decide(query, BookingKey(FRONTEND, "r", 0), 0.0, Random(0)).worker
+        bound = router.decide(query, BookingKey(FRONTEND, "r", 0), 0.0, Random(0)).decision.worker
         report(router, bound.worker_id, kv_used_blocks=99)
         if moves:
-            assert decide(router, **hints).worker != bound
+            assert decide(router, **hints).decision.worker != bound
         else:
             with pytest.raises(Overloaded):
                 decide(router, **hints)

@@ -15,15 +15,15 @@ from common.kv.events import Source
 from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingConstraints, RoutingHints, SessionControl
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import BYPASS_REASONS, NO_BYPASS, Bypass
 from router_svc.core.policy import Policy
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey, Placement
+from router_svc.core.types import BookingKey
 
 B = 16
 SHORT = Bypass(policy="isl_bounding")
@@ -163,7 +163,7 @@ class Bed:
         self.router.update(Snapshot(1, {i.id: i for i in members}), 0.0)
         self.number = 0
 
-    def place(self, query: Query = QUERY, **hints: Any) -> Decision:
+    def place(self, query: Query = QUERY, **hints: Any) -> DecisionRecord:
         self.number += 1
         if hints:
             query = replace(query, routing=RoutingHints(**hints))
@@ -173,56 +173,60 @@ class Bed:
 
 def test_a_nearly_cached_prompt_is_computed_where_it_is_decoded() -> None:
     bed = Bed(P1, P2, D11, D12, cached={12: 90, 1: 50})
-    decision = bed.place()
-    assert (decision.worker, decision.prefill, decision.bootstrap) == (Placement(12, 0), None, None)
-    assert (decision.bypass, decision.fallback) == ("short_prompt", "")
-    assert decision.predicted_cached_tokens == 90 * B
+    record = bed.place()
+    assert (record.decision.worker, record.decision.prefill, record.decision.bootstrap) == (
+        Placement(12, 0),
+        None,
+        None,
+    )
+    assert (record.bypass, record.fallback) == ("short_prompt", "")
+    assert record.decision.predicted_cached_tokens == 90 * B
     assert "remote prefill bypassed: short prompt, 160 of 1600 tokens to compute" in (
-        decision.reasons
+        record.decision.reasons
     )
     (booking,) = bed.router.load_tracker
     assert (booking.prefill, booking.prefill_tokens) == (None, 160)
 
 
 def test_a_prompt_that_is_cached_at_prefill_only_is_split() -> None:
-    decision = Bed(P1, P2, D11, D12, cached={1: 100}).place()
-    assert decision.prefill == Placement(1, 0)
-    assert decision.bypass == ""
+    record = Bed(P1, P2, D11, D12, cached={1: 100}).place()
+    assert record.decision.prefill == Placement(1, 0)
+    assert record.bypass == ""
 
 
 def test_the_bypass_is_off_by_default() -> None:
     assert NO_BYPASS.policy == "off"
     assert Policy().bypass == NO_BYPASS
-    decision = Bed(P1, D11, cached={11: 100}, policy="off").place()
-    assert decision.prefill == Placement(1, 0)
+    record = Bed(P1, D11, cached={11: 100}, policy="off").place()
+    assert record.decision.prefill == Placement(1, 0)
 
 
 def test_only_workers_that_can_prefill_serve_bypassing_requests() -> None:
     cached = {11: 90, 13: 100, 21: 95}
-    assert Bed(P1, REMOTE, cached=cached).place().prefill == Placement(1, 0)
-    assert Bed(P1, REMOTE, D11, cached=cached).place().worker == Placement(11, 0)
+    assert Bed(P1, REMOTE, cached=cached).place().decision.prefill == Placement(1, 0)
+    assert Bed(P1, REMOTE, D11, cached=cached).place().decision.worker == Placement(11, 0)
     aggregated = worker(21, "aggregated")
-    decision = Bed(P1, REMOTE, D11, aggregated, cached=cached).place()
-    assert (decision.worker, decision.bypass) == (Placement(21, 0), "short_prompt")
+    record = Bed(P1, REMOTE, D11, aggregated, cached=cached).place()
+    assert (record.decision.worker, record.bypass) == (Placement(21, 0), "short_prompt")
 
 
 def test_busy_prefill_is_bypassed_while_it_is_busy() -> None:
     bed = Bed(P1, D11, policy="prefill_load", prefill_busy_threshold=1.0)
     bed.router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=2049), 0.0)
-    decision = bed.place()
-    assert (decision.worker, decision.prefill, decision.bypass) == (
+    record = bed.place()
+    assert (record.decision.worker, record.decision.prefill, record.bypass) == (
         Placement(11, 0),
         None,
         "prefill_busy",
     )
     bed.router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=2048), 0.0)
-    assert bed.place().prefill == Placement(1, 0)
+    assert bed.place().decision.prefill == Placement(1, 0)
 
 
 def test_only_the_prefill_worker_of_the_pair_has_to_be_busy() -> None:
     bed = Bed(P1, P2, D11, policy="prefill_load", prefill_busy_threshold=1.0)
     bed.router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=9999), 0.0)
-    assert bed.place().prefill == Placement(2, 0)
+    assert bed.place().decision.prefill == Placement(2, 0)
     bed.router.load_tracker.report(2, 0, Load(waiting=1, waiting_tokens=9999), 0.0)
     assert bed.place().bypass == "prefill_busy"
 
@@ -230,7 +234,7 @@ def test_only_the_prefill_worker_of_the_pair_has_to_be_busy() -> None:
 def test_a_decode_worker_without_capacity_keeps_the_pair() -> None:
     bed = Bed(P1, D11, cached={11: 90}, decode_busy_threshold=0.5)
     bed.router.load_tracker.report(11, 0, Load(running=1, kv_used_blocks=401), 0.0)
-    assert bed.place().prefill == Placement(1, 0)
+    assert bed.place().decision.prefill == Placement(1, 0)
     bed = Bed(P1, D11, cached={11: 90}, decode_busy_threshold=0.5)
     bed.router.load_tracker.report(11, 0, Load(running=1, kv_used_blocks=400), 0.0)
     assert bed.place().bypass == "short_prompt"
@@ -256,9 +260,9 @@ def test_a_busy_prefill_worker_is_bypassed_only_if_decode_has_less_to_compute() 
     bed = Bed(P1, D11, policy="prefill_load", prefill_busy_threshold=1.0)
     bed.router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=4000), 0.0)
     placed = [bed.place() for _ in range(5)]
-    work = [(d.bypass, d.prefill_tokens) for d in placed]
+    work = [(d.bypass, d.decision.prefill_tokens) for d in placed]
     assert work[:3] == [("prefill_busy", 1600)] * 3, "up to 4800 of 5600 tokens"
-    assert placed[3].prefill == Placement(1, 0), "6400 of 5600"
+    assert placed[3].decision.prefill == Placement(1, 0), "6400 of 5600"
 
 
 def test_rotating_selectors_reach_every_worker_that_a_bypass_may_use() -> None:
@@ -267,49 +271,55 @@ def test_rotating_selectors_reach_every_worker_that_a_bypass_may_use() -> None:
     bed = Bed(
         P1, D11, D12, *whole, cached=dict.fromkeys((3, 11, 12, 15), 90), selector="round_robin"
     )
-    assert [bed.place().worker.worker_id for _ in range(5)] == [3, 11, 12, 15, 3]
+    assert [bed.place().decision.worker.worker_id for _ in range(5)] == [3, 11, 12, 15, 3]
 
 
 def test_a_pinned_prefill_is_never_bypassed() -> None:
     bed = Bed(P1, P2, D11, cached={11: 100})
-    assert bed.place(prefill_worker_id=2).prefill == Placement(2, 0)
+    assert bed.place(prefill_worker_id=2).decision.prefill == Placement(2, 0)
     assert bed.place(prefill_dp_rank=0).bypass == ""
 
 
 def test_a_bypass_respects_pins_taints_and_failed_workers() -> None:
     cached = {11: 90, 12: 95}
     bed = Bed(P1, D11, D12, cached=cached)
-    assert bed.place(decode_worker_id=11).worker == Placement(11, 0)
+    assert bed.place(decode_worker_id=11).decision.worker == Placement(11, 0)
     failed = bed.place(replace(QUERY, excluded_worker_ids=frozenset({12})))
-    assert (failed.worker, failed.bypass) == (Placement(11, 0), "short_prompt")
+    assert (failed.decision.worker, failed.bypass) == (Placement(11, 0), "short_prompt")
     tainted = [replace(w, taints=frozenset({"t"})) for w in (P1, REMOTE)]
     bed = Bed(*tainted, D11, cached=cached)
     constraints = RoutingConstraints(required_taints=frozenset({"t"}))
-    decision = bed.place(routing_constraints=constraints)
-    assert (decision.prefill, decision.worker) == (Placement(1, 0), Placement(13, 0))
+    record = bed.place(routing_constraints=constraints)
+    assert (record.decision.prefill, record.decision.worker) == (
+        Placement(1, 0),
+        Placement(13, 0),
+    )
 
 
 def test_a_session_keeps_its_decode_worker_and_returns_to_its_prefill_worker() -> None:
     bed = Bed(P1, P2, D11, D12)
     hints: dict[str, Any] = {"session_control": SessionControl("s")}
     split = bed.place(**hints)
-    assert split.prefill is not None
-    index = Depths({split.worker.worker_id: 95, 23 - split.worker.worker_id: 100})
+    assert split.decision.prefill is not None
+    index = Depths({split.decision.worker.worker_id: 95, 23 - split.decision.worker.worker_id: 100})
     bed.router.overlaps._index = index
     short = bed.place(**hints)
-    assert (short.worker, short.bypass) == (split.worker, "short_prompt")
+    assert (short.decision.worker, short.bypass) == (split.decision.worker, "short_prompt")
     index.depths = {}
     again = bed.place(**hints)
-    assert (again.worker, again.prefill) == (split.worker, split.prefill)
+    assert (again.decision.worker, again.decision.prefill) == (
+        split.decision.worker,
+        split.decision.prefill,
+    )
 
 
 def test_a_request_without_tokens_is_split() -> None:
-    assert Bed(P1, D11).place(Query("m")).prefill == Placement(1, 0)
+    assert Bed(P1, D11).place(Query("m")).decision.prefill == Placement(1, 0)
 
 
 def test_without_a_pair_there_is_no_bypass() -> None:
-    decision = Bed(D11, cached={11: 90}).place()
-    assert (decision.bypass, decision.fallback) == ("", "no_prefill_worker")
+    record = Bed(D11, cached={11: 90}).place()
+    assert (record.bypass, record.fallback) == ("", "no_prefill_worker")
     with pytest.raises(Unavailable):
         Bed(REMOTE, cached={13: 90}).place()
 

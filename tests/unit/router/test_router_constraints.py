@@ -15,17 +15,17 @@ from common.errors import InvalidRequest, MeshError, NotFound, Unavailable
 from common.kv.events import Source
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingConstraints, RoutingHints
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.eligibility import RECENTLY_REMOVED_MAX, AdapterResidency
 from router_svc.core.fleet import GONE_MODEL_TTL_S
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import TransferDomain
 from router_svc.core.policy import Policy
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey, Placement
+from router_svc.core.types import BookingKey
 
 QUERY = Query("m", 160, bytes(range(80)), 1, 16)
 SEEDS = range(30)
@@ -49,14 +49,14 @@ def router_of(*workers: Instance, selector: str = "kv", **policy: Any) -> Router
     return router
 
 
-def submit(router: Router, seed: int = 0, **hints: Any) -> Decision:
+def submit(router: Router, seed: int = 0, **hints: Any) -> DecisionRecord:
     query = replace(QUERY, routing=RoutingHints(**hints))
     return router.decide(query, None, 0.0, Random(seed))
 
 
 def chosen(router: Router, **hints: Any) -> set[int]:
     """The workers that many seeds select."""
-    return {submit(router, seed, **hints).worker.worker_id for seed in SEEDS}
+    return {submit(router, seed, **hints).decision.worker.worker_id for seed in SEEDS}
 
 
 def refused(router: Router, kind: type[MeshError], **hints: Any) -> MeshError:
@@ -112,8 +112,8 @@ def test_a_preferred_taint_attracts_until_load_outweighs_it(selector: str) -> No
 def test_preferences_multiply_the_cost_by_the_documented_factor(weights: dict[str, float]) -> None:
     router = router_of(worker(1), worker(2, "aggregated", "a", "b"))
     hints = RoutingHints(routing_constraints=preferred(**weights))
-    decision = router.preview(replace(QUERY, routing=hints), 0.0, Random(0))
-    cost = {row.placement.worker_id: row.cost for row in decision.considered}
+    record = router.preview(replace(QUERY, routing=hints), 0.0, Random(0))
+    cost = {row.placement.worker_id: row.cost for row in record.considered}
     total = weights.get("a", 0.0) + weights.get("b", 0.0)
     assert cost[1] is not None
     assert cost[2] == pytest.approx(cost[1] * math.exp(-math.tanh(total)))
@@ -134,7 +134,10 @@ ZONE = TransferDomain("zone")
 
 def legs(router: Router, **hints: Any) -> set[tuple[int, int]]:
     drawn = [submit(router, seed, **hints) for seed in range(60)]
-    return {(d.prefill.worker_id if d.prefill else 0, d.worker.worker_id) for d in drawn}
+    return {
+        (d.decision.prefill.worker_id if d.decision.prefill else 0, d.decision.worker.worker_id)
+        for d in drawn
+    }
 
 
 def test_a_required_domain_keeps_both_legs_inside() -> None:
@@ -145,9 +148,9 @@ def test_a_required_domain_keeps_both_legs_inside() -> None:
 def test_a_required_domain_holds_under_load_and_lists_the_excluded_workers() -> None:
     router = router_of(*ZONED, domain=ZONE)
     load_decode(router, 11, 50)
-    decision = submit(router, prefill_worker_id=1)
-    assert decision.worker.worker_id == 11
-    why = {row.placement.worker_id: row.excluded_reason for row in decision.considered}
+    record = submit(router, prefill_worker_id=1)
+    assert record.decision.worker.worker_id == 11
+    why = {row.placement.worker_id: row.excluded_reason for row in record.considered}
     assert why[12] == why[13] == "in another transfer group or domain than prefill"
 
 
@@ -193,11 +196,11 @@ def test_a_domain_without_pairs_is_reported_and_falls_back_to_unsplit_serving() 
     error = refused(router_of(*apart, domain=ZONE), Unavailable)
     assert (error.reason, error.retryable) == ("NO_TRANSFER_DOMAIN", True)
     assert "zone" in error.message
-    decision = submit(router_of(*apart, worker(21), domain=ZONE))
-    assert (decision.worker.worker_id, decision.fallback) == (21, "no_transfer_domain")
+    record = submit(router_of(*apart, worker(21), domain=ZONE))
+    assert (record.decision.worker.worker_id, record.fallback) == (21, "no_transfer_domain")
     local = replace(apart[1], local_prefill=True)
-    decision = submit(router_of(apart[0], local, domain=ZONE))
-    assert (decision.worker.worker_id, decision.fallback) == (11, "no_transfer_domain")
+    record = submit(router_of(apart[0], local, domain=ZONE))
+    assert (record.decision.worker.worker_id, record.fallback) == (11, "no_transfer_domain")
 
 
 def test_pins_across_a_required_domain_are_rejected() -> None:
@@ -248,9 +251,9 @@ def test_no_pair_crosses_a_required_domain(
     if not any(p & d for p in prefill for d in decode):
         assert refused(router, Unavailable).reason == "NO_TRANSFER_DOMAIN"
         return
-    decision = submit(router, seed)
-    assert decision.prefill is not None
-    assert places[decision.prefill.worker_id] & places[decision.worker.worker_id]
+    record = submit(router, seed)
+    assert record.decision.prefill is not None
+    assert places[record.decision.prefill.worker_id] & places[record.decision.worker.worker_id]
 
 
 # Adapters.
@@ -364,10 +367,11 @@ def test_an_allow_list_holds_for_both_legs() -> None:
 def test_pins_of_workers_and_ranks_hold_on_both_legs_with_every_selector(selector: str) -> None:
     members = [replace(w, dp_size=2) for w in ZONED]
     router = router_of(*members, selector=selector)
-    decision = submit(
-        router, prefill_worker_id=2, prefill_dp_rank=1, decode_worker_id=11, dp_rank=0
+    record = submit(router, prefill_worker_id=2, prefill_dp_rank=1, decode_worker_id=11, dp_rank=0)
+    assert (record.decision.prefill, record.decision.worker) == (
+        Placement(2, 1),
+        Placement(11, 0),
     )
-    assert (decision.prefill, decision.worker) == (Placement(2, 1), Placement(11, 0))
 
 
 def test_an_unknown_rank_is_rejected_with_its_field() -> None:
@@ -403,12 +407,14 @@ def test_a_worker_that_disappears_between_match_and_decision_is_never_selected()
     router = Router(SELECTORS["kv"](), index=Stale())
     router.update(Snapshot(1, {i.id: i for i in members}), 0.0)
     matches = router.match(QUERY)
-    assert router.decide(QUERY, None, 0.0, Random(0), matches=matches).worker.worker_id == 2
+    assert (
+        router.decide(QUERY, None, 0.0, Random(0), matches=matches).decision.worker.worker_id == 2
+    )
     router.update(Snapshot(2, {i.id: i for i in members if i.id != 2}), 0.0)
     for seed in SEEDS:
         key = BookingKey(7, f"r{seed}", 0)
-        decision = router.decide(QUERY, key, 0.0, Random(seed), matches=matches)
-        assert decision.worker.worker_id != 2
+        record = router.decide(QUERY, key, 0.0, Random(seed), matches=matches)
+        assert record.decision.worker.worker_id != 2
     hints = RoutingHints(backend_instance_id=2)
     with pytest.raises(Unavailable):
         router.decide(replace(QUERY, routing=hints), None, 0.0, Random(0), matches=matches)
@@ -435,6 +441,9 @@ def test_changes_of_what_a_worker_advertises_apply_at_once() -> None:
 def test_a_selection_names_worker_rank_and_overlap() -> None:
     router = Router(SELECTORS["kv"](), index=Stale())
     router.update(Snapshot(1, {2: worker(2, kv_index="events", dp_rank_start=0)}), 0.0)
-    decision = router.decide(QUERY, None, 0.0, Random(0))
-    assert (decision.worker.worker_id, decision.worker.dp_rank) == (2, 0)
-    assert (decision.overlap_blocks, decision.predicted_cached_tokens) == (10, 144)
+    record = router.decide(QUERY, None, 0.0, Random(0))
+    assert (record.decision.worker.worker_id, record.decision.worker.dp_rank) == (2, 0)
+    assert (record.decision.overlap_blocks, record.decision.predicted_cached_tokens) == (
+        10,
+        144,
+    )

@@ -13,16 +13,17 @@ from structlog.testing import capture_logs
 from common.errors import Conflict, InternalError, InvalidRequest, MeshError, Overloaded
 from common.kv.load import LOAD_MAX_AGE_S, Load
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, QueueSettings
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.load_tracker import ORPHAN_S
 from router_svc.core.placement import SELECTOR_FAILED
 from router_svc.core.policy import Policy
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS, LeastLoadedSelector, Selection, WorkerSelector
 from router_svc.core.sessions import SessionPlacement, SessionRecord, SessionUpdate
-from router_svc.core.types import BookingKey, Placement, SessionHello, SessionName
+from router_svc.core.types import BookingKey, SessionHello, SessionName
 from router_svc.decisions import LOOP_TIME_DIVISOR, REQUESTS_PER_SLICE, Decisions
 from router_svc.hashing import HasherCache
 from router_svc.metrics import Metrics
@@ -89,7 +90,7 @@ class Bed:
 
     def __init__(self, selector: WorkerSelector | None = None, **policy: Any) -> None:
         self.now = 100.0
-        self.outcomes: dict[str, Decision | MeshError] = {}
+        self.outcomes: dict[str, DecisionRecord | MeshError] = {}
         self.router = Router(
             selector or SELECTORS["least_loaded"](),
             policy=Policy(queue=QueueSettings(threshold=1.0), **policy),
@@ -127,7 +128,7 @@ class Bed:
         session_id: str = "",
         pin: int = 0,
         tokens: int = TOO_MUCH,
-    ) -> Decision | QueuedRequest:
+    ) -> DecisionRecord | QueuedRequest:
         message = router_pb2.Query(model="m", total_tokens=tokens)
         if constraint_class:
             message.excluded_worker_ids.append(1000 + constraint_class)
@@ -138,7 +139,7 @@ class Bed:
         key = BookingKey(7 if session is None else 8, name, 0)
         session = self.session if session is None else session
 
-        def deliver(outcome: Decision | MeshError) -> None:
+        def deliver(outcome: DecisionRecord | MeshError) -> None:
             self.outcomes[name] = outcome
 
         return self.decisions.submit(message, key, session, "", deliver)
@@ -188,7 +189,7 @@ def test_a_queued_request_that_fails_gets_an_error_and_the_router_continues(
     selector.error = None
     answer = bed.outcomes["a"]
     assert answer is error or isinstance(answer, InternalError)
-    assert isinstance(bed.submit("next"), Decision)
+    assert isinstance(bed.submit("next"), DecisionRecord)
 
 
 @pytest.mark.parametrize("is_queued", [False, True], ids=["at once", "from the queue"])
@@ -261,7 +262,7 @@ def test_a_queued_request_gets_its_result_even_if_measuring_fails(
     bed.router.load_tracker.free(BookingKey(7, "first", 0))
     selector.error = error
     bed.decisions.serve_queue()
-    assert isinstance(bed.outcomes["a"], Decision if error is None else NoGpu)
+    assert isinstance(bed.outcomes["a"], DecisionRecord if error is None else NoGpu)
 
 
 def test_capacity_freed_at_an_unknown_worker_triggers_no_rescan(loop: HandLoop) -> None:
@@ -327,7 +328,7 @@ def test_reports_all_the_time_do_not_keep_the_rescan_from_the_last_class(loop: H
     bed = Bed()
     bed.see(BATCH, 1, 2)
     for at in (1, 2):
-        assert isinstance(bed.submit(f"fills {at}", pin=at), Decision)
+        assert isinstance(bed.submit(f"fills {at}", pin=at), DecisionRecord)
     for number in range(3 * REQUESTS_PER_SLICE):
         assert isinstance(
             bed.submit(f"r{number}", constraint_class=number + 1, pin=1), QueuedRequest
@@ -360,14 +361,16 @@ def test_a_request_of_a_moved_session_is_admitted_without_a_periodic_rescan(
 ) -> None:
     bed = Bed()
     bed.see(BATCH, 1, 2)
-    assert isinstance(bed.submit("a", session_id="s", pin=1), Decision)
+    assert isinstance(bed.submit("a", session_id="s", pin=1), DecisionRecord)
     for number in range(REQUESTS_PER_SLICE + 1):
         assert isinstance(bed.submit(f"b{number}", session_id="s", tokens=1), QueuedRequest)
     assert loop.due == []
     move(bed)
     for _ in range(2):
         loop.run()
-    workers = [a.worker.worker_id for a in bed.outcomes.values() if isinstance(a, Decision)]
+    workers = [
+        a.decision.worker.worker_id for a in bed.outcomes.values() if isinstance(a, DecisionRecord)
+    ]
     assert workers == [2] * (REQUESTS_PER_SLICE + 1)
     assert loop.due == []
 
@@ -377,12 +380,12 @@ def test_sessions_that_move_all_the_time_do_not_delay_other_requests(
 ) -> None:
     bed = Bed()
     bed.see(BATCH, 1, 2, 3)
-    assert isinstance(bed.submit("a", session_id="s", pin=2, tokens=1), Decision)
+    assert isinstance(bed.submit("a", session_id="s", pin=2, tokens=1), DecisionRecord)
     for at in (2, 3):
-        assert isinstance(bed.submit(f"fills {at}", pin=at), Decision)
+        assert isinstance(bed.submit(f"fills {at}", pin=at), DecisionRecord)
     for number in range(REQUESTS_PER_SLICE + 1):
         assert isinstance(bed.submit(f"b{number}", session_id="s", tokens=1), QueuedRequest)
-    assert isinstance(bed.submit("first", pin=1), Decision)
+    assert isinstance(bed.submit("first", pin=1), DecisionRecord)
     assert isinstance(bed.submit("pinned", pin=1), QueuedRequest)
     bed.router.load_tracker.free(BookingKey(7, "first", 0))
     for number in range(2):
@@ -399,8 +402,8 @@ def test_an_expired_session_no_longer_constrains_its_queued_request(
 ) -> None:
     bed = Bed(session_ttl_s=5.0)
     bed.see(BATCH, 1, 2)
-    assert isinstance(bed.submit("a", session_id="s", pin=1, tokens=1), Decision)
-    assert isinstance(bed.submit("fills", pin=1), Decision)
+    assert isinstance(bed.submit("a", session_id="s", pin=1, tokens=1), DecisionRecord)
+    assert isinstance(bed.submit("fills", pin=1), DecisionRecord)
     assert isinstance(bed.submit("b", session_id="s"), QueuedRequest)
     bed.router.load_tracker.free(BookingKey(7, "a", 0))
     bed.router.expire(bed.now)
@@ -410,8 +413,8 @@ def test_an_expired_session_no_longer_constrains_its_queued_request(
     bed.router.expire(bed.now)
     loop.run()
     answer = bed.outcomes["b"]
-    assert isinstance(answer, Decision)
-    assert (answer.worker.worker_id, answer.affinity) == (2, "bound")
+    assert isinstance(answer, DecisionRecord)
+    assert (answer.decision.worker.worker_id, answer.affinity) == (2, "bound")
 
 
 def test_requests_of_a_superseded_frontend_session_are_withdrawn_and_new_ones_rejected(

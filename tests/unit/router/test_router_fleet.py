@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement
 from router_svc.core.fleet import GONE_MODEL_TTL_S, Fleet
-from router_svc.core.types import Placement
 
 
 def worker(worker_id: int, **facts: Any) -> Instance:

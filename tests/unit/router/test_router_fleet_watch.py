@@ -14,7 +14,7 @@ from common.errors import Unavailable
 from common.registry import registry as registry_module
 from common.registry.instances import Instance, Snapshot
 from common.registry.registry import Registry
-from router_svc.core.query import Query
+from common.request.placement import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import RoundRobinSelector
 from router_svc.fleet_watch import FleetWatch

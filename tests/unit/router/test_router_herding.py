@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Query
 from router_svc.core.load_tracker import LoadTracker
-from router_svc.core.query import Query
 from router_svc.core.replication import OutboundSync, Replica
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
@@ -80,8 +80,8 @@ class World:
         at = number % len(self.routers)
         query = Query("m", self.rng.choice(TOKENS))
         key = BookingKey(FRONTEND, f"{number}", 0)
-        decision = self.routers[at].decide(query, key, now, self.rng, self.sessions[at])
-        worker = decision.worker.worker_id
+        record = self.routers[at].decide(query, key, now, self.rng, self.sessions[at])
+        worker = record.decision.worker.worker_id
         begins = max(now, self.busy_until[worker])
         self.busy_until[worker] = begins + query.total_tokens / TOKENS_PER_S
         heapq.heappush(self.ends, (self.busy_until[worker], at, key))

@@ -16,12 +16,12 @@ from common.kv.hashing import PrefixHasher, hashes_from_bytes, hashes_to_bytes
 from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement, Query
 from router_svc.core.cost import CostSettings
 from router_svc.core.overlap import IndexStatus
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey, Placement
+from router_svc.core.types import BookingKey
 
 B = 16
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=B)
@@ -73,7 +73,7 @@ class Fleet:
         """The worker of a request. computed: its prefill is done and indexed."""
         self.count += 1
         key = BookingKey(7, f"r{self.count}", 0)
-        worker = self.router.decide(query, key, self.now, self.rng).worker.worker_id
+        worker = self.router.decide(query, key, self.now, self.rng).decision.worker.worker_id
         if computed:
             self.caches.keep(worker, query)
             self.router.load_tracker.mark_prefill_done(key)

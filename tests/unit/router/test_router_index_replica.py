@@ -17,12 +17,11 @@ from common.kv.hashing import hashes_to_bytes
 from common.kv.index_feed import STALE_GRACE_S, STEP_BLOCKS_MAX
 from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot, SnapshotDiff
+from common.request.placement import Placement, Query
 from common.streams.silence import SUBSCRIBE
 from common.wire.kv import batch_to_proto, partition_to_proto, source_to_proto
 from kvmesh.indexer.v1 import indexer_pb2 as pb
 from kvmesh.types.v1 import load_pb2
-from router_svc.core.query import Query
-from router_svc.core.types import Placement
 from router_svc.index_replica import STALE_FORGET_S, IndexReplica, Subscription
 
 PART = Partition("m", 16, 1)

@@ -15,15 +15,15 @@ from common.kv.events import Source
 from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingConstraints, RoutingHints
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import BOOTSTRAP_ROOM_MAX, bootstrap_room
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement
+from router_svc.core.types import Booking, BookingKey, LoadTotals
 
 FRONTEND = 7
 QUERY = Query("m", 160, bytes(range(80)), 1, 16)
@@ -71,7 +71,7 @@ def key(number: int = 0, attempt: int = 0) -> BookingKey:
     return BookingKey(FRONTEND, f"r{number}", attempt)
 
 
-def place(router: Router, number: int = 0, **changes: Any) -> Decision:
+def place(router: Router, number: int = 0, **changes: Any) -> DecisionRecord:
     return router.decide(replace(QUERY, **changes), key(number), 0.0, Random(number))
 
 
@@ -94,28 +94,28 @@ def refusal(router: Router, **changes: Any) -> MeshError:
 def test_prefill_follows_the_cache_and_decode_the_least_load() -> None:
     router = router_of(depths={2: 8, 11: 10})
     router.load_tracker.report(11, 0, Load(running=1, kv_used_blocks=5), 0.0)
-    decision = place(router)
-    assert (decision.prefill, decision.worker) == (P2, D2)
-    assert (decision.overlap_blocks, decision.predicted_cached_tokens) == (8, 128)
-    assert decision.fallback == ""
+    record = place(router)
+    assert (record.decision.prefill, record.decision.worker) == (P2, D2)
+    assert (record.decision.overlap_blocks, record.decision.predicted_cached_tokens) == (8, 128)
+    assert record.fallback == ""
 
 
 def test_decode_ignores_its_own_cache() -> None:
     router = router_of(depths={11: 10})
-    drawn = {router.decide(QUERY, None, 0.0, Random(seed)).worker for seed in range(40)}
+    drawn = {router.decide(QUERY, None, 0.0, Random(seed)).decision.worker for seed in range(40)}
     assert drawn == {D1, D2}
 
 
 def test_each_leg_is_booked_on_its_worker_and_prefill_ends_before_decode() -> None:
     router = router_of(depths={1: 4})
-    decision = place(router)
+    record = place(router)
     assert loads(router) == {
         P1: LoadTotals(160 - 64, 0, 1),
-        decision.worker: LoadTotals(0, 10, 1),
+        record.decision.worker: LoadTotals(0, 10, 1),
     }
     assert router.load_tracker.mark_prefill_done(key())
     assert router.load_tracker.mark_prefill_done(key())
-    assert loads(router) == {decision.worker: LoadTotals(0, 10, 1)}
+    assert loads(router) == {record.decision.worker: LoadTotals(0, 10, 1)}
     assert router.load_tracker.free(key())
     assert loads(router) == {}
 
@@ -123,8 +123,8 @@ def test_each_leg_is_booked_on_its_worker_and_prefill_ends_before_decode() -> No
 def test_bookings_spread_both_legs() -> None:
     router = router_of()
     placed = [place(router, n) for n in range(8)]
-    assert [sum(d.prefill == p for d in placed) for p in (P1, P2)] == [4, 4]
-    assert [sum(d.worker == p for d in placed) for p in (D1, D2)] == [4, 4]
+    assert [sum(d.decision.prefill == p for d in placed) for p in (P1, P2)] == [4, 4]
+    assert [sum(d.decision.worker == p for d in placed) for p in (D1, D2)] == [4, 4]
 
 
 # Bootstrap rooms.
@@ -155,12 +155,18 @@ def test_each_pair_gets_its_own_bootstrap_room_on_the_prefill_rank() -> None:
     router = router_of(prefill, worker(11, "decode"))
     rooms = set()
     for number in range(30):
-        decision = place(router, number)
-        assert decision.prefill is not None
-        assert decision.bootstrap is not None
-        assert (decision.bootstrap.bootstrap_host, decision.bootstrap.bootstrap_port) == ("h", 9)
-        assert decision.bootstrap.bootstrap_room % 4 == decision.prefill.dp_rank
-        rooms.add(decision.bootstrap.bootstrap_room)
+        record = place(router, number)
+        assert record.decision.prefill is not None
+        assert record.decision.bootstrap is not None
+        assert (
+            record.decision.bootstrap.bootstrap_host,
+            record.decision.bootstrap.bootstrap_port,
+        ) == (
+            "h",
+            9,
+        )
+        assert record.decision.bootstrap.bootstrap_room % 4 == record.decision.prefill.dp_rank
+        rooms.add(record.decision.bootstrap.bootstrap_room)
     assert len(rooms) == 30
 
 
@@ -170,13 +176,13 @@ def test_an_attempt_keeps_its_bootstrap_room_and_the_next_gets_another() -> None
     assert place(router) == first
     router.load_tracker.free(key())
     again = router.decide(QUERY, key(attempt=1), 0.0, Random(9))
-    assert again.bootstrap != first.bootstrap
+    assert again.decision.bootstrap != first.decision.bootstrap
 
 
 def test_without_a_bootstrap_server_prefill_completes_first() -> None:
     prefill = worker(1, "prefill", bootstrap_host=None, bootstrap_port=None)
-    decision = place(router_of(prefill, worker(11, "decode")))
-    assert (decision.prefill, decision.bootstrap) == (P1, None)
+    record = place(router_of(prefill, worker(11, "decode")))
+    assert (record.decision.prefill, record.decision.bootstrap) == (P1, None)
 
 
 # Pairs.
@@ -192,8 +198,8 @@ def test_a_pair_never_crosses_transfer_groups() -> None:
     router = router_of(*members, depths={2: 10})
     router.load_tracker.report(12, 0, Load(running=9, kv_used_blocks=900), 0.0)
     for number in range(10):
-        decision = place(router, number)
-        assert (decision.prefill, decision.worker) in {(P1, D1), (P2, D2)}
+        record = place(router, number)
+        assert (record.decision.prefill, record.decision.worker) in {(P1, D1), (P2, D2)}
     preview = router.preview(QUERY, 0.0, Random(0))
     lost = [row for row in preview.considered if row.excluded_reason]
     assert [row.leg for row in lost] == ["decode"]
@@ -203,21 +209,21 @@ def test_a_pair_never_crosses_transfer_groups() -> None:
 def test_a_prefill_worker_without_partner_is_not_considered() -> None:
     members = (worker(1, "prefill", transfer_group="x"), *TWO_PAIRS[1:])
     router = router_of(*members, depths={1: 10})
-    assert {place(router, n).prefill for n in range(5)} == {P2}
+    assert {place(router, n).decision.prefill for n in range(5)} == {P2}
 
 
 def test_a_missing_transfer_group_is_reported_and_falls_back_to_unsplit_serving() -> None:
     apart = (worker(1, "prefill", transfer_group="a"), worker(11, "decode", transfer_group="b"))
     assert refusal(router_of(*apart)).reason == "NO_TRANSFER_GROUP"
-    decision = place(router_of(*apart, worker(21, "aggregated")))
-    assert (decision.worker.worker_id, decision.prefill) == (21, None)
-    assert decision.fallback == "no_transfer_group"
+    record = place(router_of(*apart, worker(21, "aggregated")))
+    assert (record.decision.worker.worker_id, record.decision.prefill) == (21, None)
+    assert record.fallback == "no_transfer_group"
 
 
 def test_workers_that_failed_the_request_are_excluded_on_both_legs() -> None:
     router = router_of(depths={1: 10})
-    decision = place(router, excluded_worker_ids=frozenset({1, 11}))
-    assert (decision.prefill, decision.worker) == (P2, D2)
+    record = place(router, excluded_worker_ids=frozenset({1, 11}))
+    assert (record.decision.prefill, record.decision.worker) == (P2, D2)
     error = refusal(router_of(), excluded_worker_ids=frozenset({1, 2}))
     assert (error.reason, error.metadata["leg"]) == ("ALL_EXCLUDED", "prefill")
     error = refusal(router_of(), excluded_worker_ids=frozenset({11, 12}))
@@ -225,11 +231,14 @@ def test_workers_that_failed_the_request_are_excluded_on_both_legs() -> None:
 
 
 def test_both_legs_can_be_pinned() -> None:
-    decision = place(router_of(), **hinted(prefill_worker_id=2, decode_worker_id=11))
-    assert (decision.prefill, decision.worker) == (P2, D1)
+    record = place(router_of(), **hinted(prefill_worker_id=2, decode_worker_id=11))
+    assert (record.decision.prefill, record.decision.worker) == (P2, D1)
     ranked = router_of(worker(1, "prefill", dp_size=4), worker(11, "decode", dp_size=2))
-    decision = place(ranked, **hinted(prefill_dp_rank=3, dp_rank=1))
-    assert (decision.prefill, decision.worker) == (Placement(1, 3), Placement(11, 1))
+    record = place(ranked, **hinted(prefill_dp_rank=3, dp_rank=1))
+    assert (record.decision.prefill, record.decision.worker) == (
+        Placement(1, 3),
+        Placement(11, 1),
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,10 +266,10 @@ def test_constraints_hold_for_both_legs() -> None:
     tainted = [replace(i, taints=frozenset({"a"})) for i in TWO_PAIRS if i.id in (2, 12)]
     needs = RoutingConstraints(required_taints=frozenset({"a"}), preferred_taints={})
     router = router_of(TWO_PAIRS[0], TWO_PAIRS[2], *tainted)
-    decision = place(router, **hinted(routing_constraints=needs))
-    assert (decision.prefill, decision.worker) == (P2, D2)
-    decision = place(router, 1, **hinted(allowed_worker_ids=frozenset({1, 12})))
-    assert (decision.prefill, decision.worker) == (P1, D2)
+    record = place(router, **hinted(routing_constraints=needs))
+    assert (record.decision.prefill, record.decision.worker) == (P2, D2)
+    record = place(router, 1, **hinted(allowed_worker_ids=frozenset({1, 12})))
+    assert (record.decision.prefill, record.decision.worker) == (P1, D2)
 
 
 # Fallbacks.
@@ -268,9 +277,13 @@ def test_constraints_hold_for_both_legs() -> None:
 
 def test_pairs_come_before_aggregated_workers_unless_one_is_pinned() -> None:
     router = router_of(*TWO_PAIRS, worker(21, "aggregated"))
-    assert all(place(router, n).prefill is not None for n in range(10))
+    assert all(place(router, n).decision.prefill is not None for n in range(10))
     pinned = place(router, 99, **hinted(backend_instance_id=21))
-    assert (pinned.worker.worker_id, pinned.prefill, pinned.fallback) == (21, None, "")
+    assert (pinned.decision.worker.worker_id, pinned.decision.prefill, pinned.fallback) == (
+        21,
+        None,
+        "",
+    )
 
 
 @pytest.mark.parametrize(
@@ -292,31 +305,35 @@ def test_a_missing_role_is_named(members: tuple[Instance, ...], reason: str) -> 
 def test_a_missing_role_falls_back_to_aggregated_workers_and_is_reported(
     half: Instance, fallback: str
 ) -> None:
-    decision = place(router_of(half, worker(21, "aggregated")))
-    assert decision.worker.worker_id == 21
-    assert decision.fallback == fallback
-    assert f"aggregated fallback: {fallback.replace('_', ' ')}" in decision.reasons
+    record = place(router_of(half, worker(21, "aggregated")))
+    assert record.decision.worker.worker_id == 21
+    assert record.fallback == fallback
+    assert f"aggregated fallback: {fallback.replace('_', ' ')}" in record.decision.reasons
 
 
 def test_without_prefill_workers_a_decode_worker_that_can_prefill_does_both() -> None:
     router = router_of(worker(11, "decode", local_prefill=True), worker(12, "decode"))
-    decision = place(router)
-    assert (decision.worker, decision.prefill, decision.bootstrap) == (D1, None, None)
-    assert decision.fallback == "no_prefill_worker"
-    assert "aggregated fallback: no prefill worker" in decision.reasons
+    record = place(router)
+    assert (record.decision.worker, record.decision.prefill, record.decision.bootstrap) == (
+        D1,
+        None,
+        None,
+    )
+    assert record.fallback == "no_prefill_worker"
+    assert "aggregated fallback: no prefill worker" in record.decision.reasons
     assert loads(router) == {D1: LoadTotals(160, 10, 1)}
 
 
 def test_a_local_prefill_counts_the_cache_of_the_decode_worker() -> None:
     locals_ = [worker(n, "decode", local_prefill=True) for n in (11, 12)]
-    decision = place(router_of(*locals_, depths={12: 6}))
-    assert (decision.worker, decision.overlap_blocks) == (D2, 6)
+    record = place(router_of(*locals_, depths={12: 6}))
+    assert (record.decision.worker, record.decision.overlap_blocks) == (D2, 6)
 
 
 def test_when_all_prefill_workers_failed_a_request_a_local_prefill_serves_it() -> None:
     router = router_of(worker(1, "prefill"), worker(11, "decode", local_prefill=True))
-    decision = place(router, excluded_worker_ids=frozenset({1}))
-    assert (decision.worker, decision.fallback) == (D1, "no_prefill_worker")
+    record = place(router, excluded_worker_ids=frozenset({1}))
+    assert (record.decision.worker, record.fallback) == (D1, "no_prefill_worker")
 
 
 def test_a_pinned_prefill_has_no_fallback() -> None:
@@ -328,7 +345,7 @@ def test_pairs_serve_again_once_both_roles_are_present() -> None:
     router = router_of(worker(1, "prefill"))
     assert refusal(router).reason == "NO_DECODE_WORKER"
     router.update(Snapshot(2, {i.id: i for i in TWO_PAIRS}), 1.0)
-    assert place(router).prefill is not None
+    assert place(router).decision.prefill is not None
 
 
 # Other selectors.
@@ -338,21 +355,21 @@ def test_pairs_serve_again_once_both_roles_are_present() -> None:
 def test_every_selector_chooses_pairs(selector: str) -> None:
     router = router_of(selector=selector)
     placed = [place(router, n) for n in range(12)]
-    assert {d.prefill for d in placed} == {P1, P2}
-    assert {d.worker for d in placed} == {D1, D2}
+    assert {d.decision.prefill for d in placed} == {P1, P2}
+    assert {d.decision.worker for d in placed} == {D1, D2}
 
 
 def test_round_robin_rotates_each_leg_separately() -> None:
     router = router_of(selector="round_robin")
     placed = [place(router, n) for n in range(4)]
-    assert [d.prefill for d in placed] == [P1, P2, P1, P2]
-    assert [d.worker for d in placed] == [D1, D2, D1, D2]
+    assert [d.decision.prefill for d in placed] == [P1, P2, P1, P2]
+    assert [d.decision.worker for d in placed] == [D1, D2, D1, D2]
 
 
 def test_direct_needs_both_pins() -> None:
     router = router_of(selector="direct")
     both = place(router, **hinted(prefill_worker_id=1, decode_worker_id=12))
-    assert (both.prefill, both.worker) == (P1, D2)
+    assert (both.decision.prefill, both.decision.worker) == (P1, D2)
     error = refusal(router_of(selector="direct"), **hinted(decode_worker_id=12))
     assert (error.reason, error.field) == ("PIN_REQUIRED", "query.routing.prefill_worker_id")
 
@@ -384,14 +401,14 @@ def test_a_reregistered_pair_is_booked_on_both_workers_until_prefill_is_done() -
 def test_an_orphaned_pair_counts_on_both_workers_for_three_seconds() -> None:
     router = router_of()
     session = router.load_tracker.open_session(FRONTEND)
-    decision = router.decide(QUERY, key(), 0.0, Random(0), session)
+    record = router.decide(QUERY, key(), 0.0, Random(0), session)
     router.load_tracker.end_session(session, 1.0)
-    assert set(loads(router, 3.9)) == {decision.prefill, decision.worker}
+    assert set(loads(router, 3.9)) == {record.decision.prefill, record.decision.worker}
     successor = router.load_tracker.open_session(FRONTEND)
     held = router.load_tracker.get(key())
     assert held is not None
     router.load_tracker.reregister(held, successor, 3.95)
-    assert set(loads(router, 9.0)) == {decision.prefill, decision.worker}, "adopted"
+    assert set(loads(router, 9.0)) == {record.decision.prefill, record.decision.worker}, "adopted"
     router.load_tracker.end_session(successor, 10.0)
     assert loads(router, 10.0 + ORPHAN_S) == {}
 
@@ -400,16 +417,16 @@ def test_a_repeated_request_for_a_reregistered_pair_gets_its_workers_and_one_fre
     router = router_of()
     router.load_tracker.reregister(reregistered(), None, 0.0)
     first = router.decide(QUERY, key(), 0.0, Random(1))
-    assert (first.prefill, first.worker) == (P1, D1)
-    assert first.bootstrap is not None
+    assert (first.decision.prefill, first.decision.worker) == (P1, D1)
+    assert first.decision.bootstrap is not None
     assert router.decide(QUERY, key(), 0.0, Random(2)) == first
 
 
 def test_a_pair_that_lost_a_worker_is_placed_again() -> None:
     router = router_of(depths={1: 10})
-    assert place(router).prefill == P1
+    assert place(router).decision.prefill == P1
     router.update(Snapshot(2, {i.id: i for i in TWO_PAIRS[1:]}), 1.0)
-    assert place(router).prefill == P2
+    assert place(router).decision.prefill == P2
     assert set(loads(router)) >= {P2}
     assert P1 not in loads(router)
 

@@ -14,6 +14,7 @@ from common.errors import InternalError
 from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from common.registry.registry import MemoryRegistry, MemoryStore
+from common.request.placement import Query
 from common.request.preprocessed import RouterConfigOverride, RoutingHints, SessionControl
 from common.runtime.config import ConfigError, read_config
 from router_svc.app import RouterApp
@@ -21,7 +22,6 @@ from router_svc.config import RouterConfig
 from router_svc.core.cost import CostSettings
 from router_svc.core.pairing import Bypass, TransferDomain
 from router_svc.core.policy import DEFAULT_POLICY, Policy
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.scoring import View
 from router_svc.core.selectors import SELECTORS, Selection
@@ -171,9 +171,12 @@ async def test_a_selector_named_by_the_configuration_decides_every_request(plugi
     router = built(f"--selector={plugin}").router
     for number in range(20):
         key = BookingKey(7, f"r{number}", 0)
-        decision = router.decide(Query("m", 1000), key, 0.0, Random(number))
-        assert decision.worker.worker_id == 2, "at any load"
-        assert (decision.selector, decision.reasons[0]) == ("only-two", "only-two: always two")
+        record = router.decide(Query("m", 1000), key, 0.0, Random(number))
+        assert record.decision.worker.worker_id == 2, "at any load"
+        assert (record.selector, record.decision.reasons[0]) == (
+            "only-two",
+            "only-two: always two",
+        )
     assert getattr(router.selector, "calls", 0) == 20
 
 
@@ -181,7 +184,10 @@ async def test_a_selector_named_by_the_configuration_decides_every_request(plugi
 async def test_a_selector_gets_eligible_candidates_only(plugin: str) -> None:
     router = built(f"--selector={plugin}").router
     hints = RoutingHints(allowed_worker_ids=frozenset({2, 3}))
-    assert router.decide(Query("m", routing=hints), None, 0.0, Random(0)).worker.worker_id == 2
+    assert (
+        router.decide(Query("m", routing=hints), None, 0.0, Random(0)).decision.worker.worker_id
+        == 2
+    )
     hints = RoutingHints(allowed_worker_ids=frozenset({3}))
     with pytest.raises(InternalError, match="only-two") as caught:
         router.decide(Query("m", routing=hints), None, 0.0, Random(0))
@@ -193,7 +199,7 @@ async def test_a_built_router_applies_its_policy() -> None:
     query = Query("m", 100, routing=hints)
     router = built("--session-affinity-ttl-s=2").router
     first = router.decide(query, BookingKey(7, "a", 0), 0.0, Random(0))
-    assert router.decide(query, None, 0.0, Random(1)).worker == first.worker
+    assert router.decide(query, None, 0.0, Random(1)).decision.worker == first.decision.worker
     router.load_tracker.free(BookingKey(7, "a", 0))
     for now in (1.5, 2.0, 3.5):
         router.expire(now)
@@ -232,8 +238,8 @@ def test_bypasses_and_sessions_are_counted() -> None:
     metrics = Metrics(router)
     query = Query("m", 100, routing=RoutingHints(session_control=SessionControl("s")))
     for number in range(3):
-        decision = router.decide(query, BookingKey(7, f"r{number}", 0), 0.0, Random(0))
-        metrics.placed(query, decision, (0.0, 0.0, 0.0, 0.0))
+        record = router.decide(query, BookingKey(7, f"r{number}", 0), 0.0, Random(0))
+        metrics.placed(query, record, (0.0, 0.0, 0.0, 0.0))
     seen = samples(metrics)
     assert seen['kvmesh_router_prefill_bypasses_total{reason="prefill_busy"}'] == 3
     assert seen['kvmesh_router_prefill_bypasses_total{reason="short_prompt"}'] == 0
@@ -249,4 +255,4 @@ def test_the_policy_applies_to_every_built_in_selector() -> None:
         router.update(Snapshot(1, {1: worker(1), 2: worker(2, loras=frozenset({"fr"}))}), 0.0)
         hints = RoutingHints(lora_name="fr", backend_instance_id=2 if name == "direct" else None)
         chosen = router.decide(Query("m", 9, routing=hints), None, 0.0, Random(0))
-        assert chosen.worker.worker_id == 2
+        assert chosen.decision.worker.worker_id == 2

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from common.errors import Overloaded
 from common.kv.hashing import hashes_from_bytes, hashes_to_bytes
+from common.request.placement import Placement, Query
 from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
-from router_svc.core.query import Query
 from router_svc.core.replication import (
     BACKLOG_BLOCKS_MAX,
     BACKLOG_MAX,
@@ -27,7 +27,7 @@ from router_svc.core.replication import (
     Replica,
     fingerprint,
 )
-from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement
+from router_svc.core.types import Booking, BookingKey, LoadTotals
 
 W1, W2 = Placement(1, 0), Placement(2, 0)
 FRONTEND = 7

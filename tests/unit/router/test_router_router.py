@@ -24,17 +24,17 @@ from common.errors import (
 from common.kv.events import Source
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement, Query
 from common.request.preprocessed import RouterConfigOverride, RoutingHints
 from router_svc.core.cost import CostSettings
 from router_svc.core.decision import CONSIDERED_MAX
 from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.placement import SELECTOR_FAILED
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.scoring import View, score_candidates
 from router_svc.core.selectors import SELECTORS, Selection, WorkerSelector
-from router_svc.core.types import BookingKey, Candidate, LoadTotals, Placement
+from router_svc.core.types import BookingKey, Candidate, LoadTotals
 
 FRONTEND = 7
 # A compiled module checks the type of what it receives.
@@ -70,7 +70,7 @@ def key(number: int = 0, attempt: int = 0) -> BookingKey:
 
 def book(router: Router, number: int, query: Query = QUERY, now: float = 0.0) -> int:
     """Decide and book; the selected worker."""
-    return router.decide(query, key(number), now, Random(number)).worker.worker_id
+    return router.decide(query, key(number), now, Random(number)).decision.worker.worker_id
 
 
 def total(router: Router, now: float = 0.0) -> LoadTotals:
@@ -121,7 +121,10 @@ def test_a_custom_selector_is_really_used() -> None:
     query, candidates = preferred.calls[0]
     assert query == QUERY
     assert [c.instance.id for c in candidates] == [1, 2, 3, 4]
-    assert router.decide(QUERY, None, 0.0, Random(0)).reasons[0] == "always: the preferred one"
+    assert (
+        router.decide(QUERY, None, 0.0, Random(0)).decision.reasons[0]
+        == "always: the preferred one"
+    )
 
 
 class Broken(Always):
@@ -234,7 +237,10 @@ def test_a_reregistered_booking_keeps_its_worker() -> None:
     successor = router_of()
     successor.load_tracker.reregister(held, None, 0.0)
     answer = successor.decide(QUERY, key(), 0.0, Random(1))
-    assert (answer.worker, answer.reasons) == (booked.worker, ("booked before",))
+    assert (answer.decision.worker, answer.decision.reasons) == (
+        booked.decision.worker,
+        ("booked before",),
+    )
 
 
 @pytest.mark.row("S1-74")
@@ -251,7 +257,7 @@ def test_round_robin_advances_without_bookings_but_not_by_a_preview() -> None:
     turns = []
     for _ in range(4):
         router.preview(QUERY, 0.0, Random(0))
-        turns.append(router.decide(QUERY, None, 0.0, Random(0)).worker.worker_id)
+        turns.append(router.decide(QUERY, None, 0.0, Random(0)).decision.worker.worker_id)
     assert turns == [1, 2, 3, 4]
 
 
@@ -322,15 +328,15 @@ def test_a_booking_counts_all_prompt_tokens_and_whole_blocks() -> None:
 def test_cached_blocks_are_not_booked_and_the_last_token_is_always_computed() -> None:
     router = router_of(worker(1, kv_index="events"), index=FakeIndex({1: 4}))
     query = Query("m", 64, bytes(32), 1, 16)
-    decision = router.decide(query, key(), 0.0, Random(0))
-    assert (decision.overlap_blocks, decision.predicted_cached_tokens) == (4, 48)
+    record = router.decide(query, key(), 0.0, Random(0))
+    assert (record.decision.overlap_blocks, record.decision.predicted_cached_tokens) == (4, 48)
     assert total(router) == LoadTotals(16, 4, 1)
 
 
 def test_prefill_is_not_booked_if_the_request_overrides_it() -> None:
     router = router_of(worker(1))
     override = RouterConfigOverride(track_prefill_tokens=False)
-    router.decide(replace(QUERY, override=override), key(), 0.0, Random(0))
+    router.decide(replace(QUERY, config_override=override), key(), 0.0, Random(0))
     assert total(router) == LoadTotals(0, 7, 1)
 
 
@@ -383,11 +389,11 @@ def test_orphans_count_for_three_seconds() -> None:
 def test_a_decision_ignores_expired_orphans() -> None:
     router = router_of(worker(1), worker(2))
     session = router.load_tracker.open_session(FRONTEND)
-    busy = router.decide(QUERY, key(), 0.0, Random(0), session).worker
+    busy = router.decide(QUERY, key(), 0.0, Random(0), session).decision.worker
     router.load_tracker.end_session(session, 1.0)
-    chosen = {router.decide(QUERY, None, 3.9, Random(seed)).worker for seed in range(20)}
+    chosen = {router.decide(QUERY, None, 3.9, Random(seed)).decision.worker for seed in range(20)}
     assert busy not in chosen
-    chosen = {router.decide(QUERY, None, 4.0, Random(seed)).worker for seed in range(20)}
+    chosen = {router.decide(QUERY, None, 4.0, Random(seed)).decision.worker for seed in range(20)}
     assert busy in chosen
 
 
@@ -408,7 +414,7 @@ def test_decisions_are_explained_with_all_candidates_cheapest_first() -> None:
     preview = router.preview(query, 0.0, Random(0))
     rows = preview.considered
     assert [row.cost for row in rows[:-1]] == sorted(row.cost or 0 for row in rows[:-1])
-    assert rows[0].placement == preview.worker
+    assert rows[0].placement == preview.decision.worker
     assert rows[1].placement.worker_id == busy
     assert rows[1].load == LoadTotals(100, 7, 1)
     assert rows[-1].placement.worker_id == busy % 3 + 1
@@ -429,7 +435,7 @@ def test_recent_decisions_are_found_by_request_and_bounded() -> None:
     assert router.recent("r1") is None
     remembered = router.recent("r4")
     assert remembered is not None
-    assert remembered.worker.worker_id in (1, 2, 3, 4)
+    assert remembered.decision.worker.worker_id in (1, 2, 3, 4)
     again = router.decide(QUERY, key(4, attempt=1), 9.0, Random(0))
     assert router.recent("r4") is again, "the latest attempt"
 
@@ -437,9 +443,9 @@ def test_recent_decisions_are_found_by_request_and_bounded() -> None:
 def test_a_stored_decision_keeps_the_selected_candidate_and_a_bounded_number_of_others() -> None:
     router = router_of(*(worker(n) for n in range(1, 101)))
     for number in range(30):
-        decision = router.decide(QUERY, key(number), 0.0, Random(number))
-        assert len(decision.considered) == CONSIDERED_MAX
-        assert decision.worker in {row.placement for row in decision.considered}
+        record = router.decide(QUERY, key(number), 0.0, Random(number))
+        assert len(record.considered) == CONSIDERED_MAX
+        assert record.decision.worker in {row.placement for row in record.considered}
 
 
 @pytest.mark.parametrize("selector", ["kv", "least_loaded", "power_of_two"])
@@ -448,9 +454,9 @@ def test_the_cost_of_the_selected_candidate_is_stored_at_any_rank_of_cost(select
     router = router_of(*(worker(n) for n in range(1, 41)), selector=selector, cost_settings=hot)
     ranks = set()
     for number in range(60):
-        decision = router.decide(QUERY, key(number), 0.0, Random(number))
-        rows = decision.considered
-        (its,) = (row for row in rows if row.placement == decision.worker)
+        record = router.decide(QUERY, key(number), 0.0, Random(number))
+        rows = record.considered
+        (its,) = (row for row in rows if row.placement == record.decision.worker)
         assert its.cost is not None
         assert (its.terms is not None) == (selector == "kv")
         costs = [row.cost for row in rows if row.cost is not None]
@@ -462,10 +468,10 @@ def test_the_cost_of_the_selected_candidate_is_stored_at_any_rank_of_cost(select
 def test_candidates_without_a_cost_are_stored_with_the_selected_one_first() -> None:
     router = router_of(*(worker(n) for n in range(1, 41)), selector="round_robin")
     for number in range(12):
-        decision = router.decide(QUERY, key(number), 0.0, Random(0))
-        rows = decision.considered
+        record = router.decide(QUERY, key(number), 0.0, Random(0))
+        rows = record.considered
         assert len({row.placement for row in rows}) == CONSIDERED_MAX
-        assert rows[0].placement == decision.worker
+        assert rows[0].placement == record.decision.worker
         assert not any(row.cost or row.excluded_reason for row in rows)
 
 
@@ -493,10 +499,10 @@ class Narrow:
 
 def test_a_selected_candidate_without_a_cost_is_stored_among_scored_ones() -> None:
     router = router_of(*(worker(n) for n in range(1, 41)), selector=Narrow())
-    decision = router.decide(QUERY, key(0), 0.0, Random(0))
-    rows = decision.considered
+    record = router.decide(QUERY, key(0), 0.0, Random(0))
+    rows = record.considered
     assert len(rows) == CONSIDERED_MAX
-    assert (rows[-1].placement, rows[-1].cost) == (decision.worker, None)
+    assert (rows[-1].placement, rows[-1].cost) == (record.decision.worker, None)
 
 
 @pytest.mark.parametrize(
@@ -514,7 +520,7 @@ def test_overrides_without_effect_here_are_rejected_by_name(
     selector: str, override: dict[str, Any]
 ) -> None:
     router = router_of(selector=selector)
-    query = replace(QUERY, override=RouterConfigOverride(**override))
+    query = replace(QUERY, config_override=RouterConfigOverride(**override))
     (name,) = override
     for ask in (
         lambda: router.decide(query, key(), 0.0, Random(0)),
@@ -527,7 +533,7 @@ def test_overrides_without_effect_here_are_rejected_by_name(
 
 
 def test_a_shared_cache_multiplier_of_zero_is_accepted() -> None:
-    query = replace(QUERY, override=RouterConfigOverride(shared_cache_multiplier=0.0))
+    query = replace(QUERY, config_override=RouterConfigOverride(shared_cache_multiplier=0.0))
     router_of(selector="kv").decide(query, None, 0.0, Random(0))
 
 

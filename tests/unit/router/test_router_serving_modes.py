@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from common.errors import MeshError, Overloaded, Unavailable
 from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Query
 from common.request.preprocessed import RoutingHints
 from router_svc.core.admission import NO_QUEUE, QueuedRequest, QueueSettings
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.eligibility import NO_LIMITS, BusyLimits
 from router_svc.core.pairing import NO_BYPASS, Bypass
 from router_svc.core.policy import Policy
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey
@@ -80,26 +80,26 @@ class Bed:
 
     def admit(
         self, tokens: int = 100, excluded: Iterable[int] = (), **hints: Any
-    ) -> Decision | QueuedRequest:
+    ) -> DecisionRecord | QueuedRequest:
         self.count += 1
         routing = RoutingHints(**hints) if hints else None
         query = Query("m", tokens, routing=routing, excluded_worker_ids=frozenset(excluded))
         key = BookingKey(7, f"r{self.count}", 0)
         return self.router.admit(query, key, 0.0, Random(self.count))
 
-    def place(self, **hints: Any) -> Decision:
+    def place(self, **hints: Any) -> DecisionRecord:
         answer = self.admit(**hints)
-        assert isinstance(answer, Decision), "the request was queued"
+        assert isinstance(answer, DecisionRecord), "the request was queued"
         return answer
 
-    def serve(self) -> list[Decision | MeshError]:
+    def serve(self) -> list[DecisionRecord | MeshError]:
         outcomes = self.router.rescan(0.0, Random(0))
         return [outcome for _, outcome in outcomes if outcome is not None]
 
 
-def legs(decision: Decision) -> tuple[int, int | None]:
-    prefill = decision.prefill
-    return decision.worker.worker_id, None if prefill is None else prefill.worker_id
+def legs(record: DecisionRecord) -> tuple[int, int | None]:
+    prefill = record.decision.prefill
+    return record.decision.worker.worker_id, None if prefill is None else prefill.worker_id
 
 
 # Above a busy threshold.
@@ -109,30 +109,30 @@ def test_if_prefill_is_busy_an_idle_aggregated_worker_serves() -> None:
     bed = Bed(PREFILL, REMOTE, WHOLE, busy=LIMITS)
     assert legs(bed.place()) == (2, 1)
     bed.crowd(1)
-    decision = bed.place()
-    assert (legs(decision), decision.fallback) == ((3, None), "prefill_busy")
-    assert "aggregated fallback: prefill busy" in decision.reasons
+    record = bed.place()
+    assert (legs(record), record.fallback) == ((3, None), "prefill_busy")
+    assert "aggregated fallback: prefill busy" in record.decision.reasons
 
 
 def test_if_decode_is_busy_an_idle_aggregated_worker_serves() -> None:
     bed = Bed(PREFILL, DECODE, WHOLE, busy=BusyLimits(active_decode_blocks=0.5))
     bed.report(2, kv_used_blocks=900)
-    decision = bed.place()
-    assert (legs(decision), decision.fallback) == ((3, None), "decode_busy")
+    record = bed.place()
+    assert (legs(record), record.fallback) == ((3, None), "decode_busy")
 
 
 def test_if_prefill_and_aggregated_workers_are_busy_an_idle_decode_worker_serves() -> None:
     bed = Bed(PREFILL, DECODE, WHOLE, busy=LIMITS)
     bed.crowd(1, 3)
-    decision = bed.place()
-    assert (legs(decision), decision.fallback) == ((2, None), "prefill_busy")
+    record = bed.place()
+    assert (legs(record), record.fallback) == ((2, None), "prefill_busy")
 
 
 def test_without_prefill_a_decode_worker_serves_if_aggregated_ones_are_busy() -> None:
     bed = Bed(DECODE, WHOLE, busy=LIMITS)
     bed.crowd(3)
-    decision = bed.place()
-    assert (legs(decision), decision.fallback) == ((2, None), "no_prefill_worker")
+    record = bed.place()
+    assert (legs(record), record.fallback) == ((2, None), "no_prefill_worker")
 
 
 @pytest.mark.parametrize(
@@ -240,16 +240,16 @@ def test_prefill_above_its_limit_is_bypassed_by_load_policies(policy: Any, bypas
     bed = Bed(PREFILL, DECODE, busy=LIMITS, bypass=policy)
     assert bed.place().bypass == ""
     bed.crowd(1)
-    decision = bed.place()
-    assert (legs(decision), decision.bypass, decision.fallback) == ((2, None), bypass, "")
+    record = bed.place()
+    assert (legs(record), record.bypass, record.fallback) == ((2, None), bypass, "")
 
 
 def test_prefill_that_would_queue_requests_is_bypassed_at_any_bypass_threshold() -> None:
     policy = Bypass(policy="prefill_load", prefill_busy_threshold=100.0)
     bed = Bed(PREFILL, DECODE, queue=QUEUE, bypass=policy)
     bed.crowd(1)
-    decision = bed.place()
-    assert (legs(decision), decision.bypass) == ((2, None), "prefill_busy")
+    record = bed.place()
+    assert (legs(record), record.bypass) == ((2, None), "prefill_busy")
 
 
 def test_a_bypass_uses_workers_below_the_decode_threshold_and_names_the_others() -> None:
@@ -258,9 +258,9 @@ def test_a_bypass_uses_workers_below_the_decode_threshold_and_names_the_others()
     bed.crowd(1)
     bed.report(2, kv_used_blocks=600)
     bed.report(4, kv_used_blocks=400, running=1, waiting_tokens=BATCH, waiting=300)
-    decision = bed.place()
-    assert (legs(decision), decision.bypass) == ((4, None), "prefill_busy")
-    assert [(row.placement.worker_id, row.excluded_reason) for row in decision.considered] == [
+    record = bed.place()
+    assert (legs(record), record.bypass) == ((4, None), "prefill_busy")
+    assert [(row.placement.worker_id, row.excluded_reason) for row in record.considered] == [
         (4, ""),
         (2, "busy: too few free KV blocks for the bypass"),
     ]
@@ -293,8 +293,8 @@ def test_there_is_no_bypass_to_a_full_worker_if_the_pair_has_capacity() -> None:
 def test_no_request_waits_for_prefill_while_an_aggregated_worker_has_capacity() -> None:
     bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE)
     bed.crowd(1)
-    decision = bed.place()
-    assert (legs(decision), decision.fallback) == ((3, None), "prefill_busy")
+    record = bed.place()
+    assert (legs(record), record.fallback) == ((3, None), "prefill_busy")
 
 
 def test_a_queued_request_uses_the_first_serving_mode_with_capacity() -> None:
@@ -305,7 +305,7 @@ def test_a_queued_request_uses_the_first_serving_mode_with_capacity() -> None:
         assert bed.serve() == []
         bed.calm(capacity_freed)
         (outcome,) = bed.serve()
-        assert isinstance(outcome, Decision)
+        assert isinstance(outcome, DecisionRecord)
         assert legs(outcome) == expected
 
 
@@ -315,7 +315,7 @@ def test_a_request_behind_others_waits_for_every_serving_mode_too() -> None:
     assert isinstance(bed.admit(), QueuedRequest)
     bed.calm(3)
     assert isinstance(bed.admit(), QueuedRequest), "its class has a backlog"
-    assert [legs(d) for d in bed.serve() if isinstance(d, Decision)] == [(3, None), (3, None)]
+    assert [legs(d) for d in bed.serve() if isinstance(d, DecisionRecord)] == [(3, None), (3, None)]
 
 
 def test_a_decode_worker_that_can_prefill_does_not_bypass_the_queue_for_prefill() -> None:
@@ -342,7 +342,7 @@ def test_a_request_that_cannot_be_split_is_admitted_at_any_decode_threshold(
     assert isinstance(bed.admit(excluded=excluded), QueuedRequest)
     bed.report(2, kv_used_blocks=600)
     (outcome,) = bed.serve()
-    assert isinstance(outcome, Decision)
+    assert isinstance(outcome, DecisionRecord)
     assert legs(outcome) == (2, None)
 
 
@@ -355,7 +355,7 @@ def test_a_request_that_can_be_split_respects_the_decode_threshold() -> None:
     assert bed.serve() == []
     bed.report(2, kv_used_blocks=400)
     (outcome,) = bed.serve()
-    assert isinstance(outcome, Decision)
+    assert isinstance(outcome, DecisionRecord)
     assert legs(outcome) == (2, None)
 
 
@@ -372,7 +372,7 @@ def test_a_full_serving_mode_queues_requests_and_one_above_its_limit_does_not() 
     assert isinstance(bed.admit(), QueuedRequest)
     bed.calm(3)
     (outcome,) = bed.serve()
-    assert isinstance(outcome, Decision)
+    assert isinstance(outcome, DecisionRecord)
     assert legs(outcome) == (3, None)
 
 
@@ -401,13 +401,13 @@ def test_a_request_is_rejected_or_queued_only_if_no_serving_mode_is_left(
     pair = {1, 2} <= here and 1 in idle
     alone = 2 in idle and (1 not in here or closes)
     can = pair or 3 in idle or alone
-    answer: Decision | QueuedRequest | MeshError
+    answer: DecisionRecord | QueuedRequest | MeshError
     try:
         answer = bed.admit()
     except MeshError as error:
         answer = error
     if can:
-        assert isinstance(answer, Decision)
+        assert isinstance(answer, DecisionRecord)
     elif here == {1}:
         assert isinstance(answer, Unavailable)
     else:
@@ -456,7 +456,7 @@ def test_a_full_rescan_admits_no_more_than_the_rescan_after_freed_capacity(
         answer = bed.admit(excluded=excluded)
     except Unavailable:
         return
-    if isinstance(answer, Decision):
+    if isinstance(answer, DecisionRecord):
         return
     for worker_id, *less in reliefs:
         tokens, held = map(min, load[worker_id], less)

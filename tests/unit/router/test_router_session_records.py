@@ -13,16 +13,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.errors import InvalidRequest, Unavailable, UnknownModel, Unsupported
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement, Query
 from common.request.preprocessed import (
     RoutingConstraints,
     RoutingHints,
     SessionAction,
     SessionControl,
 )
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.events import RouterEvents
 from router_svc.core.policy import Policy
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.sessions import (
@@ -33,7 +33,7 @@ from router_svc.core.sessions import (
     SessionRecord,
     SessionUpdate,
 )
-from router_svc.core.types import Booking, BookingKey, Placement, SessionName
+from router_svc.core.types import Booking, BookingKey, SessionName
 
 FRONTEND = 7
 TTL_S = 60.0
@@ -80,18 +80,18 @@ class Bed:
         excluded: tuple[int, ...] = (),
         seed: int | None = None,
         **hints: Any,
-    ) -> Decision:
+    ) -> DecisionRecord:
         self.number += 1
         routing = RoutingHints(session_control=SessionControl(session, action), **hints)
         query = Query("m", 100, routing=routing, excluded_worker_ids=frozenset(excluded))
         rng = Random(self.number if seed is None else seed)
         return self.router.decide(query, self.key, self.now, rng)
 
-    def one(self, *args: Any, **facts: Any) -> Decision:
+    def one(self, *args: Any, **facts: Any) -> DecisionRecord:
         """Place, serve and end a request."""
-        decision = self.place(*args, **facts)
+        record = self.place(*args, **facts)
         self.end()
-        return decision
+        return record
 
     def end(self) -> None:
         assert self.router.load_tracker.free(self.key)
@@ -119,35 +119,35 @@ def test_a_session_stays_on_its_worker_however_loaded_that_is() -> None:
     bed = Bed()
     first = bed.one()
     assert first.affinity == "bound"
-    assert first.reasons[-1] == "session bound"
-    bed.load(first.worker.worker_id, 50)
+    assert first.decision.reasons[-1] == "session bound"
+    bed.load(first.decision.worker.worker_id, 50)
     for _ in range(20):
         again = bed.one()
-        assert (again.worker, again.affinity) == (first.worker, "kept")
-    assert again.reasons[-1] == "session kept"
+        assert (again.decision.worker, again.affinity) == (first.decision.worker, "kept")
+    assert again.decision.reasons[-1] == "session kept"
 
 
 def test_a_request_without_session_makes_no_record() -> None:
     bed = Bed()
-    decision = bed.router.decide(Query("m", 100), bed.key, 0.0, Random(0))
-    assert decision.affinity == ""
+    record = bed.router.decide(Query("m", 100), bed.key, 0.0, Random(0))
+    assert record.affinity == ""
     assert len(bed.router.affinity) == 0
 
 
 def test_the_second_request_follows_while_the_first_runs() -> None:
     bed = Bed()
-    placed = {bed.place().worker for _ in range(10)}
+    placed = {bed.place().decision.worker for _ in range(10)}
     assert len(placed) == 1
 
 
 def test_sessions_differ_by_name_and_model() -> None:
     bed = Bed(*FOUR, worker(9, model="other"))
-    workers = {bed.place(f"s{n}").worker.worker_id for n in range(4)}
+    workers = {bed.place(f"s{n}").decision.worker.worker_id for n in range(4)}
     assert workers == {1, 2, 3, 4}, "each chooses freely"
     hints = RoutingHints(session_control=SessionControl("s0"))
     query = Query("other", 100, routing=hints)
-    decision = bed.router.decide(query, BookingKey(1, "x", 0), 0.0, Random(0))
-    assert (decision.worker.worker_id, decision.affinity) == (9, "bound")
+    record = bed.router.decide(query, BookingKey(1, "x", 0), 0.0, Random(0))
+    assert (record.decision.worker.worker_id, record.affinity) == (9, "bound")
 
 
 def test_a_session_of_an_adapter_differs_from_that_of_its_base_model() -> None:
@@ -157,9 +157,9 @@ def test_a_session_of_an_adapter_differs_from_that_of_its_base_model() -> None:
         "the worker of the base model does not serve it"
     )
     for _ in range(3):
-        assert (bed.one().worker, bed.one().affinity) == (Placement(1, 0), "kept")
+        assert (bed.one().decision.worker, bed.one().affinity) == (Placement(1, 0), "kept")
         adapted = bed.one(lora_name="french")
-        assert (adapted.worker, adapted.affinity) == (Placement(2, 0), "kept")
+        assert (adapted.decision.worker, adapted.affinity) == (Placement(2, 0), "kept")
     bed.one(action=SessionAction.CLOSE)
     assert len(bed.router.affinity) == 1
     assert bed.one(lora_name="french").affinity == "kept"
@@ -168,7 +168,7 @@ def test_a_session_of_an_adapter_differs_from_that_of_its_base_model() -> None:
 def test_a_session_is_placed_on_one_rank_of_a_worker() -> None:
     bed = Bed(worker(1, dp_size=8))
     first = bed.one()
-    assert {bed.one().worker for _ in range(20)} == {first.worker}
+    assert {bed.one().decision.worker for _ in range(20)} == {first.decision.worker}
 
 
 def test_previews_and_unbooked_decisions_follow_a_session_and_make_no_record() -> None:
@@ -178,9 +178,11 @@ def test_previews_and_unbooked_decisions_follow_a_session_and_make_no_record() -
     bed.router.preview(query, 0.0, Random(0))
     bed.router.decide(query, None, 0.0, Random(0))
     assert len(bed.router.affinity) == 0
-    bound = bed.one().worker
-    assert {bed.router.preview(query, 0.0, Random(n)).worker for n in range(20)} == {bound}
-    assert {bed.router.decide(query, None, 0.0, Random(n)).worker for n in range(20)} == {bound}
+    bound = bed.one().decision.worker
+    assert {bed.router.preview(query, 0.0, Random(n)).decision.worker for n in range(20)} == {bound}
+    assert {bed.router.decide(query, None, 0.0, Random(n)).decision.worker for n in range(20)} == {
+        bound
+    }
 
 
 # Expiry.
@@ -201,15 +203,15 @@ def test_each_request_restarts_the_ttl() -> None:
     first = bed.one()
     for _ in range(5):
         bed.wait(TTL_S * 0.9)
-        assert (bed.one().worker, len(bed.router.affinity)) == (first.worker, 1)
+        assert (bed.one().decision.worker, len(bed.router.affinity)) == (first.decision.worker, 1)
 
 
 def test_an_expired_session_starts_again_like_a_new_one() -> None:
     bed = Bed()
-    bound = bed.one().worker
+    bound = bed.one().decision.worker
     bed.wait(0.95 * TTL_S)
     bed.router.load_tracker.open_session(FRONTEND)
-    assert bed.place().worker == bound
+    assert bed.place().decision.worker == bound
     bed.wait(0.2 * TTL_S)
     assert len(bed.router.affinity) == 1, "earlier idle time does not count"
     assert bed.place().affinity == "kept"
@@ -226,7 +228,7 @@ def test_a_running_request_keeps_its_session_for_any_time() -> None:
         bed.wait(TTL_S)
         bed.router.load_tracker.reregister(booking, None, bed.now)  # As a live frontend renews it.
     assert (len(bed.router.affinity), bed.router.affinity.active_count) == (1, 1)
-    assert bed.place().worker == first.worker
+    assert bed.place().decision.worker == first.decision.worker
 
 
 def test_a_session_of_a_dead_frontend_becomes_idle_when_its_orphans_expire() -> None:
@@ -258,67 +260,67 @@ def test_a_session_is_idle_when_the_last_of_its_bookings_ended() -> None:
 
 def test_a_session_of_a_worker_that_left_moves_and_stays_there() -> None:
     bed = Bed()
-    gone = bed.one().worker.worker_id
+    gone = bed.one().decision.worker.worker_id
     bed.see(*(w for w in FOUR if w.id != gone))
     moved = bed.one()
-    assert moved.worker.worker_id != gone
+    assert moved.decision.worker.worker_id != gone
     assert moved.affinity == "moved"
     bed.see(*FOUR)
-    assert {bed.one().worker for _ in range(10)} == {moved.worker}, (
+    assert {bed.one().decision.worker for _ in range(10)} == {moved.decision.worker}, (
         "the old worker does not attract it"
     )
 
 
 def test_a_worker_that_discovery_lost_for_a_moment_keeps_its_sessions() -> None:
     bed = Bed()
-    bound = bed.one().worker
+    bound = bed.one().decision.worker
     bed.see(*(w for w in FOUR if w.id != bound.worker_id))
     bed.see(*FOUR)
-    assert bed.one().worker == bound
+    assert bed.one().decision.worker == bound
 
 
 def test_a_rank_that_the_worker_no_longer_has_constrains_no_session() -> None:
     bed = Bed(worker(1, dp_size=2))
     bed.place(dp_rank=1)
     bed.see(worker(1, dp_size=1))
-    assert bed.one().worker == Placement(1, 0)
+    assert bed.one().decision.worker == Placement(1, 0)
 
 
 def test_a_session_moves_with_the_request_that_its_worker_failed() -> None:
     bed = Bed()
-    failed = bed.one().worker.worker_id
+    failed = bed.one().decision.worker.worker_id
     moved = bed.one(excluded=(failed,))
-    assert moved.worker.worker_id != failed
-    assert {bed.one().worker for _ in range(10)} == {moved.worker}
+    assert moved.decision.worker.worker_id != failed
+    assert {bed.one().decision.worker for _ in range(10)} == {moved.decision.worker}
 
 
 @pytest.mark.parametrize("pin", ["backend_instance_id", "decode_worker_id"])
 def test_a_pin_takes_precedence_and_the_session_follows_it(pin: str) -> None:
     bed = Bed()
-    pinned = other_than(bed.one().worker.worker_id)
-    decision = bed.one(**{pin: pinned})
-    assert (decision.worker.worker_id, decision.affinity) == (pinned, "moved")
-    assert bed.one().worker.worker_id == pinned
+    pinned = other_than(bed.one().decision.worker.worker_id)
+    record = bed.one(**{pin: pinned})
+    assert (record.decision.worker.worker_id, record.affinity) == (pinned, "moved")
+    assert bed.one().decision.worker.worker_id == pinned
 
 
 def test_open_chooses_freely_and_replaces_the_record() -> None:
     bed = Bed()
-    old = bed.one().worker.worker_id
+    old = bed.one().decision.worker.worker_id
     bed.load(old, 5)
     fresh = bed.one(action=SessionAction.OPEN)
-    assert fresh.worker.worker_id != old
+    assert fresh.decision.worker.worker_id != old
     assert fresh.affinity == "bound"
-    assert bed.one().worker == fresh.worker
+    assert bed.one().decision.worker == fresh.decision.worker
 
 
 def test_close_uses_the_session_placement_and_drops_it() -> None:
     bed = Bed()
-    bound = bed.one().worker
+    bound = bed.one().decision.worker
     bed.load(bound.worker_id, 5)
     last = bed.one(action=SessionAction.CLOSE)
-    assert (last.worker, last.affinity) == (bound, "closed")
+    assert (last.decision.worker, last.affinity) == (bound, "closed")
     assert len(bed.router.affinity) == 0
-    assert bed.one().worker != bound
+    assert bed.one().decision.worker != bound
 
 
 def test_close_of_an_unknown_session_makes_no_record() -> None:
@@ -339,7 +341,7 @@ def needs(worker_id: int) -> dict[str, Any]:
 
 def test_a_hard_session_is_served_by_its_worker_or_not_at_all() -> None:
     bed = Bed(*AT.values())
-    bound = bed.one().worker
+    bound = bed.one().decision.worker
     for hints in (
         needs(other_than(bound.worker_id)),
         {"allowed_worker_ids": frozenset({other_than(bound.worker_id)})},
@@ -350,17 +352,17 @@ def test_a_hard_session_is_served_by_its_worker_or_not_at_all() -> None:
         assert refused.value.field == "query.routing.session_control.session_id"
         assert str(bound.worker_id) in refused.value.message
     assert len(bed.router.load_tracker) == 0
-    assert bed.one().worker == bound
+    assert bed.one().decision.worker == bound
 
 
 def test_a_soft_session_goes_to_another_worker_if_its_own_is_not_eligible() -> None:
     bed = Bed(*AT.values(), session_mode="soft")
-    bound = bed.one().worker
+    bound = bed.one().decision.worker
     bed.load(bound.worker_id, 20)
-    assert bed.one().worker == bound, "load does not move a session"
+    assert bed.one().decision.worker == bound, "load does not move a session"
     other = other_than(bound.worker_id)
     moved = bed.one(**needs(other))
-    assert (moved.worker.worker_id, moved.affinity) == (other, "moved")
+    assert (moved.decision.worker.worker_id, moved.affinity) == (other, "moved")
 
 
 # Pairs.
@@ -371,21 +373,27 @@ def test_both_legs_of_a_session_keep_their_workers() -> None:
     first = bed.one()
     for _ in range(20):
         again = bed.one()
-        assert (again.worker, again.prefill) == (first.worker, first.prefill)
+        assert (again.decision.worker, again.decision.prefill) == (
+            first.decision.worker,
+            first.decision.prefill,
+        )
         assert again.affinity == "kept"
 
 
 def test_a_session_that_lost_one_of_its_workers_is_placed_again() -> None:
     bed = Bed(*PAIRS)
     first = bed.one()
-    assert first.prefill is not None
-    bed.see(*(w for w in PAIRS if w.id != first.prefill.worker_id))
+    assert first.decision.prefill is not None
+    bed.see(*(w for w in PAIRS if w.id != first.decision.prefill.worker_id))
     second = bed.one()
-    assert second.prefill is not None
-    assert second.prefill.worker_id == 3 - first.prefill.worker_id
+    assert second.decision.prefill is not None
+    assert second.decision.prefill.worker_id == 3 - first.decision.prefill.worker_id
     bed.see(*PAIRS)
     again = bed.one()
-    assert (again.worker, again.prefill) == (second.worker, second.prefill)
+    assert (again.decision.worker, again.decision.prefill) == (
+        second.decision.worker,
+        second.decision.prefill,
+    )
 
 
 def test_a_session_on_an_aggregated_worker_stays_there_when_pairs_join() -> None:
@@ -393,8 +401,8 @@ def test_a_session_on_an_aggregated_worker_stays_there_when_pairs_join() -> None
         bed = Bed(worker(21), session_mode=mode)
         bed.one()
         bed.see(worker(21), *PAIRS)
-        assert {bed.one().worker.worker_id for _ in range(5)} == {21}
-        assert bed.place("another").prefill is not None
+        assert {bed.one().decision.worker.worker_id for _ in range(5)} == {21}
+        assert bed.place("another").decision.prefill is not None
 
 
 def test_a_soft_session_takes_a_pair_if_its_aggregated_worker_is_not_eligible() -> None:
@@ -403,7 +411,7 @@ def test_a_soft_session_takes_a_pair_if_its_aggregated_worker_is_not_eligible() 
     tainted = [replace(w, taints=frozenset({"t"})) for w in PAIRS]
     bed.see(worker(21), *tainted)
     taints = RoutingConstraints(required_taints=frozenset({"t"}))
-    assert bed.one(routing_constraints=taints).prefill is not None
+    assert bed.one(routing_constraints=taints).decision.prefill is not None
 
 
 # Refusals and bounds.
@@ -631,7 +639,7 @@ def test_reregistered_bookings_restore_session_records() -> None:
     older = replace(held, key=BookingKey(FRONTEND, "x", 0), worker=Placement(1, 0))
     bed.router.reregister(held, session, 0.0)
     bed.router.reregister(replace(older, session_revision=1), session, 0.0)
-    assert bed.one().worker == Placement(3, 0), "the later record counts"
+    assert bed.one().decision.worker == Placement(3, 0), "the later record counts"
     assert bed.router.affinity.active_count == 1
     bed.router.load_tracker.free(held.key)
     bed.router.load_tracker.free(older.key)
@@ -646,7 +654,7 @@ def test_a_reregistered_booking_of_an_adapter_restores_its_session() -> None:
     held = Booking(bed.key, "m", Placement(3, 0), None, session_id="s", session_revision=2)
     bed.router.reregister(replace(held, lora_name="french"), None, 0.0)
     assert bed.router.affinity.sessions() == [SessionName("m", "s", "french")]
-    assert bed.one(lora_name="french").worker == Placement(3, 0)
+    assert bed.one(lora_name="french").decision.worker == Placement(3, 0)
 
 
 def test_a_request_that_outlives_its_closed_session_does_not_restore_it() -> None:
@@ -669,13 +677,13 @@ def test_a_reregistered_booking_without_session_restores_nothing() -> None:
 
 def test_a_booking_carries_the_revision_of_its_session_record() -> None:
     bed = Bed()
-    assert bed.place().session_revision == 1
+    assert bed.place().decision.session_revision == 1
     record_booking = bed.router.load_tracker.get(bed.key)
     assert record_booking is not None
     assert (record_booking.session_id, record_booking.session_revision) == ("s", 1)
-    assert bed.place().session_revision == 1
-    assert bed.place(action=SessionAction.OPEN).session_revision in (1, 2)
-    assert bed.place(action=SessionAction.CLOSE).session_revision == 0
+    assert bed.place().decision.session_revision == 1
+    assert bed.place(action=SessionAction.OPEN).decision.session_revision in (1, 2)
+    assert bed.place(action=SessionAction.CLOSE).decision.session_revision == 0
     record_booking = bed.router.load_tracker.get(bed.key)
     assert record_booking is not None
     assert record_booking.session_id == "", "the router does not keep a closed session"
@@ -761,14 +769,14 @@ def test_a_session_leaves_its_worker_only_if_that_is_gone_or_failed(events: list
             case "place", session, failed:
                 before, names = at.get(session), constraint_of(bed.router.affinity, session)
                 try:
-                    decision = bed.place(session, excluded=tuple(failed))
+                    record = bed.place(session, excluded=tuple(failed))
                 except (Unavailable, UnknownModel):
                     assert present <= failed
                     continue
                 live.append(bed.key)
-                chosen = at[session] = decision.worker.worker_id
+                chosen = at[session] = record.decision.worker.worker_id
                 if names.placement is not None and before in present - failed:
-                    assert (chosen, decision.affinity) == (before, "kept")
+                    assert (chosen, record.affinity) == (before, "kept")
                 assert chosen in present - failed
             case "leave" | "join" as kind, worker_id:
                 present = present - {worker_id} if kind == "leave" else present | {worker_id}

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
 from kvmesh.router.v1 import router_pb2 as pb
-from router_svc.core.decision import Decision
+from router_svc.core.decision import DecisionRecord
 from router_svc.core.policy import Policy
-from router_svc.core.query import Query
 from router_svc.core.replication import BACKLOG_MAX, FRAME_ENTRIES_MAX, OutboundSync, Replica
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
@@ -26,7 +26,7 @@ from router_svc.core.sessions import (
     SessionRecord,
     SessionUpdate,
 )
-from router_svc.core.types import BookingKey, Placement, SessionName
+from router_svc.core.types import BookingKey, SessionName
 from router_svc.proto import (
     booking_from_proto,
     booking_to_proto,
@@ -70,7 +70,7 @@ class Peer:
         session: str = "s",
         action: SessionAction | None = None,
         lora_name: str | None = None,
-    ) -> Decision:
+    ) -> DecisionRecord:
         control = SessionControl(session, action)
         hints = RoutingHints(session_control=control, lora_name=lora_name)
         query = Query("m", 100, routing=hints)
@@ -143,17 +143,17 @@ def test_a_session_placed_by_one_router_is_known_to_all() -> None:
     one, two = mesh()
     bound = one.place(1, 0.0)
     settle([one, two], 0.0)
-    assert {two.place(n, 0.0).worker for n in range(10)} == {bound.worker}
+    assert {two.place(n, 0.0).decision.worker for n in range(10)} == {bound.decision.worker}
     assert two.place(10, 0.0).affinity == "kept"
 
 
 def test_two_routers_that_place_a_session_at_once_agree() -> None:
     one, two = mesh()
-    placed = {one.place(1, 0.0).worker, two.place(2, 0.0).worker}
+    placed = {one.place(1, 0.0).decision.worker, two.place(2, 0.0).decision.worker}
     settle([one, two], 0.0)
     assert one.at() == two.at()
     assert {b.worker for b in (one.at(),) if b} <= placed
-    assert one.place(3, 0.0).worker == two.place(4, 0.0).worker
+    assert one.place(3, 0.0).decision.worker == two.place(4, 0.0).decision.worker
 
 
 def test_a_session_stays_active_while_a_request_runs_through_another_router() -> None:
@@ -199,7 +199,9 @@ def test_open_close_and_lost_workers_are_replicated() -> None:
     moved = one.place(3, 0.0)
     assert moved.affinity == "moved"
     settle([one, two], 0.0)
-    assert two.place(4, 0.0).worker == moved.worker, "although it still has the old worker"
+    assert two.place(4, 0.0).decision.worker == moved.decision.worker, (
+        "although it still has the old worker"
+    )
     two.place(5, 0.0, action=SessionAction.CLOSE)
     settle([one, two], 0.0)
     assert (one.at(), two.at()) == (None, None)
@@ -221,7 +223,9 @@ def test_a_router_that_joins_receives_all_sessions_before_it_serves(mode: Affini
     for part in parts:
         late.replica.receive_snapshot(1, (), 100.0, part)
     assert late.session_records() == one.session_records()
-    assert late.place(9999, 100.0, "s1").worker == one.place(9999, 31.0, "s1").worker
+    assert (
+        late.place(9999, 100.0, "s1").decision.worker == one.place(9999, 31.0, "s1").decision.worker
+    )
     late.router.expire(100.0 + TTL_S - 30.0)
     assert len(late.router.affinity) < count, "idle time at the other router counts here"
 
@@ -515,5 +519,5 @@ def test_a_later_record_supersedes_one_made_by_a_wrong_clock() -> None:
         peer.see(*(worker for worker in WORKERS if worker.id != 1))
     moved = one.place(1, 0.0)
     settle([one, two], 0.0)
-    assert two.place(2, 0.0).worker == moved.worker
-    assert two.at() == SessionPlacement(moved.worker)
+    assert two.place(2, 0.0).decision.worker == moved.decision.worker
+    assert two.at() == SessionPlacement(moved.decision.worker)

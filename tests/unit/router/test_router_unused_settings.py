@@ -14,6 +14,7 @@ from common.kv.events import Source
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.registry.registry import MemoryRegistry, MemoryStore
+from common.request.placement import Placement, Query
 from common.request.preprocessed import RouterConfigOverride
 from common.runtime.config import ConfigError, read_config
 from router_svc.app import RouterApp
@@ -21,10 +22,9 @@ from router_svc.config import RouterConfig
 from router_svc.core.admission import QueuedRequest
 from router_svc.core.cost import CostSettings
 from router_svc.core.overlap import IndexStatus
-from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey, Placement
+from router_svc.core.types import BookingKey
 from router_svc.unused_settings import settings_without_effect
 from tests.kit.apps import living
 
@@ -212,7 +212,7 @@ def hashed(blocks: int) -> Query:
 
 
 def chosen(router: Router, query: Query) -> set[int]:
-    return {router.preview(query, 0.0, Random(n)).worker.worker_id for n in range(12)}
+    return {router.preview(query, 0.0, Random(n)).decision.worker.worker_id for n in range(12)}
 
 
 @pytest.mark.parametrize("cost_settings", OTHER_USES)
@@ -259,8 +259,8 @@ def test_a_nearly_cached_prompt_is_bypassed_with_a_credit_of_zero() -> None:
     for credit in (0.0, 1.0):
         router = built(FixedIndex(w2=(62, 62, 62)), *workers, overlap_score_credit=credit,
                        bypass_policy="isl_bounding")  # fmt: skip
-        decision = router.preview(hashed(63), 0.0, Random(1))
-        assert (decision.bypass, decision.prefill_tokens) == ("short_prompt", B)
+        record = router.preview(hashed(63), 0.0, Random(1))
+        assert (record.bypass, record.decision.prefill_tokens) == ("short_prompt", B)
 
 
 def test_wspt_subtracts_cached_tokens_with_a_credit_of_zero() -> None:
@@ -285,14 +285,14 @@ def test_wspt_subtracts_cached_tokens_with_a_credit_of_zero() -> None:
 def test_a_request_override_that_needs_the_index_is_refused_without_one(
     override: RouterConfigOverride, field: str
 ) -> None:
-    query = Query("m", 160, bytes(80), 1, B, override=override)
+    query = Query("m", 160, bytes(80), 1, B, config_override=override)
     held = FixedIndex(w1=(10, 10, 10))
     with pytest.raises(Unsupported) as refused:
         built(held, overlap_score_credit=0.0).preview(query, 0.0, Random(0))
     assert refused.value.field == f"query.config_override.{field}"
     assert "overlap_score_credit is 0" in refused.value.message
     kept = built(held, overlap_score_credit=0.0, bypass_policy="isl_bounding")
-    assert kept.preview(query, 0.0, Random(0)).overlap_blocks in (0, 10)
+    assert kept.preview(query, 0.0, Random(0)).decision.overlap_blocks in (0, 10)
 
 
 def test_a_request_may_override_a_credit_of_zero_if_the_index_is_kept() -> None:
@@ -301,11 +301,11 @@ def test_a_request_may_override_a_credit_of_zero_if_the_index_is_kept() -> None:
     query = hashed(10)
     assert chosen(router, query) == {1, 2}
     override = RouterConfigOverride(overlap_score_credit=1.0)
-    assert chosen(router, replace(query, override=override)) == {1}
+    assert chosen(router, replace(query, config_override=override)) == {1}
 
 
 def test_a_request_override_equal_to_the_setting_is_accepted() -> None:
     override = RouterConfigOverride(overlap_score_credit=0.0, assume_kv_reuse=False)
-    query = Query("m", 160, bytes(80), 1, B, override=override)
+    query = Query("m", 160, bytes(80), 1, B, config_override=override)
     router = built(FixedIndex(w1=(10, 10, 10)), overlap_score_credit=0.0)
     assert chosen(router, query) == {1, 2}

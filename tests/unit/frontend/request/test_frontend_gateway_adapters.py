@@ -9,6 +9,7 @@ from random import Random
 
 from common.errors import MeshError, NotFound, Unavailable, UnknownModel
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Query as RouterQuery
 from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.request.gateway import Gateway
@@ -16,7 +17,6 @@ from frontend_svc.request.local_placement import has_workers, place_locally
 from frontend_svc.request.placement_query import UNKNOWN_ADAPTER, PlacementKey, Query
 from frontend_svc.request.types import RequestOutcome, RequestPlan, RoutingDecision
 from router_svc.core.eligibility import AdapterResidency
-from router_svc.core.query import Query as RouterQuery
 from tests.sim.loop import run_virtually
 
 FRENCH = RoutingHints(lora_name="french")

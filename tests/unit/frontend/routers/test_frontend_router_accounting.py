@@ -12,6 +12,7 @@ import pytest
 from common.errors import MeshError, Unavailable, WorkerLost
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement
 from common.request.preprocessed import (
     PreprocessedRequest,
     RouterConfigOverride,
@@ -28,7 +29,7 @@ from frontend_svc.routers.bookings import RENEW_INTERVAL_S
 from frontend_svc.routers.client import RouterClient
 from kvmesh.router.v1 import router_pb2 as pb
 from router_svc.core.load_tracker import LoadTracker
-from router_svc.core.types import BookingKey, Placement
+from router_svc.core.types import BookingKey
 from router_svc.proto import booking_from_proto
 from tests.sim.loop import run_virtually
 
