@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from common.errors import MeshError, Unavailable
 from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.registry.registry import Registry, follow
+from common.request.placement import Decision, Query
 from common.rpc import channel as rpc
 from common.runtime.certificates import CertificateFiles
 from common.runtime.config import ConfigError, flag_name
@@ -43,8 +44,6 @@ from frontend_svc.processes.siblings import Siblings
 from frontend_svc.readiness import assess_readiness
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
-from frontend_svc.request.placement_query import Query
-from frontend_svc.request.types import RoutingDecision
 from frontend_svc.responses.store import ResponseStore
 from frontend_svc.responses.stored import (
     SERVICE_NAME,
@@ -304,7 +303,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
                     if self._models.not_ready:
                         break
 
-    def _place_locally(self, query: Query) -> RoutingDecision | MeshError:
+    def _place_locally(self, query: Query) -> Decision | MeshError:
         return place_locally(self._snapshot, self._engines.open_slots, query, self._rng)
 
     def _resilience_values(self) -> tuple[float, ...]:

@@ -69,7 +69,7 @@ def with_annotations(source: str) -> str:
         if isinstance(node, ast.ClassDef):
             fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
             texts = {ast.unparse(part.target): ast.unparse(part.annotation) for part in fields}
-            assignments.append(f"{node.name}.__annotations__ = {texts}")
+            assignments.append(f'setattr({node.name}, "__annotations__", {texts})')
     return "\n".join([source, *assignments, ""])
 
 

@@ -10,7 +10,7 @@ from common.request.embedding import Vector, load_vector
 from common.request.preprocessed import TokenLogprob
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import Query
+from frontend_svc.request.placement_query import PlacementRequest
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 
 # Inputs of one request at workers at the same time. More would occupy the event loop for
@@ -19,14 +19,14 @@ IN_FLIGHT_MAX = 32
 
 
 class EmbeddingBatch:
-    """Runs the inputs of one request, IN_FLIGHT_MAX at a time, each by its plan and placed by its
-    query. on_vector: receives the index of an input and its vector, in any order. responses: of the
-    inputs that were opened."""
+    """Runs the inputs of one request, IN_FLIGHT_MAX at a time, each by its plan and its placement
+    request. on_vector: receives the index of an input and its vector, in any order. responses: of
+    the inputs that were opened."""
 
     def __init__(
         self,
         gateway: Gateway,
-        inputs: Iterable[tuple[RequestPlan, Query]],
+        inputs: Iterable[tuple[RequestPlan, PlacementRequest]],
         on_vector: Callable[[int, Vector], None],
     ) -> None:
         self._gateway = gateway
@@ -54,10 +54,10 @@ class EmbeddingBatch:
             self._done.set_exception(error)
 
     def _open_next(self) -> None:
-        for index, (plan, query) in self._inputs:
+        for index, (plan, placement) in self._inputs:
             response = InputResponse(index, self._finished)
             self.responses.append(response)
-            self._open[index] = self._gateway.open(plan, query, response)
+            self._open[index] = self._gateway.open(plan, placement, response)
             return
 
     def _finished(self, index: int, chunk: bytes, outcome: RequestOutcome) -> None:

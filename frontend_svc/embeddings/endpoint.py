@@ -27,7 +27,7 @@ from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.headers import read_headers
 from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.preprocessing import routing_hints
-from frontend_svc.request.placement_query import Query
+from frontend_svc.request.placement_query import PlacementRequest
 from frontend_svc.request.types import RequestPlan
 
 
@@ -86,9 +86,9 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
         body: EmbeddingBody,
         model: ServedModel,
         inputs: list[TokenIds],
-    ) -> Iterator[tuple[RequestPlan, Query]]:
-        """The plan and the query of each input. They have no prefix hashes: engines bypass their
-        caches for embeddings."""
+    ) -> Iterator[tuple[RequestPlan, PlacementRequest]]:
+        """The plan and the placement request of each input. Queries have no prefix hashes: engines
+        bypass their caches for embeddings."""
         # Not the name in the body, which may be an alias.
         request = PreprocessedRequest(
             model=model.name,
@@ -99,13 +99,13 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
         if model.adapter:
             request.routing_mut().lora_name = model.adapter
         context.caller.confine(request)
-        query = self.make_query(context, model.base, request.routing, body.hints)
+        placement = self.make_placement(context, model.base, request, body.hints)
         plan = replace(self.make_plan(context, request), is_embedding=True)
         for index, token_ids in enumerate(inputs):
             one = replace(request, token_ids=token_ids)
             yield (
                 replace(plan, request_id=f"{context.request_id}-{index}", request=one),
-                replace(query, total_tokens=len(token_ids)),
+                replace(placement, query=replace(placement.query, total_tokens=len(token_ids))),
             )
 
 

@@ -24,11 +24,10 @@ from common.errors import (
     RequestCancelled,
 )
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher
+from common.request.placement import Query
 from common.request.preprocessed import (
     PreprocessedRequest,
     RequestTracker,
-    RoutingHints,
-    TokenIds,
 )
 from frontend_svc.access.keys import admit, quota_of
 from frontend_svc.config import FrontendConfig
@@ -56,13 +55,12 @@ from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.parsing import named_model
 from frontend_svc.openai.body.preprocessing import strict_priority
 from frontend_svc.request.gateway import Gateway
-from frontend_svc.request.placement_query import ROOT_CHAIN, Query, next_hashes
+from frontend_svc.request.placement_query import ROOT_CHAIN, PlacementRequest, next_hashes
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.tracing import start_request_span
 
 # Time a client may take to send its body.
 BODY_TIMEOUT_S = 60.0
-NO_TOKENS = TokenIds()
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 # What the key of a request must permit, other than INFER.
 _PERMISSIONS = {
@@ -225,34 +223,33 @@ class PostEndpoint(ABC, Generic[P]):
             priority=request.routing.priority if request.routing is not None else None,
         )
 
-    def make_query(
+    def make_placement(
         self,
         context: HttpRequest,
         model: str,
-        routing: RoutingHints | None,
+        request: PreprocessedRequest,
         nvext: Nvext | None,
         hasher: PrefixHasher | None = None,
-        token_ids: TokenIds = NO_TOKENS,
-        total_tokens: int = 0,
-    ) -> Query:
-        """The query of a prompt. hasher: of the prompt; None: it gets no hashes. token_ids: for
-        them. total_tokens: of the prompt, 0 if they are not known."""
-        prefix_hashes, chain = next_hashes(hasher, ROOT_CHAIN, token_ids)
-        return Query(
-            model=model,
-            total_tokens=total_tokens,
-            prefix_hashes=prefix_hashes,
-            chain=chain,
-            arrived_at=asyncio.get_running_loop().time(),
-            routing=routing,
-            traceparent=context.span.traceparent,
+    ) -> PlacementRequest:
+        """The request for the placement of a prompt. model: the name that routers see. hasher: of
+        the prompt; None: it gets no hashes."""
+        prefix_hashes, chain = b"", ROOT_CHAIN
+        if hasher is not None:
+            prompt, _ = request.block_mm_routing_info()
+            prefix_hashes, chain = next_hashes(hasher, ROOT_CHAIN, prompt)
+        query = Query(
+            model,
+            len(request.token_ids),
+            prefix_hashes,
+            HASH_SCHEME_ID if hasher is not None else 0,
+            hasher.block_size if hasher is not None else 0,
+            routing=request.routing,
             strict_priority=strict_priority(nvext),
             tenant=context.caller.tenant,
             tenant_weight=context.caller.limits.weight,
-            hash_scheme=HASH_SCHEME_ID if hasher is not None else 0,
-            block_size=hasher.block_size if hasher is not None else 0,
-            hasher=hasher,
         )
+        arrived_at, traceparent = asyncio.get_running_loop().time(), context.span.traceparent
+        return PlacementRequest(query, arrived_at, traceparent, hasher=hasher, chain=chain)
 
     async def _fail(
         self, context: HttpRequest, meter: RequestMeter | None, error: MeshError

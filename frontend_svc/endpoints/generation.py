@@ -55,7 +55,7 @@ from frontend_svc.openai.output.sse import ChunkKind
 from frontend_svc.prompts.prompt import Prompt, TemplateError
 from frontend_svc.request.buffer import Reader, ResponseBuffer
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import Query
+from frontend_svc.request.placement_query import PlacementRequest
 from frontend_svc.request.types import PassThroughPayload, RequestPlan
 from frontend_svc.text.choice import Choice
 from frontend_svc.text.output_text import TextStream
@@ -203,10 +203,11 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         extension = _extension(body, model, info, prompts[0], prepared.prompt_text)
         is_query_only = extension is not None and extension.is_query_only
         response_format = parsed.make_format(info)
-        requests: list[tuple[RequestPlan, Query]] = []
+        requests: list[tuple[RequestPlan, PlacementRequest]] = []
         choices: list[Choice] = []
         for prompt, request in enumerate(prompts):
-            query = self._make_query(context, body, model, request)
+            hasher = model.hasher_for(request.routing)
+            placement = self.make_placement(context, model.base, request, body.nvext, hasher)
             echo = _echoed_text(body, model, prompt)
             for number in range(body.choices_per_prompt):
                 request_plan = self.make_plan(
@@ -214,8 +215,8 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
                 )
                 if is_query_only:
                     request_plan = replace(request_plan, is_query_only=True)
-                    query = replace(query, is_query_only=True)
-                requests.append((request_plan, query))
+                    placement = replace(placement, is_query_only=True)
+                requests.append((request_plan, placement))
                 parser = None
                 if isinstance(body, ChatRequest):
                     parser = _response_parser(
@@ -255,24 +256,6 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         context.render_stream = partial(whole, recorder.results)
         return RecordedFormat(response_format, recorder)
 
-    def _make_query(
-        self,
-        context: HttpRequest,
-        body: ChatRequest | CompletionRequest,
-        model: ServedModel,
-        request: PreprocessedRequest,
-    ) -> Query:
-        hasher = model.hasher_for(request.routing)
-        return self.make_query(
-            context,
-            model.base,
-            request.routing,
-            body.nvext,
-            hasher,
-            request.block_mm_routing_info()[0],
-            len(request.token_ids),
-        )
-
     async def _pass_through(
         self, context: HttpRequest, body: PassThroughRequest, meter: RequestMeter
     ) -> None:
@@ -284,8 +267,8 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         context.caller.confine(empty_request)
         plan = replace(self.make_plan(context, empty_request), body=payload)
         # The frontend has no token count, so the router balances these requests by number.
-        query = self.make_query(context, body.model, empty_request.routing, body.nvext)
-        with self._open_requests(context, [(plan, query)], meter) as ((_, buffer),):
+        placement = self.make_placement(context, body.model, empty_request, body.nvext)
+        with self._open_requests(context, [(plan, placement)], meter) as ((_, buffer),):
             if body.is_stream:
                 await relay_chunks(context, buffer, self._config.keep_alive_s)
             else:
@@ -296,7 +279,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
     def _open_requests(
         self,
         context: HttpRequest,
-        plans: Sequence[tuple[RequestPlan, Query]],
+        plans: Sequence[tuple[RequestPlan, PlacementRequest]],
         meter: RequestMeter,
     ) -> Iterator[list[tuple[RequestHandle, ResponseBuffer]]]:
         """Runs requests, which `context.responses` receive, while their client is connected;
@@ -307,15 +290,15 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         def fail(index: int, error: MeshError, reason: str) -> None:
             handles[index].fail(error, reason)
 
-        context.queries = [query for _, query in plans]
+        context.placements = [placement for _, placement in plans]
         context.responses = buffers = [
             ResponseBuffer(
                 meter, self._state.clock, partial(fail, index), reader=reader, backlog=backlog
             )
             for index in range(len(plans))
         ]
-        for (plan, query), response in zip(plans, buffers, strict=True):
-            handles.append(self._gateway.open(plan, query, response))
+        for (plan, placement), response in zip(plans, buffers, strict=True):
+            handles.append(self._gateway.open(plan, placement, response))
 
         def client_gone() -> None:
             if not all(handle.machine.is_finished for handle in handles):

@@ -24,7 +24,7 @@ from frontend_svc.anthropic import errors as anthropic
 from frontend_svc.edge.asgi import ClientConnection, Headers, Receive, Send
 from frontend_svc.metrics.families import Endpoint
 from frontend_svc.request.outcomes import merge_outcomes
-from frontend_svc.request.placement_query import Query
+from frontend_svc.request.placement_query import PlacementRequest
 from frontend_svc.request.types import RequestOutcome
 from frontend_svc.text.response_format import ResponseFormat
 from frontend_svc.tracing import RequestSpan
@@ -96,7 +96,7 @@ class HttpRequest:
     request: PreprocessedRequest | None = None
     base_model: str = ""
     responses: Sequence[ResponsePart] = ()
-    queries: Sequence[Query] = ()
+    placements: Sequence[PlacementRequest] = ()
     choices_per_prompt: int = 1
     stream_format: ResponseFormat | None = None
     render_stream: Callable[[CompletionUsage], bytes] | None = None

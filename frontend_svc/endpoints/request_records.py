@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import orjson
 
+from common.request.placement import Query
 from frontend_svc.config import AuditContent
 from frontend_svc.endpoints.record_file import RecordFile
 from frontend_svc.endpoints.request_context import HttpRequest, ResponsePart
-from frontend_svc.request.placement_query import Query
 
 AUDIT_SCHEMA = "kvmesh.audit.v1"
 TRACE_SCHEMA = "kvmesh.request_trace.v1"
@@ -51,10 +51,11 @@ class RequestRecords:
         if self._audit is not None:
             self._put_audit(self._audit, context, raw if self._has_request else b"", total_ms)
         if self._trace is not None:
-            for number, (query, part) in enumerate(
-                zip(context.queries, context.responses, strict=False)
+            for number, (placement, part) in enumerate(
+                zip(context.placements, context.responses, strict=False)
             ):
-                if query.total_tokens and not query.is_query_only and part.outcome is not None:
+                query, is_booked = placement.query, not placement.is_query_only
+                if query.total_tokens and is_booked and part.outcome is not None:
                     record = partial(_trace_record, context, number, query, part, total_ms)
                     self._trace.put(_RECORD_BYTES + 3 * len(query.prefix_hashes), record)
 

@@ -15,7 +15,7 @@ from common.registry.instances import Snapshot
 from common.streams.stall_clock import never_stalled
 from frontend_svc.request.buffer import Backlog
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import Query
+from frontend_svc.request.placement_query import PlacementRequest
 from frontend_svc.request.ports import ResponseSink, RouterPort, WorkerPort
 from frontend_svc.request.retry_policy import MigrationLimiter, RetryBudget
 from frontend_svc.request.types import RequestPlan
@@ -62,10 +62,12 @@ class Gateway:
     def open_requests(self) -> int:
         return len(self._open)
 
-    def open(self, plan: RequestPlan, query: Query, sink: ResponseSink) -> RequestHandle:
+    def open(
+        self, plan: RequestPlan, placement: PlacementRequest, sink: ResponseSink
+    ) -> RequestHandle:
         """Starts a request. A plan with a body needs a ChunkSink."""
         self.retries.count_request(self._loop.time())
-        handle = RequestHandle(self, plan, query, sink)
+        handle = RequestHandle(self, plan, placement, sink)
         self._open.add(handle)
         handle.machine.start()
         return handle

@@ -11,6 +11,7 @@ from random import Random
 from typing import Protocol
 
 from common.errors import MeshError, NotFound, UnknownModel, WorkerLost
+from common.request.placement import Decision, Query
 from common.request.preprocessed import PreprocessedRequest, TokenLogprob
 from common.request.token_stream import LegRequest
 from frontend_svc.models.catalog import no_worker_error
@@ -18,14 +19,14 @@ from frontend_svc.request.leg import Leg
 from frontend_svc.request.local_placement import adapter_of
 from frontend_svc.request.machine import RequestMachine
 from frontend_svc.request.output_blocks import OutputBlockCounter
-from frontend_svc.request.placement_query import UNKNOWN_ADAPTER, PlacementKey, Query
+from frontend_svc.request.placement_query import UNKNOWN_ADAPTER, PlacementKey, PlacementRequest
 from frontend_svc.request.ports import AbortHandle, ChunkSink, ResponseSink, RouterPort, WorkerPort
 from frontend_svc.request.retry_policy import (
     ExclusionPolicy,
     MigrationLimiter,
     RetryBudget,
 )
-from frontend_svc.request.types import RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.request.worker_pool import WorkerPool
 from frontend_svc.request.worker_waits import WorkerWaits
 
@@ -58,11 +59,15 @@ class RequestHandle:
     """An open request: the ports of its machine, and the handle that its owner keeps."""
 
     def __init__(
-        self, gateway: SharedParts, plan: RequestPlan, query: Query, sink: ResponseSink
+        self,
+        gateway: SharedParts,
+        plan: RequestPlan,
+        placement: PlacementRequest,
+        sink: ResponseSink,
     ) -> None:
         self._gateway = gateway
-        self._query = query = _with_request_hints(query, plan.request)
-        self._block_counter = _block_counter_of(query)
+        self._placement = _with_request_hints(placement, plan.request)
+        self._block_counter = _block_counter_of(self._query)
         # How many of the generated tokens are part of the current attempt's prompt.
         self._generated_in_prompt = 0
         self._sink = sink
@@ -80,6 +85,10 @@ class RequestHandle:
         # The retried attempt that has or waits for a permit of the migration limiter.
         self._migrating_attempt: int | None = None
         self.machine = RequestMachine(plan, self, gateway.rng)
+
+    @property
+    def _query(self) -> Query:
+        return self._placement.query
 
     def stop(self) -> None:
         self.machine.stop()
@@ -108,12 +117,12 @@ class RequestHandle:
         if attempt and not self._acquire_permit(attempt):
             return
         self._append_generated_to_query()
-        query = self._query
+        placement = self._placement
         if excluded := self._exclusions.excluded():
-            query = replace(query, excluded=excluded)
-        gateway.router.place(self._key(attempt), query, partial(self._on_decision, attempt))
+            placement = placement.excluding(excluded)
+        gateway.router.place(self._key(attempt), placement, partial(self._on_decision, attempt))
 
-    def _on_decision(self, attempt: int, reply: RoutingDecision | MeshError) -> None:
+    def _on_decision(self, attempt: int, reply: Decision | MeshError) -> None:
         is_unknown = isinstance(reply, NotFound) and reply.reason == UNKNOWN_ADAPTER
         if is_unknown or isinstance(reply, UnknownModel):
             # This frontend has seen it: its last worker has just left.
@@ -121,9 +130,9 @@ class RequestHandle:
         if not isinstance(reply, MeshError):
             self._wait_until = None
             self._record_hit(reply)
-            self._decision_addresses[reply.worker_id] = reply.address
+            self._decision_addresses[reply.worker.worker_id] = reply.worker_address
             if reply.prefill is not None:
-                self._decision_addresses[reply.prefill.worker_id] = reply.prefill.address
+                self._decision_addresses[reply.prefill.worker_id] = reply.prefill_address
             self.machine.placed(attempt, reply, self._loop.time())
         elif self._exclusions.readmits_after(reply):
             if not self._wait_for_worker(attempt):
@@ -131,7 +140,7 @@ class RequestHandle:
         elif not (self._exclusions.waits_after(reply) and self._wait_for_worker(attempt)):
             self.machine.placement_failed(attempt, reply)
 
-    def _record_hit(self, placed: RoutingDecision) -> None:
+    def _record_hit(self, placed: Decision) -> None:
         if self._tracker is not None and self._query.block_size:
             self._tracker.prompt_blocks = self._query.total_tokens // self._query.block_size
             self._tracker.cached_blocks = placed.overlap_blocks
@@ -160,7 +169,7 @@ class RequestHandle:
         if new:
             prompt, _ = self.machine.plan.request.block_mm_routing_info()
             token_ids = prompt.extended(self.machine.generated)
-            self._query = self._query.extended(token_ids, new)
+            self._placement = self._placement.extended(token_ids, new)
             self._block_counter = _block_counter_of(self._query)
             self._generated_in_prompt += new
 
@@ -169,7 +178,11 @@ class RequestHandle:
         query, migrations = self._query, self._gateway.migrations
         self._migrating_attempt = attempt
         return migrations.request_permit(
-            query.model, self, query.arrived_at, self._count_available, adapter_of(query)
+            query.model,
+            self,
+            self._placement.arrived_at,
+            self._count_available,
+            adapter_of(query),
         )
 
     def permit_granted(self) -> None:
@@ -265,16 +278,19 @@ def _block_counter_of(query: Query) -> OutputBlockCounter:
     return OutputBlockCounter(query.total_tokens, query.block_size, query.expected_output_tokens)
 
 
-def _with_request_hints(query: Query, request: PreprocessedRequest) -> Query:
-    """The query with the request's hints for the router, where the query has none itself."""
-    routing = query.routing
+def _with_request_hints(
+    placement: PlacementRequest, request: PreprocessedRequest
+) -> PlacementRequest:
+    """The placement request with the request's hints for the router, where it has none itself."""
+    query = placement.query
     override, expected = request.router_config_override, query.expected_output_tokens
-    if routing is not None and expected is None:
-        expected = routing.expected_output_tokens
+    if query.routing is not None and expected is None:
+        expected = query.routing.expected_output_tokens
     if override is None and expected is None:
-        return query
-    return replace(
+        return placement
+    hinted = replace(
         query,
         config_override=query.config_override or override,
         expected_output_tokens=expected,
     )
+    return replace(placement, query=hinted)

@@ -7,17 +7,16 @@ from random import Random
 
 from common.errors import MeshError, Unavailable
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Decision, Placement, Query
 from common.request.preprocessed import RoutingHints
 from frontend_svc.models.adapters import serving
 from frontend_svc.models.catalog import no_worker_error
-from frontend_svc.request.placement_query import Query
 from frontend_svc.request.retry_policy import NO_ROUTER
-from frontend_svc.request.types import RoutingDecision
 
 
 def place_locally(
     snapshot: Snapshot, open_slots: dict[int, int], query: Query, rng: Random
-) -> RoutingDecision | MeshError:
+) -> Decision | MeshError:
     """Places a request without a router: the better of two random workers, by own open slots.
     Candidates are aggregated workers; if there are none, decode workers that can prefill. If the
     query names an adapter, they have it."""
@@ -32,7 +31,7 @@ def place_locally(
             1.0,
             reason=NO_ROUTER,
         )
-    not_excluded = [w for w in workers if w.id not in query.excluded]
+    not_excluded = [w for w in workers if w.id not in query.excluded_worker_ids]
     eligible = [w for w in not_excluded if w.role == "aggregated"]
     eligible = eligible or [w for w in not_excluded if w.role == "decode" and w.local_prefill]
     if not eligible:
@@ -45,7 +44,8 @@ def place_locally(
     two_candidates: list[Instance] = rng.sample(eligible, min(2, len(eligible)))
     worker = min(two_candidates, key=lambda w: open_slots.get(w.id, 0))
     reasons = ("unrouted: no router is available",)
-    return RoutingDecision(worker.id, worker.dp_rank_start, reasons=reasons, is_unrouted=True)
+    placement = Placement(worker.id, worker.dp_rank_start)
+    return Decision(placement, reasons=reasons, is_unrouted=True)
 
 
 def has_workers(snapshot: Snapshot, query: Query) -> bool:

@@ -33,6 +33,7 @@ from common.errors import (
     Unsupported,
     WorkerLost,
 )
+from common.request.placement import Decision, Placement
 from common.request.preprocessed import (
     CompletionUsage,
     FinishReason,
@@ -54,7 +55,7 @@ from frontend_svc.request.leg_request import (
     worker_request,
 )
 from frontend_svc.request.retry_policy import DRAINING
-from frontend_svc.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.request.types import RequestOutcome, RequestPlan
 
 # Failures of a leg that are the fault of the other leg's worker.
 PEER_FAULT_REASONS = frozenset(
@@ -92,7 +93,7 @@ class RequestMachine:
         self._prefill_logprobs: list[TokenLogprob] = []
         self._prefill_result: PrefillResult | None = None
         self._prefill_reported = False
-        self._placed: RoutingDecision | None = None
+        self._placed: Decision | None = None
         self._booked = False
         self._submitted_at: float | None = None
         self._accept_timeout_s = 0.0
@@ -113,7 +114,7 @@ class RequestMachine:
         if not self.is_finished:
             self._start_attempt()
 
-    def placed(self, attempt: int, placed: RoutingDecision, now: float) -> None:
+    def placed(self, attempt: int, placed: Decision, now: float) -> None:
         if not self.is_awaiting_placement(attempt):
             return  # freed when the attempt was abandoned
         if self.plan.is_embedding:
@@ -324,7 +325,7 @@ class RequestMachine:
         placed = self._placed
         if error.reason not in PEER_FAULT_REASONS or placed is None or placed.prefill is None:
             return leg.worker_id
-        return placed.worker_id if leg.phase == "prefill" else placed.prefill.worker_id
+        return placed.worker.worker_id if leg.phase == "prefill" else placed.prefill.worker_id
 
     def _retry(self, error: MeshError, reason: str) -> None:
         """Ends the attempt, then starts another one or ends the request."""
@@ -386,10 +387,10 @@ class RequestMachine:
         placed = self._placed
         assert placed is not None, "a leg follows a placement"
         request = continued_request(self.plan.request, self.generated)
-        request = self._placed_request(request, placed.dp_rank)
+        request = self._placed_request(request, placed.worker.dp_rank)
         if self._prefill_result is not None:
             request = replace(request, prefill_result=self._prefill_result)
-        leg = self._main_leg = self._new_leg(placed.worker_id, phase)
+        leg = self._main_leg = self._new_leg(placed.worker.worker_id, phase)
         self._submit(leg, request, now)
 
     def _placed_request(self, request: PreprocessedRequest, dp_rank: int) -> PreprocessedRequest:
@@ -483,17 +484,17 @@ class RequestMachine:
         return replace(counts, prompt_tokens_details=details)
 
 
-def _prefill_only(placed: RoutingDecision) -> RoutingDecision:
+def _prefill_only(placed: Decision) -> Decision:
     """The placement of an embedding: of a pair, the prefill worker, which computes the prompt."""
     prefill = placed.prefill
     if prefill is None:
         return placed
     return replace(
         placed,
-        worker_id=prefill.worker_id,
-        dp_rank=prefill.dp_rank,
-        address=prefill.address,
+        worker=prefill,
+        worker_address=placed.prefill_address,
         prefill=None,
+        prefill_address="",
         bootstrap=None,
     )
 

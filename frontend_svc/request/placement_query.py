@@ -1,4 +1,4 @@
-"""A query for a placement (pure); see `router.v1.Query`."""
+"""What a request asks a router for, and what the frontend keeps meanwhile (pure)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from common.errors import MeshError
 from common.kv.hashing import ChainState, PrefixHasher, hashes_to_bytes
-from common.request.preprocessed import RouterConfigOverride, RoutingHints, TokenIds
-from frontend_svc.request.types import RoutingDecision
+from common.request.placement import Decision, Query
+from common.request.preprocessed import TokenIds
 
 # The router's error reason for an adapter that no worker has.
 UNKNOWN_ADAPTER = "UNKNOWN_ADAPTER"
@@ -17,45 +17,47 @@ ROOT_CHAIN = ChainState(0, 0)
 
 # (request id, attempt)
 PlacementKey = tuple[str, int]
-PlacementCallback = Callable[[RoutingDecision | MeshError], None]
+PlacementCallback = Callable[[Decision | MeshError], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
-    """What to place. arrived_at: loop time, seconds. hasher: extends the prefix hashes when the
-    prompt grows; None: no hashes are added. chain: the state of the hash chain after
-    `prefix_hashes`. is_query_only: the placement is not booked."""
+class PlacementRequest:
+    """A query, and what only this frontend keeps of it."""
 
-    model: str
-    total_tokens: int
+    query: Query
+
     arrived_at: float
-    prefix_hashes: bytes = b""
-    hash_scheme: int = 0
-    block_size: int = 0
-    routing: RoutingHints | None = None
-    config_override: RouterConfigOverride | None = None
-    excluded: frozenset[int] = frozenset()
-    expected_output_tokens: int | None = None
-    traceparent: str = ""
-    strict_priority: int = 0
-    tenant: str = ""
-    tenant_weight: float = 1.0
-    is_query_only: bool = False
-    hasher: PrefixHasher | None = None
-    chain: ChainState = ROOT_CHAIN
+    """Loop time, seconds."""
 
-    def extended(self, token_ids: TokenIds, count: int) -> Query:
-        """Returns the query for a longer prompt. The last `count` of `token_ids` are new. New
+    traceparent: str = ""
+    """W3C traceparent of the request's span. Empty: no trace."""
+
+    is_query_only: bool = False
+    """Whether the placement is not booked."""
+
+    hasher: PrefixHasher | None = None
+    """Extends the prefix hashes when the prompt grows. None: no hashes are added."""
+
+    chain: ChainState = ROOT_CHAIN
+    """State of the hash chain after `query.prefix_hashes`."""
+
+    def extended(self, token_ids: TokenIds, count: int) -> PlacementRequest:
+        """Returns the request for a longer prompt. The last `count` of `token_ids` are new. New
         tokens no longer count as expected output. Only blocks without a hash are hashed."""
-        expected = self.expected_output_tokens
+        query = self.query
+        expected = query.expected_output_tokens
         new_hashes, chain = next_hashes(self.hasher, self.chain, token_ids)
-        return replace(
-            self,
-            total_tokens=self.total_tokens + count,
+        longer = replace(
+            query,
+            total_tokens=query.total_tokens + count,
             expected_output_tokens=None if expected is None else max(0, expected - count),
-            prefix_hashes=self.prefix_hashes + new_hashes,
-            chain=chain,
+            prefix_hashes=query.prefix_hashes + new_hashes,
         )
+        return replace(self, query=longer, chain=chain)
+
+    def excluding(self, worker_ids: frozenset[int]) -> PlacementRequest:
+        """Returns the request for an attempt that avoids these workers."""
+        return replace(self, query=replace(self.query, excluded_worker_ids=worker_ids))
 
 
 def next_hashes(

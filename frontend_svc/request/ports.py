@@ -7,14 +7,16 @@ from typing import Protocol, runtime_checkable
 
 from common.request.preprocessed import TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
-from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, Query
+from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, PlacementRequest
 from frontend_svc.request.types import RequestOutcome
 
 
 class RouterPort(Protocol):
     """Source of placements: a RouterClient, or the simulation's."""
 
-    def place(self, key: PlacementKey, query: Query, reply: PlacementCallback) -> None: ...
+    def place(
+        self, key: PlacementKey, request: PlacementRequest, reply: PlacementCallback
+    ) -> None: ...
     def prefill_done(self, key: PlacementKey) -> None: ...
     def output(self, key: PlacementKey, blocks: int, decay_fraction: float | None) -> None: ...
     def free(self, key: PlacementKey) -> None: ...

@@ -1,12 +1,12 @@
-"""Values of one request's life: its plan, its routing decision and its outcome (pure)."""
+"""Values of one request's life: its plan and its outcome (pure)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from common.errors import MeshError
+from common.request.placement import Decision
 from common.request.preprocessed import (
-    BootstrapInfo,
     CompletionUsage,
     FinishReason,
     PreprocessedRequest,
@@ -53,33 +53,6 @@ class RequestPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """A worker and one of its ranks. address: from the router, "" if it sent none."""
-
-    worker_id: int
-    dp_rank: int = 0
-    address: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingDecision:
-    """The router's decision, as far as the machine needs it. worker_id, dp_rank, address: where the
-    whole request, or its decode, runs; see Placement. prefill: where its prefill runs, None when it
-    is not split. bootstrap: how prefill and decode connect; None: prefill completes first.
-    is_unrouted: decided without a router and without a prediction."""
-
-    worker_id: int
-    dp_rank: int = 0
-    overlap_blocks: int = 0
-    predicted_cached_tokens: int = 0
-    reasons: tuple[str, ...] = ()
-    prefill: Placement | None = None
-    bootstrap: BootstrapInfo | None = None
-    is_unrouted: bool = False
-    address: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class RequestOutcome:
     """How a request ended. error: why it failed, None on success. usage: as reported to the client.
     worker_ids: the workers that received it, in order."""
@@ -89,4 +62,4 @@ class RequestOutcome:
     usage: CompletionUsage
     attempts: int
     worker_ids: tuple[int, ...]
-    placed: RoutingDecision | None
+    placed: Decision | None

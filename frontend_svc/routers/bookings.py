@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from frontend_svc.request.placement_query import PlacementKey, Query
+from common.request.placement import Decision, Query
+from common.wire.preprocessed import dataclass_to_proto
+from frontend_svc.request.placement_query import PlacementKey
 from frontend_svc.routers.session import key_to_proto
 from kvmesh.router.v1 import router_pb2
 
@@ -33,24 +35,25 @@ class HeldBookings:
     def __len__(self) -> int:
         return len(self._bookings)
 
-    def add(self, key: PlacementKey, query: Query, decision: router_pb2.Decision) -> None:
+    def add(self, key: PlacementKey, query: Query, decision: Decision) -> None:
         routing, session_revision = query.routing, decision.session_revision
         session, lora_name = None, None
         if routing is not None and session_revision:
             session, lora_name = routing.session_control, routing.lora_name
-        self._bookings[key] = router_pb2.Booking(
+        booking = self._bookings[key] = router_pb2.Booking(
             key=key_to_proto(key),
             frontend_id=self._frontend_id,
             model=query.model,
-            worker=decision.worker,
-            prefill=decision.prefill if decision.HasField("prefill") else None,
-            prefill_tokens=decision.charged_prefill_tokens,
-            decode_blocks=decision.charged_decode_blocks,
+            prefill_tokens=decision.prefill_tokens,
+            decode_blocks=decision.decode_blocks,
             revision=1,
             session_id="" if session is None else session.session_id,
             session_revision=session_revision,
             lora_name=lora_name or "",
         )
+        dataclass_to_proto(decision.worker, booking.worker)
+        if decision.prefill is not None:
+            dataclass_to_proto(decision.prefill, booking.prefill)
         self._renewed_at[key] = self._now()
 
     def prefill_done(self, key: PlacementKey) -> None:

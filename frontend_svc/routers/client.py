@@ -18,11 +18,12 @@ import structlog
 
 from common.errors import MeshError, Overloaded, Unavailable, WorkerLost
 from common.registry.instances import Instance
+from common.request.placement import Decision, Query
 from common.runtime.tasks import TaskGroup
 from common.streams.stall_clock import never_stalled
 from common.wire.errors import error_from_proto
-from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, Query
-from frontend_svc.request.types import RoutingDecision
+from common.wire.preprocessed import dataclass_from_proto
+from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, PlacementRequest
 from frontend_svc.routers.bookings import HeldBookings
 from frontend_svc.routers.choice import RouterSelector
 from frontend_svc.routers.monitor import (
@@ -34,7 +35,6 @@ from frontend_svc.routers.monitor import (
 from frontend_svc.routers.session import (
     OpenRouterSession,
     Session,
-    decision_from_proto,
     grpc_session_opener,
     query_to_proto,
 )
@@ -68,7 +68,7 @@ class RouterClient:
         self,
         frontend_id: int,
         routers: Callable[[], Sequence[Instance]],
-        place_locally: Callable[[Query], RoutingDecision | MeshError],
+        place_locally: Callable[[Query], Decision | MeshError],
         *,
         frontends: Callable[[], Sequence[Instance]] = tuple,
         has_workers: Callable[[Query], bool] = lambda query: False,
@@ -103,7 +103,9 @@ class RouterClient:
     def is_connected(self) -> bool:
         return self._monitor.is_connected
 
-    def place(self, key: PlacementKey, query: Query, callback: PlacementCallback) -> None:
+    def place(
+        self, key: PlacementKey, request: PlacementRequest, callback: PlacementCallback
+    ) -> None:
         """Requests a placement, booked under `key`. Calls `callback` once, never from here."""
         if len(self._waiting) >= PENDING_PLACEMENTS_MAX:
             limit = f"{len(self._waiting)}/{PENDING_PLACEMENTS_MAX}"
@@ -111,7 +113,7 @@ class RouterClient:
             self._loop.call_soon(callback, error)
             return
         self._last_query_id += 1
-        self._waiting[self._last_query_id] = PendingPlacement(key, query, callback, self._now())
+        self._waiting[self._last_query_id] = PendingPlacement(key, request, callback, self._now())
         self._query_ids[key] = self._last_query_id
         self._send_query(self._last_query_id)
 
@@ -240,7 +242,7 @@ class RouterClient:
             error = error_from_proto(result.error)
             if error.reason == "ASKED_AGAIN":
                 return  # the result of the repeated query has the same id
-            if is_unknown_model(error) and self._has_workers(pending.query):
+            if is_unknown_model(error) and self._has_workers(pending.request.query):
                 at = self._monitor.unknown_reported(
                     pending, self._now(), has_other_router=len(self._routers()) > 1, rng=self._rng
                 )
@@ -250,9 +252,10 @@ class RouterClient:
             pending.callback(error)
             return
         self._remove_pending(result.id, pending)
-        if not pending.query.is_query_only:
-            self._held_bookings.add(pending.key, pending.query, result.decision)
-        pending.callback(decision_from_proto(result.decision))
+        decision = dataclass_from_proto(Decision, result.decision)
+        if not pending.request.is_query_only:
+            self._held_bookings.add(pending.key, pending.request.query, decision)
+        pending.callback(decision)
 
     def _remove_pending(self, query_id: int, pending: PendingPlacement) -> None:
         del self._waiting[query_id]
@@ -271,8 +274,8 @@ class RouterClient:
             for query_id in self._unsent_queries:
                 pending = self._waiting.get(query_id)
                 if pending is not None:
-                    waited_ms = round((self._loop.time() - pending.query.arrived_at) * 1000)
-                    new = query_to_proto(query_id, pending.key, pending.query, waited_ms)
+                    waited_ms = round((self._loop.time() - pending.request.arrived_at) * 1000)
+                    new = query_to_proto(query_id, pending.key, pending.request, waited_ms)
                     frame.news.append(new)
             self._unsent_queries = []
             self._held_bookings.move_changes_to(frame)
@@ -313,4 +316,4 @@ class RouterClient:
                 self.unrouted += 1
                 # A router may have booked, or may still book, another placement for it.
                 self._held_bookings.free(pending.key)
-                pending.callback(self._place_locally(pending.query))
+                pending.callback(self._place_locally(pending.request.query))

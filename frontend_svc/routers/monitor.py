@@ -21,7 +21,7 @@ from frontend_svc.request.placement_query import (
     UNKNOWN_ADAPTER,
     PlacementCallback,
     PlacementKey,
-    Query,
+    PlacementRequest,
 )
 from frontend_svc.routers.choice import AVOID_FAILED_ROUTER_S
 
@@ -57,7 +57,7 @@ class PendingPlacement:
     unknown. requery_at: when it is, or was, sent again for that reason."""
 
     key: PlacementKey
-    query: Query
+    request: PlacementRequest
     callback: PlacementCallback
     since: RunningTime
     unknown_since: RunningTime | None = None

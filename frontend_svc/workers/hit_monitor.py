@@ -80,10 +80,7 @@ def _predicted_and_actual(outcome: RequestOutcome) -> tuple[Source, int, int] | 
         return None
     if details is None or details.cached_tokens is None:
         return None
-    rank = (placed.worker_id, placed.dp_rank)
-    if placed.prefill is not None:
-        rank = (placed.prefill.worker_id, placed.prefill.dp_rank)
-    return rank, placed.predicted_cached_tokens, details.cached_tokens
+    return placed.prefill or placed.worker, placed.predicted_cached_tokens, details.cached_tokens
 
 
 def _name(worker: Instance) -> str:

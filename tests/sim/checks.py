@@ -39,10 +39,11 @@ from common.errors import (
 )
 from common.kv.events import Source
 from common.kv.index_feed import IndexFeed
+from common.request.placement import Decision
 from common.request.preprocessed import FinishReason
 from common.request.token_stream import CREDIT_BYTES, FRAME_BYTES, LegRequest
 from frontend_svc.request.placement_query import PlacementKey
-from frontend_svc.request.types import RequestOutcome, RoutingDecision
+from frontend_svc.request.types import RequestOutcome
 from frontend_svc.routers.client import PING_INTERVAL_S
 from frontend_svc.routers.monitor import SILENCE_TIMEOUT_S, UNROUTED_AFTER_S
 from indexer_svc.core.subscriber import BatchUpdate
@@ -168,11 +169,11 @@ class Checks:
 
     # -- during the run --------------------------------------------------------------------------
 
-    def placed(self, key: PlacementKey, took_s: float, placed: RoutingDecision | MeshError) -> None:
+    def placed(self, key: PlacementKey, took_s: float, placed: Decision | MeshError) -> None:
         """A frontend received a placement, or an error."""
-        if isinstance(placed, RoutingDecision):
-            legs = (placed, placed.prefill) if placed.prefill is not None else (placed,)
-            self._placed_workers[key] = [leg.worker_id for leg in legs]
+        if isinstance(placed, Decision):
+            legs = (placed.worker, placed.prefill)
+            self._placed_workers[key] = [leg.worker_id for leg in legs if leg is not None]
         # After each change of its router the request waits in a queue again.
         since = self._loop.time() - took_s
         changes = sum(begin >= since for begin, _ in self._fault_windows.get(CONTROL_PLANE, ()))
@@ -500,7 +501,7 @@ class Checks:
             self.violation("recovered", f"{name}: {outcome.error}, {outcome.attempts} attempts")
             return 0
         placed = outcome.placed
-        id = placed.worker_id if placed.prefill is None else placed.prefill.worker_id
+        id = (placed.prefill or placed.worker).worker_id
         computed_by = next((worker for worker in workers if worker.id == id), None)
         if is_approximate or computed_by is None or computed_by.kv_index_mode != "events":
             return 0

@@ -23,8 +23,8 @@ from common.request.preprocessed import (
 )
 from frontend_svc.request.buffer import UNREAD_TOKENS_MAX, ResponseBuffer
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import Query
 from frontend_svc.request.types import RequestOutcome, RequestPlan
+from tests.kit.placements import placement_request
 from tests.sim.fleet import MODEL, SimFrontend
 from worker_svc.engines.sim.token_oracle import TokenOracle
 
@@ -176,7 +176,7 @@ class Client:
             routing=spec.routing,
         )
         plan = RequestPlan(spec.request_id, request, loop.time() + spec.deadline_s, spec.migratable)
-        query = Query(
+        query = placement_request(
             spec.model,
             0,
             loop.time(),

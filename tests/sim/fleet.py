@@ -21,8 +21,7 @@ from common.kv.index_feed import IndexFeed
 from common.kv.load import Load
 from common.registry.instances import Instance, KvIndex, Snapshot, SnapshotDiff, new_instance_id
 from common.registry.registry import Lease, MemoryRegistry, MemoryStore, Watch
-from common.request.placement import Placement
-from common.request.placement import Query as RouterQuery
+from common.request.placement import Decision, Placement, Query
 from common.request.preprocessed import TokenLogprob
 from common.request.token_stream import LegRequest, LegSink, RequestFrame, ResponseFrame, Terminal
 from common.rpc import channel as rpc
@@ -35,8 +34,7 @@ from common.wire.token_stream import (
 )
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
-from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, Query
-from frontend_svc.request.types import RoutingDecision
+from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, PlacementRequest
 from frontend_svc.routers.client import RouterClient
 from frontend_svc.routers.session import Session
 from frontend_svc.workers.client import EngineClient, Submission
@@ -212,7 +210,7 @@ class FrontendObserver(Protocol):
     def submitted(self, frontend: SimFrontend, worker_id: int, leg_request: LegRequest) -> None:
         """A frontend sends a request to a worker."""
 
-    def placed(self, key: PlacementKey, took_s: float, placed: RoutingDecision | MeshError) -> None:
+    def placed(self, key: PlacementKey, took_s: float, placed: Decision | MeshError) -> None:
         """A frontend received a placement, or an error."""
 
     def delivered(self, leg_request: LegRequest) -> None:
@@ -280,15 +278,17 @@ class ObservedRouterClient(RouterClient):
 
     observer: FrontendObserver
 
-    def place(self, key: PlacementKey, query: Query, callback: PlacementCallback) -> None:
+    def place(
+        self, key: PlacementKey, request: PlacementRequest, callback: PlacementCallback
+    ) -> None:
         """See RouterClient."""
         requested_at = self._loop.time() - self._stalled_s()
 
-        def on_placed(placed: RoutingDecision | MeshError) -> None:
+        def on_placed(placed: Decision | MeshError) -> None:
             self.observer.placed(key, self._loop.time() - self._stalled_s() - requested_at, placed)
             callback(placed)
 
-        super().place(key, query, on_placed)
+        super().place(key, request, on_placed)
 
 
 class ObservedRunner(Runner):
@@ -321,7 +321,7 @@ class ObservedRouter(Router):
 
     def admit(
         self,
-        query: RouterQuery,
+        query: Query,
         key: BookingKey,
         now: float,
         rng: Random,
@@ -731,7 +731,7 @@ class SimFrontend:
         finally:
             end.finish(None)
 
-    def _place_locally(self, query: Query) -> RoutingDecision | MeshError:
+    def _place_locally(self, query: Query) -> Decision | MeshError:
         return place_locally(self.snapshot, self.engines.open_slots, query, self._rng)
 
 

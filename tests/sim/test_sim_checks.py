@@ -16,7 +16,7 @@ from common.request.preprocessed import CompletionUsage, FinishReason, TokenLogp
 from common.request.token_stream import LegRequest, LegSink, Terminal
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import PlacementKey, Query
+from frontend_svc.request.placement_query import PlacementKey, PlacementRequest
 from frontend_svc.request.ports import ResponseSink
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.workers.client import Submission
@@ -89,7 +89,7 @@ class _FaultySink:
 class _FaultyGateway(Gateway):
     faulty_sink: type[_FaultySink] = _FaultySink
 
-    def open(self, plan: RequestPlan, query: Query, sink: ResponseSink) -> RequestHandle:
+    def open(self, plan: RequestPlan, query: PlacementRequest, sink: ResponseSink) -> RequestHandle:
         return super().open(plan, query, self.faulty_sink(sink))
 
 
@@ -128,12 +128,12 @@ class FailsWithoutCause(_FaultyGateway):
 
 
 class NeverRetries(Gateway):
-    def open(self, plan: RequestPlan, query: Query, sink: ResponseSink) -> RequestHandle:
+    def open(self, plan: RequestPlan, query: PlacementRequest, sink: ResponseSink) -> RequestHandle:
         return super().open(replace(plan, attempts_max=1), query, sink)
 
 
 class LeavesATaskBehind(Gateway):
-    def open(self, plan: RequestPlan, query: Query, sink: ResponseSink) -> RequestHandle:
+    def open(self, plan: RequestPlan, query: PlacementRequest, sink: ResponseSink) -> RequestHandle:
         self.forgotten = asyncio.create_task(asyncio.sleep(400.0))
         return super().open(plan, query, sink)
 

@@ -12,13 +12,13 @@ import pytest
 
 from common.errors import MeshError
 from common.kv.events import EventBatch, EventKind, KvEvent, Source
-from common.request.placement import Query as RouterQuery
+from common.request.placement import Query
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest, LegSink
 from common.streams.stall_clock import never_stalled
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import Query
+from frontend_svc.request.placement_query import PlacementRequest
 from frontend_svc.request.ports import ResponseSink
 from frontend_svc.request.types import RequestPlan
 from frontend_svc.workers.client import Submission
@@ -245,7 +245,7 @@ class InvertsPriorities(ObservedRouter):
         super().__init__(*args, **others)
         enqueue = self.queue.enqueue
 
-        def inverted(query: RouterQuery, *args: Any, **others: Any) -> Any:
+        def inverted(query: Query, *args: Any, **others: Any) -> Any:
             low = replace(query, strict_priority=9 - query.strict_priority)
             return enqueue(low, *args, **others)
 
@@ -265,7 +265,7 @@ class BypassesTheQueue(ObservedRouter):
 
     admit_count = 0
 
-    def admit(self, query: RouterQuery, *args: Any) -> Any:
+    def admit(self, query: Query, *args: Any) -> Any:
         self.admit_count += 1
         return (super().admit if self.admit_count % 2 else self.decide)(query, *args)
 
@@ -296,7 +296,7 @@ class IgnoresLimits(ObservedRouter):
 
 
 class IgnoresAdapters(ObservedRouter):
-    def admit(self, query: RouterQuery, *args: Any) -> Any:
+    def admit(self, query: Query, *args: Any) -> Any:
         return super().admit(replace(query, routing=None), *args)
 
 
@@ -351,7 +351,7 @@ class NeverExpiresPredictions(ObservedRouter):
 class NeverCutsSlowReaders(Gateway):
     """Never fails a request."""
 
-    def open(self, plan: RequestPlan, query: Query, sink: ResponseSink) -> RequestHandle:
+    def open(self, plan: RequestPlan, query: PlacementRequest, sink: ResponseSink) -> RequestHandle:
         handle = super().open(plan, query, sink)
         handle.fail = self.ignore  # type: ignore[method-assign]
         return handle

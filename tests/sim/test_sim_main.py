@@ -8,7 +8,7 @@ import pytest
 
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import Query
+from frontend_svc.request.placement_query import PlacementRequest
 from frontend_svc.request.ports import ResponseSink
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from tests.sim.__main__ import main
@@ -44,7 +44,7 @@ class _Twice:
 
 
 class EndsTwice(Gateway):
-    def open(self, plan: RequestPlan, query: Query, sink: ResponseSink) -> RequestHandle:
+    def open(self, plan: RequestPlan, query: PlacementRequest, sink: ResponseSink) -> RequestHandle:
         return super().open(plan, query, _Twice(sink))
 
 

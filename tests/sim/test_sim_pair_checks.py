@@ -12,11 +12,10 @@ import pytest
 from common.errors import MeshError, Overloaded
 from common.kv.events import EventBatch
 from common.kv.index_feed import IndexFeed
-from common.request.placement import Query as RouterQuery
+from common.request.placement import Decision, Query
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest, LegSink
-from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, Query
-from frontend_svc.request.types import RoutingDecision
+from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, PlacementRequest
 from frontend_svc.workers.client import Submission
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.types import Matches
@@ -98,13 +97,17 @@ def test_the_real_parts_break_no_rule_about_pairs_in_these_scenarios(scenario: S
 class SendsDecodeToPrefill(ObservedRouterClient):
     """Sends the decode leg to the prefill worker."""
 
-    def place(self, key: PlacementKey, query: Query, callback: PlacementCallback) -> None:
-        def on_placed(placed: RoutingDecision | MeshError) -> None:
-            if isinstance(placed, RoutingDecision) and placed.prefill is not None:
-                placed = replace(placed, worker_id=placed.prefill.worker_id)
+    def place(
+        self, key: PlacementKey, request: PlacementRequest, callback: PlacementCallback
+    ) -> None:
+        def on_placed(placed: Decision | MeshError) -> None:
+            if isinstance(placed, Decision) and placed.prefill is not None:
+                placed = replace(
+                    placed, worker=placed.worker._replace(worker_id=placed.prefill.worker_id)
+                )
             callback(placed)
 
-        super().place(key, query, on_placed)
+        super().place(key, request, on_placed)
 
 
 class _IgnoresAbort(Submission):
@@ -165,7 +168,7 @@ class IgnoresGaps(IndexFeed):
 
 
 class OverestimatesMatches(ObservedRouter):
-    def match(self, query: RouterQuery) -> Matches:
+    def match(self, query: Query) -> Matches:
         rows = super().match(query).items()
         return {key: row._replace(disk_blocks=row.disk_blocks + 1) for key, row in rows}
 

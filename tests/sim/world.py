@@ -20,12 +20,13 @@ from structlog.testing import capture_logs
 from common.errors import DeadlineExceeded, MeshError
 from common.kv.hashing import PrefixHasher
 from common.registry.registry import MemoryStore
+from common.request.placement import Decision
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest
 from common.runtime.tasks import TaskGroup
 from frontend_svc.request.gateway import WORKER_WAIT_S
 from frontend_svc.request.placement_query import PlacementKey
-from frontend_svc.request.types import RequestOutcome, RoutingDecision
+from frontend_svc.request.types import RequestOutcome
 from frontend_svc.workers.connection import IDLE_TIMEOUT_S
 from router_svc.app import TICK_S
 from tests.sim.checks import ABORT_S, AFTERMATH_S, REGISTRY_LAG_MAX_S, Checks, Violation
@@ -620,7 +621,7 @@ class World:
                 self._clients_by_request[leg_request.request_id], worker, leg_request
             )
 
-    def placed(self, key: PlacementKey, took_s: float, placed: RoutingDecision | MeshError) -> None:
+    def placed(self, key: PlacementKey, took_s: float, placed: Decision | MeshError) -> None:
         """See FrontendObserver."""
         self._clients_by_request[key[0]].placed_at = self._loop.time()
         self.checks.placed(key, took_s, placed)

@@ -15,8 +15,9 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import orjson
 
 from common.errors import InvalidRequest, Unsupported
+from common.request.placement import Decision
 from common.request.preprocessed import CompletionUsage, PreprocessedRequest
-from frontend_svc.request.types import RequestOutcome, RoutingDecision
+from frontend_svc.request.types import RequestOutcome
 
 ExtraField: TypeAlias = Literal[
     "worker_id", "timing", "kv_hit", "token_ids", "completion_token_ids"
@@ -81,7 +82,7 @@ class ResponseExtension:
                     values[name] = output[: usage.completion_tokens]
         return values
 
-    def _kv_hit(self, placed: RoutingDecision, usage: CompletionUsage) -> Json:
+    def _kv_hit(self, placed: Decision, usage: CompletionUsage) -> Json:
         details = usage.prompt_tokens_details
         size = self.block_size
         return {
@@ -141,13 +142,13 @@ def is_query_only(request: PreprocessedRequest) -> bool:
     return value == "" or request.has_annotation(QUERY_ONLY)
 
 
-def _worker_ids(placed: RoutingDecision) -> Iterator[tuple[str, object]]:
+def _worker_ids(placed: Decision) -> Iterator[tuple[str, object]]:
     """Ids as text, since many programs round large numbers."""
     if placed.prefill is not None:
         yield "prefill_worker_id", str(placed.prefill.worker_id)
         yield "prefill_dp_rank", placed.prefill.dp_rank
-    yield "decode_worker_id", str(placed.worker_id)
-    yield "decode_dp_rank", placed.dp_rank
+    yield "decode_worker_id", str(placed.worker.worker_id)
+    yield "decode_dp_rank", placed.worker.dp_rank
 
 
 def _metrics(usage: CompletionUsage) -> Json:

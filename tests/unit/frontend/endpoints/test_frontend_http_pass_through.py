@@ -23,6 +23,7 @@ from common.api_keys import Scope as Permission
 from common.errors import MeshError, NotFound
 from common.registry.card import Artifact, ModelCard, ModelType
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Decision, Query
 from common.request.preprocessed import RoutingHints, SessionControl
 from common.request.token_stream import RequestFrame, ResponseFrame
 from frontend_svc.access.keys import KeyFile, with_keys
@@ -37,10 +38,11 @@ from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ENCODE_INLINE_CHARS
 from frontend_svc.openai.output.sse import KEEP_ALIVE
 from frontend_svc.request.gateway import Gateway
-from frontend_svc.request.placement_query import PlacementKey, Query
-from frontend_svc.request.types import RequestOutcome, RoutingDecision
+from frontend_svc.request.placement_query import PlacementKey, PlacementRequest
+from frontend_svc.request.types import RequestOutcome
 from frontend_svc.routes.routes import Readiness, build_api, direct_routes
 from frontend_svc.workers.client import EngineClient
+from tests.kit.placements import decided
 from tests.sim.pulled_transport import PulledTransport
 from worker_svc.engines.contract import GenerateContext, LLMEngineOutput
 from worker_svc.engines.echo import EchoConfig, EchoEngine
@@ -87,10 +89,13 @@ class OneWorker:
         self.freed: list[PlacementKey] = []
 
     def place(
-        self, key: PlacementKey, query: Query, answer: Callable[[RoutingDecision | MeshError], None]
+        self,
+        key: PlacementKey,
+        request: PlacementRequest,
+        answer: Callable[[Decision | MeshError], None],
     ) -> None:
-        self.queries.append(query)
-        asyncio.get_running_loop().call_soon(answer, RoutingDecision(WORKER))
+        self.queries.append(request.query)
+        asyncio.get_running_loop().call_soon(answer, decided(WORKER))
 
     def prefill_done(self, key: PlacementKey) -> None: ...
 

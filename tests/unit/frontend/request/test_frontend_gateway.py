@@ -12,6 +12,7 @@ import pytest
 from common.errors import MeshError, Overloaded, Unavailable
 from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Decision, Query
 from common.request.preprocessed import FinishReason, PreprocessedRequest, TokenIds, TokenLogprob
 from common.request.token_stream import (
     HelloAck,
@@ -24,8 +25,6 @@ from common.request.token_stream import (
 )
 from common.streams.stall_clock import TICK_S, StallClock
 from frontend_svc.request.local_placement import place_locally
-from frontend_svc.request.placement_query import Query
-from frontend_svc.request.types import RoutingDecision
 from frontend_svc.workers.breaker import PROBE_INTERVAL_MAX_S
 from frontend_svc.workers.client import EngineClient
 from tests.sim.loop import VirtualLoop, run_virtually
@@ -50,24 +49,24 @@ def worker(number: int, role: str, *, local_prefill: bool = True) -> Instance:
 
 def placed_locally(
     workers: Iterable[Instance], excluded: Iterable[int] = ()
-) -> RoutingDecision | MeshError:
+) -> Decision | MeshError:
     snapshot = Snapshot(instances={one.id: one for one in workers})
-    query = Query(MODEL, 10, 0.0, excluded=frozenset(excluded))
+    query = Query(MODEL, 10, excluded_worker_ids=frozenset(excluded))
     return place_locally(snapshot, {}, query, Random(1))
 
 
 def test_without_a_router_decode_workers_that_can_prefill_run_whole_requests() -> None:
     pairs = [worker(1, "prefill"), worker(2, "decode", local_prefill=False), worker(3, "decode")]
     found = placed_locally(pairs)
-    assert isinstance(found, RoutingDecision)
-    assert (found.worker_id, found.prefill, found.bootstrap) == (3, None, None)
+    assert isinstance(found, Decision)
+    assert (found.worker.worker_id, found.prefill, found.bootstrap) == (3, None, None)
 
 
 def test_without_a_router_aggregated_workers_are_preferred_to_decode_workers() -> None:
     for _ in range(10):
         found = placed_locally([worker(1, "aggregated"), worker(2, "decode"), worker(3, "decode")])
-        assert isinstance(found, RoutingDecision)
-        assert found.worker_id == 1
+        assert isinstance(found, Decision)
+        assert found.worker.worker_id == 1
 
 
 @pytest.mark.parametrize(

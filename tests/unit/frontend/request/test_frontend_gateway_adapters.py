@@ -9,14 +9,15 @@ from random import Random
 
 from common.errors import MeshError, NotFound, Unavailable, UnknownModel
 from common.registry.instances import Instance, Snapshot
-from common.request.placement import Query as RouterQuery
+from common.request.placement import Decision, Query
 from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
-from frontend_svc.request.placement_query import UNKNOWN_ADAPTER, PlacementKey, Query
-from frontend_svc.request.types import RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.request.placement_query import UNKNOWN_ADAPTER, PlacementKey, PlacementRequest
+from frontend_svc.request.types import RequestOutcome, RequestPlan
 from router_svc.core.eligibility import AdapterResidency
+from tests.kit.placements import decided, placement_request
 from tests.sim.loop import run_virtually
 
 FRENCH = RoutingHints(lora_name="french")
@@ -35,12 +36,15 @@ def mesh(*workers: Instance) -> Snapshot:
 class Router:
     """Sends the same reply to every query, and records the queries."""
 
-    def __init__(self, reply: RoutingDecision | MeshError) -> None:
+    def __init__(self, reply: Decision | MeshError) -> None:
         self.reply = reply
-        self.queries: list[Query] = []
+        self.queries: list[PlacementRequest] = []
 
     def place(
-        self, key: PlacementKey, query: Query, reply: Callable[[RoutingDecision | MeshError], None]
+        self,
+        key: PlacementKey,
+        query: PlacementRequest,
+        reply: Callable[[Decision | MeshError], None],
     ) -> None:
         self.queries.append(query)
         asyncio.get_running_loop().call_soon(reply, self.reply)
@@ -88,7 +92,9 @@ async def opened(
     gateway = Gateway(router, workers, lambda: snapshot, Random(1))
     now, sink = asyncio.get_running_loop().time(), ResponseSink()
     request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]), routing=routing)
-    gateway.open(RequestPlan("r", request, now + 60.0), Query("m", 3, now, routing=routing), sink)
+    gateway.open(
+        RequestPlan("r", request, now + 60.0), placement_request("m", 3, now, routing=routing), sink
+    )
     return gateway, sink
 
 
@@ -103,7 +109,7 @@ async def error_of(reply: MeshError, routing: RoutingHints | None) -> MeshError:
 def router_error() -> NotFound:
     """The error of a router for an unknown adapter."""
     try:
-        AdapterResidency().check(RouterQuery("m", 3, routing=FRENCH), 0.0)
+        AdapterResidency().check(Query("m", 3, routing=FRENCH), 0.0)
     except NotFound as error:
         return error
     raise AssertionError("no worker has it")
@@ -125,7 +131,7 @@ def test_an_adapter_that_is_unknown_to_the_router_only_is_a_503_that_names_it() 
 
 def test_a_request_waits_while_the_only_worker_with_its_adapter_is_excluded() -> None:
     async def main() -> tuple[int, int, list[int]]:
-        router, workers = Router(RoutingDecision(2)), Workers(excluded=[2])
+        router, workers = Router(decided(2)), Workers(excluded=[2])
         snapshot = mesh(worker(1), worker(2, "french"))
         await opened(router, workers, snapshot, FRENCH)
         await asyncio.sleep(1.0)
@@ -140,7 +146,7 @@ def test_a_request_waits_while_the_only_worker_with_its_adapter_is_excluded() ->
 def test_the_worker_receives_the_name_of_the_adapter() -> None:
     async def main() -> list[str | None]:
         workers = Workers()
-        await opened(Router(RoutingDecision(2)), workers, mesh(worker(2, "french")), FRENCH)
+        await opened(Router(decided(2)), workers, mesh(worker(2, "french")), FRENCH)
         await asyncio.sleep(0.1)
         (leg_request,) = (leg_request for _, leg_request in workers.submitted)
         assert leg_request.request is not None
@@ -152,7 +158,7 @@ def test_the_worker_receives_the_name_of_the_adapter() -> None:
 
 def test_a_frontend_counts_the_workers_that_can_serve_a_query() -> None:
     workers = mesh(worker(1), worker(2, "french"))
-    plain, other = Query("m", 3, 0.0), Query("n", 3, 0.0)
+    plain, other = Query("m", 3), Query("n", 3)
     german = RoutingHints(lora_name="german")
     assert has_workers(workers, plain)
     assert has_workers(workers, replace(plain, routing=FRENCH))
@@ -164,11 +170,11 @@ def test_a_frontend_counts_the_workers_that_can_serve_a_query() -> None:
 def test_without_a_router_a_request_is_placed_on_workers_with_its_adapter() -> None:
     workers = mesh(worker(1), worker(2, "french"), worker(3, "german"), worker(4, "french"))
     queries = [
-        place_locally(workers, {}, Query("m", 3, 0.0, routing=FRENCH), Random(seed))
+        place_locally(workers, {}, Query("m", 3, routing=FRENCH), Random(seed))
         for seed in range(20)
     ]
-    assert {one.worker_id for one in queries if isinstance(one, RoutingDecision)} == {2, 4}
-    no_worker = place_locally(mesh(worker(1)), {}, Query("m", 3, 0.0, routing=FRENCH), Random(1))
+    assert {one.worker.worker_id for one in queries if isinstance(one, Decision)} == {2, 4}
+    no_worker = place_locally(mesh(worker(1)), {}, Query("m", 3, routing=FRENCH), Random(1))
     assert isinstance(no_worker, Unavailable)
     assert no_worker.reason == "NO_WORKER"
     assert "'french'" in no_worker.message

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field, replace
 
 from common.errors import MeshError, Overloaded, Unavailable, WorkerLost
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Decision
 from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.errors import http_error
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import PlacementKey, Query
+from frontend_svc.request.placement_query import PlacementKey, PlacementRequest
 from frontend_svc.request.retry_policy import PERMITS_PER_WORKER, MigrationLimiter
-from frontend_svc.request.types import RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.request.worker_pool import WorkerPool
+from tests.kit.placements import decided, placement_request
 from tests.sim.loop import run_virtually
 
 MODEL = "model"
@@ -28,13 +30,16 @@ LOST = WorkerLost("gone", retryable=True)
 class Router:
     """Places on the lost worker first, then on the other one; records the queries."""
 
-    queries: list[tuple[PlacementKey, Query]] = field(default_factory=list)
+    queries: list[tuple[PlacementKey, PlacementRequest]] = field(default_factory=list)
 
     def place(
-        self, key: PlacementKey, query: Query, reply: Callable[[RoutingDecision | MeshError], None]
+        self,
+        key: PlacementKey,
+        query: PlacementRequest,
+        reply: Callable[[Decision | MeshError], None],
     ) -> None:
         self.queries.append((key, query))
-        placed = RoutingDecision(ALIVE if DEAD in query.excluded else DEAD)
+        placed = decided(ALIVE if DEAD in query.query.excluded_worker_ids else DEAD)
         asyncio.get_running_loop().call_soon(reply, placed)
 
     def prefill_done(self, key: PlacementKey) -> None: ...
@@ -120,7 +125,7 @@ async def many_lost(
     for number, client in enumerate(clients):
         request = PreprocessedRequest(model=MODEL, token_ids=TokenIds.of([1, 2, 3]))
         plan = RequestPlan(str(number), request, deadline=now + 100.0)
-        query = Query(MODEL, 3, arrived_at=float(-number), routing=routing)
+        query = placement_request(MODEL, 3, arrived_at=float(-number), routing=routing)
         gateway.open(plan, query, client)
     await run_loop()
     assert len(engines.lost_sinks) == count
@@ -265,7 +270,9 @@ def test_without_another_worker_a_failed_one_is_used_again_once_its_circuit_clos
         gateway, router = mesh(engines)
         router_queries = router.queries
         request = PreprocessedRequest(model=MODEL, token_ids=TokenIds.of([1, 2, 3]))
-        gateway.open(RequestPlan("0", request, deadline=100.0), Query(MODEL, 3, 0.0), Client())
+        gateway.open(
+            RequestPlan("0", request, deadline=100.0), placement_request(MODEL, 3, 0.0), Client()
+        )
         await run_loop()
         (sink,) = engines.lost_sinks
         engines.available = frozenset()  # its stream is lost, and the other worker hangs
@@ -277,8 +284,8 @@ def test_without_another_worker_a_failed_one_is_used_again_once_its_circuit_clos
         while len(router_queries) == 1:
             await asyncio.sleep(0.01)
             assert loop.time() < closed_at + 0.2
-        assert DEAD not in router_queries[-1][1].excluded
-        assert ALIVE in router_queries[-1][1].excluded
+        assert DEAD not in router_queries[-1][1].query.excluded_worker_ids
+        assert ALIVE in router_queries[-1][1].query.excluded_worker_ids
 
     run_virtually(main(), until=50.0)
 
@@ -289,11 +296,13 @@ def test_a_busy_worker_is_tried_again_if_the_others_have_an_open_circuit() -> No
         engines.available = frozenset({DEAD})
         gateway, router = mesh(engines)
         request = PreprocessedRequest(model=MODEL, token_ids=TokenIds.of([1, 2, 3]))
-        gateway.open(RequestPlan("0", request, deadline=100.0), Query(MODEL, 3, 0.0), Client())
+        gateway.open(
+            RequestPlan("0", request, deadline=100.0), placement_request(MODEL, 3, 0.0), Client()
+        )
         await run_loop()
         (sink,) = engines.lost_sinks
         sink.rejected(Overloaded(1.0))
         await run_loop()
-        assert router.queries[-1][1].excluded == {ALIVE}
+        assert router.queries[-1][1].query.excluded_worker_ids == {ALIVE}
 
     run_virtually(main(), until=50.0)

@@ -30,6 +30,7 @@ from common.errors import (
     Unsupported,
     WorkerLost,
 )
+from common.request.placement import Placement
 from common.request.preprocessed import (
     BootstrapInfo,
     CompletionUsage,
@@ -50,13 +51,8 @@ from frontend_svc.errors import NOT_MIGRATABLE, http_error
 from frontend_svc.request.leg import Leg
 from frontend_svc.request.leg_request import migration_blockers
 from frontend_svc.request.machine import USAGE_WAIT_S, RequestMachine
-from frontend_svc.request.types import (
-    PassThroughPayload,
-    Placement,
-    RequestOutcome,
-    RequestPlan,
-    RoutingDecision,
-)
+from frontend_svc.request.types import PassThroughPayload, RequestOutcome, RequestPlan
+from tests.kit.placements import decided
 
 PROMPT = [1, 2, 3]
 DEADLINE = 100.0
@@ -194,7 +190,7 @@ class Fixture:
     def place(self, worker_id: int, now: float = 0.0) -> Leg:
         """The router places the last attempt."""
         self.ports.time = now
-        self.machine.placed(self.ports.places[-1][0], RoutingDecision(worker_id), now)
+        self.machine.placed(self.ports.places[-1][0], decided(worker_id), now)
         return self.ports.leg
 
     def run(self, worker_id: int, token_ids: Sequence[int] = (), now: float = 0.0) -> Leg:
@@ -235,7 +231,7 @@ def test_a_request_is_placed_submitted_streamed_and_finished() -> None:
     ports = fixture.ports
     assert ports.places == [(0, frozenset())]
     assert ports.wake == DEADLINE
-    placed = RoutingDecision(11, 1, 4, 64, ("overlap",))
+    placed = decided(11, 1, overlap_blocks=4, predicted_cached_tokens=64, reasons=("overlap",))
     fixture.machine.placed(0, placed, 40.0)
     assert [worker_id for worker_id, _, _ in ports.submitted] == [11]
     assert ports.leg_request == LegRequest(
@@ -371,7 +367,7 @@ def test_a_pass_through_body_is_retried_until_its_first_chunk() -> None:
 
 def test_a_pass_through_body_cannot_run_on_a_pair() -> None:
     fixture = begin(pass_through_plan())
-    fixture.machine.placed(0, RoutingDecision(1, prefill=Placement(2)), 0.0)
+    fixture.machine.placed(0, decided(1, prefill=Placement(2)), 0.0)
     assert isinstance(fixture.ports.outcome.error, Unsupported)
     assert fixture.ports.freed == [0]
     assert fixture.ports.submitted == []
@@ -411,7 +407,7 @@ def test_a_leg_that_fails_before_a_token_is_retried_on_another_worker(
     leg.terminal(end_of())
     outcome = fixture.ports.outcome
     assert (outcome.attempts, outcome.worker_ids) == (2, (11, 12))
-    assert outcome.placed == RoutingDecision(12)
+    assert outcome.placed == decided(12)
     assert fixture.ports.freed == [0, 1]
 
 
@@ -712,7 +708,7 @@ def prefill_accepted() -> tuple[Fixture, Leg]:
     one = plan()
     bare = replace(one.request, prefill_result=None, bootstrap_info=None)
     fixture = begin(replace(one, request=bare))
-    fixture.machine.placed(0, RoutingDecision(20, prefill=Placement(10)), 0.0)
+    fixture.machine.placed(0, decided(20, prefill=Placement(10)), 0.0)
     fixture.ports.leg.accepted()
     return fixture, fixture.ports.leg
 
@@ -737,7 +733,7 @@ def test_a_response_of_prefill_may_be_stopped_from_within_emit() -> None:
 def test_a_decode_leg_cancelled_at_its_worker_aborts_only_prefill() -> None:
     fixture = begin()
     room = BootstrapInfo("h", 1, 2)
-    fixture.machine.placed(0, RoutingDecision(20, prefill=Placement(10), bootstrap=room), 0.0)
+    fixture.machine.placed(0, decided(20, prefill=Placement(10), bootstrap=room), 0.0)
     (_, _, prefill), (_, _, decode) = fixture.ports.submitted
     decode.accepted()
     decode.terminal(end_of(FinishReason.CANCELLED))
@@ -814,7 +810,7 @@ def ends(
         leg.lost(LOST)
     machine = fixture.machine
     for attempt in range(-1, 3):
-        machine.placed(attempt, RoutingDecision(77), 1.0)
+        machine.placed(attempt, decided(77), 1.0)
         machine.placement_failed(attempt, Unavailable("late"))
     machine.start()
     machine.abort()
@@ -984,11 +980,11 @@ def test_events_of_dead_legs_are_ignored() -> None:
 def test_a_placement_of_an_abandoned_attempt_is_ignored() -> None:
     fixture = begin()
     fixture.place(11)
-    fixture.machine.placed(0, RoutingDecision(12), 0.0)
+    fixture.machine.placed(0, decided(12), 0.0)
     fixture.machine.placement_failed(0, Unavailable("late"))
     assert len(fixture.ports.submitted) == 1
     fixture.ports.leg.lost(LOST)
-    fixture.machine.placed(0, RoutingDecision(12), 0.0)
+    fixture.machine.placed(0, decided(12), 0.0)
     fixture.machine.placement_failed(0, Unavailable("late"))
     assert len(fixture.ports.submitted) == 1
     assert not fixture.ports.outcomes
@@ -1067,7 +1063,7 @@ class MachineModel(RuleBasedStateMachine):
         before = len(self.ports.submitted)
         if works:
             self.next_worker += 1
-            self.alive.machine.placed(attempt, RoutingDecision(self.next_worker), self.now)
+            self.alive.machine.placed(attempt, decided(self.next_worker), self.now)
         else:
             self.alive.machine.placement_failed(attempt, Unavailable("none"))
         if attempt != awaited:
@@ -1264,7 +1260,7 @@ def test_an_embedding_is_computed_again_until_its_end() -> None:
 
 def test_of_a_pair_only_the_prefill_worker_computes_an_embedding() -> None:
     fixture = begin(replace(plan(), is_embedding=True))
-    pair = RoutingDecision(1, prefill=Placement(2, 1, "there"), bootstrap=BootstrapInfo("h", 1, 2))
+    pair = decided(1, prefill=Placement(2, 1), bootstrap=BootstrapInfo("h", 1, 2))
     fixture.machine.placed(0, pair, 0.0)
     ((worker_id, leg_request, leg),) = fixture.ports.submitted
     assert (worker_id, leg_request.phase) == (2, "embedding")

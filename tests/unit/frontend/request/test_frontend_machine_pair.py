@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import MeshError, Overloaded, Unavailable, WorkerLost
+from common.request.placement import Decision, Placement
 from common.request.preprocessed import (
     BootstrapInfo,
     FinishReason,
@@ -27,15 +28,16 @@ from common.request.token_stream import LegRequest, Terminal
 from frontend_svc.errors import http_error
 from frontend_svc.request.leg import Leg
 from frontend_svc.request.machine import ACCEPT_RECHECK_S, USAGE_WAIT_S, RequestMachine
-from frontend_svc.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.request.types import RequestOutcome, RequestPlan
+from tests.kit.placements import decided
 
 PEER_FAULT_REASONS = "HANDOFF_PEER_LOST"
 NO_BLOCKS = "HANDOFF_NO_BLOCKS"
 PREFILL, DECODE = 21, 22
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 ROOM = BootstrapInfo(bootstrap_host="127.0.0.1", bootstrap_port=9, bootstrap_room=77)
-PAIR = RoutingDecision(DECODE, prefill=Placement(PREFILL), bootstrap=ROOM)
-IN_TURN = RoutingDecision(DECODE, prefill=Placement(PREFILL))
+PAIR = decided(DECODE, prefill=Placement(PREFILL), bootstrap=ROOM)
+IN_TURN = decided(DECODE, prefill=Placement(PREFILL))
 HANDLE = PrefillResult(disaggregated_params={"handle": 1})
 
 
@@ -109,7 +111,7 @@ class Ports:
 
 
 def begin(
-    placed: RoutingDecision, *, max_tokens: int | None = 8, trace_id: str = ""
+    placed: Decision, *, max_tokens: int | None = 8, trace_id: str = ""
 ) -> tuple[RequestMachine, Ports]:
     request = PreprocessedRequest(
         token_ids=TokenIds.of([1, 2, 3]),
@@ -447,7 +449,7 @@ def test_a_lost_decode_continues_with_prompt_and_generated_tokens() -> None:
     machine, ports = begin(PAIR)
     ports.legs[1][0].tokens([5, 6], ())
     ports.legs[1][0].lost(WorkerLost("gone", retryable=True))
-    machine.placed(1, RoutingDecision(30), 3.0)
+    machine.placed(1, decided(30), 3.0)
     request = ports.last("")[1].request
     assert request is not None
     assert list(request.token_ids) == [1, 2, 3, 5, 6]

@@ -8,26 +8,31 @@ from random import Random
 
 from common.errors import MeshError
 from common.registry.instances import Snapshot
+from common.request.placement import Decision, Placement
 from common.request.preprocessed import PreprocessedRequest, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.request.gateway import Gateway
-from frontend_svc.request.placement_query import PlacementKey, Query
-from frontend_svc.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.request.placement_query import PlacementKey, PlacementRequest
+from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.workers.recently_left import RecentlyLeft
+from tests.kit.placements import decided, placement_request
 from tests.sim.loop import run_virtually
 
-PAIR = RoutingDecision(1, prefill=Placement(2, address="w:2"), address="w:1")
+PAIR = decided(1, prefill=Placement(2), worker_address="w:1", prefill_address="w:2")
 
 
 class Router:
     """Sends the same decision for every query."""
 
-    def __init__(self, placed: RoutingDecision) -> None:
+    def __init__(self, placed: Decision) -> None:
         self.placed = placed
         self.placements = 0
 
     def place(
-        self, key: PlacementKey, query: Query, reply: Callable[[RoutingDecision | MeshError], None]
+        self,
+        key: PlacementKey,
+        query: PlacementRequest,
+        reply: Callable[[Decision | MeshError], None],
     ) -> None:
         self.placements += 1
         asyncio.get_running_loop().call_soon(reply, self.placed)
@@ -71,7 +76,7 @@ class Silent:
 
 
 def submitted_legs(
-    placed: RoutingDecision, recently_left: RecentlyLeft | None
+    placed: Decision, recently_left: RecentlyLeft | None
 ) -> tuple[list[tuple[int, str]], int]:
     """Submitted (worker, address) with an empty snapshot, and the number of placements."""
 
@@ -80,7 +85,9 @@ def submitted_legs(
         gateway = Gateway(router, workers, Snapshot, Random(1), recently_left=recently_left)
         now = asyncio.get_running_loop().time()
         request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]))
-        handle = gateway.open(RequestPlan("r", request, now + 5.0), Query("m", 3, now), Silent())
+        handle = gateway.open(
+            RequestPlan("r", request, now + 5.0), placement_request("m", 3, now), Silent()
+        )
         await asyncio.sleep(0.5)
         handle.abort()
         return workers.submitted, router.placements
@@ -89,7 +96,7 @@ def submitted_legs(
 
 
 def test_a_worker_unknown_to_discovery_is_contacted_at_the_routers_address() -> None:
-    assert submitted_legs(RoutingDecision(1, address="w:1"), RecentlyLeft()) == ([(1, "w:1")], 1)
+    assert submitted_legs(decided(1, worker_address="w:1"), RecentlyLeft()) == ([(1, "w:1")], 1)
 
 
 def test_a_prefill_worker_unknown_to_discovery_is_contacted_at_the_routers_address() -> None:
@@ -100,14 +107,14 @@ def test_a_worker_that_left_is_not_contacted() -> None:
     recently_left = RecentlyLeft()
     recently_left.follow([1])
     recently_left.follow([])
-    submitted, placements = submitted_legs(RoutingDecision(1, address="w:1"), recently_left)
+    submitted, placements = submitted_legs(decided(1, worker_address="w:1"), recently_left)
     assert submitted == []
     assert placements > 1, "it is placed again"
 
 
 def test_a_worker_without_an_address_is_not_contacted() -> None:
-    assert submitted_legs(RoutingDecision(1), RecentlyLeft())[0] == []
+    assert submitted_legs(decided(1), RecentlyLeft())[0] == []
 
 
 def test_a_gateway_without_a_list_of_left_workers_contacts_only_discovered_ones() -> None:
-    assert submitted_legs(RoutingDecision(1, address="w:1"), None)[0] == []
+    assert submitted_legs(decided(1, worker_address="w:1"), None)[0] == []

@@ -12,7 +12,7 @@ import pytest
 from common.errors import MeshError, Unavailable, WorkerLost
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
 from common.registry.instances import Instance, Snapshot
-from common.request.placement import Placement
+from common.request.placement import Decision, Placement
 from common.request.preprocessed import (
     PreprocessedRequest,
     RouterConfigOverride,
@@ -23,14 +23,15 @@ from common.request.preprocessed import (
 )
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.request.gateway import Gateway
-from frontend_svc.request.placement_query import PlacementKey, Query
-from frontend_svc.request.types import RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.request.placement_query import PlacementKey, PlacementRequest
+from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.routers.bookings import RENEW_INTERVAL_S
 from frontend_svc.routers.client import RouterClient
 from kvmesh.router.v1 import router_pb2 as pb
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.types import BookingKey
 from router_svc.proto import booking_from_proto
+from tests.kit.placements import placement_request
 from tests.sim.loop import run_virtually
 
 FRONTEND = 7
@@ -155,11 +156,18 @@ class Harness:
         self.gateway = Gateway(self.client, self.workers, lambda: Snapshot(1, {WORKER: worker}))
 
     async def open(
-        self, name: str = "r", prompt: int = 32, *, query: Query | None = None, **parts: Any
+        self,
+        name: str = "r",
+        prompt: int = 32,
+        *,
+        query: PlacementRequest | None = None,
+        **parts: Any,
     ) -> None:
         now = asyncio.get_running_loop().time()
         request = PreprocessedRequest(token_ids=TokenIds.of(list(range(prompt))), **parts)
-        query = query or Query("m", prompt, now, block_size=BLOCKS, routing=request.routing)
+        query = query or placement_request(
+            "m", prompt, now, block_size=BLOCKS, routing=request.routing
+        )
         plan = RequestPlan(name, request, now + 1e6)
         self.handle = self.gateway.open(plan, query, IgnoringSink())
         await asyncio.sleep(0.1)
@@ -199,7 +207,7 @@ def test_hints_of_the_client_reach_the_router() -> None:
 def test_a_strict_priority_reaches_the_router() -> None:
     async def script(harness: Harness) -> None:
         now = asyncio.get_running_loop().time()
-        await harness.open(query=Query("m", 32, now, strict_priority=2))
+        await harness.open(query=placement_request("m", 32, now, strict_priority=2))
         (query,) = [new.query for frame in harness.router.frames for new in frame.news]
         assert query.strict_priority == 2
 
@@ -244,7 +252,7 @@ def test_after_a_migration_generated_tokens_count_as_prompt() -> None:
         now = asyncio.get_running_loop().time()
         prompt = TokenIds.of(list(range(40)))
         hints = RoutingHints(expected_output_tokens=400)
-        empty = Query(
+        empty = placement_request(
             "m", 0, now, hash_scheme=HASH_SCHEME_ID, block_size=BLOCKS, hasher=hasher, routing=hints
         )
         await harness.open(prompt=40, query=empty.extended(prompt, 40))
@@ -271,13 +279,13 @@ def test_after_a_migration_generated_tokens_count_as_prompt() -> None:
 
 def test_a_prompt_extended_in_steps_has_the_hashes_of_the_whole_prompt() -> None:
     hasher = PrefixHasher(mesh_key=b"", model="m", block_size=4)
-    query = Query("m", 0, 0.0, block_size=4, hasher=hasher)
+    request = placement_request("m", 0, 0.0, block_size=4, hasher=hasher)
     ids: list[int] = []
     for count in (1, 3, 0, 2, 9, 1, 8):
         ids += range(len(ids), len(ids) + count)
-        query = query.extended(TokenIds.of(ids), count)
-        assert query.total_tokens == len(ids)
-        assert query.prefix_hashes == hashes_to_bytes(hasher.prefix_hashes(ids))
+        request = request.extended(TokenIds.of(ids), count)
+        assert request.query.total_tokens == len(ids)
+        assert request.query.prefix_hashes == hashes_to_bytes(hasher.prefix_hashes(ids))
 
 
 def test_a_router_that_does_not_track_output_receives_none() -> None:
@@ -388,10 +396,10 @@ def test_output_in_a_renewal_is_not_sent_again() -> None:
 
 def test_output_of_an_unplaced_request_is_ignored() -> None:
     async def script(harness: Harness) -> None:
-        placed: list[RoutingDecision | MeshError] = []
+        placed: list[Decision | MeshError] = []
         key: PlacementKey = ("r", 0)
         harness.client.output(key, 1, None)
-        harness.client.place(key, Query("m", 32, 0.0, block_size=BLOCKS), placed.append)
+        harness.client.place(key, placement_request("m", 32, 0.0, block_size=BLOCKS), placed.append)
         harness.client.output(key, 1, None)
         await asyncio.sleep(0.1)
         assert len(placed) == 1

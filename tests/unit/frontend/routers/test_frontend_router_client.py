@@ -13,9 +13,9 @@ import pytest
 
 from common.errors import MeshError, NotFound, Unavailable, UnknownModel
 from common.registry.instances import Instance
+from common.request.placement import Decision
 from common.wire.errors import error_to_proto
-from frontend_svc.request.placement_query import UNKNOWN_ADAPTER, Query
-from frontend_svc.request.types import RoutingDecision
+from frontend_svc.request.placement_query import UNKNOWN_ADAPTER
 from frontend_svc.routers.choice import AVOID_FAILED_ROUTER_S, home_router
 from frontend_svc.routers.client import (
     HOME_RETURN_JITTER_S,
@@ -31,6 +31,7 @@ from frontend_svc.routers.monitor import (
     UNROUTED_AFTER_S,
 )
 from kvmesh.router.v1 import router_pb2 as pb
+from tests.kit.placements import placement_request
 from tests.sim.loop import run_virtually
 
 FRONTEND = 7
@@ -141,11 +142,11 @@ class Harness:
             open_session=lambda router: self.routers[router.id].session(),
             rng=Random(1),
         )
-        self.results: list[RoutingDecision | MeshError] = []
+        self.results: list[Decision | MeshError] = []
 
     def place(self, name: str) -> None:
         now = asyncio.get_running_loop().time()
-        query = Query("m", 100, now, block_size=16)
+        query = placement_request("m", 100, now, block_size=16)
         self.client.place((name, 0), query, self.results.append)
 
 
@@ -167,7 +168,7 @@ def test_a_frontend_has_one_session_with_its_home_router_only() -> None:
         await asyncio.sleep(10.0)
         harness.place("a")
         await asyncio.sleep(0.1)
-        assert isinstance(harness.results[0], RoutingDecision)
+        assert isinstance(harness.results[0], Decision)
         assert (harness.home.open_sessions, harness.other.sessions) == (1, [])
         assert len(harness.home.sessions) == 1
 
@@ -239,8 +240,8 @@ def test_a_decision_has_the_address_of_the_worker() -> None:
         harness.place("a")
         await asyncio.sleep(0.1)
         (placed,) = harness.results
-        assert isinstance(placed, RoutingDecision)
-        assert (placed.worker_id, placed.address) == (50, "w:50")
+        assert isinstance(placed, Decision)
+        assert (placed.worker.worker_id, placed.worker_address) == (50, "w:50")
 
     play(script, HOME)
 
@@ -292,7 +293,7 @@ def test_a_query_that_crashes_its_routers_is_placed_unrouted(queue_wait_ms: int 
         assert (harness.client.unrouted, len(harness.results)) == (2, 2)
         harness.place("afterwards")
         await asyncio.sleep(0.5)
-        assert isinstance(harness.results[-1], RoutingDecision)
+        assert isinstance(harness.results[-1], Decision)
 
     play(script, HOME, OTHER)
 
@@ -303,7 +304,7 @@ def test_a_router_that_answers_no_query_is_left_for_another() -> None:
         await asyncio.sleep(1.0)
         harness.place("a")
         await asyncio.sleep(SILENCE_TIMEOUT_S + PING_INTERVAL_S + RECONNECT_MAX_S + 0.1)
-        assert isinstance(harness.results[0], RoutingDecision)
+        assert isinstance(harness.results[0], Decision)
         assert harness.other.open_sessions == 1
 
     play(script, HOME, OTHER)
@@ -327,7 +328,7 @@ def test_a_router_may_queue_a_query_for_its_advertised_queue_wait_and_no_longer(
         await asyncio.sleep(60.0)
         assert (harness.results, len(harness.home.sessions)) == ([], 1)
         await asyncio.sleep(SILENCE_TIMEOUT_S + PING_INTERVAL_S + RECONNECT_MAX_S + 0.1)
-        assert isinstance(harness.results[0], RoutingDecision)
+        assert isinstance(harness.results[0], Decision)
         assert harness.client.unrouted == 0
 
     play(script, HOME, OTHER)
@@ -338,7 +339,7 @@ def test_a_router_with_another_id_at_a_known_address_is_rejected() -> None:
         harness.home.id = 3
         harness.place("a")
         await asyncio.sleep(2 * RECONNECT_MAX_S)
-        assert isinstance(harness.results[0], RoutingDecision)
+        assert isinstance(harness.results[0], Decision)
         assert harness.other.open_sessions == 1
         assert harness.home.open_sessions == 0
         await asyncio.sleep(AVOID_FAILED_ROUTER_S + 2 * MOVED_S)
@@ -365,7 +366,7 @@ def test_a_router_that_does_not_see_the_workers_is_left_for_another(
         harness.place("a")
         await asyncio.sleep(STALE_ROUTER_AFTER_S + REQUERY_DELAY_S + RECONNECT_MAX_S + 0.1)
         (result,) = harness.results
-        assert isinstance(result, RoutingDecision)
+        assert isinstance(result, Decision)
         assert harness.other.open_sessions == 1
 
     play(script, HOME, OTHER)
@@ -378,7 +379,7 @@ def test_a_query_is_repeated_when_the_router_sees_the_model_a_moment_later() -> 
         await asyncio.sleep(STALE_ROUTER_AFTER_S / 2)
         harness.home.error = None
         await asyncio.sleep(2 * REQUERY_DELAY_S)
-        assert isinstance(harness.results[0], RoutingDecision)
+        assert isinstance(harness.results[0], Decision)
         assert (len(harness.home.sessions), harness.other.sessions) == (1, [])
 
     play(script, HOME, OTHER)
@@ -459,7 +460,7 @@ def test_a_query_is_placed_soon_after_the_router_sees_the_model(unknown_s: float
             REQUERY_DELAY_S if unknown_s < STALE_ROUTER_AFTER_S else REQUERY_DELAY_MAX_S
         )
         await asyncio.sleep(0.01)
-        assert isinstance(harness.results[0], RoutingDecision)
+        assert isinstance(harness.results[0], Decision)
         assert harness.client.unrouted == 0
 
     play(script, HOME)
@@ -478,11 +479,11 @@ def test_an_unknown_model_without_workers_is_an_error() -> None:
 
 def test_the_callback_of_an_unrouted_placement_may_free_another_pending_one() -> None:
     async def script(harness: Harness) -> None:
-        def free_b(result: RoutingDecision | MeshError) -> None:
+        def free_b(result: Decision | MeshError) -> None:
             harness.results.append(result)
             harness.client.free(("b", 0))
 
-        query = Query("m", 100, asyncio.get_running_loop().time())
+        query = placement_request("m", 100, asyncio.get_running_loop().time())
         harness.client.place(("a", 0), query, free_b)
         harness.place("b")
         await asyncio.sleep(UNROUTED_AFTER_S + 1.0)

@@ -7,7 +7,6 @@ from random import Random
 import pytest
 
 from common.errors import WorkerLost
-from frontend_svc.request.placement_query import Query
 from frontend_svc.routers.choice import AVOID_FAILED_ROUTER_S
 from frontend_svc.routers.monitor import (
     REQUERY_DELAY_S,
@@ -18,6 +17,7 @@ from frontend_svc.routers.monitor import (
     RouterMonitor,
     RunningTime,
 )
+from tests.kit.placements import placement_request
 
 
 def at(seconds: float, *, stalled_s: float = 0.0) -> RunningTime:
@@ -25,7 +25,9 @@ def at(seconds: float, *, stalled_s: float = 0.0) -> RunningTime:
 
 
 def pending(since: float) -> PendingPlacement:
-    return PendingPlacement(("r", 0), Query("m", 1, since), lambda result: None, at(since))
+    return PendingPlacement(
+        ("r", 0), placement_request("m", 1, since), lambda result: None, at(since)
+    )
 
 
 def connected(queue_wait_s: float | None = None) -> RouterMonitor:

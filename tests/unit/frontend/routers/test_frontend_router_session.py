@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from common.request.preprocessed import RoutingHints
-from frontend_svc.request.placement_query import Query
 from frontend_svc.routers.session import query_to_proto
 from kvmesh.router.v1 import router_pb2
+from tests.kit.placements import placement_request
 
 
 def sent(hints: RoutingHints | None) -> router_pb2.Query:
-    query = Query(model="m", total_tokens=16, arrived_at=0.0, routing=hints)
+    query = placement_request(model="m", total_tokens=16, arrived_at=0.0, routing=hints)
     return query_to_proto(1, ("r", 0), query, 0).query
 
 

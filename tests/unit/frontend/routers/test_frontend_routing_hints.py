@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import InvalidRequest, Unavailable
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Decision, Query
 from common.request.preprocessed import (
     RoutingConstraints,
     RoutingHints,
@@ -19,8 +20,6 @@ from common.request.preprocessed import (
 from frontend_svc.openai.body.parsing import parse_completion
 from frontend_svc.openai.body.preprocessing import to_preprocessed
 from frontend_svc.request.local_placement import place_locally
-from frontend_svc.request.placement_query import Query
-from frontend_svc.request.types import RoutingDecision
 
 
 def body(**nvext: object) -> bytes:
@@ -119,11 +118,11 @@ def test_without_a_router_only_requests_for_any_worker_are_placed(
     hints: RoutingHints, is_placed: bool
 ) -> None:
     worker = Instance(1, "mesh", "worker", "", "127.0.0.1:1", model="m")
-    query = Query("m", 1, 0.0, routing=hints)
+    query = Query("m", 1, routing=hints)
     result = place_locally(Snapshot(1, {1: worker}), {}, query, Random(0))
     if is_placed:
-        assert isinstance(result, RoutingDecision)
-        assert result.worker_id == 1
+        assert isinstance(result, Decision)
+        assert result.worker.worker_id == 1
     else:
         assert isinstance(result, Unavailable)
         assert result.reason == "NO_ROUTER"

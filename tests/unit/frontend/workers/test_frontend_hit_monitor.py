@@ -10,11 +10,13 @@ from structlog.testing import capture_logs
 
 from common.errors import WorkerLost
 from common.registry.instances import Instance, Snapshot
+from common.request.placement import Placement
 from common.request.preprocessed import FinishReason, PromptTokensDetails, usage
 from frontend_svc.metrics.collectors import HitDriftCollector
 from frontend_svc.metrics.hit_drift import REQUESTS_MIN, WINDOW_S
-from frontend_svc.request.types import Placement, RequestOutcome, RoutingDecision
+from frontend_svc.request.types import RequestOutcome
 from frontend_svc.workers.hit_monitor import HitMonitor
+from tests.kit.placements import decided
 
 WORKER, PREFILL = 7, 8
 
@@ -40,7 +42,7 @@ def outcome(predicted: int, actual: int | None, **more: object) -> RequestOutcom
         replace(usage(100, 5), prompt_tokens_details=details),
         1,
         (WORKER,),
-        RoutingDecision(WORKER, predicted_cached_tokens=predicted),
+        decided(WORKER, predicted_cached_tokens=predicted),
     )
     return replace(one, **more)  # type: ignore[arg-type]  # fields of RequestOutcome
 
@@ -80,10 +82,10 @@ def test_wrong_predictions_of_a_worker_are_reported_once_a_window() -> None:
         (outcome(0, 64, error=WorkerLost("gone", retryable=True)), "it failed"),
         (outcome(0, 64, placed=None), "the request was not placed"),
         (
-            outcome(0, 64, placed=RoutingDecision(WORKER, is_unrouted=True)),
+            outcome(0, 64, placed=decided(WORKER, is_unrouted=True)),
             "no router predicted",
         ),
-        (outcome(0, 64, placed=RoutingDecision(99)), "the worker has left"),
+        (outcome(0, 64, placed=decided(99)), "the worker has left"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -101,7 +103,7 @@ def test_a_worker_without_kv_events_does_not_count() -> None:
 
 def test_the_prediction_for_a_pair_counts_for_the_prefill_rank() -> None:
     monitor, _ = monitored(instance(WORKER), instance(PREFILL))
-    placed = RoutingDecision(WORKER, prefill=Placement(PREFILL, 1), predicted_cached_tokens=64)
+    placed = decided(WORKER, prefill=Placement(PREFILL, 1), predicted_cached_tokens=64)
     monitor.on_request_end(outcome(0, 64, placed=placed))
     ((labels, stats),) = monitor.drift_stats()
     assert stats.source == (PREFILL, 1)
