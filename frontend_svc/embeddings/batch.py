@@ -10,7 +10,7 @@ from common.request.embedding import Vector, load_vector
 from common.request.preprocessed import TokenLogprob
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import PlacementRequest
+from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 
 # Inputs of one request at workers at the same time. More would occupy the event loop for

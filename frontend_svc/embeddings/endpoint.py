@@ -27,7 +27,7 @@ from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.headers import read_headers
 from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.preprocessing import routing_hints
-from frontend_svc.request.placement_query import PlacementRequest
+from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.types import RequestPlan
 
 

@@ -55,7 +55,7 @@ from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.parsing import named_model
 from frontend_svc.openai.body.preprocessing import strict_priority
 from frontend_svc.request.gateway import Gateway
-from frontend_svc.request.placement_query import ROOT_CHAIN, PlacementRequest, next_hashes
+from frontend_svc.request.placement_request import ROOT_CHAIN, PlacementRequest, next_hashes
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.tracing import start_request_span
 

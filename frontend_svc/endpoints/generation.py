@@ -55,7 +55,7 @@ from frontend_svc.openai.output.sse import ChunkKind
 from frontend_svc.prompts.prompt import Prompt, TemplateError
 from frontend_svc.request.buffer import Reader, ResponseBuffer
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import PlacementRequest
+from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.types import PassThroughPayload, RequestPlan
 from frontend_svc.text.choice import Choice
 from frontend_svc.text.output_text import TextStream

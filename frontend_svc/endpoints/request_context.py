@@ -24,7 +24,7 @@ from frontend_svc.anthropic import errors as anthropic
 from frontend_svc.edge.asgi import ClientConnection, Headers, Receive, Send
 from frontend_svc.metrics.families import Endpoint
 from frontend_svc.request.outcomes import merge_outcomes
-from frontend_svc.request.placement_query import PlacementRequest
+from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.types import RequestOutcome
 from frontend_svc.text.response_format import ResponseFormat
 from frontend_svc.tracing import RequestSpan

@@ -15,7 +15,7 @@ from common.registry.instances import Snapshot
 from common.streams.stall_clock import never_stalled
 from frontend_svc.request.buffer import Backlog
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import PlacementRequest
+from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.ports import ResponseSink, RouterPort, WorkerPort
 from frontend_svc.request.retry_policy import MigrationLimiter, RetryBudget
 from frontend_svc.request.types import RequestPlan

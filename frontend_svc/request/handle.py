@@ -19,7 +19,7 @@ from frontend_svc.request.leg import Leg
 from frontend_svc.request.local_placement import adapter_of
 from frontend_svc.request.machine import RequestMachine
 from frontend_svc.request.output_blocks import OutputBlockCounter
-from frontend_svc.request.placement_query import UNKNOWN_ADAPTER, PlacementKey, PlacementRequest
+from frontend_svc.request.placement_request import UNKNOWN_ADAPTER, PlacementKey, PlacementRequest
 from frontend_svc.request.ports import AbortHandle, ChunkSink, ResponseSink, RouterPort, WorkerPort
 from frontend_svc.request.retry_policy import (
     ExclusionPolicy,

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from common.request.preprocessed import TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
-from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, PlacementRequest
+from frontend_svc.request.placement_request import PlacementCallback, PlacementKey, PlacementRequest
 from frontend_svc.request.types import RequestOutcome
 
 

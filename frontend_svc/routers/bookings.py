@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from common.request.placement import Decision, Query
 from common.wire.preprocessed import dataclass_to_proto
-from frontend_svc.request.placement_query import PlacementKey
+from frontend_svc.request.placement_request import PlacementKey
 from frontend_svc.routers.session import key_to_proto
 from kvmesh.router.v1 import router_pb2
 

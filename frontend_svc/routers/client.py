@@ -23,7 +23,7 @@ from common.runtime.tasks import TaskGroup
 from common.streams.stall_clock import never_stalled
 from common.wire.errors import error_from_proto
 from common.wire.preprocessed import dataclass_from_proto
-from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, PlacementRequest
+from frontend_svc.request.placement_request import PlacementCallback, PlacementKey, PlacementRequest
 from frontend_svc.routers.bookings import HeldBookings
 from frontend_svc.routers.choice import RouterSelector
 from frontend_svc.routers.monitor import (

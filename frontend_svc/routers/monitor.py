@@ -17,7 +17,7 @@ from random import Random
 from typing import NamedTuple
 
 from common.errors import MeshError, UnknownModel, WorkerLost
-from frontend_svc.request.placement_query import (
+from frontend_svc.request.placement_request import (
     UNKNOWN_ADAPTER,
     PlacementCallback,
     PlacementKey,

@@ -12,7 +12,7 @@ from common.request.preprocessed import RoutingHints
 from common.rpc import channel as rpc
 from common.rpc.stream import open_stream
 from common.wire.preprocessed import dataclass_to_proto
-from frontend_svc.request.placement_query import PlacementKey, PlacementRequest
+from frontend_svc.request.placement_request import PlacementKey, PlacementRequest
 from kvmesh.router.v1 import router_pb2
 
 

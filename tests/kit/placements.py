@@ -6,7 +6,7 @@ from typing import Any
 
 from common.kv.hashing import PrefixHasher
 from common.request.placement import Decision, Placement, Query
-from frontend_svc.request.placement_query import PlacementRequest
+from frontend_svc.request.placement_request import PlacementRequest
 
 
 def placement_request(

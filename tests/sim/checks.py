@@ -42,7 +42,7 @@ from common.kv.index_feed import IndexFeed
 from common.request.placement import Decision
 from common.request.preprocessed import FinishReason
 from common.request.token_stream import CREDIT_BYTES, FRAME_BYTES, LegRequest
-from frontend_svc.request.placement_query import PlacementKey
+from frontend_svc.request.placement_request import PlacementKey
 from frontend_svc.request.types import RequestOutcome
 from frontend_svc.routers.client import PING_INTERVAL_S
 from frontend_svc.routers.monitor import SILENCE_TIMEOUT_S, UNROUTED_AFTER_S

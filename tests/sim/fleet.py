@@ -34,7 +34,7 @@ from common.wire.token_stream import (
 )
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
-from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, PlacementRequest
+from frontend_svc.request.placement_request import PlacementCallback, PlacementKey, PlacementRequest
 from frontend_svc.routers.client import RouterClient
 from frontend_svc.routers.session import Session
 from frontend_svc.workers.client import EngineClient, Submission

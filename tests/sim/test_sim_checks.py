@@ -16,7 +16,7 @@ from common.request.preprocessed import CompletionUsage, FinishReason, TokenLogp
 from common.request.token_stream import LegRequest, LegSink, Terminal
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import PlacementKey, PlacementRequest
+from frontend_svc.request.placement_request import PlacementKey, PlacementRequest
 from frontend_svc.request.ports import ResponseSink
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.workers.client import Submission

@@ -18,7 +18,7 @@ from common.request.token_stream import LegRequest, LegSink
 from common.streams.stall_clock import never_stalled
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import PlacementRequest
+from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.ports import ResponseSink
 from frontend_svc.request.types import RequestPlan
 from frontend_svc.workers.client import Submission

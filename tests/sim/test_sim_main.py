@@ -8,7 +8,7 @@ import pytest
 
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import PlacementRequest
+from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.ports import ResponseSink
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from tests.sim.__main__ import main

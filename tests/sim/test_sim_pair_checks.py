@@ -15,7 +15,7 @@ from common.kv.index_feed import IndexFeed
 from common.request.placement import Decision, Query
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest, LegSink
-from frontend_svc.request.placement_query import PlacementCallback, PlacementKey, PlacementRequest
+from frontend_svc.request.placement_request import PlacementCallback, PlacementKey, PlacementRequest
 from frontend_svc.workers.client import Submission
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.types import Matches

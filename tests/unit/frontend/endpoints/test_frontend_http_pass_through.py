@@ -38,7 +38,7 @@ from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ENCODE_INLINE_CHARS
 from frontend_svc.openai.output.sse import KEEP_ALIVE
 from frontend_svc.request.gateway import Gateway
-from frontend_svc.request.placement_query import PlacementKey, PlacementRequest
+from frontend_svc.request.placement_request import PlacementKey, PlacementRequest
 from frontend_svc.request.types import RequestOutcome
 from frontend_svc.routes.routes import Readiness, build_api, direct_routes
 from frontend_svc.workers.client import EngineClient

@@ -14,7 +14,7 @@ from common.request.preprocessed import PreprocessedRequest, RoutingHints, Token
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
-from frontend_svc.request.placement_query import UNKNOWN_ADAPTER, PlacementKey, PlacementRequest
+from frontend_svc.request.placement_request import UNKNOWN_ADAPTER, PlacementKey, PlacementRequest
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from router_svc.core.eligibility import AdapterResidency
 from tests.kit.placements import decided, placement_request

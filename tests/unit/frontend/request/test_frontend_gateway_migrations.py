@@ -14,7 +14,7 @@ from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.errors import http_error
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.placement_query import PlacementKey, PlacementRequest
+from frontend_svc.request.placement_request import PlacementKey, PlacementRequest
 from frontend_svc.request.retry_policy import PERMITS_PER_WORKER, MigrationLimiter
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.request.worker_pool import WorkerPool

@@ -12,7 +12,7 @@ from common.request.placement import Decision, Placement
 from common.request.preprocessed import PreprocessedRequest, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.request.gateway import Gateway
-from frontend_svc.request.placement_query import PlacementKey, PlacementRequest
+from frontend_svc.request.placement_request import PlacementKey, PlacementRequest
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.workers.recently_left import RecentlyLeft
 from tests.kit.placements import decided, placement_request

@@ -23,7 +23,7 @@ from common.request.preprocessed import (
 )
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.request.gateway import Gateway
-from frontend_svc.request.placement_query import PlacementKey, PlacementRequest
+from frontend_svc.request.placement_request import PlacementKey, PlacementRequest
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.routers.bookings import RENEW_INTERVAL_S
 from frontend_svc.routers.client import RouterClient

@@ -15,7 +15,7 @@ from common.errors import MeshError, NotFound, Unavailable, UnknownModel
 from common.registry.instances import Instance
 from common.request.placement import Decision
 from common.wire.errors import error_to_proto
-from frontend_svc.request.placement_query import UNKNOWN_ADAPTER
+from frontend_svc.request.placement_request import UNKNOWN_ADAPTER
 from frontend_svc.routers.choice import AVOID_FAILED_ROUTER_S, home_router
 from frontend_svc.routers.client import (
     HOME_RETURN_JITTER_S,
