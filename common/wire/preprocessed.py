@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
@@ -83,14 +84,12 @@ def from_proto(message: request_pb2.PreprocessedRequest) -> PreprocessedRequest:
 
 def dataclass_to_proto(obj: object, message: M) -> M:
     """Fill the empty `message` with the dataclass of the same name; returns the message."""
-    assert message.DESCRIPTOR.name == type(obj).__name__, "message and dataclass have the same name"
     _fill_message(message, obj)
     return message
 
 
 def dataclass_from_proto(cls: type[P], message: Message, field: str = "") -> P:
     """Return a `cls` from the message of the same name; `field` prefixes paths in errors."""
-    assert message.DESCRIPTOR.name == cls.__name__, "message and dataclass have the same name"
     return _read_message(cls, message, field)
 
 
@@ -113,44 +112,85 @@ def _fill_message(message: Message, obj: object) -> None:
     plan = _write_plan(type(obj), type(message))  # type: ignore[arg-type]
     for name, proto in plan.copied:
         value = getattr(obj, name)
+        if value:
+            setattr(message, proto, value)
+    for name, proto in plan.copied_unless_none:
+        value = getattr(obj, name)
         if value is not None:
             setattr(message, proto, value)
     for name, proto in plan.lists:
-        values = getattr(obj, name)
-        if values:
-            getattr(message, proto).extend(values)
-    for field, descriptor in plan.converted:
-        value = getattr(obj, field.name)
-        # None in a required field is the JSON value null; any other None is absence.
-        if value is not None or field.required:
-            _set_field(message, descriptor, field.kind, value)
+        value = getattr(obj, name)
+        if value:
+            getattr(message, proto).extend(value)
+    for name, is_null_a_value, write in plan.converted:
+        value = getattr(obj, name)
+        if value is not None or is_null_a_value:
+            write(message, value)
 
 
-def _set_field(message: Message, descriptor: FieldDescriptor, kind: FieldCodec, value: Any) -> None:
+def _writer(kind: FieldCodec, descriptor: FieldDescriptor) -> Callable[[Any, Any], None]:
+    """Returns what sets a field of a message to a value."""
     name = descriptor.name
     match kind:
         case AnyJsonCodec():
-            setattr(message, name, dump_json_text(value, name))
+            return partial(_write_json, name)
         case EnumCodec():
-            setattr(message, name, _enum_number(descriptor.enum_type, value.name))
+            return partial(_write_enum, name, descriptor.enum_type)
         case TokenIdsCodec():
-            holder: Any = message if descriptor.message_type is None else getattr(message, name)
-            holder.token_ids_le = value.little_endian
+            return partial(_write_token_ids, None if descriptor.message_type is None else name)
         case ObjectCodec():
-            _fill_submessage(getattr(message, name), value)
+            return partial(_write_object, name)
         case ListCodec(item) | SetCodec(item):
-            if not descriptor.is_repeated:
-                getattr(message, name).SetInParent()
-            values = sorted(value) if isinstance(kind, SetCodec) else value
-            _append_items(_repeated_field(message, descriptor), item, values)
+            return partial(_write_items, descriptor, item, isinstance(kind, SetCodec))
         case MapCodec(ListCodec(item)):
-            for key, values in value.items():
-                _append_items(_wrapped_list(getattr(message, name)[key]), item, values)
+            return partial(_write_map_of_lists, name, item)
         case MapCodec():
-            if value:
-                getattr(message, name).update(value)
+            return partial(_write_map, name)
         case _:
-            setattr(message, name, value)
+            return partial(_write_scalar, name)
+
+
+def _write_scalar(name: str, message: Message, value: Any) -> None:
+    setattr(message, name, value)
+
+
+def _write_json(name: str, message: Message, value: Any) -> None:
+    setattr(message, name, dump_json_text(value, name))
+
+
+def _write_enum(name: str, enum_type: EnumDescriptor | None, message: Message, value: Any) -> None:
+    setattr(message, name, _enum_number(enum_type, value.name))
+
+
+def _write_token_ids(name: str | None, message: Any, value: TokenIds) -> None:
+    holder = message if name is None else getattr(message, name)
+    holder.token_ids_le = value.little_endian
+
+
+def _write_object(name: str, message: Message, value: object) -> None:
+    _fill_submessage(getattr(message, name), value)
+
+
+def _write_items(
+    descriptor: FieldDescriptor, item: FieldCodec, is_set: bool, message: Message, value: Any
+) -> None:
+    inner = getattr(message, descriptor.name)
+    if not descriptor.is_repeated:
+        inner.SetInParent()
+        inner = _wrapped_list(inner)
+    _append_items(inner, item, sorted(value) if is_set else value)
+
+
+def _write_map(name: str, message: Message, value: Mapping[Any, Any]) -> None:
+    if value:
+        getattr(message, name).update(value)
+
+
+def _write_map_of_lists(
+    name: str, item: FieldCodec, message: Message, value: Mapping[Any, Any]
+) -> None:
+    for key, values in value.items():
+        _append_items(_wrapped_list(getattr(message, name)[key]), item, values)
 
 
 def _append_items(items: Any, kind: FieldCodec, values: Iterable[Any]) -> None:
@@ -202,11 +242,11 @@ def _read_message(cls: type[P], message: Message, path: str) -> P:
         if message.HasField(proto):
             fields[name] = getattr(message, proto)
     for name, proto, collection in plan.lists:
-        values = getattr(message, proto)
-        if values:
-            fields[name] = collection(values)
-    for field, descriptor, proto in plan.checked:
-        if descriptor.has_presence:
+        value = getattr(message, proto)
+        if value:
+            fields[name] = collection(value)
+    for name, proto, has_presence, read in plan.checked:
+        if has_presence:
             if not message.HasField(proto):
                 continue
             value = getattr(message, proto)
@@ -214,46 +254,54 @@ def _read_message(cls: type[P], message: Message, path: str) -> P:
             value = getattr(message, proto)
             if not value:
                 continue
-        field_path = f"{path}.{proto}" if path else proto
-        fields[field.name] = _read_field(message, descriptor, field.kind, value, field_path)
-    for field, descriptor in plan.token_ids:
-        if descriptor.message_type is None:
-            fields[field.name] = _read_token_ids(message, path)
-        else:
-            inner_path = f"{path}.{descriptor.name}" if path else descriptor.name
-            fields[field.name] = _read_token_ids(getattr(message, descriptor.name), inner_path)
-    for field, descriptor in plan.required:
-        if field.name not in fields:
-            field_path = f"{path}.{descriptor.name}" if path else descriptor.name
-            if descriptor.has_presence:
-                raise InvalidRequest(f"{field_path} is required", field_path)
-            raise InvalidRequest(f"{field_path} is unspecified", field_path)
+        fields[name] = read(value, f"{path}.{proto}" if path else proto)
+    for name, proto in plan.token_ids:
+        inner_path = f"{path}.{proto}" if path and proto else path or proto
+        fields[name] = _read_token_ids(getattr(message, proto) if proto else message, inner_path)
+    for name, proto, has_presence in plan.required:
+        if name not in fields:
+            field_path = f"{path}.{proto}" if path else proto
+            problem = "required" if has_presence else "unspecified"
+            raise InvalidRequest(f"{field_path} is {problem}", field_path)
     return cls(**fields)
 
 
-def _read_field(
-    message: Message, descriptor: FieldDescriptor, kind: FieldCodec, value: Any, path: str
-) -> Any:
+def _reader(kind: FieldCodec, descriptor: FieldDescriptor) -> Callable[[Any, str], Any]:
+    """Returns what makes the value of a field from that of the message and a path for errors."""
     match kind:
         case AnyJsonCodec():
-            return load_json_text(value, path)
+            return load_json_text
         case EnumCodec():
-            return _read_enum(kind, descriptor.enum_type, value, path)
+            return partial(_read_enum, kind, descriptor.enum_type)
         case ObjectCodec(cls):
-            return _read_message(cls, value, path)
+            return partial(_read_message, cls)
         case ListCodec(item):
-            return tuple(_read_items(_repeated_field(message, descriptor), item, path))
+            return partial(_read_collection, tuple, item, descriptor.is_repeated)
         case SetCodec(item):
-            return frozenset(_read_items(_repeated_field(message, descriptor), item, path))
+            return partial(_read_collection, frozenset, item, descriptor.is_repeated)
         case MapCodec(ListCodec(item)):
-            return {
-                key: tuple(_read_items(_wrapped_list(inner), item, f"{path}.{key}"))
-                for key, inner in value.items()
-            }
+            return partial(_read_map_of_lists, item)
         case MapCodec(item):
-            return {key: item.read(one, f"{path}.{key}") for key, one in value.items()}
+            return partial(_read_map, item)
         case _:
-            return kind.read(value, path)
+            return kind.read
+
+
+def _read_collection(
+    collection: Callable[[Any], Any], item: FieldCodec, is_repeated: bool, value: Any, path: str
+) -> Any:
+    return collection(_read_items(value if is_repeated else _wrapped_list(value), item, path))
+
+
+def _read_map(item: FieldCodec, value: Any, path: str) -> dict[Any, Any]:
+    return {key: item.read(inner, f"{path}.{key}") for key, inner in value.items()}
+
+
+def _read_map_of_lists(item: FieldCodec, value: Any, path: str) -> dict[Any, Any]:
+    return {
+        key: tuple(_read_items(_wrapped_list(inner), item, f"{path}.{key}"))
+        for key, inner in value.items()
+    }
 
 
 def _read_items(items: Any, kind: FieldCodec, path: str) -> Iterator[Any]:
@@ -303,46 +351,52 @@ def _read_media_item(message: request_pb2.MultimodalData, path: str) -> Multimod
             raise InvalidRequest(f"{path} needs one of url, raw_url, decoded", path)
 
 
-@functools.cache
 def _field_pairs(
     cls: type[Any], message: type[Message]
-) -> tuple[tuple[WireField, FieldDescriptor], ...]:
-    """Return each field with its descriptor. Raises KeyError if the message has no such field."""
+) -> Iterator[tuple[WireField, FieldDescriptor]]:
+    """Yields each field with its descriptor. Raises KeyError if the message has no such field."""
+    assert message.DESCRIPTOR.name == cls.__name__, "message and dataclass have the same name"
     descriptors = message.DESCRIPTOR.fields_by_name
-    # The stubs also allow the FieldDescriptor class of the C implementation.
-    return tuple(
-        (field, cast(FieldDescriptor, descriptors[field.proto])) for field in wire_fields(cls)
-    )
+    for field in wire_fields(cls):
+        # The stubs also allow the FieldDescriptor class of the C implementation.
+        yield field, cast(FieldDescriptor, descriptors[field.proto])
 
 
 @dataclass(frozen=True, slots=True)
 class _WritePlan:
-    """How to write a class to a message; names are pairs (attribute, protobuf field)."""
+    """How to write a class to a message. Entries begin with the name of the attribute; then, where
+    it is needed, the name of the protobuf field."""
 
     copied: Sequence[tuple[str, str]]
-    """Scalars that are equal in both forms."""
+    """Scalars that are equal in both forms, without presence."""
+    copied_unless_none: Sequence[tuple[str, str]]
+    """The same with presence."""
     lists: Sequence[tuple[str, str]]
     """Lists of such scalars."""
-    converted: Sequence[tuple[WireField, FieldDescriptor]]
+    converted: Sequence[tuple[str, bool, Callable[[Any, Any], None]]]
+    """Other fields: whether None is a value (the JSON value null), not absence; what writes it."""
 
 
 @functools.cache
 def _write_plan(cls: type[Any], message: type[Message]) -> _WritePlan:
-    copied, lists, converted = [], [], []
-    for field, descriptor in _field_pairs(cls, message):  # type: ignore[arg-type]
-        names = (field.name, descriptor.name)
-        if isinstance(field.kind, IntegerCodec | FloatCodec | TextCodec | BoolCodec | BytesCodec):
-            copied.append(names)
-        elif isinstance(field.kind, ListCodec) and _is_scalar_list(field.kind.item, descriptor):
+    copied: list[tuple[str, str]] = []
+    copied_unless_none: list[tuple[str, str]] = []
+    lists, converted = [], []
+    for field, descriptor in _field_pairs(cls, message):
+        kind, names = field.kind, (field.name, descriptor.name)
+        if isinstance(kind, IntegerCodec | FloatCodec | TextCodec | BoolCodec | BytesCodec):
+            (copied_unless_none if descriptor.has_presence else copied).append(names)
+        elif isinstance(kind, ListCodec) and _is_scalar_list(kind.item, descriptor):
             lists.append(names)
         else:
-            converted.append((field, descriptor))
-    return _WritePlan(copied, lists, converted)
+            converted.append((field.name, field.required, _writer(kind, descriptor)))
+    return _WritePlan(copied, copied_unless_none, lists, converted)
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadPlan:
-    """How to read a class from a message; names are pairs (attribute, protobuf field)."""
+    """How to read a class from a message. Entries begin with the names of the attribute and of the
+    protobuf field."""
 
     absent: Mapping[str, Any]
     """Values of fields without presence and without default, if they are not set."""
@@ -352,11 +406,12 @@ class _ReadPlan:
     """The same with presence."""
     lists: Sequence[tuple[str, str, Callable[[Any], Any]]]
     """Lists of such scalars, with the type of the collection."""
-    checked: Sequence[tuple[WireField, FieldDescriptor, str]]
-    """Other fields, with the name of the protobuf field."""
-    token_ids: Sequence[tuple[WireField, FieldDescriptor]]
-    required: Sequence[tuple[WireField, FieldDescriptor]]
-    """Fields that must be set."""
+    checked: Sequence[tuple[str, str, bool, Callable[[Any, str], Any]]]
+    """Other fields: whether they have presence; what reads a value."""
+    token_ids: Sequence[tuple[str, str]]
+    """Token ids; without a protobuf field, they are in the message itself."""
+    required: Sequence[tuple[str, str, bool]]
+    """Fields that must be set: whether they have presence."""
 
 
 @functools.cache
@@ -364,27 +419,28 @@ def _read_plan(cls: type[Any], message: type[Message]) -> _ReadPlan:
     absent: dict[str, Any] = {}
     copied, copied_if_set, lists, checked, token_ids, required = [], [], [], [], [], []
     empty = message()
-    for field, descriptor in _field_pairs(cls, message):  # type: ignore[arg-type]
-        kind, names = field.kind, (field.name, descriptor.name)
+    for field, descriptor in _field_pairs(cls, message):
+        kind, has_presence = field.kind, descriptor.has_presence
+        names = (field.name, descriptor.name)
         if isinstance(kind, TokenIdsCodec):
-            token_ids.append((field, descriptor))
+            token_ids.append(names if descriptor.message_type is not None else (field.name, ""))
             continue
-        zero = getattr(empty, descriptor.name)
-        if field.required and (descriptor.has_presence or isinstance(kind, EnumCodec)):
-            required.append((field, descriptor))
+        zero, read = getattr(empty, descriptor.name), _reader(kind, descriptor)
+        if field.required and (has_presence or isinstance(kind, EnumCodec)):
+            required.append((*names, has_presence))
         elif field.required:
-            absent[field.name] = _read_field(empty, descriptor, kind, zero, descriptor.name)
+            absent[field.name] = read(zero, descriptor.name)
         if isinstance(kind, ListCodec | SetCodec) and _is_scalar_list(kind.item, descriptor):
             collection: Callable[[Any], Any] = tuple if isinstance(kind, ListCodec) else frozenset
             lists.append((*names, collection))
         elif not _is_any_value_valid(kind, descriptor):
-            checked.append((field, descriptor, descriptor.name))
-        elif descriptor.has_presence:
+            checked.append((*names, has_presence, read))
+        elif has_presence:
             copied_if_set.append(names)
         elif field.required or field.default == zero:
             copied.append(names)
         else:
-            checked.append((field, descriptor, descriptor.name))
+            checked.append((*names, has_presence, read))
     return _ReadPlan(absent, copied, copied_if_set, lists, checked, token_ids, required)
 
 
@@ -400,12 +456,6 @@ def _is_any_value_valid(kind: FieldCodec, descriptor: FieldDescriptor) -> bool:
         low, high = _INTEGER_RANGES[descriptor.type]
         return kind.low <= low and high <= kind.high
     return isinstance(kind, TextCodec | BoolCodec | BytesCodec)
-
-
-def _repeated_field(message: Message, descriptor: FieldDescriptor) -> Any:
-    """Return the repeated field, directly or inside its wrapper message."""
-    inner = getattr(message, descriptor.name)
-    return inner if descriptor.is_repeated else _wrapped_list(inner)
 
 
 def _wrapped_list(wrapper: Message) -> Any:
