@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -61,6 +61,8 @@ from kvmesh.types.v1 import request_pb2
 
 P = TypeVar("P")
 M = TypeVar("M", bound=Message)
+
+_UNSET = object()
 
 _INTEGER_RANGES = {
     FieldDescriptor.TYPE_UINT32: (0, 2**32 - 1),
@@ -235,17 +237,17 @@ def _set_media_item(message: request_pb2.MultimodalData, media_item: MultimodalD
 def _read_message(cls: type[P], message: Message, path: str) -> P:
     # mypy takes the hash of a class for that of its instances.
     plan = _read_plan(cls, type(message))  # type: ignore[arg-type]
-    fields = dict(plan.absent)
-    for name, proto in plan.copied:
-        fields[name] = getattr(message, proto)
-    for name, proto in plan.copied_if_set:
+    values = plan.values.copy()
+    for index, proto in plan.copied:
+        values[index] = getattr(message, proto)
+    for index, proto in plan.copied_if_set:
         if message.HasField(proto):
-            fields[name] = getattr(message, proto)
-    for name, proto, collection in plan.lists:
+            values[index] = getattr(message, proto)
+    for index, proto, collection in plan.lists:
         value = getattr(message, proto)
         if value:
-            fields[name] = collection(value)
-    for name, proto, has_presence, read in plan.checked:
+            values[index] = collection(value)
+    for index, proto, has_presence, read in plan.checked:
         if has_presence:
             if not message.HasField(proto):
                 continue
@@ -254,16 +256,20 @@ def _read_message(cls: type[P], message: Message, path: str) -> P:
             value = getattr(message, proto)
             if not value:
                 continue
-        fields[name] = read(value, f"{path}.{proto}" if path else proto)
-    for name, proto in plan.token_ids:
+        values[index] = read(value, f"{path}.{proto}" if path else proto)
+    for index, proto in plan.token_ids:
         inner_path = f"{path}.{proto}" if path and proto else path or proto
-        fields[name] = _read_token_ids(getattr(message, proto) if proto else message, inner_path)
-    for name, proto, has_presence in plan.required:
-        if name not in fields:
+        values[index] = _read_token_ids(getattr(message, proto) if proto else message, inner_path)
+    for index, proto, has_presence in plan.required:
+        if values[index] is _UNSET:
             field_path = f"{path}.{proto}" if path else proto
             problem = "required" if has_presence else "unspecified"
             raise InvalidRequest(f"{field_path} is {problem}", field_path)
-    return cls(**fields)
+    if plan.keywords is None:
+        return cls(*values)
+    # Defaults that are not passed are made anew.
+    pairs = zip(plan.keywords, values, strict=True)
+    return cls(**{name: value for name, value in pairs if value is not _UNSET})
 
 
 def _reader(kind: FieldCodec, descriptor: FieldDescriptor) -> Callable[[Any, str], Any]:
@@ -395,53 +401,70 @@ def _write_plan(cls: type[Any], message: type[Message]) -> _WritePlan:
 
 @dataclass(frozen=True, slots=True)
 class _ReadPlan:
-    """How to read a class from a message. Entries begin with the names of the attribute and of the
-    protobuf field."""
+    """How to read a class from a message. Entries begin with the index of the value and the name of
+    the protobuf field."""
 
-    absent: Mapping[str, Any]
-    """Values of fields without presence and without default, if they are not set."""
-    copied: Sequence[tuple[str, str]]
+    values: list[Any]
+    """The values of fields that are not set, in the order of declaration; _UNSET: none."""
+    keywords: Sequence[str] | None
+    """Names of the values. None: they are passed by position."""
+    copied: Sequence[tuple[int, str]]
     """Scalars without presence, of which each value on the wire is valid."""
-    copied_if_set: Sequence[tuple[str, str]]
+    copied_if_set: Sequence[tuple[int, str]]
     """The same with presence."""
-    lists: Sequence[tuple[str, str, Callable[[Any], Any]]]
+    lists: Sequence[tuple[int, str, Callable[[Any], Any]]]
     """Lists of such scalars, with the type of the collection."""
-    checked: Sequence[tuple[str, str, bool, Callable[[Any, str], Any]]]
+    checked: Sequence[tuple[int, str, bool, Callable[[Any, str], Any]]]
     """Other fields: whether they have presence; what reads a value."""
-    token_ids: Sequence[tuple[str, str]]
+    token_ids: Sequence[tuple[int, str]]
     """Token ids; without a protobuf field, they are in the message itself."""
-    required: Sequence[tuple[str, str, bool]]
+    required: Sequence[tuple[int, str, bool]]
     """Fields that must be set: whether they have presence."""
 
 
 @functools.cache
 def _read_plan(cls: type[Any], message: type[Message]) -> _ReadPlan:
-    absent: dict[str, Any] = {}
+    names = [field.name for field in wire_fields(cls)]
+    keywords = None if _is_positional(cls) else names
+    values: list[Any] = [_UNSET] * len(names)
     copied, copied_if_set, lists, checked, token_ids, required = [], [], [], [], [], []
     empty = message()
-    for field, descriptor in _field_pairs(cls, message):
-        kind, has_presence = field.kind, descriptor.has_presence
-        names = (field.name, descriptor.name)
+    for index, (field, descriptor) in enumerate(_field_pairs(cls, message)):
+        kind, has_presence, proto = field.kind, descriptor.has_presence, descriptor.name
+        if not field.required and keywords is None:
+            values[index] = field.default
         if isinstance(kind, TokenIdsCodec):
-            token_ids.append(names if descriptor.message_type is not None else (field.name, ""))
+            token_ids.append((index, proto if descriptor.message_type is not None else ""))
             continue
-        zero, read = getattr(empty, descriptor.name), _reader(kind, descriptor)
+        zero, read = getattr(empty, proto), _reader(kind, descriptor)
         if field.required and (has_presence or isinstance(kind, EnumCodec)):
-            required.append((*names, has_presence))
+            required.append((index, proto, has_presence))
         elif field.required:
-            absent[field.name] = read(zero, descriptor.name)
+            values[index] = read(zero, proto)
         if isinstance(kind, ListCodec | SetCodec) and _is_scalar_list(kind.item, descriptor):
             collection: Callable[[Any], Any] = tuple if isinstance(kind, ListCodec) else frozenset
-            lists.append((*names, collection))
+            lists.append((index, proto, collection))
         elif not _is_any_value_valid(kind, descriptor):
-            checked.append((*names, has_presence, read))
+            checked.append((index, proto, has_presence, read))
         elif has_presence:
-            copied_if_set.append(names)
+            copied_if_set.append((index, proto))
         elif field.required or field.default == zero:
-            copied.append(names)
+            copied.append((index, proto))
         else:
-            checked.append((*names, has_presence, read))
-    return _ReadPlan(absent, copied, copied_if_set, lists, checked, token_ids, required)
+            checked.append((index, proto, has_presence, read))
+    return _ReadPlan(values, keywords, copied, copied_if_set, lists, checked, token_ids, required)
+
+
+def _is_positional(cls: type[Any]) -> bool:
+    """Returns whether the values of the fields on the wire can be passed by position. Values that
+    are made anew for each object are not passed."""
+    if not is_dataclass(cls):
+        return True  # a named tuple
+    declared = fields(cls)
+    on_wire = [field.name for field in wire_fields(cls)]
+    return [field.name for field in declared[: len(on_wire)]] == on_wire and not any(
+        field.kw_only or field.default_factory is not MISSING for field in declared
+    )
 
 
 def _is_scalar_list(item: FieldCodec, descriptor: FieldDescriptor) -> bool:
