@@ -73,7 +73,6 @@ class RouterApp(ServiceApp[RouterConfig]):
         )
         self.peers = PeerSync(
             self.instance_id,
-            lambda: self.router.fleet.routers,
             load_tracker,
             self.router.affinity,
             self.router.overlaps,
@@ -109,7 +108,7 @@ class RouterApp(ServiceApp[RouterConfig]):
             self._meta[PREFILL_BYPASS_META_KEY] = config.bypass_policy
         self._add_service(router_pb2_grpc.add_RouterServiceServicer_to_server, self._service)
         self._serve_metrics(self.metrics.registry)
-        followers = [self.index.on_snapshot]
+        followers = [self.index.on_snapshot, self.peers.on_snapshot]
         watch = FleetWatch(self._registry, config.namespace, self.router, self._clock, followers)
         if not self.router.overlaps.settings.follows_events:
             credit = config.overlap_score_credit
@@ -128,16 +127,11 @@ class RouterApp(ServiceApp[RouterConfig]):
 
     async def _wait_until_current(self, lifecycle: Lifecycle, watch: FleetWatch) -> None:
         deadline = asyncio.get_running_loop().time() + STARTUP_TIMEOUT_S
-        lifecycle.spawn(self._run_peer_sync(watch), name="sync with peers")
+        lifecycle.spawn(self.peers.run(), name="sync with peers")
         if not await _wait_for_event(watch.first_snapshot, deadline):
             LOG.warning("serving_without_fleet", reason="the registry did not answer")
         elif not await _wait_for_event(self.peers.caught_up, deadline):
             LOG.warning("serving_without_peer_bookings", reason="a peer did not answer")
-
-    async def _run_peer_sync(self, watch: FleetWatch) -> None:
-        """Starts with the first snapshot: the peers of that snapshot send their full state."""
-        await watch.first_snapshot.wait()
-        await self.peers.run()
 
     async def drain(self, grace_s: float) -> Sequence[str]:
         """Ends the sessions, which have no end of their own, and waits for calls."""

@@ -100,11 +100,6 @@ class Fleet:
         """Whether discovery shows an instance of that id, of any service."""
         return instance_id in self._snapshot.instances
 
-    @property
-    def routers(self) -> tuple[Instance, ...]:
-        """The routers in discovery, including this one once it is registered."""
-        return self._snapshot.of("router")
-
     def address(self, instance_id: int) -> str:
         """The gRPC address of an instance; empty if discovery does not show it."""
         instance = self._snapshot.instances.get(instance_id)

@@ -151,10 +151,17 @@ class _SnapshotBookings:
 class OutboundSync:
     """Unsent updates for one peer, on one stream. Made by `Replica.open_outbound`."""
 
-    def __init__(self, load_tracker: LoadTracker, own: Digest, affinity: SessionAffinity) -> None:
+    def __init__(
+        self,
+        load_tracker: LoadTracker,
+        own: Digest,
+        affinity: SessionAffinity,
+        on_change: Callable[[], object],
+    ) -> None:
         self._load_tracker = load_tracker
         self._own_digest = own
         self._affinity = affinity
+        self._on_change = on_change
         # Whether the booking had ended at the change: a peer may have it again when this is sent.
         self._changed_bookings: dict[BookingKey, bool] = {}
         self._changed_sessions: dict[SessionName, None] = {}
@@ -176,6 +183,7 @@ class OutboundSync:
         self._changed_bookings[key] = self._load_tracker.get(key) is None
         if len(self._changed_bookings) > max(BACKLOG_MAX, 2 * self._full_sync_remaining):
             self.request_full_sync()
+        self._on_change()
 
     def session_changed(self, session: SessionName) -> None:
         if self._is_full_sync_start:
@@ -183,12 +191,14 @@ class OutboundSync:
         self._changed_sessions[session] = None
         if len(self._changed_sessions) > 2 * BACKLOG_MAX:
             self.request_full_sync()
+        self._on_change()
 
     def prompt_entered(self, prompt: PlacedPrompt) -> None:
         self._prompts.append(prompt)
         self._prompt_blocks += _blocks_of(prompt)
         while self._prompt_blocks > BACKLOG_BLOCKS_MAX:
             self._prompt_blocks -= _blocks_of(self._prompts.popleft())
+        self._on_change()
 
     def seconds_until_due(self, now: float) -> float:
         """Seconds until a frame is due: 0 if there are changes, else until the next digest."""
@@ -262,16 +272,14 @@ class OutboundSync:
 
 
 class Replica:
-    """This router's side of the replication. Times are seconds. on_change: called when there is
-    something new to send. refused: entries of peers left out: invalid, or the tracker was full.
-    resends: full syncs requested from peers. affinity: the client sessions to replicate; overlaps:
-    the approximate entries; None: none.
+    """This router's side of the replication. Times are seconds. refused: entries of peers left out:
+    invalid, or the tracker was full. resends: full syncs requested from peers. affinity: the client
+    sessions to replicate; overlaps: the approximate entries; None: none.
     """
 
     def __init__(
         self,
         load_tracker: LoadTracker,
-        on_change: Callable[[], object] = lambda: None,
         affinity: SessionAffinity | None = None,
         overlaps: Overlaps | None = None,
     ) -> None:
@@ -280,7 +288,6 @@ class Replica:
         self._affinity = (
             SessionAffinity(0.0, events=load_tracker.events) if affinity is None else affinity
         )
-        self._on_change = on_change
         self._own_digest = Digest()
         self._outbound_syncs: set[OutboundSync] = set()
         self._peer_states: dict[int, _PeerState] = {}
@@ -299,13 +306,15 @@ class Replica:
             self._own_digest.discard(key)
         for outbound in self._outbound_syncs:
             outbound.changed(key)
-        self._on_change()
 
     # Outbound.
 
-    def open_outbound(self) -> OutboundSync:
-        """The unsent updates for a newly opened stream to a peer."""
-        outbound = OutboundSync(self._load_tracker, self._own_digest, self._affinity)
+    def open_outbound(self, on_change: Callable[[], object] = lambda: None) -> OutboundSync:
+        """Returns the unsent updates for a newly opened stream to a peer.
+
+        on_change: called when there is something new to send on it.
+        """
+        outbound = OutboundSync(self._load_tracker, self._own_digest, self._affinity, on_change)
         self._outbound_syncs.add(outbound)
         return outbound
 
@@ -423,7 +432,6 @@ class Replica:
     def _session_changed(self, session: SessionName) -> None:
         for outbound in self._outbound_syncs:
             outbound.session_changed(session)
-        self._on_change()
 
     def _prompt_entered(self, query: Query, placement: Placement) -> None:
         if not self._outbound_syncs:
@@ -432,7 +440,6 @@ class Replica:
         prompt = PlacedPrompt(Query(query.model, query.total_tokens, *hashes), placement)
         for outbound in self._outbound_syncs:
             outbound.prompt_entered(prompt)
-        self._on_change()
 
     def _apply_bookings(self, peer_state: _PeerState, frame: Frame, now: float) -> None:
         for booking in frame.upserts:

@@ -793,7 +793,6 @@ class SimRouter:
         self.router.decision_checker = decision_checker
         self.peers = parts.peers(
             self.id,
-            lambda: self.router.fleet.routers,
             book,
             self.router.affinity,
             open_sync=make_sync_opener(net, self.process, garble or Garble(rng)),
@@ -814,7 +813,9 @@ class SimRouter:
         """Watches the fleet, serves after the first snapshot and the sync of its peers, and
         registers.
         """
-        followers = [] if self.index is None else [self.index.on_snapshot]
+        followers = [self.peers.on_snapshot]
+        if self.index is not None:
+            followers.append(self.index.on_snapshot)
         watch = FleetWatch(self.discovery, NAMESPACE, self.router, self._clock, followers)
         self.process.spawn(watch.run())
         self.process.spawn(self._tick())

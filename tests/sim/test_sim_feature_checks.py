@@ -234,10 +234,8 @@ class KeepsSessionsForEver(ObservedRouter):
 class NeverSyncsSessions(PeerSync):
     """Sends only bookings to other routers."""
 
-    def __init__(
-        self, id: int, routers: Any, book: LoadTracker, affinity: Any, **others: Any
-    ) -> None:
-        super().__init__(id, routers, book, **others)
+    def __init__(self, id: int, book: LoadTracker, affinity: Any, **others: Any) -> None:
+        super().__init__(id, book, **others)
 
 
 class InvertsPriorities(ObservedRouter):

@@ -88,14 +88,14 @@ class SendsNoBookings(PeerSync):
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        book: LoadTracker = args[2]
+        book: LoadTracker = args[1]
         book.events.booking_changed = Event()
 
 
 class NeverSendsUpdates(PeerSync):
     """Receives updates from other routers, but sends none."""
 
-    async def _keep_outbound_stream(self, *args: Any) -> None:
+    async def _keep_outbound_stream(self, *args: Any, **others: Any) -> None:
         await asyncio.sleep(400.0)
 
 

@@ -987,8 +987,9 @@ Global___DumpResponse: _TypeAlias = DumpResponse  # noqa: Y015
 class SyncRequest(_message.Message):
     """From a router to a peer, on a stream that the sender opened: its own bookings, which are those of
     its sessions and those whose session ended less than 3 s ago. Each frame is answered before the next
-    one is sent; a sender without changes sends a digest each second. When the stream ends, the bookings
-    sent on it become orphans and count for 3 s more.
+    one is sent; a sender without changes sends a digest each second. Silence rule: either end is lost,
+    and the other one ends the stream, if its frame or its response is due for more than 3 s. When the
+    stream ends, the bookings sent on it become orphans and count for 3 s more.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
