@@ -28,7 +28,7 @@ from common.errors import (
     Unimplemented,
 )
 from common.runtime import telemetry
-from common.runtime.tasks import TaskGroup
+from common.streams.writer import FrameWriter
 from common.wire.errors import error_to_proto
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from router_svc.core.admission import QueuedRequest
@@ -103,7 +103,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """
         self.decisions.close()
         for outbox in self._outboxes:
-            outbox.close()
+            outbox.writer.close()
         if self._peers is not None:
             self._peers.close()
 
@@ -114,15 +114,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         outbox = _SessionOutbox()
         self._outboxes.add(outbox)
         try:
-            async with TaskGroup() as tasks:
-                reader = tasks.create_task(self._read_session(request_iterator, outbox))
-                while (frame := await outbox.next_frame()) is not None:
-                    await context.write(frame)
-                reader.cancel()
+            await outbox.writer.serve(self._read_session(request_iterator, outbox), context.write)
         finally:
             self._outboxes.discard(outbox)
-        if outbox.failure is not None:
-            raise outbox.failure
 
     async def Route(
         self, request: router_pb2.RouteRequest, context: Context
@@ -222,6 +216,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """Read until the stream ends or violates the protocol; then its bookings are orphans."""
         load_tracker = self._router.load_tracker
         session: int | None = None
+        failure: MeshError | None = None
         try:
             async for frame in frames:
                 if session is None:
@@ -237,14 +232,14 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     outbox.put_heartbeat()
                 await self._apply(frame, frontend_id, session, outbox)
         except MeshError as error:
-            outbox.failure = error
+            failure = error
         finally:
             if session is not None:
                 self.decisions.withdraw_session(session)
                 orphaned = load_tracker.end_session(session, self._clock())
                 self._metrics.sessions.dec()
                 LOG.info("session_ended", frontend_id=frontend_id, orphaned=orphaned)
-            outbox.close()
+            outbox.writer.close(failure)
 
     def _hello_ack(self) -> router_pb2.SessionHelloAck:
         queue = self._router.queue.settings
@@ -300,7 +295,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
 
         def reply(outcome: DecisionRecord | MeshError) -> None:
             if isinstance(outcome, MeshError) and outcome.reason == DRAINING_REASON:
-                outbox.failure = outcome
+                outbox.writer.close(outcome)
             else:
                 outbox.post(self._result(number, key, outcome))
 
@@ -313,8 +308,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             if error.reason != DRAINING_REASON:
                 return self._result(number, None, error)
             # The client does not get it: other routers may serve the request. See `end_sessions`.
-            outbox.failure = error
-            outbox.close()
+            outbox.writer.close(error)
             return None
         return None if isinstance(decided, QueuedRequest) else self._result(number, key, decided)
 
@@ -336,57 +330,43 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
 
 
 class _SessionOutbox:
-    """The send queue of one session. failure: the error that ends the session, if any."""
+    """The send queue of one session."""
 
     def __init__(self) -> None:
         self._hello_ack: router_pb2.SessionHelloAck | None = None
         self._results: list[router_pb2.NewResult] = []
         self._heartbeat_due = False
-        self._closed = False
-        self._has_items = asyncio.Event()
-        self._frame_taken = asyncio.Event()
-        self.failure: MeshError | None = None
+        self.writer = FrameWriter(self._next_frame)
 
     def put_hello_ack(self, hello_ack: router_pb2.SessionHelloAck) -> None:
         self._hello_ack = hello_ack
-        self._has_items.set()
+        self.writer.wake()
 
     def put_heartbeat(self) -> None:
-        """Requested by the peer; any frame counts as one."""
+        """Queues the heartbeat that the peer requested; any frame counts as one."""
         self._heartbeat_due = True
-        self._has_items.set()
+        self.writer.wake()
 
     def post(self, result: router_pb2.NewResult) -> None:
-        """Queue the result of a queued request; the limits of the admission queue bound these."""
+        """Queues the result of a queued request; the limits of the admission queue bound these."""
         self._results.append(result)
-        self._has_items.set()
+        self.writer.wake()
 
     async def put(self, results: list[router_pb2.NewResult]) -> None:
-        """Queue results; waits while OUTBOX_RESULTS_MAX are pending."""
+        """Queues results. Waits while OUTBOX_RESULTS_MAX are pending."""
         while len(self._results) >= OUTBOX_RESULTS_MAX:
-            self._frame_taken.clear()
-            await self._frame_taken.wait()
+            await self.writer.frame_taken()
         if results:
             self._results += results
-            self._has_items.set()
+            self.writer.wake()
         await asyncio.sleep(0)  # Lets the writer run during a long frame.
 
-    def close(self) -> None:
-        """Send what is queued; then `next_frame` returns None."""
-        self._closed = True
-        self._has_items.set()
-
-    async def next_frame(self) -> router_pb2.SessionResponse | None:
-        """All pending results as one frame; None at the end."""
-        await self._has_items.wait()
+    def _next_frame(self) -> router_pb2.SessionResponse | None:
+        """All pending results as one frame; None if nothing is due."""
         if not self._results and self._hello_ack is None and not self._heartbeat_due:
-            assert self._closed, "the event was set without a frame"
             return None
         frame = router_pb2.SessionResponse(hello_ack=self._hello_ack, results=self._results)
         self._hello_ack, self._results, self._heartbeat_due = None, [], False
-        if not self._closed:
-            self._has_items.clear()
-        self._frame_taken.set()
         return frame
 
 
