@@ -103,10 +103,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         )
         self._router = RouterClient(
             self.instance_id,
-            lambda: self._snapshot.of("router"),
             self._place_locally,
             has_workers=lambda query: has_workers(self._snapshot, query),
-            frontends=lambda: self._snapshot.of("frontend"),
             open_session=grpc_session_opener(self._security),
             rng=self._rng,
             stalled_s=stalled_s,
@@ -274,12 +272,13 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             client_started.set()
             await asyncio.get_running_loop().create_future()
 
-    def _on_snapshot(self, snapshot: Snapshot, _: SnapshotDiff) -> None:
+    def _on_snapshot(self, snapshot: Snapshot, changes: SnapshotDiff) -> None:
         self._snapshot = snapshot
         self._frontend_count = len(snapshot.of("frontend"))
         self._engines.retain(snapshot.instances)
         self._recently_left.follow(snapshot.instances)
         self._hit_monitor.follow(snapshot)
+        self._router.on_snapshot(snapshot, changes)
         self._snapshot_changed.set()
 
     async def _watch_models(self, models_loaded: asyncio.Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from common.request.placement import Decision, Query
@@ -104,6 +105,11 @@ class HeldBookings:
         frame.frees.extend(map(key_to_proto, self._unsent_frees))
         self._unsent_outputs.clear()
         self._unsent_prefills_done, self._unsent_frees = [], []
+
+    @property
+    def is_renewal_due(self) -> bool:
+        oldest_at = next(iter(self._renewed_at.values()), math.inf)
+        return self._now() - oldest_at >= RENEW_INTERVAL_S
 
     def _record(self, unsent: list[PlacementKey], key: PlacementKey) -> None:
         if self.is_session_open:

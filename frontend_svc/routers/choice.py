@@ -54,24 +54,28 @@ class RouterSelector:
         self._frontend_id = frontend_id
         self._failed_at: dict[int, float] = {}
         self._home: int | None = None
-        self._home_inputs: tuple[frozenset[int], frozenset[int]] | None = None
+        # Frontends and routers of the last update.
+        self._present: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
     def mark_failed(self, router_id: int, now: float) -> None:
         self._failed_at[router_id] = now
 
-    def choose(self, frontends: Iterable[int], routers: Iterable[int], now: float) -> int | None:
+    def update(self, frontends: Iterable[int], routers: Iterable[int]) -> None:
+        """Takes the present frontends and routers."""
+        present = (frozenset(frontends), frozenset(routers))
+        if present != self._present:  # O(frontends * routers); most snapshots change only workers.
+            self._present = present
+            self._failed_at = {r: at for r, at in self._failed_at.items() if r in present[1]}
+            self._home = home_router(self._frontend_id, *present)
+
+    def choose(self, now: float) -> int | None:
         """The home router; if avoided, the best other one; if all are, the one that failed first.
         None without routers."""
-        present = frozenset(routers)
-        self._failed_at = {r: at for r, at in self._failed_at.items() if r in present}
+        _, present = self._present
         if not present:
             return None
         avoided_since = now - AVOID_FAILED_ROUTER_S
         not_avoided = [r for r in present if self._failed_at.get(r, -math.inf) <= avoided_since]
-        inputs = (frozenset(frontends), present)
-        if inputs != self._home_inputs:  # O(frontends * routers), every 0.5 s.
-            self._home_inputs = inputs
-            self._home = home_router(self._frontend_id, *inputs)
         home = self._home
         if home in not_avoided:
             return home

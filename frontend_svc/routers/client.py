@@ -11,16 +11,21 @@ are right.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from random import Random
+from typing import NoReturn
 
 import structlog
 
 from common.errors import MeshError, Overloaded, Unavailable, WorkerLost
-from common.registry.instances import Instance
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.request.placement import Decision, Query
 from common.runtime.tasks import TaskGroup
+from common.streams.backoff import Backoff
+from common.streams.peer import SilenceWatch, keep_connected
+from common.streams.silence import SESSION
 from common.streams.stall_clock import never_stalled
+from common.streams.writer import FrameWriter
 from common.wire.errors import error_from_proto
 from common.wire.preprocessed import dataclass_from_proto
 from frontend_svc.request.placement_request import PlacementCallback, PlacementKey, PlacementRequest
@@ -42,66 +47,83 @@ from kvmesh.router.v1 import router_pb2
 
 PENDING_PLACEMENTS_MAX = 8192
 TICK_S = 0.1
-# Random delay before the next session, so that the frontends of a router that died do not all
-# reach the other routers at once.
-RECONNECT_MIN_S = 0.02
+# Random delay before the next session, from a tenth of it: the frontends of a router that died do
+# not all reach the other routers at once.
 RECONNECT_MAX_S = 0.2
+RECONNECT_JITTER = (0.1, 1.0)
 # A frontend returns to its home router after a random delay of up to HOME_RETURN_JITTER_S, if the
 # home answers within HOME_PROBE_TIMEOUT_S.
+HOME_CHECK_INTERVAL_S = 0.5
 HOME_RETURN_JITTER_S = 1.0
 HOME_PROBE_TIMEOUT_S = 1.0
-PING_INTERVAL_S = 0.5
 # Between frames with nothing but changes of bookings.
 CHANGE_SPACING_S = 0.01
+# Of timers: one may end earlier by as much.
+TIMER_RESOLUTION_S = 0.001
 _HOME_ROUTER_REACHABLE = "HOME"
 
 log = structlog.get_logger()
 
 
 class RouterClient:
-    """Keeps one Session with one of the routers in discovery. routers, frontends: the live
-    instances. place_locally: places a query without a router. has_workers: whether this frontend
-    sees workers for a query. stalled_s: seconds the event loop has stalled so far; they do not
-    count against a router."""
+    """Keeps one Session with one of the routers in discovery."""
+
+    unrouted: int
+    """Queries that were placed without a router."""
 
     def __init__(
         self,
         frontend_id: int,
-        routers: Callable[[], Sequence[Instance]],
         place_locally: Callable[[Query], Decision | MeshError],
         *,
-        frontends: Callable[[], Sequence[Instance]] = tuple,
         has_workers: Callable[[Query], bool] = lambda query: False,
         open_session: OpenRouterSession | None = None,
         rng: Random | None = None,
         stalled_s: Callable[[], float] = never_stalled,
     ) -> None:
+        """Begins without routers.
+
+        place_locally: places a query without a router.
+        has_workers: returns whether this frontend sees workers for a query.
+        stalled_s: seconds the event loop has stalled so far; they do not count against a router.
+        """
         self._stalled_s = stalled_s
         self._frontend_id = frontend_id
-        self._routers = routers
-        self._frontends = frontends
+        self._routers: Mapping[int, Instance] = {}
         self._choice = RouterSelector(frontend_id)
         self._place_locally = place_locally
         self._has_workers = has_workers
         self._open_session = open_session or grpc_session_opener()
         self._rng = rng or Random()
         self._loop = asyncio.get_running_loop()
-        self._wake = asyncio.Event()
+        self._writer = FrameWriter(self._next_frame)
         self._monitor = RouterMonitor(self._now())
+        self._silence = SilenceWatch(
+            SESSION.limit_s,
+            "message from the router",
+            clock=self._loop.time,
+            stalled_s=stalled_s,
+        )
         self._held_bookings = HeldBookings(frontend_id, self._loop.time, self._on_booking_change)
-        self._wake_timer: asyncio.TimerHandle | None = None
-        self._written_at = 0.0
+        self._last_frame_at = 0.0
         self._generation = 0  # of the session, see SessionHello
         self._last_query_id = 0
         self._waiting: dict[int, PendingPlacement] = {}
         self._query_ids: dict[PlacementKey, int] = {}
         self._unsent_queries: list[int] = []
-        self._is_ping_due = False
+        # What the next frames consist of, beside the queries.
+        self._is_hello_due = self._is_heartbeat_due = self._has_changes = False
         self.unrouted = 0
 
     @property
     def is_connected(self) -> bool:
         return self._monitor.is_connected
+
+    def on_snapshot(self, snapshot: Snapshot, _: SnapshotDiff) -> None:
+        """Takes the routers and frontends in discovery."""
+        self._routers = {router.id: router for router in snapshot.of("router")}
+        frontends = (frontend.id for frontend in snapshot.of("frontend"))
+        self._choice.update(frontends, self._routers)
 
     def place(
         self, key: PlacementKey, request: PlacementRequest, callback: PlacementCallback
@@ -132,40 +154,41 @@ class RouterClient:
 
     async def run(self) -> None:
         """Keeps a Session open until it is cancelled."""
+        backoff = Backoff(RECONNECT_MAX_S, RECONNECT_MAX_S, self._rng, jitter=RECONNECT_JITTER)
         async with TaskGroup() as tasks:
             tasks.create_task(self._run_unrouted_placement())
-            while True:
-                router = self._choose()
-                if router is None or not await self._run_session(router):
-                    await asyncio.sleep(self._rng.uniform(RECONNECT_MIN_S, RECONNECT_MAX_S))
+            await keep_connected(self._run_session, backoff, _raise_defect)
 
     def _send_query(self, query_id: int) -> None:
         if self._held_bookings.is_session_open:  # a new session sends all pending queries
             self._unsent_queries.append(query_id)
-            self._wake.set()
+            self._writer.wake()
 
     def _on_booking_change(self) -> None:
         """Changes wait for each other and for the next query, for CHANGE_SPACING_S at most."""
-        if self._wake_timer is None and not self._wake.is_set():
-            at = max(self._loop.time(), self._written_at + CHANGE_SPACING_S)
-            self._wake_timer = self._loop.call_at(at, self._wake.set)
+        if not self._has_changes:
+            self._has_changes = True
+            self._writer.wake_at(max(self._loop.time(), self._last_frame_at + CHANGE_SPACING_S))
 
     def _choose(self) -> Instance | None:
-        routers = {router.id: router for router in self._routers()}
-        frontends = [frontend.id for frontend in self._frontends()]
-        chosen = self._choice.choose(frontends, routers, self._loop.time())
-        return None if chosen is None else routers[chosen]
+        chosen = self._choice.choose(self._loop.time())
+        return None if chosen is None else self._routers[chosen]
 
     def _now(self) -> RunningTime:
         return RunningTime(self._loop.time(), self._stalled_s())
 
-    async def _run_session(self, router: Instance) -> bool:
+    async def _run_session(self) -> bool:
         """Runs a session until it ends; returns whether it ended to return to the home router."""
-        self._monitor.session_opening(self._now())
+        router = self._choose()
+        if router is None:
+            return False
+        self._monitor.session_opening()
+        self._silence.restart()
+        self._is_hello_due = True
         try:
             async with self._open_session(router) as session, TaskGroup() as tasks:
-                tasks.create_task(self._write(session))
-                tasks.create_task(self._ping())
+                tasks.create_task(self._writer.run(session.write))
+                tasks.create_task(self._send_heartbeats())
                 tasks.create_task(self._return_to_home_router(router))
                 await self._read(session, router)
         except MeshError as error:
@@ -180,7 +203,7 @@ class RouterClient:
 
     async def _return_to_home_router(self, router: Instance) -> None:
         while True:
-            await asyncio.sleep(PING_INTERVAL_S)
+            await asyncio.sleep(HOME_CHECK_INTERVAL_S)
             if (home := self._choose()) is None or home.id == router.id:
                 continue
             await asyncio.sleep(HOME_RETURN_JITTER_S * self._rng.random())
@@ -204,6 +227,7 @@ class RouterClient:
 
     async def _read(self, session: Session, router: Instance) -> None:
         while (frame := await session.read()) is not None:
+            self._silence.restart()
             now, is_hello = self._now(), frame.HasField("hello_ack")
             if is_hello:
                 self._on_hello_ack(frame.hello_ack, router, now)
@@ -225,14 +249,18 @@ class RouterClient:
         self._monitor.hello_received(now, hello_ack.queue_wait_ms / 1000 if has_wait else None)
         self._held_bookings.is_output_tracked = hello_ack.track_output_blocks
 
-    async def _ping(self) -> None:
-        """Sends heartbeats: the router returns an empty frame for an empty frame only. gRPC's
-        keepalive is slower and does not detect a process that hangs."""
+    async def _send_heartbeats(self) -> None:
+        """Sends heartbeats; raises WorkerLost or Unavailable if the router does not respond.
+
+        PING of HTTP/2 is slower and does not detect a process that hangs.
+        """
         while True:
-            await asyncio.sleep(PING_INTERVAL_S)
+            await asyncio.sleep(SESSION.heartbeat_s)
+            self._silence.check()
             self._monitor.check(self._now(), self._waiting.values())
-            self._is_ping_due = True
-            self._wake.set()
+            self._is_heartbeat_due = True
+            self._has_changes |= self._held_bookings.is_renewal_due
+            self._writer.wake()
 
     def _on_result(self, result: router_pb2.NewResult) -> None:
         pending = self._waiting.get(result.id)
@@ -244,7 +272,7 @@ class RouterClient:
                 return  # the result of the repeated query has the same id
             if is_unknown_model(error) and self._has_workers(pending.request.query):
                 at = self._monitor.unknown_reported(
-                    pending, self._now(), has_other_router=len(self._routers()) > 1, rng=self._rng
+                    pending, self._now(), has_other_router=len(self._routers) > 1, rng=self._rng
                 )
                 self._loop.call_at(at, self._requery, result.id, self._generation)
                 return
@@ -267,32 +295,41 @@ class RouterClient:
         if query_id in self._waiting and generation == self._generation:
             self._send_query(query_id)
 
-    async def _write(self, session: Session) -> None:
-        """Writes all that gathered since the last write as one frame."""
-        frame = self._first_frame()
-        while True:
-            for query_id in self._unsent_queries:
-                pending = self._waiting.get(query_id)
-                if pending is not None:
-                    waited_ms = round((self._loop.time() - pending.request.arrived_at) * 1000)
-                    new = query_to_proto(query_id, pending.key, pending.request, waited_ms)
-                    frame.news.append(new)
-            self._unsent_queries = []
-            self._held_bookings.move_changes_to(frame)
-            await session.write(frame)
-            self._written_at = self._loop.time()
-            if self._is_ping_due:
-                self._is_ping_due = False
-                if frame.ListFields():
-                    await session.write(router_pb2.SessionRequest())
-            await self._wake.wait()
-            self._wake.clear()
-            if self._wake_timer is not None:
-                self._wake_timer.cancel()
-                self._wake_timer = None
+    def _next_frame(self) -> router_pb2.SessionRequest | None:
+        """Returns all that gathered since the last frame as one; None if nothing is due."""
+        now = self._loop.time()
+        if self._is_hello_due:
+            frame = self._first_frame()
+        elif self._is_heartbeat_due:
+            self._is_heartbeat_due = False
+            return router_pb2.SessionRequest()  # The router responds to an empty frame at once.
+        elif self._unsent_queries or self._are_changes_due(now):
             frame = router_pb2.SessionRequest()
+        else:
+            return None
+        for query_id in self._unsent_queries:
+            pending = self._waiting.get(query_id)
+            if pending is not None:
+                waited_ms = round((now - pending.request.arrived_at) * 1000)
+                new = query_to_proto(query_id, pending.key, pending.request, waited_ms)
+                frame.news.append(new)
+        self._unsent_queries = []
+        self._held_bookings.move_changes_to(frame)
+        self._has_changes = False
+        self._last_frame_at = now
+        return frame
+
+    def _are_changes_due(self, now: float) -> bool:
+        if not self._has_changes:
+            return False
+        due_at = self._last_frame_at + CHANGE_SPACING_S
+        is_due = now > due_at - TIMER_RESOLUTION_S
+        if not is_due:
+            self._writer.wake_at(due_at)
+        return is_due
 
     def _first_frame(self) -> router_pb2.SessionRequest:
+        self._is_hello_due = self._is_heartbeat_due = False
         self._generation += 1
         self._unsent_queries = list(self._waiting)
         for pending in self._waiting.values():
@@ -317,3 +354,8 @@ class RouterClient:
                 # A router may have booked, or may still book, another placement for it.
                 self._held_bookings.free(pending.key)
                 pending.callback(self._place_locally(pending.request.query))
+
+
+def _raise_defect(error: Exception, _: float) -> NoReturn:
+    """Ends the process: a session handles the errors of its router itself."""
+    raise error

@@ -17,6 +17,7 @@ from random import Random
 from typing import NamedTuple
 
 from common.errors import MeshError, UnknownModel, WorkerLost
+from common.streams.silence import SESSION
 from frontend_svc.request.placement_request import (
     UNKNOWN_ADAPTER,
     PlacementCallback,
@@ -25,10 +26,8 @@ from frontend_svc.request.placement_request import (
 )
 from frontend_svc.routers.choice import AVOID_FAILED_ROUTER_S
 
+# Above the limit of SESSION: a router that hangs is no worse than one that is gone.
 UNROUTED_AFTER_S = 3.0
-# A router that is silent for so long is lost. Below UNROUTED_AFTER_S, so that a router that hangs
-# is no worse than one that is gone.
-SILENCE_TIMEOUT_S = 2.0
 # Time a new session has to respond to the queries that it was opened with.
 SESSION_SETTLE_S = 1.0
 # A query for an unknown model is repeated after REQUERY_DELAY_S. After STALE_ROUTER_AFTER_S the
@@ -86,13 +85,12 @@ class RouterMonitor:
     def __init__(self, now: RunningTime) -> None:
         self.is_connected = False
         self.is_stale = False
-        self._last_received_at = self._last_responsive_at = self._session_opened_at = now
+        self._last_responsive_at = self._session_opened_at = now
         self._queue_wait_s: float | None = None
         self.left_stale_router_at = -math.inf
 
-    def session_opening(self, now: RunningTime) -> None:
+    def session_opening(self) -> None:
         self.is_stale = False
-        self._last_received_at = now
 
     def hello_received(self, now: RunningTime, queue_wait_s: float | None) -> None:
         """The router acknowledged the session. queue_wait_s: how long it may queue a query; 0: it
@@ -102,23 +100,21 @@ class RouterMonitor:
 
     def frame_received(self, now: RunningTime, *, is_hello: bool, has_results: bool) -> None:
         """A frame arrived; call it after `hello_received`."""
-        self._last_received_at = now
         if self._queue_wait_s != 0 and (has_results or not is_hello):
             self._last_responsive_at = now
 
     def check(self, now: RunningTime, pending: Iterable[PendingPlacement]) -> None:
-        """Raises WorkerLost if the router is silent or leaves a query open for too long. pending:
-        oldest first."""
-        silent_s = now.since(self._last_received_at)
-        if silent_s > SILENCE_TIMEOUT_S:
-            raise WorkerLost(f"no message from the router for {silent_s:.1f} s", retryable=True)
+        """Raises WorkerLost if the router leaves a query open for too long.
+
+        pending: oldest first.
+        """
         if self._queue_wait_s is None or not self.is_connected:
             return
         oldest = next((p for p in pending if not p.is_reported_unknown(now)), None)
         if oldest is None:
             return
         open_s = now.since(max(oldest.sent_at, self._session_opened_at))
-        if open_s > self._queue_wait_s + SILENCE_TIMEOUT_S:
+        if open_s > self._queue_wait_s + SESSION.limit_s:
             text = f"the router has not answered a query for {open_s:.1f} s"
             raise WorkerLost(text, retryable=True)
 

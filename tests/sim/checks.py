@@ -42,10 +42,10 @@ from common.kv.index_feed import IndexFeed
 from common.request.placement import Decision
 from common.request.preprocessed import FinishReason
 from common.request.token_stream import CREDIT_BYTES, FRAME_BYTES, LegRequest
+from common.streams.silence import SESSION
 from frontend_svc.request.placement_request import PlacementKey
 from frontend_svc.request.types import RequestOutcome
-from frontend_svc.routers.client import PING_INTERVAL_S
-from frontend_svc.routers.monitor import SILENCE_TIMEOUT_S, UNROUTED_AFTER_S
+from frontend_svc.routers.monitor import UNROUTED_AFTER_S
 from indexer_svc.core.subscriber import BatchUpdate
 from tests.sim.clients import DEADLINE_S, Client
 from tests.sim.fleet import Peer, SimFrontend, SimIndexer, SimRouter, SimWorker
@@ -68,7 +68,7 @@ ABORT_S = 0.7
 
 # Whatever routers do, a request has a placement by then: a router may begin to hang at the end of
 # the silence timeout of another.
-PLACEMENT_MAX_S = UNROUTED_AFTER_S + SILENCE_TIMEOUT_S + PING_INTERVAL_S + 0.2
+PLACEMENT_MAX_S = UNROUTED_AFTER_S + SESSION.limit_s + SESSION.heartbeat_s + 0.2
 
 # All routers have the current state of a booking this long after it was made or changed.
 BOOKINGS_SYNC_MAX_S = 1.5

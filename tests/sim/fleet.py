@@ -20,7 +20,7 @@ from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher
 from common.kv.index_feed import IndexFeed
 from common.kv.load import Load
 from common.registry.instances import Instance, KvIndex, Snapshot, SnapshotDiff, new_instance_id
-from common.registry.registry import Lease, MemoryRegistry, MemoryStore, Watch
+from common.registry.registry import Lease, MemoryRegistry, MemoryStore, Watch, follow
 from common.request.placement import Decision, Placement, Query
 from common.request.preprocessed import TokenLogprob
 from common.request.token_stream import LegRequest, LegSink, RequestFrame, ResponseFrame, Terminal
@@ -620,10 +620,8 @@ class SimFrontend:
         self._ended = asyncio.Event()
         self.router = parts.router_port(
             self.id,
-            lambda: self.snapshot.of("router"),
             self._place_locally,
             has_workers=lambda query: has_workers(self.snapshot, query),
-            frontends=lambda: self.snapshot.of("frontend"),
             open_session=self._open_session,
             rng=rng,
             stalled_s=self.stalled_s,
@@ -669,7 +667,7 @@ class SimFrontend:
 
     async def start(self) -> None:
         """Watches the mesh and registers."""
-        self.process.spawn(self._follow())
+        self.process.spawn(follow(self.discovery, NAMESPACE, self._on_snapshot, self._rng))
         self.process.spawn(self.router.run())
         self.process.spawn(self._run_engine_client())
         await self.discovery.wait_reachable()
@@ -710,17 +708,12 @@ class SimFrontend:
         async with self.engines:
             await self._ended.wait()
 
-    async def _follow(self) -> None:
-        async with self.discovery.watch(NAMESPACE) as watch:
-            self._on_snapshot(watch.current)
-            while True:
-                self._on_snapshot(await watch.next())
-
-    def _on_snapshot(self, snapshot: Snapshot) -> None:
+    def _on_snapshot(self, snapshot: Snapshot, changes: SnapshotDiff) -> None:
         """Like `FrontendApp`."""
         self.snapshot = snapshot
         self.engines.retain(snapshot.instances)
         self._recently_left.follow(snapshot.instances)
+        self.router.on_snapshot(snapshot, changes)
 
     @asynccontextmanager
     async def _open_session(self, router: Instance) -> AsyncIterator[Session]:

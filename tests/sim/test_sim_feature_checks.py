@@ -23,6 +23,7 @@ from frontend_svc.request.ports import ResponseSink
 from frontend_svc.request.types import RequestPlan
 from frontend_svc.workers.client import Submission
 from indexer_svc.core.subscriber import BatchUpdate
+from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueueSettings
 from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.eligibility import NO_LIMITS, BusyLimits
@@ -280,12 +281,12 @@ class NeverTimesOutRequests(ObservedRouter):
 class NeverResendsRequests(ObservedRouterClient):
     """Does not repeat the requests of one router session in the next."""
 
-    async def _write(self, session: Any) -> None:
+    def _first_frame(self) -> router_pb2.SessionRequest:
         if self.unrouted >= 0 and hasattr(self, "has_requests"):
             self._waiting.clear()
             self._query_ids.clear()
         self.has_requests = True
-        await super()._write(session)
+        return super()._first_frame()
 
 
 class IgnoresLimits(ObservedRouter):

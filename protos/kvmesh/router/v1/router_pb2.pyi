@@ -23,7 +23,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class SessionRequest(_message.Message):
     """Frontend to router. Any mix; order within a frame: hello, announced, news, marks, outputs, frees.
-    An empty frame requests a sign of life: the router responds with a frame, possibly empty.
+    An empty frame is a heartbeat, sent each 0.5 s: the router responds with a frame, possibly empty.
+    Silence rule: a router that sends no frame for more than 2 s is lost, and the frontend leaves it.
+    The router has no rule: it ends a session with its connection, which HTTP/2 PING checks.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

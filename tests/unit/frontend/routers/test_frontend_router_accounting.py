@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import MeshError, Unavailable, WorkerLost
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.request.placement import Decision, Placement
 from common.request.preprocessed import (
     PreprocessedRequest,
@@ -147,11 +147,10 @@ class Harness:
         self.router = BookKeeper(tracks=tracks)
         self.workers = OneWorker()
         self.client = RouterClient(
-            FRONTEND,
-            lambda: [Instance(ROUTER, "n", "router", "", "a:1")],
-            lambda query: Unavailable("no router"),
-            open_session=self.router.open,
+            FRONTEND, lambda query: Unavailable("no router"), open_session=self.router.open
         )
+        router = Instance(ROUTER, "n", "router", "", "a:1")
+        self.client.on_snapshot(Snapshot(1, {ROUTER: router}), SnapshotDiff())
         worker = Instance(WORKER, "n", "worker", "", "a:2", model="m")
         self.gateway = Gateway(self.client, self.workers, lambda: Snapshot(1, {WORKER: worker}))
 

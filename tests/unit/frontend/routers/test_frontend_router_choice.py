@@ -43,30 +43,35 @@ def test_frontends_of_a_lost_router_spread_over_all_others() -> None:
     fled: Counter[int | None] = Counter()
     for one in frontends:
         choice = RouterSelector(one)
-        if choice.choose(frontends, routers, 0.0) == 1:
+        choice.update(frontends, routers)
+        if choice.choose(0.0) == 1:
             choice.mark_failed(1, 0.0)
-            fled[choice.choose(frontends, routers, 0.1)] += 1
+            fled[choice.choose(0.1)] += 1
     assert fled.keys() == {2, 3, 4}, "discovery still shows it, but its frontends have moved"
     assert max(fled.values()) <= 10
 
 
 def test_a_failed_home_is_avoided_for_a_while_and_then_used_again() -> None:
     choice = RouterSelector(7)
-    home = choice.choose([7], [1, 2], 10.0)
+    choice.update([7], [1, 2])
+    home = choice.choose(10.0)
     assert home is not None
     other = 3 - home
     choice.mark_failed(home, 10.0)
-    assert choice.choose([7], [1, 2], 10.0) == other
-    assert choice.choose([7], [1, 2], 10.0 + AVOID_FAILED_ROUTER_S - 0.1) == other
-    assert choice.choose([7], [1, 2], 10.0 + AVOID_FAILED_ROUTER_S) == home
+    assert choice.choose(10.0) == other
+    assert choice.choose(10.0 + AVOID_FAILED_ROUTER_S - 0.1) == other
+    assert choice.choose(10.0 + AVOID_FAILED_ROUTER_S) == home
 
 
 def test_if_all_routers_failed_the_one_that_failed_first_is_chosen() -> None:
     choice = RouterSelector(7)
+    choice.update([7], [1, 2])
     choice.mark_failed(1, 10.0)
     choice.mark_failed(2, 11.0)
-    assert choice.choose([7], [1, 2], 11.1) == 1
+    assert choice.choose(11.1) == 1
     choice.mark_failed(1, 11.2)
-    assert choice.choose([7], [1, 2], 11.3) == 2
-    assert choice.choose([7], [1], 11.4) == 1, "a failed router is better than none"
-    assert choice.choose([7], [], 11.5) is None
+    assert choice.choose(11.3) == 2
+    choice.update([7], [1])
+    assert choice.choose(11.4) == 1, "a failed router is better than none"
+    choice.update([7], [])
+    assert choice.choose(11.5) is None

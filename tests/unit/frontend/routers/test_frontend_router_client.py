@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 
 from common.errors import MeshError, NotFound, Unavailable, UnknownModel
-from common.registry.instances import Instance
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.request.placement import Decision
+from common.streams.silence import SESSION
 from common.wire.errors import error_to_proto
 from frontend_svc.request.placement_request import UNKNOWN_ADAPTER
 from frontend_svc.routers.choice import AVOID_FAILED_ROUTER_S, home_router
 from frontend_svc.routers.client import (
+    HOME_CHECK_INTERVAL_S,
     HOME_RETURN_JITTER_S,
-    PING_INTERVAL_S,
     RECONNECT_MAX_S,
     RouterClient,
 )
 from frontend_svc.routers.monitor import (
     REQUERY_DELAY_MAX_S,
     REQUERY_DELAY_S,
-    SILENCE_TIMEOUT_S,
     STALE_ROUTER_AFTER_S,
     UNROUTED_AFTER_S,
 )
@@ -36,7 +36,7 @@ from tests.sim.loop import run_virtually
 
 FRONTEND = 7
 HOME, OTHER = sorted((1, 2), key=lambda router: router != home_router(FRONTEND, (), {1, 2}))
-MOVED_S = PING_INTERVAL_S + HOME_RETURN_JITTER_S + 0.1
+MOVED_S = HOME_CHECK_INTERVAL_S + HOME_RETURN_JITTER_S + 0.1
 
 
 class FakeRouter:
@@ -126,23 +126,29 @@ class _FakeSession:
 class Harness:
     """A client and its routers.
 
-    present: ids of the routers in discovery. has_workers: whether discovery has workers.
+    has_workers: whether discovery has workers. stalled_s: see RouterClient.
     """
 
     def __init__(self, *present: int) -> None:
-        self.present = list(present)
         self.has_workers = True
+        self.stalled_s = 0.0
         self.routers = {router: FakeRouter(router) for router in (HOME, OTHER)}
         self.home, self.other = self.routers[HOME], self.routers[OTHER]
         self.client = RouterClient(
             FRONTEND,
-            lambda: [Instance(r, "n", "router", "", "a:1") for r in self.present],
             lambda query: Unavailable("no router"),
             has_workers=lambda query: self.has_workers,
             open_session=lambda router: self.routers[router.id].session(),
             rng=Random(1),
+            stalled_s=lambda: self.stalled_s,
         )
         self.results: list[Decision | MeshError] = []
+        self.show(*present)
+
+    def show(self, *present: int) -> None:
+        """Discovery shows these routers."""
+        members = {router: Instance(router, "n", "router", "", "a:1") for router in present}
+        self.client.on_snapshot(Snapshot(1, members), SnapshotDiff())
 
     def place(self, name: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -186,7 +192,7 @@ def test_the_session_after_a_dead_router_begins_with_all_bookings_and_queries(
         harness.client.prefill_done(("a", 0))
         harness.client.free(("b", 0))
         if not is_shown:
-            harness.present = [OTHER]
+            harness.show(OTHER)
         harness.home.die()
         harness.place("c")
         await asyncio.sleep(RECONNECT_MAX_S + 0.01)
@@ -205,7 +211,7 @@ def test_a_frontend_returns_to_its_home_router_when_that_is_back() -> None:
         harness.place("a")
         await asyncio.sleep(0.1)
         assert harness.other.open_sessions == 1
-        harness.present = [HOME, OTHER]
+        harness.show(HOME, OTHER)
         await asyncio.sleep(MOVED_S)
         assert (harness.home.open_sessions, harness.other.open_sessions) == (1, 0)
         assert [b.key.request_id for b in harness.home.frames[0].announced] == ["a"]
@@ -217,7 +223,7 @@ def test_a_frontend_leaves_a_hung_home_router_until_that_answers_again() -> None
     async def script(harness: Harness) -> None:
         await asyncio.sleep(1.0)
         harness.home.hangs = True
-        await asyncio.sleep(SILENCE_TIMEOUT_S + PING_INTERVAL_S + RECONNECT_MAX_S)
+        await asyncio.sleep(SESSION.limit_s + SESSION.heartbeat_s + RECONNECT_MAX_S)
         assert harness.other.open_sessions == 1
         waited_s = 0.0
         for n in range(300):
@@ -231,6 +237,20 @@ def test_a_frontend_leaves_a_hung_home_router_until_that_answers_again() -> None
         harness.home.hangs = False
         await asyncio.sleep(AVOID_FAILED_ROUTER_S + MOVED_S + 1.0)
         assert (harness.home.open_sessions, harness.other.open_sessions) == (1, 0)
+
+    play(script, HOME, OTHER)
+
+
+def test_a_stall_of_the_frontend_is_not_a_silence_of_its_router() -> None:
+    async def script(harness: Harness) -> None:
+        await asyncio.sleep(1.0)
+        harness.home.hangs = True
+        for _ in range(100):
+            await asyncio.sleep(SESSION.limit_s / 50)
+            harness.stalled_s += SESSION.limit_s / 50
+        assert (harness.home.open_sessions, harness.other.sessions) == (1, [])
+        await asyncio.sleep(SESSION.limit_s + SESSION.heartbeat_s + RECONNECT_MAX_S)
+        assert harness.other.open_sessions == 1
 
     play(script, HOME, OTHER)
 
@@ -251,11 +271,11 @@ def test_a_queued_request_is_not_placed_unrouted_while_its_session_moves() -> No
         harness.home.queues = harness.other.queues = True
         harness.place("a")
         await asyncio.sleep(10 * UNROUTED_AFTER_S + 0.05)
-        harness.present = []
+        harness.show()
         harness.home.die()
         # In time for a hello, but too late for a heartbeat.
         await asyncio.sleep(UNROUTED_AFTER_S - RECONNECT_MAX_S - 0.1)
-        harness.present = [OTHER]
+        harness.show(OTHER)
         await asyncio.sleep(10 * UNROUTED_AFTER_S)
         assert [new.key.request_id for new in harness.other.frames[0].news] == ["a"]
         assert (harness.client.unrouted, harness.results) == (0, [])
@@ -303,7 +323,7 @@ def test_a_router_that_answers_no_query_is_left_for_another() -> None:
         harness.home.queues, harness.home.queue_wait_ms = True, 0
         await asyncio.sleep(1.0)
         harness.place("a")
-        await asyncio.sleep(SILENCE_TIMEOUT_S + PING_INTERVAL_S + RECONNECT_MAX_S + 0.1)
+        await asyncio.sleep(SESSION.limit_s + SESSION.heartbeat_s + RECONNECT_MAX_S + 0.1)
         assert isinstance(harness.results[0], Decision)
         assert harness.other.open_sessions == 1
 
@@ -327,7 +347,7 @@ def test_a_router_may_queue_a_query_for_its_advertised_queue_wait_and_no_longer(
         harness.place("a")
         await asyncio.sleep(60.0)
         assert (harness.results, len(harness.home.sessions)) == ([], 1)
-        await asyncio.sleep(SILENCE_TIMEOUT_S + PING_INTERVAL_S + RECONNECT_MAX_S + 0.1)
+        await asyncio.sleep(SESSION.limit_s + SESSION.heartbeat_s + RECONNECT_MAX_S + 0.1)
         assert isinstance(harness.results[0], Decision)
         assert harness.client.unrouted == 0
 
@@ -495,9 +515,9 @@ def test_the_callback_of_an_unrouted_placement_may_free_another_pending_one() ->
 def test_heartbeats_are_exchanged_while_only_frees_are_sent() -> None:
     async def script(harness: Harness) -> None:
         harness.home.queues = True
-        for n in range(round(5 * SILENCE_TIMEOUT_S / PING_INTERVAL_S * 8)):
+        for n in range(round(5 * SESSION.limit_s / SESSION.heartbeat_s * 8)):
             harness.client.free((f"{n}", 0))
-            await asyncio.sleep(PING_INTERVAL_S / 8)
+            await asyncio.sleep(SESSION.heartbeat_s / 8)
         assert sum(len(frame.frees) > 0 for frame in harness.home.frames) > 100
         assert len(harness.home.sessions) == 1
 
