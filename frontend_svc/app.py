@@ -31,6 +31,7 @@ from frontend_svc.edge.server import FINAL_WRITE_TIMEOUT_S, HttpServer, listen
 from frontend_svc.endpoints.endpoint import EndpointParts
 from frontend_svc.endpoints.record_file import RecordFile
 from frontend_svc.endpoints.request_records import RequestRecords
+from frontend_svc.members import Members
 from frontend_svc.metrics.collectors import (
     HitDriftCollector,
     ModelConfigCollector,
@@ -56,7 +57,6 @@ from frontend_svc.routes.admin import split_admin_api
 from frontend_svc.routes.routes import Readiness, build_api, direct_routes
 from frontend_svc.workers.client import EngineClient
 from frontend_svc.workers.hit_monitor import HitMonitor
-from frontend_svc.workers.recently_left import RecentlyLeft
 from frontend_svc.workers.transport import GrpcDialer
 from kvmesh.frontend.v1 import frontend_pb2_grpc
 
@@ -82,9 +82,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         super().__init__("frontend", config, instance_id=instance_id, registry=registry)
         self._siblings = siblings
         self._rng = Random()
-        self._snapshot = Snapshot()
-        self._frontend_count = 0
-        self._recently_left = RecentlyLeft()
+        self._members = Members()
         self._snapshot_changed = asyncio.Event()
         self._models = ModelCatalog(
             self._registry.get_card,
@@ -104,7 +102,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         self._router = RouterClient(
             self.instance_id,
             self._place_locally,
-            has_workers=lambda query: has_workers(self._snapshot, query),
+            has_workers=lambda query: has_workers(self._members.snapshot, query),
             open_session=grpc_session_opener(self._security),
             rng=self._rng,
             stalled_s=stalled_s,
@@ -112,11 +110,10 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         self.gateway = Gateway(
             self._router,
             self._engines,
-            lambda: self._snapshot,
+            self._members,
             self._rng,
             stalled_s=stalled_s,
             silent_s=self._engines.silent_s,
-            recently_left=self._recently_left,
             worker_wait_s=config.worker_wait_s,
         )
         self._stored_responses: StoredResponses | None = None
@@ -124,13 +121,13 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._stored_responses = StoredResponses(
                 self.instance_id,
                 ResponseStore(config.response_store_mb << 20, config.response_ttl_s),
-                lambda: self._snapshot.of("frontend"),
+                self._members,
                 loop.time,
                 self._security,
             )
         metrics = FrontendMetrics(config.metrics_prefix)
         self._state = DeploymentState(self._models.request_names, frontend=metrics)
-        self._hit_monitor = HitMonitor(lambda: self._snapshot, loop.time, config.kv_drift_max)
+        self._hit_monitor = HitMonitor(loop.time, config.kv_drift_max)
         self._records = _open_records(config)
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
@@ -184,7 +181,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics = CollectorRegistry()
         families, prefix = self._config.metrics_families, self._config.metrics_prefix
         self._state.register(metrics, legacy=families != "current", current=families != "legacy")
-        metrics.register(ModelConfigCollector(lambda: self._snapshot, self._models.names, prefix))
+        metrics.register(ModelConfigCollector(self._members, self._models.names, prefix))
         metrics.register(ArtifactCollector(self._models.artifacts, prefix))
         metrics.register(HitDriftCollector(self._hit_monitor.drift_stats, prefix))
         metrics.register(ResilienceCollector(self._resilience_values, prefix))
@@ -226,7 +223,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         if self._config.api_keys is not None:
             keys = KeyFile(self._config.api_keys)
             lifecycle.spawn(keys.follow(), name="api keys")
-            quotas = TenantQuotas(lambda: self._frontend_count)
+            quotas = TenantQuotas(self._members)
             served = with_keys(served, keys, quotas)
         server = HttpServer(
             with_browser_policy(served, config),
@@ -273,11 +270,9 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             await asyncio.get_running_loop().create_future()
 
     def _on_snapshot(self, snapshot: Snapshot, changes: SnapshotDiff) -> None:
-        self._snapshot = snapshot
-        self._frontend_count = len(snapshot.of("frontend"))
-        self._engines.retain(snapshot.instances)
-        self._recently_left.follow(snapshot.instances)
-        self._hit_monitor.follow(snapshot)
+        self._members.on_snapshot(snapshot, changes)
+        self._engines.on_snapshot(snapshot, changes)
+        self._hit_monitor.on_snapshot(snapshot, changes)
         self._router.on_snapshot(snapshot, changes)
         self._snapshot_changed.set()
 
@@ -285,7 +280,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         """Follows the models of the registry, and retries those that failed to load."""
 
         async def update_models() -> None:
-            await self._models.follow(self._snapshot)
+            await self._models.follow(self._members.snapshot)
             models_loaded.set()
 
         await self._snapshot_changed.wait()
@@ -303,7 +298,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
                         break
 
     def _place_locally(self, query: Query) -> Decision | MeshError:
-        return place_locally(self._snapshot, self._engines.open_slots, query, self._rng)
+        return place_locally(self._members.snapshot, self._engines.open_slots, query, self._rng)
 
     def _resilience_values(self) -> tuple[float, ...]:
         retries, migrations = self.gateway.retries, self.gateway.migrations
@@ -320,7 +315,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
 
     def _readiness(self) -> Readiness:
         return assess_readiness(
-            self._snapshot,
+            self._members.snapshot,
             self._models,
             self._router,
             self._engines,

@@ -12,11 +12,11 @@ gets an Nth. Each frontend allows at least one concurrent request.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from common.errors import Overloaded
 from frontend_svc.access.caller import Caller
 from frontend_svc.errors import TENANT_REASON_PREFIX
+from frontend_svc.members import Members
 
 TOKENS_WINDOW_S = 60.0
 CONCURRENCY_RETRY_S = 1.0
@@ -109,8 +109,8 @@ class TenantQuotas:
     """The use of all tenants of this frontend. frontends: how many share the limits, with this one.
     Tenants without limits have no quota."""
 
-    def __init__(self, frontends: Callable[[], int]) -> None:
-        self._frontends = frontends
+    def __init__(self, members: Members) -> None:
+        self._members = members
         self._uses: dict[str, TenantUse] = {}
 
     def quota(self, caller: Caller, now_s: float) -> Quota | None:
@@ -119,7 +119,7 @@ class TenantQuotas:
         if limits.is_unlimited:
             return None
         use = self._uses.setdefault(caller.tenant, TenantUse())
-        share = max(1, self._frontends())
+        share = max(1, len(self._members.snapshot.of("frontend")))
         rate = None if limits.requests_per_s is None else limits.requests_per_s / share
         use.requests = _refilled(use.requests, rate, 1.0, now_s)
         rate = None if limits.tokens_per_min is None else limits.tokens_per_min / 60 / share

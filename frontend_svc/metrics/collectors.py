@@ -8,7 +8,8 @@ from typing import NamedTuple, TypeAlias
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance
+from frontend_svc.members import Members
 from frontend_svc.metrics.families import ServedModels
 from frontend_svc.metrics.gauges import Across, GaugeFamily
 from frontend_svc.metrics.hit_drift import DriftStats
@@ -44,15 +45,15 @@ class ModelConfigCollector(Collector):
     SUMS = ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens")
     MINIMA = ("context_length", "block_size")
 
-    def __init__(self, snapshot: Callable[[], Snapshot], served: ServedModels, prefix: str) -> None:
-        self._snapshot = snapshot
+    def __init__(self, members: Members, served: ServedModels, prefix: str) -> None:
+        self._members = members
         self._served = served
         self._prefix = prefix
 
     def collect(self) -> Iterator[GaugeFamily]:
         served = self._served()
         workers: dict[str, list[Instance]] = {}
-        for worker in self._snapshot().of("worker"):
+        for worker in self._members.snapshot.of("worker"):
             if worker.model in served:
                 workers.setdefault(worker.model, []).append(worker)
         count = self._gauge("workers", "Workers that serve the model")

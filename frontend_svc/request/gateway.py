@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from random import Random
 
 from common.errors import MeshError
-from common.registry.instances import Snapshot
 from common.streams.stall_clock import never_stalled
+from frontend_svc.members import Members
 from frontend_svc.request.buffer import Backlog
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.placement_request import PlacementRequest
@@ -26,27 +26,25 @@ WORKER_WAIT_S = 30.0
 
 
 class Gateway:
-    """Opens requests and keeps track of them. snapshot: returns the current members of the mesh.
-    stalled_s: seconds for which this process has stalled so far, see `StallClock`.
-    silent_s: seconds since the last frame of a worker. recently_left: see WorkerPool. rng: also
-    makes span ids. worker_wait_s: how long a request waits while its model has no worker."""
+    """Opens requests and keeps track of them. stalled_s: seconds for which this process has stalled
+    so far, see `StallClock`. silent_s: seconds since the last frame of a worker. rng: also makes
+    span ids. worker_wait_s: how long a request waits while its model has no worker."""
 
     def __init__(
         self,
         router_port: RouterPort,
         workers: WorkerPort,
-        snapshot: Callable[[], Snapshot],
+        members: Members,
         rng: Random | None = None,
         *,
         stalled_s: Callable[[], float] = never_stalled,
         silent_s: Callable[[int], float] = lambda worker_id: math.inf,
-        recently_left: Container[int] | None = None,
         migrations: MigrationLimiter[RequestHandle] | None = None,
         worker_wait_s: float = WORKER_WAIT_S,
     ) -> None:
         self.router = router_port
         self.workers = workers
-        self.pool = WorkerPool(snapshot, workers, recently_left)
+        self.pool = WorkerPool(members, workers)
         self.rng = Random() if rng is None else rng
         self.stalled_s = stalled_s
         self.silent_s = silent_s

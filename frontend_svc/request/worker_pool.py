@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-
 from common.registry.instances import Snapshot
+from frontend_svc.members import Members
 from frontend_svc.models.adapters import serving
 from frontend_svc.request.ports import WorkerPort
 
 
 class WorkerPool:
-    """Answers which workers serve a model. snapshot: returns the current members of the mesh.
-    recently_left: workers that have left the mesh; None: a worker that is not in the snapshot is
-    never contacted."""
+    """Answers which workers serve a model."""
 
-    def __init__(
-        self,
-        snapshot: Callable[[], Snapshot],
-        workers: WorkerPort,
-        recently_left: Container[int] | None = None,
-    ) -> None:
-        self._snapshot = snapshot
+    def __init__(self, members: Members, workers: WorkerPort) -> None:
+        self._members = members
         self._workers = workers
-        self._recently_left = recently_left
         # (model, adapter) -> its workers, of one snapshot.
         self._pools: dict[tuple[str, str], frozenset[int]] = {}
         self._pools_snapshot: Snapshot | None = None
@@ -34,7 +25,7 @@ class WorkerPool:
         return pool, self._workers.excluded_workers(pool)
 
     def _pool(self, model: str, adapter: str) -> frozenset[int]:
-        snapshot = self._snapshot()
+        snapshot = self._members.snapshot
         if snapshot is not self._pools_snapshot:
             self._pools, self._pools_snapshot = {}, snapshot
         pool = self._pools.get((model, adapter))
@@ -50,20 +41,18 @@ class WorkerPool:
 
     def count_available(self, model: str, adapter: str = "") -> int:
         """Number of workers that compute prompts and have a closed circuit; see `members`."""
-        serving_workers = serving(self._snapshot().serving(model), adapter)
+        serving_workers = serving(self._members.snapshot.serving(model), adapter)
         eligible = [i.id for i in serving_workers if i.role != "decode"]
         return len(eligible) - len(self._workers.excluded_workers(eligible))
 
     def address(self, worker_id: int, routers_address: str) -> str:
         """Address of a worker, "" if it has left. routers_address: used for a worker that discovery
         does not show yet; the router may see a new worker first."""
-        instance = self._snapshot().instances.get(worker_id)
+        instance = self._members.snapshot.instances.get(worker_id)
         if instance is not None:
             return instance.stream_address
-        return "" if self.has_left(worker_id) else routers_address
+        return "" if self._members.has_left(worker_id) else routers_address
 
     def has_left(self, worker_id: int) -> bool:
         """Whether a worker was in the mesh and is not any more."""
-        if worker_id in self._snapshot().instances:
-            return False
-        return self._recently_left is None or worker_id in self._recently_left
+        return self._members.has_left(worker_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import grpc.aio
 from common.errors import MeshError, NotFound, Unavailable
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
+from frontend_svc.members import Members
 from frontend_svc.responses.ids import frontend_of
 from frontend_svc.responses.store import ResponseStore, StoredResponse
 from kvmesh.frontend.v1 import frontend_pb2, frontend_pb2_grpc
@@ -23,19 +24,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class StoredResponses:
-    """store: of this frontend. frontends: all, from discovery. clock: of the store, in seconds."""
+    """store: of this frontend. clock: of the store, in seconds."""
 
     def __init__(
         self,
         frontend_id: int,
         store: ResponseStore,
-        frontends: Callable[[], Sequence[Instance]],
+        members: Members,
         clock: Callable[[], float],
         security: rpc.Security = rpc.PLAINTEXT,
     ) -> None:
         self.frontend_id = frontend_id
         self._store = store
-        self._frontends = frontends
+        self._members = members
         self._clock = clock
         self._security = security
 
@@ -83,9 +84,9 @@ class StoredResponses:
             raise NotFound(f"{response_id!r} is no id of a response", field=_FIELD)
         if frontend_id == self.frontend_id:
             return None
-        for frontend in self._frontends():
-            if frontend.id == frontend_id:
-                return frontend
+        owner = self._members.snapshot.instances.get(frontend_id)
+        if owner is not None and owner.service == "frontend":
+            return owner
         text = f"the response {response_id!r} is lost: the frontend that stored it has left"
         raise NotFound(text, field=_FIELD)
 

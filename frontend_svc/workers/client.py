@@ -15,6 +15,7 @@ from random import Random
 
 import structlog
 
+from common.registry.instances import Snapshot, SnapshotDiff
 from common.request.token_stream import HEARTBEAT_S, Hello, LegRequest, LegSink
 from common.runtime.tasks import TaskGroup
 from common.streams.stall_clock import never_stalled
@@ -64,7 +65,7 @@ class EngineClient:
         self._breaker = CircuitBreaker(Random() if rng is None else rng)
         self._hung_workers: set[int] = set()
         self._addresses: dict[int, str] = {}
-        self._members: frozenset[int] | None = None  # of the last `retain`
+        self._members: frozenset[int] | None = None  # of the last snapshot
         self._probe_task: asyncio.Task[None] | None = None
         self._tasks = TaskGroup()
         self._connections: dict[int, tuple[WorkerConnection, asyncio.Task[None]]] = {}
@@ -100,9 +101,12 @@ class EngineClient:
     def exclusion_reasons(self) -> dict[int, str]:
         return self._breaker.reasons()
 
-    def retain(self, members: Iterable[int]) -> None:
-        """Drops the state of workers that have left the mesh; their streams end by themselves."""
-        self._members = members = frozenset(members)
+    def on_snapshot(self, snapshot: Snapshot, _: SnapshotDiff) -> None:
+        """Drops the state of workers that are not in the mesh; their streams end by themselves.
+
+        They may never have been in it: a router can place on a worker that discovery never shows.
+        """
+        self._members = members = frozenset(snapshot.instances)
         self._breaker.retain(members)
         self._hung_workers &= members
         for worker_id in [w for w in self._addresses if w not in members]:

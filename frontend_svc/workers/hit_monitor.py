@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import structlog
 
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from frontend_svc.metrics.hit_drift import WINDOW_S, DriftStats, HitDriftMonitor, Source
 from frontend_svc.request.types import RequestOutcome
 
@@ -21,10 +21,8 @@ class HitMonitor:
     """Observes the end of each request. clock: monotonic seconds. ratio_max: see
     `HitDriftMonitor`."""
 
-    def __init__(
-        self, snapshot: Callable[[], Snapshot], clock: Callable[[], float], ratio_max: float
-    ) -> None:
-        self._snapshot = snapshot
+    def __init__(self, clock: Callable[[], float], ratio_max: float) -> None:
+        self._snapshot = Snapshot()
         self._clock = clock
         self._drift = HitDriftMonitor(ratio_max)
 
@@ -33,7 +31,7 @@ class HitMonitor:
         if comparison is None:
             return
         source, predicted, actual = comparison
-        worker = self._snapshot().instances.get(source[0])
+        worker = self._snapshot.instances.get(source[0])
         if worker is None or worker.kv_index != "events":
             return
         report = self._drift.observe(source, predicted, actual, self._clock())
@@ -48,7 +46,8 @@ class HitMonitor:
                 window_s=WINDOW_S,
             )
 
-    def follow(self, snapshot: Snapshot) -> None:
+    def on_snapshot(self, snapshot: Snapshot, _: SnapshotDiff) -> None:
+        self._snapshot = snapshot
         self._drift.retain(snapshot.instances)
 
     def degraded(self) -> list[str]:
@@ -67,7 +66,7 @@ class HitMonitor:
         ]
 
     def _drift_of_workers(self) -> Iterator[tuple[Instance, DriftStats]]:
-        instances = self._snapshot().instances
+        instances = self._snapshot.instances
         for stats in self._drift.drift_stats(self._clock()):
             if (worker := instances.get(stats.source[0])) is not None:
                 yield worker, stats

@@ -32,13 +32,13 @@ from common.wire.token_stream import (
     response_frame_from_proto,
     response_frame_to_proto,
 )
+from frontend_svc.members import Members
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
 from frontend_svc.request.placement_request import PlacementCallback, PlacementKey, PlacementRequest
 from frontend_svc.routers.client import RouterClient
 from frontend_svc.routers.session import Session
 from frontend_svc.workers.client import EngineClient, Submission
-from frontend_svc.workers.recently_left import RecentlyLeft
 from frontend_svc.workers.transport import Transport
 from indexer_svc.core.budget import Budget
 from indexer_svc.ingest import TICK_S as INDEXER_TICK_S
@@ -600,7 +600,7 @@ class SimFrontend:
         self.id = new_instance_id(rng)
         self.stable_name = stable_name
         self.discovery = discovery
-        self.snapshot = Snapshot()
+        self.members = Members()
         self.registered_at: float | None = None
         self.lease: Lease | None = None
         # The routers of its sessions, in order.
@@ -609,7 +609,6 @@ class SimFrontend:
         self._stalled_s = 0.0
         self._stalls = 0
         self._stall_clock = StallClock(0.0)
-        self._recently_left = RecentlyLeft()
         self.engines = parts.engines(
             self.id, _Dialer(net, self.process), rng, stalled_s=self.stalled_s
         )
@@ -621,7 +620,7 @@ class SimFrontend:
         self.router = parts.router_port(
             self.id,
             self._place_locally,
-            has_workers=lambda query: has_workers(self.snapshot, query),
+            has_workers=lambda query: has_workers(self.members.snapshot, query),
             open_session=self._open_session,
             rng=rng,
             stalled_s=self.stalled_s,
@@ -630,11 +629,10 @@ class SimFrontend:
         self.gateway = parts.gateway(
             self.router,
             self.engines,
-            lambda: self.snapshot,
+            self.members,
             rng,
             stalled_s=self.stalled_s,
             silent_s=self.engines.silent_s,
-            recently_left=self._recently_left,
         )
 
     @property
@@ -644,7 +642,7 @@ class SimFrontend:
 
     def has_seen_leave(self, worker_id: int) -> bool:
         """Whether it has seen a worker join and leave."""
-        return worker_id in self._recently_left
+        return self.members.has_left(worker_id)
 
     def stalled_s(self) -> float:
         """Like its stall clock, which need not tick here: only `stall` delays the process."""
@@ -710,9 +708,8 @@ class SimFrontend:
 
     def _on_snapshot(self, snapshot: Snapshot, changes: SnapshotDiff) -> None:
         """Like `FrontendApp`."""
-        self.snapshot = snapshot
-        self.engines.retain(snapshot.instances)
-        self._recently_left.follow(snapshot.instances)
+        self.members.on_snapshot(snapshot, changes)
+        self.engines.on_snapshot(snapshot, changes)
         self.router.on_snapshot(snapshot, changes)
 
     @asynccontextmanager
@@ -725,7 +722,7 @@ class SimFrontend:
             end.finish(None)
 
     def _place_locally(self, query: Query) -> Decision | MeshError:
-        return place_locally(self.snapshot, self.engines.open_slots, query, self._rng)
+        return place_locally(self.members.snapshot, self.engines.open_slots, query, self._rng)
 
 
 class SimRouter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -14,6 +14,7 @@ from common.errors import MeshError, Overloaded
 from common.registry.instances import Snapshot, SnapshotDiff
 from common.request.preprocessed import CompletionUsage, FinishReason, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink, Terminal
+from frontend_svc.members import Members
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.placement_request import PlacementKey, PlacementRequest
@@ -253,15 +254,23 @@ class AcceptsDepartedWorkers(Gateway):
     """Its snapshot keeps departed instances too."""
 
     def __init__(
-        self, router: Any, workers: Any, snapshot: Callable[[], Snapshot], *args: Any, **others: Any
+        self, router: Any, workers: Any, members: Members, *args: Any, **others: Any
     ) -> None:
+        super().__init__(router, workers, _AllSeen(members), *args, **others)
+
+
+class _AllSeen(Members):
+    def __init__(self, members: Members) -> None:
+        self._members = members
         self._seen = Snapshot()
 
-        def all_seen() -> Snapshot:
-            self._seen = _merge_instances(self._seen, snapshot())
-            return self._seen
+    @property
+    def snapshot(self) -> Snapshot:  # type: ignore[override]
+        self._seen = _merge_instances(self._seen, self._members.snapshot)
+        return self._seen
 
-        super().__init__(router, workers, all_seen, *args, **{**others, "recently_left": None})
+    def has_left(self, instance_id: int) -> bool:
+        return instance_id not in self.snapshot.instances
 
 
 class AdmitsWhileDraining(ObservedRunner):

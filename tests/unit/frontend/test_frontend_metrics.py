@@ -16,6 +16,7 @@ from common.errors import Conflict
 from common.registry.instances import Instance, Snapshot
 from common.service.histogram import SingleThreadHistogram, log_buckets
 from frontend_svc.errors import ErrorType
+from frontend_svc.members import Members
 from frontend_svc.metrics import families
 from frontend_svc.metrics.collectors import (
     ModelConfigCollector,
@@ -595,14 +596,14 @@ def test_advertised_sizes_are_gauges_and_missing_ones_have_no_sample() -> None:
             **sizes,  # type: ignore[arg-type]
         )
 
-    members = Snapshot().next_snapshot(
+    snapshot = Snapshot().next_snapshot(
         [
             worker(1, total_kv_blocks=100, context_length=4096),
             worker(2, total_kv_blocks=50, context_length=2048),
         ]
     )
     registry = CollectorRegistry()
-    registry.register(ModelConfigCollector(lambda: members, lambda: {"m"}, "kvmesh_frontend"))
+    registry.register(ModelConfigCollector(Members(snapshot), lambda: {"m"}, "kvmesh_frontend"))
 
     def value(name: str) -> float | None:
         return registry.get_sample_value(f"kvmesh_frontend_model_{name}", {"model": "m"})

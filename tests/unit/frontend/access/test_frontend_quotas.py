@@ -8,8 +8,17 @@ from hypothesis import strategies as st
 
 from common.api_keys import Limits
 from common.errors import Overloaded
+from common.registry.instances import Instance, Snapshot
 from frontend_svc.access.caller import ANONYMOUS, Caller
 from frontend_svc.access.quotas import Quota, TenantQuotas
+from frontend_svc.members import Members
+
+
+def members(frontends: int) -> Members:
+    present = {
+        number: Instance(number, "n", "frontend", "", "a:1") for number in range(1, frontends + 1)
+    }
+    return Members(Snapshot(1, present))
 
 
 def caller(tenant: str = "acme", **limits: float) -> Caller:
@@ -36,7 +45,7 @@ def admitted(quotas: TenantQuotas, client: Caller, now: float, tokens: int = 0) 
 
 
 def test_clients_without_limits_have_no_quota() -> None:
-    quotas = TenantQuotas(lambda: 1)
+    quotas = TenantQuotas(members(1))
     assert quotas.quota(ANONYMOUS, 0.0) is None
     assert quotas.quota(caller(), 0.0) is None
 
@@ -47,7 +56,7 @@ def test_clients_without_limits_have_no_quota() -> None:
     st.lists(st.floats(0, 0.5), min_size=200, max_size=200),
 )
 def test_requests_are_exact_at_any_arrivals(rate: float, frontends: int, gaps: list[float]) -> None:
-    quotas = TenantQuotas(lambda: frontends)
+    quotas = TenantQuotas(members(frontends))
     client, now, count = caller(requests_per_s=rate), 0.0, 0
     share = rate / frontends
     for gap in gaps:
@@ -63,7 +72,7 @@ def test_requests_are_exact_at_any_arrivals(rate: float, frontends: int, gaps: l
 @given(st.lists(st.tuples(st.integers(1, 900), st.integers(0, 900)), min_size=5, max_size=80))
 def test_tokens_are_exact_though_requests_reserve_more(requests: list[tuple[int, int]]) -> None:
     """Each request reserves the first number and uses at most that; one runs at a time."""
-    quotas = TenantQuotas(lambda: 1)
+    quotas = TenantQuotas(members(1))
     client, now, used = caller(tokens_per_min=6000), 0.0, 0
     for reserved, wanted in requests * 3:
         actual = min(reserved, wanted)
@@ -77,7 +86,7 @@ def test_tokens_are_exact_though_requests_reserve_more(requests: list[tuple[int,
 
 
 def test_a_request_above_a_window_runs_when_the_bucket_is_full_and_leaves_a_debt() -> None:
-    quotas = TenantQuotas(lambda: 1)
+    quotas = TenantQuotas(members(1))
     client = caller(tokens_per_min=600)
     quota = admitted(quotas, client, 0.0, 10_000)
     assert quota is not None
@@ -87,7 +96,7 @@ def test_a_request_above_a_window_runs_when_the_bucket_is_full_and_leaves_a_debt
 
 
 def test_concurrency_counts_requests_that_run() -> None:
-    quotas = TenantQuotas(lambda: 2)
+    quotas = TenantQuotas(members(2))
     client = caller(concurrency=5)
     first, second = (begun(quotas, client, 0.0) for _ in range(2))
     with pytest.raises(Overloaded, match=r"2 requests run, the limit is 2") as refused:
@@ -100,7 +109,7 @@ def test_concurrency_counts_requests_that_run() -> None:
 
 
 def test_a_changed_limit_takes_effect_and_brings_no_tokens() -> None:
-    quotas = TenantQuotas(lambda: 1)
+    quotas = TenantQuotas(members(1))
     quota = admitted(quotas, caller(tokens_per_min=600), 0.0, 600)
     assert quota is not None
     assert admitted(quotas, caller(tokens_per_min=6000), 1.0, 20) is None
@@ -108,7 +117,7 @@ def test_a_changed_limit_takes_effect_and_brings_no_tokens() -> None:
 
 
 def test_headers_have_the_limits_and_what_is_left() -> None:
-    quotas = TenantQuotas(lambda: 1)
+    quotas = TenantQuotas(members(1))
     quota = admitted(quotas, caller(requests_per_s=4, tokens_per_min=600), 0.0, 60)
     assert quota is not None
     assert dict(quota.headers) == {

@@ -33,6 +33,7 @@ from frontend_svc.edge.asgi import AsgiApp
 from frontend_svc.edge.server import HttpServer, listen
 from frontend_svc.endpoints.endpoint import EndpointParts
 from frontend_svc.endpoints.request_records import RequestRecords
+from frontend_svc.members import Members
 from frontend_svc.metrics.families import DeploymentState
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ENCODE_INLINE_CHARS
@@ -153,7 +154,7 @@ async def served(
     ready = Readiness(True, (), (), {}, ())
     wire = Wire(AttachServer(WORKER, runner))
     async with EngineClient(1, wire, Random(1)) as engines:
-        gateway = Gateway(router, engines, lambda: snapshot)
+        gateway = Gateway(router, engines, Members(snapshot))
         ended: list[RequestOutcome] = []
         parts = EndpointParts(
             gateway,
@@ -166,7 +167,7 @@ async def served(
         api = build_api(parts, CollectorRegistry(), lambda: ready, None)
         public: AsgiApp = api
         if keys is not None:
-            public = with_keys(direct_routes(api, ()), KeyFile(keys), TenantQuotas(lambda: 1))
+            public = with_keys(direct_routes(api, ()), KeyFile(keys), TenantQuotas(Members()))
         server, listener = HttpServer(public, lambda: False, 1, 100), listen("127.0.0.1", 0)
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()

@@ -12,6 +12,7 @@ from common.registry.instances import Instance, Snapshot
 from common.request.placement import Decision, Query
 from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
+from frontend_svc.members import Members
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
 from frontend_svc.request.placement_request import UNKNOWN_ADAPTER, PlacementKey, PlacementRequest
@@ -89,7 +90,7 @@ class ResponseSink:
 async def opened(
     router: Router, workers: Workers, snapshot: Snapshot, routing: RoutingHints | None
 ) -> tuple[Gateway, ResponseSink]:
-    gateway = Gateway(router, workers, lambda: snapshot, Random(1))
+    gateway = Gateway(router, workers, Members(snapshot), Random(1))
     now, sink = asyncio.get_running_loop().time(), ResponseSink()
     request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]), routing=routing)
     gateway.open(

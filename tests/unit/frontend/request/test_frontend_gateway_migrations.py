@@ -12,6 +12,7 @@ from common.request.placement import Decision
 from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.errors import http_error
+from frontend_svc.members import Members
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.placement_request import PlacementKey, PlacementRequest
@@ -140,7 +141,7 @@ def mesh(
 ) -> tuple[Gateway, Router]:
     router = Router()
     snapshot = Snapshot(instances={n: worker(n) for n in (DEAD, ALIVE)})
-    return Gateway(router, engines, lambda: snapshot, migrations=migrations), router
+    return Gateway(router, engines, Members(snapshot), migrations=migrations), router
 
 
 def test_requests_of_a_lost_worker_are_retried_within_the_limit_oldest_first() -> None:
@@ -226,8 +227,8 @@ def test_retries_after_overload_beyond_the_budget_are_a_503_with_retry_after() -
 def test_an_excluded_worker_does_not_count_as_available() -> None:
     async def main() -> None:
         snapshot = Snapshot(instances={n: worker(n) for n in (DEAD, ALIVE)})
-        assert WorkerPool(lambda: snapshot, Engines()).count_available(MODEL) == 1
-        assert WorkerPool(lambda: snapshot, _AllAvailable()).count_available(MODEL) == 2
+        assert WorkerPool(Members(snapshot), Engines()).count_available(MODEL) == 1
+        assert WorkerPool(Members(snapshot), _AllAvailable()).count_available(MODEL) == 2
 
     run_virtually(main())
 
@@ -240,8 +241,8 @@ def test_the_limit_for_an_adapter_counts_the_workers_that_have_it() -> None:
             workers[number] = replace(worker(number), loras=frozenset({"french"}))
         snapshot = Snapshot(instances=workers)
         migrations = MigrationLimiter[RequestHandle](per_worker=1)
-        gateway = Gateway(router, engines, lambda: snapshot, migrations=migrations)
-        pool = WorkerPool(lambda: snapshot, engines)
+        gateway = Gateway(router, engines, Members(snapshot), migrations=migrations)
+        pool = WorkerPool(Members(snapshot), engines)
         assert (pool.count_available(MODEL), pool.count_available(MODEL, "french")) == (8, 2)
         await many_lost(gateway, engines, 5, RoutingHints(lora_name="french"))
         assert router.retried() == [0, 1], "the limit of the two workers that have it"

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from common.errors import MeshError
-from common.registry.instances import Snapshot
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.request.placement import Decision, Placement
 from common.request.preprocessed import PreprocessedRequest, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
+from frontend_svc.members import Members
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.placement_request import PlacementKey, PlacementRequest
 from frontend_svc.request.types import RequestOutcome, RequestPlan
-from frontend_svc.workers.recently_left import RecentlyLeft
 from tests.kit.placements import decided, placement_request
 from tests.sim.loop import run_virtually
 
@@ -75,14 +75,12 @@ class Silent:
         pass
 
 
-def submitted_legs(
-    placed: Decision, recently_left: RecentlyLeft | None
-) -> tuple[list[tuple[int, str]], int]:
+def submitted_legs(placed: Decision, members: Members) -> tuple[list[tuple[int, str]], int]:
     """Submitted (worker, address) with an empty snapshot, and the number of placements."""
 
     async def main() -> tuple[list[tuple[int, str]], int]:
         router, workers = Router(placed), Workers()
-        gateway = Gateway(router, workers, Snapshot, Random(1), recently_left=recently_left)
+        gateway = Gateway(router, workers, members, Random(1))
         now = asyncio.get_running_loop().time()
         request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]))
         handle = gateway.open(
@@ -96,25 +94,22 @@ def submitted_legs(
 
 
 def test_a_worker_unknown_to_discovery_is_contacted_at_the_routers_address() -> None:
-    assert submitted_legs(decided(1, worker_address="w:1"), RecentlyLeft()) == ([(1, "w:1")], 1)
+    assert submitted_legs(decided(1, worker_address="w:1"), Members()) == ([(1, "w:1")], 1)
 
 
 def test_a_prefill_worker_unknown_to_discovery_is_contacted_at_the_routers_address() -> None:
-    assert submitted_legs(PAIR, RecentlyLeft()) == ([(2, "w:2")], 1)
+    assert submitted_legs(PAIR, Members()) == ([(2, "w:2")], 1)
 
 
 def test_a_worker_that_left_is_not_contacted() -> None:
-    recently_left = RecentlyLeft()
-    recently_left.follow([1])
-    recently_left.follow([])
-    submitted, placements = submitted_legs(decided(1, worker_address="w:1"), recently_left)
+    members = Members()
+    worker = Instance(1, "n", "worker", "", "w:1", model="m")
+    members.on_snapshot(Snapshot(1, {1: worker}), SnapshotDiff(joined=(worker,)))
+    members.on_snapshot(Snapshot(2), SnapshotDiff(left=(worker,)))
+    submitted, placements = submitted_legs(decided(1, worker_address="w:1"), members)
     assert submitted == []
     assert placements > 1, "it is placed again"
 
 
 def test_a_worker_without_an_address_is_not_contacted() -> None:
-    assert submitted_legs(decided(1), RecentlyLeft())[0] == []
-
-
-def test_a_gateway_without_a_list_of_left_workers_contacts_only_discovered_ones() -> None:
-    assert submitted_legs(decided(1, worker_address="w:1"), None)[0] == []
+    assert submitted_legs(decided(1), Members())[0] == []

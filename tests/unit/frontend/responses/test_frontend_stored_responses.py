@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from common.errors import NotFound, Unavailable
-from common.registry.instances import Instance
+from common.registry.instances import Instance, Snapshot
 from common.rpc import channel as rpc
+from frontend_svc.members import Members
 from frontend_svc.responses.ids import response_id
 from frontend_svc.responses.store import ResponseStore, StoredResponse
 from frontend_svc.responses.stored import ResponseStoreService, StoredResponses
@@ -30,7 +31,7 @@ def frontend(address: str) -> Instance:
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[StoredResponses, StoredResponses]]:
     """The stored responses of a frontend, and the view of another one."""
-    own = StoredResponses(OWNER, ResponseStore(10**6, 60.0), tuple, lambda: 0.0)
+    own = StoredResponses(OWNER, ResponseStore(10**6, 60.0), Members(), lambda: 0.0)
     addresses: set[str] = set()
     server = rpc.server(security=TOKEN, addresses=addresses)
     service = ResponseStoreService(own)
@@ -39,10 +40,10 @@ async def serving() -> AsyncIterator[tuple[StoredResponses, StoredResponses]]:
     addresses |= rpc.own_addresses("127.0.0.1", port)
     await server.start()
     try:
-        peers = (frontend(f"127.0.0.1:{port}"),)
+        peers = Members(Snapshot(1, {OWNER: frontend(f"127.0.0.1:{port}")}))
         yield (
             own,
-            StoredResponses(OTHER, ResponseStore(10**6, 60.0), lambda: peers, lambda: 0.0, TOKEN),
+            StoredResponses(OTHER, ResponseStore(10**6, 60.0), peers, lambda: 0.0, TOKEN),
         )
     finally:
         await server.stop(None)
@@ -68,7 +69,7 @@ async def test_a_frontend_that_does_not_respond_is_a_retryable_error() -> None:
 
 
 async def test_a_response_of_a_frontend_that_has_left_is_lost() -> None:
-    other = StoredResponses(OTHER, ResponseStore(10**6, 60.0), tuple, lambda: 0.0)
+    other = StoredResponses(OTHER, ResponseStore(10**6, 60.0), Members(), lambda: 0.0)
     with pytest.raises(NotFound, match="has left"):
         await other.get(ID)
     with pytest.raises(NotFound, match="no id of a response"):

@@ -22,6 +22,7 @@ from common.request.preprocessed import (
     TokenLogprob,
 )
 from common.request.token_stream import LegRequest, LegSink
+from frontend_svc.members import Members
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.placement_request import PlacementKey, PlacementRequest
 from frontend_svc.request.types import RequestOutcome, RequestPlan
@@ -152,7 +153,7 @@ class Harness:
         router = Instance(ROUTER, "n", "router", "", "a:1")
         self.client.on_snapshot(Snapshot(1, {ROUTER: router}), SnapshotDiff())
         worker = Instance(WORKER, "n", "worker", "", "a:2", model="m")
-        self.gateway = Gateway(self.client, self.workers, lambda: Snapshot(1, {WORKER: worker}))
+        self.gateway = Gateway(self.client, self.workers, Members(Snapshot(1, {WORKER: worker})))
 
     async def open(
         self,

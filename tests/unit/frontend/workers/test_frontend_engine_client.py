@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from common.errors import MeshError, Unavailable, WorkerLost
 from common.kv.load import Load
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.request.preprocessed import PreprocessedRequest, TokenIds, TokenLogprob
 from common.request.token_stream import (
     HEARTBEAT_S,
@@ -88,6 +89,12 @@ class SilentWorker(PulledTransport):
         pass
 
 
+def show(engines: EngineClient, *workers: int) -> None:
+    """Discovery shows these workers."""
+    members = {worker: Instance(worker, "n", "worker", "", "worker:1") for worker in workers}
+    engines.on_snapshot(Snapshot(1, members), SnapshotDiff())
+
+
 @pytest.mark.parametrize("is_shown", [True, False])
 def test_a_worker_that_discovery_never_shows_is_not_excluded_for_ever(is_shown: bool) -> None:
     """A router placed on the worker, which left before discovery showed it. No snapshot reported
@@ -96,7 +103,7 @@ def test_a_worker_that_discovery_never_shows_is_not_excluded_for_ever(is_shown: 
 
     async def excluded_workers() -> tuple[set[int], set[int]]:
         async with EngineClient(1, Unreachable()) as engines:
-            engines.retain([WORKER] if is_shown else [])
+            show(engines, *([WORKER] if is_shown else []))
             sink = LossSink()
             engines.submit(WORKER, "worker:1", LegRequest("r1", request=REQUEST), sink)
             await sink.received.wait()
@@ -112,7 +119,7 @@ def test_a_worker_that_discovery_never_shows_is_not_excluded_for_ever(is_shown: 
 def test_a_worker_that_is_late_at_every_request_does_not_flap() -> None:
     async def late_for_a_minute() -> None:
         async with EngineClient(1, SilentWorker()) as engines:
-            engines.retain([WORKER])
+            show(engines, WORKER)
             for _ in range(600):
                 leg_request = LegRequest("r1", request=REQUEST)
                 submission = engines.submit(WORKER, "worker:1", leg_request, LossSink())
@@ -131,7 +138,7 @@ def lose_stream(own_stall_s: float) -> tuple[MeshError, list[str], dict[int, str
     async def run() -> tuple[MeshError, dict[int, str]]:
         worker, stalled = SilentWorker(), [0.0]
         async with EngineClient(1, worker, stalled_s=lambda: stalled[0]) as engines:
-            engines.retain([WORKER])
+            show(engines, WORKER)
             sink = LossSink()
             engines.submit(WORKER, "worker:1", LegRequest("r1", request=REQUEST), sink)
             await asyncio.sleep(5.0)

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 
 from common.errors import WorkerLost
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.request.placement import Placement
 from common.request.preprocessed import FinishReason, PromptTokensDetails, usage
 from frontend_svc.metrics.collectors import HitDriftCollector
@@ -56,7 +56,9 @@ class Clock:
 
 def monitored(*instances: Instance) -> tuple[HitMonitor, Clock]:
     snapshot, clock = Snapshot(instances={one.id: one for one in instances}), Clock()
-    return HitMonitor(lambda: snapshot, clock, 0.1), clock
+    monitor = HitMonitor(clock, 0.1)
+    monitor.on_snapshot(snapshot, SnapshotDiff())
+    return monitor, clock
 
 
 def test_wrong_predictions_of_a_worker_are_reported_once_a_window() -> None:
@@ -126,5 +128,5 @@ def test_drift_metrics_are_by_worker_and_end_with_it() -> None:
         ("kv_degraded", 1.0),
     ):
         assert f"kvmesh_frontend_{name}{labels} {value}" in shown
-    monitor.follow(Snapshot())
+    monitor.on_snapshot(Snapshot(), SnapshotDiff())
     assert "gpu-3" not in generate_latest(registry).decode()
