@@ -40,7 +40,7 @@ class FleetWatch:
         await follow(self._registry, self._namespace, self._take)
 
     def _take(self, snapshot: Snapshot, changes: SnapshotDiff) -> None:
-        self._router.update(snapshot, self._clock())
+        self._router.update(snapshot, self._clock(), changes)
         for on_snapshot in self._followers:
             on_snapshot(snapshot, changes)
         joined = [i.id for i in changes.joined if i.service == "worker"]

@@ -138,7 +138,8 @@ async def follow(
     If the registry fails, the watch is opened again after a back-off. Snapshots of revision 0, for
     which the store was not read, are skipped.
 
-    on_snapshot: its first difference is that from a mesh without members.
+    on_snapshot: its first difference is that from a mesh without members. If it raises, the
+        difference is part of the next one.
     rng: of the back-off; None: a new one.
     """
     backoff = Backoff(WATCH_RETRY_DELAY_S, WATCH_RETRY_DELAY_MAX_S, rng or Random())
@@ -150,8 +151,8 @@ async def follow(
             snapshot = watch.current
             while True:
                 if snapshot.revision > 0:
-                    changes, before = diff_snapshots(before, snapshot), snapshot
-                    on_snapshot(snapshot, changes)
+                    on_snapshot(snapshot, diff_snapshots(before, snapshot))
+                    before = snapshot
                     backoff.reset()
                 snapshot = await watch.next()
 

@@ -34,9 +34,16 @@ class Fleet:
         # When models lost their last worker; oldest first.
         self._gone_models: dict[str, float] = {}
 
-    def update(self, snapshot: Snapshot, now: float) -> SnapshotDiff:
-        """Replace the snapshot; returns what changed. `now` in seconds."""
-        changes = diff_snapshots(self._snapshot, snapshot)
+    def update(
+        self, snapshot: Snapshot, now: float, changes: SnapshotDiff | None = None
+    ) -> SnapshotDiff:
+        """Replaces the snapshot. Returns what changed.
+
+        now: seconds.
+        changes: since the last update; None: they are found here.
+        """
+        if changes is None:
+            changes = diff_snapshots(self._snapshot, snapshot)
         self._snapshot = snapshot
         self.has_snapshot = True
         candidates_by_role: dict[tuple[str, Role], list[Candidate]] = {}

@@ -86,9 +86,14 @@ class Router:
         self.events.capacity_freed.subscribe(self._mark_capacity_freed)
         self.events.session_moved.subscribe(self._mark_session_moved)
 
-    def update(self, snapshot: Snapshot, now: float) -> SnapshotDiff:
-        """Apply a discovery snapshot. Orphans of frontends that left are freed at once."""
-        changes = self.fleet.update(snapshot, now)
+    def update(
+        self, snapshot: Snapshot, now: float, changes: SnapshotDiff | None = None
+    ) -> SnapshotDiff:
+        """Applies a discovery snapshot; see `Fleet.update`.
+
+        Orphans of frontends that left are freed at once.
+        """
+        changes = self.fleet.update(snapshot, now, changes)
         for instance in changes.left:
             if instance.service == "worker":
                 self.load_tracker.ranks.worker_left(instance.id)

@@ -312,9 +312,11 @@ class ObservedRouter(Router):
 
     decision_checker: DecisionChecker | None = None
 
-    def update(self, snapshot: Snapshot, now: float) -> SnapshotDiff:
+    def update(
+        self, snapshot: Snapshot, now: float, changes: SnapshotDiff | None = None
+    ) -> SnapshotDiff:
         """See Router."""
-        changes = super().update(snapshot, now)
+        changes = super().update(snapshot, now, changes)
         if self.decision_checker is not None:
             self.decision_checker.updated(self, changes, now)
         return changes

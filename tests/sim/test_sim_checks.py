@@ -245,7 +245,9 @@ def _merge_instances(old: Snapshot, new: Snapshot) -> Snapshot:
 class KeepsDepartedInstances(ObservedRouter):
     seen = Snapshot()
 
-    def update(self, snapshot: Snapshot, now: float) -> SnapshotDiff:
+    def update(
+        self, snapshot: Snapshot, now: float, changes: SnapshotDiff | None = None
+    ) -> SnapshotDiff:
         self.seen = _merge_instances(self.seen, snapshot)
         return super().update(self.seen, now)
 

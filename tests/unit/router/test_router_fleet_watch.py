@@ -12,8 +12,8 @@ import pytest
 
 from common.errors import Unavailable
 from common.registry import registry as registry_module
-from common.registry.instances import Instance, Snapshot
-from common.registry.registry import Registry
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
+from common.registry.registry import OnSnapshot, Registry
 from common.request.placement import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import RoundRobinSelector
@@ -57,9 +57,11 @@ class _Script:
         return step
 
 
-async def workers_after(registry: FlakyRegistry, until: Callable[[Router], bool]) -> Router:
+async def workers_after(
+    registry: FlakyRegistry, until: Callable[[Router], bool], *followers: OnSnapshot
+) -> Router:
     router = Router(RoundRobinSelector())
-    watch = FleetWatch(cast("Registry", registry), "mesh", router, lambda: 0.0)
+    watch = FleetWatch(cast("Registry", registry), "mesh", router, lambda: 0.0, followers)
     task = asyncio.create_task(watch.run())
     try:
         async with asyncio.timeout(20):
@@ -104,6 +106,22 @@ async def test_a_failing_registry_is_watched_again_and_the_fleet_is_kept(
     await workers_after(registry, both_are_there)
     assert registry.opened == 4
     assert [] not in fleets, "a watch without first report removes no worker"
+
+
+async def test_a_follower_that_fails_receives_the_change_with_the_next_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry_module, "WATCH_RETRY_DELAY_S", 0.001)
+    received: list[list[int]] = []
+
+    def take(_: Snapshot, changes: SnapshotDiff) -> None:
+        received.append([instance.id for instance in changes.joined])
+        if len(received) == 1:
+            raise RuntimeError("a bug in a follower")
+
+    registry = FlakyRegistry([seen(1, 1)], [seen(2, 1, 2), seen(3, 1, 2, 3)])
+    await workers_after(registry, lambda router: ids(router) == [1, 2, 3], take)
+    assert received == [[1], [1, 2], [3]]
 
 
 async def test_an_empty_namespace_counts_as_a_snapshot() -> None:
