@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from common.streams.silence import SESSION, SYNC, SilenceRule
+
 ROOT = Path(__file__).resolve().parents[2]
 PROTOS = ROOT / "protos"
 GENERATED = "kvmesh/*/v1/*_pb2*"
@@ -56,3 +58,20 @@ def test_folder_package_and_python_package_agree() -> None:
         package = re.search(r"^package ([\w.]+);", (PROTOS / source).read_text(), re.MULTILINE)
         assert package is not None, source
         assert package.group(1) == Path(source).parent.as_posix().replace("/", ".")
+
+
+@pytest.mark.parametrize(
+    ("message", "rule"),
+    [("router.v1.SessionRequest", SESSION), ("router.v1.SyncRequest", SYNC)],
+)
+def test_the_silence_rule_of_a_stream_is_stated_with_its_frame(
+    message: str, rule: SilenceRule
+) -> None:
+    service, version, name = message.split(".")
+    source = (PROTOS / f"kvmesh/{service}/{version}/{service}.proto").read_text()
+    comment = re.search(rf"((^//.*\n)+)message {name} ", source, re.MULTILINE)
+    assert comment is not None
+    text = comment.group(1).replace("\n// ", " ")
+    each = "each second" if rule.heartbeat_s == 1.0 else f"each {rule.heartbeat_s:g} s"
+    assert each in text
+    assert re.search(rf"Silence rule: [^.]* more than {rule.limit_s:g} s", text)

@@ -50,7 +50,6 @@ PACKED = {
     "ResponseExtension",
     "ResponseInfo",
     "ResponseParser",
-    "RouterClient",
     "Runner",
     "Security",
     "ServedModel",
