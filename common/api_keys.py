@@ -90,19 +90,19 @@ class KeyDocument(_Part):
     tenants: dict[Name, Tenant] = {}
 
     def entries(self) -> Iterator[tuple[str, ApiKey]]:
-        """All keys, with the names of their tenants."""
+        """Yields all keys, with the names of their tenants."""
         for tenant, content in self.tenants.items():
             for key in content.keys:
                 yield tenant, key
 
 
 def hash_of(key: bytes) -> str:
-    """How the file writes a key."""
+    """Returns how the file writes a key."""
     return sha256(key).hexdigest()
 
 
 def parse_keys(raw: bytes) -> KeyDocument:
-    """The content of a file. Raises InvalidRequest, which names the invalid part."""
+    """Returns the content of a file. Raises InvalidRequest, which names the invalid part."""
     try:
         document = KeyDocument.model_validate_json(raw)
     except ValidationError as error:

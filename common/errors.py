@@ -59,7 +59,8 @@ class MeshError(Exception):
     def restore(
         cls, message: str, *, retryable: bool | None = None, **parts: Unpack[_Parts]
     ) -> Self:
-        """Return an error with exactly these parts; subclass constructors compose their message."""
+        """Returns an error with exactly these parts; subclass constructors compose their
+        message."""
         error = cls.__new__(cls)
         MeshError.__init__(error, message, **parts)
         if retryable is not None:
@@ -67,7 +68,7 @@ class MeshError(Exception):
         return error
 
     def copy(self, message: str | None = None, field: str | None = None) -> Self:
-        """Return an equal error without traceback, with another message and field if given."""
+        """Returns an equal error without traceback, with another message and field if given."""
         return self.restore(
             self.message if message is None else message,
             field=self.field if field is None else field,
@@ -263,5 +264,5 @@ ERROR_CLASS_BY_KIND: Mapping[str, type[MeshError]] = {cls.kind: cls for cls in M
 
 
 def status_code(error: MeshError) -> StatusCode:
-    """Return the gRPC status code of an error; INTERNAL for a class outside the table."""
+    """Returns the gRPC status code of an error; INTERNAL for a class outside the table."""
     return STATUS_CODE_BY_ERROR.get(type(error), StatusCode.INTERNAL)

@@ -85,7 +85,7 @@ class Ingest:
                 self.dispatch_changes()
 
     async def run(self, steps: Iterable[None]) -> None:
-        """Run one change to its end, in slices."""
+        """Runs one change to its end, in slices."""
         async with self.exclusive():
             self._begin_turn()
             for _ in steps:
@@ -97,7 +97,7 @@ class Ingest:
                     self._begin_turn()
 
     async def tick(self, presence: WorkerPresence) -> None:
-        """Remove absent workers, update stale sources, enforce the budget, do deferred work."""
+        """Removes absent workers, update stale sources, enforce the budget, do deferred work."""
         now = self._clock()
         async with self.exclusive():
             self._forget_gone(presence, now)
@@ -132,14 +132,14 @@ class Ingest:
             self._load_wakeup = asyncio.get_running_loop().call_later(LOAD_BATCH_S, self.wake)
 
     def publisher_lost(self, worker_id: int) -> None:
-        """Mark the sources of a worker whose stream ended; their loads do not count any more."""
+        """Marks the sources of a worker whose stream ended; their loads do not count any more."""
         for source in self.feed.sources_of(worker_id):
             self.loads.pop(source, None)
             self.feed.mark_disconnected(source, self._clock(), "the stream of its publisher ended")
         self.dispatch_changes()
 
     def _begin_turn(self) -> float:
-        """Return when the first work in this turn of the event loop began."""
+        """Returns when the first work in this turn of the event loop began."""
         if self._turn_began is None:
             self._turn_began = self._stopwatch()
             asyncio.get_running_loop().call_soon(self._end_turn)

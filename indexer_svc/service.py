@@ -286,7 +286,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
     async def Dump(
         self, request: indexer_pb2.DumpRequest, context: Context
     ) -> AsyncIterator[indexer_pb2.DumpResponse]:
-        """Send the blocks source by source; blocks that change meanwhile may be missing."""
+        """Sends the blocks source by source; blocks that change meanwhile may be missing."""
         for source in self._sources_of(request.worker_id):
             is_complete, tries = False, 0
             while not is_complete:
@@ -302,7 +302,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
                     break  # The source is gone.
 
     async def _dump(self, source: Source) -> AsyncIterator[indexer_pb2.DumpResponse]:
-        """Return one source; without a last chunk if it is cleared, replaced or gone meanwhile."""
+        """Returns one source; without a last chunk if it is cleared, replaced or gone meanwhile."""
         feed = self._ingest.feed
         async with self._ingest.exclusive():
             if source not in feed:
@@ -379,7 +379,9 @@ class _Hello:
             raise InvalidRequest("hello.worker_id is required", "hello.worker_id")
         self.worker_id = message.worker_id
         self.partition = partition_from_proto(message.partition, "hello.partition")
-        self.states = [source_state_from_proto(one, "hello.sources") for one in message.sources]
+        self.states = [
+            source_state_from_proto(source, "hello.sources") for source in message.sources
+        ]
         for state in self.states:
             _require_own(state.source, self, "hello.sources.source")
 

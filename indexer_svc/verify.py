@@ -47,7 +47,7 @@ class _BlockListing:
 async def compare(
     ingest: Ingest, source: Source, address: str | None, security: rpc.Security
 ) -> Comparison:
-    """Compare one source of the feed with its worker at `address`."""
+    """Compares one source of the feed with its worker at `address`."""
     try:
         if address is None:
             raise Unavailable("its worker is not registered")
@@ -133,7 +133,7 @@ async def _list_index_blocks(ingest: Ingest, source: Source) -> _BlockListing:
 def _touched_blocks(
     ingest: Ingest, source: Source, index_listing: _BlockListing, worker_listing: _BlockListing
 ) -> Hashes:
-    """Return the blocks of all batches after the older of the two positions."""
+    """Returns the blocks of all batches after the older of the two positions."""
     if source not in ingest.feed or index_listing.epoch != worker_listing.epoch:
         raise Unavailable("the source was cleared during the comparison")
     at = ingest.feed.position(source)

@@ -128,7 +128,7 @@ class UpOptions(ServiceConfig):
 
 
 def command_error(argv: Sequence[str]) -> SystemExit:
-    """The exit for a missing or unknown command, after its message; status 0 for --help."""
+    """Returns the exit for a missing or unknown command, after its message; status 0 for --help."""
     match argv:
         case ["-h" | "--help", *_]:
             lines = [f"  {name:8}{text}\n" for name, text in _COMMANDS.items()]
@@ -164,7 +164,7 @@ def parse_up(argv: list[str], environ: Mapping[str, str]) -> UpOptions:
 
 
 def parse_status(argv: list[str], environ: Mapping[str, str]) -> tuple[StatusConfig, bool]:
-    """The configuration, and whether the output is JSON."""
+    """Returns the configuration, and whether the output is JSON."""
     flags = [word for word in argv if word != "--json"]
     config, _ = read_config_or_exit(
         StatusConfig, None, environ, flags, name="meshctl status", flags=_REGISTRY_FLAGS
@@ -178,7 +178,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_demo(argv: list[str]) -> str:
-    """The registry."""
+    """Returns the registry."""
     parser = _Parser(prog="meshctl demo", description=_COMMANDS["demo"], allow_abbrev=False)
     parser.add_argument(
         "--registry",

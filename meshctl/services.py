@@ -32,7 +32,7 @@ class ServiceSpec:
 
 
 def build_service_specs(options: UpOptions) -> list[ServiceSpec]:
-    """The services of a mesh in the order of display and start, without `--ready-fd`."""
+    """Returns the services of a mesh in the order of display and start, without `--ready-fd`."""
     engine = ["--engine", options.engine, "--model-name", options.model_name]
     if options.model_path is not None:
         engine += ["--model-path", str(options.model_path)]
@@ -56,7 +56,7 @@ def build_service_specs(options: UpOptions) -> list[ServiceSpec]:
 
 
 def http_ports(options: UpOptions) -> list[int]:
-    """The HTTP port of each frontend; 0: any free port."""
+    """Returns the HTTP port of each frontend; 0: any free port."""
     return [options.http_port and options.http_port + i for i in range(options.frontends)]
 
 

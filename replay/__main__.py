@@ -173,7 +173,7 @@ class _Progress:
 
 
 def read_requests(args: argparse.Namespace) -> tuple[list[TraceRequest], list[str]]:
-    """The requests at the given speed, and notes on how they differ from the trace."""
+    """Returns the requests at the given speed, and notes on how they differ from the trace."""
     if args.trace in GENERATORS:
         requests = generate(args.trace, args.requests or 4000, args.seed)
     else:
@@ -238,7 +238,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(json.dumps(to_json(summaries, facts)) + "\n")
         return 0
     lines = [title, *notes, "", table(summaries)]
-    lines += [f"{one.policy}: {one.unanswered} unanswered" for one in summaries if one.unanswered]
+    lines += [
+        f"{summary.policy}: {summary.unanswered} unanswered"
+        for summary in summaries
+        if summary.unanswered
+    ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 

@@ -80,7 +80,7 @@ class WorkerSettings:
 
 
 def prompt_hashes(request: TraceRequest, block_size: int) -> Hashes:
-    """The names of the prompt's full blocks that the trace knows; 0 names no block."""
+    """Returns the names of the prompt's full blocks that the trace knows; 0 names no block."""
     blocks = min(request.input_tokens // block_size, len(request.hash_ids))
     return np.array(request.hash_ids[:blocks], dtype=np.uint64) + np.uint64(1)
 
@@ -123,7 +123,7 @@ class ReplayWorker:
     def submit(
         self, number: int, request: TraceRequest, hashes: Hashes, leg: Leg = "whole"
     ) -> SimSequence:
-        """Add a request, or a leg of it. The caller then calls `wake`."""
+        """Adds a request, or a leg of it. The caller then calls `wake`."""
         hasher = _TraceHasher(number, hashes, self.settings.block_size)
         job = Job(
             bytes(4 * request.input_tokens),
@@ -135,12 +135,12 @@ class ReplayWorker:
         return self.scheduler.submit(job)
 
     def wake(self, now: float) -> None:
-        """Start a step if the engine is idle and has work."""
+        """Starts a step if the engine is idle and has work."""
         if self._step is None:
             self._start_step(now)
 
     def load(self) -> Load:
-        """The load as the sim engine reports it."""
+        """Returns the load as the sim engine reports it."""
         return Load(
             engine_step=self._steps,
             running=self.scheduler.running,
@@ -152,7 +152,8 @@ class ReplayWorker:
         )
 
     def reserve_link(self, blocks: int, now: float) -> float:
-        """When so many blocks have left over the link, if they start at `now` or in their turn."""
+        """Returns when so many blocks have left over the link, if they start at `now` or in their
+        turn."""
         handoff = self.settings.handoff
         size = blocks * self.settings.block_size * handoff.bytes_per_token
         begin = max(now + handoff.latency_s, self.link_free_at)
@@ -160,14 +161,14 @@ class ReplayWorker:
         return self.link_free_at
 
     def finish_sending(self, sequence: SimSequence, now: float) -> None:
-        """Release the blocks of a prompt that has been handed over."""
+        """Releases the blocks of a prompt that has been handed over."""
         assert sequence.transfer is not None, "the blocks are pinned until then"
         self.blocks.unpin(sequence.transfer)
         sequence.transfer = None
         self.wake(now)
 
     def receive_kv(self, sequence: SimSequence, cached_tokens: int, now: float) -> None:
-        """Start a sequence whose KV has arrived; it gets its first token."""
+        """Starts a sequence whose KV has arrived; it gets its first token."""
         transfer = sequence.transfer
         assert transfer is not None, "the blocks are pinned until then"
         for block in transfer.blocks:

@@ -173,7 +173,7 @@ class ReplayMesh:
     def run(
         self, requests: Sequence[TraceRequest], on_progress: Callable[[int], None] = lambda _: None
     ) -> ReplayResult:
-        """Replay the requests until all are answered. on_progress: called with their number."""
+        """Replays the requests until all are answered. on_progress: called with their number."""
         settings = self._settings
         result = ReplayResult([])
         self._arrivals_left = len(requests)
@@ -212,7 +212,7 @@ class ReplayMesh:
         if not stuck or self._queued:
             return bool(self._active or self._queued)
         outcomes = (active.outcome for active in self._active.values())
-        return any(stuck.isdisjoint((one.worker, one.prefill)) for one in outcomes)
+        return any(stuck.isdisjoint((outcome.worker, outcome.prefill)) for outcome in outcomes)
 
     def _schedule(self, at_s: float, call: Callable[[float], None]) -> None:
         self._event_count += 1
@@ -243,7 +243,7 @@ class ReplayMesh:
         return outcome
 
     def _start(self, active: _Active, decision: Decision) -> None:
-        """Send a placed request to its workers."""
+        """Sends a placed request to its workers."""
         self._sync(active.peer)
         now, outcome = self._now, active.outcome
         outcome.worker = decision.worker.worker_id - 1
@@ -262,7 +262,7 @@ class ReplayMesh:
         return sequence
 
     def _serve_queue(self, peer: _Peer) -> None:
-        """Place queued requests for which there is capacity; drop those that waited too long."""
+        """Places queued requests for which there is capacity; drops those that waited too long."""
         queue, now = peer.router.queue, self._now
         if not queue:
             return
@@ -307,7 +307,7 @@ class ReplayMesh:
             self._hand_over(self._active[sequence], now)
 
     def _hand_over(self, active: _Active, now: float) -> None:
-        """Start the transfer if the prompt is computed and decode has its blocks."""
+        """Starts the transfer if the prompt is computed and decode has its blocks."""
         prefill, decode, at = active.prefill, active.sequence, active.outcome.prefill
         if prefill is None or decode is None or at is None:
             return
@@ -343,7 +343,7 @@ class ReplayMesh:
         self._schedule(arrival_s, partial(self._index.apply, number, changes))
 
     def _sync(self, sender: int) -> None:
-        """Send the unsent bookings of a router to its peers."""
+        """Sends the unsent bookings of a router to its peers."""
         for receiver, outbound in self._peers[sender].outbound.items():
             if outbound.seconds_until_due(self._now) == 0:
                 frame = outbound.frame(self._now)
@@ -422,7 +422,7 @@ def _role(number: int, prefill_workers: int) -> Role:
 
 
 def _fit(request: TraceRequest, sizes: WorkerSettings) -> TraceRequest:
-    """The request, cut so that prompt and output fit the cache of a worker."""
+    """Returns the request, cut so that prompt and output fit the cache of a worker."""
     tokens_max = sizes.total_blocks * sizes.block_size
     if request.input_tokens + request.output_tokens <= tokens_max:
         return request

@@ -95,8 +95,8 @@ class PreciseScorerSelector:
         overlaps = [view.overlap(c.placement) for c in candidates]
         holders = _scaled([float(blocks) for blocks in overlaps if blocks])
         prefixes = [holders.pop(0) if blocks else 0.0 for blocks in overlaps]
-        free = [1 - one.kv_used_blocks / (one.kv_total_blocks or 1) for one in reports]
-        queues = _scaled([-float(one.waiting) for one in reports])
+        free = [1 - report.kv_used_blocks / (report.kv_total_blocks or 1) for report in reports]
+        queues = _scaled([-float(report.waiting) for report in reports])
         a, b, c = self.weights
         scores = [a * x + b * y + c * z for x, y, z in zip(prefixes, free, queues, strict=True)]
         costs = [-score for score in scores]
@@ -105,7 +105,7 @@ class PreciseScorerSelector:
 
 
 def _scaled(values: list[float]) -> list[float]:
-    """Scaled so that the least is 0 and the greatest 1; all 1 if they are equal."""
+    """Returns scaled so that the least is 0 and the greatest 1; all 1 if they are equal."""
     low = min(values, default=0.0)
     span = max(values, default=0.0) - low
     return [(value - low) / span if span else 1.0 for value in values]

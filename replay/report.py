@@ -44,12 +44,12 @@ def summarize(policy: str, routers: int, result: ReplayResult) -> Summary:
     outcomes = result.outcomes
     ttfts = ttfts_of(outcomes)
     itls = sorted(
-        (one.end_s - one.at_s - one.ttft_s) / (one.output_tokens - 1)
-        for one in outcomes
-        if one.end_s is not None and one.ttft_s is not None and one.output_tokens > 1
+        (outcome.end_s - outcome.at_s - outcome.ttft_s) / (outcome.output_tokens - 1)
+        for outcome in outcomes
+        if outcome.end_s is not None and outcome.ttft_s is not None and outcome.output_tokens > 1
     )
-    ends = [one.end_s for one in outcomes if one.end_s is not None]
-    answered = [one for one in outcomes if one.ttft_s is not None]
+    ends = [outcome.end_s for outcome in outcomes if outcome.end_s is not None]
+    answered = [outcome for outcome in outcomes if outcome.ttft_s is not None]
     return Summary(
         policy,
         routers,
@@ -61,7 +61,7 @@ def summarize(policy: str, routers: int, result: ReplayResult) -> Summary:
         percentile(ttfts, 0.99),
         fmean(itls) if itls else math.nan,
         percentile(itls, 0.99),
-        sum(one.prefill is not None for one in outcomes) / len(outcomes),
+        sum(outcome.prefill is not None for outcome in outcomes) / len(outcomes),
         load_variation(result.samples),
         max(ends, default=0.0),
         len(outcomes) - len(ends),
@@ -71,31 +71,31 @@ def summarize(policy: str, routers: int, result: ReplayResult) -> Summary:
 
 
 def ttfts_of(outcomes: Sequence[Outcome]) -> list[float]:
-    """Sorted, in seconds."""
-    return sorted(one.ttft_s for one in outcomes if one.ttft_s is not None)
+    """Returns sorted, in seconds."""
+    return sorted(outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None)
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` of the sorted values lie; NaN without values."""
+    """Returns the value below which `share` of the sorted values lie; NaN without values."""
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else math.nan
 
 
 def load_variation(samples: Sequence[LoadSample]) -> float:
     """See `Summary`. Moments without requests do not count."""
-    busy = [one.requests for one in samples if sum(one.requests)]
+    busy = [sample.requests for sample in samples if sum(sample.requests)]
     return fmean(pstdev(counts) / fmean(counts) for counts in busy) if busy else 0.0
 
 
 def to_json(summaries: Sequence[Summary], facts: Mapping[str, Any]) -> dict[str, Any]:
     runs = [
-        {key: None if value != value else value for key, value in asdict(one).items()}
-        for one in summaries
+        {key: None if value != value else value for key, value in asdict(summary).items()}
+        for summary in summaries
     ]
     return {**facts, "runs": runs}
 
 
 def table(summaries: Sequence[Summary]) -> str:
-    """The summaries as aligned text, one line each."""
+    """Returns the summaries as aligned text, one line each."""
     titles = (
         "policy",
         "routers",
@@ -109,17 +109,22 @@ def table(summaries: Sequence[Summary]) -> str:
     )
     rows = [
         (
-            one.policy,
-            str(one.routers),
-            f"{one.hit_rate:.3f}",
+            summary.policy,
+            str(summary.routers),
+            f"{summary.hit_rate:.3f}",
             *(
                 f"{value:.3f} s"
-                for value in (one.ttft_mean_s, one.ttft_p50_s, one.ttft_p90_s, one.ttft_p99_s)
+                for value in (
+                    summary.ttft_mean_s,
+                    summary.ttft_p50_s,
+                    summary.ttft_p90_s,
+                    summary.ttft_p99_s,
+                )
             ),
-            f"{one.itl_p99_s * 1000:.1f} ms",
-            f"{one.load_variation:.2f}",
+            f"{summary.itl_p99_s * 1000:.1f} ms",
+            f"{summary.load_variation:.2f}",
         )
-        for one in summaries
+        for summary in summaries
     ]
     widths = [max(len(row[at]) for row in (titles, *rows)) for at in range(len(titles))]
     lines = []
@@ -146,7 +151,7 @@ def import_matplotlib() -> Any:
 
 
 def plot(runs: Sequence[tuple[Summary, ReplayResult]], title: str, path: Path) -> None:
-    """Write a picture: TTFT distribution, hit rate over routers, load over time."""
+    """Writes a picture: TTFT distribution, hit rate over routers, load over time."""
     pyplot = import_matplotlib()
     figure, (cdf, hits, loads) = pyplot.subplots(1, 3, figsize=(16, 4.8))
     fewest = min(summary.routers for summary, _ in runs)
@@ -156,8 +161,8 @@ def plot(runs: Sequence[tuple[Summary, ReplayResult]], title: str, path: Path) -
         ttfts = ttfts_of(result.outcomes)
         shares = [(n + 1) / len(ttfts) for n in range(len(ttfts))]
         cdf.plot(ttfts, shares, label=summary.policy)
-        times = [one.at_s / 60 for one in result.samples]
-        loads.plot(times, [max(one.requests) for one in result.samples], label=summary.policy)
+        times = [sample.at_s / 60 for sample in result.samples]
+        loads.plot(times, [max(sample.requests) for sample in result.samples], label=summary.policy)
     policies = dict.fromkeys(summary.policy for summary, _ in runs)
     for policy in policies:
         points = sorted((s.routers, s.hit_rate) for s, _ in runs if s.policy == policy)

@@ -40,7 +40,7 @@ class TraceError(Exception):
 
 
 def load_trace(path: Path) -> list[TraceRequest]:
-    """The requests of a file, from second 0 on, in order of arrival. Raises TraceError."""
+    """Returns the requests of a file, from second 0 on, in order of arrival. Raises TraceError."""
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
@@ -61,7 +61,7 @@ def load_trace(path: Path) -> list[TraceRequest]:
         raise TraceError(f"{path}: it has no requests")
     requests.sort(key=lambda one: one.at_s)
     first_s = requests[0].at_s
-    return [replace(one, at_s=one.at_s - first_s) for one in requests]
+    return [replace(request, at_s=request.at_s - first_s) for request in requests]
 
 
 def _read_jsonl(lines: Iterable[str]) -> Iterator[TraceRequest]:
@@ -86,12 +86,12 @@ def _read_csv(lines: Iterable[str]) -> Iterator[TraceRequest]:
 
 
 def at_speed(requests: Sequence[TraceRequest], speed: float) -> list[TraceRequest]:
-    """The requests at `speed` times the arrival rate."""
-    return [replace(one, at_s=one.at_s / speed) for one in requests]
+    """Returns the requests at `speed` times the arrival rate."""
+    return [replace(request, at_s=request.at_s / speed) for request in requests]
 
 
 def largest_batch(requests: Sequence[TraceRequest]) -> int:
-    """The greatest number of requests with one arrival time."""
+    """Returns the greatest number of requests with one arrival time."""
     return max(sum(1 for _ in group) for _, group in groupby(requests, lambda one: one.at_s))
 
 

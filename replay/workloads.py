@@ -42,7 +42,7 @@ class _Draws:
     def request(
         self, at_s: float, prefix: tuple[int, ...], new_tokens: int, output_tokens: int
     ) -> TraceRequest:
-        """A prompt of a known prefix and new tokens of its own."""
+        """Returns a prompt of a known prefix and new tokens of its own."""
         ids = prefix + self.blocks(new_tokens // BLOCK)
         return TraceRequest(at_s, len(prefix) * BLOCK + max(1, new_tokens), output_tokens, ids)
 
@@ -56,7 +56,7 @@ def no_reuse(draws: _Draws, number: int, rate: float = 9.4) -> list[TraceRequest
 
 
 def zipf_prefixes(draws: _Draws, number: int, rate: float = 60.0) -> list[TraceRequest]:
-    """Short questions after one of 16 prefixes of 16 blocks, with Zipf popularity."""
+    """Returns short questions after one of 16 prefixes of 16 blocks, with Zipf popularity."""
     prefixes = [draws.blocks(16) for _ in range(16)]
     weights = [1.0 / (rank + 1) for rank in range(16)]
     return [
@@ -120,5 +120,5 @@ GENERATORS: Mapping[str, Callable[[_Draws, int], list[TraceRequest]]] = MappingP
 
 
 def generate(name: str, number: int, seed: int) -> list[TraceRequest]:
-    """About `number` requests of a workload. Raises KeyError for an unknown name."""
+    """Returns about `number` requests of a workload. Raises KeyError for an unknown name."""
     return GENERATORS[name](_Draws(Random(f"{name}:{seed}")), number)

@@ -150,7 +150,7 @@ class RouterApp(ServiceApp[RouterConfig]):
 
 
 async def _wait_for_event(event: asyncio.Event, deadline: float) -> bool:
-    """Whether the event is set before a loop time."""
+    """Returns whether the event is set before a loop time."""
     with suppress(TimeoutError):
         async with asyncio.timeout_at(deadline):
             await event.wait()

@@ -41,8 +41,8 @@ QUEUE_REQUESTS_LIMIT = 8192
 
 
 def load_selector(name: str) -> WorkerSelector:
-    """A built-in selector by name, or the result of `module:factory`, called without arguments.
-    Call it once per process: a factory may open resources. Raises ConfigError.
+    """Returns a built-in selector by name, or the result of `module:factory`, called without
+    arguments. Call it once per process: a factory may open resources. Raises ConfigError.
     """
     try:
         selector = _selector_factory(name)()

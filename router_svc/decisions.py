@@ -88,9 +88,10 @@ class Decisions:
         traceparent: str,
         on_decision: OnDecision,
     ) -> DecisionRecord | QueuedRequest:
-        """The decision, booked under `key` unless that is None (then neither booked nor queued); or
-        a queued request, for which `on_decision` is called later. A queued request with the same
-        key gets Conflict (ASKED_AGAIN). Raises what `Router.admit` does, and Conflict (SUPERSEDED).
+        """Returns the decision, booked under `key` unless that is None (then neither booked nor
+        queued); or a queued request, for which `on_decision` is called later. A queued request with
+        the same key gets Conflict (ASKED_AGAIN). Raises what `Router.admit` does, and Conflict
+        (SUPERSEDED).
         """
         stopwatch = Stopwatch()
         decided: DecisionRecord | QueuedRequest
@@ -129,7 +130,7 @@ class Decisions:
         return decided
 
     def with_hashes(self, query: Query, message: router_pb2.Query) -> Query:
-        """The query, with the hashes of its token ids if it has token ids and no hashes."""
+        """Returns the query, with the hashes of its token ids if it has token ids and no hashes."""
         if not message.token_ids or query.prefix_hashes or not query.model:
             return query
         block_size = block_size_of(query, self._router.fleet.block_size(query.model))
@@ -146,7 +147,7 @@ class Decisions:
         )
 
     def withdraw(self, queued: QueuedRequest) -> bool:
-        """Drop a request without a result: its caller is gone. False if it is not queued."""
+        """Drops a request without a result: its caller is gone. False if it is not queued."""
         pending = self._pending.get(queued.key)
         if pending is None or pending.queued is not queued:
             return False
@@ -155,14 +156,14 @@ class Decisions:
         return True
 
     def withdraw_session(self, session: int) -> int:
-        """Drop all queued requests of a frontend session; their number."""
+        """Drops all queued requests of a frontend session; their number."""
         withdrawn = self._router.queue.withdraw_session(session)
         for queued in withdrawn:
             self._record_withdrawn(self._pending.pop(queued.key))
         return len(withdrawn)
 
     def cancel_request(self, key: BookingKey) -> bool:
-        """Finish a queued request with RequestCancelled. False if it is not queued."""
+        """Finishes a queued request with RequestCancelled. False if it is not queued."""
         pending = self._dequeue(key)
         if pending is not None:
             error = RequestCancelled("the request was cancelled while it was queued")
@@ -170,7 +171,7 @@ class Decisions:
         return pending is not None
 
     def serve_queue(self) -> None:
-        """Rescan the whole queue and reject overdue requests; call it periodically, for what
+        """Rescans the whole queue and rejects overdue requests; call it periodically, for what
         happens by time alone: a load report expires, or a request is overdue. Events schedule
         rescans themselves.
         """
@@ -179,7 +180,7 @@ class Decisions:
         self._serve_slice()
 
     def close(self) -> None:
-        """Finish all queued requests, and reject further ones, with ROUTER_DRAINING."""
+        """Finishes all queued requests, and reject further ones, with ROUTER_DRAINING."""
         self._is_closed = True
         for queued in self._router.queue.clear():
             self._finish(self._pending.pop(queued.key), _draining())
@@ -228,7 +229,7 @@ class Decisions:
         return pending
 
     def _finish(self, pending: _PendingReply, outcome: DecisionRecord | MeshError) -> None:
-        """Deliver the result, then measure and trace it."""
+        """Delivers the result, then measures and traces it."""
         queued, stopwatch = pending.queued, pending.stopwatch
         if not isinstance(outcome, MeshError):
             stopwatch.lap()
@@ -261,7 +262,7 @@ class Decisions:
         traceparent: str,
         laps_s: Sequence[float],
     ) -> None:
-        """Measure and trace a decision. laps_s: as `Metrics.placed` takes them."""
+        """Measures and trace a decision. laps_s: as `Metrics.placed` takes them."""
         try:
             self._metrics.decided("placed", laps_s[-1])
             self._metrics.placed(query, record, laps_s)
@@ -277,7 +278,7 @@ class Decisions:
         traceparent: str,
         queued_s: float = 0.0,
     ) -> None:
-        """Log, measure and trace a failure. The error may be foreign, and ill-formed."""
+        """Logs, measures and traces a failure. The error may be foreign, and ill-formed."""
         if isinstance(error, InternalError):
             cause = error.__cause__ or error
             LOG.error("decision_failed", model=model, reason=error.message, exc_info=cause)

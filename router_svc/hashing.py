@@ -27,7 +27,8 @@ class HasherCache:
         lora_name: str = "",
         cache_salt: str = "",
     ) -> bytes:
-        """Prefix hashes, 8 B little endian each. Raises InvalidRequest for a bad block size."""
+        """Returns prefix hashes, 8 B little endian each. Raises InvalidRequest for a bad block
+        size."""
         if not 1 <= block_size <= BLOCK_SIZE_MAX:
             raise InvalidRequest(
                 f"query.block_size {block_size} is not in 1..{BLOCK_SIZE_MAX}", "query.block_size"

@@ -67,7 +67,7 @@ class Subscription(Protocol):
     """One Subscribe call."""
 
     async def read(self) -> indexer_pb2.SubscribeResponse | None:
-        """The next message; None at the end. Raises MeshError if the stream failed."""
+        """Returns the next message; None at the end. Raises MeshError if the stream failed."""
 
 
 Subscribe = Callable[
@@ -196,7 +196,7 @@ class IndexReplica:
             self._report_load(*source, None, now)
 
     async def _read(self, subscription: Subscription, indexer: Instance) -> NoReturn:
-        """Apply messages until the stream ends or is unusable; always raises MeshError."""
+        """Applies messages until the stream ends or is unusable; always raises MeshError."""
         while (message := await subscription.read()) is not None:
             self._silence.restart()
             if self.indexer_id is None:
@@ -214,7 +214,7 @@ class IndexReplica:
         raise Unavailable("the indexer closed the stream")
 
     async def _apply_part(self, part: indexer_pb2.SubscribeResponse) -> None:
-        """Apply a part of a message: the status of its source first, then the blocks."""
+        """Applies a part of a message: the status of its source first, then the blocks."""
         now = self._clock()
         if part.HasField("source"):
             source = source_from_proto(part.source)
@@ -235,7 +235,7 @@ class IndexReplica:
     def _apply_source_status(
         self, source: Source, part: indexer_pb2.SubscribeResponse, now: float
     ) -> None:
-        """Apply the status of a source; until the first one, the source is gapped."""
+        """Applies the status of a source; until the first one, the source is gapped."""
         is_known = source in self.feed
         if part.HasField("status"):
             status = source_status_from_proto(part.status)
@@ -270,13 +270,14 @@ class IndexReplica:
             self._is_applying = False
 
     async def _yield_if_slice_used(self) -> None:
-        """Let decisions run if the steps since the last yield took SLICE_S."""
+        """Lets decisions run if the steps since the last yield took SLICE_S."""
         if self._stopwatch() - self._slice_began >= SLICE_S:
             await asyncio.sleep(0)
             self._slice_began = self._stopwatch()
 
     def _expects_messages(self) -> bool:
-        """Whether the rest of the initial state, or load reports of live workers are due."""
+        """Returns whether the rest of the initial state, or load reports of live workers are
+        due."""
         if not self.is_caught_up:
             return True
         states = (self.feed.status(source).state for source in self.feed.sources())
@@ -299,7 +300,7 @@ class IndexReplica:
                 await asyncio.sleep(0)
 
     def tick(self, now: float) -> None:
-        """End the grace period of stale sources, and drop those that stayed stale."""
+        """Ends the grace period of stale sources, and drops those that stayed stale."""
         self._is_tick_due = False
         self.feed.tick(now)
         for source in self.feed.sources():
@@ -336,5 +337,5 @@ def grpc_subscriptions(security: rpc.Security = rpc.PLAINTEXT) -> Subscribe:
 
 
 def _partition_key(partition: Partition) -> tuple[str, int, int]:
-    """The fields of a query that select partitions."""
+    """Returns the fields of a query that select partitions."""
     return (partition.model, partition.block_size, partition.hash_scheme)

@@ -54,22 +54,22 @@ class Metrics:
         )
 
     def record_queue_wait(self, seconds: float) -> None:
-        """Record a request that left the queue, all outcomes."""
+        """Records a request that left the queue, all outcomes."""
         self._wait_seconds.observe(seconds)
 
     def refused(self, error: MeshError) -> None:
-        """Record a request that failed; counts those that found the queue full."""
+        """Records a request that failed; counts those that found the queue full."""
         if error.reason == "QUEUE_FULL":
             limit = error.metadata.get("limit_kind", OTHER)
             self._queue_full.get(limit, self._queue_full[OTHER]).inc()
 
     def decided(self, outcome: str, seconds: float) -> None:
-        """Record a decision: `placed`, or the kind of the error in lower case, else OTHER."""
+        """Records a decision: `placed`, or the kind of the error in lower case, else OTHER."""
         self._decisions.get(outcome, self._decisions[OTHER]).inc()
         self._seconds.observe(seconds)
 
     def placed(self, query: Query, record: DecisionRecord, seconds: Sequence[float]) -> None:
-        """Record a placement. seconds: of each of STAGES."""
+        """Records a placement. seconds: of each of STAGES."""
         for stage, spent in zip(self._overhead, seconds, strict=True):
             stage.observe(spent)
         self._prompt_blocks.inc(bookable_decode_blocks(query, block_size_of(query, None)))
@@ -82,7 +82,7 @@ class Metrics:
             self._affinity[record.affinity].inc()
 
     def unclaimed(self, kind: str) -> None:
-        """Record a report about a booking that had no effect: one of UNCLAIMED_KINDS."""
+        """Records a report about a booking that had no effect: one of UNCLAIMED_KINDS."""
         self._unclaimed[kind].inc()
 
     def _add_request_metrics(self, selector: str) -> None:

@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 
 def query_from_proto(message: router_pb2.Query) -> Query:
-    """The query; token ids are counted, not hashed. Raises InvalidRequest with the field."""
+    """Returns the query; token ids are counted, not hashed. Raises InvalidRequest with the
+    field."""
     query = dataclass_from_proto(Query, message, "query")
     if token_count := len(message.token_ids):
         if (total := query.total_tokens) not in (0, token_count):
@@ -43,14 +44,14 @@ def query_from_proto(message: router_pb2.Query) -> Query:
 
 
 def key_from_proto(message: router_pb2.BookingKey, frontend_id: int, field: str) -> BookingKey:
-    """The key of a booking of `frontend_id`. Raises InvalidRequest without a request id."""
+    """Returns the key of a booking of `frontend_id`. Raises InvalidRequest without a request id."""
     request_id = message.request_id
     _check_length(request_id, REQUEST_ID_CHARS_MAX, f"{field}.request_id")
     return BookingKey(frontend_id, request_id, message.attempt)
 
 
 def booking_from_proto(message: router_pb2.Booking, frontend_id: int, field: str) -> Booking:
-    """A booking of `frontend_id`. Raises InvalidRequest, which names the field."""
+    """Returns a booking of `frontend_id`. Raises InvalidRequest, which names the field."""
     if message.frontend_id != frontend_id:
         raise InvalidRequest(
             f"{field}.frontend_id is {message.frontend_id}, not {frontend_id} of the session",
@@ -83,14 +84,15 @@ def booking_from_proto(message: router_pb2.Booking, frontend_id: int, field: str
 
 
 def peer_booking_from_proto(message: router_pb2.Booking, field: str) -> Booking:
-    """A booking from a peer, of any frontend. Raises InvalidRequest, which names the field."""
+    """Returns a booking from a peer, of any frontend. Raises InvalidRequest, which names the
+    field."""
     if not message.frontend_id:
         raise InvalidRequest(f"{field}.frontend_id is required", f"{field}.frontend_id")
     return booking_from_proto(message, message.frontend_id, field)
 
 
 def frame_from_proto(message: router_pb2.SyncRequest) -> Frame:
-    """A frame of a peer, with its malformed entries in `refused`. Raises InvalidRequest."""
+    """Returns a frame of a peer, with its malformed entries in `refused`. Raises InvalidRequest."""
     if not message.sequence:
         raise InvalidRequest("sequence must be at least 1", "sequence")
     refused: list[InvalidRequest] = []
@@ -116,7 +118,8 @@ def frame_from_proto(message: router_pb2.SyncRequest) -> Frame:
 def snapshot_from_proto(
     message: router_pb2.SyncResponse,
 ) -> tuple[list[Booking], list[SessionUpdate], list[InvalidRequest]]:
-    """A part of a peer's snapshot, and the errors of malformed entries, which are left out."""
+    """Returns a part of a peer's snapshot, and the errors of malformed entries, which are left
+    out."""
     refused: list[InvalidRequest] = []
     bookings = _parse_valid(peer_booking_from_proto, message.snapshot, "snapshot", refused)
     session_records = _parse_valid(
@@ -126,7 +129,7 @@ def snapshot_from_proto(
 
 
 def session_record_from_proto(message: router_pb2.SessionBinding, field: str) -> SessionUpdate:
-    """The record of a client session. Raises InvalidRequest, which names the field."""
+    """Returns the record of a client session. Raises InvalidRequest, which names the field."""
     if not message.model:
         raise InvalidRequest(f"{field}.model is required", f"{field}.model")
     _check_length(message.session_id, SESSION_ID_CHARS_MAX, f"{field}.session_id")
@@ -193,7 +196,7 @@ def booking_to_proto(booking: Booking) -> router_pb2.Booking:
 
 
 def decision_to_proto(decision: Decision, fleet: Fleet) -> router_pb2.Decision:
-    """The decision, with the addresses of its workers from discovery."""
+    """Returns the decision, with the addresses of its workers from discovery."""
     message = dataclass_to_proto(decision, router_pb2.Decision())
     message.worker_address = fleet.address(decision.worker.worker_id)
     if decision.prefill is not None:

@@ -319,7 +319,7 @@ def _log_refused(router_id: int, refused: Sequence[InvalidRequest]) -> None:
 
 
 def grpc_syncs(security: rpc.Security = rpc.PLAINTEXT) -> OpenSync:
-    """Sync calls over gRPC, each on a channel of its own."""
+    """Syncs calls over gRPC, each on a channel of its own."""
 
     def open_sync(router: Instance) -> AbstractAsyncContextManager[Stream]:
         return open_stream(

@@ -98,8 +98,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._outboxes: set[_SessionOutbox] = set()
 
     def end_sessions(self) -> None:
-        """Send pending results and close every session and stream of a peer. A session with queued
-        requests ends with ROUTER_DRAINING, so that its frontend routes them elsewhere.
+        """Sends pending results and closes every session and stream of a peer. A session with
+        queued requests ends with ROUTER_DRAINING, so that its frontend routes them elsewhere.
         """
         self.decisions.close()
         for outbox in self._outboxes:
@@ -131,7 +131,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def _await_decision(
         self, query: router_pb2.Query, key: BookingKey | None, traceparent: str
     ) -> DecisionRecord:
-        """The decision, also of a queued request. Nothing stays booked if the caller cancels."""
+        """Returns the decision, also of a queued request. Nothing stays booked if the caller
+        cancels."""
         late_result: asyncio.Future[DecisionRecord | MeshError]
         late_result = asyncio.get_running_loop().create_future()
         reply = self.decisions.submit(query, key, None, traceparent, late_result.set_result)
@@ -213,7 +214,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def _read_session(
         self, frames: AsyncIterator[router_pb2.SessionRequest], outbox: _SessionOutbox
     ) -> None:
-        """Read until the stream ends or violates the protocol; then its bookings are orphans."""
+        """Reads until the stream ends or violates the protocol; then its bookings are orphans."""
         load_tracker = self._router.load_tracker
         session: int | None = None
         failure: MeshError | None = None
@@ -256,7 +257,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         session: int,
         outbox: _SessionOutbox,
     ) -> None:
-        """Apply the parts of a frame in the order of the contract."""
+        """Applies the parts of a frame in the order of the contract."""
         load_tracker = self._router.load_tracker
         for wire_booking in frame.announced:
             booking = booking_from_proto(wire_booking, frontend_id, "announced")
@@ -290,7 +291,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     def _reply(
         self, new: router_pb2.New, frontend_id: int, session: int, outbox: _SessionOutbox
     ) -> router_pb2.NewResult | None:
-        """The result of one query, also if it fails; None if it is queued."""
+        """Returns the result of one query, also if it fails; None if it is queued."""
         number = new.id
 
         def reply(outcome: DecisionRecord | MeshError) -> None:
@@ -315,7 +316,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     def _result(
         self, number: int, key: BookingKey | None, outcome: DecisionRecord | MeshError
     ) -> router_pb2.NewResult:
-        """The message; an InternalError without a booking if foreign code made it not encodable."""
+        """Returns the message; an InternalError without a booking if foreign code made it not
+        encodable."""
         try:
             if isinstance(outcome, MeshError):
                 return router_pb2.NewResult(id=number, error=error_to_proto(outcome))
@@ -362,7 +364,7 @@ class _SessionOutbox:
         await asyncio.sleep(0)  # Lets the writer run during a long frame.
 
     def _next_frame(self) -> router_pb2.SessionResponse | None:
-        """All pending results as one frame; None if nothing is due."""
+        """Returns all pending results as one frame; None if nothing is due."""
         if not self._results and self._hello_ack is None and not self._heartbeat_due:
             return None
         frame = router_pb2.SessionResponse(hello_ack=self._hello_ack, results=self._results)

@@ -35,16 +35,16 @@ class Stopwatch:
         self._ends: list[float] = []
 
     def lap(self) -> None:
-        """End a stage and begin the next."""
+        """Ends a stage and begins the next."""
         self._ends.append(time.perf_counter())
 
     def laps_s(self) -> list[float]:
-        """Seconds of each ended stage."""
+        """Returns seconds of each ended stage."""
         starts = [self.started, *self._ends]
         return [end - start for start, end in zip(starts, self._ends, strict=False)]
 
     def total_s(self) -> float:
-        """Seconds up to the end of the last stage; if none has ended, up to now."""
+        """Returns seconds up to the end of the last stage; if none has ended, up to now."""
         return (self._ends[-1] if self._ends else time.perf_counter()) - self.started
 
 
@@ -62,7 +62,7 @@ class DecisionSpans:
         key: BookingKey | None,
         record: DecisionRecord,
     ) -> None:
-        """Create the spans of a decision, as children of the caller's span."""
+        """Creates the spans of a decision, as children of the caller's span."""
         if (parent := _sampled_context(traceparent)) is None:
             return
         decision = record.decision
@@ -89,7 +89,7 @@ class DecisionSpans:
         self._write(parent, stopwatch, attributes, None)
 
     def failed(self, traceparent: str, stopwatch: Stopwatch, error: MeshError) -> None:
-        """Create the spans of the stages up to the failed one, which carries the error."""
+        """Creates the spans of the stages up to the failed one, which carries the error."""
         if (parent := _sampled_context(traceparent)) is not None:
             stopwatch.lap()
             self._write(parent, stopwatch, {"error.type": type(error).__name__}, error)

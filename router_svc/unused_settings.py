@@ -17,7 +17,7 @@ _COST = {spec.name for spec in fields(CostSettings)} - _TRACKING
 
 
 def settings_without_effect(config: RouterConfig) -> dict[str, str]:
-    """Reason by setting, for each setting that is not at its default and has no effect."""
+    """Returns reason by setting, for each setting that is not at its default and has no effect."""
     bypass = config.bypass_policy
     bypass_reason = f"bypass_policy is {bypass}"
     index = config.index_settings.kind

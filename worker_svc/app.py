@@ -156,7 +156,8 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         lifecycle.spawn(probe.run(), name="engine probe")
 
     def _resolve_kv_index(self, engine: EngineConfig) -> EngineConfig:
-        """The config with the `kv_index` to advertise: `events` only if events are published.
+        """Returns the config with the `kv_index` to advertise: `events` only if events are
+        published.
 
         Routers approximate a cache without events. An engine without pages has no cache.
         """

@@ -29,7 +29,8 @@ _GAUGES: dict[str, tuple[str, Callable[[Load], float]]] = {
 
 
 def read_runner(runner: Runner) -> Iterator[Reading]:
-    """The metrics of one worker; `dp_rank` is the only label without a fixed set of values."""
+    """Yields the metrics of one worker; `dp_rank` is the only label without a fixed set of
+    values."""
     counters = runner.counters
     outcomes = {outcome: counters[outcome] for outcome in OUTCOMES}
     yield counter("requests", "Requests by outcome", outcomes, label="outcome")

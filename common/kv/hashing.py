@@ -126,12 +126,12 @@ class PrefixHasher:
         self._position_keys = np.empty(0, dtype=np.uint64)
 
     def salted(self, cache_salt: str) -> PrefixHasher:
-        """Return the hasher with another cache salt; "" for none. Recent ones are kept."""
+        """Returns the hasher with another cache salt; "" for none. Recent ones are kept."""
         mesh_key, model, lora_name = self._names
         return _kept_hasher(mesh_key, model, self.block_size, lora_name, cache_salt)
 
     def prefix_hashes(self, token_ids: TokenIdsLike) -> NDArray[np.uint64]:
-        """Return one hash for each full block of a whole prompt, shape (len // block_size,).
+        """Returns one hash for each full block of a whole prompt, shape (len // block_size,).
 
         Raises ValueError when token_ids are not integers in 0..2^32-1, not one-dimensional, or
         bytes of a length that is not a multiple of 4.
@@ -141,7 +141,7 @@ class PrefixHasher:
     def extend(
         self, state: ChainState, token_ids: TokenIdsLike
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Continue a chain: hashes and running sums of the full blocks that follow `state`.
+        """Continues a chain: hashes and running sums of the full blocks that follow `state`.
 
         Both have shape (len // block_size,). After n of these blocks the state is
         ChainState(state.position + n, int(sums[n - 1])). Errors as in `prefix_hashes`.
@@ -165,7 +165,7 @@ class PrefixHasher:
         return np.add.accumulate(terms, out=terms)
 
     def _position_keys_between(self, start: int, stop: int) -> NDArray[np.uint64]:
-        """Return the keys of positions start..stop-1, from the cache if possible."""
+        """Returns the keys of positions start..stop-1, from the cache if possible."""
         if stop > POSITION_KEYS_CACHED_MAX:
             return _splitmix64_stream(self._position_seed, start, stop)
         cached = self._position_keys
@@ -190,7 +190,7 @@ def _kept_hasher(
 
 
 def hashes_to_bytes(hashes: NDArray[np.uint64]) -> bytes:
-    """Return 8 bytes per hash, little endian. Raises ValueError unless `hashes` is 1-D uint64."""
+    """Returns 8 bytes per hash, little endian. Raises ValueError unless `hashes` is 1-D uint64."""
     if hashes.dtype != np.uint64 or hashes.ndim != 1:
         raise ValueError(
             f"hashes: must be a 1-D array of uint64, not {hashes.ndim}-D of {hashes.dtype}"
@@ -199,14 +199,14 @@ def hashes_to_bytes(hashes: NDArray[np.uint64]) -> bytes:
 
 
 def hashes_from_bytes(data: bytes) -> NDArray[np.uint64]:
-    """Return a read-only array of `hashes_to_bytes`. Raises ValueError for other sizes."""
+    """Returns a read-only array of `hashes_to_bytes`. Raises ValueError for other sizes."""
     if len(data) % 8:
         raise ValueError(f"data: {len(data)} bytes are not a multiple of 8")
     return np.frombuffer(data, dtype="<u8").astype(np.uint64, copy=False)
 
 
 def hash_view(data: bytes) -> memoryview:
-    """Return the hashes of `hashes_to_bytes` one by one, without a copy: ints only when read."""
+    """Returns the hashes of `hashes_to_bytes` one by one, without a copy: ints only when read."""
     if sys.byteorder == "little":
         return memoryview(data).cast("Q")
     return hashes_from_bytes(data).data
@@ -234,7 +234,7 @@ def compute_block_hash_for_seq(
     *,
     is_eagle: bool = False,
 ) -> list[LocalBlockHash]:
-    """Return the XXH3-64 local hash of each full block, bit-exact with NVIDIA Dynamo 1.6.1.
+    """Returns the XXH3-64 local hash of each full block, bit-exact with NVIDIA Dynamo 1.6.1.
 
     A block's hash covers its token ids as little-endian u32, then the `mm_hash` of its objects as
     little-endian u64 in ascending order. The seed is 1337, plus XXH3-64(lora_name, seed 0) modulo
@@ -265,7 +265,7 @@ def compute_block_hash_for_seq(
         content = data[4 * start : 4 * (start + window)]
         info = media_infos[i] if i < len(media_infos) else None
         if info is not None:
-            media_hashes = sorted(one.mm_hash for one in info.mm_objects)
+            media_hashes = sorted(mm_object.mm_hash for mm_object in info.mm_objects)
             for media_hash in media_hashes:
                 _require_uint64("mm_hash", media_hash)
             content += struct.pack(f"<{len(media_hashes)}Q", *media_hashes)
@@ -274,7 +274,8 @@ def compute_block_hash_for_seq(
 
 
 def compute_seq_hashes(local_hashes: Iterable[int]) -> list[SequenceHash]:
-    """Chain local hashes: seq[0] = local[0], seq[i] = XXH3-64(LE8(seq[i-1]) | LE8(local[i]), 1337).
+    """Chains local hashes: seq[0] = local[0], seq[i] = XXH3-64(LE8(seq[i-1]) | LE8(local[i]),
+    1337).
 
     Raises ValueError when a local hash is not in 0..2^64-1.
     """
@@ -315,7 +316,7 @@ class TokensWithHashes:
         self._is_eagle = is_eagle
 
     def __len__(self) -> int:
-        """Return the number of tokens, the partial tail included."""
+        """Returns the number of tokens, the partial tail included."""
         return len(self.tokens)
 
     @cached_property
@@ -333,7 +334,7 @@ class TokensWithHashes:
 
 
 def _derive_seeds(mesh_key: bytes, block_size: int, names: tuple[str, str, str]) -> tuple[int, int]:
-    """Return the multiplier and the position seed of a hasher."""
+    """Returns the multiplier and the position seed of a hasher."""
     # Hashing the key first admits keys of any length; BLAKE2b itself takes at most 64 bytes.
     digest = hashlib.blake2b(
         struct.pack("<QQ", HASH_SCHEME_ID, block_size),
@@ -351,7 +352,7 @@ def _derive_seeds(mesh_key: bytes, block_size: int, names: tuple[str, str, str])
 
 
 def _splitmix64_stream(seed: int, start: int, stop: int) -> NDArray[np.uint64]:
-    """Return elements start..stop-1 of the SplitMix64 stream of `seed`."""
+    """Returns elements start..stop-1 of the SplitMix64 stream of `seed`."""
     # Not numpy's generators: hashes must not change with a numpy version.
     counters = np.arange(start + 1, stop + 1, dtype=np.uint64)
     counters *= np.uint64(_GOLDEN_GAMMA)
@@ -360,7 +361,7 @@ def _splitmix64_stream(seed: int, start: int, stop: int) -> NDArray[np.uint64]:
 
 
 def _splitmix64_finalize(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the SplitMix64 finaliser (a bijection on 64 bits) to each element; return `x`."""
+    """Applies the SplitMix64 finaliser (a bijection on 64 bits) to each element; returns `x`."""
     x ^= x >> _SHIFT_1
     x *= _FACTOR_1
     x ^= x >> _SHIFT_2
@@ -370,7 +371,7 @@ def _splitmix64_finalize(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _to_uint32_array(token_ids: TokenIdsLike, name: str) -> NDArray[np.uint32]:
-    """Return token ids as a 1-D uint32 array, without a copy if possible."""
+    """Returns token ids as a 1-D uint32 array, without a copy if possible."""
     if isinstance(token_ids, np.ndarray):
         return _validate_array(token_ids, name)
     if isinstance(token_ids, bytes | bytearray | memoryview):

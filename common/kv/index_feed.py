@@ -148,7 +148,7 @@ class IndexFeed:
         return list(self._entries)
 
     def state_counts(self) -> Counter[str]:
-        """Return the number of sources by state. Any thread may call this."""
+        """Returns the number of sources by state. Any thread may call this."""
         return Counter(entry.compute_status().state for entry in list(self._entries.values()))
 
     def sources_of(self, worker_id: int) -> list[Source]:
@@ -161,12 +161,12 @@ class IndexFeed:
         return self._entries[source].partition
 
     def position(self, source: Source) -> SourcePosition:
-        """Return the last applied position of a known source; the last received if load-only."""
+        """Returns the last applied position of a known source; the last received if load-only."""
         entry = self._entries[source]
         return SourcePosition(source, entry.epoch, entry.sequence, entry.degraded)
 
     def positions(self) -> list[SourcePosition]:
-        """Return all positions; after `mark_all_disconnected`, a subscriber resumes from them."""
+        """Returns all positions; after `mark_all_disconnected`, a subscriber resumes from them."""
         return [self.position(source) for source in self._entries]
 
     def status(self, source: Source) -> SourceStatus:
@@ -176,7 +176,7 @@ class IndexFeed:
         return self._entries[source].load_only
 
     def unindexed_blocks_of(self, source: Source) -> int:
-        """Return the estimated blocks that a load-only source holds and does not advertise."""
+        """Returns the estimated blocks that a load-only source holds and does not advertise."""
         return self._entries[source].unindexed_blocks
 
     def last_received_at(self, source: Source) -> float:
@@ -186,31 +186,31 @@ class IndexFeed:
         return self._entries[source].advertised.is_visible
 
     def retained_blocks_of(self, source: Source) -> int:
-        """Return the blocks kept for a known source: advertised, in a snapshot, or buffered."""
+        """Returns the blocks kept for a known source: advertised, in a snapshot, or buffered."""
         return self._entries[source].retained_blocks
 
     def device_blocks_of(self, source: Source) -> int:
         return self._entries[source].advertised.blocks_on(Tier.DEVICE)
 
     def advertised(self, source: Source) -> tuple[PrefixIndex, AdvertisedBlocks]:
-        """Return the blocks of a known source and the index to read them with (`chunks`)."""
+        """Returns the blocks of a known source and the index to read them with (`chunks`)."""
         entry = self._entries[source]
         return entry.index, entry.advertised
 
     def match(self, partition: Partition, hashes: Hashes) -> list[SourceMatch]:
-        """Return one row for each matching source with the first block, deepest first."""
+        """Returns one row for each matching source with the first block, deepest first."""
         index = self._indexes.get(partition)
         return [] if index is None else index.match(hashes)
 
     def take_events(self) -> list[FeedEvent]:
-        """Return the feed events since the last call, in order."""
+        """Returns the feed events since the last call, in order."""
         feed_events, self._feed_events = self._feed_events, []
         return feed_events
 
     # Reports about sources.
 
     def register_source(self, partition: Partition, state: SourcePosition, now: float) -> None:
-        """Process the position that a publisher reports at the start of its stream."""
+        """Processes the position that a publisher reports at the start of its stream."""
         entry = self._get_or_create_entry(partition, state.source)
         entry.drop_pending()
         is_continuation = state.epoch == entry.epoch and state.sequence >= entry.sequence
@@ -223,7 +223,7 @@ class IndexFeed:
         self._reconcile(entry, now)
 
     def mark_received(self, source: Source, now: float) -> None:
-        """Record a sign of life of a publisher; a no-op for an unknown source."""
+        """Records a sign of life of a publisher; a no-op for an unknown source."""
         entry = self._entries.get(source)
         if entry is not None:
             entry.last_received_at = now
@@ -236,7 +236,7 @@ class IndexFeed:
         now: float,
         position: tuple[int, int] = (0, 0),
     ) -> None:
-        """Process the status of a source at the index that this one follows.
+        """Processes the status of a source at the index that this one follows.
 
         position: (epoch, sequence) that the index has sent; a copy behind it is gapped. Raises
         InvalidRequest if the source is new and its partition is missing.
@@ -259,14 +259,14 @@ class IndexFeed:
         self._reconcile(entry, now)
 
     def set_degraded(self, source: Source, degraded: bool, now: float) -> None:
-        """Process a publisher's report that events were lost for good, or its recovery."""
+        """Processes a publisher's report that events were lost for good, or its recovery."""
         entry = self._require_entry(source)
         entry.degraded = degraded
         entry.last_received_at = now
         self._reconcile(entry, now)
 
     def mark_disconnected(self, source: Source, now: float, reason: str) -> None:
-        """Mark a source as stale, because reports about it end; a no-op if it is unknown."""
+        """Marks a source as stale, because reports about it end; a no-op if it is unknown."""
         entry = self._entries.get(source)
         if entry is not None:
             entry.drop_pending()
@@ -275,19 +275,20 @@ class IndexFeed:
             self._reconcile(entry, now)
 
     def mark_all_disconnected(self, now: float, reason: str) -> None:
-        """Process the loss of the followed index; drops work that `positions` does not include."""
+        """Processes the loss of the followed index; drops work that `positions` does not
+        include."""
         for source in self._entries:
             self.mark_disconnected(source, now, reason)
 
     def make_load_only(self, source: Source, now: float) -> None:
-        """Drop the blocks of a source and ignore its events until it is registered again."""
+        """Drops the blocks of a source and ignores its events until it is registered again."""
         entry = self._require_entry(source)
         entry.begin_load_only()
         self._feed_events.append(SourceReplaced(source))
         self._reconcile(entry, now)
 
     def end_load_only(self, source: Source, now: float) -> None:
-        """End `make_load_only`; the blocks of the source are requested."""
+        """Ends `make_load_only`; the blocks of the source are requested."""
         entry = self._require_entry(source)
         head_sequence = entry.sequence
         self._reset_source(entry, entry.epoch)
@@ -295,7 +296,7 @@ class IndexFeed:
         self._reconcile(entry, now)
 
     def forget(self, source: Source, reason: str) -> None:
-        """Remove a source in O(1); `sweep` frees its blocks later."""
+        """Removes a source in O(1); `sweep` frees its blocks later."""
         entry = self._entries.pop(source, None)
         if entry is not None:
             entry.drop_pending()
@@ -305,7 +306,7 @@ class IndexFeed:
             )
 
     def tick(self, now: float) -> None:
-        """End the grace period of stale sources; repeat resend requests without progress."""
+        """Ends the grace period of stale sources; repeat resend requests without progress."""
         for entry in self._entries.values():
             idle_since = max(entry.last_progress_at, entry.resend_requested_at or 0.0)
             if entry.resend_requested_at is not None and now - idle_since >= self._retry_s:
@@ -314,7 +315,7 @@ class IndexFeed:
             self._reconcile(entry, now)
 
     def sweep(self, blocks: int) -> bool:
-        """Do deferred work for about `blocks` blocks; returns whether more is left."""
+        """Does deferred work for about `blocks` blocks; returns whether more is left."""
         for partition, index in tuple(self._indexes.items()):
             if index.needs_sweep:
                 index.sweep(blocks)
@@ -326,7 +327,7 @@ class IndexFeed:
     # Batches and snapshots.
 
     def apply(self, batch: EventBatch, now: float) -> Iterator[None]:
-        """Process a batch in steps; raises InvalidRequest for an unregistered source."""
+        """Processes a batch in steps; raises InvalidRequest for an unregistered source."""
         entry = self._require_entry(batch.source)
         entry.last_received_at = now
         if entry.load_only:
@@ -349,7 +350,7 @@ class IndexFeed:
         self._reconcile(entry, now)
 
     def load(self, chunk: SnapshotChunk, now: float) -> Iterator[None]:
-        """Process a snapshot chunk in steps; raises InvalidRequest for an unregistered source."""
+        """Processes a snapshot chunk in steps; raises InvalidRequest for an unregistered source."""
         entry = self._require_entry(chunk.source)
         entry.last_received_at = now
         if entry.load_only:
@@ -423,7 +424,7 @@ class IndexFeed:
         self.counters.batches += 1
 
     def _reconcile(self, entry: SourceEntry, now: float) -> None:
-        """Update visibility, report a changed status, request missing batches."""
+        """Updates visibility, reports a changed status, requests missing batches."""
         status = entry.compute_status()
         in_grace_period = entry.stale_since is None or now - entry.stale_since < self._stale_s
         is_matchable = status.state != "gapped" and in_grace_period
@@ -445,7 +446,8 @@ class IndexFeed:
 
 
 def _joined(events: Iterable[KvEvent]) -> Iterator[KvEvent]:
-    """The events, consecutive ones of one kind and tier as one: a few large ones cost less."""
+    """Yields the events, consecutive ones of one kind and tier as one: a few large ones cost
+    less."""
     for (kind, tier), run in groupby(events, key=lambda event: (event.kind, event.tier)):
         parts = [event.hashes for event in run]
         yield KvEvent(kind, parts[0] if len(parts) == 1 else np.concatenate(parts), tier)
@@ -463,6 +465,6 @@ def _apply_event(entry: SourceEntry, event: KvEvent) -> Iterator[None]:
 
 
 def run_all_steps(steps: Iterable[None]) -> None:
-    """Run `apply` or `load` to its end at once."""
+    """Runs `apply` or `load` to its end at once."""
     for _ in steps:
         pass

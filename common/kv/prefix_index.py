@@ -125,7 +125,8 @@ class PrefixIndex:
     # Queries.
 
     def match(self, hashes: Hashes) -> list[SourceMatch]:
-        """Return a row per visible source of the first block, deepest first. hashes: contiguous."""
+        """Returns a row per visible source of the first block, deepest first. hashes:
+        contiguous."""
         if not len(hashes):
             return []
         # Few elements are read; memoryviews convert only those to Python ints.
@@ -141,7 +142,7 @@ class PrefixIndex:
     def chunks(
         self, advertised: AdvertisedBlocks, size: int = SNAPSHOT_CHUNK_BLOCKS
     ) -> Iterator[tuple[Tier, Hashes]]:
-        """Return the held blocks, tier by tier, at most `size` at a time.
+        """Returns the held blocks, tier by tier, at most `size` at a time.
 
         The index may change while the iterator is read. A block stored or removed since the first
         chunk may then be missing, present, or present twice; all others are present. Ends early
@@ -159,11 +160,11 @@ class PrefixIndex:
     # Changes.
 
     def add_source(self, source: Source) -> AdvertisedBlocks:
-        """Return a new handle, empty and hidden."""
+        """Returns a new handle, empty and hidden."""
         return AdvertisedBlocks(source)
 
     def store(self, advertised: AdvertisedBlocks, hashes: Hashes, tier: Tier = Tier.DEVICE) -> None:
-        """Add distinct blocks; a block that is held already is a no-op."""
+        """Adds distinct blocks; a block that is held already is a no-op."""
         assert not advertised.retired, "a retired handle stores nothing"
         bit = advertised._bits[tier] or self._allocate_bit(advertised, tier)
         keys, shard_indexes = (hashes >> SHARD_BITS).tolist(), hashes & _SHARD_MASK
@@ -181,7 +182,7 @@ class PrefixIndex:
     def remove(
         self, advertised: AdvertisedBlocks, hashes: Hashes, tier: Tier = Tier.DEVICE
     ) -> None:
-        """Remove blocks; a block that is not held is a no-op."""
+        """Removes blocks; a block that is not held is a no-op."""
         assert not advertised.retired, "a retired handle holds nothing"
         if bit := advertised._bits[tier]:
             self._adjust_count(advertised, tier, -self._clear_bit(hashes.tolist(), bit))
@@ -196,7 +197,7 @@ class PrefixIndex:
             )
 
     def retire(self, advertised: AdvertisedBlocks) -> None:
-        """Remove all blocks of the handle for good; `sweep` frees their memory."""
+        """Removes all blocks of the handle for good; `sweep` frees their memory."""
         assert not advertised.retired, "retired once"
         self.set_visible(advertised, False)
         advertised.retired = True
@@ -207,7 +208,7 @@ class PrefixIndex:
                 self._deferred_work.append(self._release_bit(advertised, tier))
 
     def sweep(self, blocks: int) -> bool:
-        """Do deferred work for about `blocks` blocks; returns whether more is left."""
+        """Does deferred work for about `blocks` blocks; returns whether more is left."""
         while self._deferred_work and blocks > 0:
             if next(self._deferred_work[0], self) is self:
                 self._deferred_work.popleft()
@@ -217,7 +218,7 @@ class PrefixIndex:
     # Inside.
 
     def _mask_bytes(self) -> int:
-        """Estimate the masks of blocks that several sources hold; others share one per source.
+        """Estimates the masks of blocks that several sources hold; others share one per source.
 
         A mask is as wide as its highest bit: of k random bits of n, k n / (k + 1).
         """
@@ -232,7 +233,7 @@ class PrefixIndex:
     def _find_match_ends(
         self, keys: memoryview, shard_indexes: memoryview, held: int
     ) -> list[tuple[int, int]]:
-        """Return (depth, bits that end there), shallow first. held: mask of the first block."""
+        """Returns (depth, bits that end there), shallow first. held: mask of the first block."""
         shards = self._shards
         count = len(keys)
         match_ends = []
@@ -268,7 +269,7 @@ class PrefixIndex:
         return rows
 
     def _sources_of(self, bits: int) -> tuple[Source, ...]:
-        """Return the sources of a mask, lowest bit first, and keep them for the next query."""
+        """Returns the sources of a mask, lowest bit first, and keeps them for the next query."""
         if len(self._sources_by_mask) >= MASKS_CACHED_MAX:
             self._sources_by_mask.clear()
         sources, mask = [], bits
@@ -299,7 +300,7 @@ class PrefixIndex:
         return [key for key in keys if shards[key & _SHARD_MASK].get(key >> SHARD_BITS, 0) & bit]
 
     def _store_few(self, keys: list[int], shard_indexes: list[int], bit: int) -> int:
-        """Set a bit; returns how many blocks did not have it."""
+        """Sets a bit; returns how many blocks did not have it."""
         shards = self._shards
         added = 0
         for key, shard_index in zip(keys, shard_indexes, strict=True):
@@ -326,7 +327,7 @@ class PrefixIndex:
         return added
 
     def _clear_bit(self, keys: list[int] | array[int], bit: int) -> int:
-        """Clear a bit; returns how many blocks had it."""
+        """Clears a bit; returns how many blocks had it."""
         shards = self._shards
         cleared = 0
         for key in keys:
@@ -348,7 +349,7 @@ class PrefixIndex:
         assert advertised._held_counts[tier] >= 0, "removals do not exceed stores"
 
     def _allocate_bit(self, advertised: AdvertisedBlocks, tier: Tier) -> int:
-        """Return a new bit for a handle: the lowest free one, so that masks stay narrow."""
+        """Returns a new bit for a handle: the lowest free one, so that masks stay narrow."""
         if self._free_bits:
             bit = heapq.heappop(self._free_bits)
         else:
@@ -362,7 +363,7 @@ class PrefixIndex:
         return bit
 
     def _release_bit(self, advertised: AdvertisedBlocks, tier: Tier) -> Iterator[None]:
-        """Clear the bit of a retired handle in steps, then free it."""
+        """Clears the bit of a retired handle in steps, then frees it."""
         bit, log = advertised._bits[tier], advertised._logs[tier]
         entries = iter(log)
         while part := list(islice(entries, SWEEP_STEP_BLOCKS)):
@@ -383,7 +384,7 @@ class PrefixIndex:
             self._deferred_work.append(self._compact(advertised, tier))
 
     def _compact(self, advertised: AdvertisedBlocks, tier: Tier) -> Iterator[None]:
-        """Replace a log in steps by one with each held block once."""
+        """Replaces a log in steps by one with each held block once."""
         log, bit, start = advertised._logs[tier], advertised._bits[tier], 0
         held_keys: dict[int, None] = {}
         # The log may grow between steps; the loop reads new entries too.

@@ -105,21 +105,21 @@ class SourceEntry:
         self.is_interrupted = False
 
     def raise_head(self, epoch: int, sequence: int) -> None:
-        """Record that the source has reached (epoch, sequence); gapped until it is applied."""
+        """Records that the source has reached (epoch, sequence); gapped until it is applied."""
         if epoch > self.epoch:
             self.begin_epoch(epoch)
         if epoch == self.epoch:
             self.head_sequence = max(self.head_sequence, sequence)
 
     def clear_blocks(self) -> None:
-        """Replace the set by an empty one with the same visibility."""
+        """Replaces the set by an empty one with the same visibility."""
         is_visible = self.advertised.is_visible
         self.index.retire(self.advertised)
         self.advertised = self.index.add_source(self.source)
         self.index.set_visible(self.advertised, is_visible)
 
     def drop_pending(self) -> None:
-        """Drop the pending snapshot, the buffer and the open resend request."""
+        """Drops the pending snapshot, the buffer and the open resend request."""
         if self.pending_snapshot is not None:
             self.index.retire(self.pending_snapshot.advertised)
             self.pending_snapshot = None
@@ -138,7 +138,7 @@ class SourceEntry:
         return batch
 
     def begin_snapshot(self, chunk: SnapshotChunk) -> None:
-        """Start the snapshot of a first chunk, unless it is older than the set."""
+        """Starts the snapshot of a first chunk, unless it is older than the set."""
         if (chunk.epoch, chunk.sequence) < (self.epoch, self.sequence):
             return
         if chunk.epoch > self.epoch:
@@ -171,7 +171,7 @@ class SourceEntry:
         self.head_sequence = self.sequence
 
     def skip_batch(self, batch: EventBatch) -> bool:
-        """Update position and estimate of a load-only source; returns whether the batch is new."""
+        """Updates position and estimate of a load-only source; returns whether the batch is new."""
         position = (batch.epoch, batch.sequence)
         if position <= (self.epoch, self.sequence):
             return False
@@ -204,5 +204,5 @@ class SourceEntry:
 
 
 def batch_weight(batch: EventBatch) -> int:
-    """Return the size of a buffered batch in blocks, its overhead included."""
+    """Returns the size of a buffered batch in blocks, its overhead included."""
     return _BATCH_OVERHEAD_BLOCKS + sum(len(event.hashes) for event in batch.events)

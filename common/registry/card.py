@@ -46,7 +46,7 @@ class ModelType(Flag):
 
 
 def parse_model_type(names: Iterable[str]) -> ModelType:
-    """The flags of lower-case names, combined. Raises ValueError with an unknown name."""
+    """Returns the flags of lower-case names, combined. Raises ValueError with an unknown name."""
     flags_by_name = {str(flag.name).lower(): flag for flag in ModelType}
     result = ModelType(0)
     for name in names:
@@ -80,7 +80,7 @@ class Artifact:
 
     @staticmethod
     def of(data: bytes, *, inline: bool = True) -> Artifact:
-        """The artifact with content `data`; with `inline`, the card carries the bytes."""
+        """Returns the artifact with content `data`; with `inline`, the card carries the bytes."""
         return Artifact(hashlib.sha256(data).hexdigest(), len(data), data if inline else None)
 
 
@@ -158,7 +158,7 @@ class ModelCard:
         return hashlib.sha256(self.canonical_json()).hexdigest()
 
     def canonical_json(self) -> bytes:
-        """The input of the checksum: sorted keys, no blanks, UTF-8, no inline bytes.
+        """Returns the input of the checksum: sorted keys, no blanks, UTF-8, no inline bytes.
 
         Fields with their default are omitted. So a field added later does not change old
         checksums, and an older reader rejects a card that uses it, by its checksum.
@@ -166,7 +166,8 @@ class ModelCard:
         return _dump_canonical_json(_card_to_json(self.without_inline_bytes()))
 
     def without_inline_bytes(self, *, larger_than_bytes: int = -1) -> ModelCard:
-        """The same card (and checksum) without the bytes of artifacts above `larger_than_bytes`."""
+        """Returns the same card (and checksum) without the bytes of artifacts above
+        `larger_than_bytes`."""
         artifacts_without_bytes = {
             name: replace(a, inline=None) if a.size > larger_than_bytes else a
             for name, a in self.artifacts.items()
@@ -189,7 +190,8 @@ def encode_card(card: ModelCard) -> bytes:
 
 
 def decode_card(raw: bytes, expected_checksum: str | None = None) -> ModelCard:
-    """The card in `raw`, with size and digest of inline artifacts and the checksum verified.
+    """Returns the card in `raw`, with size and digest of inline artifacts and the checksum
+    verified.
 
     Raises InvalidRequest. Its field is the path that differs, or `checksum` if the content does
     not match the checksum in `raw` or `expected_checksum`.
@@ -226,7 +228,7 @@ def verify_artifact(name: str, artifact: Artifact, data: bytes) -> None:
 
 
 def model_slug(name: str) -> str:
-    """A unique store key for `name`: at most 128 characters, never with a leading dot.
+    """Returns a unique store key for `name`: at most 128 characters, never with a leading dot.
 
     A name that differs from its slug gets eight digits of its SHA-256 appended, so that `Qwen/A`
     and `qwen_a` have different keys.

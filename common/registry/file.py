@@ -175,7 +175,7 @@ class FileRegistry:
             self._reconcile_task.result()
 
     def detach_leases(self) -> None:
-        """Close without deregistering: in a forked child, the leases belong to the parent."""
+        """Closes without deregistering: in a forked child, the leases belong to the parent."""
         self._closed = True
         for lease in self._leases.values():
             lease.detach()
@@ -225,7 +225,7 @@ class FileRegistry:
     async def _publish_if_card_agrees(
         self, instance: Instance, publish: Callable[[Instance], None]
     ) -> None:
-        """Check the card and publish, under a lock against other cards of the model."""
+        """Checks the card and publishes, under a lock against other cards of the model."""
         if not instance.card_checksum:
             publish(instance)
             return
@@ -312,13 +312,14 @@ class _FileLease:
             os.close(fd)
 
     def detach(self) -> None:
-        """Close the descriptor and leave the file alone."""
+        """Closes the descriptor and leaves the file alone."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
 
     def publish(self, instance: Instance) -> None:
-        """Replace the entry, or keep it and raise Unavailable, or InvalidRequest if too large."""
+        """Replaces the entry, or keeps it and raises Unavailable, or InvalidRequest if too
+        large."""
         signature, content = encode_entry(self._order, instance, self._registry._signer)
         with _map_os_errors(self._path):
             make_private(self._path, 3)
@@ -329,7 +330,8 @@ class _FileLease:
         self.instance = instance
 
     def reconcile(self) -> None:
-        """Restore a lost entry, renew an old signature; log the first failure and the recovery."""
+        """Restores a lost entry, renews an old signature; logs the first failure and the
+        recovery."""
         if self._fd is None:
             return
         try:

@@ -28,7 +28,7 @@ _UNLOCK = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of a regular file. Raises OSError, for links and special files too."""
+    """Returns a descriptor of a regular file. Raises OSError, for links and special files too."""
     fd = os.open(path, flags | _OPEN_FLAGS, _FILE_MODE)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -37,7 +37,8 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def read_whole(fd: int, bytes_max: int) -> bytes:
-    """The content of a file. Raises OSError, before it reads, if that exceeds `bytes_max`."""
+    """Returns the content of a file. Raises OSError, before it reads, if that exceeds
+    `bytes_max`."""
     size = os.fstat(fd).st_size
     if size > bytes_max:
         raise OSError(errno.EFBIG, f"file too large: {size}/{bytes_max} bytes")
@@ -45,7 +46,7 @@ def read_whole(fd: int, bytes_max: int) -> bytes:
 
 
 def make_private(file: Path, depth: int) -> None:
-    """Create the `depth` innermost folders of a file for this user only; own ones become so."""
+    """Creates the `depth` innermost folders of a file for this user only; own ones become so."""
     for folder in reversed(file.parents[:depth]):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -57,13 +58,13 @@ def make_private(file: Path, depth: int) -> None:
 
 
 def acquire_lock(fd: int) -> None:
-    """Take the write lock. Raises OSError if another open file description holds one."""
+    """Takes the write lock. Raises OSError if another open file description holds one."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WRITE_LOCK)
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:
-    """Take the write or (`shared`) read lock, or turn the one into the other, if no lock of another
-    description prevents it; returns whether none did.
+    """Takes the write or (`shared`) read lock, or turns the one into the other, if no lock of
+    another description prevents it; returns whether none did.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _READ_LOCK if shared else _WRITE_LOCK)
@@ -73,18 +74,18 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
 
 
 def release_lock(fd: int) -> None:
-    """Release the lock, also where a child process shares the description."""
+    """Releases the lock, also where a child process shares the description."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _UNLOCK)
 
 
 def is_locked(fd: int) -> bool:
-    """Whether another open file description holds a lock. Takes none itself."""
+    """Returns whether another open file description holds a lock. Takes none itself."""
     lock_type: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WRITE_LOCK))[0]
     return lock_type != fcntl.F_UNLCK
 
 
 def inode_of_path(path: Path) -> int | None:
-    """The inode under a name, None if there is none."""
+    """Returns the inode under a name, None if there is none."""
     try:
         return os.stat(path, follow_symlinks=False).st_ino
     except FileNotFoundError:
@@ -92,7 +93,7 @@ def inode_of_path(path: Path) -> int | None:
 
 
 def write_atomically(path: Path, data: bytes, before_rename: Callable[[int], None]) -> int:
-    """Replace the file in one step; returns its descriptor. before_rename: locks or syncs it."""
+    """Replaces the file in one step; returns its descriptor. before_rename: locks or syncs it."""
     fd, temp_path = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(fd, "wb", closefd=False) as file:

@@ -43,12 +43,13 @@ _ENTRY_RECORD_ADAPTER: TypeAdapter[_EntryRecord] = TypeAdapter(_EntryRecord)
 
 
 def entry_name(instance_id: int) -> str:
-    """The name of an entry file."""
+    """Returns the name of an entry file."""
     return f"{instance_id:016x}.json"
 
 
 def encode_entry(order: int, instance: Instance, signer: EntrySigner) -> tuple[str, bytes]:
-    """The signature and the content of an entry file. Raises InvalidRequest if too large."""
+    """Returns the signature and the content of an entry file. Raises InvalidRequest if too
+    large."""
     content = b'{"order":%d,"instance":%s}' % (order, instance.to_json())
     signature = signer.sign(content)
     if signature:
@@ -91,7 +92,7 @@ class FolderView:
         self._warned_names: set[str] = set()
 
     def poll(self) -> Snapshot:
-        """The current members: lists the directory and queries every lock."""
+        """Returns the current members: lists the directory and queries every lock."""
         self.polled_at = time.monotonic()
         self.change_count = self._changes.count
         self.is_observed = self._changes.observe(self.directory)
@@ -111,12 +112,12 @@ class FolderView:
         self.entries.clear()
 
     def instances(self) -> list[Instance]:
-        """The instances of the last poll, oldest first, superseded ones included."""
+        """Returns the instances of the last poll, oldest first, superseded ones included."""
         entries = sorted(self.entries.values(), key=lambda e: e.order)
         return [e.instance for e in entries if e.instance is not None]
 
     def _load_listing(self) -> bool:
-        """Load new and replaced files; False if the directory cannot be read."""
+        """Loads new and replaced files; False if the directory cannot be read."""
         try:
             with os.scandir(self.directory) as items:
                 listed = {item.name: item.inode() for item in items}
@@ -143,7 +144,7 @@ class FolderView:
         return True
 
     def load_entry(self, name: str) -> bool:
-        """Load the file under `name` if its owner lives, else remove it; returns which."""
+        """Loads the file under `name` if its owner lives, else removes it; returns which."""
         path = self.directory / name
         try:
             for _ in range(OPEN_ATTEMPTS_MAX):
@@ -209,7 +210,7 @@ class FolderView:
             self._has_changed = True
 
     def _warn_once(self, name: str, event: str, reason: object) -> None:
-        """Log once, until the file is gone."""
+        """Logs once, until the file is gone."""
         if name not in self._warned_names:
             self._warned_names.add(name)
             LOG.warning(event, path=name, error=str(reason))
@@ -223,7 +224,7 @@ def _decode_or_placeholder(raw: bytes) -> str:
 
 
 def _remove_if_abandoned(temp_path: Path) -> None:
-    """Remove the hidden file of an owner that died between writing and renaming."""
+    """Removes the hidden file of an owner that died between writing and renaming."""
     with contextlib.suppress(OSError):
         if time.time() - temp_path.stat().st_mtime > ABANDONED_AFTER_S:
             temp_path.unlink()

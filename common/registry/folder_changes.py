@@ -32,7 +32,7 @@ class FolderChanges:
         self._waiters: set[asyncio.Future[None]] = set()
 
     def observe(self, folder: Path) -> bool:
-        """Whether changes of the folder, as it is now, are noticed from here on."""
+        """Returns whether changes of the folder, as it is now, are noticed from here on."""
         if self._fd is None and not self._open():
             return False
         path = os.fsencode(folder)

@@ -134,7 +134,7 @@ class Instance:
         return ModelNetworkName.from_local(self.endpoint, self.id)
 
     def to_json(self) -> bytes:
-        """A JSON object of all fields; `from_json` returns an equal value."""
+        """Returns a JSON object of all fields; `from_json` returns an equal value."""
         raw = {f.name: getattr(self, f.name) for f in fields(self)}
         raw["taints"] = sorted(self.taints)
         raw["loras"] = sorted(self.loras)
@@ -143,7 +143,7 @@ class Instance:
 
     @staticmethod
     def from_json(raw: bytes | str) -> Instance:
-        """The instance in `raw`. Unknown keys are ignored: newer peers may add some.
+        """Returns the instance in `raw`. Unknown keys are ignored: newer peers may add some.
 
         Raises InvalidRequest with the field that is missing, wrongly typed or out of range.
         """
@@ -154,7 +154,8 @@ _INSTANCE_ADAPTER: TypeAdapter[Instance] = TypeAdapter(Instance)
 
 
 def parse_json(adapter: TypeAdapter[T], raw: bytes | str, subject: str) -> T:
-    """The value in `raw`, without type coercion. Raises InvalidRequest with `subject` and field."""
+    """Returns the value in `raw`, without type coercion. Raises InvalidRequest with `subject` and
+    field."""
     try:
         return adapter.validate_json(raw, strict=True)
     except ValidationError as error:
@@ -165,7 +166,8 @@ def parse_json(adapter: TypeAdapter[T], raw: bytes | str, subject: str) -> T:
 
 
 def new_instance_id(rng: Random) -> int:
-    """A random id in 2^53 … 2^63-1, which logs write as text. `rng` is seeded by the system."""
+    """Returns a random id in 2^53 … 2^63-1, which logs write as text. `rng` is seeded by the
+    system."""
     return rng.randrange(2**53, INSTANCE_ID_LIMIT)
 
 
@@ -187,10 +189,10 @@ class Snapshot:
         object.__setattr__(self, "instances", MappingProxyType(dict(self.instances)))
         members: defaultdict[str, list[Instance]] = defaultdict(list)
         workers: defaultdict[str, list[Instance]] = defaultdict(list)
-        for one in self.instances.values():
-            members[one.service].append(one)
-            if one.service == "worker":
-                workers[one.model].append(one)
+        for instance in self.instances.values():
+            members[instance.service].append(instance)
+            if instance.service == "worker":
+                workers[instance.model].append(instance)
         for name, groups in (("_members", members), ("_workers", workers)):
             object.__setattr__(self, name, {key: tuple(group) for key, group in groups.items()})
 
@@ -198,11 +200,12 @@ class Snapshot:
         return self._members.get(service, ())
 
     def serving(self, model: str) -> tuple[Instance, ...]:
-        """The workers that serve `model`."""
+        """Returns the workers that serve `model`."""
         return self._workers.get(model, ())
 
     def next_snapshot(self, members: Iterable[Instance]) -> Snapshot:
-        """The snapshot with `members` (oldest first); `self` if read before and nothing changed."""
+        """Returns the snapshot with `members` (oldest first); `self` if read before and nothing
+        changed."""
         instances = {i.id: i for i in newest_incarnations(members)}
         if self.revision and instances == self.instances:
             return self
@@ -222,7 +225,7 @@ class SnapshotDiff:
 
 
 def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
-    """The changes from `old` to `new`. A restart is one `left` and one `joined`."""
+    """Returns the changes from `old` to `new`. A restart is one `left` and one `joined`."""
     old_instances, new_instances = old.instances, new.instances
     return SnapshotDiff(
         joined=tuple(i for key, i in new_instances.items() if key not in old_instances),
@@ -246,7 +249,8 @@ def newest_incarnations(instances: Iterable[Instance]) -> tuple[Instance, ...]:
 
 
 def find_card_conflict(members: Iterable[Instance], candidate: Instance) -> Instance | None:
-    """The live instance, other than its predecessor, with another card of the model, or None."""
+    """Returns the live instance, other than its predecessor, with another card of the model, or
+    None."""
     if not candidate.card_checksum:
         return None
     others = (i for i in members if i.id != candidate.id)
@@ -271,7 +275,8 @@ class ModelNetworkName(str):
     def from_parts(
         cls, namespace: str, component: str, endpoint: str, lease_id: int
     ) -> ModelNetworkName:
-        """Slug of the four parts. Raises InvalidRequest unless lease_id is an i64 or u64."""
+        """Returns slug of the four parts. Raises InvalidRequest unless lease_id is an i64 or
+        u64."""
         if not -(2**63) <= lease_id < 2**64:
             raise InvalidRequest(f"lease_id {lease_id} does not fit 64 bits", "lease_id")
         lease = lease_id & (2**64 - 1)
@@ -279,7 +284,7 @@ class ModelNetworkName(str):
 
     @classmethod
     def from_local(cls, endpoint: EndpointId, lease_id: int) -> ModelNetworkName:
-        """The key of an endpoint that this process serves under `lease_id`."""
+        """Returns the key of an endpoint that this process serves under `lease_id`."""
         return cls.from_parts(endpoint.namespace, endpoint.component, endpoint.name, lease_id)
 
 

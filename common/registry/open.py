@@ -11,7 +11,8 @@ from common.runtime.config import ServiceConfig
 
 
 def open_registry(config: ServiceConfig) -> Registry:
-    """The registry that `config.registry` names. Raises InvalidRequest for an unknown one."""
+    """Returns the registry that `config.registry` names. Raises InvalidRequest for an unknown
+    one."""
     match config.registry:
         case "file":
             return FileRegistry(config.registry_path, signer=EntrySigner(config.mesh_token))

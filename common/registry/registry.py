@@ -50,14 +50,14 @@ class Lease(Protocol):
         """The registered instance."""
 
     async def update(self, instance: Instance) -> None:
-        """Replace the registered instance by another state of the same incarnation.
+        """Replaces the registered instance by another state of the same incarnation.
 
         Raises InvalidRequest if id, namespace, service or stable_name differ, Conflict if the lease
         is closed or the card conflicts (see `Registry.register`), Unavailable.
         """
 
     async def close(self) -> None:
-        """Deregister at once. Idempotent."""
+        """Deregisters at once. Idempotent."""
 
 
 class Watch:
@@ -74,7 +74,7 @@ class Watch:
         self.current = read()
 
     async def next(self) -> Snapshot:
-        """Wait until the members differ from `current`; returns the new snapshot.
+        """Waits until the members differ from `current`; returns the new snapshot.
 
         Changes coalesce: a slow reader misses steps, never the last state. Raises Unavailable once
         the Registry is closed. A lost store is not a change and raises nothing.
@@ -92,7 +92,7 @@ class Registry(Protocol):
     """
 
     async def register(self, instance: Instance) -> Lease:
-        """Make `instance` visible to all clients until the lease ends.
+        """Makes `instance` visible to all clients until the lease ends.
 
         All workers of a model in a namespace have one card. An instance with a card_checksum other
         than that of the live ones is rejected until the last of them is gone (its own predecessor
@@ -103,28 +103,29 @@ class Registry(Protocol):
         """
 
     def watch(self, namespace: str) -> AbstractAsyncContextManager[Watch]:
-        """Watch the members of `namespace`. Any number of watches may be open."""
+        """Watches the members of `namespace`. Any number of watches may be open."""
 
     async def snapshot(self, namespace: str) -> Snapshot:
-        """The members of `namespace` now; if the store is lost, the last known ones.
+        """Returns the members of `namespace` now; if the store is lost, the last known ones.
 
         Revision 0 if the store was never read.
         """
 
     async def put_card(self, card: ModelCard) -> None:
-        """Store `card` under its checksum, for ever. Call before registering with that checksum."""
+        """Stores `card` under its checksum, for ever. Call before registering with that
+        checksum."""
 
     async def get_card(self, checksum: str) -> ModelCard:
-        """The verified card. Raises NotFound, InvalidRequest with the corrupt field."""
+        """Returns the verified card. Raises NotFound, InvalidRequest with the corrupt field."""
 
     async def deregister(self, namespace: str, instance_id: int) -> None:
-        """Remove the instance of a dead owner without waiting for its lease. Idempotent.
+        """Removes the instance of a dead owner without waiting for its lease. Idempotent.
 
         For supervisors of an exited child. A live owner restores its entry.
         """
 
     async def close(self) -> None:
-        """End all leases and watches of this client. Idempotent."""
+        """Ends all leases and watches of this client. Idempotent."""
 
 
 async def follow(
@@ -195,7 +196,7 @@ class MemoryStore:
         return self._members.setdefault(namespace, _Members())
 
     def notify_watches(self) -> None:
-        """Wake every watch, since its registry may have been closed."""
+        """Wakes every watch, since its registry may have been closed."""
         for members in self._members.values():
             members.notify()
 

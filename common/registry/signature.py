@@ -16,7 +16,7 @@ class EntrySigner:
         self._now_s = now_s
 
     def sign(self, text: bytes) -> str:
-        """The signature of an entry's stored text; "" without a token."""
+        """Returns the signature of an entry's stored text; "" without a token."""
         return "" if self._secret is None else self._secret.sign_entry(text, self._now_s())
 
     def check(self, text: bytes, signature: str) -> None:
@@ -27,7 +27,7 @@ class EntrySigner:
             self._secret.check_entry(text, signature, self._now_s())
 
     def is_old(self, signature: str) -> bool:
-        """Whether the owner should sign again."""
+        """Returns whether the owner should sign again."""
         if not signature:
             return False
         signed_s = int(signature.partition(" ")[0]) - ENTRY_VALID_S

@@ -26,12 +26,13 @@ _deadline: ContextVar[float | None] = ContextVar("kvmesh_deadline", default=None
 
 
 def request_id() -> str | None:
-    """The request id of the current task, or None."""
+    """Returns the request id of the current task, or None."""
     return _request_id.get()
 
 
 def remaining_time_s(timeout_s: float) -> float:
-    """Timeout of an outgoing call: `timeout_s`, or the shorter rest of the current RPC's time."""
+    """Returns timeout of an outgoing call: `timeout_s`, or the shorter rest of the current RPC's
+    time."""
     deadline = _deadline.get()
     if deadline is None:
         return timeout_s
@@ -39,7 +40,7 @@ def remaining_time_s(timeout_s: float) -> float:
 
 
 def outgoing_metadata(credential: str | None = None) -> tuple[tuple[str, str], ...]:
-    """Metadata of an outgoing call: credential, request id and traceparent, if set."""
+    """Returns metadata of an outgoing call: credential, request id and traceparent, if set."""
     entries = (
         (AUTHORIZATION_KEY, credential),
         (REQUEST_ID_KEY, _request_id.get()),

@@ -67,8 +67,8 @@ class Security:
     insecure: bool = False
 
     def peer_name(self, role: str) -> str | None:
-        """The name in the certificate of a peer; None: its address. role: required if roles are
-        bound to certificates."""
+        """Returns the name in the certificate of a peer; None: its address. role: required if roles
+        are bound to certificates."""
         if self.role_domain is None:
             return self.server_name
         assert role, "a call without the role of its peer"
@@ -83,7 +83,8 @@ PLAINTEXT = Security()
 
 
 def security_from_config(config: ServiceConfig) -> Security:
-    """The security of a configuration. Raises InvalidRequest with an unreadable file's setting."""
+    """Returns the security of a configuration. Raises InvalidRequest with an unreadable file's
+    setting."""
     settings = ("tls_cert_path", "tls_key_path", "tls_ca_path")
     paths = {setting: getattr(config, setting) for setting in settings}
     return Security(
@@ -211,7 +212,7 @@ def server(
     calls: RunningCalls | None = None,
     tracer: trace.Tracer | None = None,
 ) -> grpc.aio.Server:
-    """A server with `MeshInterceptor`.
+    """Returns a server with `MeshInterceptor`.
 
     addresses: under which peers dial it, `own_addresses` of the bound port. May be filled later.
     """
@@ -225,7 +226,7 @@ def mesh_interceptor(
     calls: RunningCalls | None = None,
     tracer: trace.Tracer | None = None,
 ) -> MeshInterceptor:
-    """The interceptor of a server; see `server`."""
+    """Returns the interceptor of a server; see `server`."""
     callers = CallerCheck(
         token=security.token,
         admin_token=security.admin_token,
@@ -263,7 +264,7 @@ def check_open_host(host: str, security: Security) -> None:
 
 
 def _server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
-    """They require a certificate of clients, and follow the files."""
+    """Returns they require a certificate of clients, and follow the files."""
     used = files.newest()
 
     # In each handshake, in a thread of grpc.
@@ -285,11 +286,11 @@ def _server_configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
 
 
 def own_addresses(host: str, port: int, advertise_host: str | None = None) -> set[str]:
-    """Each `host:port` under which peers dial a server that is bound so."""
+    """Returns each `host:port` under which peers dial a server that is bound so."""
     hosts = {host, advertise_host or host}
     if is_loopback(host) or host in WILDCARD_HOSTS:
         hosts |= {"127.0.0.1", "::1", "localhost"}
-    return {join_address(one, port) for one in hosts}
+    return {join_address(host, port) for host in hosts}
 
 
 def join_address(host: str, port: int) -> str:
@@ -309,7 +310,7 @@ def check_bindable(host: str, port: int, setting: str) -> None:
 
 
 def _find_bind_error(host: str, port: int) -> OSError | None:
-    """Why none of the host's addresses can be bound now, or None."""
+    """Returns why none of the host's addresses can be bound now, or None."""
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -367,7 +368,7 @@ async def cancelling(call: _CallT) -> AsyncIterator[_CallT]:
 
 
 async def unary(method: Callable[..., Any], request: Any, *, timeout_s: float) -> Any:
-    """The response of a stub's unary-unary method. Raises MeshError.
+    """Returns the response of a stub's unary-unary method. Raises MeshError.
 
     method: of a stub on a `channel`.
     timeout_s: upper limit; the time left of the current RPC may be shorter. Any: annotate the

@@ -144,7 +144,7 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The wrapped handler of a known method; for others grpc returns UNIMPLEMENTED."""
+        """Returns the wrapped handler of a known method; for others grpc returns UNIMPLEMENTED."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None

@@ -37,12 +37,12 @@ _CALLER: Final[Mapping[str, str]] = {
 
 
 def server_role(method: str) -> str:
-    """The role of the servers of a method; "" if no service has it."""
+    """Returns the role of the servers of a method; "" if no service has it."""
     return next((role for package, role in _SERVER if method.startswith(package)), "")
 
 
 def certificate_name(role: str, domain: str) -> str:
-    """The DNS name in the certificates of a role."""
+    """Returns the DNS name in the certificates of a role."""
     return f"{role}.{domain}"
 
 

@@ -62,7 +62,7 @@ _KIND_KEY, _RETRYABLE_KEY = "kind", "retryable"
 
 
 def mesh_error_to_status(error: MeshError) -> tuple[grpc.StatusCode, status_pb2.Status]:
-    """The gRPC status code of an error, and its status with details. Long texts are cut."""
+    """Returns the gRPC status code of an error, and its status with details. Long texts are cut."""
     code = errors.status_code(error)
     status = status_pb2.Status(code=code, message=_truncate(error.message, _MESSAGE_BYTES_MAX))
     entries = list(error.metadata.items())[:_METADATA_ENTRIES_MAX]
@@ -91,7 +91,8 @@ def mesh_error_to_status(error: MeshError) -> tuple[grpc.StatusCode, status_pb2.
 
 
 def mesh_error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
-    """The error that a peer raised; without usable details, the class nearest to the status."""
+    """Returns the error that a peer raised; without usable details, the class nearest to the
+    status."""
     trailing = error.trailing_metadata()
     raw = trailing.get(STATUS_DETAILS_KEY) if trailing is not None else None
     text = _RESET_TEXTS.get(error.details() or "", error.details() or "")
@@ -101,7 +102,7 @@ def mesh_error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
 def mesh_error_from_status(
     code: grpc.StatusCode, message: str, raw_details: bytes | None
 ) -> MeshError:
-    """The same for the parts of a status. raw_details: its STATUS_DETAILS_KEY."""
+    """Returns the same for the parts of a status. raw_details: its STATUS_DETAILS_KEY."""
     message = message or code.name
     info, field, retry_after_s = _unpack_details(raw_details)
     cls = errors.ERROR_CLASS_BY_KIND.get(info.metadata[_KIND_KEY]) if info is not None else None

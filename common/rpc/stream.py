@@ -54,7 +54,7 @@ class GrpcStream(MessageStream[ClientCall, ResponseT], Generic[RequestT, Respons
         self._receiver: Callable[[ResponseT], None] | None = None
 
     async def read(self) -> ResponseT | None:
-        """The next message; None at the end. Raises MeshError if the stream failed."""
+        """Returns the next message; None at the end. Raises MeshError if the stream failed."""
         call = self._call
         while not call.messages:
             if call.status is not None:
@@ -115,7 +115,7 @@ class GrpcStream(MessageStream[ClientCall, ResponseT], Generic[RequestT, Respons
         await self._drained()
 
     def done(self) -> bool:
-        """Whether the call has ended."""
+        """Returns whether the call has ended."""
         return self._call.status is not None
 
     def close(self) -> None:

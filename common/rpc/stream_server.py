@@ -194,7 +194,7 @@ class ServedCall(MessageStream[ServerCall, Any]):
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         headers = self._call.headers or {}
-        return tuple(one for one in headers.items() if not one[0].startswith(":"))
+        return tuple(header for header in headers.items() if not header[0].startswith(":"))
 
     def peer(self) -> str:
         return self._peer
@@ -215,7 +215,7 @@ class ServedCall(MessageStream[ServerCall, Any]):
         self._send()
 
     async def read(self) -> Any:
-        """The next message; `grpc.aio.EOF` after the last one, or after the call."""
+        """Returns the next message; `grpc.aio.EOF` after the last one, or after the call."""
         call = self._call
         call.open_window()
         while not call.messages:
@@ -346,7 +346,7 @@ class ServedCall(MessageStream[ServerCall, Any]):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at a host; for all hosts on both IP versions, as grpc."""
+    """Returns a socket that listens at a host; for all hosts on both IP versions, as grpc."""
     if host in WILDCARD_HOSTS and socket.has_dualstack_ipv6():
         listening = socket.create_server(
             ("", port), family=socket.AF_INET6, backlog=CONNECTIONS_MAX, dualstack_ipv6=True
@@ -380,7 +380,7 @@ def _peer_text(address: object) -> str:
 def _run_in(
     tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str
 ) -> asyncio.Task[None]:
-    """A task that is in `tasks` until it ends."""
+    """Returns a task that is in `tasks` until it ends."""
     task = asyncio.create_task(work, name=name)
     tasks.add(task)
     task.add_done_callback(tasks.discard)

@@ -47,7 +47,7 @@ class CertificateFiles:
         self._stamp, self._pem = self._read_stamp(), self._load()
 
     def newest(self) -> Pem:
-        """The files as of now. It costs a `stat` of each. Threads may call it."""
+        """Returns the files as of now. It costs a `stat` of each. Threads may call it."""
         stamp = self._read_stamp()
         if stamp != self._stamp:
             self._stamp = stamp
@@ -60,7 +60,8 @@ class CertificateFiles:
         return self._pem
 
     def server_context(self) -> ssl.SSLContext:
-        """A context for a server whose clients need no certificate. It follows the files."""
+        """Returns a context for a server whose clients need no certificate. It follows the
+        files."""
         listening = _server_context(list(self._paths.values()))
 
         # In each handshake, also without a server name. Any: a socket or an SSLObject.

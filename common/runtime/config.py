@@ -62,7 +62,7 @@ class ConfigError(Exception):
 
 
 def flag_name(field_name: str) -> str:
-    """The flag of a field: `drain_s` is `--drain-s`."""
+    """Returns the flag of a field: `drain_s` is `--drain-s`."""
     return "--" + field_name.replace("_", "-")
 
 
@@ -227,7 +227,8 @@ def read_config(
     name: str = "",
     flags: Collection[str] | None = None,
 ) -> tuple[ConfigT, list[str]]:
-    """The configuration, and warnings for the log. `--help` prints the help and exits with 0.
+    """Returns the configuration, and warnings for the log. `--help` prints the help and exits with
+    0.
 
     service: one of SERVICES; None for a tool, which only has flags and mesh-wide variables.
     name: the program in `--help`; by default the service. flags: fields that have a flag; None
@@ -235,7 +236,7 @@ def read_config(
     description.
     """
     settings = [_Setting.of(cls, field, service) for field in cls.model_fields]
-    with_flag = [one for one in settings if flags is None or one.name in flags]
+    with_flag = [setting for setting in settings if flags is None or setting.name in flags]
     warnings: list[str] = []
     problems: list[str] = []
     given = list(_read_environ(settings, service, environ, problems, warnings))
@@ -245,7 +246,7 @@ def read_config(
     except ConfigError as error:
         problems += error.problems
     else:
-        missing = [one for one in settings if one.field.is_required()]
+        missing = [setting for setting in settings if setting.field.is_required()]
         problems += [
             f"{' or '.join((one.flag, *one.variables[:1]))}: required and not given"
             for one in missing
@@ -294,7 +295,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """`; did you mean X?` if one of the known names is similar, else ""."""
     # Common beginnings are not a similarity.
     beginnings = (*(f"{PREFIX}{service}_" for service in SERVICES), PREFIX, "--", "")
-    beginning = next(one for one in beginnings if name.startswith(one))
+    beginning = next(beginning for beginning in beginnings if name.startswith(beginning))
     tails = {one.removeprefix(beginning): one for one in known if one.startswith(beginning)}
     near = difflib.get_close_matches(name.removeprefix(beginning), tails, n=1, cutoff=0.75)
     return f"; did you mean {tails[near[0]]}?" if near else ""
@@ -445,7 +446,10 @@ def _read_environ(
     known = {PREFIX + name.upper() for name in ServiceConfig.model_fields}
     known.update(name for setting in settings for name in setting.variables)
     known.update(
-        name + FILE_SUFFIX.upper() for one in settings if one.is_secret for name in one.variables
+        name + FILE_SUFFIX.upper()
+        for setting in settings
+        if setting.is_secret
+        for name in setting.variables
     )
     others = tuple(f"{PREFIX}{other}_" for other in SERVICES if other != service)
     injected = set()

@@ -6,5 +6,5 @@ import os
 
 
 def environ() -> dict[str, str]:
-    """A copy of the environment variables."""
+    """Returns a copy of the environment variables."""
     return dict(os.environ)

@@ -25,7 +25,7 @@ _EPHEMERAL_RANGE_FILE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(count: int, *, start: int | None = None) -> int:
-    """The first of `count` consecutive TCP ports that are free on loopback.
+    """Returns the first of `count` consecutive TCP ports that are free on loopback.
 
     start: offset of the first candidate, modulo the range; None for the offset of this process.
     Raises OSError if there are none, ValueError for a count outside 1..100 * PROCESS_STRIDE.

@@ -9,7 +9,7 @@ WILDCARD_HOSTS = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is only reachable from this host. Unknown host names are not."""
+    """Returns whether an address is only reachable from this host. Unknown host names are not."""
     if host == "localhost" or host.startswith("unix:"):
         return True
     try:

@@ -143,7 +143,7 @@ def _to_json(_logger: object, _method: str, event: LogEvent) -> bytes:
 
 
 def _with_large_ints_as_text(value: object) -> object:
-    """The same value, with text for integers that a double cannot represent."""
+    """Returns the same value, with text for integers that a double cannot represent."""
     match value:
         case int() if abs(value) >= _EXACT_INT_LIMIT:
             return str(value)

@@ -42,7 +42,7 @@ class MeshSecret:
         )
 
     def sign_entry(self, text: bytes, now_s: float) -> str:
-        """The signature of an entry that is published now."""
+        """Returns the signature of an entry that is published now."""
         expiry = str(int(now_s) + ENTRY_VALID_S)
         return f"{expiry} {_mac(self._entry_key, expiry.encode(), text)}"
 
@@ -57,19 +57,19 @@ class MeshSecret:
             raise Unauthenticated(f"the entry's signature expired {now_s - int(expiry):.0f} s ago")
 
     def sign_call(self, method: str, address: str, now_s: float) -> str:
-        """The credential of one call. address: dialled, `host:port`."""
+        """Returns the credential of one call. address: dialled, `host:port`."""
         fields = f"{now_s * 1000:.0f} {secrets.token_hex(16)} {address}"
         mac = _mac(self._call_key, method.encode(), fields.encode())
         return f"{CALL_SCHEME} {fields} {mac}"
 
     def reply_to(self, credential: str) -> str:
-        """What a member replies to a credential, and no other process can."""
+        """Returns what a member replies to a credential, and no other process can."""
         return _mac(self._reply_key, credential.encode())
 
     def check_call(
         self, method: str, credential: str, addresses: Collection[str], now_s: float
     ) -> str:
-        """The nonce of a valid credential. Raises Unauthenticated.
+        """Returns the nonce of a valid credential. Raises Unauthenticated.
 
         addresses: under which peers dial this process.
         """
@@ -107,7 +107,7 @@ class CallVerifier:
         self._nonces: OrderedDict[str, float] = OrderedDict()
 
     def check(self, method: str, credential: str, now_s: float) -> str:
-        """The reply to the credential. Raises Unauthenticated, and Overloaded if NONCES_MAX
+        """Returns the reply to the credential. Raises Unauthenticated, and Overloaded if NONCES_MAX
         calls came within 2 * CALL_VALID_S."""
         nonce = self._secret.check_call(method, credential, self._addresses, now_s)
         nonces = self._nonces

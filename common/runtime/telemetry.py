@@ -80,7 +80,7 @@ def setup(
 def tracer_provider(
     service_name: str, instance_id: str, exporter: SpanExporter, sample_ratio: float
 ) -> TracerProvider:
-    """A provider that is not installed."""
+    """Returns a provider that is not installed."""
     own = Resource({"service.name": service_name, "service.instance.id": instance_id})
     has_sampler = "OTEL_TRACES_SAMPLER" in env.environ()
     provider = TracerProvider(
@@ -113,7 +113,7 @@ class _AssignableIdGenerator(RandomIdGenerator):
 
 
 def new_span_id() -> str:
-    """A random span id, 16 hex digits, not zero."""
+    """Returns a random span id, 16 hex digits, not zero."""
     return f"{random.getrandbits(64) or 1:016x}"
 
 
@@ -132,20 +132,22 @@ def assign_next_span_id(span_id: str) -> Iterator[None]:
 
 
 def link(trace_id: str, span_id: str) -> trace.Link | None:
-    """A link to a span of another process; None, with a debug log, if an id is malformed."""
+    """Returns a link to a span of another process; None, with a debug log, if an id is
+    malformed."""
     context = context_from_traceparent(f"00-{trace_id}-{span_id}-01")
     return None if context is None else trace.Link(_span_context(context))
 
 
 def current_traceparent() -> str | None:
-    """The W3C traceparent of the current span; None outside a trace."""
+    """Returns the W3C traceparent of the current span; None outside a trace."""
     carrier: dict[str, str] = {}
     _propagator.inject(carrier)
     return carrier.get(_TRACEPARENT)
 
 
 def context_from_traceparent(traceparent: str | None) -> Context | None:
-    """A context with a remote parent; None if it is missing or (with a debug log) malformed."""
+    """Returns a context with a remote parent; None if it is missing or (with a debug log)
+    malformed."""
     if not traceparent:
         return None
     context = _propagator.extract({_TRACEPARENT: traceparent}, Context())

@@ -38,7 +38,7 @@ def add_process_metrics(registry: CollectorRegistry) -> None:
 
 
 def bearer_check(key: str | None) -> Callable[[bytes], bool]:
-    """Whether an Authorization header carries the key; always if it is None."""
+    """Returns whether an Authorization header carries the key; always if it is None."""
     expected = f"Bearer {key}".encode()
     return lambda header: key is None or hmac.compare_digest(header, expected)
 

@@ -33,10 +33,10 @@ class StallClock:
         self._ticked_at = now
 
     def stalled_s(self, now: float) -> float:
-        """Seconds stalled since the start, including a stall that no tick has ended yet."""
+        """Returns seconds stalled since the start, including a stall that no tick has ended yet."""
         return self._stalled_s + max(0.0, now - self._ticked_at - TICK_S - SLACK_S)
 
 
 def never_stalled() -> float:
-    """The `stalled_s` of a process that does not measure it."""
+    """Returns the `stalled_s` of a process that does not measure it."""
     return 0.0

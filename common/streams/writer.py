@@ -32,7 +32,7 @@ class FrameWriter(Generic[FrameT]):
         self._frame_taken: asyncio.Event | None = None
 
     def wake(self) -> None:
-        """Call it when a frame may be due."""
+        """Calls it when a frame may be due."""
         self._is_awake = True
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():

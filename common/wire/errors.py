@@ -13,7 +13,7 @@ _TEXT_CHARS_MAX = 4096
 
 
 def error_to_proto(error: MeshError) -> error_pb2.Error:
-    """Return the message. Texts over 4096 characters are truncated; the rest is lossless."""
+    """Returns the message. Texts over 4096 characters are truncated; the rest is lossless."""
     message = error_pb2.Error(
         code=status_code(error),
         kind=error.kind,
@@ -30,14 +30,14 @@ def error_to_proto(error: MeshError) -> error_pb2.Error:
 
 
 def _wire_text(text: str) -> str:
-    """Return the text truncated and without lone surrogates, which protobuf refuses."""
+    """Returns the text truncated and without lone surrogates, which protobuf refuses."""
     if len(text) > _TEXT_CHARS_MAX:
         text = text[: _TEXT_CHARS_MAX - 1] + "…"
     return text.encode(errors="replace").decode()
 
 
 def error_from_proto(message: error_pb2.Error) -> MeshError:
-    """Return the error that a peer sent; an unknown kind becomes an InternalError."""
+    """Returns the error that a peer sent; an unknown kind becomes an InternalError."""
     cls, text = ERROR_CLASS_BY_KIND.get(message.kind), message.message
     if cls is None:
         cls, text = InternalError, f"{text} (an error of the unknown kind {message.kind!r})"

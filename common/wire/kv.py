@@ -38,7 +38,7 @@ TIER_BY_NAME = {"device": Tier.DEVICE, "host_pinned": Tier.HOST, "disk": Tier.DI
 
 
 def hashes_from_wire(data: bytes, field: str) -> Hashes:
-    """Return prefix hashes as a read-only array."""
+    """Returns prefix hashes as a read-only array."""
     try:
         return hashes_from_bytes(data)
     except ValueError as error:
@@ -55,7 +55,7 @@ def partition_to_proto(partition: Partition) -> indexer_pb2.Partition:
 
 
 def partition_from_proto(message: indexer_pb2.Partition, field: str = "partition") -> Partition:
-    """Return a partition; model and block size are required."""
+    """Returns a partition; model and block size are required."""
     if not message.model:
         raise InvalidRequest(f"{field}.model is required", f"{field}.model")
     if not message.block_size:
@@ -70,7 +70,7 @@ def source_to_proto(source: Source) -> indexer_pb2.Source:
 
 
 def source_from_proto(message: indexer_pb2.Source, field: str = "source") -> Source:
-    """Return a source; the worker id is required."""
+    """Returns a source; the worker id is required."""
     if not message.worker_id:
         raise InvalidRequest(f"{field}.worker_id is required", f"{field}.worker_id")
     return Source(message.worker_id, message.dp_rank)
@@ -99,14 +99,14 @@ def source_status_to_proto(status: SourceStatus) -> indexer_pb2.SourceStatus:
 def source_status_from_proto(
     message: indexer_pb2.SourceStatus, field: str = "status"
 ) -> SourceStatus:
-    """Return a status; an unknown state becomes gapped, which does not match."""
+    """Returns a status; an unknown state becomes gapped, which does not match."""
     if message.state not in SOURCE_STATES:
         return SourceStatus("gapped", f"{field} {message.state!r} is unknown")
     return SourceStatus(message.state, message.reason)
 
 
 def batch_to_proto(batch: EventBatch) -> indexer_pb2.EventBatch:
-    """Return the message of a batch, without its worker id."""
+    """Returns the message of a batch, without its worker id."""
     message = indexer_pb2.EventBatch(
         dp_rank=batch.source.dp_rank, epoch=batch.epoch, sequence=batch.sequence
     )
@@ -122,7 +122,7 @@ def batch_to_proto(batch: EventBatch) -> indexer_pb2.EventBatch:
 def batch_from_proto(
     message: indexer_pb2.EventBatch, worker_id: int, field: str = "batch"
 ) -> EventBatch:
-    """Return a batch of one rank of a worker."""
+    """Returns a batch of one rank of a worker."""
     if not message.sequence:
         raise InvalidRequest(f"{field}.sequence must be at least 1", f"{field}.sequence")
     events = [_event_from_proto(event, f"{field}.events") for event in message.events]
@@ -149,7 +149,7 @@ def snapshot_chunk_to_proto(chunk: SnapshotChunk) -> indexer_pb2.SnapshotChunk:
 def snapshot_chunk_from_proto(
     message: indexer_pb2.SnapshotChunk, field: str = "snapshot"
 ) -> SnapshotChunk:
-    """Return a snapshot chunk of at most SNAPSHOT_CHUNK_BLOCKS hashes."""
+    """Returns a snapshot chunk of at most SNAPSHOT_CHUNK_BLOCKS hashes."""
     hashes = hashes_from_wire(message.prefix_hashes, f"{field}.prefix_hashes")
     if len(hashes) > SNAPSHOT_CHUNK_BLOCKS:
         raise InvalidRequest(
@@ -182,7 +182,7 @@ def matches_to_proto(rows: Iterable[SourceMatch]) -> indexer_pb2.MatchResponse:
 def message_parts(
     message: indexer_pb2.SubscribeResponse,
 ) -> Iterator[indexer_pb2.SubscribeResponse]:
-    """Return a message of a subscription and the messages inside it, in order."""
+    """Returns a message of a subscription and the messages inside it, in order."""
     yield message
     yield from message.more
 

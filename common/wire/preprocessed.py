@@ -75,23 +75,23 @@ _INTEGER_RANGES = {
 
 
 def to_proto(request: PreprocessedRequest) -> request_pb2.PreprocessedRequest:
-    """Return the message."""
+    """Returns the message."""
     return dataclass_to_proto(request, request_pb2.PreprocessedRequest())
 
 
 def from_proto(message: request_pb2.PreprocessedRequest) -> PreprocessedRequest:
-    """Return the request. Raises InvalidRequest with the invalid field."""
+    """Returns the request. Raises InvalidRequest with the invalid field."""
     return _read_message(PreprocessedRequest, message, "")
 
 
 def dataclass_to_proto(obj: object, message: M) -> M:
-    """Fill the empty `message` with the dataclass of the same name; returns the message."""
+    """Fills the empty `message` with the dataclass of the same name; returns the message."""
     _fill_message(message, obj)
     return message
 
 
 def dataclass_from_proto(cls: type[P], message: Message, field: str = "") -> P:
-    """Return a `cls` from the message of the same name; `field` prefixes paths in errors."""
+    """Returns a `cls` from the message of the same name; `field` prefixes paths in errors."""
     return _read_message(cls, message, field)
 
 
@@ -102,7 +102,7 @@ def finish_reason_to_proto(reason: FinishReason) -> request_pb2.FinishReason.Val
 def finish_reason_from_proto(
     value: request_pb2.FinishReason.ValueType, field: str = "finish_reason"
 ) -> FinishReason:
-    """Return the reason. Raises InvalidRequest with `field` if it is unspecified or unknown."""
+    """Returns the reason. Raises InvalidRequest with `field` if it is unspecified or unknown."""
     member: FinishReason = _read_enum(
         EnumCodec(FinishReason), request_pb2.FinishReason.DESCRIPTOR, value, field
     )
@@ -486,7 +486,7 @@ def _wrapped_list(wrapper: Message) -> Any:
 
 
 def _enum_prefix(enum_type: EnumDescriptor) -> str:
-    """Return the prefix of the members: SESSION_ACTION_ from SESSION_ACTION_UNSPECIFIED."""
+    """Returns the prefix of the members: SESSION_ACTION_ from SESSION_ACTION_UNSPECIFIED."""
     return enum_type.values_by_number[0].name.removesuffix("UNSPECIFIED")
 
 

@@ -44,7 +44,7 @@ _TIMEOUT_MS_MAX = 2**32 - 1
 
 
 def request_frame_to_proto(frame: RequestFrame) -> engine_pb2.AttachRequest:
-    """Return the message of a frame from frontend to worker."""
+    """Returns the message of a frame from frontend to worker."""
     message = engine_pb2.AttachRequest(acked_bytes=frame.acked_bytes, heartbeat=frame.heartbeat)
     if frame.hello is not None:
         message.hello.frontend_id = frame.hello.frontend_id
@@ -80,7 +80,7 @@ def _submit_to_proto(submit: Submit, message: engine_pb2.Submit) -> None:
 
 
 def request_frame_from_proto(message: engine_pb2.AttachRequest) -> RequestFrame:
-    """Return a frame from frontend to worker; `error` is set in a Submit that cannot be read."""
+    """Returns a frame from frontend to worker; `error` is set in a Submit that cannot be read."""
     frame = RequestFrame(acked_bytes=message.acked_bytes, heartbeat=message.heartbeat)
     if message.HasField("hello"):
         hello = message.hello
@@ -128,7 +128,7 @@ def _leg_request_from_proto(message: engine_pb2.Submit) -> LegRequest:
 
 
 def response_frame_to_proto(frame: ResponseFrame) -> engine_pb2.AttachResponse:
-    """Return the message of a frame from worker to frontend."""
+    """Returns the message of a frame from worker to frontend."""
     message = engine_pb2.AttachResponse(
         accepted=frame.accepted,
         slot=frame.slot,
@@ -173,7 +173,7 @@ def _terminal_to_proto(terminal: Terminal, message: engine_pb2.Terminal) -> None
 
 
 def response_frame_from_proto(message: engine_pb2.AttachResponse) -> ResponseFrame:
-    """Return a frame from worker to frontend. Raises InvalidRequest with the invalid field."""
+    """Returns a frame from worker to frontend. Raises InvalidRequest with the invalid field."""
     frame = ResponseFrame(sent_bytes=message.sent_bytes)
     if message.accepted:
         frame.accepted = list(message.accepted)

@@ -40,12 +40,12 @@ class BatchHistory:
             self._events -= len(oldest.events)
 
     def clear(self) -> None:
-        """Remove all batches, because the set changed by other means."""
+        """Removes all batches, because the set changed by other means."""
         self._batches.clear()
         self._blocks = self._events = 0
 
     def batches_since(self, epoch: int, sequence: int) -> list[EventBatch] | None:
-        """Return all batches after that position; None if some are missing."""
+        """Returns all batches after that position; None if some are missing."""
         batches = self._batches
         if not batches or batches[0].epoch != epoch or batches[0].sequence > sequence + 1:
             return None

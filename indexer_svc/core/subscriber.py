@@ -128,7 +128,7 @@ class Subscriber:
     # Changes of the index.
 
     def batch(self, update: BatchUpdate) -> None:
-        """Process a batch that was applied to the index."""
+        """Processes a batch that was applied to the index."""
         batch = update.batch
         source = batch.source
         at = (batch.epoch, batch.sequence)
@@ -142,7 +142,7 @@ class Subscriber:
             self._put(update)
 
     def source_replaced(self, source: Source) -> None:
-        """Process a change of a source's set other than by batches."""
+        """Processes a change of a source's set other than by batches."""
         if source in self._positions:
             self._positions[source] = None
         self._cancel_snapshot(source)
@@ -162,12 +162,12 @@ class Subscriber:
             self._put(StatusUpdate(source, partition, status))
 
     def load(self, source: Source, partition: Partition, load: Load) -> None:
-        """Queue the load of a source; it replaces one that is queued."""
+        """Queues the load of a source; it replaces one that is queued."""
         if self._includes(partition):
             self._loads[source] = load
 
     def reconcile(self, source: Source) -> None:
-        """Queue the missing part of a source's copy, and its status."""
+        """Queues the missing part of a source's copy, and its status."""
         self._unreported.pop(source, None)
         partition, status = self._feed.partition(source), self._feed.status(source)
         if not self._includes(partition):
@@ -190,7 +190,7 @@ class Subscriber:
             self._put(StatusUpdate(source, partition, SNAPSHOT_PENDING))
 
     def take(self, size: int = FRAME_BYTES) -> list[Outbound]:
-        """About `size` bytes, then a snapshot chunk. Not while a batch is being applied."""
+        """Returns about `size` bytes, then a snapshot chunk. Not while a batch is being applied."""
         outbound: list[Outbound] = []
         while (self._waiting or self._unreported) and size > 0:
             if not self._waiting:
@@ -216,7 +216,7 @@ class Subscriber:
         return bool(self._unreported or self._pending_snapshots or self._snapshot_reads)
 
     def _send_first_status(self, source: Source) -> None:
-        """Queue the first status of a source of the subscriber or the index."""
+        """Queues the first status of a source of the subscriber or the index."""
         if source in self._feed:
             self.reconcile(source)
             return
@@ -243,14 +243,14 @@ class Subscriber:
         return StatusUpdate(source, self._feed.partition(source), self._feed.status(source), at)
 
     def _withdraw(self, source: Source) -> None:
-        """Report the subscriber's copy of a source as gone."""
+        """Reports the subscriber's copy of a source as gone."""
         self._cancel_snapshot(source)
         if source in self._positions:
             del self._positions[source]
             self._put(StatusUpdate(source, None, CONTENT_WITHDRAWN))
 
     def _catch_up_from_history(self, source: Source) -> bool:
-        """Queue the missing batches; returns False if a snapshot is needed."""
+        """Queues the missing batches; returns False if a snapshot is needed."""
         at = self._feed.position(source)
         current = (at.epoch, at.sequence)
         position = self._positions.get(source)
@@ -304,7 +304,7 @@ class Subscriber:
 def snapshot_chunks(
     at: SourcePosition, parts: Iterator[tuple[Tier, Hashes]]
 ) -> Iterator[SnapshotChunk]:
-    """Return the parts as chunks, marked first and last; one empty chunk if there are none."""
+    """Returns the parts as chunks, marked first and last; one empty chunk if there are none."""
     tier, hashes = next(parts, (Tier.DEVICE, EMPTY_HASHES))
     is_first = True
     for next_part in parts:

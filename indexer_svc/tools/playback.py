@@ -116,7 +116,7 @@ def write_json_lines(path: Path, out: TextIO) -> None:
 
 
 async def play_into_local_index(path: Path, feed: IndexFeed, speed: float = 0.0) -> PlaybackStats:
-    """Play a file into a local index. Raises BrokenRecording, OSError."""
+    """Plays a file into a local index. Raises BrokenRecording, OSError."""
     began = time.perf_counter()
     playback_stats = PlaybackStats()
     with _open_recording(path) as reader:
@@ -140,7 +140,7 @@ async def play_to_indexer(
     hold_s: float = 0.0,
     security: rpc.Security = rpc.PLAINTEXT,
 ) -> PlaybackStats:
-    """Publish a file to an indexer. Raises BrokenRecording, OSError, MeshError."""
+    """Publishes a file to an indexer. Raises BrokenRecording, OSError, MeshError."""
     workers = await _read_workers(path)
     began = time.perf_counter()
     async with (
@@ -184,7 +184,7 @@ class _RecordedWorker:
 
 
 async def _read_workers(path: Path) -> dict[int, _RecordedWorker]:
-    """Read the whole recording for its workers, because a hello lists all ranks of a worker."""
+    """Reads the whole recording for its workers, because a hello lists all ranks of a worker."""
     workers: dict[int, _RecordedWorker] = {}
     with _open_recording(path) as reader:
         async for entry in _paced(reader, 0.0):
@@ -250,7 +250,7 @@ class _PublisherStreams:
                     self._positions.take(entry)
 
     def _must_defer(self, source: Source, entry: RecordingEntry) -> bool:
-        """Return whether the hello of the worker's stream does not list the entry's rank."""
+        """Returns whether the hello of the worker's stream does not list the entry's rank."""
         if source in self._gone and not _is_gone_status(entry):
             self._gone.discard(source)
             self._changed.add(source.worker_id)
@@ -285,8 +285,10 @@ class _PublisherStreams:
                 pass
 
     async def wait_until_acknowledged(self) -> None:
-        """Wait until the index has everything. Raises Unavailable after ACK_TIMEOUT_S."""
-        required = {one.source: (one.epoch, one.sequence) for one in self._positions.states()}
+        """Waits until the index has everything. Raises Unavailable after ACK_TIMEOUT_S."""
+        required = {
+            state.source: (state.epoch, state.sequence) for state in self._positions.states()
+        }
         for source in required:
             await self._stream(source)
         try:
@@ -313,7 +315,7 @@ class _PublisherStreams:
             await self._streams[source.worker_id].write(states=[state])
 
     def _state_of(self, source: Source) -> SourcePosition:
-        known = {one.source: one for one in self._positions.states()}
+        known = {state.source: state for state in self._positions.states()}
         at = known.get(source, SourcePosition(source, 0, 0))
         return SourcePosition(source, at.epoch, at.sequence, self._degraded.get(source, False))
 
@@ -368,7 +370,7 @@ class _PublishStream:
             raise Unavailable("the indexer ended the stream") from None
 
     async def wait_until_acknowledged(self, required: dict[Source, tuple[int, int]]) -> None:
-        """Wait until all sources of this stream have reached `required`; (0, 0) is the start."""
+        """Waits until all sources of this stream have reached `required`; (0, 0) is the start."""
         while any(at < required.get(source, (0, 0)) for source, at in self.acked.items()):
             self._changed.clear()
             await self._changed.wait()
@@ -402,7 +404,7 @@ async def _run_playback(config: PlaybackConfig) -> PlaybackStats:
 
 
 def main() -> None:
-    """Exit status 0; 1 if the file is invalid or the indexer rejects it."""
+    """Exits status 0; 1 if the file is invalid or the indexer rejects it."""
     arguments = sys.argv[1:]
     config, _ = read_config_or_exit(PlaybackConfig, None, env.environ(), arguments, name="playback")
     try:

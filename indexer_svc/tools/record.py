@@ -230,7 +230,8 @@ async def _record_until_signal(config: RecordConfig, recorder: Recorder) -> None
 
 
 def main() -> None:
-    """Exit status 0; 1 if the file is full, exists or cannot be written, or the indexer is lost."""
+    """Exits status 0; 1 if the file is full, exists or cannot be written, or the indexer is
+    lost."""
     config, _ = read_config_or_exit(RecordConfig, None, env.environ(), sys.argv[1:], name="record")
     error = ""
     try:

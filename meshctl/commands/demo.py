@@ -49,11 +49,11 @@ class ReceivedSpan:
     span: trace_pb2.Span
 
     def attribute(self, name: str) -> str:
-        """An attribute as text; "" if absent."""
-        for one in self.span.attributes:
-            if one.key == name:
-                kind = one.value.WhichOneof("value")
-                return str(getattr(one.value, kind)) if kind is not None else ""
+        """Returns an attribute as text; "" if absent."""
+        for attribute in self.span.attributes:
+            if attribute.key == name:
+                kind = attribute.value.WhichOneof("value")
+                return str(getattr(attribute.value, kind)) if kind is not None else ""
         return ""
 
     @property
@@ -121,7 +121,7 @@ def consul_agent(folder: Path) -> Iterator[str]:
 
 
 def _wait_for_leader(url: str, agent: subprocess.Popen[bytes]) -> bool:
-    """Wait until the agent has a leader; before that it rejects registrations."""
+    """Waits until the agent has a leader; before that it rejects registrations."""
     deadline = time.monotonic() + CONSUL_READY_TIMEOUT_S
     while time.monotonic() < deadline and agent.poll() is None:
         with suppress(httpx.HTTPError):
@@ -205,7 +205,7 @@ def _demo(registry: str, environ: Mapping[str, str], folder: Path) -> int:
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run a mesh and return its exit status; the mesh is stopped on every exit path."""
+    """Runs a mesh and returns its exit status; the mesh is stopped on every exit path."""
     mesh = subprocess.Popen(with_parent_guard(command), env=env, cwd=ROOT)
     try:
         return mesh.wait(MESH_TIMEOUT_S)
@@ -224,7 +224,7 @@ def _stop(process: subprocess.Popen[bytes], number: int, timeout_s: float) -> No
 
 # Any: turns as JSON.
 def _report(turns: list[dict[str, Any]], received: list[ReceivedSpan]) -> int:
-    """Print the trace of the last turn and the JSON line; 1 if something is missing."""
+    """Prints the trace of the last turn and the JSON line; 1 if something is missing."""
     last_request_id = turns[-1]["request_id"] if turns else ""
     roots = [r for r in received if r.span.name == "http-request"]
     root = next((r for r in roots if r.attribute("request_id") == last_request_id), None)

@@ -43,7 +43,7 @@ LOAD_REPORTS_TIMEOUT_S = 30.0
 
 
 def main() -> None:
-    """Run the conversation and write the results to OUT.json."""
+    """Runs the conversation and writes the results to OUT.json."""
     # On Ctrl-C only the parent process, the demo, prints a message.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     asyncio.run(_wait_for_load_reports())
@@ -71,7 +71,7 @@ def main() -> None:
 def _send_chat(
     client: OpenAI, messages: list[ChatCompletionMessageParam]
 ) -> tuple[str, dict[str, int], str]:
-    """The streamed text, its token counts, and the request id."""
+    """Returns the streamed text, its token counts, and the request id."""
     stream = client.chat.completions.create(
         model=MODEL,
         messages=messages,
@@ -113,7 +113,7 @@ async def _router() -> AsyncIterator[router_pb2_grpc.RouterServiceStub]:
 async def wait_for_router(
     registry: Registry, find_timeout_s: float = FIND_ROUTER_TIMEOUT_S
 ) -> Instance:
-    """A registered router. Raises SystemExit after `find_timeout_s`.
+    """Returns a registered router. Raises SystemExit after `find_timeout_s`.
 
     Consul lists only instances whose last check passed, so a healthy router can be missing for a
     moment on a busy machine.
@@ -128,7 +128,7 @@ async def wait_for_router(
 
 
 async def _wait_for_load_reports() -> None:
-    """Wait until the router has a load report of every worker, through the indexer.
+    """Waits until the router has a load report of every worker, through the indexer.
 
     Before that the router serves by load only, without KV hits.
     """

@@ -67,7 +67,7 @@ def keys(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _new_key(scopes: frozenset[Scope], now: datetime, days: float | None) -> tuple[ApiKey, str]:
-    """A key, and its text. days: until it expires; None: never."""
+    """Returns a key, and its text. days: until it expires; None: never."""
     text = f"kvmesh_{secrets.token_urlsafe(_KEY_BYTES)}"
     expires = None if days is None else now + timedelta(days=days)
     id_ = f"key_{secrets.token_hex(4)}"

@@ -10,7 +10,7 @@ from meshctl.process.child import with_parent_guard
 
 
 def replay(flags: Sequence[str]) -> int:
-    """The exit status of the replay; 128 + n after signal n."""
+    """Returns the exit status of the replay; 128 + n after signal n."""
     command = with_parent_guard([sys.executable, "-m", "replay", *flags])
     with subprocess.Popen(command) as child:
         while True:

@@ -54,7 +54,8 @@ class Row:
         return used / total if total else None
 
     def fields(self) -> dict[str, str | int | float | None]:
-        """The row for programs: None for absent values; the id as text, since it exceeds 2^53."""
+        """Returns the row for programs: None for absent values; the id as text, since it exceeds
+        2^53."""
         one = self.instance
         return {
             "service": one.service,
@@ -75,7 +76,7 @@ class Row:
 
 
 async def gather(config: ServiceConfig) -> list[Row]:
-    """Read the registry, then query all instances at once. Raises Unavailable, InvalidRequest."""
+    """Reads the registry, then query all instances at once. Raises Unavailable, InvalidRequest."""
     security = rpc.security_from_config(config)
     registry = open_registry(config)
     try:
@@ -87,7 +88,8 @@ async def gather(config: ServiceConfig) -> list[Row]:
 
 
 def _sort_key(one: Instance) -> tuple[int, int, list[str | int]]:
-    """The sort key in the table; instances without a name keep the order of registration."""
+    """Returns the sort key in the table; instances without a name keep the order of
+    registration."""
     parts = re.split(r"([0-9]+)", one.stable_name)
     natural = [int(part) if n % 2 else part for n, part in enumerate(parts)]
     return _SERVICES.index(one.service), _ROLES.index(one.role), natural
@@ -110,7 +112,7 @@ async def _query_instance(instance: Instance, security: rpc.Security) -> Row:
 
 
 def describe_token_problem(rows: Iterable[Row], config: ServiceConfig) -> str:
-    """What to do about members that reject our token; "" if all accept it."""
+    """Returns what to do about members that reject our token; "" if all accept it."""
     if all(row.health != UNAUTHENTICATED for row in rows):
         return ""
     problem = "differs from the mesh's" if config.mesh_token else "is not set"

@@ -88,7 +88,7 @@ def up(options: UpOptions, environ: Mapping[str, str]) -> int:
 
 
 def check_ports(host: str, ports: list[int]) -> None:
-    """Raise CannotStart if a frontend could not bind a port; port 0 always passes."""
+    """Raises CannotStart if a frontend could not bind a port; port 0 always passes."""
     for port in filter(None, ports):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -130,7 +130,7 @@ def _exclusive_lock(log_dir: Path) -> Iterator[None]:
 
 
 async def describe_existing_services(registry: Registry, config: ServiceConfig) -> str:
-    """A notice about the members already registered; "" if there are none."""
+    """Returns a notice about the members already registered; "" if there are none."""
     try:
         async with asyncio.timeout(LOOKUP_TIMEOUT_S):
             found = tuple((await members(registry, config)).instances.values())
@@ -236,7 +236,7 @@ class _UpCommand:
             asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
 
     async def _run_session(self, supervisor: Supervisor) -> None:
-        """Wait until the mesh is ready, print it, run the sample and the command of --then."""
+        """Waits until the mesh is ready, prints it, runs the sample and the command of --then."""
         async with gateway.new_http_client(self.environ.get("OPENAI_API_KEY")) as http:
             url = await self._await_ready(supervisor, http)
             if url is None:
@@ -256,7 +256,7 @@ class _UpCommand:
                 supervisor.stop()
 
     async def _watch_slow_starts(self, supervisor: Supervisor) -> None:
-        """Extend the limits of starting services whose logs grow; show the last line at times."""
+        """Extends the limits of starting services whose logs grow; shows the last line at times."""
         log_bytes: dict[str, int] = {}
         shown_at: dict[str, float] = {}
         while True:
@@ -279,7 +279,8 @@ class _UpCommand:
                     self.screen.print_progress(name, "starting", line[:PROGRESS_CHARS_MAX])
 
     async def _await_ready(self, supervisor: Supervisor, http: httpx.AsyncClient) -> str | None:
-        """The URL of the first frontend when all frontends serve the model; None on timeout."""
+        """Returns the URL of the first frontend when all frontends serve the model; None on
+        timeout."""
         missing = ""
         try:
             async with asyncio.timeout(self.options.ready_s) as self.mesh_limit:
@@ -326,7 +327,7 @@ class _UpCommand:
         return 0
 
     async def _run(self, url: str) -> int:
-        """Run the command of --then on this terminal; it ends when the mesh is stopped."""
+        """Runs the command of --then on this terminal; it ends when the mesh is stopped."""
         environ = {"OPENAI_API_KEY": "unused", **self.environ, "OPENAI_BASE_URL": f"{url}/v1"}
         command = with_parent_guard(self.options.then)
         process = await asyncio.create_subprocess_exec(*command, env=environ)

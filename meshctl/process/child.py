@@ -56,7 +56,7 @@ _START_FAILED: TypeAdapter[StartFailed] = TypeAdapter(StartFailed)
 
 
 def with_parent_guard(command: Sequence[str]) -> list[str]:
-    """The command line that runs `command` and stops it when this process dies."""
+    """Returns the command line that runs `command` and stops it when this process dies."""
     return [sys.executable, "-I", "-S", _PARENT_GUARD, str(os.getpid()), *command]
 
 
@@ -80,7 +80,7 @@ class ChildProcess:
         self._loop.add_reader(self._pidfd, self._reap)
 
     async def ready(self) -> ReadyLine | StartFailed | None:
-        """The line of the service; None if it exited without one. Raises InvalidRequest."""
+        """Returns the line of the service; None if it exited without one. Raises InvalidRequest."""
         await self._ready_line_done.wait()
         raw = self._ready_line.received
         if not raw:
@@ -90,17 +90,17 @@ class ChildProcess:
         return parse_json(_READY_LINE, raw, "ready line")
 
     async def wait(self) -> int:
-        """The exit status after the child exits; -n: killed by signal n."""
+        """Returns the exit status after the child exits; -n: killed by signal n."""
         await self._ended.wait()
         return self._popen.returncode
 
     def terminate(self) -> None:
-        """Send SIGTERM to the child, which stops the processes that it started."""
+        """Sends SIGTERM to the child, which stops the processes that it started."""
         if not self._ended.is_set():
             self._popen.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group of the child."""
+        """Sends SIGKILL to the process group of the child."""
         if not self._ended.is_set():
             self._kill_group()
 
@@ -146,7 +146,7 @@ class ProcessLauncher:
         return self._log_dir / f"{name}.log"
 
     def start(self, spec: ServiceSpec) -> ChildProcess:
-        """Start a service. Raises OSError without a process, a descriptor or a log."""
+        """Starts a service. Raises OSError without a process, a descriptor or a log."""
         read_end, write_end = os.pipe()
         try:
             command = [sys.executable, "-m", spec.module, *spec.args, "--ready-fd", str(write_end)]
@@ -159,7 +159,8 @@ class ProcessLauncher:
         return ChildProcess(popen, read_end)
 
     def tail(self, name: str) -> list[str]:
-        """The last lines of the service's current log, at most TAIL_LINES of its last start."""
+        """Returns the last lines of the service's current log, at most TAIL_LINES of its last
+        start."""
         try:
             with self.log_path(name).open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
@@ -170,7 +171,7 @@ class ProcessLauncher:
         return lines[-TAIL_LINES:]
 
     def log_bytes(self, name: str) -> int:
-        """The size of the service's current log; 0 without one."""
+        """Returns the size of the service's current log; 0 without one."""
         try:
             return self.log_path(name).stat().st_size
         except OSError:

@@ -23,7 +23,8 @@ _UNVERIFIED.verify_mode = ssl.CERT_NONE
 
 
 async def is_live(line: ReadyLine, *, security: rpc.Security) -> bool:
-    """Whether the process answers, with any status: a frontend `/live`, others gRPC health."""
+    """Returns whether the process answers, with any status: a frontend `/live`, others gRPC
+    health."""
     if url := line.addresses.get("http"):
         return await _responds(url)
     address = line.addresses["grpc"]

@@ -22,7 +22,7 @@ CANNOT_EXECUTE = 126
 
 
 def main(argv: list[str]) -> int:
-    """Execute the command; returns only on failure."""
+    """Executes the command; returns only on failure."""
     parent, command = int(argv[0]), argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     zero = ctypes.c_ulong(0)

@@ -23,7 +23,7 @@ class StopRequests:
         self._first_at: float | None = None
 
     def receive(self, number: signal.Signals, now: float) -> StopAction:
-        """The action for a signal. now: seconds of one monotonic clock."""
+        """Returns the action for a signal. now: seconds of one monotonic clock."""
         if self._first_at is None:
             self._first_at = now
             return StopAction.STOP

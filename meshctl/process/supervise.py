@@ -37,19 +37,19 @@ class Process(Protocol):
     pid: int
 
     async def ready(self) -> ReadyLine | StartFailed | None:
-        """The line of the service; None if it exited without one. Raises InvalidRequest."""
+        """Returns the line of the service; None if it exited without one. Raises InvalidRequest."""
         ...
 
     async def wait(self) -> int:
-        """The exit status; -n: killed by signal n."""
+        """Returns the exit status; -n: killed by signal n."""
         ...
 
     def terminate(self) -> None:
-        """Send SIGTERM; no effect after the exit."""
+        """Sends SIGTERM; no effect after the exit."""
         ...
 
     def kill(self) -> None:
-        """Kill the process and all that it started."""
+        """Kills the process and all that it started."""
         ...
 
 
@@ -189,7 +189,8 @@ class Supervisor:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Run until all services have exited after `stop`; then `is_clean` is False after failures.
+        """Runs until all services have exited after `stop`; then `is_clean` is False after
+        failures.
 
         A service with exhausted restarts stops the others in order.
         """
@@ -206,7 +207,7 @@ class Supervisor:
                 )
 
     def stop(self) -> None:
-        """Stop all services in order and start none. Idempotent."""
+        """Stops all services in order and starts none. Idempotent."""
         self._stop.set()
 
     def kill(self) -> None:
@@ -217,17 +218,17 @@ class Supervisor:
                 child.process.kill()
 
     def extend_start(self, child: Child) -> None:
-        """Restart the time limit of a service that is not ready yet."""
+        """Restarts the time limit of a service that is not ready yet."""
         if child.start_limit is not None:
             now = asyncio.get_running_loop().time()
             child.start_limit.reschedule(now + self._ready_timeout_s)
 
     async def wait_for_stop(self) -> None:
-        """Wait until `stop` was called or a service exhausted its restarts."""
+        """Waits until `stop` was called or a service exhausted its restarts."""
         await self._stop.wait()
 
     async def wait_all_ready(self) -> None:
-        """Wait until every service is ready at the same time."""
+        """Waits until every service is ready at the same time."""
         while any(child.state is not State.READY for child in self.children):
             self._changed.clear()
             await self._changed.wait()
@@ -243,7 +244,7 @@ class Supervisor:
         self._set_state(child, State.STOPPED)
 
     async def _run_once(self, child: Child) -> float | None:
-        """Run one process to its exit; the pause before the next one, None without a next one."""
+        """Runs one process to its exit; the pause before the next one, None without a next one."""
         self._set_state(child, State.STARTING)
         child.started_at, child.start_error = self._clock(), ""
         try:
@@ -274,7 +275,7 @@ class Supervisor:
         return self._record_death(child, status, reason)
 
     async def _await_ready(self, child: Child, process: Process) -> str:
-        """Wait for the ready line; the reason of a failure, "" if ready or exited."""
+        """Waits for the ready line; the reason of a failure, "" if ready or exited."""
         try:
             async with asyncio.timeout(self._ready_timeout_s) as child.start_limit:
                 line = await process.ready()
@@ -297,7 +298,7 @@ class Supervisor:
         return ""
 
     async def _kill_when_hung(self, child: Child, process: Process) -> str:
-        """Kill a process that was live and does not answer any more; the reason, "" if ended."""
+        """Kills a process that was live and does not answer any more; the reason, "" if ended."""
         was_live, failures = False, 0
         while child.line is not None and self._is_live is not None and self._live_failures_max:
             await asyncio.sleep(self._live_interval_s)
@@ -349,7 +350,7 @@ class Supervisor:
             self._on_event(NotDeregistered(child.spec.name, str(error) or type(error).__name__))
 
     async def _stop_child(self, child: Child, keep_task: asyncio.Task[None]) -> None:
-        """Stop one service in bounded time."""
+        """Stops one service in bounded time."""
         if child.process is not None:
             child.stop_requested_at = self._clock()
             self._set_state(child, State.STOPPING)

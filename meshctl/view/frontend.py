@@ -20,7 +20,7 @@ class GatewayError(Exception):
 
 
 def new_http_client(api_key: str | None) -> httpx.AsyncClient:
-    """A client that connects directly, without a proxy from the environment."""
+    """Returns a client that connects directly, without a proxy from the environment."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(5.0, read=READ_TIMEOUT_S)
     return httpx.AsyncClient(headers=headers, trust_env=False, timeout=timeout)
@@ -57,7 +57,7 @@ async def find_serving_problem(http: httpx.AsyncClient, url: str, model: str) ->
 async def chat(
     http: httpx.AsyncClient, url: str, body: dict[str, object]
 ) -> AsyncGenerator[str, None]:
-    """Yield the pieces of the response text as they arrive.
+    """Yields the pieces of the response text as they arrive.
 
     Raises GatewayError for an error status, an error event, a truncated stream, or a stream that
     takes longer than RESPONSE_TIMEOUT_S.

@@ -9,7 +9,7 @@ from common.runtime.config import ServiceConfig
 
 
 async def members(registry: Registry, config: ServiceConfig) -> Snapshot:
-    """The current members of the configured namespace. Raises Unavailable."""
+    """Returns the current members of the configured namespace. Raises Unavailable."""
     snapshot = await registry.snapshot(config.namespace)
     if not snapshot.revision:
         raise Unavailable(f"cannot reach {describe_registry(config)}")

@@ -49,15 +49,15 @@ class Screen:
         self._printed_errors = {""}
 
     def print_line(self, text: str = "") -> None:
-        """Print a line without a time."""
+        """Prints a line without a time."""
         self._write(self.out, f"{text}\n")
 
     def piece(self, text: str) -> None:
-        """Print a part of a line and flush."""
+        """Prints a part of a line and flushes."""
         self._write(self.out, text)
 
     def print_error(self, text: str) -> None:
-        """Print the reason why the mesh stops or did not start."""
+        """Prints the reason why the mesh stops or did not start."""
         self._write(self.err, f"meshctl: {text}\n")
 
     def print_progress(
@@ -70,7 +70,7 @@ class Screen:
         self.print_line(f"{elapsed_s:7.1f} s  {name:<12}  {label}  {detail}".rstrip())
 
     def print_start_error(self, name: str, error: str) -> None:
-        """Print why the start of a service failed; if `error` is empty, the end of its log."""
+        """Prints why the start of a service failed; if `error` is empty, the end of its log."""
         if not error:
             self._write(self.err, f"the end of {self.log(name)}:\n")
         self._print_quoted(error.splitlines() or self.tail(name) or ["(it is empty)"])
@@ -130,7 +130,7 @@ class Screen:
 
 
 def find_crash_reason(lines: Sequence[str]) -> str:
-    """The last line of a log, or its last error if it is JSON; "" if the log is empty."""
+    """Returns the last line of a log, or its last error if it is JSON; "" if the log is empty."""
     for line in reversed(lines):
         try:
             fields = json.loads(line)
@@ -143,7 +143,7 @@ def find_crash_reason(lines: Sequence[str]) -> str:
 
 
 def describe_log_line(line: str) -> str:
-    """The event of a JSON log line and its own fields; another line as it is."""
+    """Returns the event of a JSON log line and its own fields; another line as it is."""
     try:
         fields = dict(json.loads(line))
     except (ValueError, TypeError):
@@ -165,7 +165,7 @@ def describe_status(status: int | None) -> str:
 
 
 def table(children: Iterable[Child]) -> list[str]:
-    """A table of the services with state, pid, address and URL."""
+    """Returns a table of the services with state, pid, address and URL."""
     rows = [("SERVICE", "STATE", "PID", "ADDRESS", "URL")]
     for child in children:
         pid = "-" if child.process is None else str(child.process.pid)
@@ -192,7 +192,7 @@ def hints(url: str, model: str) -> list[str]:
 
 
 def http_url(line: ReadyLine | None) -> str:
-    """The URL of a frontend; "" for other services."""
+    """Returns the URL of a frontend; "" for other services."""
     address = "" if line is None else line.addresses.get("http", "")
     return address if not address or "://" in address else f"http://{address}"
 

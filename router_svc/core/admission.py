@@ -149,7 +149,7 @@ class AdmissionQueue:
         session: int | None = None,
         cached_tokens: int = 0,
     ) -> QueuedRequest:
-        """Add a request. constraint_class: None for a query without a session. cached_tokens: the
+        """Adds a request. constraint_class: None for a query without a session. cached_tokens: the
         most prompt tokens that an eligible rank has cached. Raises Overloaded (QUEUE_FULL), with
         the limit reached in its metadata: limit_kind (requests or tokens), current, limit.
         """
@@ -170,7 +170,7 @@ class AdmissionQueue:
         return queued
 
     def withdraw(self, key: BookingKey) -> QueuedRequest | None:
-        """Remove a request; None if it is not queued."""
+        """Removes a request; None if it is not queued."""
         queued = self._queued.pop(key, None)
         if queued is None:
             return None
@@ -207,8 +207,8 @@ class AdmissionQueue:
     # Constraint classes.
 
     def must_wait(self, constraint_class: ConstraintClass) -> bool:
-        """Whether a new request has to queue although a rank has capacity: its class has a backlog,
-        or no rescan has offered freed capacity to the queued requests of its model yet.
+        """Returns whether a new request has to queue although a rank has capacity: its class has a
+        backlog, or no rescan has offered freed capacity to the queued requests of its model yet.
         """
         model = constraint_class.model
         return (
@@ -237,7 +237,8 @@ class AdmissionQueue:
         self._dirty_models.update(self._count_by_model)
 
     def next_dirty(self) -> QueuedRequest | None:
-        """The head to try next, after marking its class clean; None if no class is dirty."""
+        """Returns the head to try next, after marking its class clean; None if no class is
+        dirty."""
         while self.has_dirty:
             if not self._round:
                 self._start_round()
@@ -258,7 +259,7 @@ class AdmissionQueue:
             self._admitted_by_tenant[query.tenant] = admitted + tokens
 
     def reclassify(self, queued: QueuedRequest, constraint_class: ConstraintClass) -> None:
-        """Move a request to another class, after its session moved; both classes are dirty."""
+        """Moves a request to another class, after its session moved; both classes are dirty."""
         old_class = queued.constraint_class
         self._remove(queued)
         queued.constraint_class = constraint_class
@@ -323,7 +324,7 @@ class AdmissionQueue:
 
 
 def constraint_class_of(query: Query, placements: tuple[Placement, ...] = ()) -> ConstraintClass:
-    """The class of a query. placements: see ConstraintClass."""
+    """Returns the class of a query. placements: see ConstraintClass."""
     routing, excluded = query.routing, query.excluded_worker_ids
     if routing is None:
         routing = _NO_HINTS

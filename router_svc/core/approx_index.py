@@ -62,7 +62,8 @@ class _Run:
     decisions: dict[_Rank, int] = field(default_factory=dict)
 
     def common_blocks(self, keys: memoryview) -> int:
-        """Leading blocks of the run that the chain `keys` has after `start`; the first is one."""
+        """Returns leading blocks of the run that the chain `keys` has after `start`; the first is
+        one."""
         own, start = self.keys, self.start
         count = min(len(own), len(keys) - start)
         if own[count - 1] == keys[start + count - 1]:
@@ -105,8 +106,8 @@ class ApproxIndex:
         self.blocks = 0  # Entries, including expired ones that are not dropped yet.
 
     def depths(self, query: Query) -> list[tuple[Placement, int]]:
-        """How many leading blocks each rank has, by the latest time of `touch` or `expire`. Absent:
-        none.
+        """Returns how many leading blocks each rank has, by the latest time of `touch` or `expire`.
+        Absent: none.
         """
         runs = self._runs.get(_partition_of(query))
         if not (runs and query.prefix_hashes):
@@ -130,7 +131,7 @@ class ApproxIndex:
         return [(rank.placement, depth) for rank, depth in found.items() if not rank.is_gone]
 
     def touch(self, query: Query, placement: Placement, now: float) -> None:
-        """Enter a prompt sent to a rank."""
+        """Enters a prompt sent to a rank."""
         if not query.prefix_hashes:
             return
         self._set_time(now)
@@ -155,14 +156,14 @@ class ApproxIndex:
         self.expire(now, 2 * max(added, len(path)))
 
     def expire(self, now: float, blocks: int) -> bool:
-        """Advance the time and drop up to `blocks` due entries; returns whether there are more."""
+        """Advances the time and drop up to `blocks` due entries; returns whether there are more."""
         self._set_time(now)
         while blocks > 0 and (due := self._due_blocks()):
             blocks -= self._drop_oldest(min(blocks, due))
         return self._due_blocks() > 0
 
     def forget(self, worker_id: int) -> None:
-        """Drop a worker that left. The cost grows with the number of ranks, not blocks."""
+        """Drops a worker that left. The cost grows with the number of ranks, not blocks."""
         for rank in [rank for ranks in self._ranks.values() for rank in ranks.values()]:
             if rank.placement.worker_id == worker_id:
                 self._drop_rank(rank)
@@ -174,7 +175,7 @@ class ApproxIndex:
             self._expired_decision = times.popleft()[0]
 
     def _path(self, partition: _Partition, hashes: bytes) -> list[_Run]:
-        """The runs of a prompt, shallow first, after adding what is missing."""
+        """Returns the runs of a prompt, shallow first, after adding what is missing."""
         keys = hash_view(hashes)
         runs = self._runs.setdefault(partition, {})
         path: list[_Run] = []
@@ -192,7 +193,7 @@ class ApproxIndex:
         return path
 
     def _split(self, run: _Run, size: int) -> _Run:
-        """Move the first `size` blocks of a run to a new parent, which it returns. So the last run
+        """Moves the first `size` blocks of a run to a new parent, which it returns. So the last run
         of a decision remains the last one.
         """
         siblings = run.siblings
@@ -204,7 +205,7 @@ class ApproxIndex:
         return head
 
     def _due_blocks(self) -> int:
-        """How many of the oldest entries may be dropped now, at least 1 if any may."""
+        """Returns how many of the oldest entries may be dropped now, at least 1 if any may."""
         excess = ceil(self.blocks - self.limits.prune_target_ratio * self.limits.blocks_max)
         if excess <= 0:
             self._is_pruning = False
@@ -215,7 +216,7 @@ class ApproxIndex:
         return 0
 
     def _drop_oldest(self, blocks_max: int) -> int:
-        """Drop the blocks of the oldest decision's last run, the deepest ones first, at most
+        """Drops the blocks of the oldest decision's last run, the deepest ones first, at most
         `blocks_max`; or an outdated decision, which counts as one.
         """
         decision, run, rank = self._oldest[0]

@@ -92,8 +92,8 @@ class CostSettings:
     held_block_weight: float = 0.02
 
     def with_override(self, override: RouterConfigOverride | None) -> CostSettings:
-        """The settings for one request. Raises InvalidRequest for a field out of range, Unsupported
-        for a shared_cache_multiplier above 0: there is no shared cache.
+        """Returns the settings for one request. Raises InvalidRequest for a field out of range,
+        Unsupported for a shared_cache_multiplier above 0: there is no shared cache.
         """
         if override is None:
             return self
@@ -122,21 +122,21 @@ class CostSettings:
         return replace(self, **{n: value for n, value in overridden.items() if value is not None})
 
     def reject_cost_overrides(self, override: RouterConfigOverride | None, selector: str) -> None:
-        """Raise Unsupported for a field that only a selector with a cost can apply."""
+        """Raises Unsupported for a field that only a selector with a cost can apply."""
         for name in _COST_OVERRIDE_FIELDS:
             if override is not None and getattr(override, name) is not None:
                 reason = f"the selector {selector} has no such cost"
                 raise Unsupported(f"{_OVERRIDE_PATH}.{name}", reason)
 
     def reject_overlap_overrides(self, override: RouterConfigOverride | None, reason: str) -> None:
-        """Raise Unsupported for a field that uses overlap, if the router has no index."""
+        """Raises Unsupported for a field that uses overlap, if the router has no index."""
         for name in ("overlap_score_credit", "assume_kv_reuse"):
             if override is not None and getattr(override, name):
                 reason = f"this router has no cache index: {reason}"
                 raise Unsupported(f"{_OVERRIDE_PATH}.{name}", reason)
 
     def for_decode_leg(self) -> CostSettings:
-        """The settings for the decode leg of a pair: its cache comes from prefill."""
+        """Returns the settings for the decode leg of a pair: its cache comes from prefill."""
         return replace(
             self, overlap_score_credit=0.0, assume_kv_reuse=False, track_prefill_tokens=False
         )
@@ -176,7 +176,7 @@ class RecentPrefill:
         self._scaled_blocks: dict[Placement, float] = {}
 
     def add(self, placement: Placement, blocks: float, now: float) -> None:
-        """Count a placed prompt of which `blocks` must be computed."""
+        """Counts a placed prompt of which `blocks` must be computed."""
         rebase_s = _REBASE_HALF_LIVES * self._half_life_s
         if self._reference_s is None or now - self._reference_s > rebase_s:
             self._rebase(now)
@@ -210,8 +210,8 @@ class RecentPrefill:
 
 
 def draw_index(costs: Sequence[float], temperature: float, u: float) -> int:
-    """A random index with probability proportional to exp(-x / temperature), x: the costs scaled to
-    0..1; equal for equal costs. u: uniform in [0, 1). temperature must be above 0.
+    """Returns a random index with probability proportional to exp(-x / temperature), x: the costs
+    scaled to 0..1; equal for equal costs. u: uniform in [0, 1). temperature must be above 0.
     """
     cheapest_cost = min(costs)
     span = max(costs) - cheapest_cost

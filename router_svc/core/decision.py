@@ -53,7 +53,8 @@ def make_decision(
     queued_s: float | None = None,
     session_revision: int = 0,
 ) -> DecisionRecord:
-    """The decision of a plan. considered_max: rows per leg, None: all. queued_s: None: unqueued."""
+    """Returns the decision of a plan. considered_max: rows per leg, None: all. queued_s: None:
+    unqueued."""
     query, prefill, worker = attempt.query, plan.prefill, plan.worker.chosen
     at, selector = plan.prompt_leg.chosen, attempt.planner.selector.name
     overlap = plan.prompt_leg.view.overlap(at.placement)

@@ -49,7 +49,7 @@ class _CandidateFilter:
 
 
 def pinned_worker_id(routing: RoutingHints | None, leg: Leg = "whole") -> int | None:
-    """The worker that a request pins for a leg; None if it pins none. On the prefill leg
+    """Returns the worker that a request pins for a leg; None if it pins none. On the prefill leg
     prefill_worker_id counts, else backend_instance_id or decode_worker_id; InvalidRequest if these
     differ.
     """
@@ -75,7 +75,7 @@ def eligible(
     residency: LoraResidency = "required",
     has_capacity: Callable[[Candidate], bool] | None = None,
 ) -> tuple[Candidates, list[Excluded]]:
-    """The candidates that may serve the query's leg, and the excluded ones with reasons.
+    """Returns the candidates that may serve the query's leg, and the excluded ones with reasons.
     has_capacity: if given, the only preference. Raises Unavailable or InvalidRequest of the filter
     that no candidate passes, with the field of the request that sets it.
     """
@@ -98,7 +98,7 @@ def eligible(
 
 
 def all_busy_error(model: str, leg: Leg) -> Overloaded:
-    """The error if each eligible worker of the leg is above a busy threshold."""
+    """Returns the error if each eligible worker of the leg is above a busy threshold."""
     role = "" if leg == "whole" else f"{leg} "
     return Overloaded(
         RETRY_AFTER_S,
@@ -219,7 +219,7 @@ def _hint_requirements(model: str, routing: RoutingHints, leg: Leg) -> list[_Can
 
 
 def _pin_field(routing: RoutingHints, leg: Leg) -> str:
-    """The field that `pinned_worker_id` reads."""
+    """Returns the field that `pinned_worker_id` reads."""
     if leg == "prefill":
         return "prefill_worker_id"
     return "decode_worker_id" if routing.backend_instance_id is None else "backend_instance_id"
@@ -251,7 +251,7 @@ class AdapterResidency:
         self._recently_removed: dict[tuple[str, str], float] = {}
 
     def update(self, workers: Iterable[Instance], now: float) -> None:
-        """Apply a fleet change. workers: all present workers."""
+        """Applies a fleet change. workers: all present workers."""
         resident = frozenset((worker.model, name) for worker in workers for name in worker.loras)
         for adapter_key in sorted(self._resident - resident):
             self._recently_removed[adapter_key] = now
@@ -261,7 +261,7 @@ class AdapterResidency:
         self._resident = resident
 
     def check(self, query: Query, now: float) -> None:
-        """Raise Unavailable if a worker had the query's adapter recently and none has, else
+        """Raises Unavailable if a worker had the query's adapter recently and none has, else
         NotFound.
         """
         adapter_name = query.routing.lora_name if query.routing is not None else None
@@ -334,7 +334,7 @@ def busy_worker_ids(
     limits: BusyLimits,
     leg: Leg,
 ) -> frozenset[int]:
-    """Ids of the workers that have only busy ranks among `candidates`."""
+    """Returns ids of the workers that have only busy ranks among `candidates`."""
     if limits.is_disabled:
         return frozenset()
     not_busy = {

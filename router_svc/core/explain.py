@@ -64,8 +64,8 @@ class LegRecord:
     reported_at: Sequence[float | None]
 
     def rows(self) -> list[CandidateRow]:
-        """Scored candidates, cheapest first, then the others. The state of the index is the present
-        one.
+        """Returns scored candidates, cheapest first, then the others. The state of the index is the
+        present one.
         """
         costs, scored = self.scored.costs, self.scored
         by_cost = sorted(range(len(costs)), key=costs.__getitem__)
@@ -94,9 +94,9 @@ class LegRecord:
 
 
 def record_leg(leg_plan: LegPlan, index: IndexStatusProvider, rows_max: int | None) -> LegRecord:
-    """The record of at most `rows_max` rows, None for all: of the scored candidates, cheapest
-    first, then of the others, the chosen one first, then of the excluded ones. The chosen candidate
-    is always included.
+    """Returns the record of at most `rows_max` rows, None for all: of the scored candidates,
+    cheapest first, then of the others, the chosen one first, then of the excluded ones. The chosen
+    candidate is always included.
     """
     view, scored = leg_plan.view, CandidateCosts.of(leg_plan.choice.scored)
     count, are_all_scored = len(scored), len(scored) == len(leg_plan.kept)
@@ -109,7 +109,7 @@ def record_leg(leg_plan: LegPlan, index: IndexStatusProvider, rows_max: int | No
         )
         remaining = None if rows_max is None else rows_max - len(scored)
         others = [(one, why, view.load(one.placement)) for one, why in islice(unscored, remaining)]
-    placements = [one.placement for one in scored.candidates]
+    placements = [candidate.placement for candidate in scored.candidates]
     placements += [one.placement for one, _, _ in others]
     matches = view.matches
     return LegRecord(
@@ -124,8 +124,8 @@ def record_leg(leg_plan: LegPlan, index: IndexStatusProvider, rows_max: int | No
 
 
 def _with_chosen(scored: CandidateCosts, chosen: Candidate, rows_max: int) -> Sequence[int]:
-    """The cheapest ones. The chosen candidate replaces the last if it costs more, and gets a row
-    without a cost later if it has none: some selectors score other candidates only.
+    """Returns the cheapest ones. The chosen candidate replaces the last if it costs more, and gets
+    a row without a cost later if it has none: some selectors score other candidates only.
     """
     costs, candidates = scored.costs, scored.candidates
     limit = sorted(costs)[rows_max - 1]
@@ -138,7 +138,7 @@ def _with_chosen(scored: CandidateCosts, chosen: Candidate, rows_max: int) -> Se
 
 
 def _without_cost(scored: Candidates, leg_plan: LegPlan) -> Iterator[Candidate]:
-    """The eligible candidates without a cost, the chosen one first."""
+    """Yields the eligible candidates without a cost, the chosen one first."""
     if len(scored) == len(leg_plan.kept):
         return
     with_cost, chosen = {one.placement for one in scored}, leg_plan.chosen
@@ -149,7 +149,7 @@ def _without_cost(scored: Candidates, leg_plan: LegPlan) -> Iterator[Candidate]:
 
 
 def candidate_row(candidate: Candidate, view: View, index: IndexStatusProvider) -> CandidateRow:
-    """A row without a cost."""
+    """Returns a row without a cost."""
     at, now, ranks = candidate.placement, view.now, view.load_tracker.ranks
     age_s, status = ranks.report_age_s(at, now), index.index_status(at, now)
     return CandidateRow(at, view.load(at), None, view.overlap(at), age_s, index_status=status)

@@ -63,11 +63,11 @@ class Fleet:
         return changes
 
     def candidates(self, model: str, role: Role) -> tuple[Candidate, ...]:
-        """Every (worker, rank) of `role` that serves `model`, sorted by placement."""
+        """Returns every (worker, rank) of `role` that serves `model`, sorted by placement."""
         return self._candidates.get((model, role), ())
 
     def all_candidates(self, model: str = "") -> Iterator[Candidate]:
-        """The candidates of every role, of one model or, for "", of all."""
+        """Yields the candidates of every role, of one model or, for "", of all."""
         for (name, _), worker_candidates in self._candidates.items():
             if model in ("", name):
                 yield from worker_candidates
@@ -81,14 +81,14 @@ class Fleet:
         return next((size for size in sizes if size is not None), None)
 
     def is_known_model(self, model: str, now: float) -> bool:
-        """Whether `model` is served, or was until less than GONE_MODEL_TTL_S ago."""
+        """Returns whether `model` is served, or was until less than GONE_MODEL_TTL_S ago."""
         if model in self.models:
             return True
         gone_at = self._gone_models.get(model)
         return gone_at is not None and now - gone_at < GONE_MODEL_TTL_S
 
     def has(self, placement: Placement) -> bool:
-        """Whether the worker is present, serves a model and has that rank."""
+        """Returns whether the worker is present, serves a model and has that rank."""
         worker = self._snapshot.instances.get(placement.worker_id)
         return (
             worker is not None
@@ -98,17 +98,17 @@ class Fleet:
         )
 
     def candidate(self, placement: Placement) -> Candidate | None:
-        """The candidate of a placement; None unless `has` is true."""
+        """Returns the candidate of a placement; None unless `has` is true."""
         if not self.has(placement):
             return None
         return Candidate(placement, self._snapshot.instances[placement.worker_id])
 
     def is_present(self, instance_id: int) -> bool:
-        """Whether discovery shows an instance of that id, of any service."""
+        """Returns whether discovery shows an instance of that id, of any service."""
         return instance_id in self._snapshot.instances
 
     def address(self, instance_id: int) -> str:
-        """The gRPC address of an instance; empty if discovery does not show it."""
+        """Returns the gRPC address of an instance; empty if discovery does not show it."""
         instance = self._snapshot.instances.get(instance_id)
         return "" if instance is None else instance.address
 
@@ -127,7 +127,7 @@ class Fleet:
 
 
 def drop_gone(gone_at: dict[KeyT, float], now: float, count_max: int) -> None:
-    """Drop entries, oldest first, that left GONE_MODEL_TTL_S ago or exceed `count_max`."""
+    """Drops entries, oldest first, that left GONE_MODEL_TTL_S ago or exceed `count_max`."""
     while gone_at:
         oldest, at = next(iter(gone_at.items()))
         if now - at < GONE_MODEL_TTL_S and len(gone_at) <= count_max:

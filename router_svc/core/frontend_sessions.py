@@ -28,7 +28,8 @@ class FrontendSessions:
         return frontend_id
 
     def supersede(self, hello: SessionHello) -> list[int]:
-        """The frontend has that session, here or at a peer; returns its newly superseded ones."""
+        """Returns the frontend has that session, here or at a peer; returns its newly superseded
+        ones."""
         previous = self._latest_generation.get(hello.frontend_id, hello.generation)
         if previous >= hello.generation:
             return []
@@ -40,12 +41,12 @@ class FrontendSessions:
         ]
 
     def is_superseded(self, session: int) -> bool:
-        """Whether its frontend has a later session, here or at a peer."""
+        """Returns whether its frontend has a later session, here or at a peer."""
         frontend_id, generation = self._sessions[session]
         return generation < self._latest_generation[frontend_id]
 
     def generation(self, session: int) -> int:
-        """The frontend's number of that session; 0: unknown."""
+        """Returns the frontend's number of that session; 0: unknown."""
         return self._sessions[session].generation
 
     def newest(self, frontend_id: int) -> int | None:

@@ -92,7 +92,7 @@ class LoadTracker:
     # Bookings.
 
     def book(self, booking: Booking, session: int | None, now: float) -> bool:
-        """Add a booking; False if its key exists, which assigns it to `session` and changes no
+        """Adds a booking; False if its key exists, which assigns it to `session` and changes no
         load. session: the requesting one; None: the newest open session of its frontend, else the
         booking starts as an orphan. Raises Overloaded if the tracker is full.
         """
@@ -104,7 +104,7 @@ class LoadTracker:
         return True
 
     def reregister(self, booking: Booking, session: int | None, now: float) -> bool:
-        """Take over a booking of another router or an earlier session. The newest version wins;
+        """Takes over a booking of another router or an earlier session. The newest version wins;
         False if the existing one was as new. Raises Overloaded if full.
         """
         entry = self._entries.get(booking.key)
@@ -118,7 +118,7 @@ class LoadTracker:
         return is_new
 
     def mark_prefill_done(self, key: BookingKey) -> bool:
-        """Remove its prefill tokens from the load, once. False if the key is not owned here."""
+        """Removes its prefill tokens from the load, once. False if the key is not owned here."""
         entry = self._entries.get(key)
         if entry is None or not entry.is_own:
             return False
@@ -137,7 +137,7 @@ class LoadTracker:
     def add_output_blocks(
         self, key: BookingKey, blocks: int, decay_fraction: float | None = None
     ) -> bool:
-        """Add `blocks` of output; False if the key is not owned here. decay_fraction: share of the
+        """Adds `blocks` of output; False if the key is not owned here. decay_fraction: share of the
         expected output still to come, 0..1: the new weight of each block of the booking; None keeps
         it. Raises InvalidRequest for blocks < 1 or a fraction outside 0..1.
         """
@@ -165,7 +165,7 @@ class LoadTracker:
         return True
 
     def free(self, key: BookingKey) -> bool:
-        """End the booking in any state; False if the key is unknown."""
+        """Ends the booking in any state; False if the key is unknown."""
         entry = self._entries.get(key)
         if entry is not None:
             self._drop(entry)
@@ -188,12 +188,12 @@ class LoadTracker:
     # Peers.
 
     def get_own(self, key: BookingKey) -> Booking | None:
-        """The booking, if this router sends it to the peers."""
+        """Returns the booking, if this router sends it to the peers."""
         entry = self._entries.get(key)
         return entry.booking if entry is not None and entry.is_own else None
 
     def receive(self, booking: Booking, now: float) -> None:
-        """Apply a booking that a peer owns: the newest version wins, and an orphan becomes the
+        """Applies a booking that a peer owns: the newest version wins, and an orphan becomes the
         peer's. An open session here keeps its booking, unless the peer has a later one. Raises
         Overloaded if full.
         """
@@ -208,26 +208,26 @@ class LoadTracker:
             self._hand_over_to_peer(entry)
 
     def add_expected(self, booking: Booking, now: float) -> None:
-        """Add one of a peer's snapshot: an orphan until the peer sends it. Raises Overloaded."""
+        """Adds one of a peer's snapshot: an orphan until the peer sends it. Raises Overloaded."""
         if booking.key not in self._entries:
             entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
             self._orphan_or_hand_over(entry, now)
 
     def extend_expected(self, key: BookingKey, now: float) -> None:
-        """Restart the orphan period: the peer is alive and has not sent the booking yet."""
+        """Restarts the orphan period: the peer is alive and has not sent the booking yet."""
         entry = self._entries.get(key)
         if entry is not None and entry.orphan_deadline is not None and not entry.is_own:
             self._orphan_or_hand_over(entry, now)
 
     def booking_ended(self, key: BookingKey) -> None:
-        """End a peer's booking, unless a session here or another peer owns it."""
+        """Ends a peer's booking, unless a session here or another peer owns it."""
         entry = self._entries.get(key)
         if entry is not None and entry.session is None and not self._is_held_by_peer(key):
             self._drop(entry)
             self._notify_peers(entry)
 
     def holder_lost(self, key: BookingKey, now: float) -> None:
-        """Orphan a booking that its peer lost or gave up, unless another peer holds it."""
+        """Orphans a booking that its peer lost or gave up, unless another peer holds it."""
         entry = self._entries.get(key)
         if entry is not None and entry.session is None and entry.orphan_deadline is None:
             self._orphan_or_hand_over(entry, now)
@@ -235,7 +235,7 @@ class LoadTracker:
     # Owners.
 
     def open_session(self, frontend_id: int, generation: int = 0, now: float = 0.0) -> int:
-        """Register a connected frontend; the number of its session, never used again. generation:
+        """Registers a connected frontend; the number of its session, never used again. generation:
         the frontend's count of its sessions at all routers; earlier ones are superseded. 0: not
         sent.
         """
@@ -244,7 +244,7 @@ class LoadTracker:
         return self._sessions.open(hello)
 
     def end_session(self, session: int, now: float) -> int:
-        """End a session; how many bookings it orphans, or frees if discovery lost the frontend."""
+        """Ends a session; how many bookings it orphans, or frees if discovery lost the frontend."""
         frontend_id = self._sessions.close(session)
         count = self._release_session(session, frontend_id, now)
         if frontend_id in self._absent_frontends and not self._sessions.has_frontend(frontend_id):
@@ -253,11 +253,11 @@ class LoadTracker:
         return count
 
     def generation_of(self, session: int | None) -> int:
-        """The generation of a booking that the session makes; 0: unknown."""
+        """Returns the generation of a booking that the session makes; 0: unknown."""
         return 0 if session is None else self._sessions.generation(session)
 
     def sessions(self) -> Iterator[SessionHello]:
-        """Open sessions here that have a generation."""
+        """Opens sessions here that have a generation."""
         return (hello for hello in self._sessions if hello.generation)
 
     def supersede_sessions(self, hello: SessionHello, now: float) -> None:
@@ -269,12 +269,13 @@ class LoadTracker:
             self.events.frontend_session_superseded(session)
 
     def is_superseded(self, session: int) -> bool:
-        """Whether its frontend has a later session, so that its requests do not count any more."""
+        """Returns whether its frontend has a later session, so that its requests do not count any
+        more."""
         return self._sessions.is_superseded(session)
 
     def frontend_left(self, frontend_id: int) -> int:
-        """Discovery lost a frontend: free its orphans; returns how many there were. Bookings of its
-        open sessions stay until those end: a stream is more reliable evidence.
+        """Returns discovery lost a frontend: free its orphans; returns how many there were.
+        Bookings of its open sessions stay until those end: a stream is more reliable evidence.
         """
         if self._sessions.has_frontend(frontend_id):
             self._absent_frontends.add(frontend_id)
@@ -289,7 +290,7 @@ class LoadTracker:
         self._absent_frontends.discard(frontend_id)
 
     def expire(self, now: float) -> int:
-        """Free overdue orphans and unrenewed bookings; how many. Call it before reading loads."""
+        """Frees overdue orphans and unrenewed bookings; how many. Call it before reading loads."""
         freed = 0
         self.ranks.set_time(now)
         if now >= self._last_expiry_scan_at + EXPIRY_SCAN_INTERVAL_S:
@@ -308,7 +309,7 @@ class LoadTracker:
         return self.ranks.load(placement, now)
 
     def report(self, worker_id: int, dp_rank: int, load: Load | None, now: float) -> None:
-        """Store a load report. None: no other follows the last one, which is dropped."""
+        """Stores a load report. None: no other follows the last one, which is dropped."""
         placement = Placement(worker_id, dp_rank)
         if load is None:
             self.ranks.drop_report(placement)
@@ -317,7 +318,7 @@ class LoadTracker:
         self.events.capacity_freed(placement)
 
     def _apply_load(self, entry: _BookingEntry, sign: int) -> None:
-        """Add (+1) or subtract (-1) the load of the entry in its present state."""
+        """Adds (+1) or subtract (-1) the load of the entry in its present state."""
         booking = entry.booking
         weight = sign * block_weight(booking.decode_blocks, booking.decay)
         tokens = 0 if entry.prefill_done else sign * booking.prefill_tokens
@@ -338,7 +339,7 @@ class LoadTracker:
     # Inside.
 
     def _add(self, booking: Booking, now: float, *, prefill_done: bool) -> _BookingEntry:
-        """A new entry, at first an orphan; the caller assigns its owner."""
+        """Returns a new entry, at first an orphan; the caller assigns its owner."""
         if len(self._entries) >= self._bookings_max:
             raise Overloaded(
                 1.0,
@@ -357,7 +358,7 @@ class LoadTracker:
         return entry
 
     def _update_booking(self, entry: _BookingEntry, booking: Booking) -> None:
-        """Replace a booking by a newer version, whichever router owns it."""
+        """Replaces a booking by a newer version, whichever router owns it."""
         old, revision, generation = entry.booking, booking.revision, booking.generation
         if replace(old, revision=revision, generation=generation) == booking:
             entry.booking = booking
@@ -401,7 +402,7 @@ class LoadTracker:
             self.events.capacity_freed(booking.prefill)
 
     def _expire_unrenewed(self, now: float) -> int:
-        """End bookings that a session here owns and did not renew in time."""
+        """Ends bookings that a session here owns and did not renew in time."""
         self._last_expiry_scan_at = now
         unrenewed = [
             entry
@@ -423,7 +424,7 @@ class LoadTracker:
             self.events.booking_changed(entry.booking.key)
 
     def _assign_owner(self, entry: _BookingEntry, session: int | None, now: float) -> None:
-        """Make `session`, or the frontend's newest one, the owner; without any, release the
+        """Makes `session`, or the frontend's newest one, the owner; without any, releases the
         booking. One of a later session, here or at a peer, keeps its owner.
         """
         owner = self._sessions.newest(entry.booking.key.frontend_id) if session is None else session

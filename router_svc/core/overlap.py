@@ -51,14 +51,15 @@ class IndexStatusProvider(Protocol):
     """A source of index states."""
 
     def index_status(self, placement: Placement, now: float) -> IndexStatus:
-        """How reliable the matches of a rank are."""
+        """Returns how reliable the matches of a rank are."""
 
 
 class Index(IndexStatusProvider, Protocol):
     """The prefixes that ranks hold, as the engines report them."""
 
     def match(self, query: Query) -> Sequence[SourceMatch]:
-        """One row for each countable rank that holds the first block of the query's prompt."""
+        """Returns one row for each countable rank that holds the first block of the query's
+        prompt."""
 
 
 class NoIndex:
@@ -96,7 +97,7 @@ def derive_index_settings(
     limits: ApproxLimits,
     predicted_ttl_s: float,
 ) -> IndexSettings:
-    """The first rule that applies:
+    """Returns the first rule that applies:
 
     1. credit 0, and no other setting uses overlap (uses_overlap_elsewhere): none. Caches count
        nowhere then, also not in bookings: all of the prompt counts as prefill.
@@ -135,7 +136,7 @@ class Overlaps:
         self._approximate_workers: frozenset[int] = frozenset()
 
     def update_workers(self, workers: Iterable[Instance]) -> None:
-        """Apply what the present workers advertise."""
+        """Applies what the present workers advertise."""
         kinds = {worker.id: self._index_kind(worker) for worker in workers}
         self._event_workers = frozenset(w for w, kind in kinds.items() if kind == "events")
         self._approximate_workers = frozenset(w for w, kind in kinds.items() if kind == "approx")
@@ -146,7 +147,7 @@ class Overlaps:
                 index.forget(worker_id)
 
     def matches(self, query: Query) -> Matches:
-        """What ranks hold of the prompt; absent ones hold nothing."""
+        """Returns what ranks hold of the prompt; absent ones hold nothing."""
         if not query.prefix_hashes:
             return NO_MATCHES
         found: dict[tuple[int, int], SourceMatch] = {}
@@ -166,7 +167,7 @@ class Overlaps:
         return found
 
     def record_placement(self, query: Query, placement: Placement, now: float) -> bool:
-        """Enter a booked prompt that the rank will compute; False if that makes no entry."""
+        """Enters a booked prompt that the rank will compute; False if that makes no entry."""
         index = None
         if placement.worker_id in self._event_workers:
             index = self.predicted
@@ -178,11 +179,11 @@ class Overlaps:
         return True
 
     def is_approximate(self, placement: Placement) -> bool:
-        """Whether a rank's entries are derived from decisions."""
+        """Returns whether a rank's entries are derived from decisions."""
         return placement.worker_id in self._approximate_workers
 
     def expire(self, now: float, blocks: int) -> bool:
-        """Drop up to `blocks` expired entries per index; returns whether there are more."""
+        """Drops up to `blocks` expired entries per index; returns whether there are more."""
         has_more = False
         for index in (self.approximate, self.predicted):
             has_more |= index is not None and index.expire(now, blocks)
@@ -194,7 +195,8 @@ class Overlaps:
         return self._unused_status or self._index.index_status(placement, now)
 
     def unused_reason(self, query: Query, candidates: Candidates) -> str:
-        """Why caches did not count for a request with these candidates; empty if they did."""
+        """Returns why caches did not count for a request with these candidates; empty if they
+        did."""
         if self.settings.kind == "none":
             return self.settings.reason
         block_size = block_size_of(query, candidates[0].instance.block_size if candidates else None)
@@ -208,14 +210,14 @@ class Overlaps:
         return "no candidate has a cache index"
 
     def _index_kind(self, worker: Instance) -> IndexKind:
-        """The overlap source that this router uses for a worker."""
+        """Returns the overlap source that this router uses for a worker."""
         if self.settings.kind == "approx" and worker.kv_index == "events":
             return "approx"
         return "none" if self.settings.kind == "none" else worker.kv_index
 
 
 def _raised_match(known: SourceMatch | None, placement: Placement, depth: int) -> SourceMatch:
-    """The match of a rank with at least `depth` blocks on each tier."""
+    """Returns the match of a rank with at least `depth` blocks on each tier."""
     if known is None:
         return SourceMatch(Source(*placement), depth, depth, depth)
     return SourceMatch(known.source, depth, max(known.host_blocks, depth), max(known[3], depth))

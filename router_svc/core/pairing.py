@@ -47,12 +47,14 @@ class TransferDomain:
         return bool(self.name) and self.weight is None
 
     def taints_of(self, worker: Instance) -> frozenset[str]:
-        """The worker's taints of this domain. Several are allowed; without one it is outside."""
+        """Returns the worker's taints of this domain. Several are allowed; without one it is
+        outside."""
         taint_prefix = f"{self.name}="
         return frozenset(taint for taint in worker.taints if taint.startswith(taint_prefix))
 
     def prefer_domain_of(self, prefill: Candidate, query: Query) -> Query:
-        """The query of the decode leg: it prefers the domain of the selected prefill worker."""
+        """Returns the query of the decode leg: it prefers the domain of the selected prefill
+        worker."""
         domain_taints = self.taints_of(prefill.instance)
         if not (self.name and self.weight and domain_taints):
             return query
@@ -93,7 +95,8 @@ class Bypass:
         waiting_tokens: int = 0,
         prefill_tokens: int | None = None,
     ) -> str:
-        """One of BYPASS_REASONS, or empty. cached_tokens, waiting_tokens: on its only worker.
+        """Returns one of BYPASS_REASONS, or empty. cached_tokens, waiting_tokens: on its only
+        worker.
         prefill_tokens: that the prefill worker of the pair would have to compute, with the request;
         None: no prefill worker accepts it.
         """
@@ -134,8 +137,8 @@ NO_BYPASS = Bypass()
 
 
 def make_bootstrap_info(prefill: Candidate, rng: Random) -> BootstrapInfo | None:
-    """A fresh bootstrap room on the prefill worker; None if it advertises no bootstrap address:
-    prefill then completes first, and its result travels to decode with the request.
+    """Returns a fresh bootstrap room on the prefill worker; None if it advertises no bootstrap
+    address: prefill then completes first, and its result travels to decode with the request.
     """
     worker = prefill.instance
     if worker.bootstrap_host is None or worker.bootstrap_port is None:
@@ -146,7 +149,8 @@ def make_bootstrap_info(prefill: Candidate, rng: Random) -> BootstrapInfo | None
 
 
 def bootstrap_room(rng: Random, dp_size: int, dp_rank: int) -> int:
-    """A random room in 0..2^63-1 with room mod dp_size == dp_rank, counted from the worker's first
+    """Returns a random room in 0..2^63-1 with room mod dp_size == dp_rank, counted from the
+    worker's first
     rank: SGLang derives the rank from the room so.
     """
     assert 0 <= dp_rank < dp_size, "a rank is one of the worker's"
@@ -157,8 +161,8 @@ def bootstrap_room(rng: Random, dp_size: int, dp_rank: int) -> int:
 def pairable(
     prefill: Candidates, decode: Candidates, domain: TransferDomain = ANY_DOMAIN
 ) -> tuple[Candidates, Candidates]:
-    """The candidates of each side that have a partner on the other; both may be empty. KV pages
-    travel only inside a transfer group (equal page size, dtype, layout and model) and, if the
+    """Returns the candidates of each side that have a partner on the other; both may be empty. KV
+    pages travel only inside a transfer group (equal page size, dtype, layout and model) and, if the
     domain is required, inside one value of it.
     """
     if not domain.is_required:
@@ -181,7 +185,7 @@ def pairable(
 def decode_partners(
     prefill: Candidate, decode: Candidates, domain: TransferDomain = ANY_DOMAIN
 ) -> list[Candidate]:
-    """The decode candidates that can receive the KV of the prefill worker."""
+    """Returns the decode candidates that can receive the KV of the prefill worker."""
     group = prefill.instance.transfer_group
     same_group = [c for c in decode if c.instance.transfer_group == group]
     if not domain.is_required:

@@ -116,13 +116,13 @@ class Planner:
     last_placements: dict[tuple[str, Leg], Placement] = field(default_factory=dict)
 
     def update_workers(self, workers: Iterable[Instance], now: float) -> None:
-        """Apply a fleet change, after the fleet itself. workers: all present workers."""
+        """Applies a fleet change, after the fleet itself. workers: all present workers."""
         models = self.fleet.models
         self.last_placements = {k: at for k, at in self.last_placements.items() if k[0] in models}
         self.adapter_residency.update(workers, now)
 
     def record_placement(self, model: str, plan: ServingPlan) -> None:
-        """Record a plan that was carried out, for selectors that rotate."""
+        """Records a plan that was carried out, for selectors that rotate."""
         for leg_plan in (plan.worker, plan.prefill):
             if leg_plan is not None:
                 self.last_placements[model, leg_plan.view.leg] = leg_plan.chosen.placement
@@ -130,7 +130,8 @@ class Planner:
     def no_worker_error(
         self, model: str, now: float, missing: str = "worker"
     ) -> UnknownModel | Unavailable:
-        """The error of a model without workers. missing: prefill_worker, decode_worker, worker."""
+        """Returns the error of a model without workers. missing: prefill_worker, decode_worker,
+        worker."""
         roles = self.fleet.roles(model)
         if not roles and self.fleet.has_snapshot and not self.fleet.is_known_model(model, now):
             return UnknownModel(model)
@@ -163,8 +164,8 @@ class PlacementAttempt:
     prefers_capacity: bool = False
 
     def plan(self) -> ServingPlan:
-        """The plan of the first serving mode that is open and not full, else of the first open one.
-        Raises, if no mode is open, the first Overloaded, else the first error.
+        """Returns the plan of the first serving mode that is open and not full, else of the first
+        open one. Raises, if no mode is open, the first Overloaded, else the first error.
         """
         if (candidates := self._unrestricted_candidates()) is not None:
             return ServingPlan(self._select("whole", candidates, ()))
@@ -182,8 +183,8 @@ class PlacementAttempt:
         raise next((error for error in errors if isinstance(error, Overloaded)), errors[0])
 
     def _unrestricted_candidates(self) -> Candidates | None:
-        """The aggregated workers, if they serve the only open mode and nothing excludes or delays
-        any; else None. Most requests of most meshes: this takes a tenth of the general case.
+        """Returns the aggregated workers, if they serve the only open mode and nothing excludes or
+        delays any; else None. Most requests of most meshes: this takes a tenth of the general case.
         """
         planner, query = self.planner, self.query
         policy, fleet = planner.policy, planner.fleet
@@ -204,7 +205,8 @@ class PlacementAttempt:
         return () if constraint is None else constraint.required_placements
 
     def _affinity_constraint(self, leg: Leg) -> AffinityConstraint | None:
-        """The session's constraint of the leg; None for a soft one that does not count here."""
+        """Returns the session's constraint of the leg; None for a soft one that does not count
+        here."""
         if self.session_constraint is None:
             return None
         constraint = self.session_constraint.affinity_constraint(leg)
@@ -216,7 +218,7 @@ class PlacementAttempt:
         return not self.prefers_capacity or leg == "decode"
 
     def _are_prefill_busy(self, candidates: Candidates) -> bool:
-        """Whether each candidate is prefill-busy. False without an admission queue."""
+        """Returns whether each candidate is prefill-busy. False without an admission queue."""
         threshold, tracker = self.planner.policy.queue.threshold, self.planner.tracker
         return threshold is not None and all(
             is_prefill_busy(c, tracker.load(c.placement, self.now), threshold) for c in candidates
@@ -226,7 +228,8 @@ class PlacementAttempt:
         return not self._are_prefill_busy((candidate,))
 
     def _plans_by_mode(self) -> Iterator[ServingPlan | MeshError]:
-        """The plan of each serving mode in order, made when requested; its error if closed."""
+        """Yields the plan of each serving mode in order, made when requested; its error if
+        closed."""
         query, planner = self.query, self.planner
         prefill = planner.fleet.candidates(query.model, "prefill")
         decode = planner.fleet.candidates(query.model, "decode")
@@ -281,7 +284,7 @@ class PlacementAttempt:
         return self._plan_with_capacity(plan)
 
     def _plan_with_capacity(self, make_plan: _MakePlan) -> ServingPlan | MeshError:
-        """The plan with all preferences; if that is full, the one that prefers capacity."""
+        """Returns the plan with all preferences; if that is full, the one that prefers capacity."""
         plan = _try_plan(make_plan, self)
         if isinstance(plan, MeshError) or not self._has_preferences():
             return plan
@@ -298,7 +301,7 @@ class PlacementAttempt:
         return is_preferred and routing is not None and bool(routing.lora_name)
 
     def _requires_unsplit(self, aggregated: Candidates) -> bool:
-        """Whether a pin or the session places the request on one of these."""
+        """Returns whether a pin or the session places the request on one of these."""
         pin = pinned_worker_id(self.query.routing)
         if pin is not None:
             return any(c.placement.worker_id == pin for c in aggregated)
@@ -315,7 +318,7 @@ class PlacementAttempt:
         return not self._are_prefill_busy(session_candidates)
 
     def _plan_pair(self, prefill: Candidates, decode: Candidates) -> ServingPlan:
-        """Prefill first; then decode in its transfer group and domain."""
+        """Returns prefill first; then decode in its transfer group and domain."""
         domain = self.planner.policy.domain
         prefill_eligibility, (pairable_decode, excluded_decode) = self._pairable(prefill, decode)
         first = self._select("prefill", *prefill_eligibility)
@@ -328,7 +331,8 @@ class PlacementAttempt:
     def _pairable(
         self, prefill: Candidates, decode: Candidates
     ) -> tuple[_Eligibility, _Eligibility]:
-        """The free candidates of each side with a free partner; Overloaded if all are busy."""
+        """Returns the free candidates of each side with a free partner; Overloaded if all are
+        busy."""
         free_prefill = self._without_busy(prefill, "prefill")
         free_decode = self._without_busy(decode, "decode")
         try:
@@ -366,8 +370,9 @@ class PlacementAttempt:
     def _plan_bypass(
         self, pair: ServingPlan | MeshError, unsplit_candidates: Candidates
     ) -> ServingPlan | None:
-        """A plan without the pair, if `Bypass` has a reason; else None. Prefill workers that accept
-        no more requests, or would queue them, count as busy at any threshold of the bypass.
+        """Returns a plan without the pair, if `Bypass` has a reason; else None. Prefill workers
+        that accept no more requests, or would queue them, count as busy at any threshold of the
+        bypass.
         """
         query, bypass = self.query, self.planner.policy.bypass
         if bypass.policy == "off" or not unsplit_candidates or not query.total_tokens:
@@ -394,7 +399,7 @@ class PlacementAttempt:
         return replace(plan, bypass=cause) if cause else None
 
     def _passing_gate(self, candidates: Candidates) -> Candidates:
-        """The candidates below the decode threshold of the bypass."""
+        """Returns the candidates below the decode threshold of the bypass."""
         bypass = self.planner.policy.bypass
         if bypass.decode_busy_threshold is None:
             return candidates
@@ -408,7 +413,8 @@ class PlacementAttempt:
         return [c for c in candidates if passes(c)]
 
     def _eligible_and_free(self, candidates: Candidates, leg: Leg) -> _Eligibility:
-        """The eligible, free candidates; the others with reasons. Overloaded if all are busy."""
+        """Returns the eligible, free candidates; the others with reasons. Overloaded if all are
+        busy."""
         eligibility = self._filter(candidates, leg)
         free = self._without_busy(candidates, leg)
         if free is candidates:
@@ -432,7 +438,7 @@ class PlacementAttempt:
         )
 
     def _without_busy(self, candidates: Candidates, leg: Leg) -> Candidates:
-        """The candidates below all busy thresholds; the same sequence object if all are."""
+        """Returns the candidates below all busy thresholds; the same sequence object if all are."""
         tracker, limits = self.planner.tracker, self.planner.policy.busy
         busy = busy_worker_ids(candidates, lambda at: tracker.load(at, self.now), limits, leg)
         return [c for c in candidates if c.placement.worker_id not in busy] if busy else candidates
@@ -464,7 +470,7 @@ class PlacementAttempt:
         return LegPlan(choice, view, kept, excluded)
 
     def _no_pair_error(self, pin_field: str, fallback: str) -> MeshError:
-        """The error of a request that pins its prefill leg, for a model without pairs."""
+        """Returns the error of a request that pins its prefill leg, for a model without pairs."""
         if not fallback:
             return Unsupported(f"query.routing.{pin_field}", "requests are not split here")
         missing = fallback.removeprefix("no_")
@@ -472,7 +478,7 @@ class PlacementAttempt:
 
 
 def cached_tokens(query: Query, leg_plan: LegPlan) -> int:
-    """Prompt tokens that the selected rank has cached."""
+    """Returns prompt tokens that the selected rank has cached."""
     at = leg_plan.chosen
     block_size = block_size_of(query, at.instance.block_size)
     return predicted_cached_tokens(query, leg_plan.view.overlap(at.placement), block_size)
@@ -498,7 +504,7 @@ def _outside_domain_reason(domain: TransferDomain) -> str:
 
 
 def _prefill_pin_field(query: Query) -> str:
-    """The field by which the request pins its prefill leg; empty if none."""
+    """Returns the field by which the request pins its prefill leg; empty if none."""
     if query.routing is not None:
         for name in ("prefill_worker_id", "prefill_dp_rank"):
             if getattr(query.routing, name) is not None:
@@ -507,7 +513,7 @@ def _prefill_pin_field(query: Query) -> str:
 
 
 def _selector_error(selector: str, model: str, cause: str) -> InternalError:
-    """The error of a failed selector, which may be foreign code. Nothing is booked. It is
+    """Returns the error of a failed selector, which may be foreign code. Nothing is booked. It is
     retryable: another router, or this one in another state, may succeed.
     """
     metadata = {"selector": selector, "model": model}
@@ -535,7 +541,7 @@ def _unavailable(model: str, reason: str, cause: str) -> Unavailable:
 
 
 def _fallback_reason(error: MeshError) -> str:
-    """The one of FALLBACK_REASONS for the error of planning a pair."""
+    """Returns the one of FALLBACK_REASONS for the error of planning a pair."""
     if error.reason in ("NO_TRANSFER_GROUP", "NO_TRANSFER_DOMAIN"):
         return error.reason.lower()
     leg = "prefill" if error.metadata.get("leg") == "prefill" else "decode"

@@ -14,7 +14,7 @@ HASH_BYTES = 8
 
 
 def validate_query(query: Query) -> None:
-    """Raise InvalidRequest, which names the field, for a malformed query."""
+    """Raises InvalidRequest, which names the field, for a malformed query."""
     if not query.model:
         raise InvalidRequest("query.model must name a model", "query.model")
     priority_jump_s = query.routing.priority_jump if query.routing is not None else None
@@ -48,7 +48,8 @@ def block_size_of(query: Query, worker_block_size: int | None) -> int:
 
 
 def predicted_cached_tokens(query: Query, overlap_blocks: int, block_size: int) -> int:
-    """Prompt tokens served from cache, as engines count: whole blocks, never the last token.
+    """Returns prompt tokens served from cache, as engines count: whole blocks, never the last
+    token.
 
     min(overlap_blocks * block_size, floor((total_tokens - 1) / block_size) * block_size)
     """
@@ -59,7 +60,8 @@ def predicted_cached_tokens(query: Query, overlap_blocks: int, block_size: int) 
 def bookable_prefill_tokens(
     query: Query, cached_tokens: int, cost_settings: CostSettings = DEFAULT_COST_SETTINGS
 ) -> int:
-    """Prompt tokens still to be computed: total - cached, or 0 if prefill is not tracked."""
+    """Returns prompt tokens still to be computed: total - cached, or 0 if prefill is not
+    tracked."""
     if not cost_settings.track_prefill_tokens:
         return 0
     return max(0, query.total_tokens - cached_tokens)
@@ -68,7 +70,8 @@ def bookable_prefill_tokens(
 def bookable_decode_blocks(
     query: Query, block_size: int, cost_settings: CostSettings = DEFAULT_COST_SETTINGS
 ) -> int:
-    """KV blocks of the prompt: ceil(total_tokens / block_size), or 0 if they are not tracked."""
+    """Returns KV blocks of the prompt: ceil(total_tokens / block_size), or 0 if they are not
+    tracked."""
     if not cost_settings.track_active_blocks:
         return 0
     return -(-query.total_tokens // block_size)

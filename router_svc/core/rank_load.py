@@ -82,7 +82,7 @@ class _RankState:
         return self.report is None and self.booked.requests == 0
 
     def compute_estimate(self, now: float) -> LoadTotals:
-        """The load; also sets until when it is valid without changes."""
+        """Returns the load; also sets until when it is valid without changes."""
         booked, since_report, report = self.booked, self.since_report, self.report
         expires_at = self.reported_at + LOAD_MAX_AGE_S
         if report is None or now > expires_at:
@@ -109,7 +109,7 @@ class RankLoads:
     def add(
         self, placement: Placement, report_count: int, tokens: int, weight: int, requests: int
     ) -> None:
-        """Add the load of a booking to a known rank; negative values subtract it. report_count:
+        """Adds the load of a booking to a known rank; negative values subtract it. report_count:
         that of the rank at the booking; weight: see `block_weight`.
         """
         rank = self._ranks[placement]
@@ -125,7 +125,7 @@ class RankLoads:
         return self._rank(placement).report_count
 
     def report(self, placement: Placement, load: Load, now: float) -> None:
-        """Store a worker's load report of one rank; it replaces the previous one."""
+        """Stores a worker's load report of one rank; it replaces the previous one."""
         self.set_time(now)
         rank = self._rank(placement)
         rank.report = load
@@ -196,7 +196,7 @@ class RankLoads:
             self._tokens, self._busy_s = self._tokens - pace.tokens, self._busy_s - pace.busy_s
 
     def drop_report(self, placement: Placement) -> None:
-        """Forget the report of a rank: no further one follows it."""
+        """Forgets the report of a rank: no further one follows it."""
         if (rank := self._ranks.get(placement)) is not None:
             rank.report = rank.estimate = None
             self.discard_if_empty(placement)
@@ -206,8 +206,8 @@ class RankLoads:
             self.drop_report(placement)
 
     def load(self, placement: Placement, now: float) -> LoadTotals:
-        """The estimate, per field: max(last report + bookings newer than it, bookings). A report
-        has waiting tokens, KV blocks in use, requests running or waiting; one older than
+        """Returns the estimate, per field: max(last report + bookings newer than it, bookings). A
+        report has waiting tokens, KV blocks in use, requests running or waiting; one older than
         LOAD_MAX_AGE_S counts as 0.
         """
         rank = self._ranks.get(placement)
@@ -219,12 +219,12 @@ class RankLoads:
         return estimate
 
     def reported_at(self, placement: Placement) -> float | None:
-        """The time of the rank's last report; None: no report."""
+        """Returns the time of the rank's last report; None: no report."""
         rank = self._ranks.get(placement)
         return None if rank is None or rank.report is None else rank.reported_at
 
     def report_age_s(self, placement: Placement, now: float) -> float | None:
-        """Seconds since the rank's last report; None: no report."""
+        """Returns seconds since the rank's last report; None: no report."""
         reported_at = self.reported_at(placement)
         return None if reported_at is None else now - reported_at
 
@@ -236,7 +236,7 @@ class RankLoads:
         )
 
     def discard_if_empty(self, placement: Placement | None) -> None:
-        """Delete the state of an unused rank, so that memory does not grow with churn."""
+        """Deletes the state of an unused rank, so that memory does not grow with churn."""
         if placement is not None and (rank := self._ranks.get(placement)) and rank.is_empty:
             del self._ranks[placement]
 

@@ -173,7 +173,7 @@ class OutboundSync:
         self._last_digest_at = float("-inf")
 
     def request_full_sync(self) -> None:
-        """Send everything again: on request of the peer, or if it is too far behind."""
+        """Sends everything again: on request of the peer, or if it is too far behind."""
         self._changed_bookings.clear()
         self._is_full_sync_start = self._is_full_sync = True
 
@@ -201,7 +201,8 @@ class OutboundSync:
         self._on_change()
 
     def seconds_until_due(self, now: float) -> float:
-        """Seconds until a frame is due: 0 if there are changes, else until the next digest."""
+        """Returns seconds until a frame is due: 0 if there are changes, else until the next
+        digest."""
         if self._changed_bookings or self._is_full_sync or self._changed_sessions or self._prompts:
             return 0.0
         return max(0.0, self._last_digest_at + DIGEST_S - now)
@@ -213,7 +214,7 @@ class OutboundSync:
         return changes >= FRAME_ENTRIES_MAX or self._prompt_blocks >= FRAME_BLOCKS_MAX
 
     def frame(self, now: float) -> Frame:
-        """The next frame, with the present state of all it contains."""
+        """Returns the next frame, with the present state of all it contains."""
         begins_all, self._is_full_sync_start = self._is_full_sync_start, False
         if begins_all:
             # Also bookings owned elsewhere: a release may not have been sent yet.
@@ -322,14 +323,14 @@ class Replica:
         self._outbound_syncs.discard(outbound)
 
     def snapshot(self) -> Iterable[tuple[Booking, ...]]:
-        """All bookings, FRAME_ENTRIES_MAX at a time, each part as it is when it is taken."""
+        """Yields all bookings, FRAME_ENTRIES_MAX at a time, each part as it is when it is taken."""
         keys = self._load_tracker.keys()
         for at in range(0, len(keys), FRAME_ENTRIES_MAX):
             found = map(self._load_tracker.get, keys[at : at + FRAME_ENTRIES_MAX])
             yield tuple(booking for booking in found if booking is not None)
 
     def snapshot_session_records(self, now: float) -> Iterable[tuple[SessionUpdate, ...]]:
-        """All client sessions, in the same way."""
+        """Yields all client sessions, in the same way."""
         sessions = self._affinity.sessions()
         for at in range(0, len(sessions), FRAME_ENTRIES_MAX):
             yield self._affinity.updates(sessions[at : at + FRAME_ENTRIES_MAX], now)
@@ -342,7 +343,7 @@ class Replica:
         return tuple(self._peer_states)
 
     def stream_opened(self, router_id: int) -> int:
-        """A peer opened a stream, which replaces its older one; returns its number."""
+        """Returns a peer opened a stream, which replaces its older one; returns its number."""
         self._last_stream += 1
         peer_state = self._peer_states.setdefault(router_id, _PeerState(self._last_stream))
         self._load_tracker.add_peer(router_id, peer_state.bookings)
@@ -351,12 +352,12 @@ class Replica:
         return self._last_stream
 
     def is_current(self, router_id: int, stream: int) -> bool:
-        """Whether no newer stream has replaced this one."""
+        """Returns whether no newer stream has replaced this one."""
         peer_state = self._peer_states.get(router_id)
         return peer_state is not None and peer_state.stream == stream
 
     def apply_frame(self, router_id: int, stream: int, frame: Frame, now: float) -> bool:
-        """Apply a frame of the peer's newest stream; True: request a full sync."""
+        """Applies a frame of the peer's newest stream; True: request a full sync."""
         peer_state = self._peer_states[router_id]
         assert peer_state.stream == stream, "frame of a replaced stream"
         if frame.sequence <= peer_state.sequence:
@@ -391,7 +392,7 @@ class Replica:
         now: float,
         session_records: Iterable[SessionUpdate] = (),
     ) -> None:
-        """Apply part of a peer's snapshot; for a router that starts without state."""
+        """Applies part of a peer's snapshot; for a router that starts without state."""
         for record in session_records:
             self._affinity.receive(record, now)
         peer_state = self._peer_states.get(router_id)
@@ -418,7 +419,8 @@ class Replica:
         self._snapshot_bookings.pop(router_id, None)
 
     def stream_closed(self, router_id: int, stream: int, now: float) -> int:
-        """A peer's stream ended; returns how many bookings it reported. 0 for a replaced stream."""
+        """Returns a peer's stream ended; returns how many bookings it reported. 0 for a replaced
+        stream."""
         if not self.is_current(router_id, stream):
             return 0
         peer_state = self._peer_states.pop(router_id)
@@ -458,7 +460,7 @@ class Replica:
             self._load_tracker.supersede_sessions(hello, now)
 
     def _finish_full_sync(self, router_id: int, peer_state: _PeerState) -> None:
-        """End the bookings that the full sync did not contain."""
+        """Ends the bookings that the full sync did not contain."""
         for key, (_, sync_round) in tuple(peer_state.bookings.items()):
             if sync_round != peer_state.round:
                 self._apply_removal(peer_state, key)

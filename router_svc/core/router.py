@@ -113,7 +113,7 @@ class Router:
         return changes
 
     def expire(self, now: float) -> None:
-        """Free orphans past their deadline and drop idle sessions."""
+        """Frees orphans past their deadline and drop idle sessions."""
         self.load_tracker.expire(now)
         self.affinity.expire(now)
 
@@ -131,8 +131,9 @@ class Router:
         session: int | None = None,
         matches: Matches | None = None,
     ) -> DecisionRecord:
-        """Place the query, and book it under `key` unless that is None; again the same for the same
-        key, unless one of its workers left. session: see `LoadTracker.book`. matches: of `match`;
+        """Places the query, and books it under `key` unless that is None; again the same for the
+        same key, unless one of its workers left. session: see `LoadTracker.book`. matches: of
+        `match`;
         None: made here. Raises InvalidRequest, UnknownModel, Unavailable or Overloaded; then
         nothing is booked.
         """
@@ -186,7 +187,7 @@ class Router:
         return is_new
 
     def rescan(self, now: float, rng: Random) -> Iterator[AdmissionResult]:
-        """Try the heads of the dirty constraint classes until none is dirty. A request with a
+        """Tries the heads of the dirty constraint classes until none is dirty. A request with a
         decision or an error has left the queue. The caller may stop at any result: the next rescan
         continues the round. Caches are matched again, since they may have changed.
         """
@@ -200,20 +201,22 @@ class Router:
     def preview(
         self, query: Query, now: float, rng: Random, matches: Matches | None = None
     ) -> DecisionRecord:
-        """The decision as if made now, with every candidate; nothing is booked or stored."""
+        """Returns the decision as if made now, with every candidate; nothing is booked or
+        stored."""
         self.expire(now)
         attempt = self._attempt(query, now, rng, matches)
         return make_decision(attempt, attempt.plan(), self.overlaps, None)
 
     def recent(self, request_id: str) -> DecisionRecord | None:
-        """The latest booked decision of a request; None if not among the last RECENT_MAX."""
+        """Returns the latest booked decision of a request; None if not among the last
+        RECENT_MAX."""
         found = self._recent.get(request_id)
         return None if found is None else found[1]
 
     def potential_loads(self, query: Query, now: float) -> dict[Placement, LoadTotals]:
-        """The load of each rank of the model as if the request ran there; filters do not apply.
-        Prefill workers get the tokens, decode workers the blocks; also the tokens if there is no
-        prefill worker. Raises InvalidRequest, UnknownModel, Unavailable.
+        """Returns the load of each rank of the model as if the request ran there; filters do not
+        apply. Prefill workers get the tokens, decode workers the blocks; also the tokens if there
+        is no prefill worker. Raises InvalidRequest, UnknownModel, Unavailable.
         """
         validate_query(query)
         self.expire(now)
@@ -227,7 +230,7 @@ class Router:
         }
 
     def loads(self, model: str, now: float) -> Iterator[CandidateRow]:
-        """Every rank with its estimated load, of one model or (\"\") of all."""
+        """Yields every rank with its estimated load, of one model or (\"\") of all."""
         self.expire(now)
         view = View(self.load_tracker, now)
         for candidate in self.fleet.all_candidates(model):
@@ -245,7 +248,7 @@ class Router:
             self.queue.mark_model_dirty(session.model)
 
     def _reclassify(self, queued: QueuedRequest) -> bool:
-        """Move the request to its present constraint class; whether that is another one."""
+        """Moves the request to its present constraint class; whether that is another one."""
         constraint = self.affinity.session_constraint(queued.query, self.fleet.has)
         placements = constraint.required_placements if constraint else ()
         constraint_class = constraint_class_of(queued.query, placements)
@@ -257,7 +260,8 @@ class Router:
     def _admit_head(
         self, queued: QueuedRequest, now: float, rng: Random
     ) -> DecisionRecord | MeshError | None:
-        """The decision or error, after which the request has left the queue; None: it stays."""
+        """Returns the decision or error, after which the request has left the queue; None: it
+        stays."""
         outcome: DecisionRecord | MeshError | None
         try:
             outcome = self._try_admit(queued, now, rng)
@@ -301,7 +305,8 @@ class Router:
         )
 
     def _settings_for(self, query: Query) -> CostSettings:
-        """The cost settings of one request. Selectors from outside may use them as they like."""
+        """Returns the cost settings of one request. Selectors from outside may use them as they
+        like."""
         name = self.selector.name
         if name in SELECTORS and name not in COST_SELECTORS:
             self._cost_settings.reject_cost_overrides(query.config_override, name)
@@ -320,7 +325,8 @@ class Router:
         session: int | None,
         queued_s: float | None = None,
     ) -> DecisionRecord:
-        """The decision, booked unless key is None. queued_s: None if it was never queued."""
+        """Returns the decision, booked unless key is None. queued_s: None if it was never
+        queued."""
         query, now = attempt.query, attempt.now
         session_record, revision = None, 0
         constraint = attempt.session_constraint
@@ -348,8 +354,8 @@ class Router:
     def _renew_booking(
         self, key: BookingKey, session: int | None, now: float, rng: Random
     ) -> DecisionRecord | None:
-        """The decision of a booking under `key`, renewed for the session; None without one. A
-        booking on workers that left is freed. A re-registered booking gets a decision with its
+        """Returns the decision of a booking under `key`, renewed for the session; None without one.
+        A booking on workers that left is freed. A re-registered booking gets a decision with its
         workers and, for a pair, a fresh bootstrap room, since the frontend has received none for
         it.
         """
@@ -409,7 +415,7 @@ class Router:
 
 
 def _max_cached_tokens(query: Query, leg_plan: LegPlan) -> int:
-    """The most prompt tokens that an eligible rank has cached."""
+    """Returns the most prompt tokens that an eligible rank has cached."""
     view = leg_plan.view
     if not view.matches:
         return 0

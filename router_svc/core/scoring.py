@@ -43,7 +43,7 @@ class View:
         return self.load_tracker.ranks.load(placement, self.now)
 
     def overlap(self, placement: Placement) -> int:
-        """Leading blocks of the prompt that the rank holds on any tier."""
+        """Returns leading blocks of the prompt that the rank holds on any tier."""
         row = self.matches.get(placement)
         return 0 if row is None else row.disk_blocks
 
@@ -51,7 +51,7 @@ class View:
 def score_candidates(
     query: Query, candidates: Candidates, view: View, *, is_dynamo: bool = False
 ) -> CandidateCosts:
-    """Every candidate with its cost, by a formula of `cost`."""
+    """Returns every candidate with its cost, by a formula of `cost`."""
     now, cost_settings = view.now, view.cost_settings
     ranks = view.load_tracker.ranks
     placements = [c.placement for c in candidates]
@@ -88,7 +88,7 @@ class _Prices:
     factors: list[float]
 
     def parts(self, indexes: Sequence[int]) -> list[TermValues]:
-        """The fields of `Terms` of these candidates."""
+        """Returns the fields of `Terms` of these candidates."""
         parts: list[TermValues] = []
         self.price(indexes, [], parts)
         return parts
@@ -96,7 +96,7 @@ class _Prices:
     def price(
         self, indexes: Sequence[int], costs: list[float], parts: list[TermValues] | None
     ) -> None:
-        """Append the costs of these candidates, and their parts. Optimized: most of a decision."""
+        """Appends the costs of these candidates, and their parts. Optimized: most of a decision."""
         query, view, is_dynamo = self.query, self.view, self.is_dynamo
         candidates, loads, works = self.candidates, self.loads, self.works
         slownesses, misses, factors = self.slownesses, self.misses, self.factors
@@ -149,7 +149,7 @@ class _Prices:
 
 
 def _lower_tier_credit(row: SourceMatch, cost_settings: CostSettings) -> float:
-    """The credit of the blocks held on host or disk only."""
+    """Returns the credit of the blocks held on host or disk only."""
     host_credit = cost_settings.host_cache_hit_weight * (row.host_blocks - row.device_blocks)
     return host_credit + cost_settings.disk_cache_hit_weight * (row.disk_blocks - row.host_blocks)
 

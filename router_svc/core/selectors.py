@@ -46,8 +46,9 @@ class WorkerSelector(Protocol):
     def name(self) -> str: ...
 
     def select(self, query: Query, candidates: Candidates, view: View, rng: Random) -> Selection:
-        """One of `candidates`, which are never empty and sorted by placement. May raise a MeshError
-        for queries that it cannot serve; any other exception fails the query (SELECTOR_FAILED).
+        """Returns one of `candidates`, which are never empty and sorted by placement. May raise a
+        MeshError for queries that it cannot serve; any other exception fails the query
+        (SELECTOR_FAILED).
         """
 
 
@@ -163,7 +164,7 @@ def _any_publishes_kv_events(candidates: Candidates) -> bool:
 
 
 def select_cheapest(scored: Scored, rng: Random, reason: str) -> Selection:
-    """The candidate with the lowest cost; a random one of several."""
+    """Returns the candidate with the lowest cost; a random one of several."""
     candidate_costs = CandidateCosts.of(scored)
     costs = candidate_costs.costs
     least = min(costs)

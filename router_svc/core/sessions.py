@@ -67,7 +67,7 @@ class SessionPlacement:
     prefill: Placement | None = None
 
     def at(self, leg: Leg) -> Placement | None:
-        """The placement of one leg; None: open."""
+        """Returns the placement of one leg; None: open."""
         return self.prefill if leg == "prefill" else self.worker
 
     @property
@@ -87,7 +87,7 @@ class SessionRecord:
     key: BookingKey
 
     def supersedes(self, other: SessionRecord) -> bool:
-        """Whether every router keeps this one of the two; a strict order."""
+        """Returns whether every router keeps this one of the two; a strict order."""
         return self._precedence < other._precedence
 
     @property
@@ -121,7 +121,7 @@ class SessionConstraint:
     is_hard: bool
 
     def affinity_constraint(self, leg: Leg) -> AffinityConstraint | None:
-        """The preferred or required placement of a leg; None: any."""
+        """Returns the preferred or required placement of a leg; None: any."""
         at = None if self.placement is None else self.placement.at(leg)
         return None if at is None else AffinityConstraint(at, self.is_hard)
 
@@ -131,7 +131,7 @@ class SessionConstraint:
         return self.placement.placements if self.is_hard and self.placement is not None else ()
 
     def outcome(self, worker: Placement) -> str:
-        """One of AFFINITY_OUTCOMES, for a request placed on `worker`."""
+        """Returns one of AFFINITY_OUTCOMES, for a request placed on `worker`."""
         if self.action is SessionAction.CLOSE:
             return "closed"
         last = None if self.previous is None else self.previous.placement
@@ -142,7 +142,7 @@ class SessionConstraint:
     def record(
         self, worker: Placement, prefill: Placement | None, key: BookingKey, revision_min: int = 1
     ) -> SessionRecord | None:
-        """The session's record once its request `key` is placed there; None: there is none.
+        """Returns the session's record once its request `key` is placed there; None: there is none.
         revision_min: of a new record, see `SessionAffinity.revision_min`.
         """
         placement: SessionPlacement | None = None
@@ -201,7 +201,8 @@ class SessionAffinity:
     def session_constraint(
         self, query: Query, is_alive: Callable[[Placement], bool]
     ) -> SessionConstraint | None:
-        """The constraint of the query's session; None if it names none. Call `expire` first.
+        """Returns the constraint of the query's session; None if it names none. Call `expire`
+        first.
         is_alive: whether a placement's worker is present. Raises InvalidRequest for an invalid
         session id, Unsupported if this router keeps no sessions.
         """
@@ -255,7 +256,7 @@ class SessionAffinity:
                 self._events.session_changed(session)
 
     def booking_reregistered(self, booking: Booking, now: float) -> None:
-        """Learn the session record of a booking that was registered again, if it is newer."""
+        """Learns the session record of a booking that was registered again, if it is newer."""
         if not (self._ttl_s and booking.session_id):
             return
         session = SessionName(*booking.session)
@@ -279,7 +280,7 @@ class SessionAffinity:
         self._mark_used(record.session, now - idle_s)
 
     def updates(self, sessions: Iterable[SessionName], now: float) -> tuple[SessionUpdate, ...]:
-        """The present records of those sessions that have one."""
+        """Returns the present records of those sessions that have one."""
         return tuple(
             SessionUpdate(record, now - self._idle_since.get(session, now))
             for session in sessions
@@ -292,7 +293,7 @@ class SessionAffinity:
     # Time.
 
     def expire(self, now: float) -> int:
-        """Drop records that were idle for ttl_s, EXPIRE_BATCH_MAX at most; returns how many."""
+        """Drops records that were idle for ttl_s, EXPIRE_BATCH_MAX at most; returns how many."""
         for session in self._newly_idle:
             self._mark_idle(session, now)
         self._newly_idle.clear()
@@ -367,7 +368,7 @@ class SessionAffinity:
         return None
 
     def _evict_one(self, protected: SessionName) -> None:
-        """Evict one record; `protected`, the new one, only if there is no other."""
+        """Evicts one record; `protected`, the new one, only if there is no other."""
         closed, oldest = next(iter(self._closed_sessions), None), next(iter(self._records))
         eviction_order = (closed, self._longest_idle(), oldest)
         victim = next((one for one in eviction_order if one not in (None, protected)), protected)

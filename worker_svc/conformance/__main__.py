@@ -63,9 +63,10 @@ def load_engine_factory(engine_spec: str, arguments: dict[str, Any]) -> Callable
 def _config_class(make_engine: Callable[..., Any]) -> type | None:
     """Returns the dataclass if it is the only required argument."""
     required = [
-        one
-        for one in inspect.signature(make_engine).parameters.values()
-        if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.POSITIONAL_ONLY)
+        parameter
+        for parameter in inspect.signature(make_engine).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.POSITIONAL_ONLY)
     ]
     if len(required) != 1:
         return None
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         print(f"cannot construct the engine: {error}", file=sys.stderr)
         return EXIT_NO_ENGINE
-    limits = {one.name: getattr(args, one.name) for one in dataclasses.fields(TimeLimits)}
+    limits = {field.name: getattr(args, field.name) for field in dataclasses.fields(TimeLimits)}
     return asyncio.run(run(make_engine, TimeLimits(**limits)))
 
 

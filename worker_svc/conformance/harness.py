@@ -71,7 +71,7 @@ class StreamResult:
 
     @property
     def token_ids(self) -> list[int]:
-        return [token for one in self.chunks for token in one.token_ids]
+        return [token for chunk in self.chunks for token in chunk.token_ids]
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -115,13 +115,13 @@ class PageEventChecker:
         key = (event.rank, int(event.tier), event.scope)
         if event.parent is not None and (*key, event.parent) not in self.held:
             self.violations.append(f"pages were stored below {event.parent}, which is not held")
-        self.held |= {(*key, one) for one in event.hashes}
+        self.held |= {(*key, item) for item in event.hashes}
 
     def _remove(self, event: PagesRemoved) -> None:
-        for one in event.hashes:
-            key = (event.rank, int(event.tier), event.scope, one)
+        for item in event.hashes:
+            key = (event.rank, int(event.tier), event.scope, item)
             if key not in self.held:
-                self.violations.append(f"page {one} was removed, which is not held")
+                self.violations.append(f"page {item} was removed, which is not held")
             self.held.discard(key)
 
 
@@ -233,7 +233,7 @@ class EngineHarness:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.limits.end_s
         while busy := [
-            one for one in self.engine.loads() if one.running or one.waiting or one.rooms_open
+            load for load in self.engine.loads() if load.running or load.waiting or load.rooms_open
         ]:
             require(loop.time() < deadline, f"the engine is not idle: {busy}")
             await asyncio.sleep(POLL_S)

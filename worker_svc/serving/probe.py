@@ -171,7 +171,7 @@ class EngineProbe:
 
 
 def probe_request() -> PreprocessedRequest:
-    """A request for one token, marked as a probe."""
+    """Returns a request for one token, marked as a probe."""
     return PreprocessedRequest(
         token_ids=TokenIds.of([1]),
         stop_conditions=StopConditions(max_tokens=1, ignore_eos=True),

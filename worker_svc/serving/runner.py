@@ -110,7 +110,7 @@ class Runner:
         self._idle.set()
 
     def counts(self) -> dict[str, int]:
-        """The runner's counters, and the engine's as `engine_<name>`."""
+        """Returns the runner's counters, and the engine's as `engine_<name>`."""
         counts = dict(self.counters)
         if isinstance(self.engine, CountingEngine):
             counts |= {f"engine_{name}": n for name, n in self.engine.counters.items()}

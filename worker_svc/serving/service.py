@@ -317,8 +317,8 @@ def _generate_response(outputs: list[LLMEngineOutput]) -> engine_pb2.GenerateRes
     return engine_pb2.GenerateResponse(
         token_ids=[token for output in outputs for token in output.token_ids],
         logprobs=[
-            dataclass_to_proto(one, request_pb2.TokenLogprob())
+            dataclass_to_proto(logprob, request_pb2.TokenLogprob())
             for output in outputs
-            for one in output.logprobs
+            for logprob in output.logprobs
         ],
     )

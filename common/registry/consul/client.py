@@ -70,12 +70,12 @@ class ConsulClient:
         await self._http.aclose()
 
     async def list_entries(self, namespace: str) -> Listing:
-        """All registered instances now."""
+        """Returns all registered instances now."""
         index, services = await self._consul.health.service(service_name(namespace))
         return self._parse(namespace, index, services)
 
     async def list_rivals(self, instance: Instance) -> Listing:
-        """The entry of `instance`, if listed, and those of its model with another card."""
+        """Returns the entry of `instance`, if listed, and those of its model with another card."""
         index, services = await self._consul.health.service(
             service_name(instance.namespace), filter_expr=rivals_filter(instance)
         )
@@ -95,7 +95,7 @@ class ConsulClient:
         return listing
 
     async def register(self, instance: Instance, ttl_s: float) -> str:
-        """Create or replace the agent's entry of `instance`; returns its signature."""
+        """Creates or replaces the agent's entry of `instance`; returns its signature."""
         signature = self._signer.sign(instance.to_json())
         await self._consul.agent.service.register(**registration(instance, ttl_s, signature))
         return signature
@@ -108,7 +108,7 @@ class ConsulClient:
         await self._consul.agent.check.ttl_pass(check_id(namespace, instance_id))
 
     async def withdraw(self, namespace: str, instance_id: int) -> None:
-        """Record the departure of an instance and remove its entry. Idempotent."""
+        """Records the departure of an instance and removes its entry. Idempotent."""
         try:
             async with asyncio.timeout(DEPARTURE_NOTE_TIMEOUT_S):
                 key = departure_key(namespace, instance_id)
@@ -125,7 +125,7 @@ class ConsulClient:
         return {item["Key"]: float(item["Flags"]) for item in items or ()}
 
     async def get(self, key: str) -> bytes | None:
-        """The value of a key, None if it does not exist."""
+        """Returns the value of a key, None if it does not exist."""
         _, item = await self._consul.kv.get(key)
         return None if item is None else item["Value"] or b""
 

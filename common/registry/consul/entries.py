@@ -72,7 +72,7 @@ def check_id(namespace: str, instance_id: int) -> str:
 
 
 def departure_key(namespace: str, instance_id: int | None = None) -> str:
-    """The key of an instance's departure note; without an id, the prefix of all of them."""
+    """Returns the key of an instance's departure note; without an id, the prefix of all of them."""
     return f"kvmesh/{namespace}/left/" + ("" if instance_id is None else f"{instance_id:016x}")
 
 
@@ -127,7 +127,8 @@ def _meta(instance: Instance) -> dict[str, str]:
 
 
 def rivals_filter(instance: Instance) -> str:
-    """A filter for health queries: its own entry, and those of its model with another card."""
+    """Returns a filter for health queries: its own entry, and those of its model with another
+    card."""
     own = f'Service.ID == "{service_id(instance.namespace, instance.id)}"'
     if not instance.card_checksum:
         return own
@@ -143,7 +144,7 @@ class InstanceReader:
         self._known: dict[str, tuple[str, str, Instance]] = {}
 
     def read(self, key: str, text: str, signature: str) -> Instance:
-        """The instance in `text`. Raises Unauthenticated, InvalidRequest."""
+        """Returns the instance in `text`. Raises Unauthenticated, InvalidRequest."""
         known = self._known.get(key)
         if known is not None and known[:2] == (text, signature):
             return known[2]
@@ -153,14 +154,14 @@ class InstanceReader:
         return instance
 
     def retain(self, keys: Collection[str]) -> None:
-        """Forget all other entries."""
+        """Forgets all other entries."""
         for key in self._known.keys() - keys:
             del self._known[key]
 
 
 # Any: Consul's JSON.
 def parse_listing(namespace: str, index: str, services: Any, reader: InstanceReader) -> Listing:
-    """The listing in a response to a health query. Raises Unavailable if it is not one."""
+    """Returns the listing in a response to a health query. Raises Unavailable if it is not one."""
     if not index.isdecimal() or int(index) < 1 or not isinstance(services, list):
         raise Unavailable(f"unreadable list of services from Consul, index {index}", 1.0)
     entries, unreadable = [], {}
@@ -195,7 +196,8 @@ def _health_state(instance: Instance, checks: Iterable[Any]) -> HealthState:
 
 
 def card_key(checksum: str) -> str:
-    """The prefix of a card's keys. Raises InvalidRequest unless `checksum` is 64 hex digits."""
+    """Returns the prefix of a card's keys. Raises InvalidRequest unless `checksum` is 64 hex
+    digits."""
     if not _CHECKSUM.fullmatch(checksum):
         raise InvalidRequest(f"{checksum!r} is not 64 hex digits", "card_checksum")
     return f"kvmesh/cards/{checksum}"
@@ -210,7 +212,7 @@ def pack_card(card: ModelCard) -> dict[str, bytes]:
 
 
 def unpack_card(parts: Iterable[bytes], checksum: str) -> ModelCard:
-    """The card in `parts`. Raises InvalidRequest (field `checksum`) if they are damaged."""
+    """Returns the card in `parts`. Raises InvalidRequest (field `checksum`) if they are damaged."""
     inflate = zlib.decompressobj()
     packed = b"".join(parts)
     limit = min(CARD_BYTES_MAX, CARD_SLACK_BYTES + CARD_RATIO_MAX * len(packed))
@@ -226,7 +228,8 @@ def unpack_card(parts: Iterable[bytes], checksum: str) -> ModelCard:
 
 
 def parse_manifest(manifest: bytes) -> int:
-    """The number of parts of a card. Raises InvalidRequest (field `checksum`) if unreadable."""
+    """Returns the number of parts of a card. Raises InvalidRequest (field `checksum`) if
+    unreadable."""
     try:
         part_count = int(json.loads(manifest)["parts"])
     except (ValueError, KeyError, TypeError) as error:

@@ -187,7 +187,8 @@ class ConsulRegistry:
         return self._views[namespace]
 
     async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The result of `call`, repeated while Consul is unreachable; its last error at the end."""
+        """Returns the result of `call`, repeated while Consul is unreachable; its last error at the
+        end."""
         deadline = time.monotonic() + self._unreachable_timeout_s
         backoff = Backoff(BACKOFF_S, BACKOFF_MAX_S, self._rng)
         while True:
@@ -208,7 +209,8 @@ class ConsulRegistry:
             await asyncio.sleep(backoff.next_s())
 
     async def _publish_new(self, lease: _ConsulLease) -> None:
-        """Publish, check again once listed. Raises Conflict if an older entry has another card."""
+        """Publishes, checks again once listed. Raises Conflict if an older entry has another
+        card."""
         instance = lease.instance
         self._check_open()
         rivals = await self._retry(partial(self._publish_until_listed, lease))
@@ -221,7 +223,8 @@ class ConsulRegistry:
         return await self._wait_until_listed(lease.instance)
 
     async def _publish_update(self, lease: _ConsulLease, instance: Instance) -> None:
-        """Publish an update. Another card yields to any conflict, with older or younger entries."""
+        """Publishes an update. Another card yields to any conflict, with older or younger
+        entries."""
         before = lease.instance
         if instance.card_checksum in ("", before.card_checksum) and instance.model == before.model:
             await lease.publish(instance)
@@ -277,7 +280,7 @@ class ConsulRegistry:
                 await self._client.put(f"{key}/{name}", value)
 
     async def _sweep_departures(self, namespace: str) -> None:
-        """Delete old departure notes. A failure is logged; the next registration sweeps."""
+        """Deletes old departure notes. A failure is logged; the next registration sweeps."""
         try:
             for key, written_s in (await self._client.departures(namespace)).items():
                 if time.time() - written_s > DEPARTURE_KEPT_S:
@@ -312,7 +315,7 @@ class _ConsulLease:
             await self._registry._publish_update(self, instance)
 
     async def publish(self, instance: Instance) -> None:
-        """Replace the agent's entry. After Unavailable it may be the old or the new one."""
+        """Replaces the agent's entry. After Unavailable it may be the old or the new one."""
         self._signature = await self._client.register(instance, self._registry._ttl_s)
         self.instance = instance
         self._is_published = True
@@ -330,7 +333,7 @@ class _ConsulLease:
                 LOG.warning("registry_entry_left_behind", id=self.instance.id, error=error.message)
 
     async def reconcile(self) -> None:
-        """Register again if it is lost; renew signature and TTL. Failures are logged."""
+        """Registers again if it is lost; renews signature and TTL. Failures are logged."""
         async with self.lock:
             if not (self._is_open and self._is_published):
                 return

@@ -56,7 +56,7 @@ class NamespaceView:
         self._unreadable: frozenset[str] = frozenset()
 
     async def refresh(self) -> None:
-        """Read the members now. If Consul fails, nothing changes."""
+        """Reads the members now. If Consul fails, nothing changes."""
         async with self._lock:
             try:
                 listing = await self._client.list_entries(self._namespace)
@@ -81,7 +81,7 @@ class NamespaceView:
                 await self.close()
 
     async def close(self) -> None:
-        """Stop following and wake all watches."""
+        """Stops following and wakes all watches."""
         task, self._follow_task = self._follow_task, None
         if task is not None:
             task.cancel()
@@ -89,7 +89,7 @@ class NamespaceView:
         self._notify()
 
     def raise_if_failed(self) -> None:
-        """Raise the error that ended the task, rather than wait for a change that never comes."""
+        """Raises the error that ended the task, rather than wait for a change that never comes."""
         if self._follow_task is not None and self._follow_task.done():
             self._follow_task.result()
 
@@ -119,7 +119,7 @@ class NamespaceView:
             await asyncio.sleep(max(0.0, spacing - elapsed))
 
     async def _apply_if_newer(self, listing: Listing, queried_index: int) -> bool:
-        """Apply the result of a blocking query; returns whether the members changed."""
+        """Applies the result of a blocking query; returns whether the members changed."""
         if listing.index < queried_index:
             return False  # The index went backwards: query again from the start.
         before = self.snapshot
@@ -182,7 +182,8 @@ class NamespaceView:
 
 
 async def is_alive(entry: Entry, slots: asyncio.Semaphore | None = None) -> bool:
-    """Whether an entry counts as a member: by Consul's checks, or by a probe if suspected."""
+    """Returns whether an entry counts as a member: by Consul's checks, or by a probe if
+    suspected."""
     if entry.health is not HealthState.SUSPECTED:
         return entry.health is HealthState.PASSING
     health_address = entry.instance.meta.get(HEALTH_META_KEY)

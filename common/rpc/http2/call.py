@@ -205,7 +205,7 @@ class Http2Call(ABC):
             self._acknowledge()
 
     def _held_bytes_max(self, kind: int) -> int:
-        """Size of a frame above which it is refused before its last bytes come."""
+        """Returns size of a frame above which it is refused before its last bytes come."""
         if kind == FrameType.DATA:
             return self._window - self._unacknowledged
         return self._header_bytes_max + _HEADERS_OVERHEAD_MAX

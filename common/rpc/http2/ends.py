@@ -133,7 +133,7 @@ def _check_response(headers: Headers) -> None:
 
 
 def _status_of(headers: Headers, *, is_only: bool) -> CallStatus:
-    """The status of the last headers. is_only: there were none before."""
+    """Returns the status of the last headers. is_only: there were none before."""
     if is_only:
         _check_response(headers)
     code = headers.get("grpc-status", "")

@@ -79,7 +79,7 @@ def window_update(stream: int, increment: int) -> bytes:
 
 
 def settings(values: dict[Setting, int]) -> bytes:
-    payload = b"".join(SETTING.pack(*one) for one in values.items())
+    payload = b"".join(SETTING.pack(*value) for value in values.items())
     return frame(FrameType.SETTINGS, Flags.NONE, 0, payload)
 
 

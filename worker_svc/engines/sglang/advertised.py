@@ -82,7 +82,7 @@ async def build_engine_config(
 
 def _max_num_seqs(manager: Any) -> int | None:
     snapshots = manager.load_snapshot_reader.read_all()
-    return min((one.max_running_requests for one in snapshots), default=0) or None
+    return min((snapshot.max_running_requests for snapshot in snapshots), default=0) or None
 
 
 async def _transfer_group(config: SglangConfig, manager: Any, resolved: Mapping[str, Any]) -> str:

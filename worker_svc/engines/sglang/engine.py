@@ -485,13 +485,13 @@ class SglangEngine:
         reader = self._engine.tokenizer_manager.load_snapshot_reader
         snapshots = await asyncio.to_thread(reader.read_all)
         self._loads = tuple(
-            to_load(one, self.config.block_size, self._chunk_counts[one.dp_rank])
-            for one in snapshots
+            to_load(snapshot, self.config.block_size, self._chunk_counts[snapshot.dp_rank])
+            for snapshot in snapshots
         )
         now, unix_now = time.monotonic(), time.time()
-        for one in snapshots:
-            waiting, age = count_waiting_for_pages(one), unix_now - one.timestamp
-            for rid in self._decode_queue.find_starved(one.dp_rank, waiting, age, now):
+        for snapshot in snapshots:
+            waiting, age = count_waiting_for_pages(snapshot), unix_now - snapshot.timestamp
+            for rid in self._decode_queue.find_starved(snapshot.dp_rank, waiting, age, now):
                 if rid not in self._starved:
                     self._starved.add(rid)
                     self._abort(rid)

@@ -117,8 +117,8 @@ def read_images(request: PreprocessedRequest, model: ImageModel | None) -> Image
 def _find_ranges(
     request: PreprocessedRequest, model: ImageModel, count: int
 ) -> list[tuple[int, int]]:
-    """SGLang finds images by their start and end tokens. If it found others than these, it would
-    compute with the placeholders, and blocks of different images would be equal."""
+    """Returns sGLang finds images by their start and end tokens. If it found others than these, it
+    would compute with the placeholders, and blocks of different images would be equal."""
     ids = request.token_ids.array
     length = model.input.tokens
     starts, ends = (np.flatnonzero(ids == one) for one in (model.start_id, model.end_id))
@@ -131,7 +131,7 @@ def _find_ranges(
     ):
         text = f"{count} images need {count} runs of {length} placeholders between their own tokens"
         raise InvalidRequest(f"token_ids: {text}, and no such tokens elsewhere", "token_ids")
-    return [(int(one) + 1, int(one) + length) for one in starts]
+    return [(int(start) + 1, int(start) + length) for start in starts]
 
 
 # Any: SGLang's image processor and its tensors.
@@ -146,7 +146,7 @@ def image_arguments(images: Images, image_processor: Any) -> dict[str, Any]:
         do_pan_and_scan=False,
     )["pixel_values"]
     data = {"format": "processor_output", "pixel_values": pixels, "offsets": images.ranges}
-    hashes = [f"{content_hash(one):x}" for one in images.contents]
+    hashes = [f"{content_hash(content):x}" for content in images.contents]
     return {"image_data": [data], "mm_hashes": hashes}
 
 

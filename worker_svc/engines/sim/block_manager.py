@@ -230,7 +230,8 @@ class BlockManager:
         return self._page_contents[block.page]
 
     def is_intact(self, block_table: BlockTable, first: int, stop: int) -> bool:
-        """Whether the pages of blocks first..stop-1 have the expected content; counts others."""
+        """Returns whether the pages of blocks first..stop-1 have the expected content; counts
+        others."""
         return not sum(map(self._is_corrupt, block_table.blocks[first:stop]))
 
     def verify_received(self, block_table: BlockTable, count: int) -> bool:
@@ -334,7 +335,7 @@ class BlockManager:
             self.events.append(PagesRemoved(tuple(removed)))
 
     def _name_next(self, block_table: BlockTable, name: int) -> bool:
-        """Names the table's next block. Returns whether the name is new in the cache."""
+        """Returns names the table's next block. Returns whether the name is new in the cache."""
         index = block_table.named
         block = block_table.blocks[index]
         parent = block_table.blocks[index - 1] if index else None

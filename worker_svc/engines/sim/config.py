@@ -51,7 +51,7 @@ def load_sim_model(folder: Path) -> SimModel:
     words: Any = sim.get("word_ids")
     context_length: Any = sim.get("context_length")
     for name, ids in (("word_ids", words), ("eos_token_id", eos_ids)):
-        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+        if not isinstance(ids, list) or not ids or not all(type(item) is int for item in ids):
             raise InvalidRequest(f"{folder}: {name} must be a list of token ids", "model_path")
     if type(context_length) is not int or context_length < 2:
         raise InvalidRequest(f"{folder}: context_length must be an integer above 1", "model_path")

@@ -107,7 +107,7 @@ class Constraint:
             return self._eos_id, all_allowed
         preferred = self._classes[:-1] if (draw >> 2) % 2 == 0 else self._classes[-1:]
         pools = (np.flatnonzero(allowed & one) for one in preferred)
-        pool = next((one for one in pools if len(one)), np.flatnonzero(allowed))
+        pool = next((pool for pool in pools if len(pool)), np.flatnonzero(allowed))
         if not len(pool):
             return None
         return int(pool[((x & 0xFFFFFFFF) * len(pool)) >> 32]), all_allowed
@@ -118,5 +118,5 @@ class Constraint:
 
 
 def constraint_failed() -> InvalidRequest:
-    """The error of an output whose constraint failed in the middle."""
+    """Returns the error of an output whose constraint failed in the middle."""
     return InvalidRequest("the constraint became too complex for the grammar library", _FIELD)

@@ -30,10 +30,10 @@ class Timing:
     speedup: float = 1.0
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{one.name}: {value} is negative or not finite")
+                raise ValueError(f"{field.name}: {value} is negative or not finite")
 
     def step_s(self, prefill_tokens: int, decode_seqs: int, kv_tokens: int) -> float:
         """Returns the seconds of one step by the formula of this module."""
