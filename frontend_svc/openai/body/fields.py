@@ -101,14 +101,11 @@ Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=256)]
 Factor: TypeAlias = Annotated[float, Field(ge=0)]
 Timestamp: TypeAlias = Annotated[float, Field(ge=0, le=1e15)]
 Weight: TypeAlias = Annotated[float, Field(ge=-1000, le=1000)]
-Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
-MinP: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 FunctionName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 GuidedChoices: TypeAlias = Annotated[
     list[Annotated[str, Field(min_length=1)]],
     Field(min_length=1, max_length=GUIDED_CHOICES_MAX, fail_fast=True),
 ]
-RepetitionPenalty: TypeAlias = Annotated[float, Field(gt=0, le=2)]
 UnsupportedField: TypeAlias = Annotated[object, refuse("this server has no such feature")]
 
 # Tags of the branches of a union. pydantic puts them into the path of an error, from which
@@ -181,12 +178,6 @@ def _check_bias_keys(value: object) -> object:
     return value
 
 
-def _check_top_k(value: int) -> int:
-    if value == 0:
-        raise unexpected_value("-1 (off) or at least 1")
-    return value
-
-
 def _parse_worker_id(value: object) -> object:
     if not isinstance(value, str):
         return value
@@ -204,7 +195,6 @@ LogitBias: TypeAlias = Annotated[
 WorkerId: TypeAlias = Annotated[
     U64, BeforeValidator(_parse_worker_id, json_schema_input_type=U64 | str)
 ]
-TopK: TypeAlias = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_check_top_k)]
 
 
 class StrictModel(BaseModel):

@@ -17,17 +17,15 @@ from frontend_svc.openai.body.fields import (
     CacheSalt,
     Factor,
     GuidedFields,
-    MinP,
     Name,
-    RepetitionPenalty,
     StrictModel,
     Taint,
     Timestamp,
-    TopK,
     Weight,
     WorkerId,
     refuse,
 )
+from frontend_svc.openai.body.sampling import ExtensionSampling
 from frontend_svc.openai.output.extension import ExtraField
 
 
@@ -91,8 +89,8 @@ class NvextAgentContext(StrictModel):
 _NO_NVEXT = "not available yet"
 
 
-class Nvext(GuidedFields):
-    """Extensions of the Dynamo family: placement, and sampling fields under older names."""
+class PlacementFields(GuidedFields):
+    """Where a request runs, and what its response has."""
 
     backend_instance_id: WorkerId | None = None
     prefill_worker_id: WorkerId | None = None
@@ -119,9 +117,12 @@ class Nvext(GuidedFields):
     extra_args: dict[str, Any] | None = None
     token_data: Annotated[list[U32], Field(min_length=1, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
+
+
+# The bases stand in reverse, as those of `GenerationRequest`.
+class Nvext(ExtensionSampling, PlacementFields):
+    """Extensions of the Dynamo family: placement, and sampling fields under older names."""
+
     cache_salt: CacheSalt | None = None
 
     greed_sampling: Annotated[object, refuse("set temperature to 0", False)] = None

@@ -194,8 +194,8 @@ def _invalid_field(path: str, message: str) -> InvalidRequest:
 
 # Any: the type of the named field.
 def top_level_or_nvext(request: GenerationRequest, name: str) -> Any:
-    """A field of the top level or, if absent there, of `nvext`; both have it."""
+    """Returns a field of the top level or, if absent there, of `nvext`, where it may exist too."""
     top_level = getattr(request, name)
     if top_level is not None or request.nvext is None:
         return top_level
-    return getattr(request.nvext, name)
+    return getattr(request.nvext, name, None)

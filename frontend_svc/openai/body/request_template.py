@@ -16,32 +16,30 @@ from common.errors import InvalidRequest
 from frontend_svc.openai.body.fields import (
     MODEL_CHARS_MAX,
     AtLeastOne,
-    MinP,
     StrictModel,
-    TopK,
 )
-from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.parsing import top_level_or_nvext
+from frontend_svc.openai.body.sampling import CutoffFields, NucleusFields
 from frontend_svc.openai.body.schema import GenerationRequest
 from frontend_svc.openai.body.validation_errors import INVALID_JSON, INVALID_VALUE, invalid_value
 
 R = TypeVar("R", bound=GenerationRequest)
 
 
-class RequestTemplate(StrictModel):
-    """The defaults of one model, and of its adapters without own ones. max_completion_tokens: at
-    most what the context leaves."""
-
+class _ModelFields(StrictModel):
     model: Annotated[str, Field(min_length=1, max_length=MODEL_CHARS_MAX)]
+    """The defaults are those of its adapters too, unless they have own ones."""
     max_completion_tokens: AtLeastOne | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
+    """At most what the context leaves."""
+
+
+# The bases stand in reverse, as those of `GenerationRequest`.
+class RequestTemplate(CutoffFields, NucleusFields, _ModelFields):
+    """The defaults of one model."""
 
 
 _TEMPLATES = TypeAdapter(list[RequestTemplate])
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING_FIELDS = (*NucleusFields.model_fields, *CutoffFields.model_fields)
 
 
 def parse_templates(raw: bytes) -> Mapping[str, RequestTemplate]:
@@ -69,12 +67,7 @@ def with_defaults(request: R, template: RequestTemplate | None) -> R:
     defaults: dict[str, Any] = {
         name: default
         for name in _SAMPLING_FIELDS
-        if (default := getattr(template, name)) is not None and _is_left_out(request, name)
+        if (default := getattr(template, name)) is not None
+        and top_level_or_nvext(request, name) is None
     }
     return request.model_copy(update=defaults) if defaults else request
-
-
-def _is_left_out(request: GenerationRequest, name: str) -> bool:
-    if name in Nvext.model_fields:
-        return top_level_or_nvext(request, name) is None
-    return getattr(request, name) is None

@@ -4,7 +4,6 @@ Every field belongs to exactly one of the following classes; any other name is r
 
 Honoured
   both         model, stream, stream_options.include_usage, max_tokens, stop (1 to 32 texts),
-               temperature, top_p, seed, presence_penalty, frequency_penalty, n (1 to 128),
                logprobs (chat: true; completions: 0 to 5)
   chat         messages (roles system, developer, user, assistant, tool; text, or a list of parts:
                text, and in messages of user and tool image_url, input_audio and audio_url, if the
@@ -14,9 +13,8 @@ Honoured
                top_logprobs (0 to 20)
   completions  prompt (a text, a list of token ids, or a list of texts or of lists of token ids),
                echo, best_of (the value of n)
-  extensions   top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, logit_bias,
-               include_stop_str_in_output, skip_special_tokens, cache_salt, priority,
-               return_tokens_as_token_ids (with logprobs)
+  extensions   min_tokens, ignore_eos, stop_token_ids, logit_bias, include_stop_str_in_output,
+               skip_special_tokens, cache_salt, priority, return_tokens_as_token_ids (with logprobs)
                guided_json, guided_regex, guided_choice, guided_grammar (at most one of them and
                response_format), guided_whitespace_pattern
   nvext        (also named kvmesh) backend_instance_id, prefill_worker_id, decode_worker_id,
@@ -25,9 +23,9 @@ Honoured
                and .preferred_taints, session_control.session_id and .action, agent_context,
                request_timestamp_ms, annotations, extra_fields (worker_id, timing, kv_hit,
                token_ids, completion_token_ids), extra_args (if an engine declares it),
-               token_data, and ignore_eos, top_k, min_p, repetition_penalty, cache_salt and the
-               guided_ fields, which apply only if the top level has none; headers carry some of
-               these too, and win (`headers.py`)
+               token_data, and ignore_eos, cache_salt and the guided_ fields, which apply only if
+               the top level has none; headers carry some of these too, and win (`headers.py`)
+  sampling     the fields of `sampling.py`; those in `nvext` too apply in the same way
 Accepted, because they cannot change the response
                user, metadata, safety_identifier, prompt_cache_key, prompt_cache_retention,
                prediction, verbosity
@@ -64,7 +62,6 @@ from common.errors import Unsupported
 from frontend_svc.openai.body.fields import (
     CALLS_MAX,
     CHOICES_MAX,
-    I64,
     LIST,
     MANY_PROMPTS,
     MESSAGES_MAX,
@@ -87,13 +84,9 @@ from frontend_svc.openai.body.fields import (
     FunctionName,
     GuidedFields,
     LogitBias,
-    MinP,
-    Penalty,
     Priority,
-    RepetitionPenalty,
     StopText,
     StrictModel,
-    TopK,
     UnsupportedField,
     check_pair_count,
     prompt_kind,
@@ -104,6 +97,7 @@ from frontend_svc.openai.body.fields import (
     wrong_type,
 )
 from frontend_svc.openai.body.nvext import Nvext
+from frontend_svc.openai.body.sampling import ExtensionSampling, OpenAiSampling
 
 _MEDIA_TYPES = ("image_url", "audio_url", "input_audio")
 
@@ -283,8 +277,8 @@ class RequestedFormat(StrictModel):
     json_schema: JsonSchemaFormat | None = None
 
 
-class GenerationRequest(GuidedFields):
-    """Fields of both generation endpoints."""
+class OutputFields(GuidedFields):
+    """The model, how its output is sent, and where the output ends."""
 
     model: Annotated[str, Field(min_length=1, max_length=MODEL_CHARS_MAX)]
     stream: bool | None = None
@@ -301,16 +295,12 @@ class GenerationRequest(GuidedFields):
         ]
         | None
     ) = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: I64 | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    n: Annotated[int, Field(ge=1, le=N_MAX)] | None = None
 
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
+
+# The bases stand in reverse: fields are validated, and listed in /openapi.json, from the last one.
+class GenerationRequest(ExtensionSampling, OpenAiSampling, OutputFields):
+    """Fields of both generation endpoints."""
+
     min_tokens: U32 | None = None
     ignore_eos: bool | None = None
     stop_token_ids: (
