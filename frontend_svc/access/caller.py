@@ -9,7 +9,7 @@ from typing import Self
 
 from common.api_keys import NO_LIMITS, ApiKey, KeyDocument, Limits, Scope, hash_of
 from common.errors import PermissionDenied, Unauthenticated
-from common.request.preprocessed import PreprocessedRequest
+from common.request.preprocessed import PreprocessedRequest, RoutingHints
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -37,10 +37,11 @@ class Caller:
         hashes of the tenant and the client's names. Without keys they stay as they are."""
         if not self.tenant:
             return
-        hints = request.routing_mut()
-        hints.cache_salt = self._own(hints.cache_salt or "")
+        hints = request.routing or RoutingHints()
         if (session := hints.session_control) is not None:
-            hints.session_control = replace(session, session_id=self._own(session.session_id))
+            session = replace(session, session_id=self._own(session.session_id))
+        salt = self._own(hints.cache_salt or "")
+        request.routing = replace(hints, cache_salt=salt, session_control=session)
 
     def _own(self, name: str) -> str:
         # The name of a tenant has no NUL.

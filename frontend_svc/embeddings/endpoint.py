@@ -94,10 +94,8 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
             model=model.name,
             token_ids=TokenIds(),
             mdc_sum=model.checksum,
-            routing=routing_hints(body.hints),
+            routing=routing_hints(body.hints, adapter=model.adapter),
         )
-        if model.adapter:
-            request.routing_mut().lora_name = model.adapter
         context.caller.confine(request)
         placement = self.make_placement(context, model.base, request, body.hints)
         plan = replace(self.make_plan(context, request), is_embedding=True)

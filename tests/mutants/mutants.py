@@ -125,8 +125,8 @@ MUTANTS = (
     _mutant(
         "S2-12",
         _PREPROCESSING,
-        "hints.priority, hints.priority_jump = priority, float(max(0, priority))",
-        "hints.priority = priority",
+        "priority_jump=None if priority is None else float(max(0, priority))",
+        "priority_jump=None",
     ),
     # The router.
     _mutant(

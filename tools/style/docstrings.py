@@ -69,7 +69,6 @@ PACKED = {
     "_PrefillPace",
     "_Run",
     "prompt",
-    "to_preprocessed",
 }
 
 _NAMES = r"`?\w+`?(?:(?:, | and | or )`?\w+`?)*"

@@ -3,7 +3,7 @@
 Both wire forms derive from the declarations: JSON in `codecs.py`, protobuf in
 `common/wire/preprocessed.py`.
 
-Invariants: all types but `PreprocessedRequest`, `RoutingHints` and `RequestTracker` are frozen;
+Invariants: all types but `PreprocessedRequest` and `RequestTracker` are values that never change;
 collections are tuples, frozensets and dicts that never change; arbitrary JSON is kept as parsed.
 """
 

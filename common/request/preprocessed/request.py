@@ -129,12 +129,6 @@ class PreprocessedRequest:
                 return annotation.split(":", 1)[1]
         return None
 
-    def routing_mut(self) -> RoutingHints:
-        """Return the routing hints to write to; creates them if there are none."""
-        if self.routing is None:
-            self.routing = RoutingHints()
-        return self.routing
-
     def block_mm_routing_info(
         self,
     ) -> tuple[TokenIds, tuple[BlockExtraInfo | None, ...] | None]:

@@ -40,28 +40,37 @@ class SessionControl:
     action: SessionAction | None = None
 
 
+# Not frozen: the constructor of a frozen class takes three times as long.
 @dataclass(slots=True, kw_only=True)
 class RoutingHints:
-    """Preferences and requirements for the placement of a request. Mutable: see `routing_mut`.
-
-    priority_jump: seconds; a positive value moves the request forward in the queue.
-    allowed_worker_ids: None allows every worker, the empty set none.
-    cache_salt: requests share KV only with requests of the same salt.
-    """
+    """Preferences and requirements for the placement of a request; never changed."""
 
     backend_instance_id: U64 | None = None
+    """The only worker that may run the request."""
     prefill_worker_id: U64 | None = None
+    """The worker of the prefill leg."""
     decode_worker_id: U64 | None = None
+    """The worker of the decode leg."""
     dp_rank: U32 | None = None
+    """Data-parallel rank of the worker, or of the decode worker."""
     prefill_dp_rank: U32 | None = None
+    """Data-parallel rank of the prefill worker."""
     expected_output_tokens: U32 | None = None
+    """The client's estimate."""
     lora_name: str | None = field(default=None, metadata=no_op(""))
+    """The adapter; None or "": the base model."""
     priority_jump: float | None = None
+    """Seconds; a positive value moves the request forward in the queue."""
     priority: I32 | None = None
+    """For the engine's scheduler; a larger number goes first."""
     allowed_worker_ids: frozenset[U64] | None = None
+    """None allows every worker, the empty set none."""
     routing_constraints: RoutingConstraints | None = None
+    """Taints of the workers."""
     session_control: SessionControl | None = None
+    """The session, whose requests run on one worker."""
     cache_salt: str | None = field(default=None, metadata=no_op(""))
+    """The request shares KV only with requests of the same salt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

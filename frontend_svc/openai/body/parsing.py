@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from common.errors import InvalidRequest, Unsupported
 from frontend_svc.openai.body.body_size import check_size
 from frontend_svc.openai.body.fields import CHOICES_MAX
+from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.schema import (
     ChatMessage,
     ChatRequest,
@@ -32,6 +33,7 @@ LEVELS_MAX = 220
 _ORJSON_LEVELS = 254
 # Larger bodies are parsed in a thread: many short messages take 60 ns per byte, and a thread 60 µs.
 INLINE_BODY_BYTES = 64 << 10
+_NVEXT_FIELDS = frozenset(Nvext.model_fields)
 
 R = TypeVar("R", bound=GenerationRequest)
 
@@ -196,6 +198,6 @@ def _invalid_field(path: str, message: str) -> InvalidRequest:
 def top_level_or_nvext(request: GenerationRequest, name: str) -> Any:
     """Returns a field of the top level or, if absent there, of `nvext`, where it may exist too."""
     top_level = getattr(request, name)
-    if top_level is not None or request.nvext is None:
+    if top_level is not None or request.nvext is None or name not in _NVEXT_FIELDS:
         return top_level
-    return getattr(request.nvext, name, None)
+    return getattr(request.nvext, name)

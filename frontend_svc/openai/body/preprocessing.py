@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -25,11 +26,15 @@ from common.request.preprocessed import (
 from frontend_svc.openai.body.fields import PROMPT_TOKENS_MAX
 from frontend_svc.openai.body.nvext import AgentHints, Nvext
 from frontend_svc.openai.body.parsing import check_min_tokens, top_level_or_nvext
+from frontend_svc.openai.body.sampling import ExtensionSampling, OpenAiSampling
 from frontend_svc.openai.body.schema import ChatRequest, GenerationRequest, TextPart
 from frontend_svc.openai.body.validation_errors import INVALID_VALUE
 
-# Without any field; never changed.
 _NO_EXTENSIONS, _NO_AGENT_HINTS, _NO_ROUTING_HINTS = Nvext(), AgentHints(), RoutingHints()
+# Workers do not receive `n`: each choice is a request of its own (`choice_request`).
+_SAMPLING_FIELDS = tuple(
+    name for name in (*OpenAiSampling.model_fields, *ExtensionSampling.model_fields) if name != "n"
+)
 
 
 def to_preprocessed(
@@ -44,11 +49,15 @@ def to_preprocessed(
     adapter: str = "",
     guided: GuidedDecoding | None = None,
 ) -> PreprocessedRequest:
-    """The request for the engine; `token_ids` is the whole prompt.
+    """Returns the request for the engine.
 
+    token_ids: the whole prompt.
+    eos_token_ids: of the model; unused if the request ignores EOS.
+    mdc_sum: the checksum of the model's card.
     context_length: limit of prompt and output tokens together; 0: unknown, not checked.
     default_max_tokens: output limit of requests that set none; None: the rest of the context.
-    vocab_size: ids at or above it are refused; None: not checked. adapter: "" is the base model.
+    vocab_size: ids at or above it are refused; None: not checked.
+    adapter: "" is the base model.
     guided: the constraint on the text.
 
     Raises PromptTooLong if the prompt leaves no token for output, and if prompt and max_tokens
@@ -58,62 +67,64 @@ def to_preprocessed(
     """
     prompt = _checked_prompt(request, token_ids, vocab_size)
     max_tokens = _max_tokens(request, len(prompt), context_length, default_max_tokens)
-    ignore_eos = top_level_or_nvext(request, "ignore_eos") is True
-    eos = () if ignore_eos else tuple(eos_token_ids)
-    stop_ids = tuple(request.stop_token_ids or ())
-    is_stop_visible = request.include_stop_str_in_output is True
+    eos = () if top_level_or_nvext(request, "ignore_eos") else tuple(eos_token_ids)
     nvext = request.nvext or _NO_EXTENSIONS
-    override, agent = nvext.router_config_override, nvext.agent_context
-    preprocessed = PreprocessedRequest(
+    return PreprocessedRequest(
         model=request.model,
         token_ids=prompt,
-        stop_conditions=StopConditions(
-            max_tokens=max_tokens,
-            # A requested stop token ends the response and is not part of it, like EOS.
-            stop_token_ids_hidden=tuple(
-                dict.fromkeys(eos if is_stop_visible else (*eos, *stop_ids))
-            ),
-            stop_token_ids_visible=stop_ids if is_stop_visible else (),
-            min_tokens=request.min_tokens,
-            ignore_eos=top_level_or_nvext(request, "ignore_eos"),
-        ),
-        sampling_options=SamplingOptions(
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            repetition_penalty=top_level_or_nvext(request, "repetition_penalty"),
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=top_level_or_nvext(request, "top_k"),
-            min_p=top_level_or_nvext(request, "min_p"),
-            # A greedy choice does not depend on it.
-            seed=None if request.temperature == 0 else request.seed,
-            logit_bias=_logit_bias(request, vocab_size),
-            guided_decoding=guided,
-        ),
+        stop_conditions=_stop_conditions(request, eos, max_tokens),
+        sampling_options=_sampling_options(request, vocab_size, guided),
         output_options=OutputOptions(logprobs=request.alternatives),
         eos_token_ids=eos,
         mdc_sum=mdc_sum,
         annotations=tuple(nvext.annotations or ()),
-        routing=routing_hints(request.nvext),
-        router_config_override=None
-        if override is None
-        else RouterConfigOverride(**override.model_dump()),
+        routing=routing_hints(
+            request.nvext,
+            adapter=adapter,
+            cache_salt=top_level_or_nvext(request, "cache_salt"),
+            default_priority=None if request.priority is None else -request.priority,
+        ),
+        router_config_override=_router_override(nvext),
         extra_args=nvext.extra_args,
-        agent_context=None if agent is None else AgentContext(**agent.model_dump()),
+        agent_context=_agent_context(nvext),
         request_timestamp_ms=nvext.request_timestamp_ms,
     )
-    if adapter:
-        preprocessed.routing_mut().lora_name = adapter
-    if (salt := top_level_or_nvext(request, "cache_salt")) is not None:
-        preprocessed.routing_mut().cache_salt = salt
-    if request.priority is not None and preprocessed.routing_mut().priority is None:
-        _set_priority(preprocessed.routing_mut(), -request.priority)
-    return preprocessed
 
 
-def _set_priority(hints: RoutingHints, priority: int) -> None:
-    """Sets both effects of a priority; a positive one counts as that many seconds of waiting."""
-    hints.priority, hints.priority_jump = priority, float(max(0, priority))
+def _stop_conditions(
+    request: GenerationRequest, eos: tuple[int, ...], max_tokens: int | None
+) -> StopConditions:
+    stop_ids = tuple(request.stop_token_ids or ())
+    is_visible = request.include_stop_str_in_output is True
+    return StopConditions(
+        max_tokens=max_tokens,
+        # A requested stop token ends the response and is not part of it, like EOS.
+        stop_token_ids_hidden=tuple(dict.fromkeys(eos if is_visible else (*eos, *stop_ids))),
+        stop_token_ids_visible=stop_ids if is_visible else (),
+        min_tokens=request.min_tokens,
+        ignore_eos=top_level_or_nvext(request, "ignore_eos"),
+    )
+
+
+def _sampling_options(
+    request: GenerationRequest, vocab_size: int | None, guided: GuidedDecoding | None
+) -> SamplingOptions:
+    # Any: the types of the fields.
+    fields: dict[str, Any] = {name: top_level_or_nvext(request, name) for name in _SAMPLING_FIELDS}
+    if request.temperature == 0:
+        fields["seed"] = None  # a greedy choice does not depend on it
+    bias = _logit_bias(request, vocab_size)
+    return SamplingOptions(**fields, logit_bias=bias, guided_decoding=guided)
+
+
+def _router_override(nvext: Nvext) -> RouterConfigOverride | None:
+    override = nvext.router_config_override
+    return None if override is None else RouterConfigOverride(**override.model_dump())
+
+
+def _agent_context(nvext: Nvext) -> AgentContext | None:
+    agent = nvext.agent_context
+    return None if agent is None else AgentContext(**agent.model_dump())
 
 
 def _checked_prompt(
@@ -220,12 +231,26 @@ def strict_priority(nvext: Nvext | None) -> int:
     return nvext.agent_hints.strict_priority or 0
 
 
-def routing_hints(nvext: Nvext | None) -> RoutingHints | None:
-    """The routing hints of a request; None if it has none."""
+def routing_hints(
+    nvext: Nvext | None,
+    *,
+    adapter: str = "",
+    cache_salt: str | None = None,
+    default_priority: int | None = None,
+) -> RoutingHints | None:
+    """Returns the routing hints of a request; None if it has none.
+
+    adapter: "" is the base model.
+    cache_salt: from the body or `nvext`.
+    default_priority: of a request without one in `nvext`; a larger number goes first.
+    """
     if nvext is None:
-        return None
+        if not adapter and cache_salt is None and default_priority is None:
+            return None  # the usual case
+        nvext = _NO_EXTENSIONS
     agent = nvext.agent_hints or _NO_AGENT_HINTS
-    constraints, session = nvext.routing_constraints, nvext.session_control
+    allowed = nvext.allowed_worker_ids
+    priority = default_priority if agent.priority is None else agent.priority
     hints = RoutingHints(
         backend_instance_id=nvext.backend_instance_id,
         prefill_worker_id=nvext.prefill_worker_id,
@@ -233,21 +258,31 @@ def routing_hints(nvext: Nvext | None) -> RoutingHints | None:
         dp_rank=nvext.dp_rank,
         prefill_dp_rank=nvext.prefill_dp_rank,
         expected_output_tokens=agent.osl,
-        allowed_worker_ids=None
-        if nvext.allowed_worker_ids is None
-        else frozenset(nvext.allowed_worker_ids),
-        routing_constraints=None
-        if constraints is None
-        else RoutingConstraints(
-            required_taints=frozenset(constraints.required_taints or ()),
-            preferred_taints=constraints.preferred_taints or {},
-        ),
-        session_control=None
-        if session is None
-        else SessionControl(
-            session.session_id, None if session.action is None else SessionAction(session.action)
-        ),
+        lora_name=adapter or None,
+        # A positive priority counts as that many seconds of waiting.
+        priority_jump=None if priority is None else float(max(0, priority)),
+        priority=priority,
+        allowed_worker_ids=None if allowed is None else frozenset(allowed),
+        routing_constraints=_routing_constraints(nvext),
+        session_control=_session_control(nvext),
+        cache_salt=cache_salt,
     )
-    if agent.priority is not None:
-        _set_priority(hints, agent.priority)
     return None if hints == _NO_ROUTING_HINTS else hints
+
+
+def _routing_constraints(nvext: Nvext) -> RoutingConstraints | None:
+    constraints = nvext.routing_constraints
+    if constraints is None:
+        return None
+    required, preferred = constraints.required_taints, constraints.preferred_taints
+    return RoutingConstraints(
+        required_taints=frozenset(required or ()), preferred_taints=preferred or {}
+    )
+
+
+def _session_control(nvext: Nvext) -> SessionControl | None:
+    session = nvext.session_control
+    if session is None:
+        return None
+    action = None if session.action is None else SessionAction(session.action)
+    return SessionControl(session.session_id, action)

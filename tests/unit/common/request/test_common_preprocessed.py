@@ -255,18 +255,6 @@ def test_a_key_does_not_match_a_longer_key() -> None:
     assert request(annotations=("ab:1", "a:2")).get_annotation_value("a") == "2"
 
 
-@pytest.mark.row("S2-63")
-def test_routing_mut_creates_hints_once_and_keeps_them() -> None:
-    plain = request()
-    hints = plain.routing_mut()
-    assert hints == RoutingHints()
-    hints.dp_rank = 3
-    assert plain.routing_mut() is hints
-    assert plain.routing is hints
-    given = RoutingHints(priority=1)
-    assert request(routing=given).routing_mut() is given
-
-
 @pytest.mark.row("S2-64", "S2-87")
 def test_routing_uses_the_multimodal_tokens_only_where_there_are_any() -> None:
     block = BlockExtraInfo((MmObject(1),))
