@@ -8,6 +8,10 @@ Presence of a key in JSON: *skip* omits it while the field has its default (the 
 of None), *null* always writes it, *always* writes the value even if it is empty (the rule for all
 other fields). On input a key may be missing if the field has a default; null selects the default
 if null is not a value of the field. Unknown keys are ignored, because the writer may be newer.
+
+pydantic's `TypeAdapter` does not read these classes: the protobuf codec needs the codecs of all
+fields in any case, and most of pydantic's errors would need a text and a path of their own. Its
+JSON parser accepts NaN and refuses 200 levels; a check before it takes the time that it saves.
 """
 
 from __future__ import annotations
