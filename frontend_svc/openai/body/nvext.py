@@ -93,30 +93,45 @@ class PlacementFields(GuidedFields):
     """Where a request runs, and what its response has."""
 
     backend_instance_id: WorkerId | None = None
+    """The only worker that may run the request."""
     prefill_worker_id: WorkerId | None = None
+    """The worker of the prefill leg."""
     decode_worker_id: WorkerId | None = None
+    """The worker of the decode leg."""
     dp_rank: U32 | None = None
+    """Data-parallel rank of the worker, or of the decode worker."""
     prefill_dp_rank: U32 | None = None
+    """Data-parallel rank of the prefill worker."""
     allowed_worker_ids: (
         Annotated[list[WorkerId], Field(max_length=WORKER_IDS_MAX, fail_fast=True)] | None
     ) = None
+    """Only these workers run the request."""
     router: NvextRouter | None = None
+    """Refused by name, if it has a target."""
     router_config_override: NvextRouterConfigOverride | None = None
+    """Settings of the router's cost."""
     agent_hints: AgentHints | None = None
+    """Priorities and the expected length of the output."""
     routing_constraints: NvextRoutingConstraints | None = None
+    """Taints of the workers."""
     session_control: NvextSessionControl | None = None
+    """The session, whose requests run on one worker."""
     agent_context: NvextAgentContext | None = None
-    # Milliseconds since the Unix epoch by the client's clock.
+    """For log lines and spans only."""
     request_timestamp_ms: Timestamp | None = None
-    # `key` or `key:value`.
+    """Milliseconds since the Unix epoch by the client's clock."""
     annotations: Annotated[list[Name], Field(max_length=ANNOTATIONS_MAX, fail_fast=True)] | None = (
         None
     )
+    """`key` or `key:value`; docs/extensions.md lists the keys that the frontend reads."""
     extra_fields: Annotated[list[ExtraField], Field(max_length=ANNOTATIONS_MAX)] | None = None
-    # For engines that declare it.
+    """Facts that the response has in its own `nvext`."""
     extra_args: dict[str, Any] | None = None
+    """For engines that declare it."""
     token_data: Annotated[list[U32], Field(min_length=1, fail_fast=True)] | None = None
+    """The prompt as token ids, instead of `prompt` or `messages`."""
     ignore_eos: bool | None = None
+    """As in the body, like `cache_salt` and the sampling fields: the top level wins."""
 
 
 # The bases stand in reverse, as those of `GenerationRequest`.
@@ -124,6 +139,7 @@ class Nvext(ExtensionSampling, PlacementFields):
     """Extensions of the Dynamo family: placement, and sampling fields under older names."""
 
     cache_salt: CacheSalt | None = None
+    """The request shares KV only with requests of the same salt."""
 
     greed_sampling: Annotated[object, refuse("set temperature to 0", False)] = None
     use_raw_prompt: Annotated[object, refuse(_NO_NVEXT, False)] = None

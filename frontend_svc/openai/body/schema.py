@@ -310,11 +310,13 @@ class GenerationRequest(ExtensionSampling, OpenAiSampling, OutputFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: CacheSalt | None = None
-    # As in vLLM: a smaller number goes first.
+    """The request shares KV only with requests of the same salt."""
     priority: Priority | None = None
+    """As in vLLM: a smaller number goes first."""
     nvext: Nvext | None = None
-    # Another name of `nvext`, which `parsing.use_alias` sets then.
+    """Extensions; fields of the top level win."""
     kvmesh: Nvext | None = None
+    """Another name of `nvext`, which `parsing.use_alias` sets then."""
 
     user: str | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(check_pair_count)] | None = None
@@ -462,8 +464,8 @@ class CompletionRequest(GenerationRequest):
     best_of: Annotated[int, Field(ge=1, le=N_MAX)] | None = None
     suffix: Annotated[object, refuse("insertion is not available", "")] = None
     prompt_embeds: Annotated[object, refuse("no engine takes embeddings as a prompt")] = None
-    # 0 requests the log probabilities of the generated tokens without alternatives.
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    """0 requests the log probabilities of the generated tokens without alternatives."""
 
     @property
     def alternatives(self) -> int | None:
