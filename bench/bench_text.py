@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from bench.measure import parse_settings, print_report
-from frontend_svc.metrics.families import DeploymentState, Endpoint
+from frontend_svc.metrics.families import DeploymentState
 from frontend_svc.openai.body.parsing import parse_chat
 from frontend_svc.openai.output.sse import ChunkKind, ChunkWriter
 from frontend_svc.prompts.prompt import ChatTemplate
@@ -122,7 +122,7 @@ def sse_figures(repeats: int) -> dict[str, float]:
     """Nanoseconds of the work per content chunk and per request."""
     response_id = "chatcmpl-0123456789abcdef0123456789abcdef"
     content = ChunkWriter(ChunkKind.CHAT, response_id, "a-model", 1_700_000_000).content
-    meter = DeploymentState(lambda: {"m"}).begin("m", Endpoint.CHAT_COMPLETIONS, True)
+    meter = DeploymentState(lambda: {"m"}).begin("m", "chat_completions", True)
     messages = [{"role": "user", "content": "some words " * 20}] * 10
     body = orjson.dumps({"model": "m", "messages": messages, "stream": True, "max_tokens": 100})
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -26,6 +27,7 @@ from common.streams.stall_clock import TICK_S, StallClock
 from frontend_svc.access.keys import KeyFile, with_keys
 from frontend_svc.access.quotas import TenantQuotas
 from frontend_svc.config import FrontendConfig
+from frontend_svc.edge.asgi import AsgiApp
 from frontend_svc.edge.browsers import with_browser_policy
 from frontend_svc.edge.server import FINAL_WRITE_TIMEOUT_S, HttpServer, listen
 from frontend_svc.endpoints.endpoint import EndpointParts
@@ -42,7 +44,7 @@ from frontend_svc.metrics.families import DeploymentState, FrontendMetrics
 from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifact_opener
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.processes.siblings import Siblings
-from frontend_svc.readiness import assess_readiness
+from frontend_svc.readiness import Readiness, assess_readiness
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
 from frontend_svc.responses.store import ResponseStore
@@ -53,8 +55,9 @@ from frontend_svc.responses.stored import (
 )
 from frontend_svc.routers.client import RouterClient
 from frontend_svc.routers.session import grpc_session_opener
-from frontend_svc.routes.admin import split_admin_api
-from frontend_svc.routes.routes import Readiness, build_api, direct_routes
+from frontend_svc.routes.api import ApiParts
+from frontend_svc.routes.dispatch import with_metrics_key
+from frontend_svc.routes.table import dispatcher, routes
 from frontend_svc.workers.client import EngineClient
 from frontend_svc.workers.hit_monitor import HitMonitor
 from frontend_svc.workers.transport import GrpcDialer
@@ -192,34 +195,23 @@ class FrontendApp(ServiceApp[FrontendConfig]):
     def _build_http_servers(
         self, lifecycle: Lifecycle, metrics: CollectorRegistry
     ) -> tuple[HttpServer, HttpServer | None]:
-        """The servers of the API, and of its admin paths if they have a listener of their own."""
+        """Returns the servers of the API, and of its routes of administrators if they have a
+        listener of their own."""
         config = self._config
-        api = build_api(
-            EndpointParts(
-                self.gateway,
-                self._models,
-                self._state,
-                config,
-                self._records,
-                self._hit_monitor.on_request_end,
-            ),
-            metrics,
-            self._readiness,
-            self._stored_responses,
-            generate_latest if self._siblings is None else self._siblings.encode,
-            None if self._siblings is None else self._siblings.combine,
-        )
-        admin_paths = {"/health", config.metrics_path}
+        parts = self._api_parts(metrics)
+        entries = routes(config.metrics_path)
         admin = None
         if config.metrics_port is not None:
+            admin_api = dispatcher((entry for entry in entries if entry.is_admin), parts)
+            entries = tuple(entry for entry in entries if not entry.is_admin)
             admin = HttpServer(
-                split_admin_api(api, admin_paths, config.metrics_key),
+                with_metrics_key(admin_api, config.metrics_key),
                 lambda: lifecycle.is_draining,
                 config.drain_s,
                 ADMIN_CONNECTIONS_MAX,
                 self._certificates or self._security.files,
             )
-        served = direct_routes(api, admin_paths)
+        served: AsgiApp = dispatcher(entries, parts)
         if self._config.api_keys is not None:
             keys = KeyFile(self._config.api_keys)
             lifecycle.spawn(keys.follow(), name="api keys")
@@ -233,6 +225,23 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._certificates,
         )
         return server, admin
+
+    def _api_parts(self, metrics: CollectorRegistry) -> ApiParts:
+        siblings = self._siblings
+        return ApiParts(
+            EndpointParts(
+                self.gateway,
+                self._models,
+                self._state,
+                self._config,
+                self._records,
+                self._hit_monitor.on_request_end,
+            ),
+            self._stored_responses,
+            self._readiness,
+            _unchanged if siblings is None else siblings.combine,
+            partial(generate_latest if siblings is None else siblings.encode, metrics),
+        )
 
     def _instance(self) -> Instance:
         """With this entry routers free a frontend's bookings as soon as it leaves."""
@@ -322,6 +331,11 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._hit_monitor,
             is_draining=self._lifecycle is not None and self._lifecycle.is_draining,
         )
+
+
+async def _unchanged(own: Readiness) -> Readiness:
+    """Returns the readiness of a frontend with one process."""
+    return own
 
 
 def _http_certificates(config: FrontendConfig) -> CertificateFiles | None:

@@ -20,10 +20,11 @@ without a `[DONE]` after it, and the SDK raises it as `APIError`.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any, Final
 
 import orjson
 
@@ -104,6 +105,28 @@ class HttpError:
     body: bytes
     headers: tuple[tuple[str, str], ...]
     error_type: ErrorType
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """How an API writes its errors."""
+
+    http_error: Callable[[BaseException, str | None, Container[bytes]], HttpError]
+    """Returns the response for an error. Arguments: the error, the id in the header of the
+    response (None: it has none), the names of the request's headers."""
+
+    client_message: Callable[[MeshError, Container[bytes]], tuple[str, str | None]]
+    """Returns message and `param` with the client's field names, as `client_message`."""
+
+    route_error: Callable[[int, str, str], bytes]
+    """Returns the body for a path or method without a route. Arguments: status, message, code."""
+
+    # Any: a JSON schema.
+    schema: Mapping[str, Any]
+    """Schema of a body."""
+
+    has_request_id: bool = False
+    """Whether responses have the header `request-id` beside `x-request-id`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,3 +304,27 @@ def _response_headers(error: BaseException, mapping: _Mapping) -> tuple[tuple[st
         headers.append(("retry-after", str(math.ceil(after_s))))
         headers.append(("retry-after-ms", str(math.ceil(after_s * 1000))))
     return tuple(headers)
+
+
+OPENAI_ERRORS: Final = ErrorForm(
+    http_error=lambda error, _, headers: http_error(error, headers),
+    client_message=client_message,
+    route_error=lambda _, message, code: error_body(message, INVALID, None, code),
+    schema={
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": {"type": ["string", "null"]},
+                    "code": {"type": ["string", "null"]},
+                },
+            }
+        },
+    },
+)
+"""The form of the OpenAI API, and of all routes without an API of another maker."""

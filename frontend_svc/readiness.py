@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from common.registry.instances import PREFILL_BYPASS_META_KEY, Instance, Snapshot
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.routable import missing_pair_role, missing_role
 from frontend_svc.routers.client import RouterClient
-from frontend_svc.routes.routes import Readiness
 from frontend_svc.workers.client import EngineClient
 from frontend_svc.workers.hit_monitor import HitMonitor
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether the frontend can serve requests now."""
+
+    is_ready: bool
+
+    reasons: tuple[str, ...]
+    """Why it is not ready."""
+
+    degraded: tuple[str, ...]
+    """What is served, but impaired."""
+
+    models_not_ready: Mapping[str, str]
+    """Reason by model."""
+
+    instances: tuple[Mapping[str, object], ...]
 
 
 def assess_readiness(

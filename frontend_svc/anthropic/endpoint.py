@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Final
 
 import orjson
 
 from frontend_svc.access.caller import Caller
-from frontend_svc.anthropic.errors import http_error
 from frontend_svc.anthropic.message_format import MessageFormat
 from frontend_svc.anthropic.translation import MessagesChat, parse_count, parse_messages
 from frontend_svc.endpoints.endpoint import PostEndpoint
@@ -16,15 +14,13 @@ from frontend_svc.endpoints.generation import encode_chat
 from frontend_svc.endpoints.generation_api import ParsedBody, ResponseInfo, off_loop
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.endpoints.streaming import send_json
-from frontend_svc.errors import HttpError
-from frontend_svc.metrics.families import Endpoint, RequestMeter
+from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.text.response_format import ResponseFormat
 
 
 class MessagesApi:
     """The GenerationApi of `/v1/messages`."""
 
-    endpoint: Final = Endpoint.MESSAGES
     table: Final = "chat"
     # The workers of pass-through models take bodies of the OpenAI API.
     passes_through: Final = False
@@ -42,17 +38,9 @@ class MessagesApi:
 
         return ParsedBody(request, make_format)
 
-    def http_error(
-        self, error: BaseException, request_id: str, headers: Container[bytes]
-    ) -> HttpError:
-        return http_error(error, request_id, headers)
-
 
 class CountTokensEndpoint(PostEndpoint[MessagesChat]):
     """Returns the number of tokens of a prompt, without a worker."""
-
-    def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
-        return http_error(error, context.client_id.decode("latin-1"), context.headers)
 
     async def parse(self, context: HttpRequest, raw: bytes) -> MessagesChat:
         context.body = request = await off_loop(len(raw), parse_count, raw)

@@ -16,7 +16,7 @@ import orjson
 from common.errors import MeshError
 from frontend_svc import errors as openai
 from frontend_svc.anthropic.translation import client_field
-from frontend_svc.errors import ErrorType, HttpError
+from frontend_svc.errors import ErrorForm, ErrorType, HttpError
 
 OVERLOADED_STATUS: Final = 529
 _TYPES: Final = {
@@ -68,3 +68,25 @@ def error_body(
         "details": {"error_code": code, "param": param},
     }
     return orjson.dumps({"type": "error", "error": error, "request_id": request_id})
+
+
+MESSAGES_ERRORS: Final = ErrorForm(
+    http_error=http_error,
+    client_message=client_message,
+    route_error=lambda status, message, code: error_body(status, message, None, code, None),
+    schema={
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            },
+            "request_id": {"type": ["string", "null"]},
+        },
+    },
+    has_request_id=True,
+)
+"""The form of the Messages API."""

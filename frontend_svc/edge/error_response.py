@@ -1,8 +1,6 @@
-"""Sends error responses through ASGI, or makes them responses of Starlette."""
+"""Sends error responses through ASGI."""
 
 from __future__ import annotations
-
-from starlette.responses import Response
 
 from frontend_svc.edge.asgi import Headers, Send, send_response
 from frontend_svc.errors import HttpError
@@ -12,8 +10,3 @@ async def send_error(send: Send, error: HttpError, headers: Headers = ()) -> Non
     """Sends the response of an error, with more headers."""
     own = tuple((name.encode(), value.encode()) for name, value in error.headers)
     await send_response(send, error.status, (*own, *headers), error.body)
-
-
-def error_response(error: HttpError) -> Response:
-    """The same response for a route of Starlette."""
-    return Response(error.body, error.status, dict(error.headers))

@@ -14,7 +14,6 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from common.api_keys import Scope as Permission
 from common.errors import (
     DeadlineExceeded,
     InternalError,
@@ -41,15 +40,14 @@ from frontend_svc.edge.asgi import (
 from frontend_svc.edge.error_response import send_error
 from frontend_svc.endpoints.request_context import HttpRequest, log_request, span_attributes
 from frontend_svc.endpoints.request_records import RequestRecords
+from frontend_svc.endpoints.route import Route
 from frontend_svc.errors import (
     BODY_TOO_LARGE,
-    HttpError,
     error_event,
     error_type,
-    http_error,
     refusal_code,
 )
-from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
+from frontend_svc.metrics.families import DeploymentState, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.parsing import named_model
@@ -62,11 +60,6 @@ from frontend_svc.tracing import start_request_span
 # Time a client may take to send its body.
 BODY_TIMEOUT_S = 60.0
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
-# What the key of a request must permit, other than INFER.
-_PERMISSIONS = {
-    Endpoint.EMBEDDINGS: Permission.EMBEDDINGS,
-    Endpoint.PREPROCESS: Permission.EXPLAIN,
-}
 
 P = TypeVar("P")
 
@@ -89,8 +82,8 @@ class EndpointParts:
 class PostEndpoint(ABC, Generic[P]):
     """The ASGI application of one endpoint. A subclass reads bodies (P) and serves them."""
 
-    def __init__(self, endpoint: Endpoint, parts: EndpointParts) -> None:
-        self._endpoint = endpoint
+    def __init__(self, route: Route, parts: EndpointParts) -> None:
+        self._route = route
         self._parts = parts
         self._gateway = parts.gateway
         self._models = parts.models
@@ -107,10 +100,6 @@ class PostEndpoint(ABC, Generic[P]):
     async def serve(self, context: HttpRequest, body: P, meter: RequestMeter) -> None:
         """Sends the response, and marks the meter. Raises the MeshError of a failed request."""
 
-    def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
-        """The response for an error before the first byte."""
-        return http_error(error, context.names)
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. It is counted, and gets a log line, however it ends."""
         context = self._make_context(scope, receive, send)
@@ -119,8 +108,7 @@ class PostEndpoint(ABC, Generic[P]):
         self._active_requests += 1
         try:
             try:
-                needed = _PERMISSIONS.get(self._endpoint, Permission.INFER)
-                context.caller = admit(scope, needed)
+                context.caller = admit(scope, self._route.permission)
                 if (quota := quota_of(scope, context.caller)) is not None:
                     context.quota = quota
                     quota.begin()
@@ -134,7 +122,7 @@ class PostEndpoint(ABC, Generic[P]):
             finally:
                 name = named_model(raw) if context.body is None else context.body.model
                 is_stream = context.body is not None and context.body.is_stream
-                meter = self._state.begin(name, self._endpoint, is_stream)
+                meter = self._state.begin(name, self._route.label, is_stream)
             await self.serve(context, body, meter)
         except MeshError as error:
             await self._fail(context, meter, error)
@@ -167,7 +155,7 @@ class PostEndpoint(ABC, Generic[P]):
         config = self._config
         own_ratio = None if config.trust_traceparent else config.trace_sample_ratio
         return HttpRequest(
-            endpoint=self._endpoint,
+            route=self._route,
             request_id=request_id,
             client_id=client_id if _REQUEST_ID.fullmatch(client_id) else request_id.encode(),
             span=start_request_span(scope["path"], traceparent, own_ratio),
@@ -268,6 +256,7 @@ class PostEndpoint(ABC, Generic[P]):
             events = error_event(error) if stream_format is None else stream_format.error(error)
             await context.send(last_part(events))
             return
-        response = self.http_error(error, context)
+        client_id = context.client_id.decode("latin-1")
+        response = self._route.errors.http_error(error, client_id, context.names)
         context.status, context.response_json = response.status, response.body
         await send_error(context.send, response, context.own_headers)

@@ -23,13 +23,14 @@ from frontend_svc.endpoints.endpoint import EndpointParts, PostEndpoint
 from frontend_svc.endpoints.generation_api import GenerationApi, ParsedBody, ResponseInfo, off_loop
 from frontend_svc.endpoints.pass_through import PassThroughRequest, read_body
 from frontend_svc.endpoints.request_context import HttpRequest
+from frontend_svc.endpoints.route import Route
 from frontend_svc.endpoints.streaming import (
     OpenChoice,
     ResponseWriter,
     relay_chunks,
     send_merged_chunks,
 )
-from frontend_svc.errors import HEADER_FIELDS, HttpError, error_type
+from frontend_svc.errors import HEADER_FIELDS, error_type
 from frontend_svc.media.loader import MediaLoader
 from frontend_svc.media.prompt import add_media, check_media, expand_media, media_parts
 from frontend_svc.metrics.families import RequestMeter
@@ -89,18 +90,16 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
 
     def __init__(
         self,
+        route: Route,
         api: GenerationApi,
         parts: EndpointParts,
         constraints: ConstraintChecks,
         media: MediaLoader,
     ) -> None:
-        super().__init__(api.endpoint, parts)
+        super().__init__(route, parts)
         self._api = api
         self._constraints = constraints
         self._media = media
-
-    def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
-        return self._api.http_error(error, context.client_id.decode("latin-1"), context.names)
 
     async def parse(self, context: HttpRequest, raw: bytes) -> ParsedBody | PassThroughRequest:
         if self._api.passes_through and self._models.pass_through:

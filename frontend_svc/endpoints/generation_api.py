@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
 from frontend_svc.access.caller import Caller
-from frontend_svc.errors import HttpError, http_error
-from frontend_svc.metrics.families import Endpoint
 from frontend_svc.models.model_watch import Table
 from frontend_svc.openai.body.parsing import INLINE_BODY_BYTES, parse_chat, parse_completion
 from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
@@ -53,9 +51,6 @@ class GenerationApi(Protocol):
     whether bodies for pass-through models go to their worker unparsed."""
 
     @property
-    def endpoint(self) -> Endpoint: ...
-
-    @property
     def table(self) -> Table: ...
 
     @property
@@ -65,19 +60,11 @@ class GenerationApi(Protocol):
         """Raises MeshError with the field of the client's body."""
         ...
 
-    def http_error(
-        self, error: BaseException, request_id: str, headers: Container[bytes]
-    ) -> HttpError:
-        """The response for an error before the first byte. request_id: of the response's header.
-        headers: names of the request's."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class CompletionApi:
     """Chat completions, or completions."""
 
-    endpoint: Endpoint
     table: Table
     kind: ChunkKind
     id_prefix: str
@@ -99,15 +86,6 @@ class CompletionApi:
 
         return ParsedBody(request, make_format)
 
-    def http_error(
-        self, error: BaseException, request_id: str, headers: Container[bytes]
-    ) -> HttpError:
-        return http_error(error, headers)
 
-
-CHAT_COMPLETIONS = CompletionApi(
-    Endpoint.CHAT_COMPLETIONS, "chat", ChunkKind.CHAT, "chatcmpl", parse_chat
-)
-COMPLETIONS = CompletionApi(
-    Endpoint.COMPLETIONS, "completions", ChunkKind.COMPLETION, "cmpl", parse_completion
-)
+CHAT_COMPLETIONS = CompletionApi("chat", ChunkKind.CHAT, "chatcmpl", parse_chat)
+COMPLETIONS = CompletionApi("completions", ChunkKind.COMPLETION, "cmpl", parse_completion)

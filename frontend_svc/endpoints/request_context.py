@@ -20,9 +20,8 @@ from common.request.preprocessed import (
 from frontend_svc import errors as openai
 from frontend_svc.access.caller import ANONYMOUS, Caller
 from frontend_svc.access.quotas import Quota
-from frontend_svc.anthropic import errors as anthropic
 from frontend_svc.edge.asgi import ClientConnection, Headers, Receive, Send
-from frontend_svc.metrics.families import Endpoint
+from frontend_svc.endpoints.route import Route
 from frontend_svc.request.outcomes import merge_outcomes
 from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.types import RequestOutcome
@@ -30,16 +29,6 @@ from frontend_svc.text.response_format import ResponseFormat
 from frontend_svc.tracing import RequestSpan
 
 MODEL_OWNER = "kvmesh"
-
-# OpenTelemetry's names of operations other than chat.
-_OPERATIONS = {
-    Endpoint.COMPLETIONS: "text_completion",
-    Endpoint.COUNT_TOKENS: "count_tokens",
-    Endpoint.EMBEDDINGS: "embeddings",
-    Endpoint.TOKENIZE: "tokenize",
-    Endpoint.DETOKENIZE: "detokenize",
-    Endpoint.PREPROCESS: "preprocess",
-}
 
 # Parts of the time to the first token.
 _LOGGED_TIMES = ("prefill_wait_time_ms", "prefill_time_ms")
@@ -78,7 +67,7 @@ class HttpRequest:
     response_json: the body sent to the client; b"": none, or a stream. render_stream: writes the
     response of a stream, up to now, as one object; None: it is not recorded."""
 
-    endpoint: Endpoint
+    route: Route
     request_id: str
     client_id: bytes
     span: RequestSpan
@@ -109,7 +98,7 @@ class HttpRequest:
     def own_headers(self) -> Headers:
         """Headers of every response: the ids of the request, and what is left of its quota."""
         headers: Headers = ((b"x-request-id", self.client_id),)
-        if self.is_messages:
+        if self.route.errors.has_request_id:
             headers = (*headers, (b"request-id", self.client_id))
         return headers if self.quota is None else (*headers, *self.quota.headers)
 
@@ -130,11 +119,6 @@ class HttpRequest:
         """Its client, for logs and traces; empty without keys."""
         caller = self.caller
         return {"tenant": caller.tenant, "key_id": caller.key_id} if caller.tenant else {}
-
-    @property
-    def is_messages(self) -> bool:
-        """Whether its client is one of the Messages API."""
-        return self.endpoint in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
 
     @property
     def outcome(self) -> RequestOutcome | None:
@@ -166,7 +150,7 @@ def span_attributes(context: HttpRequest) -> dict[str, AttributeValue]:
     if context.body is not None:
         fields |= {
             "model": context.body.model,
-            "gen_ai.operation.name": _OPERATIONS.get(context.endpoint, "chat"),
+            "gen_ai.operation.name": context.route.span_operation,
             "gen_ai.provider.name": MODEL_OWNER,
             "gen_ai.request.model": context.body.model,
             "gen_ai.request.stream": context.body.is_stream,
@@ -201,7 +185,7 @@ def log_request(context: HttpRequest, now_s: float) -> None:
         return
     fields: dict[str, object] = {
         "request_id": context.request_id,
-        "endpoint": context.endpoint.value,
+        "endpoint": context.route.label,
         "status": context.status,
         "total_ms": round((now_s - context.started_at_s) * 1000, 1),
     }
@@ -226,8 +210,7 @@ def log_request(context: HttpRequest, now_s: float) -> None:
     if (outcome := context.outcome) is not None:
         fields |= _outcome_fields(outcome)
     if error is not None:
-        client_message = anthropic.client_message if context.is_messages else openai.client_message
-        message, param = client_message(error, context.names)
+        message, param = context.route.errors.client_message(error, context.names)
         fields |= {"failure": error.reason, "error": message}
         if param is not None:
             fields["param"] = param

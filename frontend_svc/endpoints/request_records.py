@@ -88,7 +88,7 @@ def _identity(context: HttpRequest, total_ms: float) -> dict[str, object]:
         "request_id": context.request_id,
         "received_ms": round(context.tracker.received_ms, 3),
         "total_ms": total_ms,
-        "endpoint": context.endpoint.value,
+        "endpoint": context.route.label,
         **context.caller_fields,
     }
     if context.client_id != context.request_id.encode():

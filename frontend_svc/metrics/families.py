@@ -6,9 +6,10 @@ latency, token counts, queued against inflight, disconnects, failures by type.
 `DeploymentState` holds both and begins requests; `register` chooses which are exposed.
 
 Invariants: a guard or a meter undoes its increments exactly once, however the request ends; a
-request counts as failed until `mark_ok`; label values come from the served models and from the
-enumerations here, so a client cannot create series. The caller supplies the registry; nothing is
-global. The event loop's thread writes; a scrape may read from another thread.
+request counts as failed until `mark_ok`; label values come from the served models, from the
+table of routes and from the enumerations here, so a client cannot create series. The caller
+supplies the registry; nothing is global. The event loop's thread writes; a scrape may read from
+another thread.
 """
 
 from __future__ import annotations
@@ -44,20 +45,6 @@ OTHER_MODEL = "other"
 
 DURATION_BUCKETS_S = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 _INPUT_TOKENS = (50, 128_000, 12)
-
-
-class Endpoint(StrEnum):
-    """Values of the label `endpoint`."""
-
-    COMPLETIONS = "completions"
-    CHAT_COMPLETIONS = "chat_completions"
-    EMBEDDINGS = "embeddings"
-    TOKENIZE = "tokenize"
-    DETOKENIZE = "detokenize"
-    MESSAGES = "messages"
-    COUNT_TOKENS = "count_tokens"
-    RESPONSES = "responses"
-    PREPROCESS = "preprocess"
 
 
 class RequestType(StrEnum):
@@ -129,7 +116,7 @@ class Metrics:
         return self._requests, self._inflight, self._durations
 
     def inc_request_counter(
-        self, model: str, endpoint: Endpoint, request_type: RequestType, status: Status
+        self, model: str, endpoint: str, request_type: RequestType, status: Status
     ) -> None:
         self._requests_child(model, endpoint, request_type, status).inc()
 
@@ -143,7 +130,7 @@ class Metrics:
         self._durations_child(model).observe(duration_s)
 
     def create_inflight_guard(
-        self, model: str, endpoint: Endpoint, streaming: bool, *, clock: Clock = time.monotonic
+        self, model: str, endpoint: str, streaming: bool, *, clock: Clock = time.monotonic
     ) -> InflightGuard:
         """Counts a request as begun; the caller closes the guard."""
         request_type = RequestType.STREAM if streaming else RequestType.UNARY
@@ -159,7 +146,7 @@ class InflightGuard(_Closing):
         self,
         metrics: Metrics,
         model: str,
-        endpoint: Endpoint,
+        endpoint: str,
         request_type: RequestType,
         clock: Clock,
     ) -> None:
@@ -363,14 +350,12 @@ class DeploymentState:
         current_collectors = self.frontend.collectors if current else ()
         _register(registry, (*legacy_collectors, *current_collectors))
 
-    def create_inflight_guard(
-        self, model: str, endpoint: Endpoint, streaming: bool
-    ) -> InflightGuard:
+    def create_inflight_guard(self, model: str, endpoint: str, streaming: bool) -> InflightGuard:
         """Returns a guard of the older family only. model: as named by a body."""
         label = model_label(model, self.served())
         return self.metrics.create_inflight_guard(label, endpoint, streaming, clock=self.clock)
 
-    def begin(self, model: str, endpoint: Endpoint, streaming: bool) -> RequestMeter:
+    def begin(self, model: str, endpoint: str, streaming: bool) -> RequestMeter:
         """Returns a meter of both families. model: as named by a body."""
         guard = self.create_inflight_guard(model, endpoint, streaming)
         return RequestMeter(guard, self.frontend, self.clock)

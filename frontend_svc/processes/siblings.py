@@ -26,7 +26,7 @@ from frontend_svc.processes.metric_sums import (
     read_families,
     sum_families,
 )
-from frontend_svc.routes.routes import Readiness
+from frontend_svc.readiness import Readiness
 
 ANSWER_TIMEOUT_S = 2.0
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from common.api_keys import Scope as Permission
-from common.errors import InvalidRequest, MeshError, NotFound, Unavailable, Unsupported
+from common.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from frontend_svc.access.caller import Caller
-from frontend_svc.access.keys import admit
-from frontend_svc.edge.error_response import error_response
 from frontend_svc.endpoints.endpoint import EndpointParts, PostEndpoint
 from frontend_svc.endpoints.generation import encode_chat
 from frontend_svc.endpoints.generation_api import ParsedBody, ResponseInfo, off_loop
+from frontend_svc.endpoints.plain import PlainRequest, PlainResponse
 from frontend_svc.endpoints.request_context import HttpRequest
+from frontend_svc.endpoints.route import Route
 from frontend_svc.endpoints.streaming import send_json
-from frontend_svc.errors import HttpError, http_error
-from frontend_svc.metrics.families import Endpoint, RequestMeter
+from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.models.model_watch import Table
 from frontend_svc.openai.body.schema import ChatRequest
 from frontend_svc.openai.body.validation_errors import INVALID_VALUE
@@ -39,7 +34,6 @@ from frontend_svc.responses.schema import Item, ResponsesRequest
 from frontend_svc.responses.store import StoredResponse
 from frontend_svc.responses.stored import StoredResponses
 from frontend_svc.responses.translation import (
-    client_error,
     input_items,
     parse_responses,
     read_items,
@@ -59,7 +53,6 @@ class ResponsesApi:
     """`POST /v1/responses`. stored: None if this frontend stores no responses."""
 
     stored: StoredResponses | None
-    endpoint: Endpoint = Endpoint.RESPONSES
     table: Table = "chat"
     passes_through: bool = False
 
@@ -80,11 +73,6 @@ class ResponsesApi:
             return self._format(request, info, earlier, new_items, tenant)
 
         return ParsedBody(chat, make_format)
-
-    def http_error(
-        self, error: BaseException, request_id: str, headers: Container[bytes]
-    ) -> HttpError:
-        return http_error(client_error(error) if isinstance(error, MeshError) else error, headers)
 
     def _format(
         self,
@@ -152,12 +140,9 @@ class InputTokensEndpoint(PostEndpoint[ChatRequest]):
     """`POST /v1/responses/input_tokens`: the number of prompt tokens of a body of
     `/v1/responses`, without a worker."""
 
-    def __init__(self, api: ResponsesApi, parts: EndpointParts) -> None:
-        super().__init__(Endpoint.COUNT_TOKENS, parts)
+    def __init__(self, route: Route, api: ResponsesApi, parts: EndpointParts) -> None:
+        super().__init__(route, parts)
         self._api = api
-
-    def http_error(self, error: BaseException, context: HttpRequest) -> HttpError:
-        return self._api.http_error(error, context.client_id.decode("latin-1"), context.names)
 
     async def parse(self, context: HttpRequest, raw: bytes) -> ChatRequest:
         chat = (await self._api.parse(raw, context.caller)).request
@@ -174,45 +159,33 @@ class InputTokensEndpoint(PostEndpoint[ChatRequest]):
         meter.mark_ok()
 
 
-def stored_response_routes(stored: StoredResponses | None) -> list[Route]:
-    """The routes that read and delete stored responses."""
+class StoredResponseHandlers:
+    """Read and delete stored responses."""
 
-    def responses() -> StoredResponses:
-        if stored is None:
+    def __init__(self, stored: StoredResponses | None) -> None:
+        """
+        - stored: None if this frontend stores no responses.
+        """
+        self._stored = stored
+
+    async def get(self, request: PlainRequest) -> PlainResponse:
+        parse_query(ResponseQuery, request.query)
+        return PlainResponse((await self._get(request)).response)
+
+    async def delete(self, request: PlainRequest) -> PlainResponse:
+        deleted_id = request.parameters["id"]
+        await self._responses().delete(deleted_id, request.caller.tenant)
+        deleted = {"id": deleted_id, "object": "response", "deleted": True}
+        return PlainResponse(orjson.dumps(deleted))
+
+    async def list_items(self, request: PlainRequest) -> PlainResponse:
+        query = parse_query(ItemsQuery, request.query)
+        return PlainResponse(items_page((await self._get(request)).input_items, query))
+
+    async def _get(self, request: PlainRequest) -> StoredResponse:
+        return await self._responses().get(request.parameters["id"], request.caller.tenant)
+
+    def _responses(self) -> StoredResponses:
+        if self._stored is None:
             raise NotFound(_NO_STORE)
-        return stored
-
-    async def get(request: Request, tenant: str) -> bytes:
-        parse_query(ResponseQuery, request.query_params.multi_items())
-        return (await responses().get(request.path_params["id"], tenant)).response
-
-    async def delete(request: Request, tenant: str) -> bytes:
-        deleted_id = request.path_params["id"]
-        await responses().delete(deleted_id, tenant)
-        return orjson.dumps({"id": deleted_id, "object": "response", "deleted": True})
-
-    async def list_items(request: Request, tenant: str) -> bytes:
-        query = parse_query(ItemsQuery, request.query_params.multi_items())
-        stored = await responses().get(request.path_params["id"], tenant)
-        return items_page(stored.input_items, query)
-
-    return [
-        Route("/v1/responses/{id}", _json_endpoint(get), methods=["GET"]),
-        Route("/v1/responses/{id}", _json_endpoint(delete), methods=["DELETE"]),
-        Route("/v1/responses/{id}/input_items", _json_endpoint(list_items), methods=["GET"]),
-    ]
-
-
-def _json_endpoint(
-    handler: Callable[[Request, str], Awaitable[bytes]],
-) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that responds with the JSON for a request of a tenant, or with its error."""
-
-    async def serve(request: Request) -> Response:
-        try:
-            tenant = admit(request.scope, Permission.INFER).tenant
-            return Response(await handler(request, tenant), media_type="application/json")
-        except MeshError as error:
-            return error_response(http_error(error))
-
-    return serve
+        return self._stored

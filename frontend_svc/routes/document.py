@@ -6,12 +6,14 @@ the server accepts. Rules that no schema can state (combinations of fields) are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+
+from frontend_svc.endpoints.route import Operation, Route
 
 # Any, here and below: JSON.
 Json = Mapping[str, Any]
@@ -21,61 +23,21 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 _EMPTY_BRANCHES: Final[tuple[Json, ...]] = ({}, {"enum": [None]})
 _COMPONENT: Final = "#/components/schemas/{model}"
-
-ERROR: Final[Json] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+_PATH_PARAMETER: Final = re.compile(r"\{(\w+)(:path)?\}")
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One method of one path.
-
-    path: with parameters as `{name}`. bodies: models of the request, of which one applies. example:
-    of the body, for a mesh that serves the model `sim`. result: what a 200 contains; "": there is
-    no such response. streams: whether
-    it is a stream of events if the body has `stream`. media_type: of the response. failure: a
-    status whose body is that of a 200; None: there is none. query: model of the query
-    parameters. error: schema of every other error.
-    """
-
-    method: str
-    path: str
-    summary: str
-    bodies: tuple[type[BaseModel], ...] = ()
-    example: Json | None = None
-    result: str = "the result"
-    streams: bool = False
-    media_type: str = JSON
-    failure: int | None = None
-    query: type[BaseModel] | None = None
-    error: Json = field(default_factory=lambda: ERROR)
-
-
-def api_document(operations: Iterable[Operation], *, version: str) -> dict[str, Any]:
-    """The document of these operations."""
-    operations = tuple(operations)
-    models = list(dict.fromkeys(body for one in operations for body in one.bodies))
+def api_document(routes: Iterable[Route], *, version: str) -> dict[str, Any]:
+    """Returns the document of these routes."""
+    routes = tuple(routes)
+    models = list(dict.fromkeys(body for route in routes for body in route.operation.bodies))
     references, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_COMPONENT
     )
     paths: dict[str, dict[str, Any]] = {}
-    for one in operations:
-        schemas = [references[body, "validation"] for body in one.bodies]
-        paths.setdefault(one.path, {})[one.method.lower()] = _operation(one, schemas)
+    for route in routes:
+        schemas = [references[body, "validation"] for body in route.operation.bodies]
+        path = _PATH_PARAMETER.sub(r"{\1}", route.path)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, schemas)
     return {
         "openapi": OPENAPI_VERSION,
         "info": {"title": "KVMesh", "version": version},
@@ -84,39 +46,44 @@ def api_document(operations: Iterable[Operation], *, version: str) -> dict[str, 
     }
 
 
-def _operation(one: Operation, body_schemas: Sequence[Json]) -> dict[str, Any]:
-    content: dict[str, Any] = {one.media_type: {"schema": _response_schema(one)}}
-    if one.streams:
+def _operation(route: Route, path: str, body_schemas: Sequence[Json]) -> dict[str, Any]:
+    """Returns the description of a route.
+
+    - path: with parameters as `{name}`.
+    """
+    operation = route.operation
+    content: dict[str, Any] = {operation.media_type: {"schema": _response_schema(operation)}}
+    if operation.streams:
         content[EVENTS] = {}  # a schema would be that of one event
+    result = {"200": {"description": operation.result, "content": content}}
     document: dict[str, Any] = {
-        "summary": one.summary,
-        "operationId": _operation_id(one),
+        "summary": operation.summary,
+        "operationId": _operation_id(route.method, path),
         "responses": {
-            **({"200": {"description": one.result, "content": content}} if one.result else {}),
+            **(result if operation.result else {}),
             "default": {
                 "description": "an error",
-                "content": {JSON: {"schema": one.error}},
+                "content": {JSON: {"schema": route.errors.schema}},
             },
         },
     }
-    if one.failure is not None:
-        document["responses"][str(one.failure)] = document["responses"]["200"]
-    if parameters := [*_path_parameters(one.path), *_query_parameters(one.query)]:
+    if operation.failure is not None:
+        document["responses"][str(operation.failure)] = document["responses"]["200"]
+    if parameters := [*_path_parameters(path), *_query_parameters(operation.query)]:
         document["parameters"] = parameters
     if body_schemas:
         schema = body_schemas[0] if len(body_schemas) == 1 else {"anyOf": [*body_schemas]}
         body: dict[str, Any] = {"schema": schema}
-        if one.example is not None:
-            body["example"] = one.example
+        if operation.example is not None:
+            body["example"] = operation.example
         document["requestBody"] = {"required": True, "content": {JSON: body}}
     return document
 
 
 def _path_parameters(path: str) -> Iterator[Json]:
-    for part in path.split("/"):
-        if part.startswith("{"):
-            schema = {"type": "string"}
-            yield {"name": part[1:-1], "in": "path", "required": True, "schema": schema}
+    for name, _ in _PATH_PARAMETER.findall(path):
+        schema = {"type": "string"}
+        yield {"name": name, "in": "path", "required": True, "schema": schema}
 
 
 def _query_parameters(query: type[BaseModel] | None) -> Iterator[Json]:
@@ -125,13 +92,13 @@ def _query_parameters(query: type[BaseModel] | None) -> Iterator[Json]:
             yield {"name": name, "in": "query", "schema": _clean(schema)}
 
 
-def _response_schema(one: Operation) -> Json:
-    return {"type": "object"} if one.media_type == JSON else {"type": "string"}
+def _response_schema(operation: Operation) -> Json:
+    return {"type": "object"} if operation.media_type == JSON else {"type": "string"}
 
 
-def _operation_id(one: Operation) -> str:
-    words = one.path.replace("{", "by_").replace("}", "").replace(".", "_").split("/")
-    return "_".join([one.method.lower(), *filter(None, words)])
+def _operation_id(method: str, path: str) -> str:
+    words = path.replace("{", "by_").replace("}", "").replace(".", "_").split("/")
+    return "_".join([method.lower(), *filter(None, words)])
 
 
 def _clean(schema: Any) -> Any:

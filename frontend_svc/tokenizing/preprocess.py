@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Final
 
 import orjson
@@ -20,26 +19,23 @@ from frontend_svc.endpoints.generation_api import (
 from frontend_svc.endpoints.pass_through import PassThroughRequest
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.endpoints.streaming import send_json
-from frontend_svc.errors import HttpError, http_error
-from frontend_svc.metrics.families import Endpoint, RequestMeter
+from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.parsing import parse_json_object
 from frontend_svc.request.leg_request import worker_request
 from frontend_svc.responses.endpoint import ResponsesApi
-from frontend_svc.responses.stored import StoredResponses
 
 
 class PreprocessApi:
     """Reads a body of chat completions (`messages`), of the Responses API (`input`) or of
     completions."""
 
-    endpoint: Final = Endpoint.PREPROCESS
     table: Final = "chat"
     # The frontend does not preprocess bodies of pass-through models.
     passes_through: Final = False
 
-    def __init__(self, stored: StoredResponses | None) -> None:
-        self._responses = ResponsesApi(stored)
+    def __init__(self, responses: ResponsesApi) -> None:
+        self._responses = responses
 
     async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
         names = (await off_loop(len(raw), parse_json_object, raw)).keys()
@@ -48,11 +44,6 @@ class PreprocessApi:
         if "input" in names:
             return await self._responses.parse(raw, caller)
         return await COMPLETIONS.parse(raw, caller)
-
-    def http_error(
-        self, error: BaseException, request_id: str, headers: Container[bytes]
-    ) -> HttpError:
-        return http_error(error, headers)
 
 
 class PreprocessEndpoint(GenerationEndpoint):

@@ -30,7 +30,8 @@ _INSTANCES = "common/registry/instances.py"
 _MODEL_WATCH = "frontend_svc/models/model_watch.py"
 _CATALOG = "frontend_svc/models/catalog.py"
 _FAMILIES = "frontend_svc/metrics/families.py"
-_ROUTES = "frontend_svc/routes/routes.py"
+_ROUTES = "frontend_svc/routes/table.py"
+_HANDLERS = "frontend_svc/routes/handlers.py"
 _PREPROCESSING = "frontend_svc/openai/body/preprocessing.py"
 _APPROX = "router_svc/core/approx_index.py"
 _TRACKER = "router_svc/core/load_tracker.py"
@@ -108,12 +109,12 @@ MUTANTS = (
         "        self._model.disconnected.inc()\n",
         "        pass\n",
     ),
-    _mutant("S3-38", _ROUTES, 'route.methods = {"GET"}', 'route.methods = {"GET", "HEAD"}'),
+    _mutant("S3-38", _ROUTES, "serves_head=False", "serves_head=True"),
     _mutant(
         "S3-36 S3-37",
-        _ROUTES,
-        '"Failed to encode metrics", status_code=500',
-        '"Failed to encode metrics", status_code=200',
+        _HANDLERS,
+        'b"Failed to encode metrics", 500',
+        'b"Failed to encode metrics", 200',
     ),
     # Hints of HTTP requests.
     _mutant(

@@ -38,7 +38,6 @@ PACKED = {
     "MediaInput",
     "MeshSettings",
     "ModelCard",
-    "Operation",
     "Outcome",
     "Page",
     "PagesStored",

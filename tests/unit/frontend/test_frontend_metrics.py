@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 
 import httpx
 import pytest
@@ -10,11 +11,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
-from starlette.routing import Route, Router
 
 from common.errors import Conflict
 from common.registry.instances import Instance, Snapshot
 from common.service.histogram import SingleThreadHistogram, log_buckets
+from frontend_svc.edge.asgi import Receive, Scope, Send
+from frontend_svc.endpoints.plain import PlainEndpoint
 from frontend_svc.errors import ErrorType
 from frontend_svc.members import Members
 from frontend_svc.metrics import families
@@ -25,16 +27,17 @@ from frontend_svc.metrics.collectors import (
 from frontend_svc.metrics.families import (
     DURATION_BUCKETS_S,
     DeploymentState,
-    Endpoint,
     FrontendMetrics,
     InflightGuard,
     Metrics,
     RequestType,
     Status,
 )
-from frontend_svc.routes.routes import metrics_route
+from frontend_svc.routes.dispatch import Dispatcher
+from frontend_svc.routes.handlers import MetricsHandler
+from frontend_svc.routes.table import METRICS, ROUTES
 
-CHAT = Endpoint.CHAT_COMPLETIONS
+CHAT = "chat_completions"
 
 
 class FakeClock:
@@ -100,8 +103,9 @@ def test_the_request_type_labels_are_stream_and_unary() -> None:
 
 @pytest.mark.row("S3-27", "S3-28")
 def test_the_endpoint_labels_are_completions_and_chat_completions() -> None:
-    assert str(Endpoint.COMPLETIONS) == "completions"
-    assert str(Endpoint.CHAT_COMPLETIONS) == "chat_completions"
+    labels = {route.path: route.label for route in ROUTES}
+    assert labels["/v1/completions"] == "completions"
+    assert labels["/v1/chat/completions"] == "chat_completions"
 
 
 @pytest.mark.row("S3-05")
@@ -365,10 +369,17 @@ def test_the_duration_is_in_seconds_of_a_monotonic_clock(
     assert sample(registry, name, model="m") == pytest.approx(0.25)
 
 
-async def send(route: Route, path: str, method: str = "GET") -> httpx.Response:
-    transport = httpx.ASGITransport(app=Router([route]))
+async def send(encode: Callable[[], bytes], method: str = "GET") -> httpx.Response:
+    """Returns the response of the route of the metrics."""
+    endpoint = PlainEndpoint(METRICS, MetricsHandler(encode, METRICS.path).scrape)
+    dispatcher = Dispatcher([(METRICS, endpoint)])
+
+    async def without_keys(scope: Scope, receive: Receive, send: Send) -> None:
+        await dispatcher({**scope, "state": {}}, receive, send)
+
+    transport = httpx.ASGITransport(app=without_keys)
     async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
-        return await client.request(method, path)
+        return await client.request(method, METRICS.path)
 
 
 @pytest.mark.row("S3-35")
@@ -379,8 +390,7 @@ async def test_a_scrape_is_the_text_of_the_given_registry_only(
     state.begin("m", CHAT, True).close()
     other = CollectorRegistry()
     other.register(SingleThreadHistogram("elsewhere", "x", (1.0,)))
-    route = metrics_route(registry, "/metrics")
-    response = await send(route, "/metrics")
+    response = await send(partial(generate_latest, registry))
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert response.content == generate_latest(registry)
@@ -399,23 +409,21 @@ class BrokenCollector(Collector):
 @pytest.mark.row("S3-36")
 async def test_a_registry_that_cannot_be_encoded_returns_500(registry: CollectorRegistry) -> None:
     registry.register(BrokenCollector())
-    route = metrics_route(registry, "/metrics")
-    response = await send(route, "/metrics")
+    response = await send(partial(generate_latest, registry))
     assert (response.status_code, response.text) == (500, "Failed to encode metrics")
 
 
 @pytest.mark.row("S3-37")
-async def test_metrics_that_are_not_utf8_return_500(registry: CollectorRegistry) -> None:
-    route = metrics_route(registry, "/metrics", encode=lambda _: b"model \xff 1")
-    response = await send(route, "/metrics")
+async def test_metrics_that_are_not_utf8_return_500() -> None:
+    response = await send(lambda: b"model \xff 1")
     assert (response.status_code, response.text) == (500, "Failed to encode metrics")
 
 
 @pytest.mark.row("S3-38")
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "HEAD"])
 async def test_only_get_is_served(registry: CollectorRegistry, method: str) -> None:
-    route = metrics_route(registry, "/metrics")
-    assert (await send(route, "/metrics", method)).status_code == 405
+    response = await send(partial(generate_latest, registry), method)
+    assert (response.status_code, response.headers["allow"]) == (405, "GET")
 
 
 @pytest.mark.row("S3-39")

@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from common.api_keys import ApiKey, KeyDocument, Tenant, hash_of
@@ -38,10 +37,12 @@ from frontend_svc.metrics.families import DeploymentState
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ENCODE_INLINE_CHARS
 from frontend_svc.openai.output.sse import KEEP_ALIVE
+from frontend_svc.readiness import Readiness
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.placement_request import PlacementKey, PlacementRequest
 from frontend_svc.request.types import RequestOutcome
-from frontend_svc.routes.routes import Readiness, build_api, direct_routes
+from frontend_svc.routes.api import ApiParts
+from frontend_svc.routes.table import dispatcher, routes
 from frontend_svc.workers.client import EngineClient
 from tests.kit.placements import decided
 from tests.sim.pulled_transport import PulledTransport
@@ -119,6 +120,11 @@ def worker(model_type: str, card: ModelCard | None) -> Instance:
     )
 
 
+async def alone(own: Readiness) -> Readiness:
+    """Returns the readiness of a frontend with one process."""
+    return own
+
+
 class Mesh:
     """The API and its parts. ended: outcomes that the API reported."""
 
@@ -164,10 +170,10 @@ async def served(
             RequestRecords(None, None, "none"),
             ended.append,
         )
-        api = build_api(parts, CollectorRegistry(), lambda: ready, None)
-        public: AsgiApp = api
+        api = ApiParts(parts, None, lambda: ready, alone, lambda: b"")
+        public: AsgiApp = dispatcher(routes("/metrics"), api)
         if keys is not None:
-            public = with_keys(direct_routes(api, ()), KeyFile(keys), TenantQuotas(Members()))
+            public = with_keys(public, KeyFile(keys), TenantQuotas(Members()))
         server, listener = HttpServer(public, lambda: False, 1, 100), listen("127.0.0.1", 0)
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()

@@ -12,7 +12,7 @@ import pytest
 from common.request.preprocessed import FinishReason, TokenLogprob, usage
 from frontend_svc.access.caller import ANONYMOUS
 from frontend_svc.endpoints.streaming import PART_TOKENS, OpenChoice, ResponseWriter
-from frontend_svc.metrics.families import DeploymentState, Endpoint
+from frontend_svc.metrics.families import DeploymentState
 from frontend_svc.request.buffer import Backlog, ResponseBuffer
 from frontend_svc.request.types import RequestOutcome
 from tests.sim.loop import run_virtually
@@ -52,7 +52,7 @@ async def write(choice: Any, backlog: Backlog, sent: list[bytes]) -> None:
         sent.append(message.get("body", b""))
 
     clock = asyncio.get_running_loop().time
-    meter = DeploymentState(lambda: ("m",), clock=clock).begin("m", Endpoint.COMPLETIONS, True)
+    meter = DeploymentState(lambda: ("m",), clock=clock).begin("m", "completions", True)
     buffer = ResponseBuffer(meter, clock, lambda *_: None, backlog=backlog)
     buffer.tokens(list(range(TOKENS)), ())
     buffer.finished(DONE)

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import MeshError
 from common.request.preprocessed import FinishReason, TokenLogprob, TopLogprob, usage
-from frontend_svc.metrics.families import DeploymentState, Endpoint
+from frontend_svc.metrics.families import DeploymentState
 from frontend_svc.request.buffer import (
     SLOW_TOKENS,
     TOKENS_PER_CHUNK,
@@ -29,7 +29,7 @@ def new_response(
 ) -> ResponseBuffer:
     clock = asyncio.get_running_loop().time
     state = DeploymentState(lambda: ("m",), clock=clock)
-    meter = state.begin("m", Endpoint.COMPLETIONS, True)
+    meter = state.begin("m", "completions", True)
     return ResponseBuffer(meter, clock, fail, backlog=backlog)
 
 

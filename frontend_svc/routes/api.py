@@ -1,0 +1,57 @@
+"""What the handlers of the routes share."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from frontend_svc.endpoints.constraints import ConstraintChecks
+from frontend_svc.endpoints.endpoint import EndpointParts
+from frontend_svc.endpoints.generation import GenerationEndpoint
+from frontend_svc.endpoints.generation_api import GenerationApi
+from frontend_svc.endpoints.route import Route
+from frontend_svc.media.fetcher import MediaFetcher
+from frontend_svc.media.loader import MediaLoader
+from frontend_svc.readiness import Readiness
+from frontend_svc.responses.endpoint import ResponsesApi, StoredResponseHandlers
+from frontend_svc.responses.stored import StoredResponses
+from frontend_svc.routes.handlers import HealthHandlers, ModelHandlers
+
+
+class ApiParts:
+    """The objects from which `table.py` makes the handlers of one API.
+
+    - endpoints: what endpoints with a body share.
+    - no_media: loads only media that are in the body.
+    """
+
+    def __init__(
+        self,
+        endpoints: EndpointParts,
+        stored: StoredResponses | None,
+        readiness: Callable[[], Readiness],
+        combine: Callable[[Readiness], Awaitable[Readiness]],
+        encode_metrics: Callable[[], bytes],
+    ) -> None:
+        """
+        - stored: None: no responses are stored.
+        - readiness: of this process.
+        - combine: adds the readiness of the other processes of this frontend.
+        - encode_metrics: returns the metrics of the frontend as Prometheus text.
+        """
+        config = endpoints.config
+        fetcher = None
+        if config.media_urls:
+            fetcher = MediaFetcher(hosts=config.media_hosts, timeout_s=config.media_timeout_s)
+        self.endpoints = endpoints
+        self.encode_metrics = encode_metrics
+        self.constraints = ConstraintChecks(config.grammar_compile_s)
+        self.media = MediaLoader(fetcher, config.media_limit_mb << 20)
+        self.no_media = MediaLoader(None, config.media_limit_mb << 20)
+        self.responses = ResponsesApi(stored)
+        self.stored_responses = StoredResponseHandlers(stored)
+        self.health = HealthHandlers(endpoints.models, readiness, combine)
+        self.models = ModelHandlers(endpoints.models, readiness)
+
+    def generation(self, route: Route, api: GenerationApi) -> GenerationEndpoint:
+        """Returns the endpoint of a generation API."""
+        return GenerationEndpoint(route, api, self.endpoints, self.constraints, self.media)

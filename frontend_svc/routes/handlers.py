@@ -1,0 +1,158 @@
+"""The handlers of routes without a body: models, health, metrics and the OpenAPI document."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from functools import cached_property
+from typing import NoReturn
+
+import orjson
+import structlog
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+
+from common.errors import Unimplemented
+from frontend_svc.endpoints.plain import PlainRequest, PlainResponse
+from frontend_svc.endpoints.request_context import MODEL_OWNER
+from frontend_svc.endpoints.route import Route
+from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.served_model import ServedModel
+from frontend_svc.openai.output.completion_objects import model_list, model_object
+from frontend_svc.readiness import Readiness
+from frontend_svc.routes.document import api_document
+
+API_VERSION = "1"
+
+log = structlog.get_logger()
+
+
+class HealthHandlers:
+    """Whether the frontend serves."""
+
+    def __init__(
+        self,
+        models: ModelCatalog,
+        readiness: Callable[[], Readiness],
+        combine: Callable[[Readiness], Awaitable[Readiness]],
+    ) -> None:
+        """
+        - readiness: of this process.
+        - combine: adds the readiness of the other processes of this frontend.
+        """
+        self._models = models
+        self._readiness = readiness
+        self._combine = combine
+
+    async def health(self, _: PlainRequest) -> PlainResponse:
+        now = await self._combine(self._readiness())
+        return _json_response(
+            {
+                "status": "healthy" if now.is_ready else "unhealthy",
+                "reasons": now.reasons,
+                "degraded": now.degraded,
+                "models": sorted(self._models.names() - now.models_not_ready.keys()),
+                "models_not_ready": dict(now.models_not_ready),
+                "instances": now.instances,
+            },
+            200 if now.is_ready else 503,
+        )
+
+    async def ready(self, _: PlainRequest) -> PlainResponse:
+        now = await self._combine(self._readiness())
+        return _json_response(
+            {"ready": now.is_ready, "reasons": now.reasons, "degraded": now.degraded},
+            200 if now.is_ready else 503,
+        )
+
+    async def live(self, _: PlainRequest) -> PlainResponse:
+        return _json_response({"status": "live"})
+
+
+class ModelHandlers:
+    """The models that can be served now."""
+
+    def __init__(self, models: ModelCatalog, readiness: Callable[[], Readiness]) -> None:
+        self._models = models
+        self._readiness = readiness
+
+    async def list(self, _: PlainRequest) -> PlainResponse:
+        models, missing = self._models, self._readiness().models_not_ready
+        ready = {model.name: model for model in models.all() if model.name not in missing}
+        entries = [_model_entry(model) for model in ready.values()]
+        entries += [
+            _model_entry(ready[name], alias)
+            for alias, name in sorted(models.aliases.items())
+            if name in ready
+        ]
+        entries += [
+            model_object(engine.name, engine.created, MODEL_OWNER)
+            for engine in models.pass_through
+            if engine.name not in missing
+        ]
+        return PlainResponse(model_list(entries))
+
+    async def get(self, request: PlainRequest) -> PlainResponse:
+        name = request.parameters["name"]
+        for engine in self._models.pass_through:
+            if engine.name == name:
+                return _json_response(model_object(name, engine.created, MODEL_OWNER))
+        return _json_response(_model_entry(self._models.get(name), name))
+
+
+class MetricsHandler:
+    """The Prometheus metrics as text. Metrics that cannot be encoded as UTF-8 text are a 500 and
+    are logged."""
+
+    def __init__(self, encode: Callable[[], bytes], path: str) -> None:
+        self._encode = encode
+        self._path = path
+
+    async def scrape(self, _: PlainRequest) -> PlainResponse:
+        # In a thread, so that a large scrape does not delay streams.
+        return await asyncio.to_thread(self._scrape)
+
+    def _scrape(self) -> PlainResponse:
+        try:
+            text = self._encode()
+            text.decode()
+        except Exception:  # a collector may raise anything
+            log.exception("metrics_not_encoded", path=self._path)
+            text_type = "text/plain; charset=utf-8"
+            return PlainResponse(b"Failed to encode metrics", 500, text_type)
+        return PlainResponse(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+class DocumentHandler:
+    """The OpenAPI document of these routes."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self._routes = routes
+
+    async def get(self, _: PlainRequest) -> PlainResponse:
+        return self._response
+
+    @cached_property
+    def _response(self) -> PlainResponse:
+        return PlainResponse(orjson.dumps(api_document(self._routes, version=API_VERSION)))
+
+
+async def refuse_rank(_: PlainRequest) -> NoReturn:
+    """Raises Unimplemented."""
+    text = "no engine of this server ranks or scores texts; compare their embeddings instead"
+    raise Unimplemented(text)
+
+
+def _model_entry(model: ServedModel, name: str = "") -> dict[str, object]:
+    """name: an alias, or that of the model."""
+    return model_object(
+        name or model.name,
+        model.created,
+        MODEL_OWNER,
+        base=model.base if model.adapter else None,
+        root=None if name in ("", model.name) else model.name,
+        max_model_len=model.card.context_length,
+    )
+
+
+def _json_response(value: object, status: int = 200) -> PlainResponse:
+    return PlainResponse(orjson.dumps(value), status)

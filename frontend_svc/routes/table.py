@@ -1,0 +1,317 @@
+"""The routes of the HTTP API. To add one, add its entry here, its handler and its row in
+docs/http.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+from common.api_keys import Scope as Permission
+from frontend_svc.anthropic.endpoint import CountTokensEndpoint, MessagesApi
+from frontend_svc.anthropic.errors import MESSAGES_ERRORS
+from frontend_svc.anthropic.schema import MessagesRequest, PromptRequest
+from frontend_svc.edge.asgi import AsgiApp
+from frontend_svc.embeddings.body import EmbeddingRequest
+from frontend_svc.embeddings.endpoint import EmbeddingEndpoint
+from frontend_svc.endpoints.generation_api import CHAT_COMPLETIONS, COMPLETIONS, GenerationApi
+from frontend_svc.endpoints.plain import PlainEndpoint, Respond
+from frontend_svc.endpoints.route import Operation, Route
+from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
+from frontend_svc.responses.endpoint import InputTokensEndpoint
+from frontend_svc.responses.errors import RESPONSES_ERRORS
+from frontend_svc.responses.queries import ItemsQuery, ResponseQuery
+from frontend_svc.responses.schema import ResponsesRequest
+from frontend_svc.routes.api import ApiParts
+from frontend_svc.routes.dispatch import Dispatcher
+from frontend_svc.routes.handlers import DocumentHandler, MetricsHandler, refuse_rank
+from frontend_svc.tokenizing.bodies import DetokenizeRequest, TokenizePromptRequest
+from frontend_svc.tokenizing.endpoints import DetokenizeEndpoint, TokenizeEndpoint
+from frontend_svc.tokenizing.preprocess import PreprocessApi, PreprocessEndpoint
+
+Handler: TypeAlias = Callable[[Route, ApiParts], AsgiApp]
+
+_MESSAGES: Final = [{"role": "user", "content": "Hi"}]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteEntry(Route):
+    """A route, and how its handler is made."""
+
+    handler: Handler
+
+
+class TokenizeChatRequest(ChatRequest):
+    """A conversation to tokenize."""
+
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+def _generation(api: Callable[[ApiParts], GenerationApi]) -> Handler:
+    return lambda route, parts: parts.generation(route, api(parts))
+
+
+def _plain(respond: Callable[[ApiParts], Respond]) -> Handler:
+    return lambda route, parts: PlainEndpoint(route, respond(parts))
+
+
+def _text_tools(prefix: str) -> tuple[RouteEntry, ...]:
+    return (
+        RouteEntry(
+            method="POST",
+            path=f"{prefix}/tokenize",
+            handler=lambda route, parts: TokenizeEndpoint(route, parts.endpoints),
+            permission=Permission.INFER,
+            label="tokenize",
+            span_operation="tokenize",
+            operation=Operation(
+                summary="Returns the token ids of a text or a conversation",
+                bodies=(TokenizePromptRequest, TokenizeChatRequest),
+                example={"model": "sim", "prompt": "Hi"},
+            ),
+        ),
+        RouteEntry(
+            method="POST",
+            path=f"{prefix}/detokenize",
+            handler=lambda route, parts: DetokenizeEndpoint(route, parts.endpoints),
+            permission=Permission.INFER,
+            label="detokenize",
+            span_operation="detokenize",
+            operation=Operation(
+                summary="Returns the text of token ids",
+                bodies=(DetokenizeRequest,),
+                example={"model": "sim", "tokens": [300, 301]},
+            ),
+        ),
+        *(
+            RouteEntry(
+                method="POST",
+                path=f"{prefix}/{name}",
+                handler=_plain(lambda _: refuse_rank),
+                operation=Operation(summary="Not implemented: always a 501", result=""),
+            )
+            for name in ("rerank", "score")
+        ),
+    )
+
+
+METRICS: Final = RouteEntry(
+    method="GET",
+    path="/metrics",
+    handler=lambda route, parts: PlainEndpoint(
+        route, MetricsHandler(parts.encode_metrics, route.path).scrape
+    ),
+    permission=Permission.ADMIN,
+    serves_head=False,
+    operation=Operation(summary="Prometheus metrics", media_type="text/plain"),
+)
+"""Its path is configured: see `routes`."""
+
+ROUTES: Final[tuple[RouteEntry, ...]] = (
+    RouteEntry(
+        method="POST",
+        path="/v1/chat/completions",
+        handler=_generation(lambda _: CHAT_COMPLETIONS),
+        permission=Permission.INFER,
+        label="chat_completions",
+        span_operation="chat",
+        operation=Operation(
+            summary="Creates the response to a conversation",
+            bodies=(ChatRequest,),
+            example={"model": "sim", "messages": _MESSAGES, "max_tokens": 8},
+            result="a chat.completion, or a stream of chat.completion.chunk",
+            streams=True,
+        ),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/completions",
+        handler=_generation(lambda _: COMPLETIONS),
+        permission=Permission.INFER,
+        label="completions",
+        span_operation="text_completion",
+        operation=Operation(
+            summary="Creates the continuation of a prompt",
+            bodies=(CompletionRequest,),
+            example={"model": "sim", "prompt": "Hi", "max_tokens": 8},
+            result="a text_completion, or a stream of them",
+            streams=True,
+        ),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/messages",
+        handler=_generation(lambda _: MessagesApi()),
+        permission=Permission.INFER,
+        label="messages",
+        span_operation="chat",
+        errors=MESSAGES_ERRORS,
+        operation=Operation(
+            summary="Creates a message (Anthropic's Messages API)",
+            bodies=(MessagesRequest,),
+            example={"model": "sim", "messages": _MESSAGES, "max_tokens": 8},
+            result="a message, or a stream of its events",
+            streams=True,
+        ),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        handler=lambda route, parts: CountTokensEndpoint(route, parts.endpoints),
+        permission=Permission.INFER,
+        label="count_tokens",
+        span_operation="count_tokens",
+        errors=MESSAGES_ERRORS,
+        operation=Operation(
+            summary="Counts the tokens of a prompt (Anthropic's Messages API)",
+            bodies=(PromptRequest,),
+            example={"model": "sim", "messages": _MESSAGES},
+            result="the count, as input_tokens",
+        ),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/embeddings",
+        handler=lambda route, parts: EmbeddingEndpoint(route, parts.endpoints),
+        permission=Permission.EMBEDDINGS,
+        label="embeddings",
+        span_operation="embeddings",
+        operation=Operation(
+            summary="Computes the vectors of texts",
+            bodies=(EmbeddingRequest,),
+            example={"model": "sim", "input": ["Hi", "there"]},
+            result="a list of embeddings, in the order of the input",
+        ),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/responses",
+        handler=_generation(lambda parts: parts.responses),
+        permission=Permission.INFER,
+        label="responses",
+        span_operation="chat",
+        errors=RESPONSES_ERRORS,
+        operation=Operation(
+            summary="Creates a response (Responses API)",
+            bodies=(ResponsesRequest,),
+            example={"model": "sim", "input": "Hi", "max_output_tokens": 16},
+            result="a response, or a stream of its events",
+            streams=True,
+        ),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        handler=lambda route, parts: InputTokensEndpoint(route, parts.responses, parts.endpoints),
+        permission=Permission.INFER,
+        label="count_tokens",
+        span_operation="count_tokens",
+        errors=RESPONSES_ERRORS,
+        operation=Operation(
+            summary="Counts the tokens of a prompt (Responses API)",
+            bodies=(ResponsesRequest,),
+            example={"model": "sim", "input": "Hi"},
+            result="the count, as input_tokens",
+        ),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/v1/responses/{id}",
+        handler=_plain(lambda parts: parts.stored_responses.get),
+        permission=Permission.INFER,
+        operation=Operation(summary="Returns a stored response", query=ResponseQuery),
+    ),
+    RouteEntry(
+        method="DELETE",
+        path="/v1/responses/{id}",
+        handler=_plain(lambda parts: parts.stored_responses.delete),
+        permission=Permission.INFER,
+        operation=Operation(summary="Deletes a stored response"),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/v1/responses/{id}/input_items",
+        handler=_plain(lambda parts: parts.stored_responses.list_items),
+        permission=Permission.INFER,
+        operation=Operation(summary="Lists the input of a stored response", query=ItemsQuery),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/internal/preprocess",
+        handler=lambda route, parts: PreprocessEndpoint(
+            route,
+            PreprocessApi(parts.responses),
+            parts.endpoints,
+            parts.constraints,
+            parts.no_media,
+        ),
+        permission=Permission.EXPLAIN,
+        label="preprocess",
+        span_operation="preprocess",
+        operation=Operation(
+            summary="Returns the requests that workers would receive for a body",
+            bodies=(ChatRequest, CompletionRequest, ResponsesRequest),
+            example={"model": "sim", "messages": _MESSAGES, "max_tokens": 8},
+            result="requests: one PreprocessedRequest for each prompt; hashes: those of its blocks",
+        ),
+    ),
+    *_text_tools(""),
+    *_text_tools("/v1"),
+    RouteEntry(
+        method="GET",
+        path="/v1/models",
+        handler=_plain(lambda parts: parts.models.list),
+        operation=Operation(summary="Lists the models that can be served now"),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/v1/models/{name:path}",
+        handler=_plain(lambda parts: parts.models.get),
+        operation=Operation(summary="Describes a model, an adapter or an alias"),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/health",
+        handler=_plain(lambda parts: parts.health.health),
+        permission=Permission.ADMIN,
+        operation=Operation(summary="Reports models, members and problems", failure=503),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/ready",
+        handler=_plain(lambda parts: parts.health.ready),
+        is_open=True,
+        operation=Operation(summary="Reports whether requests can be served", failure=503),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/live",
+        handler=_plain(lambda parts: parts.health.live),
+        is_open=True,
+        operation=Operation(summary="Reports that the process runs"),
+    ),
+    METRICS,
+    RouteEntry(
+        method="GET",
+        path="/openapi.json",
+        handler=_plain(
+            lambda parts: DocumentHandler(routes(parts.endpoints.config.metrics_path)).get
+        ),
+        operation=Operation(summary="This document"),
+    ),
+)
+
+
+def routes(metrics_path: str) -> tuple[RouteEntry, ...]:
+    """Returns all routes.
+
+    - metrics_path: path of the Prometheus metrics.
+    """
+    metrics = replace(METRICS, path=metrics_path)
+    return tuple(metrics if route is METRICS else route for route in ROUTES)
+
+
+def dispatcher(entries: Iterable[RouteEntry], parts: ApiParts) -> Dispatcher:
+    """Returns the application of these routes."""
+    return Dispatcher((route, route.handler(route, parts)) for route in entries)
