@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from starlette.middleware.cors import CORSMiddleware
-
 from common.errors import MeshError
 from common.runtime.hosts import is_loopback
 from frontend_svc.config import FrontendConfig
-from frontend_svc.edge.asgi import AsgiApp, Receive, Scope, Send
+from frontend_svc.edge.asgi import AsgiApp, Message, Receive, Scope, Send, send_response
 from frontend_svc.edge.browser_policy import UNSUPPORTED_MEDIA_TYPE, BrowserPolicy
+from frontend_svc.edge.cors import CorsPolicy, is_preflight
 from frontend_svc.edge.error_response import send_error
 from frontend_svc.errors import HttpError, http_error
-
-_EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms")
 
 
 def with_browser_policy(api: AsgiApp, config: FrontendConfig) -> AsgiApp:
@@ -34,13 +31,27 @@ def with_browser_policy(api: AsgiApp, config: FrontendConfig) -> AsgiApp:
 
     if not config.cors_origins:
         return serve
-    return CORSMiddleware(
-        serve,
-        allow_origins=config.cors_origins,
-        allow_methods=("GET", "POST", "DELETE"),
-        allow_headers=("*",),
-        expose_headers=_EXPOSED_HEADERS,
-    )
+    return _with_cors(serve, CorsPolicy(frozenset(config.cors_origins)))
+
+
+def _with_cors(api: AsgiApp, policy: CorsPolicy) -> AsgiApp:
+    """Returns the same API, which lets pages read its responses."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        if is_preflight(scope["method"], headers):
+            await send_response(send, *policy.preflight(headers))
+            return
+        added = policy.response_headers(headers.get(b"origin"))
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = (*message["headers"], *added)
+            await send(message)
+
+        await api(scope, receive, send_with_headers)
+
+    return serve
 
 
 def _response(refusal: MeshError) -> HttpError:
