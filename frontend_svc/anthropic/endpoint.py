@@ -43,12 +43,12 @@ class CountTokensEndpoint(PostEndpoint[MessagesChat]):
     """Returns the number of tokens of a prompt, without a worker."""
 
     async def parse(self, context: HttpRequest, raw: bytes) -> MessagesChat:
-        context.body = request = await off_loop(len(raw), parse_count, raw)
+        context.progress.body = request = await off_loop(len(raw), parse_count, raw)
         return request
 
     async def serve(self, context: HttpRequest, body: MessagesChat, meter: RequestMeter) -> None:
         model = self._models.get_for(body.model, "chat")
-        context.base_model = model.base
+        context.progress.base_model = model.base
         token_ids, _ = await encode_chat(body, model)
         await send_json(context, orjson.dumps({"input_tokens": len(token_ids)}))
         meter.mark_ok()

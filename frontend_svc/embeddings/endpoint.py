@@ -43,7 +43,7 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
     """The ASGI application of `/v1/embeddings`."""
 
     async def parse(self, context: HttpRequest, raw: bytes) -> EmbeddingBody:
-        context.body = request = await off_loop(len(raw), parse_embedding, raw)
+        context.progress.body = request = await off_loop(len(raw), parse_embedding, raw)
         hints = read_headers(context.header_pairs)
         check_permissions(context.caller, hints)
         return EmbeddingBody(request, hints)
@@ -58,7 +58,7 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
         meter.prompt(total_tokens)
         if context.quota is not None:
             context.quota.reserve(total_tokens)
-        context.base_model = model.base
+        context.progress.base_model = model.base
         entries = [b""] * len(inputs)
 
         def on_vector(index: int, vector: Vector) -> None:
@@ -67,7 +67,7 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
 
         plans = self._plans(context, body, model, inputs)
         batch = EmbeddingBatch(self._gateway, plans, on_vector)
-        context.responses = batch.responses
+        context.progress.responses = batch.responses
 
         def client_gone() -> None:
             meter.mark_disconnected()
@@ -75,7 +75,8 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
 
         with context.connection.watched(client_gone):
             await batch.run()
-        context.status, context.is_response_complete = 200, True
+        progress = context.progress
+        progress.status, progress.is_response_complete = 200, True
         parts = embedding_list(entries, model.name, total_tokens)
         await send_response_parts(context.send, 200, (JSON_HEADER, *context.own_headers), parts)
         meter.mark_ok()

@@ -28,6 +28,7 @@ from common.request.preprocessed import (
     PreprocessedRequest,
     RequestTracker,
 )
+from frontend_svc.access.caller import ANONYMOUS
 from frontend_svc.access.keys import admit, quota_of
 from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.asgi import (
@@ -38,7 +39,8 @@ from frontend_svc.edge.asgi import (
     last_part,
 )
 from frontend_svc.edge.error_response import send_error
-from frontend_svc.endpoints.request_context import HttpRequest, log_request, span_attributes
+from frontend_svc.endpoints.request_context import HttpRequest, Progress, ended_request
+from frontend_svc.endpoints.request_log import log_request, span_attributes
 from frontend_svc.endpoints.request_records import RequestRecords
 from frontend_svc.endpoints.route import Route
 from frontend_svc.errors import (
@@ -94,59 +96,42 @@ class PostEndpoint(ABC, Generic[P]):
 
     @abstractmethod
     async def parse(self, context: HttpRequest, raw: bytes) -> P:
-        """Reads a body, and sets `context.body`. Raises MeshError with the field of the body."""
+        """Reads a body, and sets that of the progress. Raises MeshError with the field of the
+        body."""
 
     @abstractmethod
     async def serve(self, context: HttpRequest, body: P, meter: RequestMeter) -> None:
         """Sends the response, and marks the meter. Raises the MeshError of a failed request."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request. It is counted, and gets a log line, however it ends."""
-        context = self._make_context(scope, receive, send)
-        meter: RequestMeter | None = None
-        raw = b""
+        """Serves one request. Its end is in the metrics, the log, the span and the records once,
+        whatever it is."""
+        context = self._make_context(scope, send)
         self._active_requests += 1
         try:
-            try:
-                context.caller = admit(scope, self._route.permission)
-                if (quota := quota_of(scope, context.caller)) is not None:
-                    context.quota = quota
-                    quota.begin()
-                if self._active_requests > (limit := self._config.requests_max):
-                    raise Overloaded(1.0, f"too many concurrent requests: {limit}/{limit}")
-                raw = await self._receive_body(context)
-                body = await self.parse(context, raw)
-            except TimeoutError:
-                message = f"The body was not complete within {BODY_TIMEOUT_S:g} s."
-                raise DeadlineExceeded(message) from None
-            finally:
-                name = named_model(raw) if context.body is None else context.body.model
-                is_stream = context.body is not None and context.body.is_stream
-                meter = self._state.begin(name, self._route.label, is_stream)
+            body, meter = await self._begin(context, receive)
             await self.serve(context, body, meter)
         except MeshError as error:
-            await self._fail(context, meter, error)
+            await self._fail(context, error)
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # a panic of the tokenizer library is no Exception
             log.exception("request_failed", request_id=context.request_id)
-            await self._fail(context, meter, InternalError("see the frontend's log"))
+            await self._fail(context, InternalError("see the frontend's log"))
         finally:
             self._active_requests -= 1
-            if context.quota is not None:
-                context.quota.close(context.used_tokens)
-            if meter is not None:
-                meter.close()
-            context.span.end(partial(span_attributes, context), context.final_error)
-            now_s = self._state.clock()
-            log_request(context, now_s)
-            self._records.request_ended(context, raw, now_s)
+            self._end(context)
             # Without cycles of references, all of the request is freed at once.
             del scope["state"][CONNECTION]
-            if context.error is not None:
-                context.error.__traceback__ = None
 
-    def _make_context(self, scope: Scope, receive: Receive, send: Send) -> HttpRequest:
+    def _make_context(self, scope: Scope, send: Send) -> HttpRequest:
+        progress = Progress()
+        caller, quota = ANONYMOUS, None
+        try:
+            caller = admit(scope, self._route.permission)
+            quota = quota_of(scope, caller)
+        except MeshError as error:
+            progress.error = error
         header_pairs = tuple(scope["headers"])
         headers = dict(header_pairs)
         request_id = os.urandom(16).hex()
@@ -158,26 +143,70 @@ class PostEndpoint(ABC, Generic[P]):
             route=self._route,
             request_id=request_id,
             client_id=client_id if _REQUEST_ID.fullmatch(client_id) else request_id.encode(),
-            span=start_request_span(scope["path"], traceparent, own_ratio),
-            started_at_s=self._state.clock(),
-            tracker=RequestTracker(received_ms=time.time() * 1000, received_s=time.monotonic()),
+            caller=caller,
+            quota=quota,
             header_pairs=header_pairs,
             headers=headers,
-            receive=receive,
+            started_at_s=self._state.clock(),
+            tracker=RequestTracker(received_ms=time.time() * 1000, received_s=time.monotonic()),
+            span=start_request_span(scope["path"], traceparent, own_ratio),
             send=send,
             connection=scope["state"][CONNECTION],
+            progress=progress,
         )
 
-    async def _receive_body(self, context: HttpRequest) -> bytes:
+    async def _begin(self, context: HttpRequest, receive: Receive) -> tuple[P, RequestMeter]:
+        """Reads the body and begins to count the request, also one that it refuses: the body names
+        the model of the labels."""
+        progress = context.progress
+        try:
+            self._check_limits(context)
+            progress.raw = await self._receive_body(context, receive)
+            body = await self.parse(context, progress.raw)
+        except TimeoutError:
+            message = f"The body was not complete within {BODY_TIMEOUT_S:g} s."
+            raise DeadlineExceeded(message) from None
+        finally:
+            parsed = progress.body
+            name = named_model(progress.raw) if parsed is None else parsed.model
+            is_stream = parsed is not None and parsed.is_stream
+            meter = progress.meter = self._state.begin(name, self._route.label, is_stream)
+        return body, meter
+
+    def _check_limits(self, context: HttpRequest) -> None:
+        """Raises the error of the key, and Overloaded above a limit of the tenant or of this
+        endpoint."""
+        if context.progress.error is not None:
+            raise context.progress.error
+        if context.quota is not None:
+            context.quota.begin()
+        if self._active_requests > (limit := self._config.requests_max):
+            raise Overloaded(1.0, f"too many concurrent requests: {limit}/{limit}")
+
+    def _end(self, context: HttpRequest) -> None:
+        """Closes what counts the request, and writes its log line, span and records."""
+        progress = context.progress
+        ended = ended_request(context, self._state.clock())
+        if context.quota is not None:
+            context.quota.close(ended.used_tokens)
+        if progress.meter is not None:
+            progress.meter.close()
+        context.span.end(partial(span_attributes, ended), ended.error)
+        log_request(ended)
+        self._records.request_ended(ended)
+        if progress.error is not None:
+            progress.error.__traceback__ = None
+
+    async def _receive_body(self, context: HttpRequest, receive: Receive) -> bytes:
         limit = self._config.body_limit_mb << 20
         content_length = context.headers.get(b"content-length", b"0")
         if content_length.isdigit() and int(content_length) > limit:
             raise self._too_large()
         # A timer costs more than the read of a body that is complete.
         if context.connection.has_body:
-            return await self._receive_parts(context.receive, limit)
+            return await self._receive_parts(receive, limit)
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await self._receive_parts(context.receive, limit)
+            return await self._receive_parts(receive, limit)
 
     async def _receive_parts(self, receive: Receive, limit: int) -> bytes:
         parts, size = [], 0
@@ -239,24 +268,23 @@ class PostEndpoint(ABC, Generic[P]):
         arrived_at, traceparent = asyncio.get_running_loop().time(), context.span.traceparent
         return PlacementRequest(query, arrived_at, traceparent, hasher=hasher, chain=chain)
 
-    async def _fail(
-        self, context: HttpRequest, meter: RequestMeter | None, error: MeshError
-    ) -> None:
-        context.error = error
-        if meter is not None:
+    async def _fail(self, context: HttpRequest, error: MeshError) -> None:
+        context.progress.error = error
+        if (meter := context.progress.meter) is not None:
             meter.mark_failed(error_type(error), refusal_code(error))
         await self._send_error(context, error)
 
     async def _send_error(self, context: HttpRequest, error: MeshError) -> None:
         """Sends an error as an HTTP response, or as the last event if the stream has begun."""
-        if context.is_response_complete:
+        progress = context.progress
+        if progress.is_response_complete:
             return
-        if context.status:
-            stream_format = context.stream_format
+        if progress.status:
+            stream_format = progress.stream_format
             events = error_event(error) if stream_format is None else stream_format.error(error)
             await context.send(last_part(events))
             return
         client_id = context.client_id.decode("latin-1")
         response = self._route.errors.http_error(error, client_id, context.names)
-        context.status, context.response_json = response.status, response.body
+        progress.status, progress.response_json = response.status, response.body
         await send_error(context.send, response, context.own_headers)

@@ -105,12 +105,13 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         if self._api.passes_through and self._models.pass_through:
             body = await off_loop(len(raw), read_body, raw)
             if self._is_pass_through(body.model):
-                context.body = body = replace(body, nvext=read_headers(context.header_pairs))
+                body = replace(body, nvext=read_headers(context.header_pairs))
+                context.progress.body = body
                 check_permissions(context.caller, body.nvext)
                 return body
         parsed = await self._api.parse(raw, context.caller)
         request = with_headers(parsed.request, read_headers(context.header_pairs))
-        context.body, context.uses_alias = request, request.kvmesh is not None
+        context.progress.body, context.progress.uses_alias = request, request.kvmesh is not None
         check_permissions(context.caller, request.nvext, request.priority)
         return parsed if request is parsed.request else replace(parsed, request=request)
 
@@ -127,10 +128,10 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
             await self._pass_through(context, body, meter)
         else:
             await self._generate(context, body, meter)
-        for response in context.responses:
+        for response in context.progress.responses:
             if response.outcome is not None:
                 self._parts.on_request_end(response.outcome)
-        outcome = context.outcome
+        outcome = context.progress.outcome
         assert outcome is not None, "both paths wait for the outcome"
         details = outcome.usage.prompt_tokens_details
         if details is not None and details.cached_tokens is not None:
@@ -177,10 +178,10 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
             media = await self._media.load(parts, model.card.media)
             block_size = model.hasher.block_size
             prompts = [add_media(one, media, model.card.media, block_size) for one in prompts]
-        context.request = prompts[0]
+        context.progress.request = prompts[0]
         prompt_tokens = check_total_tokens(prompts)
         meter.prompt(prompt_tokens)
-        context.base_model = model.base
+        context.progress.base_model = model.base
         if context.quota is not None:
             outputs = [one.stop_conditions.max_tokens or 0 for one in prompts]
             context.quota.reserve(prompt_tokens + sum(outputs) * body.choices_per_prompt)
@@ -191,7 +192,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
     ) -> None:
         prepared = await self.prepare(context, parsed.request, meter)
         body, model, prompts = prepared.body, prepared.model, prepared.requests
-        context.choices_per_prompt = body.choices_per_prompt
+        context.progress.choices_per_prompt = body.choices_per_prompt
         info = ResponseInfo(
             context.request_id,
             model.name,
@@ -252,7 +253,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         recorder = ChoiceRecorder(info.choices)
         is_chat = isinstance(body, ChatRequest)
         whole = partial(completion_json, info.request_id, info.model, info.created, is_chat=is_chat)
-        context.render_stream = partial(whole, recorder.results)
+        context.progress.render_stream = partial(whole, recorder.results)
         return RecordedFormat(response_format, recorder)
 
     async def _pass_through(
@@ -281,16 +282,16 @@ class GenerationEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         plans: Sequence[tuple[RequestPlan, PlacementRequest]],
         meter: RequestMeter,
     ) -> Iterator[list[tuple[RequestHandle, ResponseBuffer]]]:
-        """Runs requests, which `context.responses` receive, while their client is connected;
-        leaving ends what still runs."""
+        """Runs requests, whose responses the progress has, while their client is connected; leaving
+        ends what still runs."""
         reader, backlog = Reader(), self._gateway.backlog
         handles: list[RequestHandle] = []
 
         def fail(index: int, error: MeshError, reason: str) -> None:
             handles[index].fail(error, reason)
 
-        context.placements = [placement for _, placement in plans]
-        context.responses = buffers = [
+        context.progress.placements = [placement for _, placement in plans]
+        context.progress.responses = buffers = [
             ResponseBuffer(
                 meter, self._state.clock, partial(fail, index), reader=reader, backlog=backlog
             )

@@ -11,7 +11,7 @@ import orjson
 from common.request.placement import Query
 from frontend_svc.config import AuditContent
 from frontend_svc.endpoints.record_file import RecordFile
-from frontend_svc.endpoints.request_context import HttpRequest, ResponsePart
+from frontend_svc.endpoints.request_context import EndedRequest, ResponsePart
 
 AUDIT_SCHEMA = "kvmesh.audit.v1"
 TRACE_SCHEMA = "kvmesh.request_trace.v1"
@@ -45,49 +45,48 @@ class RequestRecords:
         for one in self._files.values():
             one.close(timeout_s)
 
-    def request_ended(self, context: HttpRequest, raw: bytes, now_s: float) -> None:
-        """raw: the body. now_s: on the clock of `started_at_s`."""
-        total_ms = round((now_s - context.started_at_s) * 1000, 1)
+    def request_ended(self, ended: EndedRequest) -> None:
+        progress = ended.context.progress
         if self._audit is not None:
-            self._put_audit(self._audit, context, raw if self._has_request else b"", total_ms)
+            self._put_audit(self._audit, ended, progress.raw if self._has_request else b"")
         if self._trace is not None:
             for number, (placement, part) in enumerate(
-                zip(context.placements, context.responses, strict=False)
+                zip(progress.placements, progress.responses, strict=False)
             ):
                 query, is_booked = placement.query, not placement.is_query_only
                 if query.total_tokens and is_booked and part.outcome is not None:
-                    record = partial(_trace_record, context, number, query, part, total_ms)
+                    record = partial(_trace_record, ended, number, query, part)
                     self._trace.put(_RECORD_BYTES + 3 * len(query.prefix_hashes), record)
 
-    def _put_audit(
-        self, audit: RecordFile, context: HttpRequest, raw: bytes, total_ms: float
-    ) -> None:
+    def _put_audit(self, audit: RecordFile, ended: EndedRequest, raw: bytes) -> None:
         size = _RECORD_BYTES + len(raw)
         if self.has_response:
-            size += len(context.response_json)
-            if (outcome := context.outcome) is not None and context.render_stream is not None:
-                size += outcome.usage.completion_tokens * _TEXT_BYTES_PER_TOKEN
-        audit.put(size, partial(self._audit_record, context, raw, total_ms))
+            progress = ended.context.progress
+            size += len(progress.response_json)
+            if ended.outcome is not None and progress.render_stream is not None:
+                size += ended.outcome.usage.completion_tokens * _TEXT_BYTES_PER_TOKEN
+        audit.put(size, partial(self._audit_record, ended, raw))
 
-    def _audit_record(self, context: HttpRequest, raw: bytes, total_ms: float) -> Record:
-        record: dict[str, object] = {"schema": AUDIT_SCHEMA, **_identity(context, total_ms)}
-        error = context.final_error
-        is_complete = context.is_response_complete and error is None
-        record |= {"status": context.status, "complete": is_complete}
+    def _audit_record(self, ended: EndedRequest, raw: bytes) -> Record:
+        progress, error = ended.context.progress, ended.error
+        record: dict[str, object] = {"schema": AUDIT_SCHEMA, **_identity(ended)}
+        is_complete = progress.is_response_complete and error is None
+        record |= {"status": progress.status, "complete": is_complete}
         if error is not None:
             record |= {"failure": error.reason, "error": error.message}
         if self._has_request:
-            record["request"] = _body(raw, is_json=context.body is not None)
+            record["request"] = _body(raw, is_json=progress.body is not None)
         if self.has_response:
-            record["response"] = _response(context)
+            record["response"] = _response(ended)
         return record
 
 
-def _identity(context: HttpRequest, total_ms: float) -> dict[str, object]:
+def _identity(ended: EndedRequest) -> dict[str, object]:
+    context, body = ended.context, ended.context.progress.body
     record: dict[str, object] = {
         "request_id": context.request_id,
         "received_ms": round(context.tracker.received_ms, 3),
-        "total_ms": total_ms,
+        "total_ms": ended.total_ms,
         "endpoint": context.route.label,
         **context.caller_fields,
     }
@@ -95,8 +94,8 @@ def _identity(context: HttpRequest, total_ms: float) -> dict[str, object]:
         record["x_request_id"] = context.client_id.decode("latin-1")
     if context.span.trace_id:
         record["trace_id"] = context.span.trace_id
-    if context.body is not None:
-        record |= {"model": context.body.model, "stream": context.body.is_stream}
+    if body is not None:
+        record |= {"model": body.model, "stream": body.is_stream}
     return record
 
 
@@ -107,16 +106,16 @@ def _body(raw: bytes, *, is_json: bool) -> object:
     return orjson.Fragment(raw.replace(b"\r", b" ").replace(b"\n", b" "))
 
 
-def _response(context: HttpRequest) -> object:
-    payload = context.response_json
-    if not payload and context.render_stream is not None and context.outcome is not None:
-        payload = context.render_stream(context.outcome.usage)
+def _response(ended: EndedRequest) -> object:
+    progress = ended.context.progress
+    payload = progress.response_json
+    if not payload and progress.render_stream is not None and ended.outcome is not None:
+        payload = progress.render_stream(ended.outcome.usage)
     return orjson.Fragment(payload) if payload else None
 
 
-def _trace_record(
-    context: HttpRequest, number: int, query: Query, part: ResponsePart, total_ms: float
-) -> Record:
+def _trace_record(ended: EndedRequest, number: int, query: Query, part: ResponsePart) -> Record:
+    context = ended.context
     outcome = part.outcome
     assert outcome is not None, "it has ended"
     record: dict[str, object] = {
@@ -127,7 +126,7 @@ def _trace_record(
         "hash_ids": (np.frombuffer(query.prefix_hashes, dtype="<u8") >> 16).tolist(),
         "block_size": query.block_size,
         "schema": TRACE_SCHEMA,
-        **_identity(context, total_ms),
+        **_identity(ended),
         "workers": list(map(str, outcome.worker_ids)),
     }
     if number:

@@ -80,7 +80,7 @@ class ResponseWriter:
             if one.buffer.outcome is not None and one.buffer.first_token_at is None:
                 _raise_error(one.buffer)
         await _start_stream(self._context)
-        self._context.stream_format = response_format
+        self._context.progress.stream_format = response_format
         extension = self._choices[0].extension
         events = b"" if extension is None else extension.comments()
         events += response_format.begin() + self._begin(response_format)
@@ -185,7 +185,7 @@ class ResponseWriter:
         tracker.mark("finished", time.monotonic())
         usage = one.choice.usage(outcome.usage)
         values = extension.extra_fields(outcome, usage, one.handle.machine.generated)
-        is_stream = context.stream_format is not None
+        is_stream = context.progress.stream_format is not None
         if not is_stream and (annotations := extension.annotations(usage)):
             values["annotations"] = annotations
         return values
@@ -196,7 +196,7 @@ class ResponseWriter:
             assert one.buffer.outcome is not None, "every choice has finished"
             usage = one.choice.usage(one.buffer.outcome.usage)
             outcomes.append(replace(one.buffer.outcome, usage=usage))
-        usage = merge_outcomes(outcomes, self._context.choices_per_prompt).usage
+        usage = merge_outcomes(outcomes, self._context.progress.choices_per_prompt).usage
         return _permitted(self._context, usage)
 
 
@@ -243,16 +243,17 @@ def _raise_error(buffer: ResponseBuffer) -> None:
 
 
 async def _start_stream(context: HttpRequest) -> None:
-    context.status = 200
+    context.progress.status = 200
     await context.send(response_start(200, (*STREAM_HEADERS, *context.own_headers)))
 
 
 async def _end_stream(context: HttpRequest, events: bytes) -> None:
-    context.is_response_complete = True
+    context.progress.is_response_complete = True
     await context.send(last_part(events))
 
 
 async def send_json(context: HttpRequest, payload: bytes) -> None:
-    context.status, context.is_response_complete = 200, True
-    context.response_json = payload
+    progress = context.progress
+    progress.status, progress.is_response_complete = 200, True
+    progress.response_json = payload
     await send_response(context.send, 200, (JSON_HEADER, *context.own_headers), payload)

@@ -147,12 +147,12 @@ class InputTokensEndpoint(PostEndpoint[ChatRequest]):
     async def parse(self, context: HttpRequest, raw: bytes) -> ChatRequest:
         chat = (await self._api.parse(raw, context.caller)).request
         assert isinstance(chat, ChatRequest), "a body of the Responses API becomes a chat"
-        context.body = chat
+        context.progress.body = chat
         return chat
 
     async def serve(self, context: HttpRequest, body: ChatRequest, meter: RequestMeter) -> None:
         model = self._models.get_for(body.model, "chat")
-        context.base_model = model.base
+        context.progress.base_model = model.base
         token_ids, _ = await encode_chat(body, model)
         count = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
         await send_json(context, orjson.dumps(count))

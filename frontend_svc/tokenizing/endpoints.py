@@ -27,7 +27,7 @@ class TokenizeEndpoint(PostEndpoint[TokenizeRequest]):
     """The ASGI application of `/tokenize`."""
 
     async def parse(self, context: HttpRequest, raw: bytes) -> TokenizeRequest:
-        context.body = body = await off_loop(len(raw), parse_tokenize, raw)
+        context.progress.body = body = await off_loop(len(raw), parse_tokenize, raw)
         return body
 
     async def serve(self, context: HttpRequest, body: TokenizeRequest, meter: RequestMeter) -> None:
@@ -44,7 +44,7 @@ class DetokenizeEndpoint(PostEndpoint[DetokenizeRequest]):
     """The ASGI application of `/detokenize`."""
 
     async def parse(self, context: HttpRequest, raw: bytes) -> DetokenizeRequest:
-        context.body = body = await off_loop(len(raw), parse_detokenize, raw)
+        context.progress.body = body = await off_loop(len(raw), parse_detokenize, raw)
         return body
 
     async def serve(

@@ -31,7 +31,6 @@ PACKED = {
     "EngineProbe",
     "EngineProperties",
     "Gateway",
-    "HttpRequest",
     "Instance",
     "Job",
     "LegRecord",

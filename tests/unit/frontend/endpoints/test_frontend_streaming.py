@@ -11,6 +11,7 @@ import pytest
 
 from common.request.preprocessed import FinishReason, TokenLogprob, usage
 from frontend_svc.access.caller import ANONYMOUS
+from frontend_svc.endpoints.request_context import Progress
 from frontend_svc.endpoints.streaming import PART_TOKENS, OpenChoice, ResponseWriter
 from frontend_svc.metrics.families import DeploymentState
 from frontend_svc.request.buffer import Backlog, ResponseBuffer
@@ -59,7 +60,7 @@ async def write(choice: Any, backlog: Backlog, sent: list[bytes]) -> None:
     context = cast(
         Any,
         SimpleNamespace(
-            send=send, connection=None, own_headers=(), caller=ANONYMOUS, choices_per_prompt=1
+            send=send, connection=None, own_headers=(), caller=ANONYMOUS, progress=Progress()
         ),
     )
     text_format = cast(
