@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import orjson
 
 from frontend_svc.access.caller import Caller
 from frontend_svc.anthropic.message_format import MessageFormat
 from frontend_svc.anthropic.translation import MessagesChat, parse_count, parse_messages
 from frontend_svc.endpoints.endpoint import PostEndpoint
-from frontend_svc.endpoints.generation import encode_chat
 from frontend_svc.endpoints.generation_api import ParsedBody, ResponseInfo, off_loop
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.endpoints.streaming import send_json
+from frontend_svc.endpoints.tokenization import encode_chat
 from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.text.response_format import ResponseFormat
 
 
 class MessagesApi:
     """The GenerationApi of `/v1/messages`."""
-
-    table: Final = "chat"
-    # The workers of pass-through models take bodies of the OpenAI API.
-    passes_through: Final = False
 
     async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
         request = await off_loop(len(raw), parse_messages, raw)

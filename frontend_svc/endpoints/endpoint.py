@@ -85,7 +85,7 @@ class PostEndpoint(ABC, Generic[P]):
     """The ASGI application of one endpoint. A subclass reads bodies (P) and serves them."""
 
     def __init__(self, route: Route, parts: EndpointParts) -> None:
-        self._route = route
+        self.route = route
         self._parts = parts
         self._gateway = parts.gateway
         self._models = parts.models
@@ -128,7 +128,7 @@ class PostEndpoint(ABC, Generic[P]):
         progress = Progress()
         caller, quota = ANONYMOUS, None
         try:
-            caller = admit(scope, self._route.permission)
+            caller = admit(scope, self.route.permission)
             quota = quota_of(scope, caller)
         except MeshError as error:
             progress.error = error
@@ -140,7 +140,7 @@ class PostEndpoint(ABC, Generic[P]):
         config = self._config
         own_ratio = None if config.trust_traceparent else config.trace_sample_ratio
         return HttpRequest(
-            route=self._route,
+            route=self.route,
             request_id=request_id,
             client_id=client_id if _REQUEST_ID.fullmatch(client_id) else request_id.encode(),
             caller=caller,
@@ -170,7 +170,7 @@ class PostEndpoint(ABC, Generic[P]):
             parsed = progress.body
             name = named_model(progress.raw) if parsed is None else parsed.model
             is_stream = parsed is not None and parsed.is_stream
-            meter = progress.meter = self._state.begin(name, self._route.label, is_stream)
+            meter = progress.meter = self._state.begin(name, self.route.label, is_stream)
         return body, meter
 
     def _check_limits(self, context: HttpRequest) -> None:
@@ -285,6 +285,6 @@ class PostEndpoint(ABC, Generic[P]):
             await context.send(last_part(events))
             return
         client_id = context.client_id.decode("latin-1")
-        response = self._route.errors.http_error(error, client_id, context.names)
+        response = self.route.errors.http_error(error, client_id, context.names)
         progress.status, progress.response_json = response.status, response.body
         await send_error(context.send, response, context.own_headers)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
+from common.request.preprocessed import PreprocessedRequest
 from frontend_svc.access.caller import Caller
 from frontend_svc.models.model_watch import Table
+from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.parsing import INLINE_BODY_BYTES, parse_chat, parse_completion
 from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
+from frontend_svc.openai.body.tool_calls import ToolPlan
 from frontend_svc.openai.output.completion_format import CompletionFormat
 from frontend_svc.openai.output.sse import ChunkKind
 from frontend_svc.text.response_format import ResponseFormat
@@ -46,15 +49,27 @@ class ParsedBody:
     make_format: Callable[[ResponseInfo], ResponseFormat]
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedBody:
+    """A body after all checks and tokenization."""
+
+    body: ChatRequest | CompletionRequest
+    """With the defaults of its model."""
+
+    model: ServedModel
+    plan: ToolPlan | None
+
+    requests: Sequence[PreprocessedRequest]
+    """One for each prompt."""
+
+    prompt_text: str | None
+    """Of the first prompt; None: it was given as token ids."""
+
+    prompt_tokens: int
+
+
 class GenerationApi(Protocol):
-    """One API with responses from a model. table: the engines that serve it. passes_through:
-    whether bodies for pass-through models go to their worker unparsed."""
-
-    @property
-    def table(self) -> Table: ...
-
-    @property
-    def passes_through(self) -> bool: ...
+    """One API with responses from a model."""
 
     async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
         """Raises MeshError with the field of the client's body."""
@@ -63,13 +78,12 @@ class GenerationApi(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompletionApi:
-    """Chat completions, or completions."""
+    """Chat completions, or completions. table: the engines that serve it."""
 
     table: Table
     kind: ChunkKind
     id_prefix: str
     parse_body: Callable[[bytes], ChatRequest | CompletionRequest]
-    passes_through: bool = True
 
     async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
         request = await off_loop(len(raw), self.parse_body, raw)

@@ -10,14 +10,13 @@ import orjson
 from common.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from frontend_svc.access.caller import Caller
 from frontend_svc.endpoints.endpoint import EndpointParts, PostEndpoint
-from frontend_svc.endpoints.generation import encode_chat
 from frontend_svc.endpoints.generation_api import ParsedBody, ResponseInfo, off_loop
 from frontend_svc.endpoints.plain import PlainRequest, PlainResponse
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.endpoints.route import Route
 from frontend_svc.endpoints.streaming import send_json
+from frontend_svc.endpoints.tokenization import encode_chat
 from frontend_svc.metrics.families import RequestMeter
-from frontend_svc.models.model_watch import Table
 from frontend_svc.openai.body.schema import ChatRequest
 from frontend_svc.openai.body.validation_errors import INVALID_VALUE
 from frontend_svc.openai.output.json_bytes import compact_json
@@ -53,8 +52,6 @@ class ResponsesApi:
     """`POST /v1/responses`. stored: None if this frontend stores no responses."""
 
     stored: StoredResponses | None
-    table: Table = "chat"
-    passes_through: bool = False
 
     async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
         request = await off_loop(len(raw), parse_responses, raw)

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 from frontend_svc.endpoints.constraints import ConstraintChecks
 from frontend_svc.endpoints.endpoint import EndpointParts
 from frontend_svc.endpoints.generation import GenerationEndpoint
-from frontend_svc.endpoints.generation_api import GenerationApi
+from frontend_svc.endpoints.generation_api import CompletionApi, GenerationApi
+from frontend_svc.endpoints.pass_through_endpoint import CompletionEndpoint, PassThroughEndpoint
 from frontend_svc.endpoints.route import Route
 from frontend_svc.media.fetcher import MediaFetcher
 from frontend_svc.media.loader import MediaLoader
@@ -55,3 +56,8 @@ class ApiParts:
     def generation(self, route: Route, api: GenerationApi) -> GenerationEndpoint:
         """Returns the endpoint of a generation API."""
         return GenerationEndpoint(route, api, self.endpoints, self.constraints, self.media)
+
+    def completions(self, route: Route, api: CompletionApi) -> CompletionEndpoint:
+        """Returns the endpoint of an API that also takes bodies for pass-through models."""
+        pass_through = PassThroughEndpoint(route, api.table, self.endpoints)
+        return CompletionEndpoint(self.generation(route, api), pass_through, self.endpoints)

@@ -112,7 +112,7 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
     RouteEntry(
         method="POST",
         path="/v1/chat/completions",
-        handler=_generation(lambda _: CHAT_COMPLETIONS),
+        handler=lambda route, parts: parts.completions(route, CHAT_COMPLETIONS),
         permission=Permission.INFER,
         label="chat_completions",
         span_operation="chat",
@@ -127,7 +127,7 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
     RouteEntry(
         method="POST",
         path="/v1/completions",
-        handler=_generation(lambda _: COMPLETIONS),
+        handler=lambda route, parts: parts.completions(route, COMPLETIONS),
         permission=Permission.INFER,
         label="completions",
         span_operation="text_completion",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import orjson
 
 from common.kv.hashing import TokensWithHashes
@@ -16,7 +14,6 @@ from frontend_svc.endpoints.generation_api import (
     ParsedBody,
     off_loop,
 )
-from frontend_svc.endpoints.pass_through import PassThroughRequest
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.endpoints.streaming import send_json
 from frontend_svc.metrics.families import RequestMeter
@@ -29,10 +26,6 @@ from frontend_svc.responses.endpoint import ResponsesApi
 class PreprocessApi:
     """Reads a body of chat completions (`messages`), of the Responses API (`input`) or of
     completions."""
-
-    table: Final = "chat"
-    # The frontend does not preprocess bodies of pass-through models.
-    passes_through: Final = False
 
     def __init__(self, responses: ResponsesApi) -> None:
         self._responses = responses
@@ -50,10 +43,7 @@ class PreprocessEndpoint(GenerationEndpoint):
     """Checks and tokenizes a body as generation does, and returns the requests with the hashes
     of their blocks."""
 
-    async def serve(
-        self, context: HttpRequest, body: ParsedBody | PassThroughRequest, meter: RequestMeter
-    ) -> None:
-        assert isinstance(body, ParsedBody), "the API passes nothing through"
+    async def serve(self, context: HttpRequest, body: ParsedBody, meter: RequestMeter) -> None:
         prepared = await self.prepare(context, body.request, meter)
         requests = prepared.requests
         value = {

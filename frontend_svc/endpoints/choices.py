@@ -1,0 +1,82 @@
+"""The choices of a response: how the tokens of each become text, calls and reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from common.request.preprocessed import PreprocessedRequest
+from frontend_svc.endpoints.generation_api import PreparedBody
+from frontend_svc.models.served_model import ServedModel
+from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
+from frontend_svc.openai.body.tool_calls import ToolPlan
+from frontend_svc.openai.output.logprobs import token_id_text
+from frontend_svc.text.choice import Choice
+from frontend_svc.text.output_text import TextStream
+from frontend_svc.tools.formats import HERMES
+from frontend_svc.tools.harmony import HarmonyParser
+from frontend_svc.tools.parser import ToolCallParser
+from frontend_svc.tools.response import ResponseParser
+
+
+def make_choices(prepared: PreparedBody, request_ids: Sequence[str]) -> list[Choice]:
+    """Returns the choices of all prompts, in order.
+
+    - request_ids: of the requests that generate them.
+    """
+    body, model = prepared.body, prepared.model
+    choices: list[Choice] = []
+    for prompt, request in enumerate(prepared.requests):
+        echo = _echoed_text(body, model, prompt)
+        for _ in range(body.choices_per_prompt):
+            number, parser = len(choices), None
+            if isinstance(body, ChatRequest):
+                parser = _response_parser(request_ids[number], model, prepared.plan, request)
+            text = _text_stream(body, model, for_parser=parser is not None)
+            token_bytes = _token_bytes(body, model)
+            choices.append(Choice(number, text, parser, echo=echo, token_bytes=token_bytes))
+    return choices
+
+
+def _echoed_text(body: ChatRequest | CompletionRequest, model: ServedModel, prompt: int) -> str:
+    if not isinstance(body, CompletionRequest) or not body.echo:
+        return ""
+    value = body.prompts[prompt]
+    return value if isinstance(value, str) else model.tokenizer.decode(value)
+
+
+def _response_parser(
+    response_id: str, model: ServedModel, plan: ToolPlan | None, request: PreprocessedRequest
+) -> ResponseParser | None:
+    if model.is_harmony and (plan is None or plan.call_format is not HERMES):
+        messages = HarmonyParser(is_single=plan is not None and plan.is_single)
+        return ResponseParser(messages, None, response_id)
+    guided = request.sampling_options.guided_decoding
+    is_guided = guided is not None and not guided.best_effort
+    reasoning = model.reasoning_parser(request.token_ids, is_guided=is_guided)
+    if plan is None:
+        return None if reasoning is None else ResponseParser(None, reasoning, response_id)
+    tools = ToolCallParser(plan.call_format, plan.types, is_single=plan.is_single)
+    id_chars = plan.call_format.id_chars
+    return ResponseParser(tools, reasoning, response_id, id_chars=id_chars)
+
+
+def _token_bytes(
+    body: ChatRequest | CompletionRequest, model: ServedModel
+) -> Callable[[int], bytes] | None:
+    """Returns how log probabilities write a token; None if the client requested none."""
+    if body.alternatives is None:
+        return None
+    return token_id_text if body.return_tokens_as_token_ids else model.token_bytes
+
+
+def _text_stream(
+    body: ChatRequest | CompletionRequest, model: ServedModel, *, for_parser: bool
+) -> TextStream:
+    return TextStream(
+        model.detokenizer(
+            for_parser=for_parser, skips_special=body.skip_special_tokens is not False
+        ),
+        body.stop_strings,
+        min_tokens=body.min_tokens or 0,
+        includes_stop=body.include_stop_str_in_output is True,
+    )
