@@ -29,7 +29,8 @@ from frontend_svc.access.quotas import TenantQuotas
 from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.asgi import AsgiApp
 from frontend_svc.edge.browsers import with_browser_policy
-from frontend_svc.edge.server import FINAL_WRITE_TIMEOUT_S, HttpServer, listen
+from frontend_svc.edge.server import FINAL_WRITE_TIMEOUT_S, HttpServer
+from frontend_svc.edge.sockets import listen
 from frontend_svc.endpoints.endpoint import EndpointParts
 from frontend_svc.endpoints.record_file import RecordFile
 from frontend_svc.endpoints.request_records import RequestRecords

@@ -1,20 +1,37 @@
-"""The ClientConnection of a request on uvicorn's HTTP protocol."""
+"""The ClientConnection of a request."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+class Flow(Protocol):
+    """Flow control of a connection."""
+
+    write_paused: bool
+
+    def resume_reading(self) -> None: ...
+
+
+class Cycle(Protocol):
+    """One request and its response, in the HTTP server."""
+
+    transport: asyncio.Transport
+    more_body: bool
+    disconnected: bool
+    chunked_encoding: bool | None
+
+    @property
+    def flow(self) -> Flow: ...
 
 
 class HttpConnection:
     """Writes into the chunked body of one response, and calls on a disconnect."""
 
-    def __init__(
-        self, cycle: RequestResponseCycle, disconnect_callbacks: set[Callable[[], None]]
-    ) -> None:
+    def __init__(self, cycle: Cycle, disconnect_callbacks: set[Callable[[], None]]) -> None:
         self._cycle = cycle
         self._flow = cycle.flow
         self._transport = cycle.transport

@@ -28,7 +28,7 @@ from common.runtime.ready_line import ReadyLineReader, write_ready_line
 from common.service.lifecycle import report_start_failure
 from common.service.restarts import RestartPolicy, Restarts
 from frontend_svc.config import FrontendConfig
-from frontend_svc.edge.server import listen
+from frontend_svc.edge.sockets import listen
 from frontend_svc.processes.siblings import Siblings
 
 LOG = structlog.get_logger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from frontend_svc.edge.bounded_protocol import HEAD_BYTES_MAX, HEADERS_MAX, BoundedProtocol
+from frontend_svc.edge.server import HEAD_BYTES_MAX, HEADERS_MAX, BoundedProtocol
 from tests.kit.processes import MODEL, Mesh
 from tests.kit.waiting import WAIT_S, wait_for
 

@@ -21,6 +21,7 @@ from common.rpc.stream import open_stream
 from common.runtime.certificates import CertificateFiles
 from frontend_svc.edge import server
 from frontend_svc.edge.asgi import Receive, Scope, Send
+from frontend_svc.edge.sockets import listen
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from tests.kit.certificates import Authority
 from tests.kit.processes import Mesh, Service
@@ -299,7 +300,7 @@ async def test_a_client_that_does_not_finish_the_handshake_is_disconnected(
     cert, key = Authority(tmp_path / "ca").issue("http")
     files = CertificateFiles({"http_tls_cert_path": cert, "http_tls_key_path": key})
     http = server.HttpServer(api, lambda: False, 1.0, 16, files)
-    listen_socket = server.listen("127.0.0.1", 0)
+    listen_socket = listen("127.0.0.1", 0)
     task = asyncio.create_task(http.serve([listen_socket]))
     try:
         async with asyncio.timeout(20.0):

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from frontend_svc.edge.asgi import Receive, Scope, Send, send_response
-from frontend_svc.edge.bounded_protocol import PIPELINED_BODY_BYTES_MAX, BoundedProtocol
-from frontend_svc.edge.server import HttpServer, listen
+from frontend_svc.edge.server import PIPELINED_BODY_BYTES_MAX, BoundedProtocol, HttpServer
+from frontend_svc.edge.sockets import listen
 
 GET = b"GET / HTTP/1.1\r\nhost: h\r\n"
 TIME_S = 0.05

@@ -29,7 +29,8 @@ from frontend_svc.access.keys import KeyFile, with_keys
 from frontend_svc.access.quotas import TenantQuotas
 from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.asgi import AsgiApp
-from frontend_svc.edge.server import HttpServer, listen
+from frontend_svc.edge.server import HttpServer
+from frontend_svc.edge.sockets import listen
 from frontend_svc.endpoints.endpoint import EndpointParts
 from frontend_svc.endpoints.request_records import RequestRecords
 from frontend_svc.members import Members

@@ -1,0 +1,63 @@
+"""Sockets of the HTTP server, and how many connections they may have."""
+
+from __future__ import annotations
+
+import resource
+import socket
+
+import structlog
+
+from common.errors import Conflict
+from common.runtime.config import flag_name
+
+SEND_BUFFER_BYTES = 256 << 10
+# Descriptors for files and other services.
+OTHER_DESCRIPTORS = 512
+# Connections above the limit that still receive a 503.
+REFUSED_MAX = 256
+
+log = structlog.get_logger()
+
+
+def listen(
+    host: str, port: int, *, shared: bool = False, setting: str = "http_port"
+) -> socket.socket:
+    """Returns a bound socket. Raises Conflict if the address is not available.
+
+    - shared: with other sockets; those that listen share the connections.
+    - setting: the field that `port` is from.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listen_socket = socket.socket(family, socket.SOCK_STREAM)
+    listen_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listen_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    # Connections inherit it. The kernel would buffer megabytes for each client that does not read.
+    listen_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    try:
+        listen_socket.bind((host, port))
+    except OSError as error:
+        listen_socket.close()
+        raise Conflict(
+            f"cannot serve HTTP on {host}:{port}: {error.strerror}; choose another port with "
+            f"{flag_name(setting)} or KVMESH_FRONTEND_{setting.upper()}",
+            field=setting,
+            reason="ADDRESS_IN_USE",
+        ) from error
+    return listen_socket
+
+
+def connection_limit(connections_max: int) -> int:
+    """Returns the connections that the limit of descriptors permits; raises that limit if
+    possible."""
+    others = OTHER_DESCRIPTORS + REFUSED_MAX
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections_max + others
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = max(1, min(connections_max, wanted - others))
+    if limit < connections_max:
+        log.warning("connections_limited", connections_max=limit, descriptors=wanted)
+    return limit
