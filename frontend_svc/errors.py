@@ -197,7 +197,8 @@ _TABLE: dict[type[MeshError], _Mapping] = {
 
 
 def http_error(error: BaseException, headers: Container[bytes] = ()) -> HttpError:
-    """The response for `error`; any exception that is not a MeshError counts as InternalError.
+    """Returns the response for `error`; any exception that is not a MeshError counts as
+    InternalError.
     headers: names of the request's headers."""
     mapping = _mapping_of(error)
     return HttpError(
@@ -209,7 +210,7 @@ def http_error(error: BaseException, headers: Container[bytes] = ()) -> HttpErro
 
 
 def client_param(field: str, headers: Container[bytes] = ()) -> str:
-    """The name of a field as the client sent it: in the body, or as a header."""
+    """Returns the name of a field as the client sent it: in the body, or as a header."""
     for internal_prefix, client_prefix in _FIELD_PREFIXES:
         if field.startswith(internal_prefix):
             field = client_prefix + field.removeprefix(internal_prefix)
@@ -222,7 +223,8 @@ def client_param(field: str, headers: Container[bytes] = ()) -> str:
 
 
 def client_message(error: MeshError, headers: Container[bytes] = ()) -> tuple[str, str | None]:
-    """Message and `param` of an error with the client's field names. headers: see `http_error`."""
+    """Returns message and `param` of an error with the client's field names. headers: see
+    `http_error`."""
     if not error.field:
         return error.message, None
     param = client_param(error.field, headers)
@@ -234,7 +236,7 @@ def error_type(error: BaseException) -> ErrorType:
 
 
 def refusal_code(error: BaseException) -> str | None:
-    """The metric label `code` of a refused body; None for other errors."""
+    """Returns the metric label `code` of a refused body; None for other errors."""
     if not isinstance(error, InvalidRequest | UnknownModel):
         return None
     _, _, code = error_details(error)
@@ -242,18 +244,18 @@ def refusal_code(error: BaseException) -> str | None:
 
 
 def is_server_fault(error: BaseException) -> bool:
-    """Whether the status of the response is 5xx."""
+    """Returns whether the status of the response is 5xx."""
     return _mapping_of(error).status >= 500
 
 
 def error_body(message: str, type_: str, param: str | None, code: str | None) -> bytes:
-    """The JSON of an error in OpenAI's form."""
+    """Returns the JSON of an error in OpenAI's form."""
     details = {"message": message, "type": type_, "param": param, "code": code}
     return orjson.dumps({"error": details})
 
 
 def error_event(error: BaseException) -> bytes:
-    """The last SSE event of a stream that fails after its first byte."""
+    """Returns the last SSE event of a stream that fails after its first byte."""
     return b"data: " + _response_body(error, _mapping_of(error), ()) + b"\n\n"
 
 
@@ -276,7 +278,7 @@ def _mapping_of(error: BaseException) -> _Mapping:
 def error_details(
     error: BaseException, headers: Container[bytes] = ()
 ) -> tuple[str, str | None, str | None]:
-    """Message, `param` and `code` of an error. headers: see `http_error`."""
+    """Returns message, `param` and `code` of an error. headers: see `http_error`."""
     mapping = _mapping_of(error)
     if not isinstance(error, MeshError) or mapping is _TABLE[InternalError]:
         return INTERNAL_MESSAGE, None, mapping.code

@@ -39,12 +39,12 @@ class Stopwatch:
         self._ends.append(time.perf_counter())
 
     def laps_s(self) -> list[float]:
-        """Returns seconds of each ended stage."""
+        """Returns the seconds of each ended stage."""
         starts = [self.started, *self._ends]
         return [end - start for start, end in zip(starts, self._ends, strict=False)]
 
     def total_s(self) -> float:
-        """Returns seconds up to the end of the last stage; if none has ended, up to now."""
+        """Returns the seconds up to the end of the last stage; if none has ended, up to now."""
         return (self._ends[-1] if self._ends else time.perf_counter()) - self.started
 
 

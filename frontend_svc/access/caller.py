@@ -69,7 +69,8 @@ class KeyTable:
         )
 
     def identify(self, headers: Headers, now_s: float) -> Caller:
-        """The client with the key in the headers. now_s: Unix seconds. Raises Unauthenticated."""
+        """Returns the client with the key in the headers. now_s: Unix seconds. Raises
+        Unauthenticated."""
         credentials = set(_credentials(headers))
         if not credentials:
             raise Unauthenticated(
@@ -89,7 +90,7 @@ class KeyTable:
 
 
 def _credentials(headers: Headers) -> Iterable[bytes]:
-    """The keys in the headers, whose names are in lower case."""
+    """Yields the keys in the headers, whose names are in lower case."""
     for name, value in headers:
         if name == b"x-api-key":
             yield value.strip()

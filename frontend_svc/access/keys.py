@@ -39,7 +39,7 @@ class KeyFile:
         self._read()
 
     def identify(self, scope: Scope) -> Caller:
-        """The client of a request. Raises Unauthenticated."""
+        """Returns the client of a request. Raises Unauthenticated."""
         return self._table.identify(scope["headers"], time.time())
 
     async def follow(self) -> None:
@@ -71,7 +71,8 @@ class KeyFile:
 
 
 def with_keys(api: AsgiApp, keys: KeyFile, quotas: TenantQuotas) -> AsgiApp:
-    """The same API, whose `admit` demands a key, and whose requests have the quotas of tenants."""
+    """Returns the same API, whose `admit` demands a key, and whose requests have the quotas of
+    tenants."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"][_KEYS] = keys
@@ -82,8 +83,8 @@ def with_keys(api: AsgiApp, keys: KeyFile, quotas: TenantQuotas) -> AsgiApp:
 
 
 def admit(scope: Scope, needed: Permission | None) -> Caller:
-    """The client of a request. needed: what its key must permit; None: any key will do. Raises
-    Unauthenticated and PermissionDenied."""
+    """Returns the client of a request. needed: what its key must permit; None: any key will do.
+    Raises Unauthenticated and PermissionDenied."""
     keys: KeyFile | None = scope["state"].get(_KEYS)
     if keys is None:
         return ANONYMOUS
@@ -94,6 +95,6 @@ def admit(scope: Scope, needed: Permission | None) -> Caller:
 
 
 def quota_of(scope: Scope, caller: Caller) -> Quota | None:
-    """The quota of a client's new request; None without limits."""
+    """Returns the quota of a client's new request; None without limits."""
     quotas: TenantQuotas | None = scope["state"].get(_QUOTAS)
     return None if quotas is None else quotas.quota(caller, time.monotonic())

@@ -40,7 +40,7 @@ class Bucket:
         self.rate, self.capacity, self._filled_at_s = rate, capacity, now_s
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until `amount` is there."""
+        """Returns the seconds until `amount` is there."""
         return max(0.0, (amount - self.level) / self.rate)
 
 
@@ -114,7 +114,7 @@ class TenantQuotas:
         self._uses: dict[str, TenantUse] = {}
 
     def quota(self, caller: Caller, now_s: float) -> Quota | None:
-        """The quota of a new request."""
+        """Returns the quota of a new request."""
         limits = caller.limits
         if limits.is_unlimited:
             return None

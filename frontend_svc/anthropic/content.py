@@ -36,7 +36,7 @@ class BlockEvents:
         self._type: str | None = None
 
     def feed(self, delta: Delta) -> Iterator[Json]:
-        """The events of a delta."""
+        """Yields the events of a delta."""
         if not _continues(self._type, delta):
             yield from self.close()
             self._index += 1
@@ -47,7 +47,7 @@ class BlockEvents:
             yield self._delta(piece)
 
     def close(self) -> Iterator[Json]:
-        """The events of the end of the last block."""
+        """Yields the events of the end of the last block."""
         if self._type == "thinking":
             yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
         if self._type is not None:
@@ -59,7 +59,7 @@ class BlockEvents:
 
 
 def content_blocks(deltas: Iterable[Delta]) -> list[Json]:
-    """The blocks of a whole message."""
+    """Returns the blocks of a whole message."""
     blocks: list[tuple[Json, list[str]]] = []
     for delta in deltas:
         if not _continues(blocks[-1][0]["type"] if blocks else None, delta):
@@ -105,7 +105,7 @@ def _whole_block(block: Json, text: str) -> Json:
 
 
 def _input(arguments: str) -> Json:
-    """The arguments of a call. Incomplete ones lose their unfinished end, as in the SDK."""
+    """Returns the arguments of a call. Incomplete ones lose their unfinished end, as in the SDK."""
     try:
         value = from_json(arguments or "{}", allow_partial=True)
     except ValueError:

@@ -34,8 +34,8 @@ _TYPES: Final = {
 def http_error(
     error: BaseException, request_id: str | None, headers: Container[bytes] = ()
 ) -> HttpError:
-    """The response for an error. request_id: of the response's header. headers: names of the
-    request's headers."""
+    """Returns the response for an error. request_id: of the response's header. headers: names of
+    the request's headers."""
     response = openai.http_error(error, headers)
     is_overload = response.error_type is ErrorType.OVERLOAD
     status = OVERLOADED_STATUS if is_overload else response.status
@@ -47,7 +47,8 @@ def http_error(
 
 
 def client_message(error: MeshError, headers: Container[bytes]) -> tuple[str, str | None]:
-    """Message and `param` of an error with the client's field names. headers: see `http_error`."""
+    """Returns message and `param` of an error with the client's field names. headers: see
+    `http_error`."""
     return _renamed(*openai.client_message(error, headers))
 
 
@@ -60,7 +61,7 @@ def _renamed(message: str, param: str | None) -> tuple[str, str | None]:
 def error_body(
     status: int, message: str, param: str | None, code: str | None, request_id: str | None
 ) -> bytes:
-    """The JSON of an error."""
+    """Returns the JSON of an error."""
     default_type = "api_error" if status >= 500 else "invalid_request_error"
     error = {
         "type": _TYPES.get(status, default_type),

@@ -23,7 +23,7 @@ _STOP_REASONS: Final = {
 
 
 def event(value: Json) -> bytes:
-    """A server-sent event; its name is the value's type."""
+    """Returns a server-sent event; its name is the value's type."""
     return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), orjson.dumps(value))
 
 
@@ -87,7 +87,7 @@ class MessageFormat:
     def _shown(self, deltas: Iterable[Delta]) -> Iterable[Delta]:
         if not self._omits_thinking:
             return deltas
-        return (Reasoning("") if isinstance(one, Reasoning) else one for one in deltas)
+        return (Reasoning("") if isinstance(delta, Reasoning) else delta for delta in deltas)
 
 
 def _stop(end: ChoiceEnd) -> Json:
@@ -100,7 +100,7 @@ def _stop(end: ChoiceEnd) -> Json:
 
 
 def usage_object(usage: CompletionUsage) -> Json:
-    """Anthropic's counts: `input_tokens` is the part of the prompt that was not cached."""
+    """Returns Anthropic's counts: `input_tokens` is the part of the prompt that was not cached."""
     details = usage.prompt_tokens_details
     cached = (None if details is None else details.cached_tokens) or 0
     return _usage(usage.prompt_tokens - cached, cached, usage.completion_tokens)

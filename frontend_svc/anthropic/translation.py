@@ -106,7 +106,7 @@ def parse_count(body: bytes) -> MessagesChat:
 
 
 def client_field(field: str) -> str:
-    """The field of the Messages API from which a field of the chat was translated."""
+    """Returns the field of the Messages API from which a field of the chat was translated."""
     for pattern, name in _RENAMED_FIELDS:
         field = pattern.sub(name, field)
     return field
@@ -235,7 +235,7 @@ def _system(request: PromptRequest) -> list[openai.ChatMessage]:
     if request.system is None:
         return []
     blocks = [_text(request.system)] if isinstance(request.system, str) else request.system
-    texts = [one for one in blocks if not one.text.startswith(_BILLING_PREFIX)]
+    texts = [block for block in blocks if not block.text.startswith(_BILLING_PREFIX)]
     return [openai.ChatMessage(role="system", content=_content(texts))] if texts else []
 
 
@@ -250,7 +250,7 @@ def _turns(messages: Iterable[Message]) -> Iterator[openai.ChatMessage]:
 
 # Any: a role of the chat.
 def _user_messages(role: Any, blocks: Iterable[Block]) -> Iterator[openai.ChatMessage]:
-    """The results of calls are messages of their own in a chat."""
+    """Yields the messages of a turn: results of calls are messages of their own in a chat."""
     for is_result, group in groupby(blocks, lambda block: isinstance(block, ToolResultBlock)):
         if is_result:
             yield from (_result(one) for one in group if isinstance(one, ToolResultBlock))
@@ -291,7 +291,7 @@ def _content(parts: Sequence[TextBlock | ImageBlock]) -> str | list[openai.Conte
             return ""
         case [TextBlock(text=text)]:
             return text
-    return [_part(one) for one in parts]
+    return [_part(part) for part in parts]
 
 
 def _part(part: TextBlock | ImageBlock) -> openai.ContentPart:

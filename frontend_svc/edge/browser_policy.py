@@ -33,7 +33,8 @@ class BrowserPolicy:
     checks_host: bool
 
     def refusal(self, method: str, header_pairs: Headers) -> MeshError | None:
-        """The error for a request; None if it is served. header_pairs: with lower-case names."""
+        """Returns the error for a request; None if it is served. header_pairs: with lower-case
+        names."""
         headers = dict(header_pairs)
         host = headers.get(b"host", b"").decode("latin-1")
         if self.checks_host and host and not self._is_own_name(host):
@@ -59,15 +60,15 @@ class BrowserPolicy:
         return self._is_own_name(host) and origin.lower() in own_origins
 
     def _is_own_name(self, host: str) -> bool:
-        """Whether no other site's DNS can make a name stand for this server. host: may have a
-        port."""
+        """Returns whether no other site's DNS can make a name stand for this server. host: may
+        have a port."""
         name, is_local = _host_name(host)
         return is_local or name in self.hosts
 
 
 @lru_cache(maxsize=1024)
 def _host_name(host: str) -> tuple[str, bool]:
-    """The name without a port, and whether it is an address or a name of this machine."""
+    """Returns the name without a port, and whether it is an address or a name of this machine."""
     name = ""
     try:
         name = urlsplit(f"//{host}").hostname or ""

@@ -15,7 +15,7 @@ from frontend_svc.errors import HttpError, http_error
 
 
 def with_browser_policy(api: AsgiApp, config: FrontendConfig) -> AsgiApp:
-    """The same API, without requests that the policy refuses."""
+    """Returns the same API, without requests that the policy refuses."""
     policy = BrowserPolicy(
         frozenset(config.cors_origins),
         frozenset(map(str.lower, config.allowed_hosts)),

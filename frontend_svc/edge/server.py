@@ -290,7 +290,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _head_problem(self) -> AsgiApp | None:
-        """The application that refuses the request; None if its headers are valid."""
+        """Returns the application that refuses the request; None if its headers are valid."""
         size, hosts = len(self.url), []
         for name, value in self.headers:
             size += len(name) + len(value) + 4
@@ -317,8 +317,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _close_connections_on_drain(api: AsgiApp, is_draining: Callable[[], bool]) -> AsgiApp:
-    """The same API, but during a drain each response ends its connection. Clients then connect to
-    another frontend before the server closes idle connections."""
+    """Returns the same API, but during a drain each response ends its connection. Clients then
+    connect to another frontend before the server closes idle connections."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_close(message: MutableMapping[str, Any]) -> None:

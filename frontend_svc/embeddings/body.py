@@ -80,7 +80,7 @@ class EmbeddingRequest(StrictModel):
         return [cast("list[int]", self.input)]
 
     def input_name(self, index: int) -> str:
-        """The path of an input in the body."""
+        """Returns the path of an input in the body."""
         is_single = isinstance(self.input, str) or isinstance(self.input[0], int)
         return "input" if is_single else f"input[{index}]"
 
@@ -120,14 +120,14 @@ def check_vocabulary(request: EmbeddingRequest, inputs: Sequence[TokenIds], size
 
 
 def embedding_entry(index: int, vector: Vector, encoding_format: str | None) -> bytes:
-    """One entry of `data`. encoding_format: None: float."""
+    """Returns one entry of `data`. encoding_format: None: float."""
     value = to_base64(vector) if encoding_format == "base64" else vector
     entry = {"object": "embedding", "index": index, "embedding": value}
     return compact_json(entry)
 
 
 def embedding_list(entries: Iterable[bytes], model: str, tokens: int) -> list[bytes]:
-    """The parts of a whole response. tokens: of all inputs."""
+    """Returns the parts of a whole response. tokens: of all inputs."""
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     end = orjson.dumps({"object": "list", "model": model, "usage": usage})
     parts = [b'{"data":[']

@@ -88,8 +88,8 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
         model: ServedModel,
         inputs: list[TokenIds],
     ) -> Iterator[tuple[RequestPlan, PlacementRequest]]:
-        """The plan and the placement request of each input. Queries have no prefix hashes: engines
-        bypass their caches for embeddings."""
+        """Yields the plan and the placement request of each input. Queries have no prefix
+        hashes: engines bypass their caches for embeddings."""
         # Not the name in the body, which may be an alias.
         request = PreprocessedRequest(
             model=model.name,
@@ -109,7 +109,7 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
 
 
 async def _tokenize(request: EmbeddingRequest, model: ServedModel) -> list[TokenIds]:
-    """The token ids of the inputs. Raises InvalidRequest and PromptTooLong."""
+    """Returns the token ids of the inputs. Raises InvalidRequest and PromptTooLong."""
     context_length = model.card.context_length or 0
     texts = request.texts
     if texts is not None:

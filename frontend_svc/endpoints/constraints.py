@@ -69,8 +69,8 @@ class ConstraintChecks:
         return constraint.guided
 
     async def _usable(self, function: UsableFunction, deadline_s: float) -> UsableFunction:
-        """The function, with arguments of any form if its schema cannot be enforced and need not
-        be."""
+        """Returns the function, with arguments of any form if its schema cannot be enforced and
+        need not be."""
         guided = GuidedDecoding(json=dict(function.schema))
         try:
             await self.check(Constraint(guided, f"{function.field}.parameters"), deadline_s)

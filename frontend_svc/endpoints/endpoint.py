@@ -248,8 +248,8 @@ class PostEndpoint(ABC, Generic[P]):
         nvext: Nvext | None,
         hasher: PrefixHasher | None = None,
     ) -> PlacementRequest:
-        """The request for the placement of a prompt. model: the name that routers see. hasher: of
-        the prompt; None: it gets no hashes."""
+        """Returns the request for the placement of a prompt. model: the name that routers see.
+        hasher: of the prompt; None: it gets no hashes."""
         prefix_hashes, chain = b"", ROOT_CHAIN
         if hasher is not None:
             prompt, _ = request.block_mm_routing_info()

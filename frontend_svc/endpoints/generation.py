@@ -139,7 +139,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
             return requests
         media = await self._media.load(parts, model.card.media)
         block_size = model.hasher.block_size
-        return [add_media(one, media, model.card.media, block_size) for one in requests]
+        return [add_media(request, media, model.card.media, block_size) for request in requests]
 
     def _plans(
         self, context: HttpRequest, prepared: PreparedBody, *, is_query_only: bool
@@ -196,7 +196,7 @@ def _count_prompts(
     quota. Raises Overloaded above it."""
     meter.prompt(prompt_tokens)
     if context.quota is not None:
-        outputs = [one.stop_conditions.max_tokens or 0 for one in requests]
+        outputs = [request.stop_conditions.max_tokens or 0 for request in requests]
         context.quota.reserve(prompt_tokens + sum(outputs) * body.choices_per_prompt)
 
 

@@ -74,7 +74,7 @@ def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsag
 
 
 def without_hits(chunk: bytes) -> bytes:
-    """The chunk without `usage.prompt_tokens_details`, where engines report cache hits."""
+    """Returns the chunk without `usage.prompt_tokens_details`, where engines report cache hits."""
     if b"prompt_tokens_details" not in chunk:
         return chunk
     try:

@@ -90,7 +90,7 @@ class Progress:
     @property
     def outcome(self) -> RequestOutcome | None:
         """The outcome of all choices that have ended; None if there are none."""
-        outcomes = [one.outcome for one in self.responses if one.outcome is not None]
+        outcomes = [response.outcome for response in self.responses if response.outcome is not None]
         return merge_outcomes(outcomes, self.choices_per_prompt) if outcomes else None
 
 
@@ -150,7 +150,9 @@ class HttpRequest:
     def ttft_s(self) -> float | None:
         """Seconds to the first token; None without one."""
         responses = self.progress.responses
-        times = [one.first_token_at for one in responses if one.first_token_at is not None]
+        times = [
+            response.first_token_at for response in responses if response.first_token_at is not None
+        ]
         return min(times) - self.started_at_s if times else None
 
 

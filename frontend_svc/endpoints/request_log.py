@@ -100,7 +100,7 @@ def log_request(ended: EndedRequest) -> None:
 
 # Any: JSON.
 def _mark_fields(context: HttpRequest) -> dict[str, Any]:
-    """What the client states about the request, for logs and traces."""
+    """Returns what the client states about the request, for logs and traces."""
     request, fields = context.progress.request, dict[str, Any]()
     if request is None:
         return fields

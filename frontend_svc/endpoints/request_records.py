@@ -37,13 +37,13 @@ class RequestRecords:
         self._files = {name: one for name, one in files.items() if one is not None}
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
-        """Written and dropped records by file."""
+        """Returns written and dropped records by file."""
         return {name: (one.written, one.dropped) for name, one in self._files.items()}
 
     def close(self, timeout_s: float) -> None:
         """Writes what is queued, for at most `timeout_s` a file."""
-        for one in self._files.values():
-            one.close(timeout_s)
+        for file in self._files.values():
+            file.close(timeout_s)
 
     def request_ended(self, ended: EndedRequest) -> None:
         progress = ended.context.progress

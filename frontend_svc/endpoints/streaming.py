@@ -107,12 +107,14 @@ class ResponseWriter:
 
     @property
     def _is_behind(self) -> bool:
-        return any(one.buffer.has_unread and not one.choice.is_complete for one in self._choices)
+        return any(
+            choice.buffer.has_unread and not choice.choice.is_complete for choice in self._choices
+        )
 
     async def _catch_up(self, sink: ChoiceSink) -> bytes:
         """Writes what has arrived. If that is much, because the client has not read, it writes a
         part, and other responses go on before the next part of any response."""
-        if sum(one.buffer.unread for one in self._choices) <= PART_TOKENS:
+        if sum(choice.buffer.unread for choice in self._choices) <= PART_TOKENS:
             return self._advance(sink)
         async with self._backlog.turn:
             events = self._advance(sink, max(1, PART_TOKENS // len(self._choices)))
@@ -139,7 +141,7 @@ class ResponseWriter:
         await send_json(self._context, response_format.body(recorder.results, self._usage()))
 
     def _begin(self, sink: ChoiceSink) -> bytes:
-        return b"".join([one.choice.begin(sink) for one in self._choices])
+        return b"".join([choice.choice.begin(sink) for choice in self._choices])
 
     def _advance(self, sink: ChoiceSink, most: int | None = None) -> bytes:
         """Writes what has arrived, or about `most` tokens of each choice; sets `_error` if a choice
@@ -201,7 +203,7 @@ class ResponseWriter:
 
 
 def _permitted(context: HttpRequest, usage: CompletionUsage) -> CompletionUsage:
-    """The counts; cache hits only if the client's key permits them."""
+    """Returns the counts; cache hits only if the client's key permits them."""
     if Scope.EXPLAIN in context.caller.scopes:
         return usage
     return replace(usage, prompt_tokens_details=None)

@@ -21,8 +21,10 @@ async def tokenize(
     context_length = model.card.context_length or 0
     if isinstance(body, CompletionRequest):
         token_lists: list[Sequence[int]] = [
-            await _encode(body, one, model, context_length) if isinstance(one, str) else one
-            for one in body.prompts
+            await _encode(body, prompt, model, context_length)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in body.prompts
         ]
         first = body.prompts[0]
         return token_lists, first if isinstance(first, str) else None

@@ -14,8 +14,9 @@ _EXCEPTIONS: Final = tuple(
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to the public internet. Private, shared, loopback, link-local,
-    multicast, reserved and metadata addresses do not, nor does IPv6 that contains IPv4."""
+    """Returns whether an IP address belongs to the public internet. Private, shared, loopback,
+    link-local, multicast, reserved and metadata addresses do not, nor does IPv6 that contains
+    IPv4."""
     ip = ipaddress.ip_address(address)
     if ip.version == 6 and ip not in _GLOBAL_UNICAST_V6:
         return False
@@ -27,6 +28,6 @@ def is_public(address: str) -> bool:
 
 
 def are_public(addresses: Iterable[str]) -> bool:
-    """Whether a name resolves to public addresses only, at least one."""
+    """Returns whether a name resolves to public addresses only, at least one."""
     addresses = tuple(addresses)
     return bool(addresses) and all(map(is_public, addresses))

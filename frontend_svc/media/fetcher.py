@@ -129,7 +129,7 @@ class MediaFetcher:
 
 
 def _parse(url: str | httpx.URL, location: str = "") -> httpx.URL:
-    """The URL, or that of a redirect from it. Raises _Refused."""
+    """Returns the URL, or that of a redirect from it. Raises _Refused."""
     try:
         parsed = httpx.URL(url).join(location)
     except httpx.InvalidURL as error:

@@ -113,16 +113,16 @@ def add_media(
     block_size: int,
 ) -> PreprocessedRequest:
     """Returns the request with its media and their part in its identity."""
-    kinds = {kind: [one for one in media if one.kind == kind] for kind in inputs}
+    kinds = {kind: [medium for medium in media if medium.kind == kind] for kind in inputs}
     hashes = [
-        MediaHashes(inputs[kind], [one.mm_hash for one in items])
+        MediaHashes(inputs[kind], [item.mm_hash for item in items])
         for kind, items in kinds.items()
         if items
     ]
     return replace(
         request,
         multi_modal_data={
-            PART_NAMES[kind]: tuple(MediaUrl(one.url) for one in items)
+            PART_NAMES[kind]: tuple(MediaUrl(item.url) for item in items)
             for kind, items in kinds.items()
             if items
         },

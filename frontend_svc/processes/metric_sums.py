@@ -24,7 +24,7 @@ _Series = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def read_families(registry: CollectorRegistry) -> list[Family]:
-    """The present values of a registry. Raises TypeError for a gauge without a rule."""
+    """Returns the present values of a registry. Raises TypeError for a gauge without a rule."""
     return [
         (
             metric.name,
@@ -38,12 +38,12 @@ def read_families(registry: CollectorRegistry) -> list[Family]:
 
 
 def monotonic(families: Iterable[Family]) -> list[Family]:
-    """The families that outlive their process: all but gauges."""
+    """Returns the families that outlive their process: all but gauges."""
     return [family for family in families if family[1] in MONOTONIC]
 
 
 def sum_families(processes: Iterable[Sequence[Family]]) -> list[Family]:
-    """The families of one frontend: each sample by the rule of its metric."""
+    """Returns the families of one frontend: each sample by the rule of its metric."""
     merged: dict[str, tuple[Family, dict[_Series, float]]] = {}
     for families in processes:
         for family in families:
@@ -60,7 +60,7 @@ def sum_families(processes: Iterable[Sequence[Family]]) -> list[Family]:
 
 
 def as_registry(families: Sequence[Family]) -> CollectorRegistry:
-    """A registry with these values, for an encoder."""
+    """Returns a registry with these values, for an encoder."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Values(families))
     return registry

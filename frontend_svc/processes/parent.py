@@ -88,7 +88,8 @@ def _reserve(stack: contextlib.ExitStack, host: str, port: int, setting: str) ->
 
 
 def process_config(config: FrontendConfig, slot: int) -> FrontendConfig:
-    """The settings of one process: those that must differ between members have its number."""
+    """Returns the settings of one process: those that must differ between members have its
+    number."""
     return config.model_copy(
         update={
             "port": config.port + slot if config.port else 0,
@@ -129,7 +130,11 @@ class _Parent:
         for process in self._processes:
             self._start(process)
         while any(process.pid for process in self._processes) or not self._is_stopping:
-            fds = [one.ready_line.fd for one in self._processes if one.ready_line is not None]
+            fds = [
+                process.ready_line.fd
+                for process in self._processes
+                if process.ready_line is not None
+            ]
             select.select([wake_fd, *fds], [], [], self._next_restart_in_s())
             with contextlib.suppress(BlockingIOError):
                 for received in os.read(wake_fd, 512):
@@ -218,7 +223,7 @@ class _Parent:
         process.line = line
         process.restarts.ready(time.monotonic())
         process.grpc_port = int(line["addresses"]["grpc"].rsplit(":", 1)[1])
-        lines = [one.line for one in self._processes if one.line is not None]
+        lines = [process.line for process in self._processes if process.line is not None]
         if not self._is_ready and len(lines) == len(self._processes):
             self._is_ready = True
             self._report({**lines[0], "pid": os.getpid()})

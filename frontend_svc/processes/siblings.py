@@ -70,8 +70,8 @@ class Siblings:
             await asyncio.to_thread(self._write_counts)
 
     def encode(self, _: CollectorRegistry) -> bytes:
-        """The metrics of all processes as Prometheus text. Blocks for ANSWER_TIMEOUT_S if a process
-        hangs; then its counts are those of the scrape before."""
+        """Returns the metrics of all processes as Prometheus text. Blocks for ANSWER_TIMEOUT_S
+        if a process hangs; then its counts are those of the scrape before."""
         processes: list[list[Family]] = [json.loads(self._write_counts())]
         for slot in self._others:
             try:
@@ -81,8 +81,11 @@ class Siblings:
         return generate_latest(as_registry(sum_families(processes)))
 
     async def combine(self, own: Readiness) -> Readiness:
-        """The readiness of the frontend: every process that accepts connections must be ready."""
-        found = await asyncio.gather(*(asyncio.to_thread(self._state, one) for one in self._others))
+        """Returns the readiness of the frontend: every process that accepts connections must be
+        ready."""
+        found = await asyncio.gather(
+            *(asyncio.to_thread(self._state, other) for other in self._others)
+        )
         reasons = [reason for problems, _ in found for reason in problems]
         degraded = [reason for _, problems in found for reason in problems]
         return replace(
@@ -107,7 +110,7 @@ class Siblings:
 
     # Any: JSON.
     def _ask(self, slot: int, question: bytes) -> Any:
-        """The answer of a process. Raises OSError."""
+        """Returns the answer of a process. Raises OSError."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(ANSWER_TIMEOUT_S)
             connection.connect(str(self._socket_path(slot)))
@@ -119,7 +122,8 @@ class Siblings:
             raise ConnectionResetError(f"process {slot} ended in its answer") from None
 
     def _write_counts(self) -> bytes:
-        """The metrics of this slot as JSON; its counts are kept for when its process has ended."""
+        """Returns the metrics of this slot as JSON; its counts are kept for when its process has
+        ended."""
         path = self._counts_path(self.slot)
         with self._writing:
             families = sum_families([read_families(self._metrics), self._earlier])

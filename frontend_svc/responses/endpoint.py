@@ -91,7 +91,7 @@ class ResponsesApi:
         return ResponsesFormat(response, store)
 
     async def _earlier_items(self, request: ResponsesRequest, tenant: str) -> tuple[bytes, ...]:
-        """The conversation up to the previous response, as JSON items."""
+        """Returns the conversation up to the previous response, as JSON items."""
         previous_id = request.previous_response_id
         if previous_id is None:
             return ()
@@ -99,7 +99,7 @@ class ResponsesApi:
         return _conversation(previous)
 
     async def _referenced(self, request: ResponsesRequest, tenant: str) -> Mapping[int, Item]:
-        """The stored items to which the input refers, by their index."""
+        """Returns the stored items to which the input refers, by their index."""
         found: dict[int, Item] = {}
         responses: dict[str, StoredResponse] = {}
         for index, item_id in references(request).items():
@@ -108,7 +108,7 @@ class ResponsesApi:
             if of_response not in responses:
                 responses[of_response] = await self._get(of_response, tenant, field, INVALID_VALUE)
             items = map(orjson.loads, _conversation(responses[of_response]))
-            raw = [orjson.dumps(one) for one in items if one["id"] == item_id]
+            raw = [orjson.dumps(item) for item in items if item["id"] == item_id]
             if not raw:
                 text = f"Invalid '{field}': there is no stored item {item_id!r}."
                 raise InvalidRequest(text, field, reason=INVALID_VALUE)
@@ -128,7 +128,7 @@ class ResponsesApi:
 
 
 def _conversation(stored: StoredResponse) -> tuple[bytes, ...]:
-    """The items of a stored response, with its output."""
+    """Returns the items of a stored response, with its output."""
     output = orjson.loads(stored.response)["output"]
     return (*stored.input_items, *map(compact_json, output))
 

@@ -91,7 +91,7 @@ class ResponsesFormat:
         return response
 
     def _event(self, event: Json) -> bytes:
-        """A server-sent event, numbered from 0; its name is its type."""
+        """Returns a server-sent event, numbered from 0; its name is its type."""
         number, self._next_number = self._next_number, self._next_number + 1
         data = orjson.dumps(event | {"sequence_number": number})
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)

@@ -20,7 +20,7 @@ def response_id(request_id: str, frontend_id: int) -> str:
 
 
 def frontend_of(response_id: str) -> int | None:
-    """The frontend that stores a response; None if this is no id of a response."""
+    """Returns the frontend that stores a response; None if this is no id of a response."""
     match = _RESPONSE_ID.fullmatch(response_id)
     return None if match is None else int(match[1], 16)
 
@@ -31,6 +31,6 @@ def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) 
 
 
 def response_of_item(item_id: str) -> str | None:
-    """The response with an item; None if this is no id of an item."""
+    """Returns the response with an item; None if this is no id of an item."""
     match = _ITEM_ID.fullmatch(item_id)
     return None if match is None else f"resp_{match[1]}"

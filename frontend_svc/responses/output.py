@@ -42,7 +42,7 @@ class OutputItems:
         self.items: list[Json] = []
 
     def feed(self, delta: Delta) -> Iterator[Json]:
-        """The events of a delta."""
+        """Yields the events of a delta."""
         item = self._open
         kind = _ITEM_TYPES[type(delta)]
         if item is None or item["type"] != kind or isinstance(delta, CallStart):
@@ -56,7 +56,7 @@ class OutputItems:
             yield self._text_event("delta", {"delta": delta.text})
 
     def close(self, status: ItemStatus) -> Iterator[Json]:
-        """The events of the end of the last item."""
+        """Yields the events of the end of the last item."""
         if self._open is None:
             return
         kind, text = self._open["type"], "".join(self._pieces)

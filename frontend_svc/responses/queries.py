@@ -56,12 +56,12 @@ def parse_query(model: type[Q], pairs: Iterable[tuple[str, str]]) -> Q:
 
 
 def items_page(raw_items: Sequence[bytes], query: ItemsQuery) -> bytes:
-    """A page of items as JSON. raw_items: all items, oldest first, each as JSON."""
+    """Returns a page of items as JSON. raw_items: all items, oldest first, each as JSON."""
     # Any: JSON.
-    items: list[dict[str, Any]] = [orjson.loads(one) for one in raw_items]
+    items: list[dict[str, Any]] = [orjson.loads(item) for item in raw_items]
     if query.order == "desc":
         items.reverse()
-    ids = [one["id"] for one in items]
+    ids = [item["id"] for item in items]
     if query.after is not None:
         if query.after not in ids:
             text = f"Invalid 'after': the response has no input item {query.after!r}."

@@ -14,7 +14,7 @@ Json = dict[str, Any]
 def new_response(
     request: ResponsesRequest, response_id: str, created: int, *, is_stored: bool
 ) -> Json:
-    """A response without output. created: Unix seconds."""
+    """Returns a response without output. created: Unix seconds."""
     text, reasoning, choice = request.text, request.reasoning, request.tool_choice
     text_format: Json = {"type": "text"}
     if text is not None and text.format is not None:
@@ -53,7 +53,7 @@ def new_response(
 
 
 def usage_object(usage: CompletionUsage) -> Json:
-    """The counts; 0 for a detail that was not reported, because clients require numbers."""
+    """Returns the counts; 0 for a detail that was not reported, because clients require numbers."""
     prompt, completion = usage.prompt_tokens_details, usage.completion_tokens_details
     cached = None if prompt is None else prompt.cached_tokens
     reasoning = None if completion is None else completion.reasoning_tokens

@@ -24,7 +24,7 @@ class StoredResponse:
     @property
     def size(self) -> int:
         """Bytes of memory. Items that several responses share count for each."""
-        sizes = [len(one) + _ITEM_OVERHEAD_BYTES for one in self.input_items]
+        sizes = [len(item) + _ITEM_OVERHEAD_BYTES for item in self.input_items]
         return _ENTRY_OVERHEAD_BYTES + len(self.response) + sum(sizes)
 
 
@@ -55,7 +55,7 @@ class ResponseStore:
         return None if entry is None else entry[0]
 
     def delete(self, response_id: str, now: float) -> bool:
-        """Whether it was stored."""
+        """Returns whether it was stored."""
         is_stored = self.get(response_id, now) is not None
         if is_stored:
             self._remove(response_id)

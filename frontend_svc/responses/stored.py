@@ -45,7 +45,7 @@ class StoredResponses:
         self._store.put(response_id, stored, self._clock())
 
     def get_own(self, response_id: str, tenant: str = "") -> StoredResponse:
-        """A tenant's response of this frontend. Raises NotFound."""
+        """Returns a tenant's response of this frontend. Raises NotFound."""
         stored = self._store.get(response_id, self._clock())
         if stored is None or stored.tenant != tenant:
             raise _not_stored(response_id)
@@ -57,7 +57,7 @@ class StoredResponses:
         self._store.delete(response_id, self._clock())
 
     async def get(self, response_id: str, tenant: str = "") -> StoredResponse:
-        """A tenant's response of any frontend. Raises NotFound, also if that has left, and
+        """Returns a tenant's response of any frontend. Raises NotFound, also if that has left, and
         Unavailable if its frontend does not respond."""
         owner = self._owner(response_id)
         if owner is None:
@@ -78,7 +78,7 @@ class StoredResponses:
             await self._call(stub.DeleteResponse, request)
 
     def _owner(self, response_id: str) -> Instance | None:
-        """The frontend that stores a response; None: this one."""
+        """Returns the frontend that stores a response; None: this one."""
         frontend_id = frontend_of(response_id)
         if frontend_id is None:
             raise NotFound(f"{response_id!r} is no id of a response", field=_FIELD)

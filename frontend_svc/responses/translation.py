@@ -70,13 +70,14 @@ def parse_responses(body: bytes) -> ResponsesRequest:
 
 
 def references(request: ResponsesRequest) -> Mapping[int, str]:
-    """The ids of stored items in the input, by their index."""
+    """Returns the ids of stored items in the input, by their index."""
     items = () if isinstance(request.input, str) else request.input
     return {index: one.id for index, one in enumerate(items) if isinstance(one, ItemReference)}
 
 
 def input_items(request: ResponsesRequest, referenced: Mapping[int, Item]) -> list[Item]:
-    """The input of a request as items. referenced: the items of `references`, by their index."""
+    """Returns the input of a request as items. referenced: the items of `references`, by their
+    index."""
     if isinstance(request.input, str):
         return [MessageItem(role="user", content=request.input)]
     return [
@@ -86,12 +87,12 @@ def input_items(request: ResponsesRequest, referenced: Mapping[int, Item]) -> li
 
 
 def read_items(raw: Iterable[bytes]) -> list[Item]:
-    """Stored items."""
+    """Returns stored items."""
     return _ITEMS.validate_json(b"[%b]" % b",".join(raw))
 
 
 def stored_items(items: Sequence[Item], response_id: str) -> tuple[bytes, ...]:
-    """The input of a response as JSON objects of the Responses API, each with an id."""
+    """Returns the input of a response as JSON objects of the Responses API, each with an id."""
     return tuple(
         compact_json(_stored_item(item, response_id, index)) for index, item in enumerate(items)
     )
@@ -119,8 +120,8 @@ def _stored_item(item: Item, response_id: str, index: int) -> Json:
 
 
 def to_chat(request: ResponsesRequest, items: Iterable[Item]) -> ChatRequest:
-    """The chat of a request. items: the whole conversation. Raises InvalidRequest and Unsupported
-    with the field of the Responses API."""
+    """Returns the chat of a request. items: the whole conversation. Raises InvalidRequest and
+    Unsupported with the field of the Responses API."""
     messages = list(_messages(items))
     if request.instructions is not None:
         messages.insert(0, {"role": "system", "content": request.instructions})
@@ -147,7 +148,7 @@ def to_chat(request: ResponsesRequest, items: Iterable[Item]) -> ChatRequest:
 
 
 def client_error(error: MeshError) -> MeshError:
-    """The error of a chat, with the name of the field in the Responses API."""
+    """Returns the error of a chat, with the name of the field in the Responses API."""
     field = error.field
     if field is None:
         return error
@@ -192,7 +193,8 @@ def _response_format(text: TextConfig | None) -> Json | None:
 
 
 def _messages(items: Iterable[Item]) -> Iterator[Json]:
-    """The messages of a chat. Adjacent items of one answer of the assistant are one message."""
+    """Yields the messages of a chat. Adjacent items of one answer of the assistant are one
+    message."""
     answer: Json | None = None
     for item in items:
         if not _is_of_answer(item):
@@ -228,7 +230,8 @@ def _message(item: Item) -> Json:
 
 
 def _continues(answer: Json, item: Item) -> bool:
-    """Whether an item belongs to the message before it. Text after calls is part of the answer."""
+    """Returns whether an item belongs to the message before it. Text after calls is part of the
+    answer."""
     match item:
         case ReasoningItem():
             return answer.keys() == {"role", "reasoning_content"}
@@ -261,7 +264,7 @@ def _content(content: str | Sequence[ItemText | ItemImage]) -> str | list[Json]:
         case [ItemText(text=text)]:
             return text
         case parts:
-            return [_part(one) for one in parts]
+            return [_part(part) for part in parts]
 
 
 def _part(part: ItemText | ItemImage) -> Json:
@@ -271,7 +274,7 @@ def _part(part: ItemText | ItemImage) -> Json:
 
 
 def _texts(content: str | Sequence[ItemText | ItemImage]) -> Iterator[str]:
-    """The texts of an answer. Raises Unsupported for an image."""
+    """Yields the texts of an answer. Raises Unsupported for an image."""
     for part in _parts(content):
         if isinstance(part, ItemImage):
             raise Unsupported("input", "messages of role 'assistant' have only text")

@@ -20,8 +20,8 @@ _MASK = 2**64 - 1
 
 
 def home_router(frontend_id: int, frontends: Iterable[int], routers: Collection[int]) -> int | None:
-    """The home of a frontend, which may be missing in `frontends`; None without routers. In order
-    of their ids, each frontend takes the highest-weighted router below its quota."""
+    """Returns the home of a frontend, which may be missing in `frontends`; None without routers.
+    In order of their ids, each frontend takes the highest-weighted router below its quota."""
     all_frontends = sorted({frontend_id, *frontends})
     if not routers:
         return None
@@ -69,8 +69,8 @@ class RouterSelector:
             self._home = home_router(self._frontend_id, *present)
 
     def choose(self, now: float) -> int | None:
-        """The home router; if avoided, the best other one; if all are, the one that failed first.
-        None without routers."""
+        """Returns the home router; if avoided, the best other one; if all are, the one that
+        failed first. None without routers."""
         _, present = self._present
         if not present:
             return None

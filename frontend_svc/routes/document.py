@@ -102,14 +102,14 @@ def _operation_id(method: str, path: str) -> str:
 
 
 def _clean(schema: Any) -> Any:
-    """A schema without the branches of unions that raise the error of all others, which accept
-    nothing."""
+    """Returns a schema without the branches of unions that raise the error of all others, which
+    accept nothing."""
     match schema:
         case dict():
             cleaned = {key: _clean(value) for key, value in schema.items()}
             if "oneOf" in cleaned:
                 branches = cleaned.pop("oneOf")
-                cleaned["anyOf"] = [one for one in branches if one not in _EMPTY_BRANCHES]
+                cleaned["anyOf"] = [branch for branch in branches if branch not in _EMPTY_BRANCHES]
                 cleaned.pop("discriminator", None)
             return cleaned
         case list():

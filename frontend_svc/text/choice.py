@@ -58,7 +58,7 @@ class Choice:
         """Writes the text that the next tokens complete. logprobs: of each token."""
         if self._token_bytes is not None:
             entries = zip(token_ids, logprobs, strict=True)
-            return b"".join([self._feed_token(*one, sink) for one in entries])
+            return b"".join([self._feed_token(*entry, sink) for entry in entries])
         parser = self._parser
         if parser is None:
             pieces = self._text.feed(token_ids)
@@ -68,12 +68,14 @@ class Choice:
             pieces = self._text.feed(token_ids)
             deltas = [delta for piece in pieces for delta in parser.feed(piece)]
         else:
-            deltas = [delta for one in token_ids for delta in self._count_token(one, parser)]
+            deltas = [
+                delta for token_id in token_ids for delta in self._count_token(token_id, parser)
+            ]
         self.is_complete = self._text.matched_stop is not None or parser.is_done
         return sink.output(self._index, deltas, ()) if deltas else b""
 
     def _count_token(self, token_id: int, parser: ResponseParser) -> Sequence[Delta]:
-        """The deltas that one token completes, which may be one of the reasoning."""
+        """Returns the deltas that one token completes, which may be one of the reasoning."""
         if self._text.matched_stop is not None:
             return ()
         _, text = self._text.feed_token(token_id)
@@ -145,8 +147,8 @@ class Choice:
         return "tool_calls" if name == "stop" and has_calls else name
 
     def usage(self, usage: CompletionUsage) -> CompletionUsage:
-        """The counts without the tokens after a stop string. The reasoning's include its first
-        marker."""
+        """Returns the counts without the tokens after a stop string. The reasoning's include its
+        first marker."""
         if self._parser is not None and self._parser.has_reasoning:
             details = CompletionTokensDetails(reasoning_tokens=self._reasoning_tokens)
             usage = replace(usage, completion_tokens_details=details)

@@ -91,7 +91,7 @@ class Vocabulary:
         )
 
     def showing(self, markers: Container[str]) -> Vocabulary:
-        """The vocabulary in which special tokens with these contents have a text."""
+        """Returns the vocabulary in which special tokens with these contents have a text."""
         shown = {
             token_id: self.raw[token_id].decode(errors="replace") for token_id in self.special_ids
         }
@@ -115,7 +115,7 @@ class Detokenizer:
         self._is_stateless = not self._strip_left  # no token depends on the tokens before it
 
     def feed(self, token_ids: Sequence[int]) -> list[str]:
-        """The text that each token adds, one piece per token, "" if it adds none yet."""
+        """Returns the text that each token adds, one piece per token, "" if it adds none yet."""
         if not self._is_stateless:
             return self._feed_stateful(token_ids)
         try:  # the common case: one dict lookup per token
@@ -124,7 +124,7 @@ class Detokenizer:
             return self._feed_stateful(token_ids)
 
     def finish(self) -> str:
-        """The rest after the last token: U+FFFD for bytes of an incomplete character."""
+        """Returns the rest after the last token: U+FFFD for bytes of an incomplete character."""
         pending, self._pending = self._pending, b""
         self._in_invalid_run = False
         if self._vocabulary.is_byte_level:
@@ -210,11 +210,11 @@ class StreamDetokenizer:
         self._withheld_ids: list[int] = []
 
     def feed(self, token_ids: Sequence[int]) -> list[str]:
-        """The text that each token adds, one piece per token, "" if it adds none yet."""
+        """Returns the text that each token adds, one piece per token, "" if it adds none yet."""
         return [self._step(token_id) for token_id in token_ids]
 
     def finish(self) -> str:
-        """The rest after the last token."""
+        """Returns the rest after the last token."""
         return self._release(self._window_text()) if self._withheld_ids else ""
 
     def _step(self, token_id: int) -> str:
@@ -300,7 +300,7 @@ def _read_strip(step: dict[str, Any]) -> tuple[str, int]:
 
 
 def _read_tokens(spec: dict[str, Any]) -> tuple[dict[int, str], frozenset[str]]:
-    """Id -> content of all tokens, and the special contents."""
+    """Returns id -> content of all tokens, and the special contents."""
     model = spec.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     match vocab:
@@ -326,8 +326,9 @@ def _read_tokens(spec: dict[str, Any]) -> tuple[dict[int, str], frozenset[str]]:
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """Byte-level BPE's characters for bytes (GPT-2), as a translation to Latin-1 code points.
-    Printable Latin-1 characters are unchanged; the other bytes are U+0100 and up, in order."""
+    """Returns Byte-level BPE's characters for bytes (GPT-2), as a translation to Latin-1 code
+    points. Printable Latin-1 characters are unchanged; the other bytes are U+0100 and up, in
+    order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     # Characters outside the alphabet must not become bytes: map them beyond Latin-1.
@@ -348,7 +349,7 @@ def _byte_level_bytes(token: str) -> bytes:
 def _read_bytes(
     tokens: Mapping[int, str], decoder: _Decoder
 ) -> tuple[dict[int, bytes], frozenset[int]]:
-    """Id -> bytes, and the ids that are one byte of a byte-fallback tokenizer."""
+    """Returns id -> bytes, and the ids that are one byte of a byte-fallback tokenizer."""
     if decoder.is_byte_level:
         return {i: _byte_level_bytes(token) for i, token in tokens.items()}, frozenset()
     table: dict[int, bytes] = {}

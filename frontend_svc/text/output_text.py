@@ -38,7 +38,8 @@ class TextStream:
         self.matched_stop: str | None = None
 
     def feed(self, token_ids: Sequence[int]) -> list[str]:
-        """The text that each token completes, without empty pieces; none after a stop string."""
+        """Returns the text that each token completes, without empty pieces; none after a stop
+        string."""
         pieces = self._detokenizer.feed(token_ids)
         stop = self._stop_matcher
         if stop is None:
@@ -62,7 +63,7 @@ class TextStream:
         return len(piece), piece
 
     def _step(self, stop: StopStringMatcher, piece: str) -> str:
-        """The text to send after one more token."""
+        """Returns the text to send after one more token."""
         self.consumed += 1
         if self.consumed <= self._min_tokens:
             return piece
@@ -71,7 +72,7 @@ class TextStream:
         return match_step.emit
 
     def finish(self) -> str:
-        """The withheld text, after the last token."""
+        """Returns the withheld text, after the last token."""
         if self.matched_stop is not None:
             return ""
         tail = self._detokenizer.finish()

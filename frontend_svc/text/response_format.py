@@ -53,7 +53,8 @@ class ChoiceSink(Protocol):
     """Receives the output of choices."""
 
     def text(self, choice: int, pieces: Iterable[str]) -> bytes:
-        """Content without log probabilities, one piece per token: `output` for a plain text."""
+        """Returns content without log probabilities, one piece per token: `output` for a plain
+        text."""
         ...
 
     def output(self, choice: int, deltas: Sequence[Delta], tokens: Sequence[TokenText]) -> bytes:
@@ -70,19 +71,19 @@ class ResponseFormat(ChoiceSink, Protocol):
     def keep_alive(self) -> bytes: ...
 
     def begin(self) -> bytes:
-        """The events before the first output."""
+        """Returns the events before the first output."""
         ...
 
     def end(self, usage: CompletionUsage) -> bytes:
-        """The last events, after every choice has finished."""
+        """Returns the last events, after every choice has finished."""
         ...
 
     def error(self, error: MeshError) -> bytes:
-        """The last events of a stream that fails."""
+        """Returns the last events of a stream that fails."""
         ...
 
     def body(self, choices: Sequence[ChoiceResult], usage: CompletionUsage) -> bytes:
-        """The body of a response that is not streamed."""
+        """Returns the body of a response that is not streamed."""
         ...
 
 

@@ -54,7 +54,7 @@ class StopStringMatcher:
         return self._search(text)
 
     def finish(self) -> str:
-        """The withheld text at the end: the start of an incomplete stop string."""
+        """Returns the withheld text at the end: the start of an incomplete stop string."""
         withheld, self._withheld = self._withheld, ""
         self._state = _ROOT
         return withheld

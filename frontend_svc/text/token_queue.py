@@ -34,17 +34,17 @@ class TokenQueue(Generic[T]):
         self.end += characters
 
     def send(self, characters: int) -> list[T]:
-        """The tokens that are complete after so many more characters were sent."""
+        """Returns the tokens that are complete after so many more characters were sent."""
         self._sent += characters
         return self._release(lambda one: one.end <= self._sent)
 
     def stop(self) -> list[T]:
-        """The tokens of the text that was sent, after a stop string."""
+        """Returns the tokens of the text that was sent, after a stop string."""
         return self._release(lambda one: one.start < self._sent)
 
     def finish(self) -> list[T]:
-        """All remaining tokens, at the end of the text."""
-        tokens = [one.token for one in self._entries]
+        """Returns all remaining tokens, at the end of the text."""
+        tokens = [entry.token for entry in self._entries]
         self._entries.clear()
         return tokens
 

@@ -126,8 +126,8 @@ def tokenize_json(
     context_length: int | None,
     token_text: Callable[[int], str | None] | None,
 ) -> bytes:
-    """The response of `/tokenize`. context_length: None if unknown. token_text: the token of an id
-    as the vocabulary writes it, None for unknown ones; None: without strings."""
+    """Returns the response of `/tokenize`. context_length: None if unknown. token_text: the
+    token of an id as the vocabulary writes it, None for unknown ones; None: without strings."""
     return orjson.dumps(
         {
             "count": len(token_ids),

@@ -47,15 +47,16 @@ class PreprocessEndpoint(GenerationEndpoint):
         prepared = await self.prepare(context, body.request, meter)
         requests = prepared.requests
         value = {
-            "requests": [to_json_value(worker_request(one, dp_rank=0)) for one in requests],
-            "hashes": [_hashes(one, prepared.model) for one in requests],
+            "requests": [to_json_value(worker_request(request, dp_rank=0)) for request in requests],
+            "hashes": [_hashes(request, prepared.model) for request in requests],
         }
         await send_json(context, orjson.dumps(value))
         meter.mark_ok()
 
 
 def _hashes(request: PreprocessedRequest, model: ServedModel) -> JsonValue:
-    """The hashes that identify the blocks of a prompt in Dynamo's router and its recordings."""
+    """Returns the hashes that identify the blocks of a prompt in Dynamo's router and its
+    recordings."""
     media = request.mm_routing_info
     tokens = TokensWithHashes(
         request.token_ids.array,

@@ -92,7 +92,8 @@ def _typed_call(name: str, pairs: list[tuple[str, str]], types: ParameterTypes) 
 
 
 def _typed_value(raw: str, schema: Any) -> Any:
-    """The value of a parameter: text if its schema allows text only, else JSON if it is any."""
+    """Returns the value of a parameter: text if its schema allows text only, else JSON if it is
+    any."""
     if isinstance(schema, dict) and _is_text(schema):
         return raw
     text = raw.strip()
@@ -118,7 +119,7 @@ def read_pythonic_block(block: str, _: ParameterTypes) -> list[Call] | None:
         body = ast.parse(block.strip(), mode="eval").body
         if not isinstance(body, ast.List) or not body.elts:
             return None
-        return [_pythonic_call(one) for one in body.elts]
+        return [_pythonic_call(elt) for elt in body.elts]
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return None
 

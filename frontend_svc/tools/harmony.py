@@ -51,12 +51,12 @@ class HarmonyParser:
         return self._state is _State.DONE
 
     def feed(self, text: str) -> list[Delta]:
-        """The deltas that the next piece of text completes."""
+        """Returns the deltas that the next piece of text completes."""
         self._buffer += text
         return list(self._advance())
 
     def finish(self) -> list[Delta]:
-        """The rest after the last piece."""
+        """Returns the rest after the last piece."""
         text, self._buffer = self._buffer, ""
         if self._state is _State.BODY:
             # The end marker of a last call is an EOS token, without text.

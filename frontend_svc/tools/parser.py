@@ -60,12 +60,12 @@ class ToolCallParser:
         return self._state is _State.DONE
 
     def feed(self, text: str) -> list[Delta]:
-        """The deltas that the next piece of text completes."""
+        """Returns the deltas that the next piece of text completes."""
         self._buffer += text
         return list(self._advance())
 
     def finish(self) -> list[Delta]:
-        """The rest after the last piece."""
+        """Returns the rest after the last piece."""
         text, self._buffer = self._buffer, ""
         match self._state:
             case _State.BLOCK:
@@ -99,7 +99,7 @@ class ToolCallParser:
             self._open_block(self._buffer.lstrip().removeprefix(begin))
 
     def _read_start(self) -> Iterator[Delta]:
-        """A response that is a block as a whole, or none."""
+        """Yields a response that is a block as a whole, or none."""
         text = self._buffer.lstrip().removeprefix(_PYTHON_TAG).lstrip()
         if not self._has_content and text.startswith(self._format.begin):
             self._open_block(text)
@@ -163,7 +163,7 @@ class ToolCallParser:
                 self._state = _State.DONE
 
     def _finish_block(self, buffer: str) -> Iterator[Delta]:
-        """The end of a response inside a block."""
+        """Yields the end of a response inside a block."""
         if self.calls > self._calls_before_block:
             text = buffer if buffer.strip(_SEPARATORS) else ""
         else:
@@ -177,7 +177,7 @@ class ToolCallParser:
 
 
 def _name_of(header: re.Match[str]) -> str | None:
-    """The name of a call; None if it is no valid JSON text."""
+    """Returns the name of a call; None if it is no valid JSON text."""
     groups = header.groupdict()
     if groups.get("name"):
         return groups["name"]

@@ -24,8 +24,8 @@ class ReasoningFormat:
     is_implied: bool = False
 
     def starts_inside(self, prompt_end: str) -> bool:
-        """Whether a response begins with reasoning. prompt_end: the last characters of its prompt,
-        in which the chat template may have opened or closed the reasoning."""
+        """Returns whether a response begins with reasoning. prompt_end: the last characters of
+        its prompt, in which the chat template may have opened or closed the reasoning."""
         text = prompt_end.rstrip()
         return text.endswith(self.begin) or (self.is_implied and not text.endswith(self.end))
 
@@ -74,7 +74,7 @@ class ReasoningParser:
         return self._state is _State.ANSWER
 
     def feed(self, text: str) -> SplitText:
-        """The parts that the next piece completes."""
+        """Returns the parts that the next piece completes."""
         if self._state is _State.ANSWER:
             return SplitText("", text)
         self._buffer += text
@@ -89,7 +89,7 @@ class ReasoningParser:
         return SplitText(reasoning, answer)
 
     def finish(self) -> SplitText:
-        """The rest after the last piece."""
+        """Returns the rest after the last piece."""
         text, self._buffer = self._buffer, ""
         match self._state:
             case _State.REASONING:

@@ -15,7 +15,7 @@ _ID_CHARS = 24
 
 
 def call_id(response_id: str, index: int, chars: int) -> str:
-    """An id for a call without one. chars: the length that the model requires; 0: any."""
+    """Returns an id for a call without one. chars: the length that the model requires; 0: any."""
     digest = hashlib.sha256(f"{response_id} {index}".encode()).hexdigest()
     return digest[:chars] if chars else f"call_{digest[:_ID_CHARS]}"
 
@@ -56,14 +56,14 @@ class ResponseParser:
         return not self.has_reasoning or (self._reasoning is not None and self._reasoning.is_over)
 
     def feed(self, text: str) -> list[Delta]:
-        """The deltas that the next piece of text completes."""
+        """Returns the deltas that the next piece of text completes."""
         if self._reasoning is None:
             return self._answer(text)
         parts = self._reasoning.feed(text)
         return [*_reasoning(parts.reasoning), *self._answer(parts.answer)]
 
     def finish(self) -> list[Delta]:
-        """The rest after the last piece."""
+        """Returns the rest after the last piece."""
         parts = SplitText("", "") if self._reasoning is None else self._reasoning.finish()
         deltas = [*_reasoning(parts.reasoning), *self._answer(parts.answer)]
         return deltas if self._tools is None else [*deltas, *self._with_ids(self._tools.finish())]
@@ -75,10 +75,10 @@ class ResponseParser:
 
     def _with_ids(self, deltas: Iterable[Delta]) -> list[Delta]:
         return [
-            replace(one, id=call_id(self._response_id, one.index, self._id_chars))
-            if isinstance(one, CallStart) and not one.id
-            else one
-            for one in deltas
+            replace(delta, id=call_id(self._response_id, delta.index, self._id_chars))
+            if isinstance(delta, CallStart) and not delta.id
+            else delta
+            for delta in deltas
         ]
 
 

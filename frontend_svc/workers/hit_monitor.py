@@ -59,7 +59,7 @@ class HitMonitor:
         ]
 
     def drift_stats(self) -> list[tuple[tuple[str, str, str], DriftStats]]:
-        """Model, worker and rank of all sources of live workers, and their drift."""
+        """Returns model, worker and rank of all sources of live workers, and their drift."""
         return [
             ((worker.model, _name(worker), str(stats.source[1])), stats)
             for worker, stats in self._drift_of_workers()

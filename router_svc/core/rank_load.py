@@ -224,7 +224,7 @@ class RankLoads:
         return None if rank is None or rank.report is None else rank.reported_at
 
     def report_age_s(self, placement: Placement, now: float) -> float | None:
-        """Returns seconds since the rank's last report; None: no report."""
+        """Returns the seconds since the rank's last report; None: no report."""
         reported_at = self.reported_at(placement)
         return None if reported_at is None else now - reported_at
 

@@ -201,7 +201,7 @@ class OutboundSync:
         self._on_change()
 
     def seconds_until_due(self, now: float) -> float:
-        """Returns seconds until a frame is due: 0 if there are changes, else until the next
+        """Returns the seconds until a frame is due: 0 if there are changes, else until the next
         digest."""
         if self._changed_bookings or self._is_full_sync or self._changed_sessions or self._prompts:
             return 0.0

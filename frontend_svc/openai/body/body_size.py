@@ -54,7 +54,7 @@ def _count(text: bytes) -> JsonCounts:
 
 
 def _problem(counts: JsonCounts) -> str:
-    """The first limit that is exceeded; "" if none is."""
+    """Returns the first limit that is exceeded; "" if none is."""
     limits = JsonCounts(CONTAINERS_MAX, STRINGS_MAX, COMMAS_MAX)
     names = ("objects and lists", "strings", "commas between values")
     for count, limit, name in zip(counts, limits, names, strict=True):

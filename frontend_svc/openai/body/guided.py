@@ -24,7 +24,7 @@ class Constraint:
 
 
 def requested_constraint(request: GenerationRequest) -> Constraint | None:
-    """The constraint of a request; None if its text is free. Raises InvalidRequest for two
+    """Returns the constraint of a request; None if its text is free. Raises InvalidRequest for two
     constraints, and for fields that cannot be combined with one."""
     found = [
         Constraint(_guided_decoding(request, name), name)
@@ -95,6 +95,6 @@ def _whitespace(request: GenerationRequest) -> str | None:
 
 
 def not_combined(field: str, other: str) -> InvalidRequest:
-    """The error for a field that cannot be combined with others. other: names them."""
+    """Returns the error for a field that cannot be combined with others. other: names them."""
     text = f"'{field}' cannot be combined with {other}."
     return InvalidRequest(text, field, reason=INVALID_VALUE)

@@ -34,9 +34,9 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Nvext | None:
-    """The hints in the headers; None without `x-kvmesh-` headers. Names are in lower case. Raises
-    InvalidRequest, which names the header, if it is unknown, repeated, or has a value that is
-    invalid for its field."""
+    """Returns the hints in the headers; None without `x-kvmesh-` headers. Names are in lower
+    case. Raises InvalidRequest, which names the header, if it is unknown, repeated, or has a
+    value that is invalid for its field."""
     kvmesh_headers = [(name, raw) for name, raw in headers if name.startswith(HEADER_PREFIX)]
     if not kvmesh_headers:
         return None

@@ -81,7 +81,7 @@ def _parse(model: type[R], body: bytes) -> R:
 
 
 def use_alias(request: R) -> R:
-    """The request with its extensions in `nvext`, also if the body names them `kvmesh`."""
+    """Returns the request with its extensions in `nvext`, also if the body names them `kvmesh`."""
     if request.kvmesh is None:
         return request
     if request.nvext is not None:
@@ -91,8 +91,8 @@ def use_alias(request: R) -> R:
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Raises InvalidRequest with the position of the error, for a value
-    nested deeper than LEVELS_MAX, and for too many values."""
+    """Returns the JSON object in a body. Raises InvalidRequest with the position of the error,
+    for a value nested deeper than LEVELS_MAX, and for too many values."""
     check_size(body)
     try:
         value = orjson.loads(body)
@@ -118,8 +118,8 @@ def _is_too_deep(value: object) -> bool:
 
 
 def named_model(body: bytes) -> str:
-    """The model that an invalid body names; "" if it names none, or is too large to be parsed for
-    the name alone."""
+    """Returns the model that an invalid body names; "" if it names none, or is too large to be
+    parsed for the name alone."""
     if len(body) > INLINE_BODY_BYTES:
         return ""
     try:

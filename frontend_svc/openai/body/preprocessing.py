@@ -151,8 +151,8 @@ def _logit_bias(request: GenerationRequest, vocab_size: int | None) -> dict[int,
 
 
 def input_texts(request: ChatRequest) -> Iterator[str]:
-    """The texts of all messages but those of the assistant, of which a chat template may leave out
-    some. Without the white space around them, which others strip."""
+    """Yields the texts of all messages but those of the assistant, of which a chat template may
+    leave out some. Without the white space around them, which others strip."""
     for message in request.messages:
         if message.role == "assistant":
             continue
@@ -207,7 +207,8 @@ def _max_tokens(
 
 
 def choice_request(request: PreprocessedRequest, choice: int) -> PreprocessedRequest:
-    """The request of a prompt's choice, counted from 0, which adds its number to the seed."""
+    """Returns the request of a prompt's choice, counted from 0, which adds its number to the
+    seed."""
     sampling = request.sampling_options
     if not choice or sampling.seed is None:
         return request
@@ -216,8 +217,8 @@ def choice_request(request: PreprocessedRequest, choice: int) -> PreprocessedReq
 
 
 def check_total_tokens(prompts: Sequence[PreprocessedRequest]) -> int:
-    """The tokens of all prompts. Raises InvalidRequest if they are too many."""
-    tokens = sum(len(one.token_ids) for one in prompts)
+    """Returns the tokens of all prompts. Raises InvalidRequest if they are too many."""
+    tokens = sum(len(prompt.token_ids) for prompt in prompts)
     if len(prompts) > 1 and tokens > PROMPT_TOKENS_MAX:
         text = f"{len(prompts)} prompts have {tokens} tokens together, and {PROMPT_TOKENS_MAX} are"
         raise InvalidRequest(f"Invalid 'prompt': {text} allowed.", "prompt", reason=INVALID_VALUE)
@@ -225,7 +226,7 @@ def check_total_tokens(prompts: Sequence[PreprocessedRequest]) -> int:
 
 
 def strict_priority(nvext: Nvext | None) -> int:
-    """Level in the router's queue; 0, the lowest, by default."""
+    """Returns level in the router's queue; 0, the lowest, by default."""
     if nvext is None or nvext.agent_hints is None:
         return 0
     return nvext.agent_hints.strict_priority or 0

@@ -43,8 +43,8 @@ _SAMPLING_FIELDS = (*NucleusFields.model_fields, *CutoffFields.model_fields)
 
 
 def parse_templates(raw: bytes) -> Mapping[str, RequestTemplate]:
-    """The templates of a file by model. Raises InvalidRequest with the path of the first invalid
-    field, which begins with the index of its object."""
+    """Returns the templates of a file by model. Raises InvalidRequest with the path of the first
+    invalid field, which begins with the index of its object."""
     try:
         value = orjson.loads(raw)
         templates = _TEMPLATES.validate_python([value] if isinstance(value, dict) else value)
@@ -60,7 +60,7 @@ def parse_templates(raw: bytes) -> Mapping[str, RequestTemplate]:
 
 
 def with_defaults(request: R, template: RequestTemplate | None) -> R:
-    """The request with the sampling fields of the template that it leaves out."""
+    """Returns the request with the sampling fields of the template that it leaves out."""
     if template is None:
         return request
     # Any: the types of the fields.

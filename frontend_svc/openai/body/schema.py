@@ -417,7 +417,7 @@ class ChatRequest(GenerationRequest):
         return None if self.nvext is None else self.nvext.token_data
 
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """The tools in the prompt; None if the response may not call any."""
+        """Returns the tools in the prompt; None if the response may not call any."""
         if not self.usable_tools or not self.tools:
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]

@@ -43,11 +43,13 @@ class ToolPlan:
     @property
     def types(self) -> ParameterTypes:
         """The schemas of the functions' parameters."""
-        return {one.name: one.schema.get("properties") or {} for one in self.functions}
+        return {
+            function.name: function.schema.get("properties") or {} for function in self.functions
+        }
 
 
 def plan_tools(request: ChatRequest, call_format: CallFormat | None) -> ToolPlan | None:
-    """The plan of a request; None if its response has no calls. call_format: the model's.
+    """Returns the plan of a request; None if its response has no calls. call_format: the model's.
 
     Raises Unsupported for tools of a model without tool calls, and for strict functions of a model
     that does not write its calls as JSON; InvalidRequest for parameters that are no object."""
@@ -64,7 +66,7 @@ def plan_tools(request: ChatRequest, call_format: CallFormat | None) -> ToolPlan
     ]
     is_named = not isinstance(request.tool_choice, str | None)
     is_forced = is_named or request.tool_choice == "required"
-    strict = next((one for one in functions if one.is_strict), None)
+    strict = next((function for function in functions if function.is_strict), None)
     if call_format.tag is None and (is_forced or strict is not None):
         if strict is not None and not is_forced and call_format.begin != HERMES.begin:
             text = "the model does not write its calls as JSON; set tool_choice to required"
@@ -85,7 +87,8 @@ def _usable_function(function: FunctionDefinition, field: str) -> UsableFunction
 def constraint_with_tools(
     request: ChatRequest, plan: ToolPlan, other: Constraint | None
 ) -> Constraint | None:
-    """The constraint of a response with tools. other: what the request asks for apart from them.
+    """Returns the constraint of a response with tools. other: what the request asks for apart
+    from them.
 
     Raises InvalidRequest if both cannot be combined, or the end is fixed by another field."""
     if other is not None and other.guided.json is None:
@@ -99,7 +102,7 @@ def constraint_with_tools(
     else:
         json_form = {"type": "json_schema", "json_schema": other.guided.json}
         form = {"type": "or", "elements": [json_form, _tags_format(plan, at_least_one=True)]}
-    is_strict = any(one.is_strict for one in plan.functions)
+    is_strict = any(function.is_strict for function in plan.functions)
     best_effort = not (plan.is_forced or is_strict or other is not None)
     constraint = Constraint(
         GuidedDecoding(
@@ -119,7 +122,7 @@ def constraint_with_tools(
 
 # Any: JSON.
 def _tags_format(plan: ToolPlan, *, at_least_one: bool) -> dict[str, Any]:
-    """The calls as `triggered_tags` of XGrammar's structural tags."""
+    """Returns the calls as `triggered_tags` of XGrammar's structural tags."""
     assert plan.call_format.tag is not None, "the arguments are JSON"
     tags = []
     for function in plan.functions:
@@ -136,5 +139,5 @@ def _tags_format(plan: ToolPlan, *, at_least_one: bool) -> dict[str, Any]:
 
 
 def with_any_arguments(function: UsableFunction) -> UsableFunction:
-    """The function with arguments of any form."""
+    """Returns the function with arguments of any form."""
     return replace(function, schema=ANY_OBJECT)

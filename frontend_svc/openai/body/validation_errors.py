@@ -42,7 +42,7 @@ _BOUNDS = {
 
 
 def invalid_value(validation_error: ValidationError, name: str = "") -> InvalidRequest:
-    """The error for the first fault. name: what is invalid; "" is the path in the body."""
+    """Returns the error for the first fault. name: what is invalid; "" is the path in the body."""
     # Models have few keys and lists fail fast, so the list of errors is short.
     error = validation_error.errors(include_url=False)[0]
     path = name or _field_path(error["loc"], error["type"] == "extra_forbidden") or "body"
@@ -50,7 +50,7 @@ def invalid_value(validation_error: ValidationError, name: str = "") -> InvalidR
 
 
 def missing_parameter(path: str) -> InvalidRequest:
-    """The error for a required field that is absent."""
+    """Returns the error for a required field that is absent."""
     return InvalidRequest(f"Missing required parameter: '{path}'.", path, reason=MISSING_PARAMETER)
 
 
@@ -88,7 +88,7 @@ def _field_path(location: tuple[int | str, ...], ends_in_key: bool) -> str:
 
 
 def type_name(value: object) -> str:
-    """The JSON type of a value, with its article."""
+    """Returns the JSON type of a value, with its article."""
     match value:
         case None:
             return "null"

@@ -10,7 +10,7 @@ from frontend_svc.tools.deltas import CallArguments, CallStart, Content, Delta, 
 
 # Any, here and below: JSON.
 def chunk_delta(delta: Delta) -> dict[str, Any]:
-    """A delta as the `delta` of a chunk."""
+    """Returns a delta as the `delta` of a chunk."""
     match delta:
         case Content(text):
             return {"content": text}
@@ -25,7 +25,7 @@ def chunk_delta(delta: Delta) -> dict[str, Any]:
 
 
 def message(deltas: Iterable[Delta]) -> dict[str, Any]:
-    """All deltas of a choice as its `message`."""
+    """Returns all deltas of a choice as its `message`."""
     content = reasoning = ""
     calls: list[dict[str, Any]] = []
     for delta in deltas:

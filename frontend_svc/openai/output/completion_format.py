@@ -50,15 +50,15 @@ class CompletionFormat:
 
     def output(self, choice: int, deltas: Sequence[Delta], tokens: Sequence[TokenText]) -> bytes:
         fragment = chunk_delta if self._is_chat else _text_fragment
-        fragments = [fragment(one) for one in deltas]
+        fragments = [fragment(delta) for delta in deltas]
         if not tokens:
-            return b"".join([self._writer.fragment(one, choice) for one in fragments])
+            return b"".join([self._writer.fragment(fragment, choice) for fragment in fragments])
         first, *others = fragments or [{} if self._is_chat else {"text": ""}]
         logprobs = logprobs_object(tokens, is_chat=self._is_chat)
         return b"".join(
             [
                 self._writer.fragment(first, choice, logprobs),
-                *[self._writer.fragment(one, choice) for one in others],
+                *[self._writer.fragment(other, choice) for other in others],
             ]
         )
 

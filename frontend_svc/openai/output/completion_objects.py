@@ -22,7 +22,8 @@ def completion_json(
     *,
     is_chat: bool,
 ) -> bytes:
-    """A `chat.completion` or a `text_completion`. response_id: `chatcmpl-<id>` or `cmpl-<id>`.
+    """Returns a `chat.completion` or a `text_completion`. response_id: `chatcmpl-<id>` or
+    `cmpl-<id>`.
     created: Unix seconds."""
     return orjson.dumps(
         {
@@ -47,11 +48,11 @@ def completion_json(
 
 
 def _text(choice: ChoiceResult) -> str:
-    return "".join([one.text for one in choice.deltas if isinstance(one, Content)])
+    return "".join([delta.text for delta in choice.deltas if isinstance(delta, Content)])
 
 
 def usage_object(usage: CompletionUsage) -> dict[str, object]:
-    """OpenAI's `usage` object, without details that were not reported."""
+    """Returns OpenAI's `usage` object, without details that were not reported."""
     value: dict[str, object] = to_json_value(usage)
     return value
 
@@ -65,9 +66,9 @@ def model_object(
     root: str | None = None,
     max_model_len: int | None = None,
 ) -> dict[str, object]:
-    """One entry of `/v1/models`, and the response of `/v1/models/{model}`. base: base model of an
-    adapter, sent as `root` and `parent`. root: the model of an alias. max_model_len: limit of
-    prompt and output tokens together; None: unknown."""
+    """Returns one entry of `/v1/models`, and the response of `/v1/models/{model}`. base: base
+    model of an adapter, sent as `root` and `parent`. root: the model of an alias. max_model_len:
+    limit of prompt and output tokens together; None: unknown."""
     value: dict[str, object] = {
         "id": model,
         "object": "model",

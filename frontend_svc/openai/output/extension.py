@@ -47,17 +47,17 @@ class ResponseExtension:
     is_query_only: bool = False
 
     def comments(self) -> bytes:
-        """The events before the response."""
+        """Returns the events before the response."""
         return b"".join([_comment(name, value) for name, value in self.opening.items()])
 
     def last_comments(self, usage: CompletionUsage) -> bytes:
-        """The events after the last token."""
+        """Returns the events after the last token."""
         if not self.request.has_annotation(METRICS):
             return b""
         return _comment(METRICS, _metrics(usage))
 
     def annotations(self, usage: CompletionUsage) -> Json:
-        """All annotations, for a response that is no stream."""
+        """Returns all annotations, for a response that is no stream."""
         values = dict(self.opening)
         if self.request.has_annotation(METRICS):
             values[METRICS] = _metrics(usage)
@@ -68,7 +68,7 @@ class ResponseExtension:
     ) -> Json:
         """output: the generated token ids, at least those that `usage` counts."""
         values: Json = {}
-        for name in (one for one in get_args(ExtraField) if one in self.fields):
+        for name in (arg for arg in get_args(ExtraField) if arg in self.fields):
             match name:
                 case "worker_id" if outcome.placed is not None:
                     values[name] = dict(_worker_ids(outcome.placed))
@@ -105,9 +105,9 @@ def make_extension(
     choices: int,
     block_size: int,
 ) -> ResponseExtension | None:
-    """The extensions that a body requests; None if there are none. prompt_text: None if the client
-    sent token ids. has_token_data: whether it sent them in `nvext`. Raises InvalidRequest and
-    Unsupported with the field of the body."""
+    """Returns the extensions that a body requests; None if there are none. prompt_text: None if
+    the client sent token ids. has_token_data: whether it sent them in `nvext`. Raises
+    InvalidRequest and Unsupported with the field of the body."""
     opening: Json = {}
     for name in _OPENING:
         if not request.has_annotation(name):
@@ -134,7 +134,7 @@ def make_extension(
 
 
 def is_query_only(request: PreprocessedRequest) -> bool:
-    """Whether the client requests only the placement. Raises InvalidRequest for a value."""
+    """Returns whether the client requests only the placement. Raises InvalidRequest for a value."""
     value = request.get_annotation_value(QUERY_ONLY)
     if value:
         text = f"'{QUERY_ONLY}' has no value, but got {value!r}"
@@ -143,7 +143,7 @@ def is_query_only(request: PreprocessedRequest) -> bool:
 
 
 def _worker_ids(placed: Decision) -> Iterator[tuple[str, object]]:
-    """Ids as text, since many programs round large numbers."""
+    """Yields ids as text, since many programs round large numbers."""
     if placed.prefill is not None:
         yield "prefill_worker_id", str(placed.prefill.worker_id)
         yield "prefill_dp_rank", placed.prefill.dp_rank

@@ -10,30 +10,31 @@ from frontend_svc.text.response_format import TokenText
 
 # Any: JSON.
 def logprobs_object(tokens: Sequence[TokenText], *, is_chat: bool) -> dict[str, Any] | None:
-    """The `logprobs` of a choice or of a chunk; None without tokens."""
+    """Returns the `logprobs` of a choice or of a chunk; None without tokens."""
     if not tokens:
         return None
     if is_chat:
         content = [
-            {**_entry(one), "top_logprobs": [_entry(other) for other in one.top]} for one in tokens
+            {**_entry(token), "top_logprobs": [_entry(other) for other in token.top]}
+            for token in tokens
         ]
         return {"content": content, "refusal": None}
-    has_top = any(one.top for one in tokens)
+    has_top = any(token.top for token in tokens)
     return {
-        "tokens": [token_text(one.raw) for one in tokens],
-        "token_logprobs": [one.logprob for one in tokens],
-        "top_logprobs": [_top(one) for one in tokens] if has_top else None,
-        "text_offset": [one.offset for one in tokens],
+        "tokens": [token_text(token.raw) for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [_top(token) for token in tokens] if has_top else None,
+        "text_offset": [token.offset for token in tokens],
     }
 
 
 def token_id_text(token_id: int) -> bytes:
-    """A token written as its id, as in vLLM."""
+    """Returns a token written as its id, as in vLLM."""
     return f"token_id:{token_id}".encode()
 
 
 def token_text(raw: bytes) -> str:
-    """The text of a token; bytes that are no complete character are written as `\\xNN`."""
+    """Returns the text of a token; bytes that are no complete character are written as `\\xNN`."""
     return raw.decode(errors="backslashreplace")
 
 
@@ -42,9 +43,10 @@ def _entry(token: TokenText) -> dict[str, Any]:
 
 
 def _top(token: TokenText) -> dict[str, float]:
-    """The alternatives and the token itself. Of several with one text the most probable counts."""
+    """Returns the alternatives and the token itself. Of several with one text the most probable
+    counts."""
     values: dict[str, float] = {}
     alternatives: Iterable[TokenText] = (*token.top, token)
-    for one in alternatives:
-        values.setdefault(token_text(one.raw), one.logprob)
+    for alternative in alternatives:
+        values.setdefault(token_text(alternative.raw), alternative.logprob)
     return values

@@ -76,14 +76,15 @@ class ChunkWriter:
         return not self._unfinished
 
     def _template(self, index: int) -> tuple[bytes, bytes]:
-        """What comes before and after the text in a chunk."""
+        """Returns what comes before and after the text in a chunk."""
         # From the right: an id before the placeholder may contain the same text.
         template = self._event([self._choice(index, _TEXT_PLACEHOLDER, None)], None)
         before_text, _, after_text = template.rpartition(_TEXT_PLACEHOLDER_JSON)
         return before_text, after_text
 
     def content(self, text: str, index: int = 0) -> bytes:
-        """One chunk of text. Raises TypeError for a lone surrogate, which is not valid UTF-8."""
+        """Returns one chunk of text. Raises TypeError for a lone surrogate, which is not valid
+        UTF-8."""
         assert index in self._unfinished, "content after the end"
         before_text, after_text = self._templates[index]
         return b"".join((before_text, orjson.dumps(text), after_text))
@@ -91,15 +92,15 @@ class ChunkWriter:
     def fragment(
         self, fragment: dict[str, Any], index: int = 0, logprobs: dict[str, Any] | None = None
     ) -> bytes:
-        """One chunk with this part of a choice: the `delta` of a chat, or fields of a completion's
-        choice."""
+        """Returns one chunk with this part of a choice: the `delta` of a chat, or fields of a
+        completion's choice."""
         assert index in self._unfinished, "content after the end"
         content = {"delta": fragment} if self._kind is ChunkKind.CHAT else fragment
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
         return self._event([choice], None)
 
     def role(self, index: int = 0) -> bytes:
-        """The first chunk of a chat response, with the role; completions have none."""
+        """Returns the first chunk of a chat response, with the role; completions have none."""
         assert self._kind is ChunkKind.CHAT, "only chat has roles"
         assert index in self._unfinished, "role after the end"
         delta = {"role": "assistant", "content": "", "refusal": None}
@@ -113,13 +114,14 @@ class ChunkWriter:
         return self._event([self._choice(index, None, reason)], None, nvext)
 
     def usage(self, usage: CompletionUsage) -> bytes:
-        """The chunk with the counts, after `finish`; empty unless the client requested it."""
+        """Returns the chunk with the counts, after `finish`; empty unless the client requested
+        it."""
         assert self.is_finished, "the counts come after the finish reason"
         assert not self._failed, "an error is the last event"
         return self._event([], usage) if self._include_usage else b""
 
     def error(self, error: BaseException) -> bytes:
-        """The last event of a failed response; no `DONE` may follow it."""
+        """Returns the last event of a failed response; no `DONE` may follow it."""
         assert not self.is_finished, "an error after the end"
         self._unfinished.clear()
         self._failed = True
