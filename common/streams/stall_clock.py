@@ -33,7 +33,8 @@ class StallClock:
         self._ticked_at = now
 
     def stalled_s(self, now: float) -> float:
-        """Returns the seconds stalled since the start, including a stall that no tick has ended yet."""
+        """Returns the seconds stalled since the start, including a stall that no tick has ended
+        yet."""
         return self._stalled_s + max(0.0, now - self._ticked_at - TICK_S - SLACK_S)
 
 
