@@ -282,24 +282,25 @@ class FrontendApp(ServiceApp[FrontendConfig]):
     def _on_snapshot(self, snapshot: Snapshot, changes: SnapshotDiff) -> None:
         self._members.on_snapshot(snapshot, changes)
         self._engines.on_snapshot(snapshot, changes)
+        self._models.on_snapshot(snapshot, changes)
         self._hit_monitor.on_snapshot(snapshot, changes)
         self._router.on_snapshot(snapshot, changes)
         self._snapshot_changed.set()
 
     async def _watch_models(self, models_loaded: asyncio.Event) -> None:
-        """Follows the models of the registry, and retries those that failed to load."""
+        """Loads the new models of the registry, and retries those that failed to load."""
 
-        async def update_models() -> None:
-            await self._models.follow(self._members.snapshot)
+        async def load_models() -> None:
+            await self._models.load()
             models_loaded.set()
 
         await self._snapshot_changed.wait()
-        # Updates run concurrently, so that a slow card does not delay other models. The catalog
-        # loads a model once at a time, which bounds the number of updates by the number of models.
-        async with TaskGroup() as updates:
+        # Loads run concurrently, so that a slow card does not delay other models. The catalog
+        # loads a model once at a time, which bounds the number of loads by the number of models.
+        async with TaskGroup() as loads:
             while True:
                 self._snapshot_changed.clear()
-                updates.create_task(update_models())
+                loads.create_task(load_models())
                 while not self._snapshot_changed.is_set():
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(MODEL_RETRY_INTERVAL_S):

@@ -22,28 +22,25 @@ from common.errors import (
     Unsupported,
 )
 from common.registry.card import ModelCard
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.runtime.tasks import TaskGroup
 from frontend_svc.models.adapters import find_adapters, serving
 from frontend_svc.models.aliases import find_aliases
 from frontend_svc.models.artifacts import ArtifactFetcher, OpenArtifact, grpc_artifact_opener
 from frontend_svc.models.engine_options import refused_options
 from frontend_svc.models.model_watch import (
-    MODEL_KEY_PREFIX,
     Action,
     Build,
-    Entry,
+    Built,
     LogEvent,
     ModelAdded,
-    ModelManager,
+    ModelEntry,
     ModelRemoved,
-    ModelWatchState,
+    ModelWatch,
     Table,
     card_missing,
     card_unreadable,
-    events_between,
     is_pass_through,
-    model_watcher,
     plan_tables,
 )
 from frontend_svc.models.served_model import ServedModel, build_model
@@ -78,7 +75,7 @@ class Engine:
 
 
 class ModelCatalog:
-    """The serving table, updated from registry snapshots; `models/model_watch.py` decides.
+    """The serving table, updated with each change of the registry; `models/model_watch.py` decides.
     Cards are loaded concurrently: a slow one delays only its own model. get_card: returns a card by
     checksum. now_s: Unix time, for `created`. open_artifact: fetches artifacts that a card does not
     carry from a worker; by default over gRPC, without a token."""
@@ -99,14 +96,15 @@ class ModelCatalog:
         )
         # A build takes a whole core and a thread that other calls need.
         self._build_lock = asyncio.Lock()
-        self._table: ModelManager[Engine] = ModelManager()
-        self._watch = ModelWatchState(MODEL_KEY_PREFIX, self._table, get_card)
+        self._watch: ModelWatch[Engine] = ModelWatch()
+        # To be started by `load`.
+        self._new_builds: list[Build] = []
         self._snapshot = Snapshot()
         self._removed_at: dict[str, float] = {}
         # Adapter -> model, of adapters removed recently.
         self._removed_bases: dict[str, str] = {}
-        # By model: its last entry and the engines built from it.
-        self._build_cache: dict[str, tuple[Entry, Mapping[Table, Engine]]] = {}
+        # By model: what was built last.
+        self._build_cache: dict[str, Built[Engine]] = {}
         self._adapters: dict[str, ServedModel] = {}
         # Adapter -> model, including models that are not served yet.
         self._adapter_bases: Mapping[str, str] = {}
@@ -152,19 +150,19 @@ class ModelCatalog:
             model = self.get(name)
         except Unavailable as error:
             return self._departed_model(name, table, error)
-        if self._table.engine(model.base if model.adapter else name, table) is None:
+        if table not in self._watch.served[model.base if model.adapter else name].engines:
             raise _wrong_endpoint_error(name, table)
         return model
 
     def _departed_model(self, name: str, table: Table, error: Unavailable) -> ServedModel:
         """Raises `error` if the model is being loaded, or its build is not kept."""
         base = name if name in self._build_cache else self._removed_bases.get(name, name)
-        engines = self._table.engines(base) or self._build_cache.get(base, (None, {}))[1]
-        if error.reason != NO_WORKER or not engines:
+        built = self._watch.served.get(base) or self._build_cache.get(base)
+        if error.reason != NO_WORKER or built is None:
             raise error
-        if table not in engines:
+        if table not in built.engines:
             raise _wrong_endpoint_error(name, table)
-        model = engines[table].model
+        model = built.engines[table].model
         if model is None:
             raise error
         if base == name:
@@ -176,13 +174,13 @@ class ModelCatalog:
         it was served recently or is being loaded, Unsupported if only pass-through workers serve
         it."""
         name = self.resolve(name)
-        engines = self._table.engines(name)
-        if not engines:
+        served = self._watch.served.get(name)
+        if served is None:
             adapter_model = self._adapters.get(name)
             if adapter_model is None:
                 raise self._missing_model_error(name)
             return adapter_model
-        for engine in engines.values():
+        for engine in served.engines.values():
             if engine.model is not None:
                 return engine.model
         raise Unsupported("model", f"{name!r} is served by pass-through workers only")
@@ -190,12 +188,12 @@ class ModelCatalog:
     def engine(self, name: str, table: Table) -> Engine:
         """The engine of a name for one kind of request. Raises UnknownModel, Unavailable if it was
         served recently or is being loaded, Unsupported if it is served for the other kind only."""
-        engine = self._table.engine(name, table)
-        if engine is not None:
-            return engine
-        if self._table.has_model_any(name):
+        served = self._watch.served.get(name)
+        if served is None:
+            raise self._missing_model_error(name)
+        if table not in served.engines:
             raise _wrong_endpoint_error(name, table)
-        raise self._missing_model_error(name)
+        return served.engines[table]
 
     def all(self) -> list[ServedModel]:
         """Tokenized models in order of addition, then adapters."""
@@ -207,7 +205,7 @@ class ModelCatalog:
         return self._pass_through
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._table.names()) | self._adapters.keys()
+        return frozenset(self._watch.served) | self._adapters.keys()
 
     def request_names(self) -> frozenset[str]:
         """`names` and aliases."""
@@ -219,20 +217,24 @@ class ModelCatalog:
             return self._snapshot.serving(name)
         return serving(self._snapshot.serving(adapter_model.base), name)
 
-    async def follow(self, snapshot: Snapshot) -> bool:
-        """Update the table from `snapshot`; returns False if some model needs another attempt. The
-        table changes at once, except for models with cards to load; this waits for them. Concurrent
-        calls are allowed."""
-        events = list(events_between(self._snapshot, snapshot))
+    def on_snapshot(self, snapshot: Snapshot, changes: SnapshotDiff) -> None:
+        """Updates the table at once, except for models with cards to load: see `load`.
+
+        changes: since the snapshot of the call before.
+        """
         self._snapshot = snapshot
         self._refused_options.clear()
-        pending = tuple(self._watch.not_ready)
-        builds: list[Build] = []
-        for action in model_watcher(self._watch, events):
-            self._execute(action, builds)
-        for action in self._watch.retry(pending):
-            self._execute(action, builds)
+        for action in self._watch.follow(changes):
+            self._execute(action, self._new_builds)
         self._evict_builds()
+        self._follow_adapters()
+
+    async def load(self) -> bool:
+        """Builds the models that are offered and not served; returns False if some model needs
+        another attempt. Concurrent calls are allowed: each builds other models."""
+        builds, self._new_builds = self._new_builds, []
+        for action in self._watch.retry():
+            self._execute(action, builds)
         self._follow_adapters()
         try:
             async with TaskGroup() as tasks:
@@ -269,7 +271,7 @@ class ModelCatalog:
     def _evict_builds(self) -> None:
         """Keep the builds of served models and of the last few that left recently."""
         cutoff_s = self._now_s() - RECENTLY_SERVED_S
-        unserved = self._build_cache.keys() - self._table.names()
+        unserved = self._build_cache.keys() - self._watch.served.keys()
         removed_at = {name: self._removed_at.get(name, -math.inf) for name in unserved}
         recent = sorted(unserved, key=removed_at.__getitem__)[-CACHED_BUILDS_MAX:]
         for name in unserved:
@@ -277,8 +279,8 @@ class ModelCatalog:
                 del self._build_cache[name]
 
     def _first_engines(self) -> Iterator[Engine]:
-        for name in self._table.names():
-            yield next(iter(self._table.engines(name).values()))
+        for name in self._watch.names():
+            yield next(iter(self._watch.served[name].engines.values()))
 
     def _tokenized_models(self) -> dict[str, ServedModel]:
         return {one.name: one.model for one in self._first_engines() if one.model is not None}
@@ -308,7 +310,9 @@ class ModelCatalog:
         self._follow_aliases()
 
     def _follow_aliases(self) -> None:
-        engines = [engine for _, built in self._build_cache.values() for engine in built.values()]
+        engines = [
+            engine for built in self._build_cache.values() for engine in built.engines.values()
+        ]
         cards = {engine.card.name: engine.card for engine in engines if engine.card is not None}
         names = self.names()
         self._aliases = find_aliases(cards.values(), names | self._watch.not_ready.keys())
@@ -324,11 +328,11 @@ class ModelCatalog:
     def _execute(self, action: Action, builds: list[Build]) -> None:
         match action:
             case Build():
-                cached = self._build_cache.get(action.entry.model.name)
-                if cached is None or cached[0] != action.entry:
+                cached = self._build_cache.get(action.entry.name)
+                if cached is None or cached.entry != action.entry:
                     builds.append(action)
                 else:
-                    for next_action in self._watch.build_succeeded(action, cached[1]):
+                    for next_action in self._watch.build_succeeded(action, cached.engines):
                         self._execute(next_action, builds)
             case ModelAdded(name, tables):
                 log.info("model_added", model=name, tables=tables)
@@ -350,22 +354,22 @@ class ModelCatalog:
         try:
             engines = await self._build_engines(build.entry)
             if any(engine.model is not None for engine in engines.values()):
-                self._build_cache[build.entry.model.name] = build.entry, engines
+                self._build_cache[build.entry.name] = Built(build.entry, engines)
             return self._watch.build_succeeded(build, engines)
         except MeshError as error:
             return self._watch.build_failed(build, error)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as error:
-            # As in `follow`, which does not have builds that followed another one.
+            # As in `load`, which does not have builds that followed another one.
             self._watch.build_failed(build, MeshError(f"the build was interrupted: {error!r}"))
             raise
         except BaseException as error:  # A panic of the tokenizer library is not an Exception.
             rejection = InvalidRequest(f"the card cannot be used: {error!r}", "card")
-            name = build.entry.model.name
+            name = build.entry.name
             if self._watch.not_ready.get(name) != rejection.message:  # A retry repeats it.
                 log.error("model_build_failed", model=name, exc_info=error)
             return self._watch.build_failed(build, rejection)
 
-    async def _build_engines(self, entry: Entry) -> dict[Table, Engine]:
+    async def _build_engines(self, entry: ModelEntry) -> dict[Table, Engine]:
         """One engine per table, all with the same immutable model."""
         card, no_card_reason = await self._card(entry)
         tables = plan_tables(entry, card, no_card_reason)
@@ -376,23 +380,23 @@ class ModelCatalog:
                 model = await asyncio.to_thread(
                     build_model, card, created=created, mesh_key=self._mesh_key
                 )
-        name = entry.model.name
+        name = entry.name
         return {table: Engine(name, created, entry.checksum, card, model) for table in tables}
 
-    async def _card(self, entry: Entry) -> tuple[ModelCard | None, str]:
+    async def _card(self, entry: ModelEntry) -> tuple[ModelCard | None, str]:
         """The card, or None and the reason: pass-through workers do not need one."""
         if not entry.checksum:
             return None, ""
         try:
             card = await self._get_card(entry.checksum)
-            if entry.model.requires_preprocessing():
+            if entry.requires_preprocessing():
                 card = await self.artifacts.complete_card(card)
         except MeshError as error:
             missing = isinstance(error, NotFound)
             card_error = card_missing(entry) if missing else card_unreadable(entry, error)
-            if entry.model.requires_preprocessing():
+            if entry.requires_preprocessing():
                 raise card_error from error
-            log.info("model_without_card", model=entry.model.name, reason=card_error.message)
+            log.info("model_without_card", model=entry.name, reason=card_error.message)
             return None, card_error.message
-        log.debug("card_loaded", model=entry.model.name, card=card.name)
+        log.debug("card_loaded", model=entry.name, card=card.name)
         return card, ""

@@ -1,53 +1,33 @@
-"""Which models are served, derived from workers joining and leaving: events in, actions out (pure).
+"""Which models are served, decided from workers that join, change and leave (pure).
 
-Names of the discovery document (S0), and what stands for them:
+The catalog passes each change of the registry to `ModelWatch.follow` and executes the actions that
+it returns. For a Build it loads the card, builds the engines, and reports the result.
 
-| document                        | here                                                         |
-|---------------------------------|--------------------------------------------------------------|
-| value under a key: a ModelEntry | an `Instance`; `Entry.of` has its ModelEntry and checksum    |
-| `model_type` of the entry       | `Instance.meta["model_type"]`, absent = Backend; a card with |
-|                                 | text input makes Backend pass through, as in later releases  |
-| card under slug(name), load_mdc | under its checksum: `card_key`, `card_missing`,              |
-|                                 | `card_unreadable`; the catalog reads it                      |
-| undecodable values              | the registry logs them as `registry_entry_unreadable`        |
-| `drt`, discovery client         | a port that loads and builds, or None; the catalog calls it  |
-| handle_put, one call            | returns a Build; then `build_succeeded` or `build_failed`    |
-| add_…_model, remove_…_model     | `ModelManager.add`, `remove` with the table as an argument   |
-| client of the entry's endpoint  | the router places requests on the workers of a namespace     |
-| router mode Random              | the router's `selector`, also per request                    |
-| engine of a table               | what the port builds: E                                      |
-| "delete the offending key"      | never: it is another process's registration. The entry stays |
-|                                 | and `retry` builds again at each reconciliation              |
+The entry of a model that cannot be built stays, since it is the registration of another process:
+`retry` builds the model again.
 
-Invariants: a name is in the tables only while an entry with the card it was built from exists; it
-is in all of its tables or in none; at most one Build per name is in progress.
+Invariants: a model is served only while an entry with the card it was built from exists; it is in
+all of its tables or in none; at most one Build per model is in progress.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, Literal, TypeVar
+from typing import Final, Generic, Literal, TypeVar, get_args
 
-from common.errors import Conflict, InvalidRequest, MeshError, NotFound
+from common.errors import InvalidRequest, MeshError, NotFound
 from common.registry.card import ModelCard, ModelType
-from common.registry.instances import (
-    EndpointId,
-    Instance,
-    Snapshot,
-    diff_snapshots,
-)
+from common.registry.instances import Instance, SnapshotDiff
 
 E = TypeVar("E")
 
-# A key is this prefix and the instance's network name.
-MODEL_KEY_PREFIX = "models/"
-CARD_BUCKET = "cards"
 # Key of Instance.meta.
-MODEL_TYPE_KEY = "model_type"
+MODEL_TYPE_KEY: Final = "model_type"
 
 Table = Literal["chat", "completions", "embeddings"]
+TABLES: tuple[Table, ...] = get_args(Table)
 LogLevel = Literal["debug", "info", "error"]
 
 
@@ -61,27 +41,18 @@ class EntryType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A worker's description of its model. name: what clients put into `model`."""
+    """The model of a worker, as registered."""
 
     name: str
-    endpoint: EndpointId
+    """What clients put into `model`."""
     model_type: EntryType
-
-    def requires_preprocessing(self) -> bool:
-        """Whether the frontend renders and tokenizes requests for it."""
-        return self.model_type is EntryType.BACKEND
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A ModelEntry and the card it is served under; checksum: "" = no card."""
-
-    model: ModelEntry
+    """Absent from `Instance.meta`: Backend. A card with text input makes Backend pass through."""
     checksum: str
+    """Of the card; "" = no card."""
 
     @staticmethod
-    def of(instance: Instance) -> Entry:
-        """The entry of `instance`. Raises InvalidRequest for an unknown model_type."""
+    def of(instance: Instance) -> ModelEntry:
+        """Returns the entry of `instance`. Raises InvalidRequest for an unknown model_type."""
         reported_type = instance.meta.get(MODEL_TYPE_KEY, EntryType.BACKEND)
         try:
             model_type = EntryType(reported_type)
@@ -89,77 +60,34 @@ class Entry:
             known = ", ".join(EntryType)
             text = f"model_type {reported_type!r} is not one of {known}"
             raise InvalidRequest(text, f"meta.{MODEL_TYPE_KEY}") from error
-        model = ModelEntry(instance.model, instance.endpoint, model_type)
-        return Entry(model, instance.card_checksum)
+        return ModelEntry(instance.model, model_type, instance.card_checksum)
+
+    def requires_preprocessing(self) -> bool:
+        """Returns whether the frontend renders and tokenizes requests for the model."""
+        return self.model_type is EntryType.BACKEND
 
 
-def load_entry(key: str, values: Sequence[Instance]) -> Entry:
-    """The entry under `key`, from the first of several values. Raises NotFound if there is none,
-    InvalidRequest if it is invalid; both name the key."""
-    if not values:
-        raise NotFound(f"there is no model entry {key}", field="key")
-    try:
-        return Entry.of(values[0])
-    except InvalidRequest as error:
-        raise InvalidRequest(f"invalid model entry {key}: {error.message}", error.field) from error
+def registration_key(instance: Instance) -> str:
+    """Returns the name of a worker's registration in log events."""
+    return f"models/{instance.network_name}"
 
 
-def card_key(entry: Entry) -> str:
-    return f"{CARD_BUCKET}/{entry.checksum}"
+def card_key(entry: ModelEntry) -> str:
+    return f"cards/{entry.checksum}"
 
 
-def card_missing(entry: Entry) -> NotFound:
+def card_missing(entry: ModelEntry) -> NotFound:
     """The error if the store has no such card."""
     return NotFound(
-        f"missing model deployment card of {entry.model.name!r}: there is no {card_key(entry)}",
+        f"missing model deployment card of {entry.name!r}: there is no {card_key(entry)}",
         field="card_checksum",
     )
 
 
-def card_unreadable(entry: Entry, cause: Exception) -> MeshError:
+def card_unreadable(entry: ModelEntry, cause: Exception) -> MeshError:
     """The error if the store fails or the card is damaged."""
     reason = cause.message if isinstance(cause, MeshError) else f"{type(cause).__name__}: {cause}"
-    return MeshError(f"cannot load the card {card_key(entry)} of {entry.model.name!r}: {reason}")
-
-
-@dataclass(frozen=True, slots=True)
-class KeyValue:
-    """A registration and its key."""
-
-    key: str
-    value: Instance
-
-
-@dataclass(frozen=True, slots=True)
-class Put:
-    """A worker joined, or changed its registration."""
-
-    kv: KeyValue
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """A worker left."""
-
-    key: str
-
-
-WatchEvent = Put | Delete
-
-
-def events_between(
-    old: Snapshot, new: Snapshot, prefix: str = MODEL_KEY_PREFIX
-) -> Iterator[WatchEvent]:
-    """Events of workers with a model, departures first, so that names are free before reuse."""
-    changes = diff_snapshots(old, new)
-    for removed in changes.left:
-        if _is_model_worker(removed):
-            yield Delete(prefix + removed.network_name)
-    for instance in (*changes.changed, *changes.joined):
-        if _is_model_worker(instance):
-            yield Put(KeyValue(prefix + instance.network_name, instance))
-        elif instance.id in old.instances and _is_model_worker(old.instances[instance.id]):
-            yield Delete(prefix + instance.network_name)
+    return MeshError(f"cannot load the card {card_key(entry)} of {entry.name!r}: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +96,8 @@ class Build:
     `build_succeeded` or `build_failed`."""
 
     key: str
-    entry: Entry
+    """Of the registration, see `registration_key`."""
+    entry: ModelEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +128,11 @@ Action = Build | ModelAdded | ModelRemoved | LogEvent
 
 
 def plan_tables(
-    entry: Entry, card: ModelCard | None, no_card_reason: str = ""
+    entry: ModelEntry, card: ModelCard | None, no_card_reason: str = ""
 ) -> tuple[Table, ...]:
     """The tables of an entry. no_card_reason: why `card` is None. Raises InvalidRequest for a
     Backend without a card, and for a card of no known kind."""
-    match entry.model.model_type:
+    match entry.model_type:
         case EntryType.CHAT:
             return ("chat",)
         case EntryType.COMPLETION:
@@ -223,199 +152,140 @@ def plan_tables(
     return tables
 
 
-def is_pass_through(entry: Entry, card: ModelCard | None) -> bool:
+def is_pass_through(entry: ModelEntry, card: ModelCard | None) -> bool:
     """Whether workers receive the client's JSON unchanged."""
-    return card is None or not (
-        entry.model.requires_preprocessing() and card.requires_preprocessing
-    )
+    return card is None or not (entry.requires_preprocessing() and card.requires_preprocessing)
 
 
-class ModelManager(Generic[E]):
-    """The serving table: model name -> engine, by kind of request."""
+@dataclass(frozen=True, slots=True)
+class Built(Generic[E]):
+    """What was built from an entry: an engine for each table of the model."""
+
+    entry: ModelEntry
+    engines: Mapping[Table, E]
+
+
+class ModelWatch(Generic[E]):
+    """The models that workers offer, and those that are served. E: what the catalog builds."""
 
     def __init__(self) -> None:
-        self._tables: dict[Table, dict[str, E]] = {"chat": {}, "completions": {}, "embeddings": {}}
-        # The same by model: each request reads it.
-        self._engines: dict[str, dict[Table, E]] = {}
-
-    def has_model_any(self, name: str) -> bool:
-        return name in self._engines
-
-    def add(self, table: Table, name: str, engine: E) -> None:
-        """Raises Conflict if the name is taken."""
-        if name in self._tables[table]:
-            raise Conflict(f"the model {name!r} is in the table of {table} already", field="model")
-        self._tables[table][name] = engine
-        self._group()
-
-    def remove(self, table: Table, name: str) -> None:
-        """Raises NotFound, which the caller may ignore, if the name is not in the table."""
-        if self._tables[table].pop(name, None) is None:
-            raise NotFound(f"the model {name!r} is not in the table of {table}", field="model")
-        self._group()
-
-    def _group(self) -> None:
-        self._engines = {}
-        for table, engines in self._tables.items():
-            for name, engine in engines.items():
-                self._engines.setdefault(name, {})[table] = engine
-
-    def engine(self, name: str, table: Table) -> E | None:
-        return self._tables[table].get(name)
-
-    def engines(self, name: str) -> Mapping[Table, E]:
-        return self._engines.get(name, {})
+        self.served: dict[str, Built[E]] = {}
+        self.building: dict[str, Build] = {}
+        # Model -> why it is offered and not served.
+        self.not_ready: dict[str, str] = {}
+        # By key of the registration, oldest first.
+        self._entries: dict[str, ModelEntry] = {}
 
     def names(self) -> tuple[str, ...]:
-        """Names in any table, in order of addition (those with chat first)."""
-        return tuple(self._engines)
+        """Returns the served models in order of addition, those with chat first."""
 
+        def first_table(name: str) -> int:
+            return min(map(TABLES.index, self.served[name].engines))
 
-@dataclass(slots=True)
-class ModelWatchState(Generic[E]):
-    """State of the watcher. prefix: of all keys; drt: the port that loads and builds, or None.
-    not_ready: model -> why it is offered and not served. Only the presence of `drt` matters here;
-    the catalog calls it."""
-
-    prefix: str
-    manager: ModelManager[E]
-    drt: object | None
-    not_ready: dict[str, str] = field(default_factory=dict)
-    _entries: dict[str, Entry] = field(default_factory=dict)
-    _served: dict[str, Entry] = field(default_factory=dict)
-    building: dict[str, Build] = field(default_factory=dict)
+        return tuple(sorted(self.served, key=first_table))
 
     def is_pending(self, name: str) -> bool:
-        """Whether workers offer a model that is not served: its Build is in progress or failed.
-        False for a model that is served, even if some worker's card for it is rejected."""
+        """Returns whether workers offer a model that is not served: its Build is in progress or
+        failed. False for a model that is served, even if some worker's card for it is rejected."""
         if name not in self.building and name not in self.not_ready:
             return False
-        return any(entry.model.name == name for entry in self._entries.values())
+        return any(entry.name == name for entry in self._entries.values())
 
-    def handle_put(self, kv: KeyValue) -> list[Action]:
-        """Add or replace an entry; a new name gets a Build. Raises the errors of `load_entry`."""
-        entry = load_entry(kv.key, [kv.value])
-        instance_name = self.instance_name(kv.key)
-        before = self._entries.get(instance_name)
-        self._entries[instance_name] = entry
+    def follow(self, changes: SnapshotDiff) -> Iterator[Action]:
+        """Yields what to do after a change of the registry: first for the workers that left, so
+        that a name is free before its reuse. An invalid registration is logged and ignored.
+
+        The result of a Build may be reported before the next action is read.
+        """
+        for instance in changes.left:
+            if _is_model_worker(instance):
+                yield from self._remove_entry(registration_key(instance))
+        for instance in (*changes.changed, *changes.joined):
+            key = registration_key(instance)
+            if _is_model_worker(instance):
+                yield from self._set_entry(key, instance)
+            elif key in self._entries:
+                yield from self._remove_entry(key)
+
+    def _set_entry(self, key: str, instance: Instance) -> list[Action]:
+        """Adds or replaces an entry; a new model gets a Build."""
+        try:
+            entry = ModelEntry.of(instance)
+        except InvalidRequest as error:
+            text = f"invalid model entry {key}: {error.message}"
+            fields = {"key": key, "value": instance.to_json().decode(), "error": text}
+            return [LogEvent("error", "model_event_rejected", fields)]
+        before = self._entries.get(key)
+        self._entries[key] = entry
         actions: list[Action] = []
         if before is not None and before != entry:
-            actions = self._reconcile(before.model.name)
-        name = entry.model.name
+            actions = self._reconcile(before.name)
+        name = entry.name
         if builds := self._build_if_new(name):
             return actions + builds
-        if self._served.get(name, entry).checksum != entry.checksum:
-            fields = {"model": name, "key": kv.key, "checksum": entry.checksum}
+        served = self.served.get(name)
+        if served is not None and served.entry.checksum != entry.checksum:
+            fields = {"model": name, "key": key, "checksum": entry.checksum}
             return [*actions, LogEvent("error", "model_card_rejected", fields)]
-        return [*actions, LogEvent("debug", "model_already_known", {"model": name, "key": kv.key})]
+        return [*actions, LogEvent("debug", "model_already_known", {"model": name, "key": key})]
 
-    def handle_delete(self, key: str) -> list[Action]:
-        """Remove an entry; with the last one of its card, the model leaves all tables. Raises
-        NotFound for a key that was never put."""
-        entry = self._entries.pop(self.instance_name(key), None)
+    def _remove_entry(self, key: str) -> list[Action]:
+        """Removes an entry; with the last one of its card, the model leaves all tables."""
+        entry = self._entries.pop(key, None)
         if entry is None:
-            raise NotFound(f"there is no model entry {key}", field="key")
-        return self._reconcile(entry.model.name)
+            fields = {"key": key, "error": f"there is no model entry {key}"}
+            return [LogEvent("error", "model_event_rejected", fields)]
+        return self._reconcile(entry.name)
 
     def build_succeeded(self, build: Build, engines: Mapping[Table, E]) -> list[Action]:
-        """Add a built model to all of its tables, or to none if one of them has the name."""
-        name = build.entry.model.name
+        """Adds a built model to all of its tables."""
+        name = build.entry.name
         if self.building.get(name) is not build:
             return [LogEvent("info", "model_build_outdated", {"model": name, "key": build.key})]
         del self.building[name]
         if build.entry not in self._entries.values():
             return self._build_if_new(name)
-        try:
-            self._register(name, engines)
-        except Conflict as error:
-            return self._not_ready(build, error.message)
-        self._served[name] = build.entry
+        self.served[name] = Built(build.entry, engines)
         self.not_ready.pop(name, None)
         return [ModelAdded(name, tuple(engines))]
 
     def build_failed(self, build: Build, error: MeshError) -> list[Action]:
-        """Record a failed Build: the entry stays, and `retry` builds again."""
-        name = build.entry.model.name
+        """Records why a model is not served; a repeated reason is not logged."""
+        name = build.entry.name
         if self.building.get(name) is not build:
             return []
         del self.building[name]
         if build.entry not in self._entries.values():
             return self._build_if_new(name)
-        return self._not_ready(build, error.message)
+        is_new_reason = self.not_ready.get(name) != error.message
+        self.not_ready[name] = error.message
+        fields = {"model": name, "key": build.key, "reason": error.message}
+        return [LogEvent("error", "model_not_ready", fields)] if is_new_reason else []
 
-    def retry(self, names: Iterable[str]) -> list[Action]:
-        """Builds for those of `names` that are offered, not served and not being built."""
-        return [action for name in names for action in self._build_if_new(name)]
-
-    def instance_name(self, key: str) -> str:
-        """The key without its prefix, removed once: the rest may begin with the same text."""
-        return key.removeprefix(self.prefix)
+    def retry(self) -> list[Action]:
+        """Returns Builds for models that are not ready and not being built."""
+        return [action for name in tuple(self.not_ready) for action in self._build_if_new(name)]
 
     def _build_if_new(self, name: str) -> list[Action]:
-        """A Build from the oldest entry of the name, unless it is served or being built."""
-        oldest_entry = next((i for i in self._entries.items() if i[1].model.name == name), None)
-        if oldest_entry is None:
+        """Returns a Build from the oldest entry of the model, unless it is served or being
+        built."""
+        oldest = next((item for item in self._entries.items() if item[1].name == name), None)
+        if oldest is None:
             self.not_ready.pop(name, None)
             return []
-        if self.manager.has_model_any(name) or name in self.building:
+        if name in self.served or name in self.building:
             return []
-        build = Build(self.prefix + oldest_entry[0], oldest_entry[1])
-        self.building[name] = build
-        if self.drt is None:
-            error = MeshError("there is no discovery client to load cards with")
-            return self.build_failed(build, error)
+        build = self.building[name] = Build(*oldest)
         return [build]
 
     def _reconcile(self, name: str) -> list[Action]:
-        """Remove `name` if no entry has its served card, and build from another entry."""
-        served = self._served.get(name)
+        """Removes a model if no entry has its served card, and builds from another entry."""
+        served = self.served.get(name)
         actions: list[Action] = []
-        if served is not None and served not in self._entries.values():
-            for table in self.manager.engines(name):
-                self.manager.remove(table, name)
-            del self._served[name]
+        if served is not None and served.entry not in self._entries.values():
+            del self.served[name]
             actions.append(ModelRemoved(name))
         return actions + self._build_if_new(name)
-
-    def _register(self, name: str, engines: Mapping[Table, E]) -> None:
-        added_tables: list[Table] = []
-        try:
-            for table, engine in engines.items():
-                self.manager.add(table, name, engine)
-                added_tables.append(table)
-        except Conflict:
-            for table in added_tables:
-                self.manager.remove(table, name)
-            raise
-
-    def _not_ready(self, build: Build, reason: str) -> list[Action]:
-        """Record why a model is not served; a repeated reason is not logged."""
-        name = build.entry.model.name
-        is_new_reason = self.not_ready.get(name) != reason
-        self.not_ready[name] = reason
-        fields = {"model": name, "key": build.key, "reason": reason}
-        return [LogEvent("error", "model_not_ready", fields)] if is_new_reason else []
-
-
-def model_watcher(state: ModelWatchState[E], events: Iterable[WatchEvent]) -> Iterator[Action]:
-    """The actions of each event, until the events end. An invalid event is logged and skipped.
-    Lazy: the result of a Build may be reported before the next event is read."""
-    for event in events:
-        try:
-            match event:
-                case Put(kv):
-                    actions = state.handle_put(kv)
-                case Delete(key):
-                    actions = state.handle_delete(key)
-        except MeshError as error:
-            fields = (
-                {"key": event.key}
-                if isinstance(event, Delete)
-                else {"key": event.kv.key, "value": event.kv.value.to_json().decode()}
-            )
-            yield LogEvent("error", "model_event_rejected", fields | {"error": error.message})
-        else:
-            yield from actions
 
 
 def _is_model_worker(instance: Instance) -> bool:

@@ -15,7 +15,7 @@ from common.registry.registry import MemoryRegistry, MemoryStore
 from common.request.placement import Query
 from common.request.preprocessed import RoutingConstraints, RoutingHints
 from common.runtime.config import ConfigError, read_config
-from frontend_svc.models.model_watch import Entry, plan_tables
+from frontend_svc.models.model_watch import ModelEntry, plan_tables
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from tests.kit.apps import living
@@ -91,7 +91,7 @@ async def test_a_frontend_opens_the_endpoints_that_a_worker_advertises(
     async with registered(*flags) as registry:
         (instance,) = (await registry.snapshot(NS)).of("worker")
         card = await registry.get_card(instance.card_checksum)
-        assert list(plan_tables(Entry.of(instance), card)) == tables
+        assert list(plan_tables(ModelEntry.of(instance), card)) == tables
 
 
 @pytest.mark.parametrize("kinds", ["chat,prefill", "Chat", "embeddings"])

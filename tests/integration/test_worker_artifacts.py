@@ -19,6 +19,7 @@ from frontend_svc.models.catalog import ModelCatalog
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from tests.kit.apps import living
+from tests.kit.catalogs import follow_and_load
 from tests.kit.waiting import WAIT_S
 from worker_svc.app import SERVICE_NAME, WorkerApp
 from worker_svc.config import WorkerConfig
@@ -88,7 +89,7 @@ async def test_a_frontend_fetches_files_that_the_card_does_not_carry() -> None:
         models = ModelCatalog(registry.get_card, now_s=lambda: 0.0, mesh_key=b"")
         # One address is unreachable: the other is tried.
         await apps[0].close()
-        assert await models.follow(snapshot)
+        assert await follow_and_load(models, snapshot)
         model = models.get("sim")
         assert model.checksum == checksum
         assert await model.encode("hello", special_tokens=True)

@@ -51,25 +51,26 @@ MUTANTS = (
     _mutant(
         "S0-30",
         _MODEL_WATCH,
-        "if served is not None and served not in self._entries.values():",
+        "if served is not None and served.entry not in self._entries.values():",
         "if served is not None:",
     ),
     _mutant(
         "S0-32",
         _MODEL_WATCH,
-        "for table in self.manager.engines(name):",
-        "for table in list(self.manager.engines(name))[:1]:",
+        "            del self.served[name]\n",
+        "            rest = dict([*served.engines.items()][1:])\n"
+        "            self.served[name] = Built(served.entry, rest)\n",
     ),
     _mutant(
         "S0-07",
         _MODEL_WATCH,
-        'return f"{CARD_BUCKET}/{entry.checksum}"',
-        'return f"{CARD_BUCKET}/{entry.model.name}"',
+        'return f"cards/{entry.checksum}"',
+        'return f"cards/{entry.name}"',
     ),
     _mutant(
         "S0-46",
         _MODEL_WATCH,
-        "return [action for name in names for action in self._build_if_new(name)]",
+        "return [action for name in tuple(self.not_ready) for action in self._build_if_new(name)]",
         "return []",
     ),
     _mutant(
@@ -81,10 +82,15 @@ MUTANTS = (
     _mutant(
         "S0-31",
         _MODEL_WATCH,
-        "return key.removeprefix(self.prefix)",
-        'return key.replace(self.prefix, "")',
+        'return f"models/{instance.network_name}"',
+        'return "models/" + instance.network_name.replace("models.", "")',
     ),
-    _mutant("S0-45", _MODEL_WATCH, "for table in added_tables:", "for table in ():"),
+    _mutant(
+        "S0-45",
+        _MODEL_WATCH,
+        "self.served[name] = Built(build.entry, engines)",
+        "self.served[name] = Built(build.entry, dict([*engines.items()][:1]))",
+    ),
     # HTTP metrics.
     _mutant("S3-06", _FAMILIES, "Total number of LLM requests processed", "Requests"),
     _mutant("S3-23", _FAMILIES, "self.status = Status.ERROR", "self.status = Status.SUCCESS"),

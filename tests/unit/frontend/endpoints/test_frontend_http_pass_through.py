@@ -45,6 +45,7 @@ from frontend_svc.request.types import RequestOutcome
 from frontend_svc.routes.api import ApiParts
 from frontend_svc.routes.table import dispatcher, routes
 from frontend_svc.workers.client import EngineClient
+from tests.kit.catalogs import follow_and_load
 from tests.kit.placements import decided
 from tests.sim.pulled_transport import PulledTransport
 from worker_svc.engines.contract import GenerateContext, LLMEngineOutput
@@ -157,7 +158,7 @@ async def served(
     runner, router = Runner(engine, card_checksum=checksum), OneWorker()
     snapshot = Snapshot(instances={WORKER: worker(model_type, card)})
     models = ModelCatalog(get_card, now_s=lambda: 0.0, mesh_key=b"")
-    await models.follow(snapshot)
+    await follow_and_load(models, snapshot)
     ready = Readiness(True, (), (), {}, ())
     wire = Wire(AttachServer(WORKER, runner))
     async with EngineClient(1, wire, Random(1)) as engines:

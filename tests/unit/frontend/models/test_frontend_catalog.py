@@ -21,6 +21,7 @@ from common.registry.instances import Instance, Snapshot
 from frontend_svc.models.catalog import CACHED_BUILDS_MAX, RECENTLY_SERVED_S, ModelCatalog
 from frontend_svc.models.model_watch import Table as Kind
 from kvmesh.engine.v1 import engine_pb2
+from tests.kit.catalogs import follow_and_load
 from tests.sim.loop import run_virtually
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
@@ -95,7 +96,7 @@ A, B = card("a"), card("b")
 
 async def test_an_adapter_is_a_model_that_differs_from_its_base_only_in_name_and_hashes() -> None:
     table = Table(A)
-    await table.models.follow(snapshot(worker(1, A), worker(2, A, "french", "german")))
+    await follow_and_load(table.models, snapshot(worker(1, A), worker(2, A, "french", "german")))
     models = table.models
     assert models.names() == {"a", "french", "german"}
     assert [one.name for one in models.all()] == ["a", "french", "german"]
@@ -119,11 +120,11 @@ async def test_a_removed_adapter_is_unavailable_at_first_and_later_unknown() -> 
     models = table.models
     with pytest.raises(UnknownModel):
         models.get("french")
-    await models.follow(snapshot(worker(1, A), worker(2, A, "french")))
+    await follow_and_load(models, snapshot(worker(1, A), worker(2, A, "french")))
     first = models.get("french")
-    await models.follow(snapshot(worker(1, A), worker(3, A, "french")))
+    await follow_and_load(models, snapshot(worker(1, A), worker(3, A, "french")))
     assert models.get("french") is first, "another worker's is the same"
-    await models.follow(snapshot(worker(1, A)))
+    await follow_and_load(models, snapshot(worker(1, A)))
     assert models.names() == {"a"}
     with pytest.raises(Unavailable) as gone:
         models.get("french")
@@ -138,11 +139,11 @@ async def test_a_removed_adapter_is_unavailable_at_first_and_later_unknown() -> 
 async def test_an_adapter_is_added_and_removed_while_its_workers_stay() -> None:
     table = Table(A)
     models = table.models
-    await models.follow(snapshot(worker(1, A)))
+    await follow_and_load(models, snapshot(worker(1, A)))
     with capture_logs() as logs:
-        await models.follow(snapshot(worker(1, A, "french")))
+        await follow_and_load(models, snapshot(worker(1, A, "french")))
         assert models.get("french").base == "a"
-        await models.follow(snapshot(worker(1, A)))
+        await follow_and_load(models, snapshot(worker(1, A)))
     events = [(line["event"], line["model"]) for line in logs]
     assert ("adapter_added", "french") in events
     assert ("adapter_removed", "french") in events
@@ -150,8 +151,8 @@ async def test_an_adapter_is_added_and_removed_while_its_workers_stay() -> None:
 
 async def test_an_adapter_leaves_with_its_base_model() -> None:
     table = Table(A)
-    await table.models.follow(snapshot(worker(1, A, "french")))
-    await table.models.follow(snapshot())
+    await follow_and_load(table.models, snapshot(worker(1, A, "french")))
+    await follow_and_load(table.models, snapshot())
     for name in ("a", "french"):
         with pytest.raises(Unavailable):
             table.models.get(name)
@@ -162,13 +163,13 @@ async def test_an_adapter_with_the_name_of_a_model_is_hidden_and_logged_once() -
     table = Table(A, B)
     here = snapshot(worker(1, A, "b", "french"), worker(2, B))
     with capture_logs() as logs:
-        await table.models.follow(here)
-        await table.models.follow(here)
+        await follow_and_load(table.models, here)
+        await follow_and_load(table.models, here)
     assert table.models.get("b").adapter == ""
     assert table.models.get("french").base == "a"
     assert table.models.hidden == {("b", "a"): "a model has the same name"}
     assert [line["adapter"] for line in logs if line["event"] == "adapter_hidden"] == ["b"]
-    await table.models.follow(snapshot(worker(1, A, "b", "french")))
+    await follow_and_load(table.models, snapshot(worker(1, A, "b", "french")))
     assert table.models.hidden == {}
     assert table.models.get("b").base == "a", "no model has the name any more"
 
@@ -180,12 +181,12 @@ async def test_of_two_models_with_one_adapter_name_the_first_by_name_has_it(
     table = Table(A, B)
     both = {1: worker(1, A, "french"), 2: worker(2, B, "french")}
     models = table.models
-    await models.follow(snapshot(both[order[0]]))
-    await models.follow(snapshot(*(both[n] for n in order)))
+    await follow_and_load(models, snapshot(both[order[0]]))
+    await follow_and_load(models, snapshot(*(both[n] for n in order)))
     assert models.get("french").base == "a"
     assert models.hidden == {("french", "b"): "model 'a' has an adapter of the same name"}
     with capture_logs() as logs:
-        await models.follow(snapshot(both[2]))
+        await follow_and_load(models, snapshot(both[2]))
     assert models.get("french").base == "b"
     assert models.hidden == {}
     added = {"event": "adapter_added", "model": "french", "base": "b", "log_level": "info"}
@@ -195,8 +196,9 @@ async def test_of_two_models_with_one_adapter_name_the_first_by_name_has_it(
 async def test_a_pass_through_model_has_no_adapters() -> None:
     table = Table()
     chatty = ModelCard(name="chatty")
-    await table.models.follow(
-        snapshot(replace(worker(1, chatty, "french", model_type="Chat"), card_checksum=""))
+    await follow_and_load(
+        table.models,
+        snapshot(replace(worker(1, chatty, "french", model_type="Chat"), card_checksum="")),
     )
     assert table.models.names() == {"chatty"}
     assert ("french", "chatty") in table.models.hidden
@@ -211,12 +213,14 @@ def test_a_slow_card_delays_only_its_own_model() -> None:
         models = table.models
         table.holding[1] = asyncio.Event()
         lingering = worker(1, slow, "french")
-        first = asyncio.create_task(models.follow(snapshot(lingering, worker(2, A))))
+        first = asyncio.create_task(follow_and_load(models, snapshot(lingering, worker(2, A))))
         await asyncio.sleep(1.0)
         assert models.names() == {"a"}
-        assert await models.follow(snapshot(lingering, worker(2, A), worker(3, B, "german")))
+        assert await follow_and_load(
+            models, snapshot(lingering, worker(2, A), worker(3, B, "german"))
+        )
         assert models.names() == {"a", "b", "german"}
-        await models.follow(snapshot(lingering, worker(3, B)))
+        await follow_and_load(models, snapshot(lingering, worker(3, B)))
         assert models.names() == {"b"}
         assert not first.done()
         table.holding.pop(1).set()
@@ -233,10 +237,10 @@ def test_a_card_from_a_silent_worker_is_reported_and_retried() -> None:
         models = table.models
         table.holding[1] = asyncio.Event()
         here = snapshot(worker(1, slow))
-        assert not await models.follow(here)
+        assert not await follow_and_load(models, here)
         assert "tokenizer.json stalled" in models.not_ready["slow"]
         del table.holding[1]
-        assert await models.follow(here)
+        assert await follow_and_load(models, here)
         assert models.names() == {"slow"}
 
     run_virtually(main())
@@ -248,9 +252,9 @@ def test_a_model_is_not_served_if_its_workers_left_before_its_card_arrived() -> 
         table = Table(slow)
         models = table.models
         table.holding[1] = asyncio.Event()
-        first = asyncio.create_task(models.follow(snapshot(worker(1, slow, "french"))))
+        first = asyncio.create_task(follow_and_load(models, snapshot(worker(1, slow, "french"))))
         await asyncio.sleep(1.0)
-        assert await models.follow(snapshot())
+        assert await follow_and_load(models, snapshot())
         table.holding.pop(1).set()
         await first
         assert models.names() == frozenset()
@@ -299,7 +303,7 @@ async def test_an_unreadable_card_affects_only_its_own_model(
 ) -> None:
     bad = damaged("bad", **files)
     table = Table(bad, A)
-    assert not await table.models.follow(snapshot(worker(1, bad), worker(2, A)))
+    assert not await follow_and_load(table.models, snapshot(worker(1, bad), worker(2, A)))
     assert table.models.names() == {"a"}
     assert reason in table.models.not_ready["bad"]
     assert table.models.loading == frozenset()
@@ -310,7 +314,7 @@ async def test_a_bos_token_is_text_an_object_with_text_or_absent(bos: object) ->
     config = tokens_config(bos_token=bos, eos_token=None)
     good = damaged("good", tokenizer_config__json=config)
     table = Table(good)
-    assert await table.models.follow(snapshot(worker(1, good)))
+    assert await follow_and_load(table.models, snapshot(worker(1, good)))
     template = table.models.get("good").template
     assert template is not None
     now = datetime(2026, 1, 1, tzinfo=UTC)
@@ -327,7 +331,7 @@ async def test_truncation_and_padding_settings_of_the_tokenizer_file_are_ignored
     raw |= {"truncation": cut, "padding": {**pad, "strategy": {"Fixed": 64}, "direction": "Left"}}
     odd = damaged("odd", tokenizer__json=json.dumps(raw).encode())
     table = Table(odd, A)
-    assert await table.models.follow(snapshot(worker(1, odd), worker(2, A)))
+    assert await follow_and_load(table.models, snapshot(worker(1, odd), worker(2, A)))
     for text in ("a", "one two three four five six seven"):
         expected = await table.models.get("a").encode(text, special_tokens=True)
         assert await table.models.get("odd").encode(text, special_tokens=True) == expected
@@ -341,7 +345,7 @@ async def test_ids_above_a_gap_in_the_vocabulary_are_valid(decoder: str) -> None
     raw["decoder"] |= {"type": decoder, "prefix": "##", "cleanup": False}
     gapped = damaged("gapped", tokenizer__json=json.dumps(raw).encode())
     table = Table(gapped)
-    assert await table.models.follow(snapshot(worker(1, gapped)))
+    assert await follow_and_load(table.models, snapshot(worker(1, gapped)))
     model = table.models.get("gapped")
     assert (model.vocabulary is None) == (decoder == "WordPiece")
     assert model.tokenizer.token_to_id("beyond") == last + 100
@@ -361,10 +365,10 @@ async def test_any_error_of_a_build_is_logged_once_and_the_build_is_retried() ->
     here = snapshot(worker(1, A), worker(2, B))
     with capture_logs() as logs:
         for _ in range(2):
-            assert not await models.follow(here)
+            assert not await follow_and_load(models, here)
             assert models.names() == {"b"}
             assert "ZeroDivisionError" in models.not_ready["a"]
-        assert await models.follow(here)
+        assert await follow_and_load(models, here)
     assert models.names() == {"a", "b"}
     assert [line["model"] for line in logs if line["event"] == "model_build_failed"] == ["a"]
 
@@ -381,7 +385,7 @@ async def test_a_kind_that_the_card_does_not_offer_is_unsupported_for_model_and_
 ) -> None:
     one = replace(A, model_type=offered)
     table = Table(one)
-    await table.models.follow(snapshot(worker(1, one, "french")))
+    await follow_and_load(table.models, snapshot(worker(1, one, "french")))
     for name in ("a", "french"):
         assert table.models.get_for(name, open_for).name == name
         with pytest.raises(Unsupported, match=f"'{name}' is not served for {closed_for}"):
@@ -397,7 +401,7 @@ def test_a_model_being_loaded_and_its_adapters_are_unavailable_with_retry() -> N
         models = table.models
         table.holding[1] = asyncio.Event()
         here = snapshot(worker(1, slow, "french"))
-        first = asyncio.create_task(models.follow(here))
+        first = asyncio.create_task(follow_and_load(models, here))
 
         def assert_loading() -> None:
             for name in ("slow", "french"):
@@ -416,7 +420,7 @@ def test_a_model_being_loaded_and_its_adapters_are_unavailable_with_retry() -> N
         assert models.loading == frozenset()
         assert_loading()
         del table.holding[1]
-        assert await models.follow(here)
+        assert await follow_and_load(models, here)
         assert models.get("french").base == "slow"
 
     run_virtually(main())
@@ -428,9 +432,9 @@ def test_a_model_whose_workers_left_during_loading_is_unknown() -> None:
         table = Table(slow)
         models = table.models
         table.holding[1] = asyncio.Event()
-        first = asyncio.create_task(models.follow(snapshot(worker(1, slow, "french"))))
+        first = asyncio.create_task(follow_and_load(models, snapshot(worker(1, slow, "french"))))
         await asyncio.sleep(1.0)
-        await models.follow(snapshot())
+        await follow_and_load(models, snapshot())
         assert models.loading == {"slow"}
         for name in ("slow", "french"):
             with pytest.raises(UnknownModel):
@@ -443,7 +447,7 @@ def test_a_model_whose_workers_left_during_loading_is_unknown() -> None:
 
 async def at_once(models: ModelCatalog, to: Snapshot) -> None:
     """Follow a snapshot that needs no card: the call never suspends."""
-    following = models.follow(to)
+    following = follow_and_load(models, to)
     with pytest.raises(StopIteration) as done:
         following.send(None)
     assert done.value.value is True
@@ -452,7 +456,7 @@ async def at_once(models: ModelCatalog, to: Snapshot) -> None:
 async def test_a_model_whose_worker_returns_is_served_at_once_without_a_build() -> None:
     table = Table(A)
     models = table.models
-    await models.follow(snapshot(worker(1, A, "french")))
+    await follow_and_load(models, snapshot(worker(1, A, "french")))
     before = models.get("a")
     await at_once(models, snapshot())
     with pytest.raises(Unavailable, match="no worker serves 'a'"):
@@ -472,9 +476,9 @@ async def test_a_model_that_returns_with_another_card_is_built_from_it() -> None
     table = Table(A, other)
     models = table.models
     for card_, length in ((A, A.context_length), (other, 77), (A, A.context_length)):
-        await models.follow(snapshot(worker(1, card_)))
+        await follow_and_load(models, snapshot(worker(1, card_)))
         assert models.get("a").card.context_length == length
-        await models.follow(snapshot())
+        await follow_and_load(models, snapshot())
     assert table.fetched == ["a"] * 3, "only the last build of each model is kept"
 
 
@@ -484,18 +488,18 @@ async def test_builds_of_recently_removed_models_are_kept_for_a_limited_time() -
     table = Table(*cards, B)
     models, workers = table.models, [worker(n, one) for n, one in enumerate(cards, 1)]
     lasting = worker(50, B)
-    await models.follow(snapshot(lasting, *workers))
+    await follow_and_load(models, snapshot(lasting, *workers))
     for n in range(len(workers)):  # m0 is removed first
         table.now += 1.0
-        await models.follow(snapshot(lasting, *workers[n + 1 :]))
+        await follow_and_load(models, snapshot(lasting, *workers[n + 1 :]))
     table.fetched.clear()
-    await models.follow(snapshot(lasting, *workers))
+    await follow_and_load(models, snapshot(lasting, *workers))
     assert table.fetched == ["m0"]
-    await models.follow(snapshot(lasting))
+    await follow_and_load(models, snapshot(lasting))
     table.now += RECENTLY_SERVED_S
-    await models.follow(snapshot(lasting, worker(51, B)))
+    await follow_and_load(models, snapshot(lasting, worker(51, B)))
     table.fetched.clear()
-    await models.follow(snapshot(*workers))
+    await follow_and_load(models, snapshot(*workers))
     assert sorted(table.fetched) == sorted(one.name for one in cards)
 
 
@@ -505,7 +509,7 @@ async def test_a_model_without_a_card_reads_the_store_each_time_it_joins() -> No
     models = table.models
     joined = snapshot(worker(1, chatty, model_type="Chat"))
     for found in (None, chatty):
-        await models.follow(joined)
+        await follow_and_load(models, joined)
         assert models.engine("chatty", "chat").card is found
-        await models.follow(snapshot())
+        await follow_and_load(models, snapshot())
         table.cards[chatty.checksum] = chatty

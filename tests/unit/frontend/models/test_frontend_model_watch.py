@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import get_args
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from common.errors import (
-    Conflict,
     InvalidRequest,
     MeshError,
     NotFound,
@@ -23,40 +21,39 @@ from common.errors import (
     Unsupported,
 )
 from common.registry.card import Artifact, ModelCard, ModelType
-from common.registry.instances import EndpointId, Instance, Snapshot
+from common.registry.instances import (
+    EndpointId,
+    Instance,
+    Snapshot,
+    SnapshotDiff,
+    diff_snapshots,
+)
+from common.registry.registry import MemoryRegistry
 from common.runtime.config import ConfigError, read_config
 from frontend_svc.models.catalog import RECENTLY_SERVED_S, ModelCatalog
 from frontend_svc.models.model_watch import (
-    MODEL_KEY_PREFIX,
     MODEL_TYPE_KEY,
     Action,
     Build,
-    Delete,
-    Entry,
     EntryType,
-    KeyValue,
     LogEvent,
     ModelAdded,
     ModelEntry,
-    ModelManager,
     ModelRemoved,
-    ModelWatchState,
-    Put,
+    ModelWatch,
     Table,
-    WatchEvent,
     card_key,
     card_missing,
     card_unreadable,
-    events_between,
     is_pass_through,
-    load_entry,
-    model_watcher,
     plan_tables,
+    registration_key,
 )
 from router_svc.config import RouterConfig
+from tests.kit.catalogs import follow_and_load
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
-ENDPOINT = EndpointId("ns", "worker", "serve")
+BOTH: tuple[Table, ...] = ("chat", "completions")
 
 
 def worker(n: int, model: str = "m", checksum: str = "c1", **meta: str) -> Instance:
@@ -65,20 +62,20 @@ def worker(n: int, model: str = "m", checksum: str = "c1", **meta: str) -> Insta
     )
 
 
-def key_of(instance: Instance) -> str:
-    return MODEL_KEY_PREFIX + instance.network_name
+def joined(*instances: Instance) -> SnapshotDiff:
+    return SnapshotDiff(joined=instances)
 
 
-def put(instance: Instance) -> Put:
-    return Put(KeyValue(key_of(instance), instance))
+def changed(*instances: Instance) -> SnapshotDiff:
+    return SnapshotDiff(changed=instances)
 
 
-def delete(instance: Instance) -> Delete:
-    return Delete(key_of(instance))
+def left(*instances: Instance) -> SnapshotDiff:
+    return SnapshotDiff(left=instances)
 
 
-def entry(model_type: EntryType = EntryType.BACKEND, checksum: str = "c1") -> Entry:
-    return Entry(ModelEntry("m", ENDPOINT, model_type), checksum)
+def entry(model_type: EntryType = EntryType.BACKEND, checksum: str = "c1") -> ModelEntry:
+    return ModelEntry("m", model_type, checksum)
 
 
 class Shell:
@@ -87,23 +84,26 @@ class Shell:
     faults: errors of builds by model. tables: the tables of every model.
     """
 
-    def __init__(self, tables: tuple[Table, ...] = ("chat", "completions")) -> None:
-        self.manager: ModelManager[str] = ModelManager()
-        self.state = ModelWatchState(MODEL_KEY_PREFIX, self.manager, object())
+    def __init__(self, tables: tuple[Table, ...] = BOTH) -> None:
+        self.watch: ModelWatch[str] = ModelWatch()
         self.tables = tables
         self.faults: dict[str, MeshError] = {}
         self.done: list[Action] = []
         self.builds = 0
 
-    def feed(self, *events: WatchEvent) -> list[Action]:
-        """The actions of the events."""
-        return self._run(model_watcher(self.state, events))
+    def feed(self, changes: SnapshotDiff) -> list[Action]:
+        """The actions of a change of the registry."""
+        return self._run(self.watch.follow(changes))
 
     def retry(self) -> list[Action]:
-        return self._run(iter(self.state.retry(tuple(self.state.not_ready))))
+        return self._run(iter(self.watch.retry()))
+
+    def names(self) -> tuple[str, ...]:
+        return self.watch.names()
 
     def engines(self, name: str) -> Mapping[Table, str]:
-        return self.manager.engines(name)
+        served = self.watch.served.get(name)
+        return {} if served is None else served.engines
 
     def _run(self, actions: Iterator[Action]) -> list[Action]:
         before = len(self.done)
@@ -119,11 +119,18 @@ class Shell:
 
     def _build(self, build: Build) -> list[Action]:
         self.builds += 1
-        name = build.entry.model.name
+        name = build.entry.name
         if name in self.faults:
-            return self.state.build_failed(build, self.faults[name])
+            return self.watch.build_failed(build, self.faults[name])
         engines = {t: f"{name}.{t}.{build.entry.checksum}.{self.builds}" for t in self.tables}
-        return self.state.build_succeeded(build, engines)
+        return self.watch.build_succeeded(build, engines)
+
+
+def started_build(watch: ModelWatch[str], instance: Instance) -> Build:
+    """The Build of a worker that joins with a new model; its result is not reported yet."""
+    (build,) = watch.follow(joined(instance))
+    assert isinstance(build, Build)
+    return build
 
 
 def notes(actions: list[Action]) -> list[tuple[str, str]]:
@@ -137,42 +144,46 @@ def notes(actions: list[Action]) -> list[tuple[str, str]]:
 def test_an_unknown_model_type_is_an_error_of_that_entry_only() -> None:
     assert [t.value for t in EntryType] == ["Backend", "Chat", "Completion"]
     shell = Shell()
-    done = shell.feed(put(worker(1, "new", model_type="Realtime")), put(worker(2, "m")))
+    done = shell.feed(joined(worker(1, "new", model_type="Realtime"), worker(2, "m")))
     assert notes(done) == [("error", "model_event_rejected")]
-    assert shell.manager.names() == ("m",)
+    assert shell.names() == ("m",)
 
 
 @pytest.mark.row("S0-05")
 def test_only_backend_entries_are_preprocessed() -> None:
     expected = {EntryType.BACKEND: True, EntryType.CHAT: False, EntryType.COMPLETION: False}
-    assert {t: entry(t).model.requires_preprocessing() for t in EntryType} == expected
+    assert {t: entry(t).requires_preprocessing() for t in EntryType} == expected
 
 
 @pytest.mark.row("S0-02", "S0-03")
-def test_an_entry_has_the_model_card_and_endpoint_of_its_instance() -> None:
-    assert Entry.of(worker(1, "Qwen/A", "c7")) == Entry(
-        ModelEntry("Qwen/A", ENDPOINT, EntryType.BACKEND), "c7"
-    )
-    assert Entry.of(worker(1, model_type="Chat")).model.model_type is EntryType.CHAT
+def test_an_entry_has_the_model_and_card_of_its_instance_which_has_the_endpoint() -> None:
+    instance = worker(1, "Qwen/A", "c7")
+    assert ModelEntry.of(instance) == ModelEntry("Qwen/A", EntryType.BACKEND, "c7")
+    assert instance.endpoint == EndpointId("ns", "worker", "serve")
+    assert ModelEntry.of(worker(1, model_type="Chat")).model_type is EntryType.CHAT
     with pytest.raises(InvalidRequest) as rejected:
-        Entry.of(worker(1, model_type="Realtime"))
+        ModelEntry.of(worker(1, model_type="Realtime"))
     assert rejected.value.field == f"meta.{MODEL_TYPE_KEY}"
 
 
 @pytest.mark.row("S0-17")
-def test_a_missing_entry_is_an_error_that_names_the_key() -> None:
-    with pytest.raises(NotFound, match=r"models/ns\.worker\.serve-1"):
-        load_entry("models/ns.worker.serve-1", [])
+def test_an_entry_that_is_not_there_is_an_error_that_names_the_key() -> None:
+    (note,) = Shell().feed(left(worker(1)))
+    assert isinstance(note, LogEvent)
+    assert note.fields["error"] == "there is no model entry models/ns.worker.serve-1"
 
 
 @pytest.mark.row("S0-18")
-def test_the_first_of_several_values_is_the_entry() -> None:
-    assert load_entry("k", [worker(1, "first"), worker(2, "second")]).model.name == "first"
+def test_a_model_is_built_from_the_first_of_several_entries() -> None:
+    first, second = worker(2, checksum="first"), worker(1, checksum="second")
+    (build, *_) = Shell().feed(joined(first, second))
+    assert build == Build(registration_key(first), entry(checksum="first"))
 
 
 def test_an_invalid_entry_is_an_error_that_names_the_key() -> None:
-    with pytest.raises(InvalidRequest, match="models/x"):
-        load_entry("models/x", [worker(1, model_type="Realtime")])
+    (note,) = Shell().feed(joined(worker(1, model_type="Realtime")))
+    assert isinstance(note, LogEvent)
+    assert "invalid model entry models/ns.worker.serve-1: " in str(note.fields["error"])
 
 
 @pytest.mark.row("S0-06", "S0-07", "S0-08")
@@ -189,64 +200,65 @@ def test_a_missing_card_and_a_failed_store_are_different_errors_that_name_the_ke
     assert "ValueError: x" in card_unreadable(entry(), ValueError("x")).message
 
 
-# The tables.
+# The served models.
 
 
 @pytest.mark.row("S0-23")
-def test_the_manager_keeps_two_tables_and_removing_an_absent_name_raises_not_found() -> None:
-    manager: ModelManager[str] = ModelManager()
-    assert not manager.has_model_any("m")
-    manager.add("chat", "m", "chat engine")
-    assert manager.has_model_any("m")
-    manager.add("completions", "m", "text engine")
-    manager.add("completions", "n", "another")
-    assert manager.engines("m") == {"chat": "chat engine", "completions": "text engine"}
-    assert manager.engine("n", "chat") is None
-    assert manager.names() == ("m", "n")
-    with pytest.raises(Conflict, match="chat"):
-        manager.add("chat", "m", "a second")
-    with pytest.raises(Conflict, match="completions"):
-        manager.add("completions", "m", "a second")
-    manager.remove("chat", "m")
-    assert manager.has_model_any("m")
-    with pytest.raises(NotFound):
-        manager.remove("chat", "m")
-    manager.remove("completions", "m")
-    with pytest.raises(NotFound):
-        manager.remove("completions", "m")
-    assert manager.names() == ("n",)
+def test_a_model_is_served_from_its_build_on_and_removing_an_absent_one_is_no_failure() -> None:
+    shell = Shell()
+    assert shell.names() == ()
+    shell.feed(joined(worker(1)))
+    shell.tables = ("completions",)
+    shell.feed(joined(worker(2, "n")))
+    assert shell.engines("m") == {"chat": "m.chat.c1.1", "completions": "m.completions.c1.1"}
+    assert tuple(shell.engines("n")) == ("completions",)
+    assert shell.names() == ("m", "n")
+    shell.feed(left(worker(1)))
+    assert notes(shell.feed(left(worker(1)))) == [("error", "model_event_rejected")]
+    assert shell.names() == ("n",)
 
 
-# The loop.
+def test_models_are_listed_in_order_of_addition_with_those_with_chat_first() -> None:
+    shell = Shell()
+    added: tuple[tuple[Table, ...], ...] = (("completions",), ("chat",), BOTH, ("embeddings",))
+    for n, tables in enumerate(added, 1):
+        shell.tables = tables
+        shell.feed(joined(worker(n, f"m{n}")))
+    assert shell.names() == ("m2", "m3", "m1", "m4")
+
+
+# The changes.
 
 
 @pytest.mark.row("S0-22", "S0-24")
-def test_the_watcher_ends_with_its_events_and_keeps_its_state() -> None:
+def test_the_actions_end_with_their_change_and_the_state_is_kept() -> None:
     shell = Shell()
-    assert (shell.state.prefix, shell.state.manager) == (MODEL_KEY_PREFIX, shell.manager)
-    assert shell.state.drt is not None
-    assert list(model_watcher(shell.state, [])) == []
-    shell.feed(put(worker(1)))
-    shell.feed(delete(worker(1)))
-    assert shell.manager.names() == ()
+    assert list(shell.watch.follow(SnapshotDiff())) == []
+    shell.feed(joined(worker(1)))
+    assert shell.names() == ("m",)
+    shell.feed(left(worker(1)))
+    assert shell.names() == ()
 
 
 @pytest.mark.row("S0-25")
-def test_there_are_two_kinds_of_events_and_a_delete_has_only_the_key() -> None:
-    assert set(get_args(WatchEvent)) == {Put, Delete}
-    assert [f.name for f in fields(Delete)] == ["key"]
-    assert [f.name for f in fields(Put)] == ["kv"]
-    assert [f.name for f in fields(KeyValue)] == ["key", "value"]
+def test_a_worker_that_joins_or_changes_sets_its_entry_and_one_that_leaves_removes_it() -> None:
+    shell = Shell()
+    shell.feed(joined(worker(1, "old")))
+    shell.feed(changed(worker(1, "new")))
+    assert shell.names() == ("new",)
+    # Only the identity of a worker that leaves is read.
+    shell.feed(left(worker(1, "other", "c2")))
+    assert shell.names() == ()
 
 
 @pytest.mark.row("S0-26")
 def test_an_invalid_entry_is_logged_once_and_the_next_event_works() -> None:
     shell = Shell()
     bad = worker(1, "bad", model_type="Realtime")
-    done = shell.feed(put(bad), put(worker(2)))
+    done = shell.feed(joined(bad, worker(2)))
     (note,) = (a for a in done if isinstance(a, LogEvent))
     assert (note.level, note.event) == ("error", "model_event_rejected")
-    assert note.fields["key"] == key_of(bad)
+    assert note.fields["key"] == registration_key(bad)
     assert note.fields["value"] == bad.to_json().decode()
     assert "Realtime" in str(note.fields["error"])
     assert done[-1] == ModelAdded("m", ("chat", "completions"))
@@ -255,9 +267,9 @@ def test_an_invalid_entry_is_logged_once_and_the_next_event_works() -> None:
 @pytest.mark.row("S0-27")
 def test_a_second_worker_of_a_model_does_not_rebuild_its_pipelines() -> None:
     shell = Shell()
-    shell.feed(put(worker(1)))
+    shell.feed(joined(worker(1)))
     before = shell.engines("m")
-    done = shell.feed(put(worker(2)))
+    done = shell.feed(joined(worker(2)))
     assert notes(done) == [("debug", "model_already_known")]
     assert {t: id(e) for t, e in shell.engines("m").items()} == {
         t: id(e) for t, e in before.items()
@@ -269,10 +281,10 @@ def test_a_second_worker_of_a_model_does_not_rebuild_its_pipelines() -> None:
 def test_a_failed_build_is_logged_once_keeps_its_entry_and_is_retried() -> None:
     shell = Shell()
     shell.faults["m"] = Unavailable("the store is away")
-    done = shell.feed(put(worker(1)), put(worker(2, "n")))
+    done = shell.feed(joined(worker(1), worker(2, "n")))
     assert notes(done) == [("error", "model_not_ready")]
-    assert shell.manager.names() == ("n",)
-    assert shell.state.not_ready == {"m": "the store is away"}
+    assert shell.names() == ("n",)
+    assert shell.watch.not_ready == {"m": "the store is away"}
     # The same reason again: retried, but not logged again.
     assert notes(shell.retry()) == []
     assert shell.builds == 3
@@ -280,132 +292,112 @@ def test_a_failed_build_is_logged_once_keeps_its_entry_and_is_retried() -> None:
     assert notes(shell.retry()) == [("error", "model_not_ready")]
     del shell.faults["m"]
     assert shell.retry()[-1] == ModelAdded("m", ("chat", "completions"))
-    assert shell.state.not_ready == {}
+    assert shell.watch.not_ready == {}
     assert shell.retry() == []
 
 
 @pytest.mark.row("S0-28")
 def test_a_new_name_is_built_and_added() -> None:
     shell = Shell()
-    assert shell.feed(put(worker(1))) == [
-        Build(key_of(worker(1)), entry()),
+    assert shell.feed(joined(worker(1))) == [
+        Build(registration_key(worker(1)), entry()),
         ModelAdded("m", ("chat", "completions")),
     ]
 
 
 @pytest.mark.row("S0-29", "S0-33")
-def test_a_delete_returns_the_removed_name_and_an_unknown_key_is_an_error() -> None:
+def test_a_departure_returns_the_removed_name_and_that_of_an_unknown_worker_is_an_error() -> None:
     shell = Shell()
-    shell.feed(put(worker(1, "Qwen/A")))
-    done = shell.feed(Delete(MODEL_KEY_PREFIX + "unknown"), delete(worker(1, "Qwen/A")))
+    shell.feed(joined(worker(1, "Qwen/A")))
+    done = shell.feed(left(worker(9, "unknown"), worker(1, "Qwen/A")))
     assert notes(done) == [("error", "model_event_rejected")]
     assert done[-1] == ModelRemoved("Qwen/A")
-    assert shell.state.handle_put(put(worker(2, "B")).kv) == [
-        Build(key_of(worker(2)), Entry.of(worker(2, "B")))
-    ]
+    assert shell.feed(joined(worker(2, "B")))[-1] == ModelAdded("B", BOTH)
 
 
 @pytest.mark.row("S0-30")
 def test_a_model_is_removed_with_its_last_instance_only() -> None:
     shell = Shell()
     workers = [worker(n, "Name/That.No-Key:Has") for n in (1, 2, 3)]
-    shell.feed(*map(put, workers))
+    shell.feed(joined(*workers))
     before = shell.engines("Name/That.No-Key:Has")
-    assert shell.feed(delete(workers[0]), delete(workers[2])) == []
+    assert shell.feed(left(workers[0], workers[2])) == []
     assert shell.engines("Name/That.No-Key:Has") == before != {}
-    assert shell.feed(delete(workers[1])) == [ModelRemoved("Name/That.No-Key:Has")]
-    assert shell.manager.names() == ()
+    assert shell.feed(left(workers[1])) == [ModelRemoved("Name/That.No-Key:Has")]
+    assert shell.names() == ()
 
 
 @pytest.mark.row("S0-31")
-def test_the_key_prefix_is_removed_once() -> None:
+def test_entries_whose_keys_repeat_the_prefix_are_different() -> None:
+    once = replace(worker(1, "m"), namespace="models")
+    twice = replace(worker(1, "n"), namespace="models.models")
+    assert registration_key(twice) == "models/models.models.worker.serve-1"
     shell = Shell()
-    assert (
-        shell.state.instance_name(MODEL_KEY_PREFIX + MODEL_KEY_PREFIX + "x")
-        == MODEL_KEY_PREFIX + "x"
-    )
-    assert shell.state.instance_name("x") == "x"
-    shell.feed(
-        Put(KeyValue(MODEL_KEY_PREFIX + "x", worker(1, "m"))),
-        Put(KeyValue(MODEL_KEY_PREFIX + MODEL_KEY_PREFIX + "x", worker(2, "n"))),
-    )
-    assert shell.feed(Delete(MODEL_KEY_PREFIX + MODEL_KEY_PREFIX + "x")) == [ModelRemoved("n")]
-    assert shell.manager.names() == ("m",)
+    shell.feed(joined(once, twice))
+    assert shell.feed(left(twice)) == [ModelRemoved("n")]
+    assert shell.names() == ("m",)
 
 
 @pytest.mark.row("S0-32")
 @pytest.mark.parametrize("tables", [("chat",), ("completions",), ("chat", "completions")])
-def test_a_delete_removes_the_model_from_every_table(tables: tuple[Table, ...]) -> None:
+def test_a_departure_removes_the_model_from_every_table(tables: tuple[Table, ...]) -> None:
     shell = Shell(tables)
-    shell.feed(put(worker(1)))
+    shell.feed(joined(worker(1)))
     assert tuple(shell.engines("m")) == tables
-    assert shell.feed(delete(worker(1))) == [ModelRemoved("m")]
-    assert not shell.manager.has_model_any("m")
+    assert shell.feed(left(worker(1))) == [ModelRemoved("m")]
+    assert not shell.engines("m")
 
 
 def test_a_worker_with_another_card_is_logged_and_served_once_it_is_the_only_one() -> None:
     shell = Shell()
     first, other = worker(1, checksum="c1"), worker(2, checksum="c2")
-    shell.feed(put(first))
-    assert notes(shell.feed(put(other))) == [("error", "model_card_rejected")]
-    assert shell.feed(delete(first)) == [
+    shell.feed(joined(first))
+    assert notes(shell.feed(joined(other))) == [("error", "model_card_rejected")]
+    assert shell.feed(left(first)) == [
         ModelRemoved("m"),
-        Build(key_of(other), entry(checksum="c2")),
+        Build(registration_key(other), entry(checksum="c2")),
         ModelAdded("m", ("chat", "completions")),
     ]
 
 
 def test_a_worker_that_changes_its_model_is_removed_from_the_old_one() -> None:
     shell = Shell()
-    shell.feed(put(worker(1, "old")))
-    done = shell.feed(put(worker(1, "new")))
+    shell.feed(joined(worker(1, "old")))
+    done = shell.feed(changed(worker(1, "new")))
     assert [a for a in done if not isinstance(a, Build)] == [
         ModelRemoved("old"),
         ModelAdded("new", ("chat", "completions")),
     ]
-    assert shell.manager.names() == ("new",)
+    assert shell.names() == ("new",)
 
 
 def test_a_model_whose_workers_left_during_its_build_is_not_added() -> None:
     shell = Shell()
-    (build,) = shell.state.handle_put(put(worker(1)).kv)
-    assert isinstance(build, Build)
-    assert shell.state.handle_delete(key_of(worker(1))) == []
-    assert shell.state.build_succeeded(build, {"chat": "late"}) == []
-    assert shell.manager.names() == ()
+    build = started_build(shell.watch, worker(1))
+    assert shell.feed(left(worker(1))) == []
+    assert shell.watch.build_succeeded(build, {"chat": "late"}) == []
+    assert shell.names() == ()
     assert shell.retry() == []
 
 
 def test_an_entry_added_during_a_build_is_built_after_that_build_fails() -> None:
     shell = Shell()
-    (build,) = shell.state.handle_put(put(worker(1)).kv)
-    assert isinstance(build, Build)
+    build = started_build(shell.watch, worker(1))
     other = worker(2, checksum="c2")
-    shell.state.handle_put(put(other).kv)
-    shell.state.handle_delete(key_of(worker(1)))
-    assert shell.state.build_failed(build, Unavailable("away")) == [
-        Build(key_of(other), entry(checksum="c2"))
+    shell.feed(joined(other))
+    shell.feed(left(worker(1)))
+    assert shell.watch.build_failed(build, Unavailable("away")) == [
+        Build(registration_key(other), entry(checksum="c2"))
     ]
     # The result of the first build is ignored.
-    assert shell.state.build_failed(build, Unavailable("away")) == []
-    assert notes(shell.state.build_succeeded(build, {"chat": "late"})) == [
+    assert shell.watch.build_failed(build, Unavailable("away")) == []
+    assert notes(shell.watch.build_succeeded(build, {"chat": "late"})) == [
         ("info", "model_build_outdated")
     ]
-    assert shell.manager.names() == ()
+    assert shell.names() == ()
 
 
-# Results of handle_put.
-
-
-@pytest.mark.row("S0-35")
-def test_without_a_discovery_client_nothing_is_built_and_the_reason_is_recorded() -> None:
-    manager: ModelManager[str] = ModelManager()
-    state = ModelWatchState(MODEL_KEY_PREFIX, manager, None)
-    done = list(model_watcher(state, [put(worker(1))]))
-    assert "discovery client" in state.not_ready["m"]
-    assert ("error", "model_not_ready") in notes(done)
-    assert not any(isinstance(a, Build) for a in done)
-    assert manager.names() == ()
+# Tables of an entry.
 
 
 @pytest.mark.row("S0-37")
@@ -463,34 +455,44 @@ def test_the_placement_policy_is_configured(name: str) -> None:
 
 
 @pytest.mark.row("S0-45")
-@pytest.mark.parametrize("taken", ["chat", "completions"])
-def test_a_model_whose_name_is_taken_in_one_table_is_added_to_none(taken: Table) -> None:
+@pytest.mark.parametrize("outcome", ["built", "failed"])
+def test_a_model_is_in_all_of_its_tables_or_in_none(outcome: str) -> None:
     shell = Shell()
-    (build,) = shell.state.handle_put(put(worker(1)).kv)
-    assert isinstance(build, Build)
-    shell.manager.add(taken, "m", "another engine")
-    done = shell.state.build_succeeded(build, {"chat": "new", "completions": "new"})
-    assert notes(done) == [("error", "model_not_ready")]
-    assert shell.engines("m") == {taken: "another engine"}
-    assert taken in shell.state.not_ready["m"]
+    build = started_build(shell.watch, worker(1))
+    assert shell.engines("m") == {}
+    if outcome == "built":
+        engines: dict[Table, str] = {"chat": "new", "completions": "new"}
+        assert shell.watch.build_succeeded(build, engines) == [ModelAdded("m", BOTH)]
+        assert shell.engines("m") == engines
+    else:
+        done = shell.watch.build_failed(build, Unavailable("no second engine"))
+        assert notes(done) == [("error", "model_not_ready")]
+        assert shell.engines("m") == {}
+        assert shell.watch.not_ready == {"m": "no second engine"}
 
 
-# From snapshots to events.
+# From snapshots to actions.
 
 
 def snapshot(*instances: Instance, revision: int = 1) -> Snapshot:
     return Snapshot(revision, {i.id: i for i in instances})
 
 
-def test_deletes_precede_puts_and_only_workers_with_a_model_have_events() -> None:
+def test_departures_come_first_and_only_workers_with_a_model_have_actions() -> None:
     router = Instance(9, "ns", "router", "", "127.0.0.1:1")
-    gone, kept, idle = worker(1), worker(2), worker(3, "", "")
-    changed = replace(kept, taints=frozenset({"slow"}))
-    come = worker(4)
-    events = list(events_between(snapshot(gone, kept, router), snapshot(changed, come, idle)))
-    assert events == [delete(gone), put(changed), put(come)]
+    gone, kept, idle = worker(1, "a"), worker(2), worker(3, "", "")
+    slow = replace(kept, taints=frozenset({"slow"}))
+    come = worker(4, "c")
+    shell, before = Shell(), snapshot(gone, kept, router)
+    shell.feed(diff_snapshots(Snapshot(), before))
+    assert shell.feed(diff_snapshots(before, snapshot(slow, come, idle))) == [
+        ModelRemoved("a"),
+        LogEvent("debug", "model_already_known", {"model": "m", "key": registration_key(kept)}),
+        Build(registration_key(come), ModelEntry.of(come)),
+        ModelAdded("c", BOTH),
+    ]
     stopped = replace(kept, model="", card_checksum="")
-    assert list(events_between(snapshot(kept), snapshot(stopped))) == [delete(kept)]
+    assert shell.feed(changed(stopped)) == [ModelRemoved("m")]
 
 
 @st.composite
@@ -512,13 +514,13 @@ def test_after_any_history_the_table_matches_the_last_snapshot(
     for n, step in enumerate(history):
         following = snapshot(*(worker(i, m, c) for i, (m, c) in sorted(step.items())))
         shell.faults = {"a": Unavailable("away")} if n in faulty_steps else {}
-        shell.feed(*events_between(seen, following))
+        shell.feed(diff_snapshots(seen, following))
         shell.retry()
         seen = following
         offered = {w.model for w in following.of("worker")}
-        assert offered - {*shell.faults} <= set(shell.manager.names()) <= offered
-        assert set(shell.state.not_ready) == offered - set(shell.manager.names())
-        for name in shell.manager.names():
+        assert offered - {*shell.faults} <= set(shell.names()) <= offered
+        assert set(shell.watch.not_ready) == offered - set(shell.names())
+        for name in shell.names():
             cards = {engine.split(".")[2] for engine in shell.engines(name).values()}
             assert len(cards) == 1
             assert cards <= {w.card_checksum for w in following.serving(name)}
@@ -570,7 +572,7 @@ def models(*cards: ModelCard) -> tuple[ModelCatalog, Cards, Clock]:
 async def test_the_tokenizer_works_after_the_card_is_deleted_and_responses_share_no_state() -> None:
     card = sim_card()
     table, store, _ = models(card)
-    assert await table.follow(snapshot(worker(1, "m", card.checksum)))
+    assert await follow_and_load(table, snapshot(worker(1, "m", card.checksum)))
     store.cards.clear()
     del card
     gc.collect()
@@ -593,9 +595,9 @@ async def test_a_card_is_read_once_by_its_checksum_and_not_modified() -> None:
     before = card.canonical_json()
     one, two = (worker(n, "m", card.checksum) for n in (1, 2))
     with capture_logs() as logs:
-        await table.follow(snapshot(one))
+        await follow_and_load(table, snapshot(one))
     assert {"event": "card_loaded", "log_level": "debug", "model": "m", "card": "m"} in logs
-    await table.follow(snapshot(one, two))
+    await follow_and_load(table, snapshot(one, two))
     assert store.reads == 1
     assert card.canonical_json() == before
     assert table.get("m").card is card
@@ -606,18 +608,18 @@ async def test_a_model_is_not_ready_with_a_reason_until_its_card_is_stored() -> 
     card = sim_card()
     table, store, _ = models()
     here = snapshot(worker(1, "m", card.checksum))
-    assert not await table.follow(here)
+    assert not await follow_and_load(table, here)
     assert store.reads == 1
     assert f"there is no cards/{card.checksum}" in table.not_ready["m"]
     assert "missing model deployment card" in table.not_ready["m"]
     assert table.names() == frozenset()
     store.error = Unavailable("no leader")
-    assert not await table.follow(here)
+    assert not await follow_and_load(table, here)
     assert "no leader" in table.not_ready["m"]
     assert f"cards/{card.checksum}" in table.not_ready["m"]
     store.error = None
     store.cards[card.checksum] = card
-    assert await table.follow(here)
+    assert await follow_and_load(table, here)
     assert table.names() == {"m"}
     assert not table.not_ready
 
@@ -626,7 +628,7 @@ async def test_an_unusable_card_is_reported_and_other_models_are_served() -> Non
     good, bad = sim_card(), ModelCard(name="bad")
     table, _, _ = models(good, bad)
     here = snapshot(worker(1, "bad", bad.checksum), worker(2, "m", good.checksum))
-    assert not await table.follow(here)
+    assert not await follow_and_load(table, here)
     assert table.names() == {"m"}
     assert "tokenizer_config.json" in table.not_ready["bad"]
 
@@ -639,7 +641,7 @@ async def test_pass_through_workers_are_served_with_or_without_a_card() -> None:
         worker(2, "text", "lost", model_type="Completion"),
     )
     with capture_logs() as logs:
-        assert await table.follow(here)
+        assert await follow_and_load(table, here)
     level_by_event = {line["event"]: line["log_level"] for line in logs}
     assert level_by_event["model_without_card"] == "info"
     assert level_by_event["model_added"] == "info"
@@ -657,7 +659,7 @@ async def test_pass_through_workers_are_served_with_or_without_a_card() -> None:
 async def test_a_text_card_passes_both_kinds_through() -> None:
     card = ModelCard(name="m", model_input="text")
     table, _, _ = models(card)
-    assert await table.follow(snapshot(worker(1, "m", card.checksum)))
+    assert await follow_and_load(table, snapshot(worker(1, "m", card.checksum)))
     assert table.engine("m", "chat").model is None
     assert table.engine("m", "completions").model is None
     assert [e.card for e in table.pass_through] == [card]
@@ -668,14 +670,24 @@ async def test_a_model_without_workers_is_unavailable_at_first_and_later_unknown
     table, _, clock = models(card)
     with pytest.raises(UnknownModel):
         table.get("m")
-    await table.follow(snapshot(worker(1, "m", card.checksum)))
-    await table.follow(snapshot())
+    await follow_and_load(table, snapshot(worker(1, "m", card.checksum)))
+    await follow_and_load(table, snapshot())
     for get in (table.get, lambda name: table.engine(name, "chat")):
         with pytest.raises(Unavailable):
             get("m")
     clock.now += RECENTLY_SERVED_S
     with pytest.raises(UnknownModel):
         table.get("m")
+
+
+@pytest.mark.row("S0-35")
+async def test_without_a_registry_nothing_is_built_and_the_reason_is_recorded() -> None:
+    registry = MemoryRegistry()
+    await registry.close()
+    table = ModelCatalog(registry.get_card, now_s=Clock(), mesh_key=b"")
+    assert not await follow_and_load(table, snapshot(worker(1)))
+    assert "the registry is closed" in table.not_ready["m"]
+    assert table.names() == frozenset()
 
 
 async def test_a_cancelled_build_can_be_retried() -> None:
@@ -692,11 +704,11 @@ async def test_a_cancelled_build_can_be_retried() -> None:
 
     table = ModelCatalog(Slow({}).get, now_s=Clock(), mesh_key=b"")
     here = snapshot(worker(1, "m", card.checksum))
-    task = asyncio.create_task(table.follow(here))
+    task = asyncio.create_task(follow_and_load(table, here))
     await reading.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert "interrupted" in table.not_ready["m"]
-    assert await table.follow(here)
+    assert await follow_and_load(table, here)
     assert table.names() == {"m"}
