@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import orjson
 import structlog
@@ -34,7 +34,6 @@ from frontend_svc.prompts.template_child import (
 )
 
 REPLY_BYTES_MAX: Final = 512 << 20
-RECEIVE_BYTES: Final = 256 << 10
 # Prompts of one exchange with the process.
 BATCH_MAX: Final = 64
 # Time to wait for a process that gets no processor, or has other prompts to render.
@@ -70,7 +69,7 @@ class TemplateProcess:
         # one that exceeded a limit fails: the process may also have ended for another reason.
         self._suspects: list[_Waiting] = []
         self._is_suspect_rendered = False
-        self._restart_task: asyncio.Task[None] | None = None
+        self._connect_task: asyncio.Task[None] | None = None
         loaded = self._process.start()
         self.variables = frozenset[str](loaded["variables"])
         self.prints_tools = bool(loaded["prints_tools"])
@@ -124,10 +123,10 @@ class TemplateProcess:
             self._batch, self._waiting = self._waiting[:BATCH_MAX], self._waiting[BATCH_MAX:]
         if not self._batch:
             return
-        if self._process.is_running:
+        if self._process.is_connected:
             self._send_batch()
         else:
-            self._restart_task = asyncio.create_task(self._restart())
+            self._connect_task = asyncio.create_task(self._connect())
 
     def _send_batch(self) -> None:
         try:
@@ -138,9 +137,9 @@ class TemplateProcess:
             return
         self._process.call(data, self._on_reply)
 
-    async def _restart(self) -> None:
+    async def _connect(self) -> None:
         try:
-            await asyncio.to_thread(self._process.start)
+            await self._process.connect()
         except Exception as error:  # also of a system without memory for a process
             self._fail_batch(error)
         else:
@@ -179,28 +178,32 @@ def _expire(future: asyncio.Future[Json]) -> None:
         future.set_exception(Unavailable("the chat template is busy with other prompts", 1.0))
 
 
-class _Process:
-    """The process, if it runs, and the socket that connects it. load: its first request.
+class _Process(asyncio.Protocol):
+    """The process, if it runs, and the connection to it. load: its first request.
 
-    Calls belong to one event loop; the process is started and ended in any thread, between calls.
+    Started and ended in any thread, and ended also while it is connected; all else belongs to the
+    event loop.
     """
 
     def __init__(self, load: bytes) -> None:
         self._load = load
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket = -1  # a file descriptor
-        # That watches the socket, from the first call on.
-        self._loop: asyncio.AbstractEventLoop | None = None
+        # Until `connect`.
+        self._socket: socket.socket | None = None
+        self._transport: asyncio.Transport | None = None
+        # The task ends with the connection.
+        self._connection_task: asyncio.Task[None]
+        self._is_lost: asyncio.Event
         self._on_reply: Callable[[Json | None], None] | None = None
-        self._unsent = memoryview(b"")
         self._received = bytearray()
 
     @property
-    def is_running(self) -> bool:
-        return self._socket >= 0
+    def is_connected(self) -> bool:
+        return self._transport is not None
 
     def start(self) -> Json:
-        """Starts it with its first request, and returns the reply. Raises TemplateError."""
+        """Starts the process with its first request, and returns the reply. Raises
+        TemplateError."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
@@ -226,84 +229,74 @@ class _Process:
             except TemplateError:
                 self.end()
                 raise
-            ours.setblocking(False)
-            self._socket = ours.detach()
+            self._socket = socket.socket(fileno=ours.detach())
+        self._socket.setblocking(False)
         return reply
+
+    async def connect(self) -> None:
+        """Connects the process to the event loop; starts it again if it has ended."""
+        if self._socket is None:
+            await asyncio.to_thread(self.start)
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
 
     def call(self, request: bytes, on_reply: Callable[[Json | None], None]) -> None:
         """Sends a request, and calls `on_reply` once, later; with None if the process ends."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            # For all calls: to watch the socket anew for each takes longer than to read a reply.
-            self._loop = loop
-            loop.add_reader(self._socket, self._receive)
         self._on_reply = on_reply
-        self._received = bytearray()
-        self._unsent = memoryview(request)
-        self._send()
-        if self._unsent:
-            loop.add_writer(self._socket, self._send_rest)
+        # uvloop raises for a write after the end of the connection.
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(request)
 
-    def _send_rest(self) -> None:
-        self._send()
-        if not self._unsent and self._loop is not None:
-            self._loop.remove_writer(self._socket)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._socket = None
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such base
+        self._is_lost = asyncio.Event()
+        self._connection_task = asyncio.create_task(self._close_with_loop(self._transport))
 
-    def _send(self) -> None:
-        try:
-            self._unsent = self._unsent[os.write(self._socket, self._unsent) :]
-        except BlockingIOError:
-            return
-        except OSError:
-            if self._process is not None:
-                self._process.kill()  # `_receive` sees the end
-            self._unsent = memoryview(b"")
-        if not self._unsent:
-            self._unsent = memoryview(b"")  # without the request
-
-    def _receive(self) -> None:
-        try:
-            part = os.read(self._socket, RECEIVE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        self._received += part
+    def data_received(self, data: bytes) -> None:
+        self._received += data
         size = int.from_bytes(self._received[:LENGTH_BYTES], "big")
-        if not part or self._on_reply is None or size > REPLY_BYTES_MAX:
-            self._stop()
+        if self._on_reply is None or size > REPLY_BYTES_MAX:
+            self._abort()
         elif len(self._received) >= LENGTH_BYTES + size:
             received, self._received = self._received, bytearray()
             try:
                 reply = orjson.loads(memoryview(received)[LENGTH_BYTES:])
             except orjson.JSONDecodeError:
-                self._stop()
+                self._abort()
                 return
             on_reply, self._on_reply = self._on_reply, None
             on_reply(reply)
 
-    def _stop(self) -> None:
-        """Ends it if it has not ended, and the call in progress."""
-        assert self._loop is not None, "it watches the socket"
+    def connection_lost(self, error: Exception | None) -> None:
         if self._process is not None:
             log.warning("template_process_ended", cpu_s=RENDER_CPU_S, bytes=MEMORY_BYTES_MAX)
-        self._loop.remove_reader(self._socket)
-        self._loop.remove_writer(self._socket)
-        self._loop = None
         self.end()
+        self._is_lost.set()
+        self._transport = None
+        self._received = bytearray()
         on_reply, self._on_reply = self._on_reply, None
         if on_reply is not None:
             on_reply(None)
 
+    async def _close_with_loop(self, transport: asyncio.Transport) -> None:
+        """Closes the connection if the event loop ends, which cancels its tasks."""
+        try:
+            await self._is_lost.wait()
+        except asyncio.CancelledError:
+            self.end()
+            transport.abort()
+            raise
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
     def end(self) -> None:
-        """Ends it, if it runs."""
-        # A loop that watches the socket reads its end, and closes it then.
-        is_watched = self._loop is not None and not self._loop.is_closed()
+        """Ends the process, if it runs. The event loop reads the end of its connection then."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
-        if not is_watched:
-            descriptor, self._socket = self._socket, -1
-            if descriptor >= 0:
-                os.close(descriptor)
+        own_socket, self._socket = self._socket, None
+        if own_socket is not None:
+            own_socket.close()

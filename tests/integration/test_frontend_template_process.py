@@ -165,6 +165,16 @@ async def test_json_that_cannot_be_written_fails_its_own_prompt(template: Templa
     assert await other == "<other>"
 
 
+def test_a_process_ends_with_its_event_loop_and_is_started_again_in_another(
+    template: TemplateProcess,
+) -> None:
+    pid = pid_of(template)
+    for content in ("first", "second"):
+        assert asyncio.run(prompt(template, content)) == f"<{content}>"
+        assert pid not in child_pids()
+        assert not template._process.is_connected
+
+
 async def test_the_process_ends_with_its_template() -> None:
     template = TemplateProcess(TEMPLATE, bos_token=None, eos_token=None, control=ControlTokens(()))
     assert await prompt(template, "first") == "<first>"
@@ -176,6 +186,6 @@ async def test_the_process_ends_with_its_template() -> None:
     assert pid not in child_pids()
 
     async def is_closed() -> bool:
-        return not process.is_running
+        return not process.is_connected
 
     await until(is_closed, "the socket is closed")
