@@ -32,7 +32,6 @@ from kvmesh.types.v1 import load_pb2
 from tests.kit.processes import Service
 from worker_svc.engines.contract import (
     EngineConfig,
-    EngineContext,
     GenerateContext,
     LLMEngineOutput,
 )
@@ -133,7 +132,7 @@ async def run(
     engine: SimEngine, preprocessed: PreprocessedRequest, ctx: GenerateContext | None = None
 ) -> list[LLMEngineOutput] | MeshError:
     """All chunks, or the error."""
-    stream = engine.generate(preprocessed, ctx or GenerateContext(EngineContext("r")))
+    stream = engine.generate(preprocessed, ctx or GenerateContext("r"))
     try:
         async with aclosing(stream) as outputs:
             return [output async for output in outputs]
@@ -202,7 +201,7 @@ async def test_aborted_or_dropped_pairs_do_not_affect_other_pairs() -> None:
             await asyncio.sleep(rng.uniform(0, 1.0))
             prompt = prompt_of(number)
             preprocessed = request(prompt, bootstrap_info=them.bootstrap(number))
-            contexts = [GenerateContext(EngineContext(f"{leg}{number}")) for leg in "pd"]
+            contexts = [GenerateContext(f"{leg}{number}") for leg in "pd"]
             tasks = [
                 asyncio.create_task(run(engine, preprocessed, ctx))
                 for engine, ctx in zip((them.prefill, them.decode), contexts, strict=True)
@@ -211,7 +210,7 @@ async def test_aborted_or_dropped_pairs_do_not_affect_other_pairs() -> None:
                 leg = rng.randrange(2)
                 await asyncio.wait(tasks, timeout=rng.uniform(0, 0.3))
                 if rng.random() < 0.5:
-                    contexts[leg].inner_arc().stop_generating("test")
+                    contexts[leg].stop_generating("test")
                 else:
                     tasks[leg].cancel()
             _, late = await asyncio.wait(tasks, timeout=WAIT_S)

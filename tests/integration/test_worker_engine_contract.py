@@ -149,11 +149,10 @@ async def test_an_engine_can_stop_and_kill_its_own_request() -> None:
     async def script(
         request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
-        inner = ctx.inner_arc()
-        ctx.stop_generating() if ctx.id == "stop" else inner.kill()
+        ctx.stop_generating() if ctx.id == "stop" else ctx.kill()
         await ctx.stopped()
         if ctx.id == "kill":
-            await inner.killed()
+            await ctx.killed()
         yield chunk.cancelled()
 
     async with working(RecordingEngine(script)) as worker:
@@ -163,19 +162,19 @@ async def test_an_engine_can_stop_and_kill_its_own_request() -> None:
 
 
 @pytest.mark.row("S4-03", "S4-36")
-async def test_the_inner_context_outlives_the_stream() -> None:
+async def test_a_context_outlives_the_stream() -> None:
     kept: list[EngineContext] = []
 
     async def script(
         request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
-        kept.append(ctx.inner_arc())
+        kept.append(ctx)
         yield chunk.stop()
 
     async with working(RecordingEngine(script)) as worker:
         await worker.generate("gone")
-        (inner,) = kept
-        assert (inner.id, inner.is_stopped) == ("gone", False)
+        (ctx,) = kept
+        assert (ctx.id, ctx.is_stopped) == ("gone", False)
 
 
 @pytest.mark.row("S4-04", "S4-05", "S4-06", "S4-07")
@@ -188,7 +187,7 @@ async def test_the_first_token_signal_exists_on_decode_only_and_fires_by_itself(
     async def script(
         request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
-        sender = ctx.first_token_sender()
+        sender = ctx.first_token
 
         def record() -> None:
             fired.append(None if sender is None else sender.is_set())
@@ -447,7 +446,7 @@ async def test_an_engine_needs_the_names_of_one_module_only() -> None:
         seen.append(request)
         if ctx.id == "refused":
             raise contract.InvalidRequest("no", "token_ids")
-        assert isinstance(ctx.inner_arc(), contract.EngineContext)
+        assert isinstance(ctx, contract.EngineContext)
         yield contract.LLMEngineOutput(
             finish_reason=contract.FinishReason.LENGTH,
             completion_usage=contract.CompletionUsage(

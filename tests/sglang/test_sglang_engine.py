@@ -25,7 +25,6 @@ from common.request.preprocessed import (
 from common.request.token_stream import LegRequest
 from tests.sglang.sglang_workers import WAIT_S, greedy_request, until
 from worker_svc.engines.contract import (
-    EngineContext,
     GenerateContext,
     LLMEngineOutput,
     validate_stream,
@@ -292,7 +291,7 @@ async def test_closing_the_generator_frees_all_resources_without_an_abort(
 ) -> None:
     took_s: list[float] = []
     while len(took_s) < TRIES and min(took_s, default=FREED_S) >= FREED_S:
-        ctx = GenerateContext(EngineContext("closed"))
+        ctx = GenerateContext("closed")
         stream = validate_stream(
             engine.generate(greedy_request(PROMPT, 3000), ctx), request_id="closed"
         )
@@ -309,14 +308,14 @@ async def test_stopping_a_request_does_not_stop_requests_with_longer_ids(
     engine: SglangEngine,
 ) -> None:
     """SGLang aborts all requests with an id that begins with the given one."""
-    ctx = GenerateContext(EngineContext("r1"))
+    ctx = GenerateContext("r1")
     first = validate_stream(engine.generate(greedy_request(PROMPT, 3000), ctx), request_id="r1")
     await anext(first)
     others = [
         asyncio.create_task(tokens_of(engine, greedy_request([300 + i] * 8, 60))) for i in range(12)
     ]
     await until(lambda: running(engine) == 13, "all run")
-    ctx.inner_arc().stop_generating("client_gone")
+    ctx.stop_generating("client_gone")
     assert [one async for one in first][-1].finish_reason is FinishReason.CANCELLED
     assert [len(one) for one in await asyncio.gather(*others)] == [60] * 12
 

@@ -13,7 +13,7 @@ from common.kv.events import EventKind, Source, Tier
 from common.kv.hashing import PrefixHasher
 from common.runtime.free_ports import free_ports
 from tests.sglang.sglang_workers import WAIT_S, greedy_request, until
-from worker_svc.engines.contract import EngineContext, GenerateContext, PreprocessedRequest
+from worker_svc.engines.contract import GenerateContext, PreprocessedRequest
 from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.external_events import (
     ExternalEvent,
@@ -113,7 +113,7 @@ async def computed(
     engine: SglangEngine, index: Index, request: PreprocessedRequest
 ) -> tuple[list[int], int]:
     """The output and the cached tokens of the prompt, after the index received all its events."""
-    ctx = GenerateContext(EngineContext("kv"))
+    ctx = GenerateContext("kv")
     tokens: list[int] = []
     cached = -1
     async for output in engine.generate(request, ctx):

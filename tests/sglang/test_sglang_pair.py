@@ -24,7 +24,7 @@ from tests.sglang.sglang_workers import (
     greedy_request,
     make_bootstrap_info,
 )
-from worker_svc.engines.contract import EngineContext, GenerateContext
+from worker_svc.engines.contract import GenerateContext
 from worker_svc.engines.handoff import NO_BLOCKS
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ PROMPT = list(range(100, 140))
 
 
 async def alone(engine: SglangEngine, request: PreprocessedRequest) -> list[int]:
-    ctx = GenerateContext(EngineContext("alone"))
+    ctx = GenerateContext("alone")
     return [token async for one in engine.generate(request, ctx) for token in one.token_ids]
 
 

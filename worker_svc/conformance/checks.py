@@ -202,7 +202,7 @@ async def stop_in_answer(harness: EngineHarness) -> str:
     async def stop(output: LLMEngineOutput) -> None:
         if output.token_ids and output.finish_reason is None and not stopped_at:
             stopped_at.append(loop.time())
-            ctx.inner_arc().stop_generating("conformance")
+            ctx.stop_generating("conformance")
         if stopped_at:
             require(
                 loop.time() - stopped_at[0] < harness.limits.stop_s,
@@ -223,7 +223,7 @@ async def stop_in_answer(harness: EngineHarness) -> str:
 async def stop_before_answer(harness: EngineHarness) -> None:
     """a request that is stopped before its first token yields only a cancelled chunk"""
     ctx = harness.ctx()
-    ctx.inner_arc().stop_generating("conformance")
+    ctx.stop_generating("conformance")
     stream_result = await run_within(
         harness.limits.stop_s,
         harness.run_request(harness.long_request(), ctx),
@@ -240,7 +240,7 @@ async def abort(harness: EngineHarness) -> None:
 
     async def abort_twice(output: LLMEngineOutput) -> None:
         if not ctx.is_stopped:
-            ctx.inner_arc().stop_generating("conformance")
+            ctx.stop_generating("conformance")
             for _ in range(2):
                 aborting = harness.engine.abort(ctx)
                 await run_within(harness.limits.stop_s, aborting, "abort did not return")

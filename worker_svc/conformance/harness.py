@@ -12,7 +12,6 @@ from common.errors import MeshError
 from common.request.preprocessed import TokenIds
 from worker_svc.engines.contract import (
     EngineConfig,
-    EngineContext,
     FinishReason,
     GenerateContext,
     LLMEngine,
@@ -159,7 +158,7 @@ class EngineHarness:
 
     def ctx(self) -> GenerateContext:
         self._request_count += 1
-        return GenerateContext(EngineContext(f"conformance-{self._request_count}"))
+        return GenerateContext(f"conformance-{self._request_count}")
 
     def prompt(self, tokens: int, seed: int = 0) -> list[int]:
         """Returns token ids of any vocabulary: 3 to 99, different for each seed."""

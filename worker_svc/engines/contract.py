@@ -8,7 +8,7 @@ stream; the framework passes every stream through it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -151,52 +151,38 @@ class EngineContext:
         self.stop_generating(reason)
 
 
-class GenerateContext:
-    """An EngineContext plus data of the framework; usable in place of a context.
+class GenerateContext(EngineContext):
+    """An EngineContext plus data of the framework. Tasks may keep it when `generate` has ended."""
 
-    first_token: set on decode legs only; fires at the first token, from either leg.
-    traceparent: of the caller; "" if not traced.
-    """
-
-    # Attributes of the inner context.
-    id: str
-    is_stopped: bool
-    stopped: Callable[[], Awaitable[None]]
-    call_on_stop: Callable[[Callable[[], None]], None]
+    first_token: asyncio.Event | None
+    """Fires at the first token, from either leg; None except on decode legs."""
+    traceparent: str
+    """Of the caller; "" if not traced."""
+    priority: int | None
+    tenant: str
 
     def __init__(
         self,
-        inner: EngineContext,
+        request_id: str,
         first_token: asyncio.Event | None = None,
         *,
         traceparent: str = "",
         priority: int | None = None,
         tenant: str = "",
     ) -> None:
-        self._inner = inner
-        self._first_token = first_token
+        super().__init__(request_id)
+        self.first_token = first_token
         self.traceparent = traceparent
         self.priority = priority
         self.tenant = tenant
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def inner_arc(self) -> EngineContext:
-        """Returns the inner context, for tasks that outlive `generate`."""
-        return self._inner
 
     def notify_first_token(self) -> None:
         """Signals the first token. Idempotent; no effect on legs other than decode.
 
         The framework calls it at the first tokens, an engine only if they travel another way.
         """
-        if self._first_token is not None:
-            self._first_token.set()
-
-    def first_token_sender(self) -> asyncio.Event | None:
-        """Returns the first-token signal for the framework; None except on decode legs."""
-        return self._first_token
+        if self.first_token is not None:
+            self.first_token.set()
 
 
 @dataclass(frozen=True, slots=True)

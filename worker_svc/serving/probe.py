@@ -27,7 +27,6 @@ import structlog
 from common.errors import MeshError, Overloaded
 from common.request.preprocessed import TokenIds
 from worker_svc.engines.contract import (
-    EngineContext,
     FinishReason,
     GenerateContext,
     PreprocessedRequest,
@@ -143,7 +142,7 @@ class EngineProbe:
 
     async def _send_probe(self, request_id: str) -> str:
         """Generates one token. Returns the failure, "" for none."""
-        ctx = GenerateContext(EngineContext(request_id))
+        ctx = GenerateContext(request_id)
         try:
             stream = self.runner.engine.generate(probe_request(), ctx)
             async with aclosing(validate_stream(stream, request_id=ctx.id)) as outputs:

@@ -36,7 +36,6 @@ from common.request.token_stream import LegRequest
 from worker_svc.engines.contract import (
     CountingEngine,
     EmbeddingEngine,
-    EngineContext,
     FinishReason,
     GenerateContext,
     LLMEngine,
@@ -152,7 +151,7 @@ class Runner:
             pending_tokens = len(request.token_ids)
         self._pending_tokens += pending_tokens
         ctx = GenerateContext(
-            EngineContext(leg_request.request_id),
+            leg_request.request_id,
             asyncio.Event() if is_decode else None,
             traceparent=leg_request.traceparent,
             priority=leg_request.priority,
@@ -308,10 +307,10 @@ class Runner:
         active_request = self._active_requests.get(key)
         if active_request is None or active_request.ctx.is_stopped:
             return
-        active_request.ctx.inner_arc().stop_generating(reason)
+        active_request.ctx.stop_generating(reason)
         if active_request.abort_timeout is not None:
             self._start_abort_grace(active_request.abort_timeout)
-        first_token = active_request.ctx.first_token_sender()
+        first_token = active_request.ctx.first_token
         if first_token is None or first_token.is_set():
             await self._abort_in_engine(active_request)
             return

@@ -22,7 +22,6 @@ from common.request.preprocessed import (
 )
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import (
-    EngineContext,
     GenerateContext,
     LLMEngineOutput,
     validate_stream,
@@ -43,7 +42,7 @@ def request(*tokens: int, stop: StopConditions | None = None, **more: Any) -> Pr
 
 
 def context(request_id: str = "r1") -> GenerateContext:
-    return GenerateContext(EngineContext(request_id))
+    return GenerateContext(request_id)
 
 
 async def run(engine: EchoEngine, asked: PreprocessedRequest) -> list[LLMEngineOutput]:
@@ -156,7 +155,7 @@ async def test_a_stop_between_tokens_ends_the_echo_with_a_cancelled_chunk() -> N
     await asyncio.sleep(0)
     assert engine.loads()[0].running == 1
 
-    ctx.inner_arc().stop_generating()
+    ctx.stop_generating()
 
     assert (await pending).finish_reason is FinishReason.CANCELLED
     await stream.aclose()
@@ -296,7 +295,7 @@ async def test_a_stopped_pass_through_ends_without_an_openai_end(engine: EchoEng
     ctx = context()
     stream = engine.generate_pass_through("chat", json.dumps(chat("a b")).encode(), ctx)
     outputs = [await anext(stream), await anext(stream)]
-    ctx.inner_arc().stop_generating()
+    ctx.stop_generating()
     outputs += [output async for output in stream]
 
     assert [output.finish_reason for output in outputs] == [None, None, FinishReason.CANCELLED]

@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import Overloaded, WorkerLost
 from common.request.preprocessed import BootstrapInfo, PreprocessedRequest, TokenIds
-from worker_svc.engines.contract import EngineContext, GenerateContext
+from worker_svc.engines.contract import GenerateContext
 from worker_svc.engines.handoff import NO_BLOCKS
 from worker_svc.engines.sglang.config import SglangConfig
 from worker_svc.engines.sglang.engine import SglangEngine
@@ -90,7 +90,7 @@ async def run_starved_leg(fake: FakeSglang) -> tuple[list[int], Exception]:
     async def leg() -> None:
         room = BootstrapInfo("10.0.0.1", 9000, 1)
         request = PreprocessedRequest(token_ids=TokenIds.of([5, 6, 7]), bootstrap_info=room)
-        async for one in engine.generate(request, GenerateContext(EngineContext("leg"))):
+        async for one in engine.generate(request, GenerateContext("leg")):
             tokens.extend(one.token_ids)
 
     task = asyncio.create_task(leg())

@@ -41,7 +41,6 @@ from common.request.preprocessed import (
     TopLogprob,
 )
 from worker_svc.engines.contract import (
-    EngineContext,
     GenerateContext,
     LLMEngineOutput,
     PagedEngine,
@@ -125,7 +124,7 @@ def request(
 
 
 def context(request_id: str = "r", priority: int | None = None) -> GenerateContext:
-    return GenerateContext(EngineContext(request_id), priority=priority)
+    return GenerateContext(request_id, priority=priority)
 
 
 async def outputs_of(
@@ -393,7 +392,7 @@ async def test_a_stop_ends_a_silent_prefill_with_a_cancelled_chunk_and_no_step_p
         await turns()
         assert engine.loads()[0].running == 1
 
-        ctx.inner_arc().stop_generating("client gone")
+        ctx.stop_generating("client gone")
         await until(collecting.done, "the cancelled chunk")
 
         outputs = collecting.result()
@@ -412,7 +411,7 @@ async def test_a_stop_frees_slot_and_blocks_of_an_unread_stream() -> None:
         await at.advance(0.01)
         await first
 
-        ctx.inner_arc().stop_generating()
+        ctx.stop_generating()
         await turns()
 
         load = engine.loads()[0]
@@ -427,7 +426,7 @@ async def test_a_stop_frees_slot_and_blocks_of_an_unread_stream() -> None:
 async def test_a_request_stopped_before_its_start_is_cancelled_at_once() -> None:
     async with running() as engine:
         ctx = context()
-        ctx.inner_arc().kill()
+        ctx.kill()
 
         outputs = await outputs_of(engine, request(), ctx)
 
@@ -842,7 +841,7 @@ async def test_a_request_on_a_frozen_engine_can_be_stopped() -> None:
         collecting = asyncio.ensure_future(outputs_of(engine, request(), ctx))
         await turns()
 
-        ctx.inner_arc().stop_generating()
+        ctx.stop_generating()
         await until(collecting.done, "the cancelled chunk")
 
         assert collecting.result()[-1].finish_reason is FinishReason.CANCELLED

@@ -33,7 +33,6 @@ from common.request.preprocessed import (
 from tests.sim.loop import run_virtually
 from worker_svc.engines.contract import (
     EngineConfig,
-    EngineContext,
     GenerateContext,
     LLMEngineOutput,
     validate_stream,
@@ -227,7 +226,7 @@ def request(prompt: list[int], n: int = 8, **more: Any) -> PreprocessedRequest:
 
 
 def context(request_id: str = "r") -> GenerateContext:
-    return GenerateContext(EngineContext(request_id))
+    return GenerateContext(request_id)
 
 
 async def run(
@@ -674,7 +673,7 @@ def test_a_leg_that_leaves_at_any_time_ends_the_other_and_frees_everything(
             staying = asyncio.ensure_future(collect(other, asked, context("other")))
             await asyncio.sleep(after_s)
             if cause == "stop":
-                ctx.inner_arc().stop_generating("test")
+                ctx.stop_generating("test")
             else:
                 leaving.cancel()
             start = now()
@@ -767,7 +766,7 @@ def test_pages_of_an_aborted_leg_wait_for_the_peers_confirmation() -> None:
             prefill = asyncio.ensure_future(collect(both.prefill, asked, context()))
             decode = asyncio.ensure_future(collect(both.decode, asked, ctx))
             await until(lambda: both.decode.counters["pages_received"] > 0, "a page arrives")
-            ctx.inner_arc().stop_generating("test")
+            ctx.stop_generating("test")
             start = now()
             assert reason_of(await decode) is FinishReason.CANCELLED
             assert now() - start < 0.01
@@ -792,7 +791,7 @@ def test_the_connection_to_a_peer_that_ignores_an_abort_is_closed() -> None:
             decode = asyncio.ensure_future(collect(both.decode, asked, ctx))
             await until(lambda: both.decode.counters["pages_received"] > 0, "a page arrives")
             both.network.is_severed = True
-            ctx.inner_arc().stop_generating("test")
+            ctx.stop_generating("test")
             await decode
             took = await until(lambda: both.decode.loads()[0].kv_used_blocks == 0, "pages free")
             assert took == pytest.approx(2.0, abs=0.1)
@@ -877,7 +876,7 @@ def test_a_decode_leg_that_leaves_before_its_pull_ends_the_lease() -> None:
             asked = request(PROMPT, prefill_result=result)
             leg = asyncio.ensure_future(collect(both.decode, asked, ctx))
             await asyncio.sleep(0.01)
-            ctx.inner_arc().stop_generating("test")
+            ctx.stop_generating("test")
             await leg
             assert await until(both.is_idle, "the lease ends") < 0.1
 
@@ -890,7 +889,7 @@ def test_a_completed_prefill_is_not_kept_if_its_leg_left() -> None:
             ctx = context()
             leg = asyncio.ensure_future(collect(both.prefill, request(PROMPT, 1), ctx))
             await asyncio.sleep(after_s)
-            ctx.inner_arc().stop_generating("test")
+            ctx.stop_generating("test")
             if reason_of(await leg) is FinishReason.CANCELLED:
                 assert both.is_idle()
             else:
@@ -1037,7 +1036,7 @@ async def chaos(seed: int, engine: type[SimEngine]) -> Counter[str]:
         if rng.random() < 0.6:
             await asyncio.wait(work, timeout=rng.uniform(0, 0.4))
             for ctx in rng.choice([contexts, contexts[:1], contexts[1:]]):
-                ctx.inner_arc().stop_generating("chance")
+                ctx.stop_generating("chance")
         await asyncio.wait(work)
         outputs = work[1].result()
         if isinstance(outputs, MeshError):
@@ -1096,7 +1095,7 @@ def test_the_next_owner_of_an_aborted_legs_pages_is_safe_only_with_the_guard(
             prefill = asyncio.ensure_future(collect(both.prefill, asked, context()))
             decode = asyncio.ensure_future(collect(both.decode, asked, ctx))
             await until(lambda: both.decode.counters["pages_received"] > 0, "a page arrives")
-            ctx.inner_arc().stop_generating("test")
+            ctx.stop_generating("test")
             victim = [5] * 40
             tokens, _ = await run(both.decode, request(victim, 200))
             await asyncio.wait([prefill, decode])

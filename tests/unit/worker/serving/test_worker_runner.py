@@ -334,7 +334,7 @@ async def test_other_legs_have_no_gate_and_are_aborted_at_once() -> None:
         key = runner.admit(leg_request("a", phase=phase))
         task = asyncio.create_task(runner.run(key, Emitted()))
         await asyncio.sleep(0)
-        assert engine.contexts["a"].first_token_sender() is None
+        assert engine.contexts["a"].first_token is None
         await runner.abort(key, "client_gone")
         assert engine.aborted == ["a"]
         await task
@@ -497,7 +497,7 @@ async def test_the_first_chunk_with_tokens_fires_the_first_token_signal() -> Non
     fired: list[bool] = []
 
     async def script(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
-        signal = ctx.first_token_sender()
+        signal = ctx.first_token
         assert signal is not None
         for output in (LLMEngineOutput(), chunk.token(1), chunk.token(2)):
             fired.append(signal.is_set())
@@ -516,7 +516,7 @@ async def test_other_legs_have_no_first_token_signal(phase: str) -> None:
     engine = ScriptedEngine(a=two_tokens)
     runner = Runner(engine)
     await runner.run(runner.admit(leg_request("a", phase=phase)), Emitted())
-    assert engine.contexts["a"].first_token_sender() is None
+    assert engine.contexts["a"].first_token is None
 
 
 @pytest.mark.row("S4-08")
@@ -528,7 +528,7 @@ async def test_an_engine_can_access_all_fields_of_the_context() -> None:
         await ctx.stopped()
         seen.extend([ctx.id, ctx.is_stopped, ctx.is_killed, ctx.traceparent, ctx.tenant])
         ctx.stop_generating("a second reason does not count")
-        ctx.inner_arc().kill()
+        ctx.kill()
         await ctx.killed()
         seen.append(ctx.stop_reason)
         yield chunk.cancelled()
