@@ -31,7 +31,7 @@ KvIndex = Literal["events", "approx", "none"]
 T = TypeVar("T")
 
 INSTANCE_ID_LIMIT = 2**63
-# The endpoint name under which an instance appears in a ModelNetworkName: a service has one.
+# The endpoint name in the key of an instance: a service has one.
 ENDPOINT_NAME = "serve"
 # In meta: the host:port of the process for streams between services; optional.
 STREAM_META_KEY = "streams"
@@ -129,9 +129,9 @@ class Instance:
         return self.meta.get(STREAM_META_KEY, self.address)
 
     @property
-    def network_name(self) -> ModelNetworkName:
-        """Its key, as in the discovery document (S0)."""
-        return ModelNetworkName.from_local(self.endpoint, self.id)
+    def key(self) -> str:
+        """Its name in log events, among all instances of all endpoints."""
+        return self.endpoint.instance_key(self.id)
 
     def to_json(self) -> bytes:
         """Returns a JSON object of all fields; `from_json` returns an equal value."""
@@ -266,33 +266,21 @@ def slugify(text: str) -> str:
     return _NOT_IN_SLUG.sub("_", text.lower())
 
 
-class ModelNetworkName(str):
-    """The key of one instance of one endpoint: `ns.component.endpoint-<lease hex>`, opaque."""
-
-    __slots__ = ()
-
-    @classmethod
-    def from_parts(
-        cls, namespace: str, component: str, endpoint: str, lease_id: int
-    ) -> ModelNetworkName:
-        """Returns slug of the four parts. Raises InvalidRequest unless lease_id is an i64 or
-        u64."""
-        if not -(2**63) <= lease_id < 2**64:
-            raise InvalidRequest(f"lease_id {lease_id} does not fit 64 bits", "lease_id")
-        lease = lease_id & (2**64 - 1)
-        return cls(slugify(f"{namespace}.{component}.{endpoint}-{lease:x}"))
-
-    @classmethod
-    def from_local(cls, endpoint: EndpointId, lease_id: int) -> ModelNetworkName:
-        """Returns the key of an endpoint that this process serves under `lease_id`."""
-        return cls.from_parts(endpoint.namespace, endpoint.component, endpoint.name, lease_id)
-
-
 @dataclass(frozen=True, slots=True)
 class EndpointId:
     namespace: str
     component: str
     name: str
+
+    def instance_key(self, instance_id: int) -> str:
+        """Returns the key of one instance: the slug of `namespace.component.name-<id in hex>`.
+
+        Raises InvalidRequest unless the id fits 64 bits, with or without a sign.
+        """
+        if not -(2**63) <= instance_id < 2**64:
+            raise InvalidRequest(f"instance_id {instance_id} does not fit 64 bits", "instance_id")
+        unsigned_id = instance_id & (2**64 - 1)
+        return slugify(f"{self.namespace}.{self.component}.{self.name}-{unsigned_id:x}")
 
 
 def _incarnation_key(instance: Instance) -> tuple[str, str, str, int]:

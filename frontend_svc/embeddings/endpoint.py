@@ -94,7 +94,7 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
         request = PreprocessedRequest(
             model=model.name,
             token_ids=TokenIds(),
-            mdc_sum=model.checksum,
+            card_checksum=model.checksum,
             routing=routing_hints(body.hints, adapter=model.adapter),
         )
         context.caller.confine(request)

@@ -252,7 +252,7 @@ class PostEndpoint(ABC, Generic[P]):
         hasher: of the prompt; None: it gets no hashes."""
         prefix_hashes, chain = b"", ROOT_CHAIN
         if hasher is not None:
-            prompt, _ = request.block_mm_routing_info()
+            prompt, _ = request.routing_tokens()
             prefix_hashes, chain = next_hashes(hasher, ROOT_CHAIN, prompt)
         query = Query(
             model,

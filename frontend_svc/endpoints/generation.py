@@ -174,7 +174,7 @@ def _preprocessed(
             body,
             token_ids,
             eos_token_ids=model.card.eos_token_ids,
-            mdc_sum=model.checksum,
+            card_checksum=model.checksum,
             context_length=model.card.context_length or 0,
             default_max_tokens=default_max_tokens or model.card.default_max_tokens,
             vocab_size=model.vocab_size,

@@ -69,7 +69,7 @@ class ModelEntry:
 
 def registration_key(instance: Instance) -> str:
     """Returns the name of a worker's registration in log events."""
-    return f"models/{instance.network_name}"
+    return f"models/{instance.key}"
 
 
 def card_key(entry: ModelEntry) -> str:

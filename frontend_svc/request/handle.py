@@ -167,7 +167,7 @@ class RequestHandle:
         """Adds the generated tokens to the prompt: the next worker computes and holds them too."""
         new = len(self.machine.generated) - self._generated_in_prompt
         if new:
-            prompt, _ = self.machine.plan.request.block_mm_routing_info()
+            prompt, _ = self.machine.plan.request.routing_tokens()
             token_ids = prompt.extended(self.machine.generated)
             self._placement = self._placement.extended(token_ids, new)
             self._block_counter = _block_counter_of(self._query)

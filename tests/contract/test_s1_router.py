@@ -27,7 +27,7 @@ from common.errors import DeadlineExceeded, NotFound, Unavailable, UnknownModel
 from common.kv.events import EventBatch, EventKind, KvEvent, Partition, Source, SourcePosition
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
 from common.kv.index_feed import IndexFeed, run_all_steps
-from common.registry.instances import ENDPOINT_NAME, EndpointId, Instance, ModelNetworkName
+from common.registry.instances import ENDPOINT_NAME, EndpointId, Instance
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.request.placement import Placement
 from common.rpc import channel as rpc
@@ -334,7 +334,7 @@ async def test_discovery_of_the_routers_of_a_namespace_finds_exactly_those(bed: 
             entry = found[running.app.instance_id]
             assert entry.address == running.app.address
             endpoint = EndpointId(NS, "router", ENDPOINT_NAME)
-            assert entry.network_name == ModelNetworkName.from_local(endpoint, entry.id)
+            assert entry.key == endpoint.instance_key(entry.id)
         await end(first.app, first.lifecycle)
         async with asyncio.timeout(WAIT_S):
             while len(watch.current.of("router")) == 2:

@@ -23,7 +23,7 @@ from tests.kit.waiting import until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 
-LEASE = 0x694D967CA5EFD804
+INSTANCE_ID = 0x694D967CA5EFD804
 UNKNOWN_TYPE = {"model_type": "Realtime"}
 NOT_STORED = "c" * 64
 # Any: fields of log events.
@@ -92,7 +92,7 @@ async def check_key(logs: Logs, namespace: str, number: int, key: str) -> None:
 
 @pytest.mark.row("S0-03", "S0-10", "S0-11", "S0-14", "S0-16")
 async def test_a_rejected_entry_is_named_by_namespace_service_endpoint_and_id(logs: Logs) -> None:
-    await check_key(logs, "ns", LEASE, "models/ns.worker.serve-694d967ca5efd804")
+    await check_key(logs, "ns", INSTANCE_ID, "models/ns.worker.serve-694d967ca5efd804")
 
 
 @pytest.mark.row("S0-12", "S0-15")

@@ -366,8 +366,8 @@ async def test_no_tracker_of_another_process_reaches_the_engine() -> None:
 @pytest.mark.row("S2-42")
 async def test_the_checksum_of_another_card_is_refused_and_its_absence_is_not() -> None:
     async with working() as worker:
-        assert (await worker.received()).mdc_sum is None
-        assert (await worker.received(mdc_sum=worker.checksum)).mdc_sum == worker.checksum
+        assert (await worker.received()).card_checksum is None
+        assert (await worker.received(mdc_sum=worker.checksum)).card_checksum == worker.checksum
         with pytest.raises(InvalidRequest) as refused:
             await worker.received(mdc_sum="0" * 64)
     assert (refused.value.field, refused.value.reason) == ("mdc_sum", "CARD_MISMATCH")

@@ -663,7 +663,7 @@ async def test_the_worker_enforces_the_deadline_of_a_submit() -> None:
 async def test_rejections_over_attach_carry_whether_another_worker_may_be_tried() -> None:
     async with working(FakeEngine()) as worker, worker.attached() as frontend:
         mismatched, late = Sink(), Sink()
-        frontend.submit(leg_request("good", request=request(mdc_sum="other")), mismatched)
+        frontend.submit(leg_request("good", request=request(card_checksum="other")), mismatched)
         await mismatched.over()
         worker.app.runner.is_draining = True
         frontend.submit(leg_request("good"), late)

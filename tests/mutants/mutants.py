@@ -40,7 +40,7 @@ _RUNNER = "worker_svc/serving/runner.py"
 
 MUTANTS = (
     # Discovery.
-    _mutant("S0-12", _INSTANCES, "{endpoint}-{lease:x}", "{endpoint}-{lease:016x}"),
+    _mutant("S0-12", _INSTANCES, "{self.name}-{unsigned_id:x}", "{self.name}-{unsigned_id:016x}"),
     _mutant("S0-12", _INSTANCES, '.sub("_", text.lower())', '.sub("_", text)'),
     _mutant(
         "S0-05 S0-36",
@@ -82,8 +82,8 @@ MUTANTS = (
     _mutant(
         "S0-31",
         _MODEL_WATCH,
-        'return f"models/{instance.network_name}"',
-        'return "models/" + instance.network_name.replace("models.", "")',
+        'return f"models/{instance.key}"',
+        'return "models/" + instance.key.replace("models.", "")',
     ),
     _mutant(
         "S0-45",

@@ -183,7 +183,7 @@ class Runner:
         model, hints = leg_request.request.model, leg_request.request.routing
         if model and self.model not in ("", model) and (not hints or hints.lora_name != model):
             raise UnknownModel(model)
-        checksum = leg_request.request.mdc_sum
+        checksum = leg_request.request.card_checksum
         if checksum and checksum != self.card_checksum:
             raise InvalidRequest(
                 f"the prompt was tokenized for card {checksum}, the worker serves card "

@@ -184,7 +184,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> Vector:
         """Runs one text; cancelling it ends its work."""
         request = PreprocessedRequest(
-            model=embedding.model, token_ids=embedding.token_ids[index], mdc_sum=embedding.mdc_sum
+            model=embedding.model,
+            token_ids=embedding.token_ids[index],
+            card_checksum=embedding.card_checksum,
         )
         leg_request = LegRequest(leg_id, request=request, phase="embedding")
         key = self.runner.admit(leg_request)

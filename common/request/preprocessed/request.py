@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from common.request.preprocessed.codecs import (
     LOCAL,
@@ -85,6 +85,10 @@ class RequestTracker:
         return timing
 
 
+# Of the card that the prompt was tokenized for.
+_CARD_CHECKSUM: Mapping[str, Any] = {**NULL, "key": "mdc_sum", "proto": "mdc_sum"}
+
+
 @dataclass(slots=True, kw_only=True)
 class PreprocessedRequest:
     """One request for generation after templating and tokenization. Mutable; compared by value.
@@ -104,7 +108,7 @@ class PreprocessedRequest:
     sampling_options: SamplingOptions = field(default=SamplingOptions())
     output_options: OutputOptions = field(default=OutputOptions())
     eos_token_ids: tuple[U32, ...] = ()
-    mdc_sum: str | None = field(default=None, metadata=NULL)
+    card_checksum: str | None = field(default=None, metadata=_CARD_CHECKSUM)
     annotations: tuple[str, ...] = ()
     routing: RoutingHints | None = None
     router_config_override: RouterConfigOverride | None = field(default=None, metadata=NULL)
@@ -129,7 +133,7 @@ class PreprocessedRequest:
                 return annotation.split(":", 1)[1]
         return None
 
-    def block_mm_routing_info(
+    def routing_tokens(
         self,
     ) -> tuple[TokenIds, tuple[BlockExtraInfo | None, ...] | None]:
         """Return the tokens to route by and the media of their blocks, None without media."""
@@ -147,7 +151,7 @@ class PreprocessedEmbeddingRequest:
     model: str
     encoding_format: str | None = field(default=None, metadata=NULL)
     dimensions: U32 | None = field(default=None, metadata=NULL)
-    mdc_sum: str | None = field(default=None, metadata=NULL)
+    card_checksum: str | None = field(default=None, metadata=_CARD_CHECKSUM)
     annotations: tuple[str, ...]
 
     def has_annotation(self, annotation: str) -> bool:
@@ -157,7 +161,7 @@ class PreprocessedEmbeddingRequest:
 # Fields that every engine takes, and fields that the worker reads for it.
 _ALWAYS_SUPPORTED = frozenset(
     {
-        *("model", "token_ids", "eos_token_ids", "mdc_sum", "migration_link", "is_probe"),
+        *("model", "token_ids", "eos_token_ids", "card_checksum", "migration_link", "is_probe"),
         *("annotations", "routing.dp_rank", "routing.priority"),
     }
 )

@@ -42,7 +42,7 @@ def to_preprocessed(
     token_ids: Iterable[int],
     *,
     eos_token_ids: Sequence[int],
-    mdc_sum: str | None,
+    card_checksum: str | None,
     context_length: int,
     default_max_tokens: int | None = None,
     vocab_size: int | None = None,
@@ -53,7 +53,7 @@ def to_preprocessed(
 
     token_ids: the whole prompt.
     eos_token_ids: of the model; unused if the request ignores EOS.
-    mdc_sum: the checksum of the model's card.
+    card_checksum: of the model's card.
     context_length: limit of prompt and output tokens together; 0: unknown, not checked.
     default_max_tokens: output limit of requests that set none; None: the rest of the context.
     vocab_size: ids at or above it are refused; None: not checked.
@@ -76,7 +76,7 @@ def to_preprocessed(
         sampling_options=_sampling_options(request, vocab_size, guided),
         output_options=OutputOptions(logprobs=request.alternatives),
         eos_token_ids=eos,
-        mdc_sum=mdc_sum,
+        card_checksum=card_checksum,
         annotations=tuple(nvext.annotations or ()),
         routing=routing_hints(
             request.nvext,

@@ -14,7 +14,6 @@ from common.errors import InvalidRequest
 from common.registry.instances import (
     EndpointId,
     Instance,
-    ModelNetworkName,
     Snapshot,
     SnapshotDiff,
     diff_snapshots,
@@ -24,7 +23,7 @@ from common.registry.instances import (
     slugify,
 )
 
-LEASE = 0x694D967CA5EFD804
+INSTANCE_ID = 0x694D967CA5EFD804
 
 
 def instance(id: int = 1, **facts: Any) -> Instance:
@@ -255,53 +254,53 @@ def test_a_restart_with_a_new_card_does_not_conflict_with_its_predecessor() -> N
 
 
 @pytest.mark.row("S0-10", "S0-16")
-def test_a_model_network_name_is_a_cloneable_value_that_prints_as_its_key() -> None:
-    name = ModelNetworkName.from_parts("ns", "cp", "ep", LEASE)
-    assert str(name) == f"{name}" == "ns.cp.ep-694d967ca5efd804"
-    clone = pickle.loads(pickle.dumps(name))
-    assert (clone, type(clone)) == (name, ModelNetworkName)
-    assert {name: 1}[clone] == 1
+def test_the_key_of_an_instance_is_a_cloneable_value_that_prints_as_itself() -> None:
+    key = EndpointId("ns", "cp", "ep").instance_key(INSTANCE_ID)
+    assert str(key) == f"{key}" == "ns.cp.ep-694d967ca5efd804"
+    clone = pickle.loads(pickle.dumps(key))
+    assert (clone, type(clone)) == (key, type(key))
+    assert {key: 1}[clone] == 1
 
 
 @pytest.mark.row("S0-11")
-def test_a_model_network_name_from_parts_is_pinned() -> None:
-    assert ModelNetworkName.from_parts("ns", "cp", "ep", LEASE) == "ns.cp.ep-694d967ca5efd804"
+def test_the_key_of_an_instance_is_pinned() -> None:
+    assert EndpointId("ns", "cp", "ep").instance_key(INSTANCE_ID) == "ns.cp.ep-694d967ca5efd804"
 
 
 @pytest.mark.row("S0-12")
-def test_the_whole_model_network_name_is_slugified() -> None:
-    assert ModelNetworkName.from_parts("My Ns", "c/p", "é", 0xAB) == "my_ns.c_p._-ab"
+def test_the_whole_key_of_an_instance_is_slugified() -> None:
+    assert EndpointId("My Ns", "c/p", "é").instance_key(0xAB) == "my_ns.c_p._-ab"
     legal = "a-b.c_d.0-1"
     assert slugify(legal) == legal
-    assert ModelNetworkName.from_parts("a-b", "c_d", "0", 1) == legal
+    assert EndpointId("a-b", "c_d", "0").instance_key(1) == legal
 
 
 @pytest.mark.row("S0-13")
 @pytest.mark.parametrize(
-    ("lease", "text"),
+    ("instance_id", "text"),
     [(0, "0"), (1, "1"), (-1, "f" * 16), (-(2**63), "8" + "0" * 15), (2**63 - 1, "7" + "f" * 15)],
 )
-def test_a_lease_is_lower_case_hex_without_prefix_or_padding(lease: int, text: str) -> None:
-    assert ModelNetworkName.from_parts("n", "c", "e", lease) == f"n.c.e-{text}"
+def test_an_id_is_lower_case_hex_without_prefix_or_padding(instance_id: int, text: str) -> None:
+    assert EndpointId("n", "c", "e").instance_key(instance_id) == f"n.c.e-{text}"
 
 
-@pytest.mark.parametrize("lease", [2**64, -(2**63) - 1])
-def test_a_lease_above_64_bits_is_rejected(lease: int) -> None:
+@pytest.mark.parametrize("instance_id", [2**64, -(2**63) - 1])
+def test_an_id_above_64_bits_is_rejected(instance_id: int) -> None:
     with pytest.raises(InvalidRequest) as rejected:
-        ModelNetworkName.from_parts("n", "c", "e", lease)
-    assert rejected.value.field == "lease_id"
+        EndpointId("n", "c", "e").instance_key(instance_id)
+    assert rejected.value.field == "instance_id"
 
 
 @pytest.mark.row("S0-14", "S0-15")
-def test_a_local_endpoint_and_an_instance_give_the_key_of_their_parts() -> None:
-    from_parts = ModelNetworkName.from_parts("ns", "worker", "serve", LEASE)
-    assert ModelNetworkName.from_local(EndpointId("ns", "worker", "serve"), LEASE) == from_parts
-    assert instance(LEASE).network_name == from_parts
+def test_an_endpoint_and_an_instance_give_the_key_of_their_parts() -> None:
+    key = EndpointId("ns", "worker", "serve").instance_key(INSTANCE_ID)
+    assert instance(INSTANCE_ID).endpoint.instance_key(INSTANCE_ID) == key
+    assert instance(INSTANCE_ID).key == key
 
 
 @pytest.mark.row("S0-21")
 def test_keys_differ_between_instances_but_not_between_registrations() -> None:
-    assert instance(1).network_name != instance(2).network_name
+    assert instance(1).key != instance(2).key
     again = instance(1, address="127.0.0.1:6000", taints=frozenset({"t"}))
-    assert again.network_name == instance(1).network_name
-    assert instance(255).network_name == "ns.worker.serve-ff"
+    assert again.key == instance(1).key
+    assert instance(255).key == "ns.worker.serve-ff"

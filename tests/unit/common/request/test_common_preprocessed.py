@@ -145,7 +145,7 @@ def test_checksum_and_router_override_are_written_as_null_when_absent() -> None:
     assert '"router_config_override":null' in text
     assert read(mdc_sum=None, router_config_override=None) == read()
     decoded = read(mdc_sum="abc", router_config_override={"assume_kv_reuse": False})
-    assert decoded.mdc_sum == "abc"
+    assert decoded.card_checksum == "abc"
     assert decoded.router_config_override == RouterConfigOverride(assume_kv_reuse=False)
     assert to_json_value(decoded)["router_config_override"] == {"assume_kv_reuse": False}
 
@@ -261,9 +261,9 @@ def test_routing_uses_the_multimodal_tokens_only_where_there_are_any() -> None:
     own = TokenIds.of([1, 2])
     expanded = MmRoutingInfo(routing_token_ids=TokenIds.of([9]), block_mm_infos=(block,))
     no_tokens = MmRoutingInfo(block_mm_infos=(block,))
-    assert request(1, 2).block_mm_routing_info() == (own, None)
-    assert request(1, 2, mm_routing_info=no_tokens).block_mm_routing_info() == (own, None)
-    assert request(1, 2, mm_routing_info=expanded).block_mm_routing_info() == (
+    assert request(1, 2).routing_tokens() == (own, None)
+    assert request(1, 2, mm_routing_info=no_tokens).routing_tokens() == (own, None)
+    assert request(1, 2, mm_routing_info=expanded).routing_tokens() == (
         TokenIds.of([9]),
         (block,),
     )

@@ -106,7 +106,7 @@ REQUESTS = st.builds(
     ),
     output_options=st.builds(OutputOptions, logprobs=COUNT),
     eos_token_ids=few(U32).map(tuple),
-    mdc_sum=st.none() | TEXT,
+    card_checksum=st.none() | TEXT,
     routing=st.none() | st.builds(RoutingHints, dp_rank=COUNT, lora_name=st.none() | TEXT),
     bootstrap_info=st.none() | st.builds(BootstrapInfo, TEXT, st.just(80), U64),
     extra_args=JSON,

@@ -530,7 +530,7 @@ def test_usage_in_a_stream_is_optional() -> None:
 def preprocessed(
     request: ChatRequest | CompletionRequest, prompt: int = 10, **options: Any
 ) -> PreprocessedRequest:
-    given: dict[str, Any] = {"eos_token_ids": (2,), "mdc_sum": "sum", "context_length": 100}
+    given: dict[str, Any] = {"eos_token_ids": (2,), "card_checksum": "sum", "context_length": 100}
     return to_preprocessed(request, range(100, 100 + prompt), **given | options)
 
 
@@ -568,7 +568,7 @@ def test_every_honoured_field_reaches_the_engine() -> None:
             repetition_penalty=1.1,
         ),
         eos_token_ids=(2,),
-        mdc_sum="sum",
+        card_checksum="sum",
         routing=RoutingHints(priority=4, priority_jump=4.0, cache_salt="s"),
     )
 
@@ -594,10 +594,10 @@ def test_reasoning_effort_sets_the_variables_that_a_template_reads() -> None:
 
 def test_the_prompt_is_the_given_token_ids() -> None:
     made = to_preprocessed(
-        chat(), np.array([3, 1, 2]), eos_token_ids=(), mdc_sum=None, context_length=0
+        chat(), np.array([3, 1, 2]), eos_token_ids=(), card_checksum=None, context_length=0
     )
     assert made.token_ids.tolist() == [3, 1, 2]
-    assert made.mdc_sum is None
+    assert made.card_checksum is None
     assert made.stop_conditions.max_tokens is None
 
 

@@ -31,7 +31,7 @@ def routing(**nvext: object) -> RoutingHints | None:
         parse_completion(body(**nvext)),
         [1],
         eos_token_ids=(),
-        mdc_sum="",
+        card_checksum="",
         context_length=100,
         default_max_tokens=None,
         vocab_size=None,

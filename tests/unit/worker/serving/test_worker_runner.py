@@ -107,8 +107,8 @@ def raising(error: BaseException) -> Script:
     return script
 
 
-def leg_request(request_id: str, *, mdc_sum: str | None = None, **parts: Any) -> LegRequest:
-    request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]), mdc_sum=mdc_sum)
+def leg_request(request_id: str, *, card_checksum: str | None = None, **parts: Any) -> LegRequest:
+    request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]), card_checksum=card_checksum)
     return LegRequest(request_id, request=request, **parts)
 
 
@@ -453,13 +453,13 @@ async def test_abort_by_request_id_stops_exactly_its_legs() -> None:
 async def test_a_prompt_tokenized_for_another_card_is_rejected() -> None:
     runner = Runner(ScriptedEngine(a=two_tokens), card_checksum="ours")
     with pytest.raises(InvalidRequest) as caught:
-        runner.admit(leg_request("a", mdc_sum="theirs"))
+        runner.admit(leg_request("a", card_checksum="theirs"))
     assert (caught.value.field, caught.value.reason) == ("mdc_sum", "CARD_MISMATCH")
     assert "theirs" in caught.value.message
     assert "ours" in caught.value.message
     assert not caught.value.retryable
     for same in ("ours", None):
-        await runner.run(runner.admit(leg_request("a", mdc_sum=same)), Emitted())
+        await runner.run(runner.admit(leg_request("a", card_checksum=same)), Emitted())
     assert dict(runner.counters) == {"rejected": 1, "accepted": 2, "finished": 2}
 
 
