@@ -39,7 +39,6 @@ from worker_svc.kv_events.external_events import (
     PagesRemoved,
     PagesStored,
 )
-from worker_svc.kv_events.orphans import ExternalKey, Orphan, Orphans
 from worker_svc.kv_events.page_tree import (
     ROOT,
     DiscardedPages,
@@ -49,9 +48,14 @@ from worker_svc.kv_events.page_tree import (
     PageSpec,
     by_depth,
 )
+from worker_svc.kv_events.parentless_pages import (
+    ExternalKey,
+    ParentlessPage,
+    ParentlessPages,
+)
 
 # Limit of pages with unknown parent.
-ORPHANS_MAX = 65_536
+PARENTLESS_PAGES_MAX = 65_536
 # Limit of pages and of external hashes: far above any engine, unless it never reports removals.
 PAGES_MAX = 1 << 22
 _U64 = 2**64 - 1
@@ -89,7 +93,7 @@ class Normalizer:
         self._hash_count = 0
         # Number of stores of a page if above 1; for counted duplicates only.
         self._repeats: dict[ExternalKey, int] = {}
-        self._orphans = Orphans()
+        self._parentless = ParentlessPages()
         self._changes.discard_pending()
         self.published_blocks = 0
         self._blocks_max: int | None = None
@@ -102,7 +106,7 @@ class Normalizer:
     def entry_count(self) -> int:
         """Returns the number of entries in all maps; 0 when nothing is held."""
         known = len(self._pages) + len(self._page_by_hash) + self._hash_count
-        return known + len(self._repeats) + self._orphans.entry_count
+        return known + len(self._repeats) + self._parentless.entry_count
 
     def apply(self, event: ExternalEvent) -> None:
         """Applies one event; `take` returns the changes that result."""
@@ -249,7 +253,7 @@ class Normalizer:
                 self._count_repeat(external_key, 1)
             else:
                 token_ids = event.token_ids[start : start + page_bytes]
-                self._add_orphan(external_key, Orphan(parent, token_ids, page_namer, 1))
+                self._add_parentless(external_key, ParentlessPage(parent, token_ids, page_namer, 1))
             parent = value
 
     def _find(self, tier: int, scope: str, value: int) -> Page | None:
@@ -280,8 +284,8 @@ class Normalizer:
                 return
             page = last
             self._bind((tier, scope, value), page, 1)
-            if self._orphans:
-                self._adopt_orphans(scope, value, page)
+            if self._parentless:
+                self._attach_children(scope, value, page)
 
     def _extend(self, page: Page, specs: Iterable[PageSpec]) -> Page | None:
         """Returns the last page of a chain, which is added if unknown; None after a collision."""
@@ -309,9 +313,9 @@ class Normalizer:
     def _bind(self, external_key: ExternalKey, page: Page, count: int) -> None:
         """Binds the external hash to `page`, which it then holds."""
         tier, scope, value = external_key
-        if self._orphans and external_key in self._orphans:
+        if self._parentless and external_key in self._parentless:
             self.counts["duplicates"] += 1
-            count += self._orphans.drop(external_key).count
+            count += self._parentless.drop(external_key).count
         bound = self._page_by_hash.setdefault((tier, scope), {})
         before = bound.get(value)
         if before is page:
@@ -348,31 +352,31 @@ class Normalizer:
         if self.event_format.duplicates is DuplicatePolicy.COUNTED:
             self._repeats[external_key] = self._repeats.get(external_key, 1) + count
 
-    # Orphans.
+    # Parentless pages.
 
-    def _add_orphan(self, external_key: ExternalKey, orphan: Orphan) -> None:
-        if external_key in self._orphans:
-            orphan.count += self._orphans.drop(external_key).count
+    def _add_parentless(self, external_key: ExternalKey, child: ParentlessPage) -> None:
+        if external_key in self._parentless:
+            child.count += self._parentless.drop(external_key).count
             self.counts["duplicates"] += 1
-        elif len(self._orphans) >= ORPHANS_MAX:
-            self._orphans.drop_oldest()
+        elif len(self._parentless) >= PARENTLESS_PAGES_MAX:
+            self._parentless.drop_oldest()
             self._mark_incomplete("orphans_dropped", 1)
-        self._orphans.add(external_key, orphan)
+        self._parentless.add(external_key, child)
 
-    def _adopt_orphans(self, scope: str, value: int, page: Page) -> None:
-        """Attaches orphans of this hash, and their orphans in turn."""
+    def _attach_children(self, scope: str, value: int, page: Page) -> None:
+        """Attaches the children of this hash, and their children in turn."""
         stack = [(value, page)]
         while stack:
             value, page = stack.pop()
-            for external_key in self._orphans.children(scope, value):
-                if external_key not in self._orphans:
+            for external_key in self._parentless.children(scope, value):
+                if external_key not in self._parentless:
                     continue
-                orphan = self._orphans.drop(external_key)
-                last = self._extend(page, orphan.page_namer.specs(page, orphan.token_ids))
+                child = self._parentless.drop(external_key)
+                last = self._extend(page, child.page_namer.specs(page, child.token_ids))
                 if last is None:
                     self._mark_incomplete("collisions", 1)
                     continue
-                self._bind(external_key, last, orphan.count)
+                self._bind(external_key, last, child.count)
                 stack.append((external_key[2], last))
 
     # Removed.
@@ -381,7 +385,7 @@ class Normalizer:
         tier, scope = int(event.tier), event.scope
         for value in event.hashes:
             external_key = (tier, scope, value & _U64)
-            if not self._remove_bound(external_key) and not self._orphans.remove(
+            if not self._remove_bound(external_key) and not self._parentless.remove(
                 external_key, self.event_format.duplicates
             ):
                 self.counts["unknown_removals"] += 1

@@ -234,7 +234,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert set(self.manager.names()) == {name_of(path) for path in self.model.idle_since}
 
     @invariant()
-    def the_events_describe_the_cache_and_never_an_orphan(self) -> None:
+    def the_events_describe_the_cache_and_never_a_parentless_page(self) -> None:
         for event in self.manager.take_events():
             if isinstance(event, PagesRemoved):
                 for name in event.hashes:

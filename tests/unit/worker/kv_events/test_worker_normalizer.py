@@ -675,7 +675,7 @@ def test_blocks_wait_for_a_later_parent() -> None:
     assert not worker.normalizer.is_incomplete
 
 
-def test_a_removed_orphan_is_dropped() -> None:
+def test_a_removed_parentless_page_is_dropped() -> None:
     worker = Worker()
     worker.store([2, 3], PROMPT[4:], after=PROMPT[:4], parent=1)
     worker.remove(2)
@@ -685,8 +685,10 @@ def test_a_removed_orphan_is_dropped() -> None:
     assert worker.normalizer.entry_count == 0
 
 
-def test_orphans_are_bounded_and_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(normalizer, "ORPHANS_MAX", 2)
+def test_parentless_pages_are_bounded_and_the_oldest_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(normalizer, "PARENTLESS_PAGES_MAX", 2)
     worker = Worker()
     for value in (11, 12, 13):
         worker.store([value], [value] * 4, after=PROMPT[:4], parent=1)
