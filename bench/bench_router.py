@@ -258,13 +258,13 @@ class SessionClient:
 
     async def send(self, count: int) -> None:
         """Send the next requests, and the ends of those that run too long."""
-        news = [self._news[(self._sent + n) % len(self._news)] for n in range(count)]
+        new_requests = [self._news[(self._sent + n) % len(self._news)] for n in range(count)]
         self._sent += count
         ended = [
             self._running.popleft() for _ in range(len(self._running) + count - self._running_max)
         ]
-        self._running.extend(new.key for new in news)
-        frame = router_pb2.SessionRequest(news=news, prefills_done=ended, frees=ended)
+        self._running.extend(new.key for new in new_requests)
+        frame = router_pb2.SessionRequest(news=new_requests, prefills_done=ended, frees=ended)
         await self._stream.write(frame)
 
     async def receive(self) -> int:

@@ -267,8 +267,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 self._metrics.unclaimed("announce_refused")
                 ids = {"frontend_id": frontend_id, "request_id": booking.key.request_id}
                 LOG.warning("booking_rejected", **ids, error=error.message)
-        news = iter(frame.news)
-        while part := list(islice(news, QUERIES_PER_SLICE)):
+        new_requests = iter(frame.news)
+        while part := list(islice(new_requests, QUERIES_PER_SLICE)):
             replies = (self._reply(new, frontend_id, session, outbox) for new in part)
             await outbox.put([reply for reply in replies if reply is not None])
         for message in frame.prefills_done:

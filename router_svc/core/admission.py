@@ -89,7 +89,7 @@ class ConstraintClass(NamedTuple):
     placements: tuple[Placement, ...]
 
 
-class _Turn(NamedTuple):
+class _RoundEntry(NamedTuple):
     """When a class is tried, least first. admitted: tokens of its tenant, by weight."""
 
     level: int
@@ -131,7 +131,7 @@ class AdmissionQueue:
         self._dirty_models: set[str] = set()  # Each class of these is dirty.
         self._dirty_classes: set[ConstraintClass] = set()
         # A heap of the dirty classes of the present round, with the heads that they had.
-        self._round: list[_Turn] = []
+        self._round: list[_RoundEntry] = []
         self._last_number = 0
         self._count_by_tenant: Counter[str] = Counter()
         self._admitted_by_tenant: dict[str, float] = {}
@@ -214,7 +214,7 @@ class AdmissionQueue:
         return (
             constraint_class in self._classes
             or model in self._dirty_models
-            or any(turn.constraint_class.model == model for turn in self._round)
+            or any(entry.constraint_class.model == model for entry in self._round)
             or any(dirty.model == model for dirty in self._dirty_classes)
         )
 
@@ -249,7 +249,7 @@ class AdmissionQueue:
     def continue_round(self, constraint_class: ConstraintClass) -> None:
         """The head that `next_dirty` returned has left the queue: try the next one of its class."""
         if constraint_class in self._classes:
-            heappush(self._round, self._turn(constraint_class))
+            heappush(self._round, self._round_entry(constraint_class))
 
     def admitted(self, query: Query) -> None:
         """The request of a query was placed, from the queue or past it."""
@@ -276,13 +276,13 @@ class AdmissionQueue:
             dirty.update(c for c in self._classes if c.model in self._dirty_models)
         self._dirty_classes.clear()
         self._dirty_models.clear()
-        self._round = [self._turn(constraint_class) for constraint_class in dirty]
+        self._round = [self._round_entry(constraint_class) for constraint_class in dirty]
         heapify(self._round)
 
-    def _turn(self, constraint_class: ConstraintClass) -> _Turn:
+    def _round_entry(self, constraint_class: ConstraintClass) -> _RoundEntry:
         order = self._classes[constraint_class][0][0]
         admitted = self._admitted_by_tenant.get(constraint_class.tenant, 0.0)
-        return _Turn(order.level, admitted, order, constraint_class)
+        return _RoundEntry(order.level, admitted, order, constraint_class)
 
     def _add_tenant(self, tenant: str) -> None:
         if not self._count_by_tenant[tenant]:

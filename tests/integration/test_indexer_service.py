@@ -279,7 +279,7 @@ class Replica:
         for _ in apply_subscription_message(self.feed, message, 0.0):
             pass
         # A router would subscribe again here.
-        assert not any(isinstance(news, ResendRequest) for news in self.feed.take_events())
+        assert not any(isinstance(event, ResendRequest) for event in self.feed.take_events())
         for part in message_parts(message):
             self.is_caught_up |= part.caught_up
             self.snapshots += part.HasField("snapshot") and part.snapshot.last

@@ -81,8 +81,8 @@ class Index:
         return subscriber
 
     def dispatch(self) -> None:
-        for news in self.feed.take_events():
-            match news:
+        for event in self.feed.take_events():
+            match event:
                 case BatchApplied(batch):
                     self.histories.setdefault(batch.source, BatchHistory()).add(batch)
                     update = BatchUpdate(batch)
@@ -123,7 +123,7 @@ def held(feed: IndexFeed, source: Source) -> set[int]:
 
 
 def demands(copy: IndexFeed) -> list[ResendRequest]:
-    return [news for news in copy.take_events() if isinstance(news, ResendRequest)]
+    return [event for event in copy.take_events() if isinstance(event, ResendRequest)]
 
 
 def chunks(updates: Iterable[Outbound]) -> list[SnapshotChunk]:

@@ -206,8 +206,8 @@ def test_a_snapshot_is_installed_at_once_and_buffered_batches_are_applied() -> N
     assert advertised_blocks(feed) == {1, 2, 5}
     assert feed.position(SOURCE).sequence == 12
     assert feed.status(SOURCE).state == "exact"
-    news = [type(n) for n in feed.take_events() if isinstance(n, BatchApplied | SourceReplaced)]
-    assert news == [SourceReplaced, SourceReplaced, BatchApplied, BatchApplied]
+    kinds = [type(n) for n in feed.take_events() if isinstance(n, BatchApplied | SourceReplaced)]
+    assert kinds == [SourceReplaced, SourceReplaced, BatchApplied, BatchApplied]
 
 
 def test_a_snapshot_read_while_its_source_changes_ends_correct() -> None:
@@ -724,13 +724,13 @@ class FeedMachine(RuleBasedStateMachine):
         return places[number % len(places)]
 
     def answers(self) -> None:
-        for news in self.feed.take_events():
-            if isinstance(news, ResendRequest):
+        for event in self.feed.take_events():
+            if isinstance(event, ResendRequest):
                 # Inserted anywhere: live batches do not wait for snapshot chunks.
                 # A snapshot requested again starts again.
                 waiting = [m for m in self.wire if isinstance(m, EventBatch)]
                 self.wire = []
-                for answer in self.publisher.answer(news):
+                for answer in self.publisher.answer(event):
                     self.wire += [answer, *waiting[:1]]
                     del waiting[:1]
                 self.wire += waiting

@@ -33,10 +33,10 @@ async def test_joining_an_existing_mesh_prints_a_notice_with_the_alternative(
     living = FileRegistry(tmp_path)
     await living.register(Instance(1, "default", "worker", "worker-0", "127.0.0.1:1"))
     await living.register(Instance(2, "default", "router", "", "127.0.0.1:1"))
-    news = await look(config)
-    assert "namespace 'default' already has 2 services (router, worker-0)" in news
-    assert "--namespace" in news
-    assert "\n" not in news
+    text = await look(config)
+    assert "namespace 'default' already has 2 services (router, worker-0)" in text
+    assert "--namespace" in text
+    assert "\n" not in text
     elsewhere = ServiceConfig(registry_path=tmp_path, namespace="other")
     assert await look(elsewhere) == ""
     await living.close()
@@ -44,5 +44,5 @@ async def test_joining_an_existing_mesh_prints_a_notice_with_the_alternative(
 
 
 async def test_an_unreachable_registry_is_reported_before_services_start() -> None:
-    news = await look(ServiceConfig(registry="consul", consul_url="http://127.0.0.1:1"))
-    assert "cannot reach Consul at http://127.0.0.1:1" in news
+    text = await look(ServiceConfig(registry="consul", consul_url="http://127.0.0.1:1"))
+    assert "cannot reach Consul at http://127.0.0.1:1" in text
