@@ -55,7 +55,7 @@ log = structlog.get_logger()
 
 
 def no_worker_error(model: str) -> Unavailable:
-    """The error for a model that was served recently and has no worker now."""
+    """Returns the error for a model that was served recently and has no worker now."""
     return Unavailable(f"no worker serves {model!r} at the moment", 1.0, reason=NO_WORKER)
 
 
@@ -76,9 +76,13 @@ class Engine:
 
 class ModelCatalog:
     """The serving table, updated with each change of the registry; `models/model_watch.py` decides.
-    Cards are loaded concurrently: a slow one delays only its own model. get_card: returns a card by
-    checksum. now_s: Unix time, for `created`. open_artifact: fetches artifacts that a card does not
-    carry from a worker; by default over gRPC, without a token."""
+    Cards are loaded concurrently: a slow one delays only its own model.
+
+    get_card: returns a card by checksum.
+    now_s: Unix time, for `created`.
+    open_artifact: fetches artifacts that a card does not carry from a worker; by default over
+    gRPC, without a token.
+    """
 
     def __init__(
         self,
@@ -131,7 +135,7 @@ class ModelCatalog:
         return self._aliases
 
     def resolve(self, name: str) -> str:
-        """The name of the model that an alias stands for; any other name itself."""
+        """Returns the name of the model that an alias stands for; any other name itself."""
         return self._aliases.get(name, name)
 
     def refused_options(self, name: str) -> frozenset[str]:
@@ -201,7 +205,7 @@ class ModelCatalog:
 
     @property
     def pass_through(self) -> Sequence[Engine]:
-        """The pass-through models; one engine per name."""
+        """Returns the pass-through models; one engine per name."""
         return self._pass_through
 
     def names(self) -> frozenset[str]:
@@ -384,7 +388,7 @@ class ModelCatalog:
         return {table: Engine(name, created, entry.checksum, card, model) for table in tables}
 
     async def _card(self, entry: ModelEntry) -> tuple[ModelCard | None, str]:
-        """The card, or None and the reason: pass-through workers do not need one."""
+        """Returns the card, or None and the reason: pass-through workers do not need one."""
         if not entry.checksum:
             return None, ""
         try:

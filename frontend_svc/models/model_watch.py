@@ -77,7 +77,7 @@ def card_key(entry: ModelEntry) -> str:
 
 
 def card_missing(entry: ModelEntry) -> NotFound:
-    """The error if the store has no such card."""
+    """Returns the error if the store has no such card."""
     return NotFound(
         f"missing model deployment card of {entry.name!r}: there is no {card_key(entry)}",
         field="card_checksum",
@@ -85,7 +85,7 @@ def card_missing(entry: ModelEntry) -> NotFound:
 
 
 def card_unreadable(entry: ModelEntry, cause: Exception) -> MeshError:
-    """The error if the store fails or the card is damaged."""
+    """Returns the error if the store fails or the card is damaged."""
     reason = cause.message if isinstance(cause, MeshError) else f"{type(cause).__name__}: {cause}"
     return MeshError(f"cannot load the card {card_key(entry)} of {entry.name!r}: {reason}")
 
@@ -130,8 +130,11 @@ Action = Build | ModelAdded | ModelRemoved | LogEvent
 def plan_tables(
     entry: ModelEntry, card: ModelCard | None, no_card_reason: str = ""
 ) -> tuple[Table, ...]:
-    """The tables of an entry. no_card_reason: why `card` is None. Raises InvalidRequest for a
-    Backend without a card, and for a card of no known kind."""
+    """Returns the tables of an entry.
+
+    no_card_reason: why `card` is None.
+    Raises InvalidRequest for a Backend without a card, and for a card of no known kind.
+    """
     match entry.model_type:
         case EntryType.CHAT:
             return ("chat",)
@@ -153,7 +156,7 @@ def plan_tables(
 
 
 def is_pass_through(entry: ModelEntry, card: ModelCard | None) -> bool:
-    """Whether workers receive the client's JSON unchanged."""
+    """Returns whether workers receive the client's JSON unchanged."""
     return card is None or not (entry.requires_preprocessing() and card.requires_preprocessing)
 
 

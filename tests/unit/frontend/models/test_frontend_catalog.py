@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ from structlog.testing import capture_logs
 from common.errors import MeshError, NotFound, Unavailable, UnknownModel, Unsupported
 from common.kv.hashing import PrefixHasher
 from common.registry.card import Artifact, ModelCard, ModelType
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance, Snapshot, diff_snapshots
 from frontend_svc.models.catalog import CACHED_BUILDS_MAX, RECENTLY_SERVED_S, ModelCatalog
 from frontend_svc.models.model_watch import Table as Kind
 from kvmesh.engine.v1 import engine_pb2
@@ -469,6 +470,19 @@ async def test_a_model_whose_worker_returns_is_served_at_once_without_a_build() 
     assert (models.loading, table.fetched) == (frozenset(), ["a"])
     await at_once(models, snapshot(worker(3, A)))
     assert models.get("a") is before, "also when a worker joins as the last one leaves"
+
+
+async def test_one_load_builds_the_models_of_all_changes_before_it() -> None:
+    table = Table(A, B)
+    models = table.models
+    steps = [snapshot(), snapshot(worker(1, A)), snapshot(worker(1, A), worker(2, B))]
+    for before, after in pairwise(steps):
+        models.on_snapshot(after, diff_snapshots(before, after))
+    assert models.loading == {"a", "b"}
+    assert await models.load()
+    assert models.names() == {"a", "b"}
+    assert await models.load()
+    assert sorted(table.fetched) == ["a", "b"]
 
 
 async def test_a_model_that_returns_with_another_card_is_built_from_it() -> None:
