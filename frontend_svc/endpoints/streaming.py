@@ -75,7 +75,7 @@ class ResponseWriter:
         """Sends the events of the tokens that have arrived, in one write. While the client reads
         as fast as tokens arrive, callbacks write them, without a step of this task."""
         self._reader.wake_when_idle(self._keep_alive_s)
-        has_news = await self._reader.wait()
+        has_output = await self._reader.wait()
         for one in self._choices:
             if one.buffer.outcome is not None and one.buffer.first_token_at is None:
                 _raise_error(one.buffer)
@@ -95,14 +95,14 @@ class ResponseWriter:
                     events += extension.last_comments(usage)
                 events += response_format.end(usage)
                 break
-            if not has_news:
+            if not has_output:
                 events += response_format.keep_alive
             if events:
                 await self._send(body_part(events))
             events = b""
-            if not (has_news := self._is_behind):
-                self._reader.call_on_news(partial(self._write_tokens, response_format))
-                has_news = await self._reader.wait()
+            if not (has_output := self._is_behind):
+                self._reader.call_on_output(partial(self._write_tokens, response_format))
+                has_output = await self._reader.wait()
         await _end_stream(self._context, events)
 
     @property
@@ -116,7 +116,7 @@ class ResponseWriter:
         part, and other responses go on before the next part of any response."""
         if sum(choice.buffer.unread for choice in self._choices) <= PART_TOKENS:
             return self._advance(sink)
-        async with self._backlog.turn:
+        async with self._backlog.write_lock:
             events = self._advance(sink, max(1, PART_TOKENS // len(self._choices)))
             await asyncio.sleep(0)
         return events

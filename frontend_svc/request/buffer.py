@@ -26,13 +26,16 @@ BACKLOG_TOKENS_MAX = 4 << 20
 
 
 class Backlog:
-    """The unread tokens of all slow clients of a process. turn: a response that is behind has it
-    while it writes a part, so that others are not delayed."""
+    """The unread tokens of all slow clients of a process.
+
+    write_lock: a response that is behind has it while it writes a part, so that others are not
+    delayed.
+    """
 
     def __init__(self, tokens_max: int = BACKLOG_TOKENS_MAX) -> None:
         self._tokens_max = tokens_max
         self.tokens = self.clients = 0
-        self.turn = asyncio.Lock()
+        self.write_lock = asyncio.Lock()
 
     def is_too_large_by(self, unread: int) -> bool:
         """Whether a client with `unread` tokens has more than its share of a full backlog."""
@@ -47,9 +50,9 @@ class Reader:
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_s = self._waiting_since = 0.0
         self._waiter: asyncio.Future[None] | None = None
-        self._has_news = False
+        self._has_output = False
         self._open_buffers = 0
-        self._on_news: Callable[[], bool] | None = None
+        self._on_output: Callable[[], bool] | None = None
         self._is_call_scheduled = False
 
     def buffer_opened(self) -> None:
@@ -59,50 +62,52 @@ class Reader:
         self._open_buffers -= 1
         if not self._open_buffers and self._idle_timer is not None:
             self._idle_timer.cancel()
-        self._has_news = True
+        self._has_output = True
         self._wake()
 
     def notify(self) -> None:
-        self._has_news = True
-        if self._on_news is None:
+        self._has_output = True
+        if self._on_output is None:
             self._wake()
         elif self._waiter is not None and not self._is_call_scheduled:
             # Later: the same frame may have more of this response.
             self._is_call_scheduled = True
             self._loop.call_soon(self._call)
 
-    def call_on_news(self, on_news: Callable[[], bool]) -> None:
-        """From now on, tokens that arrive during `wait` call `on_news`; `wait` goes on if it
+    def call_on_output(self, on_output: Callable[[], bool]) -> None:
+        """From now on, tokens that arrive during `wait` call `on_output`; `wait` goes on if it
         returns True."""
-        self._on_news = on_news
+        self._on_output = on_output
 
     def close(self) -> None:
         """Drops the callback, which refers to this reader."""
-        self._on_news = None
+        self._on_output = None
 
     def _call(self) -> None:
         self._is_call_scheduled = False
-        if self._waiter is None or self._on_news is None:
+        if self._waiter is None or self._on_output is None:
             return
         try:
-            if not self._on_news():
+            if not self._on_output():
                 self._wake()
                 return
         except BaseException as error:  # a panic of the tokenizer library is no Exception
             self._waiter.set_exception(error)
             self._waiter = None
-        self._has_news = False
+        self._has_output = False
         self._waiting_since = self._loop.time()
 
     async def wait(self) -> bool:
-        """Waits for news of a buffer since the last call; False: the idle time of `wake_when_idle`
-        is over."""
-        if not self._has_news:
+        """Waits for output of a buffer since the last call.
+
+        Returns False if the idle time of `wake_when_idle` is over.
+        """
+        if not self._has_output:
             self._waiting_since = self._loop.time()
             self._waiter = self._loop.create_future()
             await self._waiter
-        has_news, self._has_news = self._has_news, False
-        return has_news
+        has_output, self._has_output = self._has_output, False
+        return has_output
 
     def wake_when_idle(self, after_s: float) -> None:
         """From now on, `wait` returns False after a wait of `after_s`."""

@@ -60,12 +60,12 @@ def test_idle_time_wakes_the_reader_repeatedly_and_tokens_restart_it() -> None:
     ]
 
 
-def test_news_during_a_wait_are_handled_without_ending_it() -> None:
+def test_output_during_a_wait_is_handled_without_ending_it() -> None:
     async def main() -> tuple[list[list[int]], list[int], float]:
         loop, response = asyncio.get_running_loop(), new_response()
         handled: list[list[int]] = []
 
-        def on_news() -> bool:
+        def on_output() -> bool:
             handled.append(response.take()[0])
             return len(handled) < 2
 
@@ -73,7 +73,7 @@ def test_news_during_a_wait_are_handled_without_ending_it() -> None:
             response.tokens([1], ())
             response.tokens([2], ())
 
-        response.reader.call_on_news(on_news)
+        response.reader.call_on_output(on_output)
         later(1.0, two_tokens)
         later(2.0, lambda: response.tokens([3], ()))
         later(3.0, lambda: response.finished(DONE))
@@ -83,11 +83,11 @@ def test_news_during_a_wait_are_handled_without_ending_it() -> None:
     assert run_virtually(main()) == ([[1, 2], [3]], [], 2.0)
 
 
-def test_idle_time_begins_with_the_last_handled_news() -> None:
+def test_idle_time_begins_with_the_last_handled_output() -> None:
     async def main() -> float:
         loop, response = asyncio.get_running_loop(), new_response()
         response.reader.wake_when_idle(15.0)
-        response.reader.call_on_news(lambda: bool(response.take()))
+        response.reader.call_on_output(lambda: bool(response.take()))
         later(10.0, lambda: response.tokens([1], ()))
         assert not await response.reader.wait()
         woken_at = loop.time()
@@ -100,7 +100,7 @@ def test_idle_time_begins_with_the_last_handled_news() -> None:
 def test_the_end_of_a_response_wakes_the_reader_once_with_its_last_tokens() -> None:
     async def main() -> list[int]:
         response = new_response()
-        response.reader.call_on_news(lambda: False)
+        response.reader.call_on_output(lambda: False)
 
         def end() -> None:
             response.tokens([1], ())
@@ -115,7 +115,7 @@ def test_the_end_of_a_response_wakes_the_reader_once_with_its_last_tokens() -> N
     assert run_virtually(main()) == [1]
 
 
-def test_the_reader_raises_an_error_in_the_handling_of_news() -> None:
+def test_the_reader_raises_an_error_in_the_handling_of_output() -> None:
     class PanicError(BaseException):
         pass
 
@@ -124,7 +124,7 @@ def test_the_reader_raises_an_error_in_the_handling_of_news() -> None:
 
     async def main() -> None:
         response = new_response()
-        response.reader.call_on_news(panic)
+        response.reader.call_on_output(panic)
         later(1.0, lambda: response.tokens([1], ()))
         with pytest.raises(PanicError):
             await response.reader.wait()
