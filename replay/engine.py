@@ -86,10 +86,13 @@ def prompt_hashes(request: TraceRequest, block_size: int) -> Hashes:
 
 
 class ReplayWorker:
-    """One engine. schedule: calls a function at a time in seconds. on_tokens: called with the
-    sequences that got a token or ended. on_allocated: with the sequences that got blocks for KV
-    of another worker. is_stuck: it accepts requests and computes nothing. link_free_at: when the
-    handoffs from here that were started are over, in seconds.
+    """One engine.
+
+    schedule: calls a function at a time in seconds.
+    on_tokens: called with the sequences that got a token or ended.
+    on_allocated: called with the sequences that got blocks for KV of another worker.
+    is_stuck: whether it accepts requests and computes nothing.
+    link_free_at: when the handoffs from here that were started are over, in seconds.
     """
 
     def __init__(

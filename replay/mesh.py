@@ -43,36 +43,49 @@ _SWEEP_BLOCKS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class MeshSettings:
-    """workers, routers: numbers of each. prefill_workers: the first so many workers prefill and the
-    others decode; 0: all do both. speeds: of the first workers, as multiples of the others; 0: the
-    worker accepts requests and computes nothing. rules: queue and bypass of the routers.
-    """
+    """The size and the settings of a replayed mesh."""
 
     workers: int = 8
+    """Number of workers."""
+
     prefill_workers: int = 0
+    """The first so many workers prefill and the others decode; 0: all do both."""
+
     routers: int = 1
+    """Number of routers."""
+
     index_lag_s: float = 0.02
     sync_lag_s: float = 0.005
     worker: WorkerSettings = field(default=WorkerSettings())
     speeds: tuple[float, ...] = ()
+    """Of the first workers, as multiples of the others; 0: the worker accepts requests and computes
+    nothing."""
+
     rules: Policy = DEFAULT_POLICY
+    """Queue and bypass of the routers."""
+
     seed: int = 1
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The course of one request. Times in seconds; ttft_s: None if no token came. worker: from 0;
-    prefill: of its prefill leg, None: not split. output_tokens: less than in the trace if the cache
-    is too small.
-    """
+    """The course of one request. Times are seconds."""
 
     at_s: float
     input_tokens: int
     output_tokens: int
+    """Less than in the trace if the cache is too small."""
+
     worker: int = 0
+    """Number of the worker, from 0."""
+
     prefill: int | None = None
+    """Number of the worker of its prefill leg; None: not split."""
+
     cached_tokens: int = 0
     ttft_s: float | None = None
+    """Time to the first token; None if no token came."""
+
     end_s: float | None = None
 
 
@@ -86,11 +99,13 @@ class LoadSample:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """truncated: requests cut to the size of the cache."""
+    """The result of one replay."""
 
     outcomes: list[Outcome]
     samples: list[LoadSample] = field(default_factory=list)
     truncated: int = 0
+    """Requests cut to the size of the cache."""
+
     preemptions: int = 0
 
 

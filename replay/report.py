@@ -15,28 +15,45 @@ from replay.mesh import LoadSample, Outcome, ReplayResult
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of one run. hit_rate: share of prompt tokens read from the cache. ttft_*: seconds to
-    the first token. itl_*: seconds for a further token, the mean of each request. split: share of
-    requests on a prefill and a decode worker. load_variation: standard deviation of the requests
-    per worker divided by their mean, averaged over time. unanswered: requests without a complete
-    output. truncated: requests cut to the size of the cache.
-    """
+    """Figures of one run."""
 
     policy: str
     routers: int
     requests: int
     hit_rate: float
+    """Share of prompt tokens read from the cache."""
+
     ttft_mean_s: float
+    """Mean seconds to the first token."""
+
     ttft_p50_s: float
+    """Median of the seconds to the first token."""
+
     ttft_p90_s: float
+    """90th percentile of the seconds to the first token."""
+
     ttft_p99_s: float
+    """99th percentile of the seconds to the first token."""
+
     itl_mean_s: float
+    """Seconds for a further token: the mean of the means of the requests."""
+
     itl_p99_s: float
+    """Seconds for a further token: the 99th percentile of the means of the requests."""
+
     split: float
+    """Share of requests on a prefill and a decode worker."""
+
     load_variation: float
+    """Standard deviation of the requests per worker divided by their mean, averaged over time."""
+
     duration_s: float
     unanswered: int
+    """Requests without a complete output."""
+
     truncated: int
+    """Requests cut to the size of the cache."""
+
     preemptions: int
 
 

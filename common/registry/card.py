@@ -88,42 +88,56 @@ class Artifact:
 class ModelCard:
     """A model as it is served.
 
-    name: what clients put into `model` (required); aliases: further names.
-    model_input: "tokens" = the frontend renders and tokenizes (it needs the artifacts),
-    "text" = the request passes through to the engine.
-    context_length in tokens, None = unknown (0 is read as None); kv_block_size in tokens.
-    hash_scheme: id of the block hash of `common/kv/hashing.py`; "" = the model is not indexed.
-    artifacts: by file name: tokenizer.json, tokenizer_config.json, generation_config.json,
-    chat_template.jinja …
-    tool_call_parser, reasoning_parser: names, None = no parsing.
-    control_tokens_in_text: whether control tokens in messages of clients act as such and are not
-    ordinary text.
-    default_max_tokens: for requests without one; None = the rest of the context.
-    embedding_size: coordinates of a vector; None = unknown, or no embeddings. shorter_embeddings:
-    whether the first coordinates of a vector alone are a valid vector ("Matryoshka").
-    media: what the model takes besides text, by kind: "image", "audio".
-
     Raises InvalidRequest with the field of a value that is out of range.
     """
 
     name: str
+    """What clients put into `model` (required)."""
+
     aliases: tuple[str, ...] = ()
+    """Further names."""
+
     model_type: Annotated[ModelType, PlainValidator(_parse_model_type_list)] = (
         ModelType.CHAT | ModelType.COMPLETIONS
     )
     model_input: ModelInput = "tokens"
+    """`tokens`: the frontend renders and tokenizes, for which it needs the artifacts; `text`: the
+    request passes through to the engine."""
+
     context_length: int | None = None
+    """In tokens; None: unknown. A 0 is read as None."""
+
     kv_block_size: int | None = None
+    """In tokens; None: unknown."""
+
     hash_scheme: str = ""
+    """Id of the block hash of `common/kv/hashing.py`; "": the model is not indexed."""
+
     eos_token_ids: tuple[int, ...] = ()
     artifacts: Mapping[str, Artifact] = field(default_factory=dict, hash=False)
+    """By file name, for example tokenizer.json, generation_config.json, chat_template.jinja."""
+
     tool_call_parser: str | None = None
+    """Name of the parser; None: no parsing."""
+
     reasoning_parser: str | None = None
+    """Name of the parser; None: no parsing."""
+
     default_max_tokens: int | None = None
+    """For requests without max_tokens; None: the rest of the context."""
+
     control_tokens_in_text: bool = False
+    """Whether control tokens in messages of clients act as such and are not ordinary text."""
+
     embedding_size: int | None = None
+    """Coordinates of a vector; None: unknown, or no embeddings."""
+
     shorter_embeddings: bool = False
+    """Whether the first coordinates of a vector alone are a valid vector ("Matryoshka")."""
+
     media: Mapping[str, MediaInput] = field(default_factory=dict, hash=False)
+    """What the model takes besides text, by kind ("image", "audio")."""
+
     user_data: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

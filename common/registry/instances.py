@@ -58,44 +58,75 @@ _ADVERTISED_SIZES = (
 class Instance:
     """One incarnation of one process, as advertised.
 
-    id: 1 … 2^63-1, random, new at each process start (`new_instance_id`): worker id = lease id.
-    stable_name: the same across restarts; a new incarnation supersedes the old. "" = no name.
-    address: `host:port` of its gRPC server for peers; http_address: of the frontend's gateway.
-    model, card_checksum: "" = serves no model, or has no card (pass-through engines).
-    role, transfer_group, bootstrap_host and _port, local_prefill: prefill/decode (workers only).
-    block_size in tokens; total_kv_blocks in blocks; max_num_batched_tokens and context_length in
-    tokens; dp_rank_start and dp_size: its data-parallel ranks are [start, start + size).
     A size of None is not advertised; zero is invalid, since it would mean "no capacity".
-    taints: matched by routing constraints; loras: adapters that are loaded; meta: other facts,
-    never read by routing.
 
     Raises InvalidRequest with the field of a value that is out of range.
     """
 
     id: int
+    """1 … 2^63-1, random, new at each process start (`new_instance_id`): worker id = lease id."""
+
     namespace: str
     service: Service
     stable_name: str
+    """The same across restarts; a new incarnation supersedes the old. "": no name."""
+
     address: str
+    """`host:port` of its gRPC server for peers."""
+
     http_address: str = ""
+    """Address of the frontend's gateway."""
+
     model: str = ""
+    """Empty: it serves no model."""
+
     card_checksum: str = ""
+    """Empty: it serves no model, or one without a card (pass-through engines)."""
+
     role: Role = "aggregated"
+    """Of a worker: the legs of requests that it runs."""
+
     block_size: int | None = None
+    """In tokens."""
+
     transfer_group: str = ""
+    """Of a worker for prefill or decode: workers of one group can exchange KV."""
+
     bootstrap_host: str | None = None
+    """Where a prefill worker listens for decode workers."""
+
     bootstrap_port: int | None = None
+    """Where a prefill worker listens for decode workers."""
+
     local_prefill: bool = True
+    """Whether a decode worker computes prompts that come without a handoff."""
+
     dp_rank_start: int = 0
+    """Its data-parallel ranks are [dp_rank_start, dp_rank_start + dp_size)."""
+
     dp_size: int = 1
+    """Number of its data-parallel ranks."""
+
     total_kv_blocks: int | None = None
+    """In blocks."""
+
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    """In tokens."""
+
     context_length: int | None = None
+    """In tokens."""
+
     taints: frozenset[str] = frozenset()
+    """Matched by routing constraints."""
+
     loras: frozenset[str] = frozenset()
+    """Adapters that are loaded."""
+
     kv_index: KvIndex = "none"
     meta: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Other facts, never read by routing."""
+
     pid: int | None = None
 
     def __post_init__(self) -> None:

@@ -31,14 +31,20 @@ _HEAD_CHARS_MAX: Final = 256
 class MediaInput:
     """How a model takes one kind of medium.
 
-    token_id: the placeholder. tokens: copies of it for each medium. count_max: media of a request.
-    bytes_max: size of each. Raises InvalidRequest for a value that is out of range.
+    Raises InvalidRequest for a value that is out of range.
     """
 
     token_id: int
+    """The placeholder."""
+
     tokens: int
+    """Copies of the placeholder for each medium."""
+
     count_max: int
+    """Limit of media in a request."""
+
     bytes_max: int
+    """Limit of the size of each medium."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.token_id < 2**32:

@@ -51,20 +51,25 @@ _Options = list[tuple[str, Any]]  # Values are ints or strings.
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """Credentials that a process proves to its peers and requires of them; by default none.
-
-    token: the mesh token, never sent; admin_token: required of callers of AdminService; files:
-    for mutual TLS; server_name: the name in the peers' certificates if it is not their address;
-    role_domain: of the names that bind certificates to roles; insecure: allow an open bind without
-    token or mutual TLS.
-    """
+    """Credentials that a process proves to its peers and requires of them; by default none."""
 
     token: str | None = field(default=None, repr=False)
+    """The mesh token, never sent."""
+
     admin_token: str | None = field(default=None, repr=False)
+    """Required of callers of AdminService."""
+
     files: CertificateFiles | None = field(default=None, repr=False)
+    """Certificates and key for mutual TLS."""
+
     server_name: str | None = None
+    """The name in the peers' certificates if it is not their address."""
+
     role_domain: str | None = None
+    """Domain of the names that bind certificates to roles."""
+
     insecure: bool = False
+    """Permits an open bind without token or mutual TLS."""
 
     def peer_name(self, role: str) -> str | None:
         """Returns the name in the certificate of a peer; None: its address. role: required if roles

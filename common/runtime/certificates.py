@@ -25,16 +25,23 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """cert: a chain. ca: the authorities of peers; b"": none. server_context: of a server whose
-    clients need no certificate. client_context, mutual_context: of the client and the server of
-    HTTP/2 calls; None without authorities."""
+    """The contents of certificate files, and the TLS contexts made from them."""
 
     cert: bytes = field(repr=False)
+    """The certificate chain."""
+
     key: bytes = field(repr=False)
     ca: bytes = field(repr=False)
+    """The authorities of peers; b"": none."""
+
     server_context: ssl.SSLContext = field(repr=False)
+    """Of a server that requires no certificates of clients."""
+
     client_context: ssl.SSLContext | None = field(repr=False)
+    """Of the client of HTTP/2 calls; None without authorities."""
+
     mutual_context: ssl.SSLContext | None = field(repr=False)
+    """Of the server of HTTP/2 calls; None without authorities."""
 
 
 class CertificateFiles:

@@ -84,9 +84,13 @@ Outbound: TypeAlias = StatusUpdate | LoadUpdate | CaughtUp | BatchUpdate | Snaps
 
 
 class Subscriber:
-    """One subscription. is_overflowed: over `cap_bytes` were queued; it must resume. resume:
-    positions of the subscriber's copies. partition: None for all. is_absent: whether a worker is
-    not registered. loads_only: neither batches nor snapshots are sent.
+    """One subscription.
+
+    resume: positions of the subscriber's copies.
+    partition: None for all.
+    is_absent: returns whether a worker is not registered.
+    loads_only: neither batches nor snapshots are sent.
+    is_overflowed: over `cap_bytes` were queued; it must resume.
     """
 
     def __init__(

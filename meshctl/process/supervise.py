@@ -73,18 +73,21 @@ class BecameReady:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The service exited without a request to stop.
-
-    status: exit status; -n: killed by signal n; None: it could not be started. reason: details
-    beyond the status, or "". restart_in_s: None without a restart. start_error: see `Child`.
-    """
+    """The service exited without a request to stop."""
 
     service: str
     status: int | None
+    """Exit status; -n: killed by signal n; None: it could not be started."""
+
     reason: str
+    """Details beyond the status; empty: none."""
+
     uptime_s: float
     restart_in_s: float | None
+    """None without a restart."""
+
     start_error: str = ""
+    """See `Child`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +155,12 @@ class Child:
 class Supervisor:
     """Keeps `specs` running until `stop`; reports events by `on_event`.
 
-    start: starts a service; raises OSError. deregister: see `Registry`. start_s: a service that is
-    not ready after this time is killed, which counts as an exit. is_live: whether a ready service
-    answers; one that was live and then failed `live_failures_max` checks in a row is killed. clock:
-    monotonic seconds.
+    start: starts a service; raises OSError.
+    deregister: see `Registry`.
+    clock: monotonic seconds.
+    start_s: a service that is not ready after this time is killed, which counts as an exit.
+    is_live: returns whether a ready service answers.
+    live_failures_max: a service that was live and then failed so many checks in a row is killed.
     """
 
     def __init__(

@@ -33,14 +33,19 @@ _Partition = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApproxLimits:
-    """ttl_s: seconds for which an entry counts. blocks_max: entries, a block on n ranks counting n
-    times. prune_target_ratio: the part of blocks_max that remains after pruning. Defaults: NVIDIA
-    Dynamo's. Memory: 8 bytes per block of a run, and about 800 per run.
+    """Limits of the entries. Defaults: NVIDIA Dynamo's.
+
+    Memory: 8 bytes per block of a run, and about 800 per run.
     """
 
     ttl_s: float = 120.0
+    """Seconds for which an entry counts."""
+
     blocks_max: int = 1 << 20
+    """Limit of entries; a block on n ranks counts n times."""
+
     prune_target_ratio: float = 0.8
+    """The part of blocks_max that remains after pruning."""
 
     def __post_init__(self) -> None:
         assert self.ttl_s > 0, "ttl_s must be positive"
@@ -50,16 +55,21 @@ class ApproxLimits:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """keys: hashes of its blocks. start: blocks before it. siblings: the runs that start there too,
-    by first hash, this one included. decisions: by rank, the number of the last one.
-    """
+    """A part of one or more chains, without a branch."""
 
     keys: array[int]
+    """Hashes of its blocks."""
+
     start: int
+    """Blocks before it."""
+
     parent: _Run | None
     siblings: dict[int, _Run]
+    """The runs that start at the same place, by first hash, including this one."""
+
     children: dict[int, _Run] = field(default_factory=dict)
     decisions: dict[_Rank, int] = field(default_factory=dict)
+    """By rank, the number of the last decision."""
 
     def common_blocks(self, keys: memoryview) -> int:
         """Returns leading blocks of the run that the chain `keys` has after `start`; the first is

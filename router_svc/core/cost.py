@@ -66,30 +66,51 @@ _REBASE_HALF_LIVES = 500.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSettings:
     """The settings of the cost; names and defaults as in NVIDIA Dynamo 1.6 where it has them.
-    overlap_score_credit: blocks of work that a block held on the device saves;
-    overlap_score_credit_decay: how fast it falls with queued prefill, 1 halves it for one request's
-    worth. prefill_load_scale: weight of the prefill term. decode_active_request_weight: extra
-    blocks per request; above 0, requests of unknown length count. host_cache_hit_weight,
-    disk_cache_hit_weight: credit of a block held there only, 0..1. router_temperature: 0 takes the
-    cheapest; above 0, a draw from the softmax of the costs. track_prefill_tokens,
-    track_active_blocks: bookings include prompt tokens to be computed, and blocks held.
-    uncached_block_weight, held_block_weight: of `kv`, in queued blocks. Others: see the module.
+
+    The formulas are in the docstring of the module.
     """
 
     overlap_score_credit: float = 1.0
+    """Blocks of work that a block held on the device saves."""
+
     overlap_score_credit_decay: float = 0.0
+    """How fast the credit falls with queued prefill; 1 halves it for one request's worth."""
+
     prefill_load_scale: float = 1.0
+    """Weight of the prefill term."""
+
     decode_active_request_weight: float = 1.0
+    """Extra blocks per request; above 0, requests of unknown length count."""
+
     host_cache_hit_weight: float = 0.75
+    """Credit of a block held on the host only, 0..1."""
+
     disk_cache_hit_weight: float = 0.25
+    """Credit of a block held on disk only, 0..1."""
+
     router_temperature: float = 0.0
+    """0 takes the cheapest; above 0, a draw from the softmax of the costs."""
+
     assume_kv_reuse: bool = False
+    """Blocks of the prompt that the rank holds count as in use already."""
+
     recent_miss_weight: float = 1.0
+    """Weight of recent prefill work, in the term `misses`."""
+
     recent_miss_half_life_s: float = 60.0
+    """Seconds in which the recent prefill work of a rank is halved."""
+
     track_prefill_tokens: bool = True
+    """Bookings include prompt tokens to be computed."""
+
     track_active_blocks: bool = True
+    """Bookings include blocks held."""
+
     uncached_block_weight: float = 2.0
+    """Weight of an uncached block for the selector `kv`, in queued blocks."""
+
     held_block_weight: float = 0.02
+    """Weight of a held block for the selector `kv`, in queued blocks."""
 
     def with_override(self, override: RouterConfigOverride | None) -> CostSettings:
         """Returns the settings for one request. Raises InvalidRequest for a field out of range,

@@ -18,19 +18,24 @@ from router_svc.core.types import Candidate, Candidates, Leg, LoadTotals
 
 
 class CandidateRow(NamedTuple):
-    """One row of an explanation. cost: in the selector's unit; None if not scored or
-    excluded. terms: None if the selector reports none. report_age_s: seconds; None without a
-    report. excluded_reason: empty if the candidate was eligible.
-    """
+    """One row of an explanation."""
 
     placement: Placement
     load: LoadTotals
     cost: float | None = None
+    """In the selector's unit; None if not scored or excluded."""
+
     overlap_blocks: int = 0
     report_age_s: float | None = None
+    """Seconds; None without a report."""
+
     excluded_reason: str = ""
+    """Empty if the candidate was eligible."""
+
     leg: Leg = "whole"
     terms: Terms | None = None
+    """None if the selector reports none."""
+
     index_status: IndexStatus = UNKNOWN_STATUS
 
 
@@ -50,18 +55,25 @@ class LegPlan:
 
 @dataclass(slots=True, eq=False)
 class LegRecord:
-    """What the rows of one leg show, in columns: each decision stores one, few are asked for.
-    scored: candidates with `costs`, `loads`, `terms`. others: without a cost, with the reasons of
-    the excluded ones; `overlaps` and `reported_at` (of the last load report) are of both.
+    """What the rows of one leg show, in columns: each decision stores one, few are read.
+
+    The columns contain the `scored` candidates first, then the `others`.
     """
 
     leg: Leg
     now: float
     index: IndexStatusProvider
     scored: CandidateCosts
+    """Candidates with `costs`, `loads` and `terms`."""
+
     others: Sequence[tuple[Candidate, str, LoadTotals]]
+    """Candidates without a cost; those that are excluded have a reason."""
+
     overlaps: Sequence[int]
+    """Blocks of the prompt that each candidate holds, the scored ones first."""
+
     reported_at: Sequence[float | None]
+    """Time of the last load report of each candidate, the scored ones first."""
 
     def rows(self) -> list[CandidateRow]:
         """Returns scored candidates, cheapest first, then the others. The state of the index is the

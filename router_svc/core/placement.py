@@ -84,16 +84,20 @@ _Eligibility = tuple[Candidates, list[Excluded]]
 
 @dataclass(slots=True)
 class ServingPlan:
-    """The selected ranks. prefill: None if not split. fallback: one of FALLBACK_REASONS; bypass:
-    one of `pairing.BYPASS_REASONS`; or empty. is_blocked: every rank that may compute the prompt is
-    prefill-busy.
-    """
+    """The selected ranks."""
 
     worker: LegPlan
     prefill: LegPlan | None = None
+    """None if the request is not split."""
+
     fallback: str = ""
+    """One of FALLBACK_REASONS, or empty."""
+
     bypass: str = ""
+    """One of `pairing.BYPASS_REASONS`, or empty."""
+
     is_blocked: bool = False
+    """Whether every rank that may compute the prompt is prefill-busy."""
 
     @property
     def prompt_leg(self) -> LegPlan:

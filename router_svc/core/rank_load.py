@@ -50,31 +50,38 @@ class _LoadSums:
 
 @dataclass(slots=True)
 class _PrefillPace:
-    """How fast a rank computes prompts, from its bookings. prompts: booked and not computed yet.
-    since: when the last prompt was computed, or the first of these was booked. tokens, busy_s:
-    computed tokens, and seconds with prompts to compute; both are halved after each PACE_WINDOW_S.
-    """
+    """How fast a rank computes prompts, from its bookings."""
 
     prompts: int = 0
+    """Prompts that are booked and not computed yet."""
+
     since: float = 0.0
+    """When the last prompt was computed, or the first of `prompts` was booked."""
+
     tokens: float = 0.0
+    """Computed tokens; halved after each PACE_WINDOW_S."""
+
     busy_s: float = 0.0
+    """Seconds with prompts to compute; halved after each PACE_WINDOW_S."""
 
 
 @dataclass(slots=True)
 class _RankState:
-    """since_report: sums of the bookings made at the current `report_count` (a counter: a booking
-    and a report may have the same `now`). estimate: the cached result of `RankLoads.load`, valid
-    until `estimated_until` or the next change.
-    """
+    """What the tracker keeps about one rank."""
 
     booked: _LoadSums = field(default_factory=_LoadSums)
     pace: _PrefillPace = field(default_factory=_PrefillPace)
     since_report: _LoadSums = field(default_factory=_LoadSums)
+    """Sums of the bookings made at the current `report_count`."""
+
     report: Load | None = None
     reported_at: float = 0.0
     report_count: int = 0
+    """Not a time, since a booking and a report may have the same `now`."""
+
     estimate: LoadTotals | None = None
+    """The cached result of `RankLoads.load`, valid until `estimated_until` or the next change."""
+
     estimated_until: float = math.inf
 
     @property

@@ -273,9 +273,12 @@ class OutboundSync:
 
 
 class Replica:
-    """This router's side of the replication. Times are seconds. refused: entries of peers left out:
-    invalid, or the tracker was full. resends: full syncs requested from peers. affinity: the client
-    sessions to replicate; overlaps: the approximate entries; None: none.
+    """This router's side of the replication. Times are seconds.
+
+    refused: entries of peers left out: invalid, or the tracker was full.
+    resends: full syncs requested from peers.
+    affinity: the client sessions to replicate; None: none.
+    overlaps: the approximate entries; None: none.
     """
 
     def __init__(

@@ -26,18 +26,22 @@ PRICED_AT_ONCE_MAX = 8
 
 @dataclass(slots=True)
 class View:
-    """The inputs of a selector. last: the placement chosen before for the same model and leg, None
-    at first. matches: what placements hold of the prompt; absent ones hold nothing. cost_settings:
-    of this request and leg. recent_prefill: None: not counted.
-    """
+    """The inputs of a selector."""
 
     load_tracker: LoadTracker
     now: float
     last: Placement | None = None
+    """The placement chosen before for the same model and leg, None at first."""
+
     matches: Matches = field(default_factory=lambda: NO_MATCHES)
+    """What placements hold of the prompt; absent ones hold nothing."""
+
     leg: Leg = "whole"
     cost_settings: CostSettings = DEFAULT_COST_SETTINGS
+    """Of this request and leg."""
+
     recent_prefill: RecentPrefill | None = None
+    """None: recent prefill work is not counted."""
 
     def load(self, placement: Placement) -> LoadTotals:
         return self.load_tracker.ranks.load(placement, self.now)

@@ -49,25 +49,33 @@ class BookingKey(NamedTuple):
 
 @dataclass(slots=True, unsafe_hash=True)
 class Booking:
-    """The load of one attempt of one request. prefill: None if prefill runs on `worker`.
-    prefill_tokens count on `prefill` (or `worker`), and are 0 once prefill is done. decode_blocks
-    count on `worker`, each with the weight `decay`, 0..1: a nearly finished request counts less.
-    session_id: of the client session, empty without one; session_revision: of its session record,
-    from 1; lora_name: the session's adapter.
-    """
+    """The load of one attempt of one request."""
 
     key: BookingKey
     model: str
     worker: Placement
     prefill: Placement | None = None
+    """None if prefill runs on `worker`."""
+
     prefill_tokens: int = 0
+    """They count on `prefill` (or `worker`), and are 0 once prefill is done."""
+
     decode_blocks: int = 0
+    """They count on `worker`, each with the weight `decay`."""
+
     revision: int = 1
     decay: float = 1.0
+    """Weight of a block, 0..1: a nearly finished request counts less."""
+
     generation: int = 0
     session_id: str = ""
+    """Of the client session, empty without one."""
+
     session_revision: int = 0
+    """Of its session record, from 1."""
+
     lora_name: str = ""
+    """The session's adapter."""
 
     @property
     def session(self) -> tuple[str, str, str]:

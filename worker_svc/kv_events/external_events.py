@@ -27,23 +27,31 @@ class DuplicatePolicy(StrEnum):
 class PagesStored:
     """Pages are now held, each the child of the one before.
 
-    hashes: external, one per page, signed or unsigned 64 bits. parent: external hash of the page
-    before the first; None at the start of a prompt. token_ids: of all pages, 4 B little endian
-    each. page_size: tokens per page. lora, salt: "" means none, None means unknown. scope: a
-    namespace of the hashes beyond rank and tier, if they are not unique (a salt).
-
     Raises ValueError naming the field if sizes disagree.
     """
 
     hashes: Sequence[int]
+    """External, one per page, signed or unsigned 64 bits."""
+
     parent: int | None
+    """External hash of the page before the first; None at the start of a prompt."""
+
     token_ids: bytes
+    """Of all pages, 4 B little endian each."""
+
     page_size: int
+    """Tokens per page."""
+
     tier: Tier = Tier.DEVICE
     rank: int = 0
     lora: str | None = ""
+    """Empty: none; None: unknown."""
+
     salt: str | None = ""
+    """Empty: none; None: unknown."""
+
     scope: str = ""
+    """A namespace of the hashes beyond rank and tier, if they are not unique (a salt)."""
 
     def __post_init__(self) -> None:
         if self.page_size < 1:

@@ -23,24 +23,31 @@ _PAGE_NAMERS_MAX = 64
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """A page of at most one block, identified by content. name: the block that ends in it, or None.
+    """A page of at most one block, identified by content.
 
     A larger page of an engine is several pages here, so that others may share its first blocks.
-
-    total: running sum of its chain. tail, block_total: for pages smaller than a block, the tokens
-    since the end of the last block, and the running sum of the block chain there. ref_counts:
-    external hashes that hold it, by tier. A page without holders stays while it has held
-    descendants.
     """
 
     key: int
     total: int
+    """Running sum of its chain."""
+
     name: int | None
+    """The block that ends in it, or None."""
+
     tail: bytes
+    """For pages smaller than a block: the tokens since the end of the last block."""
+
     block_total: int
+    """For pages smaller than a block: the running sum of the block chain at the end of the last
+    block."""
+
     parent: Page | None
     depth: int
     ref_counts: list[int]
+    """External hashes that hold it, by tier. A page without holders stays while it has held
+    descendants."""
+
     level: int
     is_withheld: bool = False
     # Children form a linked list: a set per page would double the memory.

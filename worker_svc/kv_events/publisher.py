@@ -53,10 +53,11 @@ log = structlog.get_logger()
 class Publisher:
     """Publishes the feeds of one worker's ranks.
 
-    feeds: by rank. loads: returns the load of each rank; called every load_sample_s while there are
-    links. open_call: opens a call to an indexer; None uses gRPC.
+    feeds: by rank.
+    loads: returns the load of each rank; called every load_sample_s while there are links.
+    open_call: opens a call to an indexer; None uses gRPC.
     counters: streams opened; snapshots and replays (gap repairs) started; batches sealed;
-    events_lost; shrunk_blocks, regrown_blocks; unknown_rank (events dropped).
+        events_lost; shrunk_blocks, regrown_blocks; unknown_rank (events dropped).
     """
 
     def __init__(

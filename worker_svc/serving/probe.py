@@ -55,18 +55,22 @@ class Spawn(Protocol):
 class EngineProbe:
     """Probes the runner's engine.
 
-    set_serving: called with False when the engine stops responding, with True when it responds
-    again. spawn: owns the probe tasks, including hung ones. idle_s: idle time before a probe.
-    timeout_s: limit of one probe, or the measured step limit if that is larger. Counts `canaries`
-    and `canaries_failed` in the runner's counters.
+    Counts `canaries` and `canaries_failed` in the runner's counters.
     """
 
     runner: Runner
     set_serving: Callable[[bool], Awaitable[None]]
+    """Called with False when the engine stops responding, with True when it responds again."""
+
     spawn: Spawn
+    """Owns the probe tasks, including hung ones."""
+
     _: KW_ONLY
     idle_s: float
+    """Idle time before a probe."""
+
     timeout_s: float
+    """Limit of one probe, or the measured step limit if that is larger."""
 
     def __post_init__(self) -> None:
         self.is_alive = True

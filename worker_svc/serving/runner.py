@@ -78,7 +78,8 @@ class Runner:
     max_requests: limit of concurrent requests; more are rejected.
     role: of the engine; used for legs that do not name their phase.
     last_output_at: loop time of the engine's last output; -inf before the first. Cancelled and
-    failed ends do not count. step_limits: see `observe_steps`.
+        failed ends do not count.
+    step_limits: see `observe_steps`.
     """
 
     def __init__(

@@ -63,13 +63,16 @@ T = TypeVar("T")
 class ConsulRegistry:
     """`common.registry.registry.Registry` on the Consul agent at `url`.
 
-    token: an ACL token, or None. ca_path: certificate authorities of an https agent; None: those of
-    the system. signer: as of FileRegistry. ttl_s: life of TTL checks.
-    reconcile_interval_s: how often owners check their entries. unreachable_timeout_s: how long each
-    step of `register` and `put_card` waits for an unreachable Consul before it raises Unavailable.
-    rng: for jitter.
-
     Raises InvalidRequest for an invalid `url` or `ca_path`.
+
+    token: an ACL token, or None.
+    ca_path: certificate authorities of an https agent; None: those of the system.
+    signer: as of FileRegistry.
+    ttl_s: life of TTL checks.
+    reconcile_interval_s: how often owners check their entries.
+    unreachable_timeout_s: how long each step of `register` and `put_card` waits for an unreachable
+        Consul before it raises Unavailable.
+    rng: for jitter.
     """
 
     def __init__(

@@ -13,27 +13,35 @@ from worker_svc.engines.sglang.make_model import TINY_MODEL_DIR
 
 @dataclass(frozen=True, slots=True)
 class SglangConfig:
-    """Settings of the SGLang engine.
-
-    model_path: a Hugging Face folder; None builds a tiny model with random weights. model: the
-    public name. host: address where prefill listens for decode; advertise_host: the address that
-    decode dials. bootstrap_port: 0 means any. handoff_timeout_s: how long a leg waits for its
-    partner. transfer_group: "" derives it from page size, types, weights and layout. engine_args:
-    further arguments of SGLang's server, by SGLang's names.
-    """
+    """Settings of the SGLang engine."""
 
     model: str = "kvmesh-sglang"
+    """The public name."""
+
     model_path: Path | None = None
+    """A Hugging Face folder; None builds a tiny model with random weights."""
+
     role: Role = "aggregated"
     block_size: int = 16
     context_length: int | None = None
     host: str = "127.0.0.1"
+    """Address where prefill listens for decode."""
+
     advertise_host: str = ""
+    """The address that decode dials."""
+
     bootstrap_port: int = 0
+    """0 means any."""
+
     handoff_timeout_s: float = 10.0
+    """How long a leg waits for its partner."""
+
     transfer_group: str = ""
+    """Empty: it is derived from page size, types, weights and layout."""
+
     kv_events: bool = True
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of SGLang's server, by SGLang's names."""
 
     @property
     def model_dir(self) -> Path:

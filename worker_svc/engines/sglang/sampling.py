@@ -89,23 +89,29 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class EngineProperties:
-    """Properties of a started SGLang that requests must fit.
-
-    max_input_tokens: a prompt must be shorter. eos_ids: of the model. loras: loaded adapters.
-    is_deterministic: whether seeds are supported. is_embedding: whether the model computes
-    embeddings and generates nothing. images: how the model takes images, None if it takes none.
-    """
+    """Properties of a started SGLang that requests must fit."""
 
     role: Role = "aggregated"
     vocab_size: int = 2**32
     context_length: int = 2**31
     max_input_tokens: int = 2**31
+    """A prompt must be shorter."""
+
     eos_ids: frozenset[int] = frozenset()
+    """End-of-sequence tokens of the model."""
+
     loras: frozenset[str] = frozenset()
+    """Loaded adapters."""
+
     dp_size: int = 1
     is_deterministic: bool = False
+    """Whether seeds are supported."""
+
     is_embedding: bool = False
+    """Whether the model computes embeddings and generates nothing."""
+
     images: ImageModel | None = None
+    """How the model takes images; None: it takes none."""
 
 
 @dataclass(frozen=True, slots=True)

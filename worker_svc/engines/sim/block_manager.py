@@ -39,22 +39,28 @@ from worker_svc.kv_events.external_events import PagesRemoved, PagesStored
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block. ref_count: block tables that contain it. children: named blocks that follow it.
-
-    page: its location. stamp: the correct content of the page. is_filled: whether the block was
-    written; before that the page's content does not matter. is_corrupt: whether wrong content was
-    found.
-    """
+    """One block."""
 
     page: int
+    """Its location."""
+
     stamp: int
+    """The correct content of the page."""
+
     ref_count: int = 1
+    """Number of block tables that contain it."""
+
     is_filled: bool = False
+    """Whether the block was written; before that the page's content does not matter."""
+
     is_corrupt: bool = False
+    """Whether wrong content was found."""
+
     name: int | None = None
     # Not in the repr, which would contain the whole prefix.
     parent: Block | None = field(default=None, repr=False)
     children: int = 0
+    """Number of named blocks that follow it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -87,35 +87,54 @@ def _read_object(path: Path) -> Mapping[str, Any]:
 class SimHandoffConfig:
     """Settings of prefill and decode.
 
-    role: the legs this engine accepts. mode: "bootstrap" advertises host and port, so that both
-    legs start at once; "completed" advertises neither: prefill ends first, and its
-    `disaggregated_params` locate the KV. host, port: where prefill listens; port 0 means any.
-    advertise_host: the address that peers dial; "" means `host`. transfer_group: engines of equal
-    groups can move KV between each other; "" uses model and block size. local_prefill: whether a
-    decode engine computes prompts that come without a handoff.
-
-    gb_per_s: 10^9 bytes per second on the link of a prefill worker. bytes_per_token: size of the
-    KV. latency_s: of each transfer. chunk_pages: pages per write.
-
-    timeout_s, abort_s, lease_s: see `HandoffTimeouts`. rooms_max: limit of rooms and connections.
     Raises ValueError for a value out of range.
     """
 
     role: Role = "aggregated"
+    """The legs this engine accepts."""
+
     mode: Literal["bootstrap", "completed"] = "bootstrap"
+    """`bootstrap` advertises host and port, so that both legs start at once. `completed` advertises
+    neither: prefill ends first, and its `disaggregated_params` locate the KV."""
+
     host: str = "127.0.0.1"
+    """Where prefill listens."""
+
     port: int = 0
+    """Where prefill listens; 0 means any."""
+
     advertise_host: str = ""
+    """The address that peers dial; empty: `host`."""
+
     transfer_group: str = ""
+    """Engines of equal groups can move KV between each other; empty: model and block size."""
+
     local_prefill: bool = True
+    """Whether a decode engine computes prompts that come without a handoff."""
+
     gb_per_s: float = 25.0
+    """10^9 bytes per second on the link of a prefill worker."""
+
     bytes_per_token: int = 131_072
+    """Size of the KV."""
+
     latency_s: float = 1e-3
+    """Of each transfer."""
+
     chunk_pages: int = 64
+    """Pages per write."""
+
     timeout_s: float = 10.0
+    """See `HandoffTimeouts`."""
+
     abort_s: float = 2.0
+    """See `HandoffTimeouts`."""
+
     lease_s: float = 30.0
+    """See `HandoffTimeouts`."""
+
     rooms_max: int = 4096
+    """Limit of rooms and connections."""
 
     def __post_init__(self) -> None:
         sizes = ("gb_per_s", "bytes_per_token", "chunk_pages", "rooms_max")
@@ -136,10 +155,6 @@ class SimHandoffConfig:
 class SimConfig:
     """Settings of the simulated engine. Sizes are in tokens, blocks or sequences, as named.
 
-    context_length: None uses the model's. max_waiting: limit of queued requests. eos_one_in: see
-    `token_oracle.py`. embedding_size: coordinates of a vector. loras: adapters that requests may
-    name. mesh_key: key of the block names.
-    startup_s: duration of `start`. handoff: role, and how KV moves.
     Raises ValueError for a value out of range.
     """
 
@@ -147,19 +162,34 @@ class SimConfig:
     served_model_name: str | None = None
     model_dir: Path = SIM_MODEL_DIR
     context_length: int | None = None
+    """None: the model's."""
+
     block_size: int = 16
     total_kv_blocks: int = 16_384
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_waiting: int = 1024
+    """Limit of queued requests."""
+
     prefix_caching: bool = True
     eos_one_in: int = DEFAULT_EOS_ONE_IN
+    """See `token_oracle.py`."""
+
     embedding_size: int = 384
+    """Coordinates of a vector."""
+
     timing: Timing = field(default=Timing())
     loras: frozenset[str] = frozenset()
+    """Adapters that requests may name."""
+
     mesh_key: bytes = b""
+    """Key of the block names."""
+
     startup_s: float = 0.0
+    """Duration of `start`."""
+
     handoff: SimHandoffConfig = field(default=SimHandoffConfig())
+    """Role, and how KV moves."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:

@@ -98,18 +98,23 @@ def _loop_time() -> float:
 class SimEngine:
     """An `LLMEngine` that computes nothing.
 
-    model: None reads the configured folder at `start`. clock, sleep: in seconds; the defaults are
-    the running loop's, so a loop with virtual time runs the engine in virtual time. network:
-    connects to other engines; None uses TCP. decode_machine: decode's end of a handoff.
+    model: None reads the configured folder at `start`.
+    clock, sleep: in seconds; the defaults are the running loop's, so a loop with virtual time runs
+        the engine in virtual time.
+    network: connects to other engines; None uses TCP.
 
-    Counters at rest: accepted == finished + cancelled + closed + failed; `rejected` requests are
-    not accepted, `overloaded` are those rejected by a full queue. `tokens` counts delivered tokens,
-    `prompt_tokens` those of accepted requests, `cached_tokens` cache hits of ended requests.
-    `corrupt_pages` and `corrupt_tokens` count what must never happen: pages whose content is not
-    their owner's, and first tokens that do not follow the prompt. Also the counters of `Rooms`.
+    Counters at rest: accepted == finished + cancelled + closed + failed. The others:
+    - `rejected`: requests that were not accepted; `overloaded` are those that met a full queue.
+    - `tokens`: delivered tokens.
+    - `prompt_tokens`: of accepted requests.
+    - `cached_tokens`: cache hits of ended requests.
+    - `corrupt_pages`: pages with content that is not their owner's; must stay 0.
+    - `corrupt_tokens`: first tokens that do not follow the prompt; must stay 0.
+    - those of `Rooms`.
     """
 
     decode_machine: type[DecodeMachine] = DecodeMachine
+    """Decode's end of a handoff."""
 
     def __init__(
         self,

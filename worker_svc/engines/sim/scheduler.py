@@ -53,69 +53,98 @@ _CORRUPTION_MASK: Final = 0x5BD1E9955BD1E995
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One generation request.
-
-    prompt: token ids, 4 bytes little endian each, at least one. max_tokens: at least 1.
-    stops: tokens that end the output after min_tokens. They must include the model's EOS, or be
-    empty: then the model never emits EOS. hasher: names the blocks; None bypasses the prefix cache.
-    lora_name: of the adapter, "" for the base model. cache_salt: that of the hasher.
-    priority: larger is sooner.
-    is_remote, is_handed_over: KV comes from, goes to another worker; see the module.
-    constraint: of guided decoding, at the start of the output; it advances with the sequence.
-    seed: of the output, None for none. changes: of the logits; they advance with the sequence.
-    logprobs: how many alternatives have log probabilities at each position; None: no token has.
-    """
+    """One generation request."""
 
     prompt: bytes
+    """Token ids, 4 bytes little endian each, at least one."""
+
     max_tokens: int
+    """At least 1."""
+
     stops: Mapping[int, StopToken] = field(default_factory=dict)
+    """Tokens that end the output after min_tokens. They must include the model's EOS, or be empty:
+    then the model never emits EOS."""
+
     min_tokens: int = 0
     hasher: PrefixHasher | None = None
+    """Names the blocks; None bypasses the prefix cache."""
+
     lora_name: str = ""
+    """Name of the adapter, empty for the base model."""
+
     cache_salt: str = ""
+    """That of the hasher."""
+
     priority: int = 0
+    """Larger is sooner."""
+
     is_remote: bool = False
+    """Whether KV comes from another worker; see the module."""
+
     is_handed_over: bool = False
+    """Whether KV goes to another worker; see the module."""
+
     constraint: Constraint | None = None
+    """Of guided decoding, at the start of the output; it advances with the sequence."""
+
     seed: int | None = None
+    """Seed of the output, or None."""
+
     changes: LogitChanges | None = None
+    """Changes of the logits; they advance with the sequence."""
+
     logprobs: int | None = None
+    """How many alternatives have log probabilities at each position; None: no token has."""
 
 
 @dataclass(slots=True, eq=False)
 class SimSequence:
-    """The state of a job.
-
-    output: tokens so far, append-only. logprobs: of each of them, if the job has any; next_logprob:
-    of the token that is computed. end: None until it is complete. stop_token: the token that
-    ended it, if any. cached_tokens: prompt tokens found in the cache at its first start, None
-    before; for a remote one, in the other worker's cache. computed_tokens: tokens with KV
-    present. total_tokens: tokens of prompt and output.
-    pending_tokens: to compute before the next output token, less those cached when it was queued.
-    is_kv_pending: its KV has not arrived. is_corrupt: it read a page with wrong content.
-    transfer: pinned blocks; see the module.
-    """
+    """The state of a job."""
 
     job: Job
     arrival_number: int
     state: int
     total_tokens: int
+    """Tokens of prompt and output."""
+
     pending_tokens: int = 0
+    """Tokens to compute before the next output token, less those cached when it was queued."""
+
     output: list[int] = field(default_factory=list)
+    """Tokens so far, append-only."""
+
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of each output token, if the job has any."""
+
     next_logprob: TokenLogprob | None = None
+    """Of the token that is computed."""
+
     end: FinishReason | None = None
+    """None until the output is complete."""
+
     stop_token: int | None = None
+    """The token that ended the output, if any."""
+
     is_ended: bool = False
     cached_tokens: int | None = None
+    """Prompt tokens found in the cache at its first start, None before; for a remote one, in the
+    other worker's cache."""
+
     computed_tokens: int = 0
+    """Tokens with KV present."""
+
     capacity_tokens: int = 0
     block_table: BlockTable | None = None
     names: list[int] = field(default_factory=list)
     chain_state: ChainState = _ROOT
     is_kv_pending: bool = False
+    """Whether its KV has not arrived."""
+
     is_corrupt: bool = False
+    """Whether it read a page with wrong content."""
+
     transfer: BlockTable | None = None
+    """Pinned blocks; see the module."""
 
     @property
     def prompt_tokens(self) -> int:
