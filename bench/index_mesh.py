@@ -33,7 +33,7 @@ from common.rpc import channel as rpc
 from common.rpc.stream import GrpcStream, open_stream
 from common.runtime.tasks import TaskGroup
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
-from worker_svc.kv_events.event_log import SourceFeed
+from worker_svc.kv_events.event_log import PublishedSource
 from worker_svc.kv_events.external_events import (
     DuplicatePolicy,
     KvEventFormat,
@@ -159,7 +159,7 @@ class Workers:
         return names
 
     def published_hashes(self, number: int) -> set[int]:
-        event_log = self.publishers[number].feeds[0].event_log
+        event_log = self.publishers[number].sources[0].event_log
         return {key for chunk in event_log.snapshot() for key in chunk.hashes.tolist()}
 
     def counters(self, name: str) -> int:
@@ -175,7 +175,7 @@ class Workers:
                 for row in stats.sources
                 if row.status.state == "exact"
             }
-            ledgers = {p.publication.worker_id: p.feeds[0].event_log for p in self.publishers}
+            ledgers = {p.publication.worker_id: p.sources[0].event_log for p in self.publishers}
             if all(at.get(n, (0, 0)) == (one.epoch, one.sequence) for n, one in ledgers.items()):
                 return int(stats.blocks)
             if time.monotonic() > deadline:
@@ -184,11 +184,11 @@ class Workers:
 
     def _publisher(self, worker_id: int, registry: FileRegistry) -> Publisher:
         event_format = KvEventFormat(BLOCK_SIZE, BLOCK_SIZE, DuplicatePolicy.IDEMPOTENT)
-        feed = SourceFeed(Source(worker_id), Normalizer(event_format, hasher_factory))
+        source = PublishedSource(Source(worker_id), Normalizer(event_format, hasher_factory))
         return Publisher(
             worker_id,
             PARTITION,
-            {0: feed},
+            {0: source},
             lambda: (Load(),),
             registry,
             NAMESPACE,

@@ -31,7 +31,7 @@ from worker_svc.engines.contract import (
     LLMEngine,
     PagedEngine,
 )
-from worker_svc.kv_events.event_log import SourceFeed
+from worker_svc.kv_events.event_log import PublishedSource
 from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat
 from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publisher import Publisher
@@ -187,7 +187,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             )
 
         paged_engine = self.engine if isinstance(self.engine, PagedEngine) else None
-        # Without pages the feeds stay empty, and the format does not matter.
+        # Without pages the sources stay empty, and the format does not matter.
         event_format = KvEventFormat(block_size, block_size, DuplicatePolicy.IDEMPOTENT)
         if paged_engine is not None:
             event_format = paged_engine.kv_event_format
@@ -196,7 +196,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             self.instance_id,
             Partition(card.name, block_size, HASH_SCHEME_ID if has_kv_events else 0),
             {
-                rank: SourceFeed(
+                rank: PublishedSource(
                     Source(self.instance_id, rank), Normalizer(event_format, hasher_factory)
                 )
                 for rank in range(engine.dp_size)

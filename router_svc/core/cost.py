@@ -167,19 +167,29 @@ DEFAULT_COST_SETTINGS = CostSettings()
 
 
 class Terms(NamedTuple):
-    """The parts of a cost, in blocks; `total` is their sum times `taint_factor`, without
-    overlap_credit, which `prefill` (on a decode leg: `decode`) contains.
-    """
+    """The parts of a cost, in blocks; the names are those of `Explain`."""
 
     prefill: float
+    """The prompt tokens to compute, on a prefill or whole leg less the credit."""
+
     decode: float
+    """The blocks held, on a decode leg less the credit."""
+
     active: float
+    """The active requests, each counting `decode_active_request_weight` blocks."""
+
     misses: float
+    """The recent prefill work of the rank."""
+
     overlap_credit: float
+    """The credit for cached blocks; `prefill` or `decode` contains it already."""
+
     taint_factor: float = 1.0
+    """Greater than 1 with unwanted taints, less with preferred ones."""
 
     @property
     def total(self) -> float:
+        """The sum of the parts without `overlap_credit`, times `taint_factor`."""
         return (self.prefill + self.decode + self.active + self.misses) * self.taint_factor
 
 

@@ -296,7 +296,7 @@ class WiredMesh:
         """Whether the index is up to date with the worker."""
         assert app.publisher is not None
         feed = self.indexer.ingest.feed
-        event_logs = [one.event_log for one in app.publisher.feeds.values()]
+        event_logs = [one.event_log for one in app.publisher.sources.values()]
         return all(feed.position(one.source) == one.state for one in event_logs)
 
     async def verified(self, app: WorkerApp) -> int:

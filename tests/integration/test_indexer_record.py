@@ -49,7 +49,7 @@ from kvmesh.indexer.v1.indexer_pb2 import SubscribeResponse
 from tests.kit.apps import living
 from tests.kit.recordings import recorded
 from tests.kit.waiting import WAIT_S, until
-from worker_svc.kv_events.event_log import SourceFeed
+from worker_svc.kv_events.event_log import PublishedSource
 from worker_svc.kv_events.external_events import (
     DuplicatePolicy,
     KvEventFormat,
@@ -85,7 +85,7 @@ class Worker:
     def __init__(self, worker_id: int, store: MemoryStore) -> None:
         rules = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
         feeds = {
-            rank: SourceFeed(Source(worker_id, rank), Normalizer(rules, hasher_factory))
+            rank: PublishedSource(Source(worker_id, rank), Normalizer(rules, hasher_factory))
             for rank in range(RANKS)
         }
         self.held: list[set[int]] = [set() for _ in range(RANKS)]
@@ -125,7 +125,7 @@ class Worker:
                 self.publisher.reset(rank)
 
     def is_in(self, feed: IndexFeed) -> bool:
-        ledgers = [one.event_log for one in self.publisher.feeds.values()]
+        ledgers = [one.event_log for one in self.publisher.sources.values()]
         return all(
             one.source in feed
             and feed.position(one.source) == one.state

@@ -38,7 +38,7 @@ from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.kv_events import publish_link
 from worker_svc.kv_events import publisher as publisher_module
-from worker_svc.kv_events.event_log import RING_BATCHES, SourceFeed
+from worker_svc.kv_events.event_log import RING_BATCHES, PublishedSource
 from worker_svc.kv_events.external_events import (
     DuplicatePolicy,
     KvEventFormat,
@@ -240,7 +240,7 @@ class Mesh:
         self.store = MemoryStore()
         self.registry = MemoryRegistry(self.store)
         event_format = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
-        self.feed = SourceFeed(SOURCE, Normalizer(event_format, hasher_factory))
+        self.feed = PublishedSource(SOURCE, Normalizer(event_format, hasher_factory))
         self.steps = 0
         self.samples = 0
         self.is_idle = False
@@ -868,7 +868,7 @@ async def test_an_indexer_holds_exactly_what_the_sim_engine_has_cached(
     await registry.register(indexer.instance())
     async with sim_worker(store, total_kv_blocks=blocks) as app:
         assert app.publisher is not None
-        event_log = app.publisher.feeds[0].event_log
+        event_log = app.publisher.sources[0].event_log
         evicted = count_removals(app)
         rng = Random(5)
         shared = [rng.randrange(1000) for _ in range(100)]
@@ -896,7 +896,7 @@ async def test_an_indexer_holds_exactly_what_the_sim_engine_has_cached(
         await app.engine.flush_cache()
         await until(lambda: not indexer.held, "the cache is flushed")
         assert cached_by(app) == set()
-        assert app.publisher.feeds[0].normalizer.entry_count == 0
+        assert app.publisher.sources[0].normalizer.entry_count == 0
     await indexer.stop()
     await registry.close()
 

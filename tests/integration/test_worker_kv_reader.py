@@ -30,7 +30,7 @@ from worker_svc.engines.sglang.kv_events import (
     KvEventEndpoints,
     KvEventReader,
 )
-from worker_svc.kv_events.event_log import SourceFeed
+from worker_svc.kv_events.event_log import PublishedSource
 from worker_svc.kv_events.external_events import (
     DuplicatePolicy,
     ExternalEvent,
@@ -230,7 +230,9 @@ async def test_a_split_event_is_equivalent_to_the_whole_event(
         def __init__(self) -> None:
             super().__init__()
             rules = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
-            self.feed = SourceFeed(Source(1), Normalizer(rules, lambda lora, salt, size: HASHER))
+            self.feed = PublishedSource(
+                Source(1), Normalizer(rules, lambda lora, salt, size: HASHER)
+            )
 
         def take(self, events: Iterable[ExternalEvent]) -> None:
             for event in events:

@@ -14,7 +14,7 @@ from common.kv.hashing import PrefixHasher
 from common.runtime.free_ports import free_ports
 from tests.sglang.sglang_workers import WAIT_S, greedy_request, until
 from worker_svc.engines.contract import GenerateContext, PreprocessedRequest
-from worker_svc.kv_events.event_log import SourceFeed
+from worker_svc.kv_events.event_log import PublishedSource
 from worker_svc.kv_events.external_events import (
     ExternalEvent,
     PagesCleared,
@@ -44,7 +44,7 @@ class Index:
     """
 
     def __init__(self, engine: SglangEngine) -> None:
-        self.feed = SourceFeed(Source(1), Normalizer(engine.kv_event_format, hasher_factory))
+        self.feed = PublishedSource(Source(1), Normalizer(engine.kv_event_format, hasher_factory))
         self.held: set[int] = set()
         self.chains: list[list[int]] = []
         self.kinds: set[type] = set()

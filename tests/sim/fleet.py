@@ -83,7 +83,7 @@ from tests.sim.wire import (
 from worker_svc.engines.contract import EngineConfig
 from worker_svc.engines.sim.config import SimConfig, SimModel
 from worker_svc.engines.sim.engine import SimEngine
-from worker_svc.kv_events.event_log import SourceFeed
+from worker_svc.kv_events.event_log import PublishedSource
 from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publisher import Publisher
 from worker_svc.serving.attach_server import AttachServer
@@ -498,7 +498,7 @@ class SimWorker:
             self.id,
             Partition(engine.model, block_size, HASH_SCHEME_ID if publishes else 0),
             {
-                0: SourceFeed(
+                0: PublishedSource(
                     Source(self.id, 0), Normalizer(self.engine.kv_event_format, hasher_factory)
                 )
             },

@@ -79,7 +79,7 @@ class StreamResult:
 
 @dataclass(slots=True)
 class PageEventChecker:
-    """A sink that records violations of the event rules. held: by rank, tier and scope.
+    """A sink that records violations of the event rules. held: by rank, tier and hash_scope.
 
     page_size: tokens per page in the engine's event format.
     """
@@ -111,14 +111,14 @@ class PageEventChecker:
             self.violations.append(
                 f"a page of {event.page_size} tokens was stored, the format has {self.page_size}"
             )
-        key = (event.rank, int(event.tier), event.scope)
+        key = (event.rank, int(event.tier), event.hash_scope)
         if event.parent is not None and (*key, event.parent) not in self.held:
             self.violations.append(f"pages were stored below {event.parent}, which is not held")
         self.held |= {(*key, item) for item in event.hashes}
 
     def _remove(self, event: PagesRemoved) -> None:
         for item in event.hashes:
-            key = (event.rank, int(event.tier), event.scope, item)
+            key = (event.rank, int(event.tier), event.hash_scope, item)
             if key not in self.held:
                 self.violations.append(f"page {item} was removed, which is not held")
             self.held.discard(key)

@@ -69,8 +69,8 @@ class EventLog:
 
     def _update_sets(self, event: KvEvent) -> None:
         if event.kind is EventKind.CLEARED:
-            for one in self._sets:
-                one.clear()
+            for held in self._sets:
+                held.clear()
             return
         hashes = event.hashes.tolist()
         held = self._sets[event.tier]
@@ -86,8 +86,8 @@ class EventLog:
         self.sequence = 0
         self.is_degraded = is_degraded
         self._ring.clear()
-        for one in self._sets:
-            one.clear()
+        for held in self._sets:
+            held.clear()
         return self._append_batch(())
 
     def batch(self, sequence: int) -> EventBatch | None:
@@ -129,8 +129,11 @@ def _split_large_events(events: Iterable[KvEvent]) -> Iterator[KvEvent]:
             yield from (KvEvent(event.kind, part, event.tier) for part in _chunked(event.hashes))
 
 
-class SourceFeed:
-    """One source: external events in, batches out. `event_log` reflects the last `seal_changes`."""
+class PublishedSource:
+    """A source at its worker: engine events in, batches out.
+
+    `event_log` reflects the last `seal_changes`.
+    """
 
     def __init__(self, source: Source, normalizer: Normalizer) -> None:
         self.normalizer = normalizer

@@ -50,7 +50,7 @@ class PagesStored:
     salt: str | None = ""
     """Empty: none; None: unknown."""
 
-    scope: str = ""
+    hash_scope: str = ""
     """A namespace of the hashes beyond rank and tier, if they are not unique (a salt)."""
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class PagesRemoved:
     hashes: Sequence[int]
     tier: Tier = Tier.DEVICE
     rank: int = 0
-    scope: str = ""
+    hash_scope: str = ""
 
 
 @dataclass(frozen=True, slots=True)

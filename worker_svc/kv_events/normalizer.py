@@ -236,7 +236,7 @@ class Normalizer:
 
     def _store_run(self, event: PagesStored, hashes: list[int], page_namer: PageNamer) -> None:
         """Stores pages one by one while the parent is unknown, then the rest in one pass."""
-        tier, scope = int(event.tier), event.scope
+        tier, scope = int(event.tier), event.hash_scope
         parent = None if event.parent is None else event.parent & _U64
         page_bytes = event.page_size * TOKEN_BYTES
         for index, value in enumerate(hashes):
@@ -382,7 +382,7 @@ class Normalizer:
     # Removed.
 
     def _remove(self, event: PagesRemoved) -> None:
-        tier, scope = int(event.tier), event.scope
+        tier, scope = int(event.tier), event.hash_scope
         for value in event.hashes:
             external_key = (tier, scope, value & _U64)
             if not self._remove_bound(external_key) and not self._parentless.remove(

@@ -43,7 +43,7 @@ from common.wire.kv import (
 )
 from common.wire.load import load_to_proto
 from kvmesh.indexer.v1 import indexer_pb2
-from worker_svc.kv_events.event_log import SourceFeed
+from worker_svc.kv_events.event_log import PublishedSource
 
 # Time for an indexer to name where to continue; then the link continues after its hello.
 RESUME_TIMEOUT_S = 2.0
@@ -99,14 +99,19 @@ def grpc_call_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenCall:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What all links of a worker publish. feeds: by rank. counters, rng: shared by the links."""
+    """What all links of a worker publish."""
 
     worker_id: int
     partition: Partition
-    feeds: Mapping[int, SourceFeed]
+    sources: Mapping[int, PublishedSource]
+    """By rank."""
+
     open_call: OpenCall
     rng: Random
+    """Shared by the links."""
+
     counters: Counter[str]
+    """Shared by the links."""
 
 
 @dataclass(slots=True)
@@ -126,7 +131,7 @@ class _Cursor:
     chunks: deque[SnapshotChunk] = field(default_factory=deque)
 
 
-class Link:
+class IndexerLink:
     """Publishes to one indexer.
 
     on_shrink: called with the blocks that the indexer requests to withdraw, and `acked`.
@@ -206,7 +211,9 @@ class Link:
     def _build_hello(self) -> indexer_pb2.PublishRequest:
         """Returns a hello with the position of each rank, and resets the cursors."""
         publication = self._publication
-        states: list[SourcePosition] = [feed.event_log.state for feed in publication.feeds.values()]
+        states: list[SourcePosition] = [
+            source.event_log.state for source in publication.sources.values()
+        ]
         self.acked = {}
         self._reported_loads = ()  # Of this stream.
         # A rank at sequence 0 has no batch that an indexer could miss.
@@ -234,8 +241,8 @@ class Link:
     def _needs_new_hello(self) -> bool:
         """Whether the degraded flag of a rank changed, which only a hello carries."""
         return any(
-            feed.event_log.is_degraded != self._cursors[rank].is_degraded
-            for rank, feed in self._publication.feeds.items()
+            source.event_log.is_degraded != self._cursors[rank].is_degraded
+            for rank, source in self._publication.sources.items()
         )
 
     def _next_frames(self) -> Frames | None:
@@ -246,8 +253,8 @@ class Link:
         if self._needs_new_hello():
             self._writer.close()
             return None
-        feeds = self._publication.feeds
-        found = [self._next_frame(feeds[rank], cursor) for rank, cursor in self._cursors.items()]
+        sources = self._publication.sources
+        found = [self._next_frame(sources[rank], cursor) for rank, cursor in self._cursors.items()]
         frames = [frame for frame in found if frame is not None]
         if self._loads:
             if not frames:
@@ -256,8 +263,10 @@ class Link:
             self._loads = ()
         return frames or None
 
-    def _next_frame(self, feed: SourceFeed, cursor: _Cursor) -> indexer_pb2.PublishRequest | None:
-        event_log = feed.event_log
+    def _next_frame(
+        self, source: PublishedSource, cursor: _Cursor
+    ) -> indexer_pb2.PublishRequest | None:
+        event_log = source.event_log
         if not cursor.is_resumed:
             return None
         if cursor.epoch != event_log.epoch:
@@ -272,7 +281,7 @@ class Link:
             if batch is not None:
                 cursor.sequence += 1
                 return indexer_pb2.PublishRequest(batch=batch_to_proto(batch))
-            self._begin_snapshot(feed, cursor)
+            self._begin_snapshot(source, cursor)
         chunk = cursor.chunks.popleft()
         return indexer_pb2.PublishRequest(snapshot=snapshot_chunk_to_proto(chunk))
 
@@ -281,10 +290,10 @@ class Link:
         confirmed = max(cursor.resumed_at, acked if epoch == cursor.epoch else 0)
         return cursor.sequence - confirmed >= UNACKED_BATCHES_MAX
 
-    def _begin_snapshot(self, feed: SourceFeed, cursor: _Cursor) -> None:
+    def _begin_snapshot(self, source: PublishedSource, cursor: _Cursor) -> None:
         self._publication.counters["snapshots"] += 1
-        cursor.chunks = deque(feed.event_log.snapshot())
-        cursor.epoch, cursor.sequence = log_position(feed)
+        cursor.chunks = deque(source.event_log.snapshot())
+        cursor.epoch, cursor.sequence = log_position(source)
         cursor.resumed_at = cursor.sequence
 
     # Reader.
@@ -328,17 +337,17 @@ class Link:
 
     def _resume_after(self, rank: int, cursor: _Cursor, epoch: int, last_sequence: int) -> None:
         """Continues a rank after `last_sequence`: with batches of the ring, else a snapshot."""
-        feed = self._publication.feeds[rank]
+        source = self._publication.sources[rank]
         cursor.is_resumed = True
         cursor.chunks.clear()
         # State of an older epoch does not count.
-        cursor.epoch, cursor.sequence = feed.event_log.epoch, last_sequence
-        if epoch != feed.event_log.epoch:
+        cursor.epoch, cursor.sequence = source.event_log.epoch, last_sequence
+        if epoch != source.event_log.epoch:
             cursor.sequence = 0
         cursor.resumed_at = cursor.sequence
-        if not feed.event_log.has_batches_from(cursor.sequence + 1):
-            self._begin_snapshot(feed, cursor)
+        if not source.event_log.has_batches_from(cursor.sequence + 1):
+            self._begin_snapshot(source, cursor)
 
 
-def log_position(feed: SourceFeed) -> tuple[int, int]:
-    return feed.event_log.epoch, feed.event_log.sequence
+def log_position(source: PublishedSource) -> tuple[int, int]:
+    return source.event_log.epoch, source.event_log.sequence

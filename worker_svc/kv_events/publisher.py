@@ -1,7 +1,7 @@
 """Publishes a worker's KV events and load: one Publish stream to each indexer in discovery.
 
-Engine events pass through one `SourceFeed` per rank. All events of one loop turn form one batch in
-the feed's event log, from which each `Link` sends at its own pace.
+Engine events pass through one `PublishedSource` per rank. All events of one loop turn form one
+batch in its event log, from which each `IndexerLink` sends at its own pace.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from common.registry.instances import Snapshot
 from common.registry.registry import Registry, follow
 from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
-from worker_svc.kv_events.event_log import SourceFeed
+from worker_svc.kv_events.event_log import PublishedSource
 from worker_svc.kv_events.external_events import ExternalEvent, PagesCleared, split_event
 from worker_svc.kv_events.publish_link import (
-    Link,
+    IndexerLink,
     OpenCall,
     Publication,
     grpc_call_opener,
@@ -51,9 +51,9 @@ log = structlog.get_logger()
 
 
 class Publisher:
-    """Publishes the feeds of one worker's ranks.
+    """Publishes the ranks of one worker, each of which is a source.
 
-    feeds: by rank.
+    sources: by rank.
     loads: returns the load of each rank; called every load_sample_s while there are links.
     open_call: opens a call to an indexer; None uses gRPC.
     counters: streams opened; snapshots and replays (gap repairs) started; batches sealed;
@@ -64,7 +64,7 @@ class Publisher:
         self,
         worker_id: int,
         partition: Partition,
-        feeds: Mapping[int, SourceFeed],
+        sources: Mapping[int, PublishedSource],
         loads: Callable[[], Sequence[Load]],
         registry: Registry,
         namespace: str,
@@ -74,13 +74,13 @@ class Publisher:
         open_call: OpenCall | None = None,
         load_sample_s: float = LOAD_SAMPLE_S,
     ) -> None:
-        self.feeds = feeds
+        self.sources = sources
         self.counters: Counter[str] = Counter()
         self._rng = rng or Random()
         self.publication = Publication(
             worker_id,
             partition,
-            feeds,
+            sources,
             open_call or grpc_call_opener(security),
             self._rng,
             self.counters,
@@ -89,7 +89,7 @@ class Publisher:
         self._load_sample_s = load_sample_s
         self._registry = registry
         self._namespace = namespace
-        self._links: dict[int, tuple[Link, asyncio.Task[None]]] = {}
+        self._links: dict[int, tuple[IndexerLink, asyncio.Task[None]]] = {}
         # Events that are not applied yet.
         self._backlog: deque[ExternalEvent] = deque()
         # The next publication, and its loop time.
@@ -106,16 +106,16 @@ class Publisher:
         self._shrink_positions: dict[int, tuple[int, int]] = {}
 
     @property
-    def links(self) -> Sequence[Link]:
+    def links(self) -> Sequence[IndexerLink]:
         """Returns the links, one per indexer in discovery."""
         return [link for link, _ in self._links.values()]
 
     def metric_values(self) -> dict[str, int]:
-        """Returns all counters, including those of the feeds, prefixed with `kv_`."""
+        """Returns all counters, including those of the sources, prefixed with `kv_`."""
         total = self.counters.copy()
-        for feed in self.feeds.values():
-            total.update(feed.normalizer.counts)
-            total["blocks"] += feed.normalizer.published_blocks
+        for source in self.sources.values():
+            total.update(source.normalizer.counts)
+            total["blocks"] += source.normalizer.published_blocks
         return {f"kv_{name}": count for name, count in total.items()}
 
     def take(self, events: Iterable[ExternalEvent]) -> None:
@@ -137,12 +137,12 @@ class Publisher:
         while self._backlog and pages < EVENT_PAGES_PER_TURN:
             event = self._backlog.popleft()
             pages += 1 if isinstance(event, PagesCleared) else len(event.hashes)
-            feed = self.feeds.get(event.rank)
-            if feed is None:
+            source = self.sources.get(event.rank)
+            if source is None:
                 self.counters["unknown_rank"] += 1
                 continue
             try:
-                feed.apply(event)
+                source.apply(event)
             except Exception:
                 self._on_apply_error(event.rank)
         if self._backlog:
@@ -158,13 +158,13 @@ class Publisher:
         log.warning("kv_events_lost", dp_rank=rank, reason=reason)
         self.counters["events_lost"] += 1
         self._drop_backlog(rank)
-        self.feeds[rank].record_loss()
+        self.sources[rank].record_loss()
         self._schedule_publish()
 
     def reset(self, rank: int) -> None:
         """Starts a new epoch of a rank, because its engine restarted with an empty cache."""
         self._drop_backlog(rank)
-        self.feeds[rank].reset()
+        self.sources[rank].reset()
         self._schedule_publish()
 
     async def run(self) -> None:
@@ -190,27 +190,29 @@ class Publisher:
             acked.get(rank, (0, 0)) < at for rank, at in self._shrink_positions.items()
         ):
             return
-        published = {rank: feed.normalizer.published_blocks for rank, feed in self.feeds.items()}
+        published = {
+            rank: source.normalizer.published_blocks for rank, source in self.sources.items()
+        }
         total = sum(published.values())
         if not total:
             return
         log.warning("kv_index_over_budget", requested=blocks, published=total)
-        for rank, feed in self.feeds.items():
+        for rank, source in self.sources.items():
             # Rounded up: with fewer the indexer would request again.
-            feed.normalizer.shrink(-(-blocks * published[rank] // total))
+            source.normalizer.shrink(-(-blocks * published[rank] // total))
         self._is_shrinking = self._has_shrunk_since_regrow = True
         self._resize()
 
     @property
     def _is_resizing(self) -> bool:
-        return any(feed.normalizer.is_resizing for feed in self.feeds.values())
+        return any(source.normalizer.is_resizing for source in self.sources.values())
 
     def _resize(self) -> None:
         """Performs one part of the resize; events until the next part are published in order."""
-        for rank, feed in self.feeds.items():
-            if feed.normalizer.is_resizing:
+        for rank, source in self.sources.items():
+            if source.normalizer.is_resizing:
                 try:
-                    blocks = feed.normalizer.resize(RESIZE_PAGES_PER_TURN)
+                    blocks = source.normalizer.resize(RESIZE_PAGES_PER_TURN)
                     self.counters["shrunk_blocks" if blocks < 0 else "regrown_blocks"] += abs(
                         blocks
                     )
@@ -222,7 +224,9 @@ class Publisher:
             asyncio.get_running_loop().call_soon(self._resize)
         elif self._is_shrinking:
             self._is_shrinking = False
-            self._shrink_positions = {rank: log_position(feed) for rank, feed in self.feeds.items()}
+            self._shrink_positions = {
+                rank: log_position(source) for rank, source in self.sources.items()
+            }
 
     def _schedule_publish(self, *, is_small: bool = False) -> None:
         """Publishes in the next turn of the loop, but not before the spacing after the last batch
@@ -250,12 +254,12 @@ class Publisher:
     def _publish_changes(self) -> None:
         self._unschedule_publish()
         self._unpublished_pages = 0
-        for rank, feed in self.feeds.items():
+        for rank, source in self.sources.items():
             try:
-                self.counters["batches"] += len(feed.seal_changes())
+                self.counters["batches"] += len(source.seal_changes())
             except Exception:
                 self._on_apply_error(rank)
-            if feed.normalizer.free_deferred(RESIZE_PAGES_PER_TURN):
+            if source.normalizer.free_deferred(RESIZE_PAGES_PER_TURN):
                 self._schedule_publish()
         for link in self.links:
             link.wake()
@@ -297,9 +301,9 @@ class Publisher:
         """Starts to publish a share of the withheld blocks, if any."""
         if self._is_resizing:
             return
-        for feed in self.feeds.values():
-            share = feed.normalizer.published_blocks // REGROW_DIVISOR
-            feed.normalizer.grow(max(REGROW_BLOCKS_MIN, share))
+        for source in self.sources.values():
+            share = source.normalizer.published_blocks // REGROW_DIVISOR
+            source.normalizer.grow(max(REGROW_BLOCKS_MIN, share))
         self._resize()
 
     def _update_links(self, snapshot: Snapshot, tasks: TaskGroup) -> None:
@@ -310,6 +314,6 @@ class Publisher:
                 del self._links[key]
         for key, indexer in indexers.items():
             if key not in self._links:
-                link = Link(self.publication, indexer, self.shrink)
+                link = IndexerLink(self.publication, indexer, self.shrink)
                 task = tasks.create_task(link.run(), name=f"publish to indexer {key}")
                 self._links[key] = (link, task)

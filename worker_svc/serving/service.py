@@ -207,10 +207,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """Sends the published sets of a rank, tier by tier; one empty message if they are empty."""
         if self.publisher is None or self.instance().kv_index != "events":
             raise Unimplemented(f"kv_index is {self.instance().kv_index!r}: no block is published")
-        feed = self.publisher.feeds.get(request.dp_rank)
-        if feed is None:
+        source = self.publisher.sources.get(request.dp_rank)
+        if source is None:
             raise NotFound(f"unknown dp_rank {request.dp_rank}", field="dp_rank")
-        for chunk in feed.event_log.snapshot():
+        for chunk in source.event_log.snapshot():
             message = engine_pb2.ListKvBlocksResponse(
                 epoch=chunk.epoch,
                 sequence=chunk.sequence,

@@ -31,7 +31,7 @@ from common.kv.events import (
 )
 from common.kv.hashing import ChainState, PrefixHasher, TokenIdsLike
 from worker_svc.kv_events import normalizer
-from worker_svc.kv_events.event_log import RING_BATCHES, EventLog, SourceFeed
+from worker_svc.kv_events.event_log import RING_BATCHES, EventLog, PublishedSource
 from worker_svc.kv_events.external_events import (
     DuplicatePolicy,
     ExternalEvent,
@@ -733,9 +733,9 @@ def test_blocks_of_unknown_identity_are_ignored_by_policy_and_counted(
 
 def test_equal_hashes_in_different_scopes_are_different_blocks() -> None:
     worker = Worker()
-    worker.store([1], PROMPT[:4], scope="a")
-    worker.store([1], [5] * 4, scope="b")
-    worker.apply(PagesRemoved([1], scope="a"))
+    worker.store([1], PROMPT[:4], hash_scope="a")
+    worker.store([1], [5] * 4, hash_scope="b")
+    worker.apply(PagesRemoved([1], hash_scope="a"))
     assert worker.published == set(names_of([5] * 4))
 
 
@@ -883,8 +883,8 @@ def test_an_epoch_begins_with_an_empty_batch() -> None:
 # Source feed.
 
 
-def feed() -> SourceFeed:
-    return SourceFeed(SOURCE, Normalizer(ONE_TO_ONE, hasher_factory))
+def feed() -> PublishedSource:
+    return PublishedSource(SOURCE, Normalizer(ONE_TO_ONE, hasher_factory))
 
 
 def test_a_clear_keeps_the_epoch() -> None:
