@@ -81,7 +81,7 @@ class Data:
         return EventBatch(source, 1, sequence, events)
 
     def queries(self, prompts: npt.NDArray[np.uint64], count: int = QUERIES) -> list[Hashes]:
-        """Prompts whose last blocks, at most half of them, are not in the index."""
+        """Returns prompts of which the last blocks, at most half of them, are not in the index."""
         found = []
         for number in range(count):
             query = prompts[number % len(prompts)].copy()

@@ -170,7 +170,7 @@ def _median_us(seconds: Sequence[float]) -> float:
 
 @asynccontextmanager
 async def running_router(data: Data) -> AsyncIterator[ServiceProcess]:
-    """Yield a router process whose index has the data."""
+    """Yields a router process that has the data in its index."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "registry"
         registry, indexer = FileRegistry(path), IndexerProcess(path)

@@ -92,7 +92,7 @@ def _sim_model(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def demo_mesh() -> Iterator[int]:
-    """Yields the pid of `meshctl up`, whose children are the services of `make run`."""
+    """Yields the pid of `meshctl up`, the parent of the services of `make run`."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
         flags = ["--http-port", "0", "--log-dir", f"{folder}/logs"]
         process = subprocess.Popen(

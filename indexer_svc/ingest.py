@@ -132,7 +132,7 @@ class Ingest:
             self._load_wakeup = asyncio.get_running_loop().call_later(LOAD_BATCH_S, self.wake)
 
     def publisher_lost(self, worker_id: int) -> None:
-        """Marks the sources of a worker whose stream ended; their loads do not count any more."""
+        """Marks the sources of a worker after its stream ended; their loads count no more."""
         for source in self.feed.sources_of(worker_id):
             self.loads.pop(source, None)
             self.feed.mark_disconnected(source, self._clock(), "the stream of its publisher ended")

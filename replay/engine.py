@@ -171,7 +171,7 @@ class ReplayWorker:
         self.wake(now)
 
     def receive_kv(self, sequence: SimSequence, cached_tokens: int, now: float) -> None:
-        """Starts a sequence whose KV has arrived; it gets its first token."""
+        """Starts a sequence after its KV has arrived; it gets its first token."""
         transfer = sequence.transfer
         assert transfer is not None, "the blocks are pinned until then"
         for block in transfer.blocks:

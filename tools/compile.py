@@ -57,7 +57,7 @@ GROUPS = {
     ),
 }
 
-# Modules whose codecs are derived from annotations.
+# Modules with annotations from which codecs are derived.
 WIRE_DECLARATIONS = ("common/request/placement.py",)
 
 
@@ -74,9 +74,9 @@ def with_annotations(source: str) -> str:
 
 
 def with_native_init(source: str) -> str:
-    """Returns a module whose dataclasses have an `__init__` in their source. mypyc does not compile
-    one that `dataclass` generates, so that an object takes six times as long to make. Dataclasses
-    that are frozen or extend other classes keep theirs."""
+    """Returns a module that has the `__init__` of its dataclasses in its source. mypyc does not
+    compile one that `dataclass` generates, so that an object takes six times as long to make.
+    Dataclasses that are frozen or extend other classes keep theirs."""
     lines = source.splitlines()
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     for node in reversed(classes):  # so that the numbers of earlier lines hold

@@ -95,8 +95,8 @@ class WorkerConfig(ServiceConfig):
     """Seconds until a probe without an answer sets health to NOT_SERVING. At least the step limit
     that the worker has measured."""
     step_limit_s: Annotated[float, Field(ge=0.5)] = 2.0
-    """Seconds without a step after which a frontend moves the requests of an engine whose steps are
-    short. For longer steps the worker measures the limit; docs/operations.md has the formula."""
+    """Seconds without a step after which a frontend moves the requests of an engine with short
+    steps. For longer steps the worker measures the limit; docs/operations.md has the formula."""
     step_limit_max_s: Annotated[float, Field(ge=0.5)] = 60.0
     """Largest step limit in seconds, also that of the first step of an engine. Must exceed the
     longest step, graph capture and compilation included."""

@@ -41,7 +41,7 @@ LARGE_BATCH_BLOCKS = 256
 """Blocks above which a batch is stored without Python code for each block."""
 
 MASKS_CACHED_MAX = 1024
-"""Masks whose sources are cached."""
+"""Limit of masks with cached sources."""
 
 SWEEP_STEP_BLOCKS = 256
 """Blocks between two checks of the budget of a sweep."""

@@ -1,10 +1,10 @@
 """The model card: everything a frontend needs to serve a model, and its checksum (pure).
 
 The checksum is the SHA-256 of the card's canonical JSON, which holds every field, and artifacts by
-their own digest. Equal checksums therefore mean equal cards, and a store may keep a card under its
-checksum for ever. Aliases and user_data are included: otherwise the card stored first would
-silently replace one that differs only there. The bytes of an artifact are not included, so it makes
-no difference whether they travel inside the card. Facts about one replica belong in
+their own digest. Equal checksums therefore mean equal cards, and a store may keep a card under
+its checksum without expiry. Aliases and user_data are included: otherwise the card stored first
+would silently replace one that differs only there. The bytes of an artifact are not included, so
+it makes no difference whether they travel inside the card. Facts about one replica belong in
 `Instance.meta`.
 """
 

@@ -75,9 +75,9 @@ from common.registry.registry import (
 )
 from common.registry.signature import UNSIGNED, EntrySigner
 
-# Between polls of a folder whose changes the kernel does not report.
+# Between polls of a folder without reports of its changes by the kernel.
 POLL_INTERVAL_S = 0.05
-# And of one whose changes it does.
+# Between polls of a folder with such reports.
 RECHECK_INTERVAL_S = 1.0
 # The kernel reports the end of an owner just before it releases the lock.
 SETTLE_S = 0.005

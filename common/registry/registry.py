@@ -112,7 +112,7 @@ class Registry(Protocol):
         """
 
     async def put_card(self, card: ModelCard) -> None:
-        """Stores `card` under its checksum, for ever. Call before registering with that
+        """Stores `card` under its checksum, without expiry. Call before registering with that
         checksum."""
 
     async def get_card(self, checksum: str) -> ModelCard:

@@ -21,8 +21,8 @@ class EntrySigner:
 
     def check(self, text: bytes, signature: str) -> None:
         """Raises Unauthenticated unless a process with the mesh token signed the text and the
-        signature is still valid. To be called once per entry read, not per poll: a member whose
-        entry is unchanged stays."""
+        signature is still valid. To be called once per entry read, not per poll: a member with
+        an unchanged entry stays."""
         if self._secret is not None:
             self._secret.check_entry(text, signature, self._now_s())
 

@@ -1,4 +1,4 @@
-"""Who may call what, and the proof that both ends of a call have the mesh token.
+"""Permissions of callers, and the proof that both ends of a call have the mesh token.
 
 A caller sends a credential for each call; a server checks it and replies with a proof of its own
 (`common/runtime/mesh_auth.py`). Certificates bind callers to roles (`roles.py`).

@@ -103,7 +103,7 @@ def security_from_config(config: ServiceConfig) -> Security:
 
 
 class MeshChannel(grpc.aio.Channel):
-    """A channel whose calls carry request id, traceparent and proof of the mesh token.
+    """A channel that adds request id, traceparent and proof of the mesh token to each call.
 
     It wraps a channel in place of client interceptors: those for stream-stream calls leak
     (grpc#25449), and the others cost a task a call.

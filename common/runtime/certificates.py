@@ -67,8 +67,7 @@ class CertificateFiles:
         return self._pem
 
     def server_context(self) -> ssl.SSLContext:
-        """Returns a context for a server whose clients need no certificate. It follows the
-        files."""
+        """Returns a context of a server without client certificates. It follows the files."""
         listening = _server_context(list(self._paths.values()))
 
         # In each handshake, also without a server name. Any: a socket or an SSLObject.

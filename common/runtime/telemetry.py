@@ -102,7 +102,7 @@ def tracer_provider(
 
 
 class _AssignableIdGenerator(RandomIdGenerator):
-    """Random ids, except for a span whose id `assign_next_span_id` has set."""
+    """Random ids, except for a span with an id set by `assign_next_span_id`."""
 
     def generate_span_id(self) -> int:
         assigned_id = _next_span_id.get()

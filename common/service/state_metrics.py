@@ -1,4 +1,4 @@
-"""Metrics whose values are state of the service, read at each scrape.
+"""Metrics of the state of the service, which is read at each scrape.
 
 A service declares them in one function that yields a reading for each metric:
 

@@ -267,7 +267,7 @@ def _read_message(cls: type[P], message: Message, path: str) -> P:
             raise InvalidRequest(f"{field_path} is {problem}", field_path)
     if plan.keywords is None:
         return cls(*values)
-    # Defaults that are not passed are made anew.
+    # Defaults that are not passed are made again.
     pairs = zip(plan.keywords, values, strict=True)
     return cls(**{name: value for name, value in pairs if value is not _UNSET})
 
@@ -456,8 +456,8 @@ def _read_plan(cls: type[Any], message: type[Message]) -> _ReadPlan:
 
 
 def _is_positional(cls: type[Any]) -> bool:
-    """Returns whether the values of the fields on the wire can be passed by position. Values that
-    are made anew for each object are not passed."""
+    """Returns whether the values of the fields on the wire can be passed by position. Values
+    that are made for each object are not passed."""
     if not is_dataclass(cls):
         return True  # a named tuple
     declared = fields(cls)

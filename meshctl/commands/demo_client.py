@@ -115,8 +115,8 @@ async def wait_for_router(
 ) -> Instance:
     """Returns a registered router. Raises SystemExit after `find_timeout_s`.
 
-    Consul lists only instances whose last check passed, so a healthy router can be missing for a
-    moment on a busy machine.
+    Consul lists only instances that passed their last check, so a healthy router can be missing
+    for a moment on a busy machine.
     """
     try:
         async with asyncio.timeout(find_timeout_s), registry.watch("default") as watch:

@@ -256,7 +256,7 @@ class _UpCommand:
                 supervisor.stop()
 
     async def _watch_slow_starts(self, supervisor: Supervisor) -> None:
-        """Extends the limits of starting services whose logs grow; shows the last line at times."""
+        """Extends the limits of starting services while their logs grow; shows last lines."""
         log_bytes: dict[str, int] = {}
         shown_at: dict[str, float] = {}
         while True:

@@ -25,8 +25,8 @@ rescan reaches every class; across classes the order is approximate.
 
 *Tenants* share by the prompt tokens that were admitted, divided by their weights: the requests of
 each are classes of their own, and a round tries the classes of the tenant with the least tokens
-first, within a level of strict priority. A tenant whose requests begin to wait starts at the least
-of the others; what was admitted is forgotten once the queue is empty.
+first, within a level of strict priority. A tenant starts at the least of the others when its
+first request waits; what was admitted is forgotten once the queue is empty.
 
 Invariants: a key is queued at most once; every class has a request and is in order; `tokens` is the
 sum over the queued requests; none is queued beyond `requests_max`, nor once `tokens_max` is

@@ -47,7 +47,7 @@ class RouterEvents:
         self.booking_removed: Event[[Booking, bool]] = Event()
         # A newer session of the same frontend superseded this frontend session.
         self.frontend_session_superseded: Event[[int]] = Event()
-        # A prompt was sent to a rank, of whose cache it made approximate entries here.
+        # A prompt was sent to a rank and made approximate entries of its cache here.
         self.prompt_entered: Event[[Query, Placement]] = Event()
         # Client sessions: peers need an update of this one.
         self.session_changed: Event[[SessionName]] = Event()

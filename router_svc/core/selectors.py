@@ -152,7 +152,7 @@ SELECTORS: Mapping[str, Callable[[], WorkerSelector]] = MappingProxyType(
 )
 
 
-# The selectors whose choice depends on CostSettings.
+# The selectors that use CostSettings.
 COST_SELECTORS = frozenset(("kv", "dynamo"))
 
 

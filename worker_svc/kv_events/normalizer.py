@@ -303,7 +303,7 @@ class Normalizer:
         return page
 
     def _pages_of(self, last: Page) -> Sequence[Page]:
-        """Returns the pages of the external hash whose last page this is, deepest first."""
+        """Returns the pages of the external hash that ends in this page, deepest first."""
         pages = [last]
         while len(pages) < self._pages_per_hash:
             assert pages[-1].parent is not None, "the root has no external hash"

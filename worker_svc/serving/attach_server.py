@@ -65,7 +65,7 @@ class AttachStream:
             clock=self._loop.time,
             error=partial(WorkerLost, retryable=True),
         )
-        # Of the slots whose `_run` has not ended.
+        # Of the slots in which `_run` has not ended.
         self._keys: dict[int, int] = {}
         self._tasks: TaskGroup | None = None
         self._is_ending = False

@@ -9,7 +9,7 @@ the engine. Steps do not: engines report them late, and an engine that takes ste
 output. A probe that times out while the engine responds to requests has not failed.
 
 A probe runs in a task of its own that is waited for but never awaited: an engine that ignores a
-cancellation, or whose `finally` hangs, blocks only that task. After HUNG_PROBES_MAX such tasks no
+cancellation, or hangs in a `finally`, blocks only that task. After HUNG_PROBES_MAX such tasks no
 further probe is sent until one of them ends.
 """
 

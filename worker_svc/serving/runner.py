@@ -301,7 +301,7 @@ class Runner:
         yield chunk.stop().with_usage(usage(len(request.token_ids), 0))
 
     async def abort(self, key: int, reason: str) -> None:
-        """Ends a request whose output is not needed; after ABORT_GRACE_S its generator is closed.
+        """Ends a request that is not needed any more; after ABORT_GRACE_S its generator is closed.
 
         `run` then returns a cancelled chunk. No effect if the request has ended.
         """
@@ -367,7 +367,7 @@ class Runner:
 
 
 def _failure_of(active_request: _ActiveRequest, error: BaseException) -> MeshError | None:
-    """Returns the typed error of a request whose run raised `error`; None if its task was
+    """Returns the typed error of a request if its run raised `error`; None if its task was
     cancelled."""
     if isinstance(error, MeshError):
         return error

@@ -68,7 +68,7 @@ class RoutingHints:
     routing_constraints: RoutingConstraints | None = None
     """Taints of the workers."""
     session_control: SessionControl | None = None
-    """The session, whose requests run on one worker."""
+    """The client session; all its requests run on one worker."""
     cache_salt: str | None = field(default=None, metadata=no_op(""))
     """The request shares KV only with requests of the same salt."""
 

@@ -28,7 +28,7 @@ FRAME_BYTES = 256 << 10
 PROMPT_PART_BYTES = 64 << 10
 # Largest prompt that a worker assembles; far above any context length.
 PROMPT_BYTES_MAX = 64 << 20
-# Limits of a worker for prompts whose parts are still arriving.
+# Limits of a worker for prompts that have not arrived completely.
 ARRIVING_BYTES_MAX_PER_STREAM = 2 * PROMPT_BYTES_MAX
 ARRIVING_BYTES_MAX = 4 * PROMPT_BYTES_MAX
 # A frontend's frame of FRAME_BYTES has at most 256.
@@ -99,7 +99,7 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True)
 class AbortSlot:
-    """Ends a slot whose result is not needed: the message, and the command of the worker's link."""
+    """Ends a slot that is not needed: the message, and the command of the worker's link."""
 
     slot: int
     reason: str

@@ -431,7 +431,7 @@ class WorkerLink:
         return used
 
     def expire(self, now: float) -> list[AbortSlot]:
-        """Ends slots whose prompt is late (d). Returns running ones past their deadline, once."""
+        """Ends slots with a late prompt (d). Returns running ones past their deadline, once."""
         expired: list[AbortSlot] = []
         for slot, state in self._slots.items():
             if state.deadline is None or now < state.deadline or state.is_aborting:

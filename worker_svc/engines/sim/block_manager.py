@@ -103,8 +103,8 @@ class BlockManager:
         # Pages written by transfers since the last `take_corrupt_blocks`.
         self._written_pages: set[int] = set()
         self._block_by_name: dict[int, Block] = {}
-        # Idle blocks in the order in which they became idle. A dict, whose first entries are always
-        # deleted, would be slow to find the next one.
+        # Idle blocks in the order in which they became idle. A dict would be slow to find the next
+        # one, since its first entries are always deleted.
         self._idle_blocks: OrderedDict[Block, None] = OrderedDict()
         self._pinned_tables: set[BlockTable] = set()
 

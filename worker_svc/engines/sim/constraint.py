@@ -118,5 +118,5 @@ class Constraint:
 
 
 def constraint_failed() -> InvalidRequest:
-    """Returns the error of an output whose constraint failed in the middle."""
+    """Returns the error of an output after a failure of its constraint."""
     return InvalidRequest("the constraint became too complex for the grammar library", _FIELD)

@@ -144,7 +144,7 @@ class Rooms(Generic[M]):
         or Overloaded."""
 
     def start_pulls(self) -> None:
-        """Starts the transfers to decode legs whose blocks the scheduler has allocated."""
+        """Starts the transfers to decode legs for which the scheduler has allocated blocks."""
 
     def hand_over(self, stream: Stream, transfer: BlockTable) -> None:
         """Hands the KV of a computed prompt to its leg's room, or leases it. transfer: its pinned

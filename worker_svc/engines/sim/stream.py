@@ -20,8 +20,8 @@ from worker_svc.engines.sim.scheduler import SimSequence
 class Stream:
     """One request between the scheduler and its generator.
 
-    is_awaiting_handoff: a prefill leg whose terminal chunk waits until decode or a lease has its
-    KV. params: what the leg then hands to decode.
+    is_awaiting_handoff: whether the terminal chunk of a prefill leg waits until decode or a
+    lease has its KV. params: what the leg then hands to decode.
     """
 
     sequence: SimSequence
