@@ -105,7 +105,8 @@ class PreciseScorerSelector:
 
 
 def _scaled(values: list[float]) -> list[float]:
-    """Returns scaled so that the least is 0 and the greatest 1; all 1 if they are equal."""
+    """Returns the values scaled so that the least is 0 and the greatest 1; all 1 if they are
+    equal."""
     low = min(values, default=0.0)
     span = max(values, default=0.0) - low
     return [(value - low) / span if span else 1.0 for value in values]

@@ -88,7 +88,7 @@ def summarize(policy: str, routers: int, result: ReplayResult) -> Summary:
 
 
 def ttfts_of(outcomes: Sequence[Outcome]) -> list[float]:
-    """Returns sorted, in seconds."""
+    """Returns the times to the first token in seconds, sorted."""
     return sorted(outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None)
 
 
@@ -98,7 +98,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def load_variation(samples: Sequence[LoadSample]) -> float:
-    """See `Summary`. Moments without requests do not count."""
+    """Returns the figure of `Summary`. Moments without requests do not count."""
     busy = [sample.requests for sample in samples if sum(sample.requests)]
     return fmean(pstdev(counts) / fmean(counts) for counts in busy) if busy else 0.0
 

@@ -96,7 +96,7 @@ def largest_batch(requests: Sequence[TraceRequest]) -> int:
 
 
 def spread_arrivals(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """Batches of equal arrival times spread evenly over the time until the next batch."""
+    """Returns requests with batches of equal arrival times spread evenly until the next batch."""
     batches = [list(group) for _, group in groupby(requests, lambda one: one.at_s)]
     spread: list[TraceRequest] = []
     gap_s = 0.0

@@ -29,7 +29,7 @@ class _Draws:
         return tuple(next(self.ids) for _ in range(number))
 
     def tokens(self, mean: float, sigma: float = 0.8) -> int:
-        """At least 1; log-normal with the given mean."""
+        """Returns a number from 1 on; log-normal with the given mean."""
         return max(1, round(self.rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)))
 
     def arrivals(self, rate: float, number: int) -> list[float]:
@@ -48,7 +48,7 @@ class _Draws:
 
 
 def no_reuse(draws: _Draws, number: int, rate: float = 9.4) -> list[TraceRequest]:
-    """Prompts of 4,000 tokens that share nothing."""
+    """Returns prompts of 4,000 tokens that share nothing."""
     return [
         draws.request(at_s, (), draws.tokens(4000), draws.tokens(200))
         for at_s in draws.arrivals(rate, number)
@@ -76,7 +76,7 @@ def sessions(
     output_tokens: float = 150,
     pause_s: float = 20.0,
 ) -> list[TraceRequest]:
-    """Conversations of `turns` turns on average: each prompt repeats the previous ones."""
+    """Returns conversations of `turns` turns on average: each prompt repeats the previous ones."""
     requests: list[TraceRequest] = []
     for start_s in draws.arrivals(rate / turns, max(1, number // turns)):
         prefix, at_s = draws.blocks(4), start_s
@@ -90,12 +90,12 @@ def sessions(
 
 
 def tool_agents(draws: _Draws, number: int, rate: float = 21.0) -> list[TraceRequest]:
-    """Agents with many short turns in quick succession and long prompts."""
+    """Returns requests of agents with many short turns in quick succession and long prompts."""
     return sessions(draws, number, rate, 24, 1200, 40, 2.0)
 
 
 def bursts(draws: _Draws, number: int, rate: float = 11.0) -> list[TraceRequest]:
-    """Batches of 16 prompts within 0.2 s that share 12 blocks; each batch is new."""
+    """Returns batches of 16 prompts within 0.2 s that share 12 blocks; each batch is new."""
     requests: list[TraceRequest] = []
     for at_s in draws.arrivals(rate / 16, max(1, number // 16)):
         prefix = draws.blocks(12)

@@ -180,7 +180,7 @@ class Decisions:
         self._serve_slice()
 
     def close(self) -> None:
-        """Finishes all queued requests, and reject further ones, with ROUTER_DRAINING."""
+        """Finishes all queued requests, and rejects further ones, with ROUTER_DRAINING."""
         self._is_closed = True
         for queued in self._router.queue.clear():
             self._finish(self._pending.pop(queued.key), _draining())
@@ -246,7 +246,7 @@ class Decisions:
             self._record_decision(query, queued.key, outcome, stopwatch, traceparent, laps_s)
 
     def _record_withdrawn(self, pending: _PendingReply) -> None:
-        """Like `_finish`, for a caller that receives no result."""
+        """Records an end like `_finish`, for a caller that receives no result."""
         queued_s = self._clock() - pending.queued.queued_at
         self._metrics.record_queue_wait(queued_s)
         withdrawn = RequestCancelled("the caller is gone")

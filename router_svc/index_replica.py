@@ -121,7 +121,7 @@ class IndexReplica:
     # `core.overlap.Index`.
 
     def match(self, query: Query) -> Sequence[SourceMatch]:
-        """See `Index`; ranks count with any version of their adapter."""
+        """Matches as `Index` states; ranks count with any version of their adapter."""
         partitions_by_key = (query.model, query.block_size, query.hash_scheme)
         partitions = self._partitions.get(partitions_by_key, ())
         if not (partitions and query.prefix_hashes):
@@ -320,7 +320,7 @@ class IndexReplica:
 
 
 def grpc_subscriptions(security: rpc.Security = rpc.PLAINTEXT) -> Subscribe:
-    """Subscriptions over gRPC, each on a channel of its own."""
+    """Returns an opener of subscriptions over gRPC, each on a channel of its own."""
 
     def subscribe(
         indexer: Instance, request: indexer_pb2.SubscribeRequest

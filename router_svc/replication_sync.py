@@ -125,7 +125,7 @@ class PeerSync:
                 await self._peers_changed.wait()
 
     def _mark_snapshot_done(self, router_id: int | None) -> None:
-        """That peer's snapshot is complete, or will never arrive."""
+        """Records that the snapshot of a peer is complete, or will never arrive."""
         self._awaiting_snapshot.discard(router_id or 0)
         if not self._awaiting_snapshot:
             self.caught_up.set()
@@ -312,7 +312,7 @@ class _InboundStream:
 
 
 def _log_refused(router_id: int, refused: Sequence[InvalidRequest]) -> None:
-    """One line per message, whatever the number of wrong entries."""
+    """Logs one line per message, whatever the number of wrong entries."""
     if refused:
         reason = refused[0].message
         LOG.warning("peer_entries_refused", router_id=router_id, count=len(refused), reason=reason)

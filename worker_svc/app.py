@@ -272,7 +272,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             await self._lease.update(self._instance())
 
     async def _card_differences(self, card: ModelCard, checksum: str) -> str:
-        """Differences between our card and the served one; "" if that is not available."""
+        """Returns differences between our card and the served one; "" if that is not available."""
         try:
             served = await self._registry.get_card(checksum)
         except MeshError as error:

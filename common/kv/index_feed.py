@@ -306,7 +306,7 @@ class IndexFeed:
             )
 
     def tick(self, now: float) -> None:
-        """Ends the grace period of stale sources; repeat resend requests without progress."""
+        """Ends the grace period of stale sources; repeats resend requests without progress."""
         for entry in self._entries.values():
             idle_since = max(entry.last_progress_at, entry.resend_requested_at or 0.0)
             if entry.resend_requested_at is not None and now - idle_since >= self._retry_s:

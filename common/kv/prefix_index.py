@@ -315,7 +315,8 @@ class PrefixIndex:
         return added
 
     def _store_new(self, keys: list[int], tables: list[dict[int, int]], bit: int) -> int:
-        """As `_store_few`, without Python code for each block that is new to the index."""
+        """Stores as `_store_few` does, without Python code for each block that is new to the
+        index."""
         held_before = len(self)
         masks = list(map(dict.setdefault, tables, keys, repeat(bit)))
         added = len(self) - held_before

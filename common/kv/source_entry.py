@@ -190,7 +190,7 @@ class SourceEntry:
         return True
 
     def skip_chunk(self, chunk: SnapshotChunk) -> None:
-        """As `skip_batch`, for a chunk; live batches may be ahead of its position."""
+        """Skips a chunk as `skip_batch` does; live batches may be ahead of its position."""
         if chunk.epoch < self.epoch:
             return
         if chunk.first:

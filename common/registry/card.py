@@ -199,7 +199,7 @@ _CARD_ENVELOPE_ADAPTER: TypeAdapter[_CardEnvelope] = TypeAdapter(_CardEnvelope)
 
 
 def encode_card(card: ModelCard) -> bytes:
-    """`{"card": …, "checksum": …}`, inline artifacts in base64."""
+    """Returns `{"card": …, "checksum": …}`, inline artifacts in base64."""
     return _dump_canonical_json({"card": _card_to_json(card), "checksum": card.checksum})
 
 

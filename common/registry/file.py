@@ -186,7 +186,8 @@ class FileRegistry:
         return self._view(namespace).poll()
 
     def _read_recent(self, namespace: str) -> Snapshot:
-        """As `_read`, but all watches share one poll in each half of a poll interval."""
+        """Returns what `_read` does, but all watches share one poll in each half of a poll
+        interval."""
         self._check_open()
         view = self._view(namespace)
         if time.monotonic() - view.polled_at < self._poll_s(view) / 2:

@@ -270,7 +270,7 @@ def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
 
 
 def newest_incarnations(instances: Iterable[Instance]) -> tuple[Instance, ...]:
-    """`instances` (oldest registration first) without superseded incarnations.
+    """Returns `instances` (oldest registration first) without superseded incarnations.
 
     Two are incarnations of one process if namespace, service and non-empty stable_name are equal.
     """
@@ -293,7 +293,7 @@ def find_card_conflict(members: Iterable[Instance], candidate: Instance) -> Inst
 
 
 def slugify(text: str) -> str:
-    """`text` in lower case, each character outside a-z 0-9 `.` `_` `-` replaced by `_`."""
+    """Returns `text` in lower case, each character outside a-z 0-9 `.` `_` `-` replaced by `_`."""
     return _NOT_IN_SLUG.sub("_", text.lower())
 
 

@@ -35,7 +35,7 @@ def open_registry(config: ServiceConfig) -> Registry:
 def health_check_meta(
     config: ServiceConfig, address: str, health_port: int | None
 ) -> dict[str, str]:
-    """Entries for `Instance.meta` with which Consul checks the health of a service.
+    """Returns entries for `Instance.meta` with which Consul checks the health of a service.
 
     address: its gRPC address as advertised. health_port: the bound port of its health server
     (`life.health.port`), or None. Without it Consul checks the gRPC port; under mutual TLS it

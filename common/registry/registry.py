@@ -68,7 +68,8 @@ class Watch:
     """
 
     def __init__(self, read: Callable[[], Snapshot], wait: Callable[[], Awaitable[object]]) -> None:
-        """read: the members now; raises once the registry is closed. wait: until a change."""
+        """read: returns the members now; raises once the registry is closed. wait: until a
+        change."""
         self._read = read
         self._wait = wait
         self.current = read()

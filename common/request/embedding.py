@@ -17,17 +17,17 @@ Vector: TypeAlias = npt.NDArray[np.float32]
 
 
 def to_base64(vector: Vector) -> str:
-    """The coordinates as f32 little endian in base64, as in the OpenAI API."""
+    """Returns the coordinates as f32 little endian in base64, as in the OpenAI API."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
 def dump_vector(vector: Vector) -> bytes:
-    """The chunk of an embedding: OpenAI's embedding object in base64."""
+    """Returns the chunk of an embedding: OpenAI's embedding object in base64."""
     return orjson.dumps({"object": "embedding", "index": 0, "embedding": to_base64(vector)})
 
 
 def load_vector(chunk: bytes) -> Vector:
-    """The vector in a chunk. Raises WorkerLost if it has none."""
+    """Returns the vector in a chunk. Raises WorkerLost if it has none."""
     try:
         # Any: JSON.
         value: Any = orjson.loads(chunk)
@@ -51,7 +51,8 @@ def check_dimensions(dimensions: int | None, size: int | None, *, can_shorten: b
 
 
 def shorten(vector: Vector, dimensions: int | None) -> Vector:
-    """The first coordinates, scaled to length 1 again. dimensions: None leaves the vector."""
+    """Returns the first coordinates, scaled to length 1 again. dimensions: None leaves the
+    vector."""
     if dimensions is None or dimensions >= len(vector):
         return vector
     short = vector[:dimensions]

@@ -31,8 +31,8 @@ def request_id() -> str | None:
 
 
 def remaining_time_s(timeout_s: float) -> float:
-    """Returns timeout of an outgoing call: `timeout_s`, or the shorter rest of the current RPC's
-    time."""
+    """Returns the timeout of an outgoing call: `timeout_s`, or the shorter rest of the current
+    RPC's time."""
     deadline = _deadline.get()
     if deadline is None:
         return timeout_s
@@ -40,7 +40,7 @@ def remaining_time_s(timeout_s: float) -> float:
 
 
 def outgoing_metadata(credential: str | None = None) -> tuple[tuple[str, str], ...]:
-    """Returns metadata of an outgoing call: credential, request id and traceparent, if set."""
+    """Returns the metadata of an outgoing call: credential, request id and traceparent, if set."""
     entries = (
         (AUTHORIZATION_KEY, credential),
         (REQUEST_ID_KEY, _request_id.get()),

@@ -299,7 +299,7 @@ def own_addresses(host: str, port: int, advertise_host: str | None = None) -> se
 
 
 def join_address(host: str, port: int) -> str:
-    """`host:port`, an IPv6 host in brackets."""
+    """Returns `host:port`, an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 

@@ -74,7 +74,7 @@ class RunningCalls:
         self._running: dict[asyncio.Task[Any], str] = {}
 
     def names(self) -> list[str]:
-        """`/package.Service/Method request-id` of each call, oldest first."""
+        """Returns `/package.Service/Method request-id` of each call, oldest first."""
         return list(self._running.values())
 
     async def wait_idle(self, timeout_s: float) -> list[str]:

@@ -78,7 +78,7 @@ class MessageStream(asyncio.Protocol, ABC, Generic[CallT, ReceivedT]):
 
     @abstractmethod
     def _on_received(self) -> None:
-        """Called when the call has taken what the connection brought."""
+        """Handles what the call has received from the connection."""
 
     def _take_message(self) -> ReceivedT:
         try:

@@ -158,7 +158,8 @@ def _unpack_details(
 
 
 def _truncate(text: str, bytes_max: int) -> str:
-    """At most `bytes_max` bytes of UTF-8; lone surrogates (from a client's JSON) are replaced."""
+    """Returns at most `bytes_max` bytes of UTF-8; lone surrogates (from a client's JSON) are
+    replaced."""
     data = text.encode(errors="replace")
     if len(data) <= bytes_max:
         return data.decode()

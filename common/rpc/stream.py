@@ -177,7 +177,7 @@ async def open_stream(
 async def connect(
     address: str, method: str, response_type: type[ResponseT], security: Security
 ) -> GrpcStream[Message, ResponseT]:
-    """As `open_stream`; the caller closes it."""
+    """Returns a stream as `open_stream` does; the caller closes it."""
     secret = None if security.token is None else MeshSecret(security.token)
     credential, expected_reply = sign_call(secret, method, address)
     host, _, port = address.rpartition(":")

@@ -77,7 +77,7 @@ class StreamServer:
         self._running: set[asyncio.Task[None]] = set()
 
     def add_generic_rpc_handlers(self, _handlers: Iterable[grpc.GenericRpcHandler]) -> None:
-        """For generated code, which registers each service in both ways."""
+        """Does nothing; generated code registers each service in both ways."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
         for name, handler in handlers.items():
@@ -335,7 +335,7 @@ class ServedCall(MessageStream[ServerCall, Any]):
         self._cancel()
 
     def _cancel(self) -> None:
-        """Once: a second cancellation would interrupt the cleanup of the handler."""
+        """Cancels the handler once: a second cancellation would interrupt its cleanup."""
         if self._task is not None and not self._is_cancelled:
             self._is_cancelled = True
             self._task.cancel()
@@ -367,7 +367,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _peer_text(address: object) -> str:
-    """As `grpc.aio.ServicerContext.peer`; empty for a connection that has ended."""
+    """Returns what `grpc.aio.ServicerContext.peer` does; empty for a connection that has ended."""
     if not isinstance(address, tuple):
         return ""
     host, port, *_ = address

@@ -182,7 +182,7 @@ class ServiceConfig(BaseModel):
         return self.host if self.metrics_host is None else self.metrics_host
 
     def problems(self) -> list[str]:
-        """Contradictions between fields, each as `field: message`.
+        """Returns contradictions between fields, each as `field: message`.
 
         `read_config` replaces the field by the flag or variable that set it.
         """
@@ -276,7 +276,8 @@ def read_config_or_exit(
     name: str = "",
     flags: Collection[str] | None = None,
 ) -> tuple[ConfigT, list[str]]:
-    """`read_config`, but prints all problems, also to `--ready-fd`, and exits with 2."""
+    """Returns what `read_config` does, but prints problems, also to `--ready-fd`, and exits with
+    2."""
     try:
         return read_config(cls, service, environ, argv, name=name, flags=flags)
     except ConfigError as error:
@@ -292,7 +293,7 @@ def read_config_or_exit(
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` if one of the known names is similar, else ""."""
+    """Returns `; did you mean X?` if one of the known names is similar, else ""."""
     # Common beginnings are not a similarity.
     beginnings = (*(f"{PREFIX}{service}_" for service in SERVICES), PREFIX, "--", "")
     beginning = next(beginning for beginning in beginnings if name.startswith(beginning))

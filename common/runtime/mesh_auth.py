@@ -127,7 +127,7 @@ def _derive_root(token: str) -> bytes:
 
 
 def _mac(key: bytes, *parts: bytes) -> str:
-    """Of the parts in order; only the last may contain NUL."""
+    """Returns the code of the parts in order; only the last may contain NUL."""
     return hmac.digest(key, b"\0".join(parts), "sha256").hex()
 
 

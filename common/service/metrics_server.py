@@ -109,6 +109,7 @@ def _server_class(host: str) -> type[WSGIServer]:
         address_family = family
 
         def handle_error(self, *_: object) -> None:
-            """A client that disconnects, or a handshake that fails, is no error of ours."""
+            """Ignores clients that disconnect and handshakes that fail: they are no errors of
+            ours."""
 
     return Server

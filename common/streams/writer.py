@@ -94,7 +94,7 @@ class FrameWriter(Generic[FrameT]):
     async def serve(
         self, reading: Coroutine[Any, Any, None], write: Callable[[FrameT], Awaitable[None]]
     ) -> None:
-        """As `run`, with a coroutine that reads the stream beside it.
+        """Runs like `run`, with a coroutine that reads the stream beside it.
 
         Its end does not end the writer, which may have frames left: `reading` calls `close`.
         """

@@ -48,7 +48,8 @@ class Budget:
         blocks: Mapping[Source, int],
         unindexed: Mapping[Source, int],
     ) -> BudgetActions:
-        """Actions of one tick. blocks: retained; unindexed: estimated, of load-only sources."""
+        """Returns actions of one tick. blocks: retained; unindexed: estimated, of load-only
+        sources."""
         self._load_only = {s: cost for s, cost in self._load_only.items() if s in unindexed}
         if not self.budget_bytes or used_bytes <= self.budget_bytes:
             self._over_since = None

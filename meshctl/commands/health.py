@@ -40,7 +40,8 @@ def _address(text: str) -> str:
 
 
 def health(address: str, service: str = "") -> int:
-    """0 if the port reports SERVING, else 1. Prints one line, on standard error if not SERVING."""
+    """Returns 0 if the port reports SERVING, else 1. Prints a line, on standard error if not
+    SERVING."""
     # Connect directly, without a proxy from the environment.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # its methods are not typed

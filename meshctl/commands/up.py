@@ -106,7 +106,7 @@ def check_ports(host: str, ports: list[int]) -> None:
 
 @contextmanager
 def _exclusive_lock(log_dir: Path) -> Iterator[None]:
-    """Lock the folder: a second mesh in it would mix logs and take over stable names."""
+    """Locks the folder: a second mesh in it would mix logs and take over stable names."""
     path = log_dir / ".lock"
     try:
         log_dir.mkdir(parents=True, exist_ok=True)

@@ -249,7 +249,7 @@ class Supervisor:
         self._set_state(child, State.STOPPED)
 
     async def _run_once(self, child: Child) -> float | None:
-        """Runs one process to its exit; the pause before the next one, None without a next one."""
+        """Runs a process to its exit; returns the pause before the next one, None without one."""
         self._set_state(child, State.STARTING)
         child.started_at, child.start_error = self._clock(), ""
         try:
@@ -280,7 +280,7 @@ class Supervisor:
         return self._record_death(child, status, reason)
 
     async def _await_ready(self, child: Child, process: Process) -> str:
-        """Waits for the ready line; the reason of a failure, "" if ready or exited."""
+        """Waits for the ready line; returns the reason of a failure, "" if ready or exited."""
         try:
             async with asyncio.timeout(self._ready_timeout_s) as child.start_limit:
                 line = await process.ready()

@@ -36,7 +36,7 @@ def chat_body(model: str, prompt: str, max_tokens: int) -> dict[str, object]:
 
 
 async def find_serving_problem(http: httpx.AsyncClient, url: str, model: str) -> str:
-    """ "" if the gateway at `url` is healthy and lists `model`; else what is missing."""
+    """Returns "" if the gateway at `url` is healthy and lists `model`; else what is missing."""
     try:
         ready = await http.get(f"{url}/ready", timeout=2.0)
         if ready.status_code != 200:

@@ -198,5 +198,5 @@ def http_url(line: ReadyLine | None) -> str:
 
 
 def should_colour(out: TextIO, environ: Mapping[str, str]) -> bool:
-    """True on a terminal, unless NO_COLOR is set."""
+    """Returns True on a terminal, unless NO_COLOR is set."""
     return out.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"

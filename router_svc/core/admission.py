@@ -223,17 +223,17 @@ class AdmissionQueue:
         return bool(self._dirty_models or self._dirty_classes or self._round)
 
     def mark_dirty(self, constraint_class: ConstraintClass) -> None:
-        """The head of this class may have a rank with capacity."""
+        """Marks a class: its head may have a rank with capacity."""
         if constraint_class in self._classes:
             self._dirty_classes.add(constraint_class)
 
     def mark_model_dirty(self, model: str) -> None:
-        """Capacity was freed at a worker of this model."""
+        """Marks the classes of a model, after a worker of it freed capacity."""
         if model in self._count_by_model:
             self._dirty_models.add(model)
 
     def mark_all_dirty(self) -> None:
-        """The fleet changed, or time passed, by which reports expire."""
+        """Marks all classes, after the fleet changed or time passed, by which reports expire."""
         self._dirty_models.update(self._count_by_model)
 
     def next_dirty(self) -> QueuedRequest | None:
@@ -247,12 +247,12 @@ class AdmissionQueue:
         return None
 
     def continue_round(self, constraint_class: ConstraintClass) -> None:
-        """The head that `next_dirty` returned has left the queue: try the next one of its class."""
+        """Adds a class to the round again: its head of `next_dirty` has left the queue."""
         if constraint_class in self._classes:
             heappush(self._round, self._round_entry(constraint_class))
 
     def admitted(self, query: Query) -> None:
-        """The request of a query was placed, from the queue or past it."""
+        """Counts a request that was placed, from the queue or past it."""
         if self._queued:
             tokens = max(1, query.total_tokens) / query.tenant_weight
             admitted = self._admitted_by_tenant.get(query.tenant, 0.0)

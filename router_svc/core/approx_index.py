@@ -72,8 +72,8 @@ class _Run:
     """By rank, the number of the last decision."""
 
     def common_blocks(self, keys: memoryview) -> int:
-        """Returns leading blocks of the run that the chain `keys` has after `start`; the first is
-        one."""
+        """Returns the number of leading blocks of the run that the chain `keys` has after
+        `start`; the first is one."""
         own, start = self.keys, self.start
         count = min(len(own), len(keys) - start)
         if own[count - 1] == keys[start + count - 1]:
@@ -166,7 +166,8 @@ class ApproxIndex:
         self.expire(now, 2 * max(added, len(path)))
 
     def expire(self, now: float, blocks: int) -> bool:
-        """Advances the time and drop up to `blocks` due entries; returns whether there are more."""
+        """Advances the time and drops up to `blocks` due entries; returns whether there are
+        more."""
         self._set_time(now)
         while blocks > 0 and (due := self._due_blocks()):
             blocks -= self._drop_oldest(min(blocks, due))

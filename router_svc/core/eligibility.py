@@ -116,7 +116,7 @@ def _candidate_filters(
     residency: LoraResidency,
     has_capacity: Callable[[Candidate], bool] | None,
 ) -> list[_CandidateFilter]:
-    """Requirements, in the order in which an empty result is best explained; then preferences."""
+    """Returns requirements, in the order that best explains an empty result; then preferences."""
     requirements: list[_CandidateFilter] = []
     preferences: list[_CandidateFilter] = []
     if (routing := query.routing) is not None:
@@ -228,7 +228,8 @@ def _pin_field(routing: RoutingHints, leg: Leg) -> str:
 def _no_worker_error(
     model: str, leg: Leg, reason: str, requirement: str, hint_field: str = ""
 ) -> Unavailable:
-    """Retryable, since a suitable worker may join. hint_field: the hint that excludes all."""
+    """Returns a retryable error, since a suitable worker may join. hint_field: the hint that
+    excludes all."""
     role = "" if leg == "whole" else f"{leg} "
     return Unavailable(
         f"no worker can serve {model!r}: no {role}{requirement}",
@@ -323,7 +324,7 @@ NO_LIMITS = BusyLimits()
 
 
 def is_prefill_busy(candidate: Candidate, load: LoadTotals, threshold: float) -> bool:
-    """prefill_tokens > threshold * max_num_batched_tokens."""
+    """Returns whether prefill_tokens > threshold * max_num_batched_tokens."""
     batch_tokens = candidate.instance.max_num_batched_tokens or BATCH_TOKENS_UNKNOWN
     return load.prefill_tokens > threshold * batch_tokens
 

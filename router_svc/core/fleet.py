@@ -76,7 +76,7 @@ class Fleet:
         return self._roles.get(model, ())
 
     def block_size(self, model: str) -> int | None:
-        """Tokens per block, of the first worker of the model that advertises them."""
+        """Returns tokens per block, of the first worker of the model that advertises them."""
         sizes = (c.instance.block_size for c in self.all_candidates(model))
         return next((size for size in sizes if size is not None), None)
 

@@ -28,8 +28,7 @@ class FrontendSessions:
         return frontend_id
 
     def supersede(self, hello: SessionHello) -> list[int]:
-        """Returns the frontend has that session, here or at a peer; returns its newly superseded
-        ones."""
+        """Records a session of a frontend, here or at a peer; returns its newly superseded ones."""
         previous = self._latest_generation.get(hello.frontend_id, hello.generation)
         if previous >= hello.generation:
             return []

@@ -82,11 +82,11 @@ class LoadTracker:
         self.events = RouterEvents() if events is None else events
 
     def add_peer(self, router_id: int, keys: Container[BookingKey]) -> None:
-        """A peer router owns the bookings in `keys`, which is read at each use."""
+        """Adds a peer router, which owns the bookings in `keys`; it is read at each use."""
         self._peer_bookings[router_id] = keys
 
     def remove_peer(self, router_id: int) -> None:
-        """The peer was lost. The caller then calls `holder_lost` for each of its bookings."""
+        """Removes a lost peer. The caller then calls `holder_lost` for each of its bookings."""
         del self._peer_bookings[router_id]
 
     # Bookings.
@@ -244,7 +244,8 @@ class LoadTracker:
         return self._sessions.open(hello)
 
     def end_session(self, session: int, now: float) -> int:
-        """Ends a session; how many bookings it orphans, or frees if discovery lost the frontend."""
+        """Ends a session; returns how many bookings it orphans, or frees if discovery lost the
+        frontend."""
         frontend_id = self._sessions.close(session)
         count = self._release_session(session, frontend_id, now)
         if frontend_id in self._absent_frontends and not self._sessions.has_frontend(frontend_id):
@@ -257,12 +258,12 @@ class LoadTracker:
         return 0 if session is None else self._sessions.generation(session)
 
     def sessions(self) -> Iterator[SessionHello]:
-        """Opens sessions here that have a generation."""
+        """Yields the open sessions here that have a generation."""
         return (hello for hello in self._sessions if hello.generation)
 
     def supersede_sessions(self, hello: SessionHello, now: float) -> None:
-        """A frontend opened that session, here or at a peer: orphan what its earlier ones here own.
-        This router may notice their end much later: a cut link sends no goodbye.
+        """Orphans what earlier sessions of the frontend own here, since it opened one, here or
+        at a peer. This router may notice their end much later: a cut connection sends no end.
         """
         for session in self._sessions.supersede(hello):
             self._release_session(session, hello.frontend_id, now)
@@ -274,7 +275,7 @@ class LoadTracker:
         return self._sessions.is_superseded(session)
 
     def frontend_left(self, frontend_id: int) -> int:
-        """Returns discovery lost a frontend: free its orphans; returns how many there were.
+        """Frees the orphans of a frontend that discovery lost; returns how many there were.
         Bookings of its open sessions stay until those end: a stream is more reliable evidence.
         """
         if self._sessions.has_frontend(frontend_id):
@@ -286,11 +287,12 @@ class LoadTracker:
         return len(orphans)
 
     def frontend_joined(self, frontend_id: int) -> None:
-        """Discovery shows the frontend (again)."""
+        """Records that discovery shows the frontend (again)."""
         self._absent_frontends.discard(frontend_id)
 
     def expire(self, now: float) -> int:
-        """Frees overdue orphans and unrenewed bookings; how many. Call it before reading loads."""
+        """Frees overdue orphans and unrenewed bookings; returns how many. Call it before reading
+        loads."""
         freed = 0
         self.ranks.set_time(now)
         if now >= self._last_expiry_scan_at + EXPIRY_SCAN_INTERVAL_S:
@@ -402,7 +404,7 @@ class LoadTracker:
             self.events.capacity_freed(booking.prefill)
 
     def _expire_unrenewed(self, now: float) -> int:
-        """Ends bookings that a session here owns and did not renew in time."""
+        """Ends bookings that a session here owns and did not renew in time; returns how many."""
         self._last_expiry_scan_at = now
         unrenewed = [
             entry
@@ -415,7 +417,7 @@ class LoadTracker:
         return len(unrenewed)
 
     def _drop_and_notify(self, entry: _BookingEntry) -> None:
-        """For an end that peers notice themselves, except for bookings owned here."""
+        """Drops a booking; peers notice its end themselves, except for bookings owned here."""
         self._drop(entry)
         self._notify_peers(entry)
 
@@ -441,7 +443,7 @@ class LoadTracker:
         self._notify_peers(entry)
 
     def _orphan_or_hand_over(self, entry: _BookingEntry, now: float) -> None:
-        """No session here owns it: give it to a peer that holds it, or start an orphan period."""
+        """Gives a booking without a session here to a peer that holds it, or orphans it."""
         if self._is_held_by_peer(entry.booking.key):
             self._hand_over_to_peer(entry)
             return
@@ -452,7 +454,7 @@ class LoadTracker:
     def _set_owner(
         self, entry: _BookingEntry, session: int | None, orphan_deadline: float | None
     ) -> None:
-        """An open session, or an orphan deadline, or (both None) a peer."""
+        """Sets the owner: an open session, or an orphan deadline, or (both None) a peer."""
         was_orphan, is_orphan = entry.orphan_deadline is not None, orphan_deadline is not None
         self.orphan_count += is_orphan - was_orphan
         entry.session, entry.orphan_deadline = session, orphan_deadline
@@ -467,7 +469,7 @@ class LoadTracker:
         return (self._entries[key] for key in self._keys_by_frontend.get(frontend_id, ()))
 
     def _hand_over_to_peer(self, entry: _BookingEntry) -> None:
-        """To the peer that holds it: not owned here any more, no orphan."""
+        """Gives a booking to the peer that holds it: not owned here any more, no orphan."""
         self._set_owner(entry, None, None)
         if entry.is_own:
             entry.is_own = False

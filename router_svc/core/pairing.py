@@ -109,15 +109,16 @@ class Bypass:
         return "prefill_busy" if is_relieved else ""
 
     def is_short(self, total_tokens: int, cached_tokens: int) -> bool:
-        """eff_isl < eff_isl_threshold and eff_isl / total_tokens < eff_isl_ratio_threshold, with
-        eff_isl = max(0, total_tokens - cached_tokens).
+        """Returns whether eff_isl < eff_isl_threshold and eff_isl / total_tokens <
+        eff_isl_ratio_threshold, with eff_isl = max(0, total_tokens - cached_tokens).
         """
         eff_isl = max(0, total_tokens - cached_tokens)
         ratio = eff_isl / max(1, total_tokens)
         return eff_isl < self.eff_isl_threshold and ratio < self.eff_isl_ratio_threshold
 
     def is_busy(self, waiting_tokens: int, batch_tokens: int | None) -> bool:
-        """waiting_tokens > prefill_busy_threshold * batch_tokens; False if one is unknown."""
+        """Returns whether waiting_tokens > prefill_busy_threshold * batch_tokens; False if one
+        is unknown."""
         if self.prefill_busy_threshold is None or batch_tokens is None:
             return False
         return waiting_tokens > self.prefill_busy_threshold * batch_tokens
@@ -125,7 +126,8 @@ class Bypass:
     def has_capacity(
         self, booked_blocks: int, request_blocks: int, total_blocks: int | None
     ) -> bool:
-        """booked + request <= decode_busy_threshold * total; False if total is unknown."""
+        """Returns whether booked + request <= decode_busy_threshold * total; False if total is
+        unknown."""
         if self.decode_busy_threshold is None:
             return True
         if total_blocks is None:

@@ -275,7 +275,8 @@ class PlacementAttempt:
     def _plan_unsplit(
         self, candidates: Candidates, fallback: str, *, is_gated: bool = False
     ) -> ServingPlan | MeshError:
-        """is_gated: the decode threshold of the bypass closes workers like a busy threshold."""
+        """Plans one worker. is_gated: the decode threshold of the bypass closes workers like a
+        busy threshold."""
         passing = self._passing_gate(candidates) if is_gated else candidates
         if not passing:
             return all_busy_error(self.query.model, "whole")
@@ -357,7 +358,7 @@ class PlacementAttempt:
     def _match_pairs(
         self, prefill: Candidates, decode: Candidates
     ) -> tuple[_Eligibility, _Eligibility]:
-        """Of each side the eligible candidates that have a partner."""
+        """Returns the eligible candidates of each side that have a partner."""
         domain = self.planner.policy.domain
         eligible_prefill, excluded_prefill = self._filter(prefill, "prefill")
         eligible_decode, excluded_decode = self._filter(decode, "decode")
@@ -417,8 +418,8 @@ class PlacementAttempt:
         return [c for c in candidates if passes(c)]
 
     def _eligible_and_free(self, candidates: Candidates, leg: Leg) -> _Eligibility:
-        """Returns the eligible, free candidates; the others with reasons. Overloaded if all are
-        busy."""
+        """Returns the eligible, free candidates; the others with reasons. Raises Overloaded if
+        all are busy."""
         eligibility = self._filter(candidates, leg)
         free = self._without_busy(candidates, leg)
         if free is candidates:
@@ -529,7 +530,8 @@ def _selector_error(selector: str, model: str, cause: str) -> InternalError:
 
 
 def _no_pairable_error(model: str, domain: str) -> Unavailable:
-    """domain: the domain that separates prefill from decode; empty: the transfer group does."""
+    """Returns an error. domain: the one that separates prefill from decode; empty: the transfer
+    group."""
     boundary = f"value of the domain {domain!r}" if domain else "transfer group"
     reason = "NO_TRANSFER_DOMAIN" if domain else "NO_TRANSFER_GROUP"
     return _unavailable(model, reason, f"its prefill and decode workers share no {boundary}")

@@ -43,7 +43,7 @@ def validate_query(query: Query) -> None:
 
 
 def block_size_of(query: Query, worker_block_size: int | None) -> int:
-    """Tokens per block: of the query, else of the worker, else the default."""
+    """Returns tokens per block: of the query, else of the worker, else the default."""
     return query.block_size or worker_block_size or DEFAULT_BLOCK_SIZE
 
 

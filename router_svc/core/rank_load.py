@@ -145,7 +145,7 @@ class RankLoads:
         self._now = max(self._now, now)
 
     def prefill_done(self, placement: Placement, tokens: int) -> None:
-        """The rank computed a prompt of so many tokens, which were booked there."""
+        """Records that the rank computed a prompt of so many tokens, which were booked there."""
         if (rank := self._ranks.get(placement)) is not None:
             rank.pace.tokens += tokens
             self._tokens += tokens
@@ -153,8 +153,9 @@ class RankLoads:
     def prefill_work(
         self, placements: Iterable[Placement], now: float
     ) -> tuple[list[float], list[float]]:
-        """For each rank the prompt tokens that it has to compute, then for each its slowness: the
-        time it takes for one, divided by the mean of all ranks. By its rate r in tokens per second:
+        """Returns for each rank the prompt tokens that it has to compute, then for each its
+        slowness: the time it takes for one, divided by the mean of all ranks. By its rate r in
+        tokens per second:
 
             r = (tokens + PACE_PRIOR_S * R) / (busy_s + PACE_PRIOR_S)       R: of all ranks
             computed = min(r * seconds since the last prompt was computed, mean prompt)
@@ -236,7 +237,8 @@ class RankLoads:
         return None if reported_at is None else now - reported_at
 
     def stale_report_count(self, now: float) -> int:
-        """Ranks with a last report that is too old to count. Any thread may call this."""
+        """Returns the number of ranks with a last report that is too old to count. Any thread
+        may call it."""
         return sum(
             rank.report is not None and now - rank.reported_at > LOAD_MAX_AGE_S
             for rank in list(self._ranks.values())

@@ -86,8 +86,8 @@ class Frame:
 
 
 def fingerprint(booking: Booking) -> int:
-    """64 bits of a booking's key, generation and revision, the same in every process. They identify
-    its state, since only one router changes a booking of one generation.
+    """Returns 64 bits of a booking's key, generation and revision, the same in every process.
+    They identify its state, since only one router changes a booking of one generation.
     """
     frontend_id, request_id, attempt = booking.key
     packed = _FOUR_UINT64.pack(frontend_id, attempt, booking.generation, booking.revision)
@@ -346,7 +346,7 @@ class Replica:
         return tuple(self._peer_states)
 
     def stream_opened(self, router_id: int) -> int:
-        """Returns a peer opened a stream, which replaces its older one; returns its number."""
+        """Records that a peer opened a stream, which replaces its older one; returns its number."""
         self._last_stream += 1
         peer_state = self._peer_states.setdefault(router_id, _PeerState(self._last_stream))
         self._load_tracker.add_peer(router_id, peer_state.bookings)
@@ -410,7 +410,7 @@ class Replica:
                 self.refused += 1
 
     def peer_responded(self, router_id: int, now: float) -> None:
-        """A peer is alive: keep its snapshot's orphans until it completes a full sync."""
+        """Keeps the orphans of the snapshot of a live peer until it completes a full sync."""
         expected = self._snapshot_bookings.get(router_id)
         if expected is not None and now >= expected.renewed_at + DIGEST_S:
             expected.renewed_at = now
@@ -418,7 +418,7 @@ class Replica:
                 self._load_tracker.extend_expected(key, now)
 
     def peer_stream_ended(self, router_id: int) -> None:
-        """The stream to a peer ended: its snapshot's orphans expire like others."""
+        """Records the end of the stream to a peer: its snapshot's orphans expire like others."""
         self._snapshot_bookings.pop(router_id, None)
 
     def stream_closed(self, router_id: int, stream: int, now: float) -> int:

@@ -113,12 +113,13 @@ class Router:
         return changes
 
     def expire(self, now: float) -> None:
-        """Frees orphans past their deadline and drop idle sessions."""
+        """Frees orphans past their deadline and drops idle sessions."""
         self.load_tracker.expire(now)
         self.affinity.expire(now)
 
     def match(self, query: Query) -> Matches:
-        """Blocks of the prompt that ranks hold. Raises InvalidRequest for a malformed query."""
+        """Returns the blocks of the prompt that ranks hold. Raises InvalidRequest for a
+        malformed query."""
         validate_query(query)
         return self.overlaps.matches(query)
 
@@ -152,8 +153,8 @@ class Router:
         session: int | None = None,
         matches: Matches | None = None,
     ) -> DecisionRecord | QueuedRequest:
-        """Like `decide`, but queues the request, without a booking, if it has to wait. `key` must
-        not be queued. Raises what `decide` does, and Overloaded (QUEUE_FULL).
+        """Decides like `decide`, but queues the request, without a booking, if it has to wait.
+        `key` must not be queued. Raises what `decide` does, and Overloaded (QUEUE_FULL).
         """
         self.expire(now)
         if record := self._renew_booking(key, session, now, rng):
@@ -179,7 +180,8 @@ class Router:
         return queued
 
     def reregister(self, booking: Booking, session: int | None, now: float) -> bool:
-        """See `LoadTracker.reregister`. A new booking also restores its session record."""
+        """Registers as `LoadTracker.reregister` does. A new booking also restores its session
+        record."""
         was_booked = self.load_tracker.get(booking.key) is not None
         is_new = self.load_tracker.reregister(booking, session, now)
         if not was_booked:

@@ -174,16 +174,17 @@ def _recent_miss_terms(
 
 
 def load_cost(load: LoadTotals, block_size: int, taint_factor: float) -> float:
-    """(1 + prefill_tokens / block_size + decode_blocks + requests) * taint_factor, in blocks.
-    Requests of unknown length count by their number; the 1 makes a preferred taint decide among
-    idle workers.
+    """Returns (1 + prefill_tokens / block_size + decode_blocks + requests) * taint_factor, in
+    blocks. Requests of unknown length count by their number; the 1 makes a preferred taint
+    decide among idle workers.
     """
     work = load.prefill_tokens / block_size + load.decode_blocks + load.requests
     return (1.0 + work) * taint_factor
 
 
 def preferred_taint_factor(worker: Instance, constraints: RoutingConstraints | None) -> float:
-    """exp(-tanh(sum of weights of matching preferred taints)), in [1/e, e]; as in Dynamo 1.6."""
+    """Returns exp(-tanh(sum of weights of matching preferred taints)), in [1/e, e]; as in Dynamo
+    1.6."""
     if constraints is None or not constraints.preferred_taints:
         return 1.0
     weights = constraints.preferred_taints.items()

@@ -222,13 +222,14 @@ class SessionAffinity:
         return SessionConstraint(session, control.action, previous, placement, self._is_hard)
 
     def revision_min(self, now: float) -> int:
-        """Of a new record: Unix time in milliseconds, so that it supersedes earlier ones that only
-        other routers still have. Routers converge even if their clocks differ.
+        """Returns the least revision of a new record: Unix time in milliseconds, so that it
+        supersedes earlier ones that only other routers still have. Routers converge even if
+        their clocks differ.
         """
         return 1 if self._epoch_s is None else max(1, round((now + self._epoch_s) * 1000))
 
     def record_booking(self, record: SessionRecord, now: float) -> None:
-        """A request of the session was booked and made or kept this record."""
+        """Records a booking of the session, which made or kept this record."""
         if self._records.get(record.session) != record:
             self._store(record)
             self._events.session_changed(record.session)
@@ -244,7 +245,7 @@ class SessionAffinity:
             self._idle_since.pop(session, None)
 
     def booking_ended(self, booking: Booking, is_own: bool) -> None:
-        """See `RouterEvents.booking_removed`. Peers may have missed so short a booking."""
+        """Handles `RouterEvents.booking_removed`. Peers may have missed so short a booking."""
         session = SessionName(*booking.session)
         self._live_bookings[session] -= 1
         if self._live_bookings[session]:
@@ -306,7 +307,7 @@ class SessionAffinity:
         return expired_count
 
     def __len__(self) -> int:
-        """Sessions with a placement."""
+        """Returns the number of sessions with a placement."""
         return len(self._records) - len(self._closed_sessions)
 
     @property
@@ -342,7 +343,7 @@ class SessionAffinity:
             self._evict_one(session)
 
     def _mark_used(self, session: SessionName, at: float) -> None:
-        """A request of the session ran at that time, or runs now."""
+        """Records that a request of the session ran at that time, or runs now."""
         if session not in self._records:
             return  # Evicted.
         if session in self._live_bookings and session not in self._closed_sessions:

@@ -96,7 +96,7 @@ class EventLog:
         return self._ring[index] if 0 <= index < len(self._ring) else None
 
     def has_batches_from(self, sequence: int) -> bool:
-        """Whether all batches from that sequence on are in the ring; true for the next sequence."""
+        """Returns whether the ring has all batches from that sequence on; true for the next one."""
         return sequence == self.sequence + 1 or self.batch(sequence) is not None
 
     def snapshot(self) -> list[SnapshotChunk]:

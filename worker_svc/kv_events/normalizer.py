@@ -128,7 +128,7 @@ class Normalizer:
         self._changes.add_cleared()
 
     def discard_all(self) -> None:
-        """As `clear`, without an event. `free_deferred` frees the memory."""
+        """Clears as `clear` does, without an event. `free_deferred` frees the memory."""
         self._discarded.add(*self._page_by_hash.values(), self._pages)
         self._reset_state()
         self.is_incomplete = False

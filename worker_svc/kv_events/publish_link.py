@@ -68,7 +68,7 @@ class PublishCall(Protocol):
         """Half-closes the stream."""
 
     def done(self) -> bool:
-        """Whether the call has ended."""
+        """Returns whether the call has ended."""
 
     def __aiter__(self) -> AsyncIterator[indexer_pb2.PublishResponse]:
         """Yields the indexer's responses until it ends the stream."""
@@ -239,7 +239,7 @@ class IndexerLink:
     # Writer.
 
     def _needs_new_hello(self) -> bool:
-        """Whether the degraded flag of a rank changed, which only a hello carries."""
+        """Returns whether the degraded flag of a rank changed, which only a hello carries."""
         return any(
             source.event_log.is_degraded != self._cursors[rank].is_degraded
             for rank, source in self._publication.sources.items()

@@ -82,7 +82,8 @@ class ConsulClient:
         return parse_listing(instance.namespace, index, services, InstanceReader(self._signer))
 
     async def wait_for_entries(self, namespace: str, index: int, wait_s: float) -> Listing:
-        """Instances once `index` is passed, or after `wait_s` (0: at once); needs no leader."""
+        """Returns instances once `index` is passed, or after `wait_s` (0: at once); needs no
+        leader."""
         new_index, services = await self._stale_consul.health.service(
             service_name(namespace), index=index, wait=f"{int(wait_s * 1000)}ms"
         )
@@ -120,7 +121,7 @@ class ConsulClient:
         await self._consul.agent.service.deregister(service_id(namespace, instance_id))
 
     async def departures(self, namespace: str) -> dict[str, float]:
-        """Keys of departure notes, each with the Unix time at which it was written."""
+        """Returns keys of departure notes, each with the Unix time at which it was written."""
         _, items = await self._consul.kv.get(departure_key(namespace), recurse=True)
         return {item["Key"]: float(item["Flags"]) for item in items or ()}
 

@@ -77,7 +77,8 @@ def departure_key(namespace: str, instance_id: int | None = None) -> str:
 
 
 def registration(instance: Instance, ttl_s: float, signature: str = "") -> dict[str, Any]:
-    """Arguments of `agent.service.register`. Raises InvalidRequest for an invalid instance."""
+    """Returns arguments of `agent.service.register`. Raises InvalidRequest for an invalid
+    instance."""
     host, _, port = instance.address.rpartition(":")
     return {
         "name": service_name(instance.namespace),
@@ -204,7 +205,8 @@ def card_key(checksum: str) -> str:
 
 
 def pack_card(card: ModelCard) -> dict[str, bytes]:
-    """Values by key below `card_key`, the manifest last: a card with a manifest is complete."""
+    """Returns values by key below `card_key`, the manifest last: a card with a manifest is
+    complete."""
     packed = zlib.compress(encode_card(card))
     starts = range(0, len(packed), CARD_PART_BYTES)
     parts = {str(n): packed[i : i + CARD_PART_BYTES] for n, i in enumerate(starts)}

@@ -260,7 +260,7 @@ class ConsulRegistry:
             remaining.remove(entry)
 
     async def _wait_until_listed(self, instance: Instance) -> Listing:
-        """Its rivals, once `instance` is listed: an agent updates its servers later."""
+        """Returns its rivals, once `instance` is listed: an agent updates its servers later."""
         deadline = time.monotonic() + LISTED_WITHIN_S
         spacing = Backoff(SPACING_S, SPACING_MAX_S, None)
         while True:

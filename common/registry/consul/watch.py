@@ -156,7 +156,8 @@ class NamespaceView:
     async def _find_living(
         self, absent: Sequence[Entry], listed: Mapping[int, Entry]
     ) -> dict[int, Entry]:
-        """Entries of `absent` without a departure note that are alive, as listed if they are."""
+        """Returns the entries of `absent` without a departure note that are alive, as listed if
+        they are."""
         departed: Collection[str] = ()
         if any(e.instance.id not in listed for e in absent):
             with contextlib.suppress(MeshError):  # Without the notes, all are probed.

@@ -57,10 +57,10 @@ class FieldCodec(Protocol):
     """Converts the values of one field; Any, because each field has its own type."""
 
     def read(self, value: JsonValue, path: str) -> Any:
-        """Return the Python value. Raises InvalidRequest with `path` for any other kind."""
+        """Returns the Python value. Raises InvalidRequest with `path` for any other kind."""
 
     def write(self, value: Any) -> JsonValue:
-        """Return the JSON value."""
+        """Returns the JSON value."""
 
 
 class _IdentityCodec:
@@ -71,7 +71,7 @@ class _IdentityCodec:
 
 
 def invalid_value(path: str, expected: str, value: object) -> InvalidRequest:
-    """Return the error for a value at `path` that is not as expected."""
+    """Returns the error for a value at `path` that is not as expected."""
     return InvalidRequest(
         f"{path or 'the value'} must be {expected}, not {_describe(value)}", path or None
     )
@@ -301,7 +301,7 @@ _CODEC_BY_TYPE: Mapping[Any, FieldCodec] = {
 
 
 def codec_of(hint: Any) -> FieldCodec:
-    """Return the codec of an annotation. Raises TypeError if it has none."""
+    """Returns the codec of an annotation. Raises TypeError if it has none."""
     if hint in _CODEC_BY_TYPE:
         return _CODEC_BY_TYPE[hint]
     arguments = get_args(hint)
@@ -333,7 +333,7 @@ LOCAL: Mapping[str, Any] = {"local": True}
 
 
 def no_op(*values: object) -> Mapping[str, Any]:
-    """Return the metadata of a field in which `values` have no effect."""
+    """Returns the metadata of a field in which `values` have no effect."""
     return {"no_op_values": values}
 
 
@@ -361,7 +361,7 @@ class WireField:
 
 
 def wire_fields(cls: type[Any]) -> tuple[WireField, ...]:
-    """Return the fields of `cls` that are on the wire, in the order of declaration."""
+    """Returns the fields of `cls` that are on the wire, in the order of declaration."""
     # mypy takes the hash of a class for that of its instances.
     return _cached_wire_fields(cls)  # type: ignore[arg-type]
 
@@ -411,7 +411,7 @@ def _wire_field(
 
 
 def from_json_value(cls: type[P], value: JsonValue, path: str = "") -> P:
-    """Return a `cls` from a parsed JSON object. Raises InvalidRequest with the invalid field."""
+    """Returns a `cls` from a parsed JSON object. Raises InvalidRequest with the invalid field."""
     if not isinstance(value, dict):
         raise invalid_value(path, "an object", value)
     fields: dict[str, object] = {}
@@ -427,7 +427,7 @@ def from_json_value(cls: type[P], value: JsonValue, path: str = "") -> P:
 
 
 def to_json_value(obj: object) -> JsonValue:
-    """Return the JSON object of a wire dataclass, for `json.dumps`."""
+    """Returns the JSON object of a wire dataclass, for `json.dumps`."""
     json_object: dict[str, JsonValue] = {}
     for one in wire_fields(type(obj)):
         value = getattr(obj, one.name)
@@ -438,17 +438,18 @@ def to_json_value(obj: object) -> JsonValue:
 
 
 def from_json(cls: type[P], text: str | bytes) -> P:
-    """Return a `cls` from JSON text. Raises InvalidRequest with the invalid field."""
+    """Returns a `cls` from JSON text. Raises InvalidRequest with the invalid field."""
     return from_json_value(cls, load_json_text(text, ""))
 
 
 def to_json(obj: object) -> str:
-    """Return compact JSON text."""
+    """Returns compact JSON text."""
     return dump_json_text(to_json_value(obj), "")
 
 
 def load_json_text(text: str | bytes, path: str) -> JsonValue:
-    """Return the value of JSON text without NaN and Infinity. Raises InvalidRequest with `path`."""
+    """Returns the value of JSON text without NaN and Infinity. Raises InvalidRequest with
+    `path`."""
     try:
         return json.loads(text, parse_constant=_parse_finite_float, parse_float=_parse_finite_float)
     except (ValueError, RecursionError) as error:
@@ -457,7 +458,7 @@ def load_json_text(text: str | bytes, path: str) -> JsonValue:
 
 
 def dump_json_text(value: JsonValue, path: str) -> str:
-    """Return compact RFC 8259 text. Raises InvalidRequest with `path` for a value outside JSON."""
+    """Returns compact RFC 8259 text. Raises InvalidRequest with `path` for a value outside JSON."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:

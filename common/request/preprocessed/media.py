@@ -111,7 +111,7 @@ MultimodalData: TypeAlias = Annotated[
 
 
 def check_absolute_url(url: str, path: str) -> str:
-    """Return `url` if it is absolute and can be fetched. Raises InvalidRequest with `path`."""
+    """Returns `url` if it is absolute and can be fetched. Raises InvalidRequest with `path`."""
     # Only the head is parsed: urlsplit caches its argument, and data: URLs are large.
     url_head = url[:URL_HEAD_CHARS_MAX]
     try:

@@ -67,7 +67,7 @@ class RequestTracker:
         self.marks.setdefault(point, now)
 
     def timing(self) -> dict[str, float]:
-        """Return known `nvext.timing` values in ms; prefill may end at the first token."""
+        """Returns known `nvext.timing` values in ms; prefill may end at the first token."""
         marks = self.marks
         prefill_end = marks.get("prefill_finished", marks.get("first_token"))
         spans = {
@@ -127,7 +127,7 @@ class PreprocessedRequest:
         return annotation in self.annotations
 
     def get_annotation_value(self, key: str) -> str | None:
-        """Return the text after `key:` of the first annotation that starts with it, or None."""
+        """Returns the text after `key:` of the first annotation that starts with it, or None."""
         for annotation in self.annotations:
             if annotation.startswith(f"{key}:"):
                 return annotation.split(":", 1)[1]
@@ -136,7 +136,7 @@ class PreprocessedRequest:
     def routing_tokens(
         self,
     ) -> tuple[TokenIds, tuple[BlockExtraInfo | None, ...] | None]:
-        """Return the tokens to route by and the media of their blocks, None without media."""
+        """Returns the tokens to route by and the media of their blocks, None without media."""
         info = self.mm_routing_info
         if info is not None and info.routing_token_ids:
             return info.routing_token_ids, info.block_mm_infos
@@ -171,7 +171,7 @@ _OPTION_FIELDS = frozenset({"stop_conditions", "sampling_options", "output_optio
 
 
 def unsupported_fields(request: PreprocessedRequest, supported: frozenset[str]) -> list[str]:
-    """Return dotted names of the set fields that an engine must refuse.
+    """Returns dotted names of the set fields that an engine must refuse.
 
     These are all fields except the prompt, its EOS ids, placement and annotations, and those that
     `supported` contains. A name in `supported` includes all fields below it; a full path such as
@@ -195,7 +195,7 @@ def _refusable_fields() -> tuple[WireField, ...]:
 
 @functools.cache
 def option_names() -> frozenset[str]:
-    """Return the dotted names of the options that an engine may refuse: those of stop conditions,
+    """Returns the dotted names of the options that an engine may refuse: those of stop conditions,
     sampling and output, the cache salt and the engine's own arguments."""
     names = (
         name
@@ -208,7 +208,7 @@ def option_names() -> frozenset[str]:
 
 
 def unsupported_options(supported: frozenset[str]) -> frozenset[str]:
-    """Return the options that an engine refuses; supported: as in `unsupported_fields`."""
+    """Returns the options that an engine refuses; supported: as in `unsupported_fields`."""
     return frozenset(
         name
         for name in option_names()
@@ -228,7 +228,8 @@ def _leaf_names(one: WireField, name: str) -> Iterator[str]:
 def _unsupported_names(
     one: WireField, value: object, name: str, supported: frozenset[str]
 ) -> list[str]:
-    """value: of the field, not None."""
+    """Returns the names of a field and below that are unsupported. value: of the field, not
+    None."""
     if value == one.default or value in one.no_op_values or name in supported:
         return []
     if name in _ALWAYS_SUPPORTED:

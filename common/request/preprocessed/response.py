@@ -93,7 +93,7 @@ class CompletionUsage:
 
 
 def usage(prompt: int, completion: int) -> CompletionUsage:
-    """Return the counts and their sum without details, each limited to 2^32-1."""
+    """Returns the counts and their sum without details, each limited to 2^32-1."""
     top = 2**32 - 1
     return CompletionUsage(min(prompt, top), min(completion, top), min(prompt + completion, top))
 

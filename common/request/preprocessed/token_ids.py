@@ -26,7 +26,7 @@ class TokenIds(Sequence[int]):
 
     @classmethod
     def of(cls, ids: Iterable[int]) -> TokenIds:
-        """Return the ids as a value. Raises OverflowError or TypeError for any id but a u32."""
+        """Returns the ids as a value. Raises OverflowError or TypeError for any id but a u32."""
         if isinstance(ids, TokenIds):
             return ids
         if isinstance(ids, np.ndarray):
@@ -54,7 +54,7 @@ class TokenIds(Sequence[int]):
         return ids
 
     def extended(self, ids: Iterable[int]) -> TokenIds:
-        """Return these ids followed by `ids`."""
+        """Returns these ids followed by `ids`."""
         return TokenIds(self.little_endian + TokenIds.of(ids).little_endian)
 
     def __len__(self) -> int:

@@ -170,7 +170,7 @@ class Http2Call(ABC):
         self._output.append(frame(FrameType.PING, Flags.NONE, 0, bytes(8)))
 
     def end(self, code: StatusCode, message: str) -> None:
-        """The connection failed."""
+        """Ends the call, because the connection failed."""
         if self.status is None:
             self.status = CallStatus(code, message)
 
@@ -205,7 +205,7 @@ class Http2Call(ABC):
             self._acknowledge()
 
     def _held_bytes_max(self, kind: int) -> int:
-        """Returns size of a frame above which it is refused before its last bytes come."""
+        """Returns the size of a frame above which it is refused before its last bytes come."""
         if kind == FrameType.DATA:
             return self._window - self._unacknowledged
         return self._header_bytes_max + _HEADERS_OVERHEAD_MAX
@@ -293,7 +293,7 @@ class Http2Call(ABC):
 
     @abstractmethod
     def _end_messages(self) -> None:
-        """Called when the peer ends its messages without headers."""
+        """Handles the end of the messages of the peer without headers."""
 
     def _headers_frame(self, headers: Iterable[tuple[str, str]], flags: Flags) -> bytes:
         # Once for all settings that came: hpack keeps a list of each change.

@@ -381,13 +381,13 @@ class SglangEngine:
         return 0
 
     async def load_lora(self, name: str, uri: str) -> frozenset[str]:
-        """See `admin.load_lora`."""
+        """Loads as `admin.load_lora` does."""
         self._check_alive()
         admin.check_adapters(self._resolved)
         return self._set_loras(await admin.load_lora(self._engine.tokenizer_manager, name, uri))
 
     async def unload_lora(self, name: str) -> frozenset[str]:
-        """See `admin.unload_lora`."""
+        """Unloads as `admin.unload_lora` does."""
         self._check_alive()
         admin.check_adapters(self._resolved)
         return self._set_loras(await admin.unload_lora(self._engine.tokenizer_manager, name))

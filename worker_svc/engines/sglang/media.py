@@ -117,8 +117,9 @@ def read_images(request: PreprocessedRequest, model: ImageModel | None) -> Image
 def _find_ranges(
     request: PreprocessedRequest, model: ImageModel, count: int
 ) -> list[tuple[int, int]]:
-    """Returns sGLang finds images by their start and end tokens. If it found others than these, it
-    would compute with the placeholders, and blocks of different images would be equal."""
+    """Returns the range of each image in the prompt. Raises InvalidRequest if SGLang, which finds
+    images by their start and end tokens, would find others: it would compute with the placeholders,
+    and blocks of different images would be equal."""
     ids = request.token_ids.array
     length = model.input.tokens
     starts, ends = (np.flatnonzero(ids == one) for one in (model.start_id, model.end_id))

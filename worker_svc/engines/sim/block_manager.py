@@ -341,7 +341,7 @@ class BlockManager:
             self.events.append(PagesRemoved(tuple(removed)))
 
     def _name_next(self, block_table: BlockTable, name: int) -> bool:
-        """Returns names the table's next block. Returns whether the name is new in the cache."""
+        """Names the table's next block. Returns whether the name is new in the cache."""
         index = block_table.named
         block = block_table.blocks[index]
         parent = block_table.blocks[index - 1] if index else None

@@ -339,7 +339,8 @@ class SimEngine:
             self._unavailable_error = None
 
     def freeze(self) -> None:
-        """Fault for tests: steps stop while everything else continues, like a hung accelerator."""
+        """Stops steps while everything else continues, like a hung accelerator; a fault for
+        tests."""
         self._steps.is_frozen = True
 
     def unfreeze(self) -> None:
@@ -348,7 +349,7 @@ class SimEngine:
         self._steps.wake()
 
     def inject_failure(self, error: MeshError) -> None:
-        """Fault for tests: all present and future requests fail with `error`."""
+        """Fails all present and future requests with `error`; a fault for tests."""
         self._unavailable_error = error
         self._fail_all(error)
 

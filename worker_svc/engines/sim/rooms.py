@@ -229,7 +229,7 @@ class Rooms(Generic[M]):
                 self._is_idle.set()
 
     def _on_ended(self, room: Room[M], outcome: HandoffOutcome) -> None:
-        """Called once for each room at its end."""
+        """Handles the end of a room, once for each."""
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name="sim-handoff")
