@@ -261,7 +261,7 @@ class LLMEngine(Protocol):
         """
 
     async def abort(self, ctx: GenerateContext) -> None:
-        """Called on an explicit stop or kill, never when the caller closes the stream."""
+        """Handles an explicit stop or kill; not called when the caller closes the stream."""
 
     async def drain(self) -> None:
         """Waits for KV transfers in flight. Called once before `cleanup`, still in discovery."""

@@ -166,26 +166,26 @@ class LegSink(Protocol):
     """Receives the events of one slot at the frontend, in the order of rule (c)."""
 
     def accepted(self) -> None:
-        """The worker accepted the request."""
+        """Records that the worker accepted the request."""
 
     def rejected(self, error: MeshError) -> None:
-        """The worker rejected the request and ran nothing. The last call."""
+        """Records that the worker rejected the request and ran nothing. The last call."""
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """The next tokens; logprobs: one per token, or none."""
+        """Takes the next tokens; logprobs: one per token, or none."""
 
     def chunk(self, json: bytes) -> None:
-        """The next chunk of a pass-through request, or the vector of an embedding."""
+        """Takes the next chunk of a pass-through request, or the vector of an embedding."""
 
     def terminal(self, terminal: Terminal) -> None:
-        """The slot ended. The last call."""
+        """Records the end of the slot. The last call."""
 
     def lost(self, error: MeshError) -> None:
-        """The stream ended; the worker's progress is unknown. The last call."""
+        """Records the end of the stream; the worker's progress is unknown. The last call."""
 
 
 def protocol_violation(rule: str, message: str) -> InvalidRequest:
-    """Return the error that ends a stream after a violation of the rule of that letter."""
+    """Returns the error that ends a stream after a violation of the rule of that letter."""
     return InvalidRequest(
         f"Attach rule ({rule}): {message}", reason="ATTACH_BREACH", metadata={"rule": rule}
     )

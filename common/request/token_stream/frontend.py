@@ -92,11 +92,11 @@ class FrontendLink:
         return len(self._open_legs)
 
     def is_heartbeat_due(self, now: float) -> bool:
-        """Whether `next_frame` returns a heartbeat."""
+        """Returns whether `next_frame` returns a heartbeat."""
         return now - self._last_heartbeat_at >= self.heartbeat_s
 
     def submit(self, leg_request: LegRequest, sink: LegSink) -> int:
-        """Queue a request and return its slot. Raises the error that ended the stream, if any."""
+        """Queues a request and returns its slot. Raises the error that ended the stream, if any."""
         if self._lost is not None:
             raise self._lost
         self._last_slot += 1
@@ -108,7 +108,7 @@ class FrontendLink:
         return slot
 
     def abort(self, slot: int, reason: str) -> None:
-        """Request the end of a slot; its Terminal still arrives. Ended or unknown: a no-op."""
+        """Requests the end of a slot; its Terminal still arrives. Ended or unknown: a no-op."""
         leg = self._open_legs.get(slot)
         if leg is None or leg.is_aborting:
             return
@@ -116,7 +116,7 @@ class FrontendLink:
         self._aborts.append(AbortSlot(slot, reason))
 
     def abort_all(self, error: MeshError) -> None:
-        """End all slots for their sinks with `error` and request their end from the worker.
+        """Ends all slots for their sinks with `error` and requests their end from the worker.
 
         For an engine that hangs while its process lives: the stream stays open and later output of
         these slots is ignored.
@@ -222,7 +222,7 @@ class FrontendLink:
         self.heartbeat_s = ack.heartbeat_s
 
     def next_frame(self, now: float) -> RequestFrame | None:
-        """Return the next frame to write, or None if there is nothing to send."""
+        """Returns the next frame to write, or None if there is nothing to send."""
         if self._lost is not None:
             return None
         frame = RequestFrame()
@@ -246,7 +246,7 @@ class FrontendLink:
         return frame
 
     def _frame_submits(self, frame: RequestFrame) -> int:
-        """Move the submits that fit, at least one, to the frame; returns their bytes."""
+        """Moves the submits that fit, at least one, to the frame; returns their bytes."""
         used = 0
         while self._submits:
             submit = self._submits[0]
@@ -274,7 +274,7 @@ class FrontendLink:
         return end - offset
 
     def close(self, error: MeshError) -> None:
-        """End all slots with `error` (f). The link cannot be used afterwards."""
+        """Ends all slots with `error` (f). The link cannot be used afterwards."""
         if self._lost is not None:
             return
         self._lost, self.is_open = error, False

@@ -227,7 +227,8 @@ class WorkerLink:
             self._drop_parts(slot)
 
     def _keep_part(self, number: int, slot: _Slot, data: bytes) -> bool:
-        """Append to a begun prompt; if that exceeds a limit, reject the slot and return False."""
+        """Appends to a begun prompt; if that exceeds a limit, rejects the slot and returns
+        False."""
         of_stream, of_worker = self._arriving_bytes + len(data), self._arriving.size + len(data)
         if of_stream > ARRIVING_BYTES_MAX_PER_STREAM or of_worker > ARRIVING_BYTES_MAX:
             self._drop_parts(slot)
@@ -257,7 +258,7 @@ class WorkerLink:
         commands.append(abort)
 
     def accept(self, slot: int) -> None:
-        """The engine accepted the slot's request.
+        """Records that the engine accepted the slot's request.
 
         This method and those below require an open slot; on a lost stream they are no-ops.
         """
@@ -269,7 +270,7 @@ class WorkerLink:
         self._accepted.append(slot)
 
     def reject(self, slot: int, error: MeshError) -> None:
-        """The slot's request is rejected; nothing ran."""
+        """Rejects the slot's request; nothing ran."""
         if self._lost:
             return
         state = self._slots.pop(slot)
@@ -279,7 +280,7 @@ class WorkerLink:
     def tokens(
         self, slot: int, token_ids: Iterable[int], logprobs: Sequence[TokenLogprob] = ()
     ) -> None:
-        """Queue output of a slot. logprobs: one per token, or empty."""
+        """Queues output of a slot. logprobs: one per token, or empty."""
         if self._lost:
             return
         state = self._slots[slot]
@@ -292,7 +293,7 @@ class WorkerLink:
             self._enqueue(slot, state)
 
     def chunk(self, slot: int, json: bytes) -> None:
-        """Queue output of a pass-through slot."""
+        """Queues output of a pass-through slot."""
         if self._lost:
             return
         state = self._slots[slot]
@@ -311,7 +312,7 @@ class WorkerLink:
         worker_trace_link: TraceLink | None = None,
         stop_reason_json: str = "",
     ) -> None:
-        """End the slot, after its last token. Call once per slot."""
+        """Ends the slot, after its last token. Call once per slot."""
         if self._lost:
             return
         state = self._slots[slot]
@@ -340,7 +341,7 @@ class WorkerLink:
     def next_frame(
         self, now: float, loads: Callable[[], Sequence[Load]] = lambda: (Load(),)
     ) -> ResponseFrame | None:
-        """Return the next frame, None without content or credit. loads: one per rank."""
+        """Returns the next frame, None without content or credit. loads: one per rank."""
         if self.hello is None or self._lost:
             return None
         frame = ResponseFrame()
@@ -363,7 +364,7 @@ class WorkerLink:
         return frame
 
     def _fill_frame(self, frame: ResponseFrame, budget: int) -> bool:
-        """Fill the frame slot by slot within the budget; returns whether anything was framed."""
+        """Fills the frame slot by slot within the budget; returns whether anything was framed."""
         remaining_bytes = budget
         for _ in range(len(self._send_queue)):
             if remaining_bytes <= 0:
@@ -387,7 +388,7 @@ class WorkerLink:
     def _frame_slot_output(
         self, frame: ResponseFrame, slot: int, state: _Slot, available_bytes: int
     ) -> int:
-        """Frame one turn of a slot's output; returns the payload bytes used."""
+        """Frames one turn of a slot's output; returns the payload bytes used."""
         used = self._frame_tokens(frame, slot, state, available_bytes) if state.pending else 0
         while state.chunks and used < _QUANTUM_BYTES:
             size = _BATCH_BYTES + len(state.chunks[0])
@@ -445,7 +446,7 @@ class WorkerLink:
         return expired
 
     def close(self) -> list[int]:
-        """Mark the stream as lost; returns the slots to stop now (f)."""
+        """Marks the stream as lost; returns the slots to stop now (f)."""
         if self._lost:
             return []
         self._lost = True
@@ -459,7 +460,7 @@ class WorkerLink:
 
 
 def _append_logprobs(state: _Slot, older_count: int, logprobs: Sequence[TokenLogprob]) -> None:
-    """Append the logprobs of the tokens after the first `older_count` pending ones."""
+    """Appends the logprobs of the tokens after the first `older_count` pending ones."""
     new_count = len(state.pending) - older_count
     assert len(logprobs) in (0, new_count), f"{len(logprobs)} logprobs for {new_count} tokens"
     state.logprobs.extend([None] * (older_count - len(state.logprobs)))
@@ -467,7 +468,7 @@ def _append_logprobs(state: _Slot, older_count: int, logprobs: Sequence[TokenLog
 
 
 def _next_logprob_batch(state: _Slot, available_bytes: int) -> tuple[int, int]:
-    """Return count (at least 1) and bytes of the next tokens all with or all without logprobs."""
+    """Returns count and bytes of the next tokens (at least 1) all with or all without logprobs."""
     first, used = state.logprobs[0], _BATCH_BYTES
     for count, logprob in enumerate(state.logprobs):
         size = _TOKEN_BYTES
