@@ -332,7 +332,7 @@ class FailureReportingEngine(Protocol):
 
 @runtime_checkable
 class FlushableEngine(Protocol):
-    """An engine whose prefix cache can be dropped."""
+    """An engine that can drop its prefix cache."""
 
     async def flush_cache(self) -> int:
         """Drops the cached KV blocks that no request uses, and reports them as removed.

@@ -236,19 +236,19 @@ class Normalizer:
 
     def _store_run(self, event: PagesStored, hashes: list[int], page_namer: PageNamer) -> None:
         """Stores pages one by one while the parent is unknown, then the rest in one pass."""
-        tier, scope = int(event.tier), event.hash_scope
+        tier, hash_scope = int(event.tier), event.hash_scope
         parent = None if event.parent is None else event.parent & _U64
         page_bytes = event.page_size * TOKEN_BYTES
         for index, value in enumerate(hashes):
             start = index * page_bytes
-            page = self._root if parent is None else self._find(tier, scope, parent)
+            page = self._root if parent is None else self._find(tier, hash_scope, parent)
             if page is not None:
                 token_ids = event.token_ids[start:] if index else event.token_ids
-                self._store_children(page, hashes[index:], token_ids, page_namer, tier, scope)
+                self._store_children(page, hashes[index:], token_ids, page_namer, tier, hash_scope)
                 return
             assert parent is not None, "the root is always known"
-            external_key = (tier, scope, value)
-            if value in self._page_by_hash.get((tier, scope), ()):
+            external_key = (tier, hash_scope, value)
+            if value in self._page_by_hash.get((tier, hash_scope), ()):
                 self.counts["duplicates"] += 1
                 self._count_repeat(external_key, 1)
             else:
@@ -256,13 +256,13 @@ class Normalizer:
                 self._add_parentless(external_key, ParentlessPage(parent, token_ids, page_namer, 1))
             parent = value
 
-    def _find(self, tier: int, scope: str, value: int) -> Page | None:
+    def _find(self, tier: int, hash_scope: str, value: int) -> Page | None:
         """Returns the page of this hash: on its own tier, else on the fastest other."""
-        page = self._page_by_hash.get((tier, scope), {}).get(value)
+        page = self._page_by_hash.get((tier, hash_scope), {}).get(value)
         if page is not None or self.event_format.tiers == 1:
             return page
         for other in range(self.event_format.tiers):
-            page = self._page_by_hash.get((other, scope), {}).get(value)
+            page = self._page_by_hash.get((other, hash_scope), {}).get(value)
             if page is not None:
                 return page
         return None
@@ -274,7 +274,7 @@ class Normalizer:
         token_ids: bytes,
         page_namer: PageNamer,
         tier: int,
-        scope: str,
+        hash_scope: str,
     ) -> None:
         specs = page_namer.specs(page, token_ids)
         for index, value in enumerate(hashes):
@@ -283,9 +283,9 @@ class Normalizer:
                 self._mark_incomplete("collisions", len(hashes) - index)
                 return
             page = last
-            self._bind((tier, scope, value), page, 1)
+            self._bind((tier, hash_scope, value), page, 1)
             if self._parentless:
-                self._attach_children(scope, value, page)
+                self._attach_children(hash_scope, value, page)
 
     def _extend(self, page: Page, specs: Iterable[PageSpec]) -> Page | None:
         """Returns the last page of a chain, which is added if unknown; None after a collision."""
@@ -312,11 +312,11 @@ class Normalizer:
 
     def _bind(self, external_key: ExternalKey, page: Page, count: int) -> None:
         """Binds the external hash to `page`, which it then holds."""
-        tier, scope, value = external_key
+        tier, hash_scope, value = external_key
         if self._parentless and external_key in self._parentless:
             self.counts["duplicates"] += 1
             count += self._parentless.drop(external_key).count
-        bound = self._page_by_hash.setdefault((tier, scope), {})
+        bound = self._page_by_hash.setdefault((tier, hash_scope), {})
         before = bound.get(value)
         if before is page:
             self.counts["duplicates"] += 1
@@ -363,12 +363,12 @@ class Normalizer:
             self._mark_incomplete("orphans_dropped", 1)
         self._parentless.add(external_key, child)
 
-    def _attach_children(self, scope: str, value: int, page: Page) -> None:
+    def _attach_children(self, hash_scope: str, value: int, page: Page) -> None:
         """Attaches the children of this hash, and their children in turn."""
         stack = [(value, page)]
         while stack:
             value, page = stack.pop()
-            for external_key in self._parentless.children(scope, value):
+            for external_key in self._parentless.children(hash_scope, value):
                 if external_key not in self._parentless:
                     continue
                 child = self._parentless.drop(external_key)
@@ -382,17 +382,17 @@ class Normalizer:
     # Removed.
 
     def _remove(self, event: PagesRemoved) -> None:
-        tier, scope = int(event.tier), event.hash_scope
+        tier, hash_scope = int(event.tier), event.hash_scope
         for value in event.hashes:
-            external_key = (tier, scope, value & _U64)
+            external_key = (tier, hash_scope, value & _U64)
             if not self._remove_bound(external_key) and not self._parentless.remove(
                 external_key, self.event_format.duplicates
             ):
                 self.counts["unknown_removals"] += 1
 
     def _remove_bound(self, external_key: ExternalKey) -> bool:
-        tier, scope, value = external_key
-        bound = self._page_by_hash.get((tier, scope), {})
+        tier, hash_scope, value = external_key
+        bound = self._page_by_hash.get((tier, hash_scope), {})
         page = bound.get(value)
         if page is None:
             return False
@@ -405,7 +405,7 @@ class Normalizer:
         del bound[value]
         self._hash_count -= 1
         if not bound:
-            del self._page_by_hash[tier, scope]
+            del self._page_by_hash[tier, hash_scope]
         self._release(page, tier)
         return True
 

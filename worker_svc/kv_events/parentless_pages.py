@@ -8,13 +8,13 @@ from typing import TypeAlias
 from worker_svc.kv_events.external_events import DuplicatePolicy
 from worker_svc.kv_events.page_tree import PageNamer
 
-# Tier, scope and external hash.
+# Tier, hash scope and external hash.
 ExternalKey: TypeAlias = tuple[int, str, int]
 
 
 @dataclass(slots=True)
 class ParentlessPage:
-    """A page whose parent is not known yet. count: how often it was stored."""
+    """A page without a known parent. count: how often it was stored."""
 
     parent: int
     token_ids: bytes
@@ -23,7 +23,7 @@ class ParentlessPage:
 
 
 class ParentlessPages:
-    """Parentless pages by key, oldest first, and by the scope and hash of their missing parent."""
+    """Parentless pages by key, oldest first, and by hash scope and hash of their missing parent."""
 
     def __init__(self) -> None:
         self._pages: dict[ExternalKey, ParentlessPage] = {}
@@ -40,12 +40,12 @@ class ParentlessPages:
         """Returns the number of entries in all maps."""
         return len(self._pages) + len(self._keys_by_parent)
 
-    def children(self, scope: str, parent: int) -> tuple[ExternalKey, ...]:
-        """Returns the keys of the pages whose missing parent has this hash."""
-        return tuple(self._keys_by_parent.get((scope, parent), ()))
+    def children(self, hash_scope: str, parent: int) -> tuple[ExternalKey, ...]:
+        """Returns the keys of the pages that lack a parent of this hash."""
+        return tuple(self._keys_by_parent.get((hash_scope, parent), ()))
 
     def add(self, key: ExternalKey, page: ParentlessPage) -> None:
-        """Adds a page whose key is new."""
+        """Adds a page with a new key."""
         self._pages[key] = page
         self._keys_by_parent.setdefault((key[1], page.parent), {})[key] = None
 
