@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import httpx
 import pytest
 
 from common.runtime.free_ports import free_ports
+from tests.kit.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 START_S = 15.0
@@ -72,11 +72,13 @@ class ConsulAgent:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + START_S
-        while not self._is_leader():
-            assert self._process.poll() is None, "Consul exited at start"
-            assert time.monotonic() < deadline, "Consul has not become the leader"
-            time.sleep(0.02)
+        process = self._process
+
+        def is_leader() -> bool:
+            assert process.poll() is None, "Consul exited at start"
+            return self._is_leader()
+
+        wait_for(is_leader, "Consul has become the leader", START_S)
 
     def kill(self) -> None:
         """Kill it without clean-up."""

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import SystemRandom
@@ -33,8 +33,8 @@ from common.registry.file import POLL_INTERVAL_S, FileRegistry
 from common.registry.instances import Instance, Snapshot, diff_snapshots, new_instance_id
 from common.registry.registry import MemoryRegistry, MemoryStore, Registry, Watch
 from tests.contract.consul_agent import ConsulAgent, running_agent
+from tests.kit.waiting import WAIT_S, until
 
-WAIT_S = 20.0
 NS = "mesh-1"
 
 
@@ -315,18 +315,14 @@ async def seen(
 async def settled(registry: Registry, *expected: Instance, namespace: str = NS) -> Snapshot:
     """The snapshot with exactly these members, once the store has it."""
     expected_by_id = {i.id: i for i in expected}
-    deadline = time.monotonic() + WAIT_S
-    while (members := await registry.snapshot(namespace)).instances != expected_by_id:
-        assert time.monotonic() < deadline, f"expected {expected_by_id}, got {members.instances}"
-        await asyncio.sleep(0.005)
+
+    async def has_settled() -> Snapshot | None:
+        members = await registry.snapshot(namespace)
+        return members if members.instances == expected_by_id else None
+
+    members = await until(has_settled, f"the registry has {expected_by_id}")
+    assert members is not None
     return members
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not await condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        await asyncio.sleep(0.005)
 
 
 async def test_another_client_sees_all_fields_of_a_registered_instance(mesh: Mesh) -> None:
@@ -654,7 +650,7 @@ async def test_the_card_of_a_killed_worker_does_not_block_its_model(mesh: Mesh) 
             return True
         return False
 
-    await eventually(is_admitted, "the name is free")
+    await until(is_admitted, "the name is free")
 
 
 async def test_of_concurrent_registrations_with_different_cards_one_succeeds(mesh: Mesh) -> None:
@@ -680,7 +676,7 @@ async def test_an_owner_restores_its_deleted_entry(mesh: Mesh) -> None:
     async def is_back() -> bool:
         return one.id in (await mesh.connect().snapshot(NS)).instances
 
-    await eventually(is_back, "the entry is back")
+    await until(is_back, "the entry is back")
 
 
 # Faults of the file registry only.
@@ -701,7 +697,7 @@ async def test_a_watch_keeps_its_members_while_the_directory_is_deleted(files: F
     async def is_back() -> bool:
         return set((await files.connect().snapshot(NS)).instances) == {two.id}
 
-    await eventually(is_back, "the living owner is back")
+    await until(is_back, "the living owner is back")
     assert set((await watcher.snapshot(NS)).instances) == {two.id}
 
 
@@ -736,13 +732,13 @@ async def test_the_loss_and_the_recovery_of_a_registration_are_each_logged_once(
         async def is_noticed() -> bool:
             return any(line["event"] == "registration_lost" for line in logs)
 
-        await eventually(is_noticed, "the loss is logged")
+        await until(is_noticed, "the loss is logged")
         files.path.unlink()
 
         async def is_back() -> bool:
             return files.entry(one).exists()
 
-        await eventually(is_back, "the entry is back")
+        await until(is_back, "the entry is back")
     events = [line["event"] for line in logs]
     assert events == ["registration_lost", "registration_restored"]
 
@@ -821,7 +817,7 @@ async def test_a_deregistered_entry_is_gone_even_if_it_is_still_locked(files: Fi
     async def is_back() -> bool:
         return one.id in (await watcher.snapshot(NS)).instances
 
-    await eventually(is_back, "a live owner restores its entry")
+    await until(is_back, "a live owner restores its entry")
 
 
 async def test_old_hidden_files_of_dead_owners_are_removed(files: FileMesh) -> None:

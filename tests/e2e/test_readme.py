@@ -7,12 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from common.runtime.free_ports import free_ports
+from tests.kit.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -113,10 +113,9 @@ def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: 
 
 
 def await_text(path: Path, text: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        if text in path.read_text():
-            return
-        assert process.poll() is None, f"make run ended:\n{path.read_text()}"
-        time.sleep(0.05)
-    raise AssertionError(f"no {text!r} within {WAIT_S:g} s:\n{path.read_text()}")
+    def has_text() -> bool:
+        shown = path.read_text()
+        assert text in shown or process.poll() is None, f"make run ended:\n{shown}"
+        return text in shown
+
+    wait_for(has_text, f"the output has {text!r}")

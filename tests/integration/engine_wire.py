@@ -162,13 +162,15 @@ class EngineWire:
         kind, port = int(old.get(zmq.TYPE)), _port(old)
         old.close(linger=0)
         # A closed socket releases its port with a delay.
-        deadline = asyncio.get_running_loop().time() + WAIT_S
-        while True:
-            try:
+
+        def bound() -> zmq.asyncio.Socket | None:
+            with contextlib.suppress(zmq.ZMQError):
                 return self._bound(kind, port)
-            except zmq.ZMQError:
-                assert asyncio.get_running_loop().time() < deadline, f"port {port} is still in use"
-                await asyncio.sleep(0.01)
+            return None
+
+        socket = await until(bound, f"port {port} is released")
+        assert socket is not None
+        return socket
 
 
 def _port(socket: zmq.asyncio.Socket) -> int:
@@ -282,11 +284,11 @@ class WiredMesh:
     ) -> None:
         """Waits until the index has this depth; a single depth applies to all tiers."""
         expected = depth if isinstance(depth, tuple) else (depth,) * 3
-        observed: list[tuple[int, int, int]] = []
-        deadline = asyncio.get_running_loop().time() + WAIT_S
-        while not observed or observed[-1] != expected:
-            assert asyncio.get_running_loop().time() < deadline, f"{expected}, not {observed[-1]}"
-            observed.append(await self.depths(app, tokens, **how))
+
+        async def has_depths() -> bool:
+            return await self.depths(app, tokens, **how) == expected
+
+        await until(has_depths, f"the index has the depths {expected}")
 
     async def wait_until_synced(self, app: WorkerApp) -> None:
         """Waits until the index is up to date with the worker."""

@@ -30,11 +30,11 @@ from common.registry.registry import Watch
 from common.runtime.config import ServiceConfig, read_config
 from common.service.health import ThreadedHealthServer
 from tests.contract.consul_agent import ConsulAgent, running_agent
+from tests.kit.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.slow
 
 NS = "faults"
-WAIT_S = 20.0
 # One to two seconds on an idle machine.
 DEAD_WITHIN_S = 20.0
 
@@ -132,14 +132,6 @@ async def seen(watch: Watch, condition: Callable[[Snapshot], bool], within_s: fl
                 await watch.next()
     except TimeoutError:
         pytest.fail(f"not within {within_s} s; members: {list(watch.current.instances)}")
-    return time.monotonic() - started
-
-
-async def eventually(condition: Callable[[], bool], what: str, within_s: float = WAIT_S) -> float:
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < within_s, f"never happened: {what}"
-        await asyncio.sleep(0.01)
     return time.monotonic() - started
 
 
@@ -253,14 +245,15 @@ async def test_owners_register_again_after_the_agent_lost_its_state_and_watches_
             assert not await passing(mesh)
             mesh.agent.start()
             expected = {f"{i.id:016x}" for i in members}
-            deadline = time.monotonic() + WAIT_S
-            while (back := await passing(mesh)) != expected:
-                assert time.monotonic() < deadline, f"{len(back)} of {len(expected)} are back"
-                await asyncio.sleep(0.02)
+
+            async def are_back() -> bool:
+                return await passing(mesh) == expected
+
+            await until(are_back, "all registrations are back")
             # A further registration: when the watch shows it, all earlier changes have arrived.
             late = worker(healthy.address)
             await mesh.connect().register(late)
-            await eventually(lambda: bool(steps), "the late registration is seen")
+            await until(lambda: bool(steps), "the late registration is seen")
         assert steps == [frozenset({*before.instances, late.id})]
 
 
@@ -297,12 +290,12 @@ async def test_a_paused_agent_changes_nothing(mesh: Mesh, healthy: ThreadedHealt
                 assert await client.snapshot(NS) is known
                 with pytest.raises(Unavailable, match="cannot reach Consul"):
                     await client.register(worker(None))
-                await eventually(lambda: time.monotonic() - stopped_at >= 3.0, "3 s are over")
+                await asyncio.sleep(stopped_at + 3.0 - time.monotonic())
             finally:
                 mesh.agent.resume()
             late = worker(healthy.address)
             await mesh.connect().register(late)
-            await eventually(lambda: bool(steps), "the late registration is seen")
+            await until(lambda: bool(steps), "the late registration is seen")
         expected = {*(i.id for i in members), late.id}
         assert steps == [frozenset(expected)]
 
@@ -323,7 +316,7 @@ async def test_a_registration_waits_for_an_agent_that_starts_later(
             assert not (await client.snapshot(NS)).instances, "reads do not wait"
             with pytest.raises(Unavailable, match="cannot reach Consul"):
                 await client.get_card(card.checksum)
-            await eventually(lambda: len(waits(logs)) == 2, "both registries wait, and log it")
+            await until(lambda: len(waits(logs)) == 2, "both registries wait, and log it")
         finally:
             mesh.agent.start()
         await registering
@@ -354,7 +347,7 @@ async def test_closing_a_registry_ends_its_wait_for_an_agent() -> None:
     client = ConsulRegistry("http://127.0.0.1:1")
     with capture_logs() as logs:
         registering = asyncio.create_task(client.register(worker(None)))
-        await eventually(lambda: bool(logs), "it waits")
+        await until(lambda: bool(logs), "it waits")
         await client.close()
         with pytest.raises(Unavailable, match="closed"):
             await registering
@@ -437,10 +430,10 @@ async def test_a_registry_closed_during_registrations_leaves_no_services(
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(o, Unavailable) or not isinstance(o, BaseException) for o in outcomes)
 
-    deadline = time.monotonic() + WAIT_S
-    while (await mesh.http.get("/v1/agent/services")).json():
-        assert time.monotonic() < deadline, "a service is left in Consul"
-        await asyncio.sleep(0.02)
+    async def has_no_service() -> bool:
+        return not (await mesh.http.get("/v1/agent/services")).json()
+
+    await until(has_no_service, "no service is left in Consul")
 
 
 async def test_an_instance_too_large_for_consul_is_rejected(mesh: Mesh) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from common.runtime.config import read_config
 from common.runtime.free_ports import free_ports
 from frontend_svc.config import FrontendConfig
 from tests.contract.consul_agent import PORTS, consul_binary
+from tests.kit.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARIES = Path(sys.executable).parent
@@ -189,11 +191,15 @@ async def test_consul_permits_the_services_what_they_need_and_others_nothing(
 
 async def _register(registry: ConsulRegistry, instance: Instance) -> Lease:
     """Registers once the agent has the policy."""
-    while True:
-        try:
+
+    async def registered() -> Lease | None:
+        with suppress(PermissionDenied, Unavailable):
             return await registry.register(instance)
-        except (PermissionDenied, Unavailable):
-            await asyncio.sleep(0.1)
+        return None
+
+    lease = await until(registered, "the agent has the policy")
+    assert lease is not None
+    return lease
 
 
 def test_every_folder_that_the_dockerfile_copies_is_there() -> None:

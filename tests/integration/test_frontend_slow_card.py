@@ -17,7 +17,7 @@ from frontend_svc.app import FrontendApp
 from frontend_svc.config import FrontendConfig
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from tests.kit.apps import living
-from tests.kit.waiting import WAIT_S
+from tests.kit.waiting import until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
@@ -73,14 +73,6 @@ async def serving_slow_peer(store: MemoryStore) -> AsyncIterator[SlowPeer]:
         await lease.close()
         await server.stop(None)
         await registry.close()
-
-
-async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    loop = asyncio.get_running_loop()
-    by = loop.time() + WAIT_S
-    while not await condition():
-        assert loop.time() < by, f"not in time: {what}"
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.row("S0-09")

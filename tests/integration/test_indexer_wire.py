@@ -5,8 +5,6 @@ The first four tests cover failures of Dynamo 1.6.1's index with its own listene
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 pytest.importorskip("zmq", reason="needs pyzmq, which `make setup` installs")
@@ -118,9 +116,12 @@ async def _first_batch_received(wire: EngineWire, app: object) -> None:
 
     assert isinstance(app, WorkerApp)
     reader = reader_of(app)
-    while not reader.counts["batches"]:
+
+    async def is_received() -> bool:
         await wire.publish(CLEARED)
-        await asyncio.sleep(0.02)
+        return reader.counts["batches"] > 0
+
+    await until(is_received, "a batch is received")
 
 
 # More cases on the same wire.
@@ -219,9 +220,12 @@ async def test_a_new_connection_without_proof_of_continuity_counts_as_lost_event
         await until(lambda: reader.counts["losses"] > losses, "the new connection is noticed")
         await mesh.holds(app, PROMPT, 0)
         await wire.publish(CLEARED, reaches=False)
-        while await mesh.depths(app, OTHER) != (3, 3, 3):
+
+        async def is_indexed() -> bool:
             await wire.publish(stored([21, 22, 23], None, OTHER))
-            await asyncio.sleep(0.02)
+            return await mesh.depths(app, OTHER) == (3, 3, 3)
+
+        await until(is_indexed, "the index has the new prompt")
         assert await mesh.depths(app, PROMPT) == (0, 0, 0)
         assert mesh.state(app) == "degraded"
 

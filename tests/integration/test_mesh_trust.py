@@ -36,7 +36,7 @@ from common.runtime.mesh_auth import (
 from tests.contract.consul_agent import ConsulAgent, running_agent
 from tests.kit.processes import MODEL
 from tests.kit.processes import Service as Process
-from tests.kit.waiting import wait_for
+from tests.kit.waiting import until, wait_for
 
 TOKEN = "the secret of the mesh, 32 bytes"
 WITH_TOKEN = rpc.Security(token=TOKEN)
@@ -197,9 +197,7 @@ async def test_an_expired_entry_is_no_member_and_the_owner_renews_it_before(tmp_
     late = 1000.0 + ENTRY_VALID_S + 2
     assert await members(file_registry(tmp_path, TOKEN, now_s=lambda: late)) == set()
     now[0] += ENTRY_RENEWED_AFTER_S + 1
-    async with asyncio.timeout(WAIT_S):
-        while path.read_bytes() == first:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: path.read_bytes() != first, "the entry is renewed")
     assert await members(file_registry(tmp_path, TOKEN, now_s=lambda: late)) == {instance.id}
     await owner.close()
 
@@ -226,10 +224,12 @@ async def test_consul_entries_are_renewed_and_each_is_checked_once(consul: Consu
         assert set((await watcher.snapshot(NS)).instances) == {instance.id}
     assert len([one for one in checked if one]) == 1
     now[0] += ENTRY_RENEWED_AFTER_S + 1
-    async with asyncio.timeout(WAIT_S):
-        while len(set(checked)) < 3:
-            assert set((await watcher.snapshot(NS)).instances) == {instance.id}
-            await asyncio.sleep(0.05)
+
+    async def is_renewed() -> bool:
+        assert set((await watcher.snapshot(NS)).instances) == {instance.id}
+        return len(set(checked)) >= 3
+
+    await until(is_renewed, "the entry is renewed and checked")
     for one in (owner, rogue, watcher):
         await one.close()
 

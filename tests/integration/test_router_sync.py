@@ -83,13 +83,14 @@ async def dump(node: LocalRouter) -> dict[str, pb.Booking]:
 
 async def agree(nodes: list[LocalRouter], count: int) -> dict[str, pb.Booking]:
     """The bookings of all routers, once they are equal and that many."""
-    deadline = asyncio.get_running_loop().time() + WAIT_S
-    while True:
-        dumps = [await dump(node) for node in nodes]
-        if all(dump == dumps[0] for dump in dumps) and len(dumps[0]) == count:
-            return dumps[0]
-        assert asyncio.get_running_loop().time() < deadline, f"never {count} in {dumps}"
-        await asyncio.sleep(0.005)
+    dumps: list[dict[str, pb.Booking]] = []
+
+    async def is_equal() -> bool:
+        dumps[:] = [await dump(node) for node in nodes]
+        return all(dump == dumps[0] for dump in dumps) and len(dumps[0]) == count
+
+    await until(is_equal, f"all routers have the same {count} bookings")
+    return dumps[0]
 
 
 @pytest.mark.row("S1-04", "S1-05")
@@ -246,11 +247,13 @@ async def test_output_blocks_and_decay_give_the_same_load_at_all_routers(bed: Be
 
     async def check_load(blocks: int, load: int) -> pb.Booking:
         """The booking, once all routers have these blocks of it with this load."""
-        deadline = asyncio.get_running_loop().time() + WAIT_S
         for node in nodes:
-            while (held := (await dump(node)).get("r0", pb.Booking())).decode_blocks != blocks:
-                assert asyncio.get_running_loop().time() < deadline, f"never {blocks} blocks"
-                await asyncio.sleep(0.005)
+
+            async def has_blocks(node: LocalRouter = node) -> bool:
+                return (await dump(node)).get("r0", pb.Booking()).decode_blocks == blocks
+
+            await until(has_blocks, f"the booking has {blocks} blocks")
+            held = (await dump(node))["r0"]
             load_trackers = await node.unary("Dump", pb.DumpRequest())
             weights = {
                 w.worker.worker_id: w.load.potential_decode_blocks for w in load_trackers.workers
@@ -303,10 +306,13 @@ async def check_prompts_are_shared(bed: Bed, kv_index: KvIndex, **settings: Any)
     placed = await nodes[0].route(1, **query)
     assert placed.predicted_cached_tokens == 0
     explain = pb.ExplainRequest(query=pb.Query(**query))
-    deadline = asyncio.get_running_loop().time() + WAIT_S
-    while (other := await nodes[1].unary("Explain", explain)).decision.overlap_blocks == 0:
-        assert asyncio.get_running_loop().time() < deadline, other
-        await asyncio.sleep(0.005)
+
+    async def explained() -> pb.ExplainResponse | None:
+        response: pb.ExplainResponse = await nodes[1].unary("Explain", explain)
+        return response if response.decision.overlap_blocks else None
+
+    other = await until(explained, "the other router has the blocks in its index")
+    assert other is not None
     assert other.decision.worker == placed.worker
     assert other.decision.predicted_cached_tokens == 96
     holders = [c.worker for c in other.candidates if c.overlap_blocks]

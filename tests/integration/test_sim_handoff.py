@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import load_pb2
 from tests.kit.processes import Service
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.engines.contract import (
     EngineConfig,
     GenerateContext,
@@ -54,7 +55,6 @@ SHIPPED = load_sim_model(SIM_MODEL_DIR)
 SHIPPED_TOKEN_ORACLE = TokenOracle(SHIPPED.word_ids, SHIPPED.eos_ids[0])
 # Virtual-time tests prove how soon a lost peer is detected (test_worker_sim_transfer_server.py);
 # these prove that it is detected on real sockets.
-WAIT_S = 30.0
 Messages: TypeAlias = list[pb.GenerateResponse] | MeshError
 TOKENS = 24
 
@@ -70,14 +70,6 @@ def request(prompt: Sequence[int], n: int = TOKENS, **more: Any) -> Preprocessed
 def prompt_of(number: int) -> list[int]:
     """Some share a prefix; none is a prefix of another."""
     return [*([number % 5] * 64), *range(200, 200 + number % 40), number + 1000]
-
-
-async def until(condition: Callable[[], object], what: str, within_s: float = WAIT_S) -> None:
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + within_s
-    while not condition():
-        assert loop.time() < deadline, f"not within {within_s:g} s: {what}"
-        await asyncio.sleep(0.005)
 
 
 # Two engines in one process.
@@ -335,19 +327,20 @@ class Worker:
 
     async def busy(self) -> None:
         """Returns when it holds KV."""
-        deadline = asyncio.get_running_loop().time() + WAIT_S
-        while not (await self.load()).kv_used_blocks:
-            assert asyncio.get_running_loop().time() < deadline, "the worker never holds KV"
+
+        async def is_busy() -> bool:
+            return (await self.load()).kv_used_blocks > 0
+
+        await until(is_busy, "the worker holds KV")
 
     async def rest(self, within_s: float = WAIT_S) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + within_s
-        while True:
+        """Returns when it holds no request and no KV."""
+
+        async def is_at_rest() -> bool:
             load = await self.load()
-            if (load.rooms_open, load.kv_used_blocks, load.running, load.waiting) == (0, 0, 0, 0):
-                return
-            assert loop.time() < deadline, f"not at rest within {within_s:g} s: {load}"
-            await asyncio.sleep(0.01)
+            return not (load.rooms_open or load.kv_used_blocks or load.running or load.waiting)
+
+        await until(is_at_rest, "the worker is at rest", within_s)
 
     async def generate(self, request_id: str, preprocessed: PreprocessedRequest) -> Messages:
         call = self.stub.Generate(

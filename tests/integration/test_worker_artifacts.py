@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
@@ -20,7 +19,7 @@ from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from tests.kit.apps import living
 from tests.kit.catalogs import follow_and_load
-from tests.kit.waiting import WAIT_S
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.app import SERVICE_NAME, WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
@@ -44,14 +43,6 @@ async def artifact(app: WorkerApp, name: str, offset: int = 0) -> list[pb.GetArt
         )
         with map_rpc_errors():
             return [part async for part in call]
-
-
-async def until(condition: Callable[[], Awaitable[object]], what: str) -> None:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    while not await condition():
-        assert loop.time() - began < WAIT_S, f"never: {what}"
-        await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 50_000])

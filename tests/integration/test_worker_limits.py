@@ -31,7 +31,7 @@ from common.rpc.status import mesh_error_from_rpc
 from common.wire.token_stream import request_frame_to_proto, response_frame_from_proto
 from kvmesh.engine.v1 import engine_pb2_grpc
 from tests.kit.apps import living
-from tests.kit.waiting import WAIT_S
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 
@@ -122,9 +122,7 @@ async def test_begun_prompts_of_62_mb_are_held_up_to_the_limits_of_stream_and_wo
             (error,) = (await three.rejections(1)).values()
             assert isinstance(error, Overloaded)
             assert held.size <= ARRIVING_BYTES_MAX
-        async with asyncio.timeout(WAIT_S):
-            while held.size:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not held.size, "all begun prompts are dropped")
 
 
 async def test_a_token_id_outside_the_vocabulary_is_rejected_on_attach() -> None:
@@ -163,6 +161,4 @@ async def test_health_watches_are_bounded_and_do_not_stay_counted() -> None:
                 return False
             return True
 
-        async with asyncio.timeout(WAIT_S):
-            while not await is_free():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(is_free, "a call is free again")

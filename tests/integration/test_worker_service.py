@@ -191,9 +191,11 @@ class Worker:
         """Seconds until peers see no open slot."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        while await self.open_slots():
-            assert loop.time() - began < WAIT_S, "a slot is not freed"
-            await asyncio.sleep(0.002)
+
+        async def are_free() -> bool:
+            return not await self.open_slots()
+
+        await until(are_free, "all slots are freed")
         return loop.time() - began
 
     @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from random import Random
 
@@ -23,10 +23,10 @@ from common.wire.kv import batch_to_proto, partition_to_proto, source_to_proto
 from kvmesh.indexer.v1 import indexer_pb2 as pb
 from kvmesh.types.v1 import load_pb2
 from router_svc.index_replica import STALE_FORGET_S, IndexReplica, Subscription
+from tests.kit.waiting import until
 
 PART = Partition("m", 16, 1)
 ONE, TWO = Source(1), Source(2, 3)
-WAIT_S = 10.0
 
 
 def chain(count: int, seed: int = 0) -> Hashes:
@@ -152,13 +152,6 @@ class Bed:
 
 def load_of(source: Source, **facts: int) -> pb.SubscribeResponse:
     return pb.SubscribeResponse(source=source_to_proto(source), load=load_pb2.Load(**facts))
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = asyncio.get_running_loop().time() + WAIT_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
-        await asyncio.sleep(0.001)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -18,6 +18,7 @@ from frontend_svc.openai.body.guided import Constraint
 from frontend_svc.openai.body.parsing import parse_chat
 from frontend_svc.openai.body.tool_calls import plan_tools
 from frontend_svc.tools.formats import HERMES
+from tests.kit.waiting import until
 
 
 def of_regex(regex: str) -> Constraint:
@@ -41,11 +42,13 @@ async def test_a_slow_constraint_occupies_one_thread_until_it_ends(
         await checks.check(of_regex("b"))
     assert compiled == ["a"], "the second one has not begun"
     may_end.set()
-    while "b" not in compiled:
-        try:
+
+    async def is_compiled() -> bool:
+        with contextlib.suppress(Overloaded):
             await checks.check(of_regex("b"))
-        except Overloaded:
-            await asyncio.sleep(0.01)
+        return "b" in compiled
+
+    await until(is_compiled, "the checks accept another constraint")
 
 
 async def test_a_long_grammar_is_refused_before_its_conversion() -> None:

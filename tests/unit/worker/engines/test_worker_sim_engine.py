@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from common.request.preprocessed import (
     TokenIds,
     TopLogprob,
 )
+from tests.kit.waiting import until
 from worker_svc.engines.contract import (
     GenerateContext,
     LLMEngineOutput,
@@ -81,8 +81,8 @@ class ManualTime:
     async def advance(self, seconds: float) -> None:
         """Time advances at once; then all ready tasks run."""
         self.now += seconds
-        for until, woken in self._sleepers:
-            if until <= self.now and not woken.done():
+        for end, woken in self._sleepers:
+            if end <= self.now and not woken.done():
                 woken.set_result(None)
         self._sleepers = [one for one in self._sleepers if not one[1].done()]
         await turns()
@@ -91,13 +91,6 @@ class ManualTime:
 async def turns(count: int = 20) -> None:
     """Lets all ready tasks run."""
     for _ in range(count):
-        await asyncio.sleep(0)
-
-
-async def until(condition: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"never happened: {what}"
         await asyncio.sleep(0)
 
 

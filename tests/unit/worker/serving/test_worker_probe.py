@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import pytest
@@ -15,6 +15,7 @@ from common.request.preprocessed import TokenIds
 from common.request.token_stream import LegRequest
 from common.service.health import HealthReporter
 from common.service.lifecycle import Lifecycle
+from tests.kit.waiting import until
 from worker_svc.engines.contract import (
     EngineConfig,
     GenerateContext,
@@ -72,14 +73,6 @@ class FakeEngine:
 
     def loads(self) -> Sequence[Load]:
         return (Load(engine_step=self.steps),)
-
-
-async def until(condition: Callable[[], object], what: str) -> None:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    while not condition():
-        assert loop.time() - began < WAIT_S, f"never: {what}"
-        await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
