@@ -37,6 +37,7 @@ from common.runtime.tasks import TaskGroup
 from tests.chaos.worker_host import WORKERS_PER_HOST
 from tests.kit.oracle import Oracle
 from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.waiting import until
 
 CLIENTS = 8
 PREFIX_GROUPS = 60
@@ -87,9 +88,11 @@ class Churn:
         )
         async with httpx.AsyncClient(timeout=60.0, trust_env=False) as http, TaskGroup() as tasks:
             clients = [tasks.create_task(self._run_client(http)) for _ in range(CLIENTS)]
+            # Sleep: the load before the churn.
             await asyncio.sleep(self._options.warm_s)
             killed_at = time.monotonic()
             ready_s, index_recovered_s = await self._replace(killed_at)
+            # Sleep: the load after a kill.
             await asyncio.sleep(max(0.0, killed_at + self._options.after_s - time.monotonic()))
             for client in clients:
                 client.cancel()
@@ -145,12 +148,11 @@ class Churn:
         return found["exact"] if sum(found.values()) == found["exact"] else -1
 
     async def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not await asyncio.to_thread(condition):
-            assert time.monotonic() < deadline, (
-                f"not within {WAIT_S:g} s: {what}\n{self._mesh.logs()}"
-            )
-            await asyncio.sleep(0.02)
+        try:
+            await until(lambda: asyncio.to_thread(condition), what, WAIT_S, 0.02)
+        except AssertionError as error:
+            error.add_note(self._mesh.logs())
+            raise
 
     async def _run_client(self, http: httpx.AsyncClient) -> None:
         while True:

@@ -199,11 +199,12 @@ class _CaseRun:
         observations.fault_at = time.monotonic()
         await self._inject(victims)
         if case.lasts_s:
+            # Sleep: the fault lasts for this time.
             await asyncio.sleep(case.lasts_s)
             self._undo(victims)
         await asyncio.wait(streams)
         await self._await_recovery()
-        # A fault that ends before it is detected proves nothing.
+        # Sleep: a fault that ends before it is detected proves nothing.
         await asyncio.sleep(
             observations.fault_at + FAULT_DURATION_S[case.action] - time.monotonic()
         )
@@ -243,6 +244,7 @@ class _CaseRun:
         if case.respawn:
             self._respawned = [self._mesh.spawn(kind) for kind in case.targets]
         if case.action == "term":
+            # Sleep: a load balancer notices the drain after this time.
             await asyncio.sleep(BALANCER_S)
             drained_urls = {v.addresses["http"] for v in victims if v.service_name == "frontend"}
             self._urls = [url for url in self._urls if url not in drained_urls]
@@ -257,6 +259,7 @@ class _CaseRun:
             self._observations.fresh.append(reply)
             fetching = fetch(urls[self._sent % len(urls)], reply)
             self._fetches.append(tasks.create_task(fetching))
+            # Sleep: the pace of new requests.
             await asyncio.sleep(FRESH_EVERY_S)
 
     async def _await_recovery(self) -> None:
@@ -319,6 +322,7 @@ class _CaseRun:
             service.wait_ready()
         deadline = time.monotonic() + REST_S
         while (left := self._find_leftovers()) and time.monotonic() < deadline:
+            # Sleep: a poll with a deadline; what is left then is a result.
             time.sleep(0.05)
         self._observations.left = left
         frontends = [s for s in self._mesh.services if s.service_name == "frontend"]
@@ -348,6 +352,7 @@ class _CaseRun:
         async def watch() -> None:
             while True:
                 before = time.monotonic()
+                # Sleep: its lateness is measured.
                 await asyncio.sleep(STALL_TICK_S)
                 late_s = time.monotonic() - before - STALL_TICK_S
                 self._observations.stall_s = max(self._observations.stall_s, late_s)

@@ -65,6 +65,7 @@ class Scale:
         for service in services.values():
             await asyncio.to_thread(service.wait_ready, START_WAIT_S)
         routable_s = await self._start_workers(services)
+        # Sleep: the processes settle before they are measured idle.
         await asyncio.sleep(SETTLE_S)
         idle = await self._cpu_percent(services, options.idle_s)
         before = _decision_buckets(services["router"])
@@ -92,6 +93,7 @@ class Scale:
             waited_s = time.monotonic() - started_at
             assert not dead, self._mesh.logs()
             assert waited_s < START_WAIT_S, self._mesh.logs()
+            # Sleep: a poll with a deadline that also checks the processes.
             await asyncio.sleep(0.1)
         return time.monotonic() - started_at
 
@@ -111,6 +113,7 @@ class Scale:
     ) -> dict[str, float]:
         before = {kind: cpu_s(service.pid) for kind, service in services.items()}
         started_at = time.monotonic()
+        # Sleep: the processor time of this interval is measured.
         await asyncio.sleep(duration_s)
         elapsed_s = time.monotonic() - started_at
         return {
@@ -129,6 +132,7 @@ class Scale:
         ):
             started_at = time.monotonic()
             for number in range(round(RATE * duration_s)):
+                # Sleep: the pace of requests.
                 await asyncio.sleep(max(0.0, started_at + number / RATE - time.monotonic()))
                 tasks.create_task(self._send(http, url))
 

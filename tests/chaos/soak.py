@@ -127,6 +127,7 @@ class Soak:
     async def _kill_in_turn(self) -> None:
         while not self._is_over():
             for kind in KILLED_KINDS:
+                # Sleep: the pace of kills.
                 await asyncio.sleep(KILL_EVERY_S)
                 if self._is_over():
                     return
@@ -145,6 +146,7 @@ class Soak:
                 for service in survivors:
                     sample = _figures((await http.get(_metrics_url(service))).text)
                     self._samples.setdefault(service.name, []).append((at, sample))
+                # Sleep: the pace of samples.
                 await asyncio.sleep(SAMPLE_EVERY_S)
 
 

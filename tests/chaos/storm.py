@@ -179,6 +179,7 @@ def find_leftovers(mesh: Mesh, rest_s: float) -> dict[str, int]:
     """Waits up to rest_s until the mesh is idle; returns the resources still held, by holder."""
     deadline = time.monotonic() + rest_s
     while (left := _held(mesh)) and time.monotonic() < deadline:
+        # Sleep: a poll with a deadline; what is left then is a result.
         time.sleep(0.05)
     return left
 

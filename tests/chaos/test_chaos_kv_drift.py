@@ -37,12 +37,14 @@ def system(number: int) -> str:
 async def converse(url: str, client: int) -> None:
     """Runs the turns of a chat; each prompt contains all earlier turns."""
     rng, history = Random(client), f"{system(client % SYSTEMS)} Client {client}: "
+    # Sleep: the clients start one after the other.
     await asyncio.sleep(client / SYSTEMS * CLIENT_INTERVAL_S)
     for _ in range(TURNS):
         history += words(rng, 60)
         reply = await fetch(url, Reply(history, 16))
         assert not reply.error, reply.error
         history += reply.text
+        # Sleep: a pause between the turns of a chat.
         await asyncio.sleep(TURN_PAUSE_S)
 
 

@@ -189,6 +189,7 @@ class IgnoresStops(Counter):  # type: ignore[misc]
         self, request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         while True:
+            # Sleep: the pace of an engine that ignores stops.
             await asyncio.sleep(0.001)
             yield chunk.token(1)
 
@@ -229,6 +230,7 @@ class IgnoresCancellation(Counter):  # type: ignore[misc]
         yield chunk.token(1)
         while True:
             try:
+                # Sleep: the engine does not end when it is cancelled.
                 await asyncio.sleep(0.5)
                 break
             except asyncio.CancelledError:
@@ -433,6 +435,7 @@ class NeedsAStart(Counter):  # type: ignore[misc]
 
 class LeavesATask(Counter):  # type: ignore[misc]
     async def start(self, worker_id: int) -> Any:
+        # Sleep: a task that the engine leaves behind.
         self.task = asyncio.create_task(asyncio.sleep(3600), name="left-behind")
         await asyncio.sleep(0)
         return await super().start(worker_id)

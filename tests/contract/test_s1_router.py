@@ -265,6 +265,7 @@ async def test_waiting_for_workers_of_one_model_delays_no_other_and_can_be_cance
             try:
                 return (await running.route(model=model)).worker.worker_id
             except Exception:
+                # Sleep: the pace of retries.
                 await asyncio.sleep(0.002)
 
     late, never = (asyncio.create_task(wait_for(model)) for model in ("late", "never"))

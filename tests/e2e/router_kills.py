@@ -42,7 +42,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.measure import print_report
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from tests.kit.processes import MODEL, PARENT_GUARD, Mesh, Service
-from tests.kit.waiting import WAIT_S
+from tests.kit.waiting import WAIT_S, until
 
 LONG_TIMEOUT_S = 60.0
 POLL_S = 0.01
@@ -81,10 +81,8 @@ async def wait_until(
     condition: Callable[[], T | None], description: str, timeout_s: float = LONG_TIMEOUT_S
 ) -> T:
     """The first true value; `condition` runs in a thread, because it queries processes."""
-    deadline = now() + timeout_s
-    while not (value := await asyncio.to_thread(condition)):
-        assert now() < deadline, f"not within {timeout_s:g} s: {description}"
-        await asyncio.sleep(POLL_S)
+    value = await until(lambda: asyncio.to_thread(condition), description, timeout_s, POLL_S)
+    assert value is not None
     return value
 
 
@@ -179,6 +177,7 @@ class BookingsTracker:
             if is_now_consistent and not self._consistent.is_set():
                 self.consistent_at = now()
                 self._consistent.set()
+            # Sleep: the pace of measurements.
             await asyncio.sleep(POLL_S)
             if not is_now_consistent and self._consistent.is_set():
                 self.inconsistent_s += now() - began
@@ -213,6 +212,7 @@ async def kill_one(mesh: Mesh, held: Bookings, head_start_s: float | None) -> Ki
         await survivor_tracked.wait_until_consistent()
         if head_start_s is not None:
             new = mesh.spawn("router")
+            # Sleep: the head start is part of the case.
             await asyncio.sleep(head_start_s)
         victim.kill()
         killed_at = now()

@@ -191,5 +191,6 @@ def test_a_connection_serves_a_request_after_six_idle_seconds(mesh: Mesh) -> Non
         response = connection.getresponse()
         assert response.status == 200
         response.read()
+        # Sleep: the connection is idle for this time.
         time.sleep(pause_s)
     connection.close()

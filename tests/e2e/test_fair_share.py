@@ -49,11 +49,18 @@ def test_tenants_share_a_busy_worker_by_weight_and_not_by_requests(tmp_path: Pat
         mesh.spawn("frontend", f"--api-keys={keys}").wait_ready()
         wait_for(mesh.is_complete, "the frontend uses the router and the worker")
         equal = asyncio.run(load(mesh, headers))
-        run(keys, "limits", "few", "--weight=3")
-        time.sleep(2.5)
+        # The limit is never reached; its header shows that the frontend has read the file.
+        run(keys, "limits", "few", "--weight=3", "--requests-per-s=1000")
+        wait_for(lambda: has_limit(mesh, headers["few"]), "the frontend has the new weight")
         weighted = asyncio.run(load(mesh, headers))
+    print(f"equal weights: {dict(equal)}; few with weight 3: {dict(weighted)}")
     assert 0.42 <= equal["few"] / equal.total() <= 0.58
     assert 0.65 <= weighted["few"] / weighted.total() <= 0.85
+
+
+def has_limit(mesh: Mesh, headers: dict[str, str]) -> bool:
+    response = mesh.post_completion("limit", headers=headers)
+    return "x-ratelimit-limit-requests" in response.headers
 
 
 async def load(mesh: Mesh, headers: dict[str, dict[str, str]]) -> Counter[str]:

@@ -152,6 +152,7 @@ def test_slow_clients_are_closed_and_do_not_delay_others(mesh: Mesh) -> None:
         for client in clients[:SLOW_CLIENTS:100]:
             with contextlib.suppress(ConnectionError):  # "y" is no method
                 client.sendall(b"y")
+        # Sleep: the pace of slow clients.
         time.sleep(0.5)
     for client in clients:
         with contextlib.suppress(ConnectionError):

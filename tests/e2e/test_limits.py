@@ -89,6 +89,7 @@ async def flood(mesh: Mesh, headers: Json, seconds: float, *frontends: int) -> l
         while time.monotonic() < end:
             responses.append(await http.post(url, json=body, headers=headers))
             if responses[-1].status_code == 429:
+                # Sleep: the pace of a refused client.
                 await asyncio.sleep(0.02)
 
     async with httpx.AsyncClient(timeout=WAIT_S, trust_env=False) as http:
@@ -113,6 +114,7 @@ def test_a_tenant_at_its_request_limit_gets_429_and_may_retry_when_it_says(
     assert refused.headers["x-ratelimit-limit-requests"] == "5"
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
     assert refused.headers["x-should-retry"] == "true"
+    # Sleep: the time that the refusal states.
     time.sleep(int(refused.headers["retry-after-ms"]) / 1000)
     response = send(mesh, tenants.headers["slow"])
     assert response.status_code == 200

@@ -69,5 +69,6 @@ def test_a_client_that_pauses_receives_the_same_events(mesh: Mesh) -> None:
     expected = read_events(fast)
     assert expected.count("data: ") == TOKENS + 3  # role, tokens, finish reason, DONE
     assert expected.endswith("data: [DONE]\n\n")
+    # Sleep: the client does not read for this time.
     time.sleep(PAUSE_S)
     assert read_events(slow) == expected

@@ -25,7 +25,7 @@ from frontend_svc.edge.sockets import listen
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from tests.kit.certificates import Authority
 from tests.kit.processes import Mesh, Service
-from tests.kit.waiting import wait_for
+from tests.kit.waiting import until, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -304,8 +304,7 @@ async def test_a_client_that_does_not_finish_the_handshake_is_disconnected(
     task = asyncio.create_task(http.serve([listen_socket]))
     try:
         async with asyncio.timeout(20.0):
-            while not getattr(http, "servers", ()):  # noqa: ASYNC110  # uvicorn has no event for it
-                await asyncio.sleep(0.01)
+            await until(lambda: getattr(http, "servers", ()), "uvicorn serves")
             reader, writer = await asyncio.open_connection(*listen_socket.getsockname())
             assert await reader.read() == b""
             writer.close()

@@ -138,6 +138,7 @@ async def run_probe(client: httpx.AsyncClient) -> AsyncIterator[Probe]:
             response = await client.post("/v1/completions", json=body)
             code = "" if response.status_code == 200 else response.json()["error"]["code"]
             probe.results.append((now(), response.status_code, code))
+            # Sleep: the pace of the probe.
             await asyncio.sleep(PROBE_INTERVAL_S)
 
     task = asyncio.create_task(run())
@@ -299,6 +300,7 @@ async def test_a_frontend_that_was_stopped_does_not_migrate_its_streams(
     with start() as mesh:
         async with open_client(mesh) as client, open_streams(client) as (streams, end):
             mesh.frontend.send(signal.SIGSTOP)
+            # Sleep: the frontend is stopped for this time.
             await asyncio.sleep(STOPPED_S)
             mesh.frontend.send(signal.SIGCONT)
             await asyncio.wait_for(end, WAIT_S)

@@ -131,6 +131,7 @@ class EngineWire:
             async with self._turn:
                 if await self._router.poll(20):
                     await self._replay(self._router)
+            # Sleep: lets the publisher take the turn.
             await asyncio.sleep(0.001)
 
     async def _replay(self, router: zmq.asyncio.Socket) -> None:

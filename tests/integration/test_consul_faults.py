@@ -290,6 +290,7 @@ async def test_a_paused_agent_changes_nothing(mesh: Mesh, healthy: ThreadedHealt
                 assert await client.snapshot(NS) is known
                 with pytest.raises(Unavailable, match="cannot reach Consul"):
                     await client.register(worker(None))
+                # Sleep: the agent is stopped for this time.
                 await asyncio.sleep(stopped_at + 3.0 - time.monotonic())
             finally:
                 mesh.agent.resume()

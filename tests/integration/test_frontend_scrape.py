@@ -49,6 +49,7 @@ class Gate:
         if self.error is not None:
             raise self.error
         for token in (300, 301, 302):
+            # Sleep: the pace of the engine.
             await asyncio.sleep(self.delay_s)
             yield chunk.token(token)
         yield chunk.length().with_usage(usage(len(request.token_ids), 3))

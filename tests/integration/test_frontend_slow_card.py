@@ -45,6 +45,7 @@ class SlowPeer(engine_pb2_grpc.EngineServiceServicer):
                 data=data[at : at + 1], sha256=one.sha256, size=one.size
             )
             at, self.sent = at + 1, self.sent + 1
+            # Sleep: the pace of a slow transfer.
             await asyncio.sleep(TRICKLE_S)
         yield engine_pb2.GetArtifactResponse(data=data[at:], sha256=one.sha256, size=one.size)
 

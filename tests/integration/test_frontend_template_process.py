@@ -126,7 +126,7 @@ def failing_frame(_json: bytes) -> NoReturn:
 async def test_only_the_prompt_that_exceeds_a_limit_fails(template: TemplateProcess) -> None:
     contents = ["a", "loop", "b"]
     tasks = [asyncio.create_task(prompt(template, one)) for one in contents]
-    await asyncio.sleep(0.1)
+    await until(lambda: len(template._batch) == 3, "the first prompts are sent")
     waiting = asyncio.create_task(prompt(template, "c"))  # while they are rendered
     found = await asyncio.gather(*tasks, waiting, return_exceptions=True)
     assert isinstance(found[1], TemplateError)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.waiting import until
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +37,7 @@ class Api(BaseHTTPRequestHandler):
     def do_GET(self):
         model = Path("model").read_text()
         self.answer(json.dumps({"data": [{"id": model}]}))
+        note("got", self.path)
 
     def do_POST(self):
         self.rfile.read(int(self.headers["content-length"]))
@@ -243,7 +246,7 @@ async def test_a_dead_worker_is_deregistered_and_replaced(folder: Path) -> None:
 async def test_a_frontend_that_hangs_is_killed_and_started_again(folder: Path) -> None:
     async with meshctl(folder, "--live-failures-max", "1") as mesh:
         await mesh.line("mesh", "ready")
-        await asyncio.sleep(4)  # until it was live once
+        await until(lambda: "/live" in mesh.notes("got"), "the frontend was live once")
         os.kill(mesh.pids("frontend-0")[0], signal.SIGSTOP)
         died = await mesh.line("frontend-0", "died")
         assert "killed by SIGKILL (it did not answer 1 liveness checks in a row)" in died

@@ -489,6 +489,7 @@ async def test_changes_within_the_spacing_are_one_batch(monkeypatch: pytest.Monk
     async with mesh() as m:
         for _ in range(5):
             m.store_pages()
+            # Sleep: the pace of the changes.
             await asyncio.sleep(0.01)
         await until(lambda: m.publisher.counters["batches"] == 2, "the first, then the others")
 

@@ -19,7 +19,7 @@ from common.rpc import message_stream
 from common.rpc.http2.frames import WINDOW_BYTES
 from common.rpc.stream import GrpcStream, open_stream
 from tests.integration.rpc_bed import RunningServer, echo, serving, serving_streams
-from tests.kit.waiting import WAIT_S
+from tests.kit.waiting import WAIT_S, until
 
 Stream = GrpcStream[Any, BytesValue]
 Serve = Callable[..., AbstractAsyncContextManager[RunningServer]]
@@ -160,6 +160,7 @@ async def test_a_server_that_does_not_read_stops_the_writer_and_nothing_is_lost(
                 written += 1
 
         task = asyncio.create_task(write())
+        # Sleep: nothing more may be written.
         await asyncio.sleep(0.5)
         assert written < count, "HTTP/2 windows stop the writer"
         released.set()
@@ -181,6 +182,7 @@ async def test_messages_that_are_not_read_stop_the_server(serve: Serve) -> None:
 
     async with serve(flood) as service, opened(service) as stream:
         await stream.write(BytesValue(value=b"end"))
+        # Sleep: nothing more may be sent.
         await asyncio.sleep(0.5)
         assert sent << 20 < 3 * WINDOW_BYTES
         await first_of_wire(stream)
@@ -227,7 +229,7 @@ async def test_leaving_the_context_cancels_the_handler(serve: Serve) -> None:
     async def hold(request: bytes, _context: object) -> bytes:
         started.set()
         try:
-            await asyncio.sleep(WAIT_S)
+            await asyncio.Event().wait()
         finally:
             cancelled.set()
         return request
@@ -257,6 +259,7 @@ async def test_a_server_that_stops_ends_the_stream_as_unavailable(
         await first_of_wire(stream)
         stopping = asyncio.create_task(service.stop(grace_s))
         if grace_s is not None:  # a call that runs continues after GOAWAY
+            # Sleep: the client receives GOAWAY meanwhile.
             await asyncio.sleep(0.2)
             await stream.write(BytesValue(value=b"still"))
             assert await stream.read() == BytesValue(value=b"still")
@@ -290,6 +293,7 @@ async def test_a_quiet_stream_outlives_its_pings(
     monkeypatch.setattr(message_stream, "TICK_S", 0.02)
     async with serve(echo) as service, opened(service) as stream:
         await first_of_wire(stream)
+        # Sleep: nothing may end the quiet stream.
         await asyncio.sleep(0.5)
         await stream.write(BytesValue(value=b"x"))
         assert await stream.read() == BytesValue(value=b"x")
@@ -385,5 +389,4 @@ async def test_an_ended_stream_leaves_nothing(serve: Serve) -> None:
                 await stream.write(BytesValue(value=b"x"))
                 await first_of_wire(stream)
         del stream
-        await asyncio.sleep(message_stream.CLOSE_TIMEOUT_S + 0.2)
-        assert alive() == before
+        await until(lambda: alive() == before, "the ended streams are freed", poll_s=0.1)

@@ -130,7 +130,9 @@ async def test_handshakes_of_a_busy_process_succeed(certificates: dict[str, rpc.
 
         calls = [asyncio.create_task(greeting()) for _ in range(8)]
         while not all(call.done() for call in calls):
+            # Sleep: a loop that is often blocked.
             await asyncio.sleep(0.01)
+            # Sleep: a loop that is often blocked.
             time.sleep(0.05)  # noqa: ASYNC251
         assert [call.result() for call in calls] == [b"first"] * 8
 
@@ -250,7 +252,7 @@ async def test_the_handler_of_a_client_that_disconnects_is_cancelled() -> None:
 
     async def hold(request: bytes, _context: object) -> bytes:
         try:
-            await asyncio.sleep(WAIT_S)
+            await asyncio.Event().wait()
         finally:
             cancelled.set()
         return request
@@ -272,8 +274,9 @@ async def test_the_cleanup_of_a_cancelled_handler_is_not_interrupted(is_drained:
 
     async def hold(request: bytes, _context: object) -> bytes:
         try:
-            await asyncio.sleep(WAIT_S)
+            await asyncio.Event().wait()
         finally:
+            # Sleep: the cleanup takes time.
             await asyncio.sleep(0.1)
             cleaned.set()
         return request
@@ -306,6 +309,7 @@ def test_messages_that_were_received_are_read_after_the_connection_has_ended() -
         ):
             await stream.write(BytesValue(value=b"x"))
             await stream.done_writing()
+            # Sleep: the stream is read long after its end.
             await asyncio.sleep(2 * CLOSE_TIMEOUT_S)
             with pytest.raises(errors.InternalError):
                 await stream.read()  # the greeting is of another type

@@ -190,6 +190,7 @@ async def test_aborted_or_dropped_pairs_do_not_affect_other_pairs() -> None:
 
         async def one(number: int) -> None:
             nonlocal responded
+            # Sleep: the requests start at random times.
             await asyncio.sleep(rng.uniform(0, 1.0))
             prompt = prompt_of(number)
             preprocessed = request(prompt, bootstrap_info=them.bootstrap(number))

@@ -306,6 +306,7 @@ async def test_a_worker_joins_when_its_slow_engine_has_started_and_logs_the_time
         """Takes a while to start."""
 
         async def start(self, worker_id: int) -> Any:
+            # Sleep: the engine starts slowly.
             await asyncio.sleep(0.2)
             return await super().start(worker_id)
 

@@ -170,6 +170,7 @@ class Slow(RecordingSink):
             asyncio.get_running_loop().call_soon(self._next_turn)
         self.in_turn += 1
         self.most_in_turn = max(self.most_in_turn, self.in_turn)
+        # Sleep: the events of a message take this time.
         time.sleep(YIELD_INTERVAL_S / 2)
 
     def _next_turn(self) -> None:

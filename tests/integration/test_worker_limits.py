@@ -73,6 +73,7 @@ class Attach:
 
     async def _beat(self) -> None:
         while True:
+            # Sleep: the pace of heartbeats.
             await asyncio.sleep(0.2)
             await self.send(RequestFrame(heartbeat=True))
 

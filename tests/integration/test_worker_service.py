@@ -603,8 +603,8 @@ async def test_requests_that_end_with_their_stream_leave_no_state() -> None:
         for seq in range(1, 21):
             async with worker.attached(seq) as frontend:
                 frontend.submit(leg_request("deaf"), Sink())
-                # Closed at any moment of the dial, of the request's delivery, and of its first
-                # steps.
+                # Sleep: closed at any moment of the dial, of the request's delivery, and of its
+                # first steps.
                 await asyncio.sleep(0.0005 * seq)
         # A request may still be in delivery when its stream has ended.
         counters = worker.app.runner.counters

@@ -30,16 +30,23 @@ def wait_for(condition: Callable[[], T], description: str, timeout_s: float = WA
 
 @overload
 async def until(
-    condition: Callable[[], Awaitable[T]], what: str, within_s: float = WAIT_S
+    condition: Callable[[], Awaitable[T]],
+    what: str,
+    within_s: float = WAIT_S,
+    poll_s: float = POLL_S,
 ) -> T: ...
 
 
 @overload
-async def until(condition: Callable[[], T], what: str, within_s: float = WAIT_S) -> T: ...
+async def until(
+    condition: Callable[[], T], what: str, within_s: float = WAIT_S, poll_s: float = POLL_S
+) -> T: ...
 
 
 # Any: the value of the condition.
-async def until(condition: Callable[[], Any], what: str, within_s: float = WAIT_S) -> Any:
+async def until(
+    condition: Callable[[], Any], what: str, within_s: float = WAIT_S, poll_s: float = POLL_S
+) -> Any:
     """Returns the first true value of `condition`, a plain or an async function.
 
     Raises AssertionError with `what` after `within_s`.
@@ -53,4 +60,4 @@ async def until(condition: Callable[[], Any], what: str, within_s: float = WAIT_
         if value:
             return value
         assert loop.time() < deadline, f"not within {within_s:g} s: {what}"
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(poll_s)

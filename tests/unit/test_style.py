@@ -11,6 +11,7 @@ import pytest
 from tools.style.commits import check_commits, commits_since, message_problems
 from tools.style.docstrings import packed_docstrings
 from tools.style.functions import LINES_MAX, long_functions
+from tools.style.sleeps import sleeps
 
 BODY = "The problem is known.\nThe solution is small. Validated by tests."
 
@@ -108,6 +109,30 @@ def test_a_message_without_body_or_with_a_long_subject_is_refused(
     message: str, problem: str
 ) -> None:
     assert list(message_problems(message)) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("time.sleep(1)", [False]),
+        ("await asyncio.sleep(PAUSE_S)", [False]),
+        ("# A comment.\ntime.sleep(1)", [False]),
+        ("# Sleep:\ntime.sleep(1)", [False]),
+        ("# Sleep: the pace.\n\ntime.sleep(1)", [False]),
+        ("# Sleep: the pace.\ntime.sleep(1)\ntime.sleep(1)", [True, False]),
+        ("# Sleep: the pace.\ntime.sleep(1)", [True]),
+        ("# Sleep: the pace, in a text\n# of two lines.\ntime.sleep(1)", [True]),
+        ("time.sleep(1)  # Sleep: the pace.", [True]),
+        ("time.sleep(1)  # Sleep: the pace.\ntime.sleep(1)", [True, False]),
+        ("await asyncio.sleep(0)", []),
+        ("engine.sleep()", []),
+        ("from tests.sim.loop import run\nawait asyncio.sleep(1)", []),
+    ],
+)
+def test_a_sleep_of_a_test_states_its_reason_except_in_virtual_time(
+    source: str, found: list[bool]
+) -> None:
+    assert [has_reason for _, has_reason in sleeps(source)] == found
 
 
 def git(root: Path, *arguments: str) -> str:

@@ -368,6 +368,7 @@ async def test_silence_is_no_failure_while_no_worker_is_alive(bed: Bed) -> None:
     await bed.feed(status(ONE, "stale", caught_up=True))
     bed.now += SUBSCRIBE.limit_s * 10
     for _ in range(20):
+        # Sleep: nothing may happen: no subscription is opened.
         await asyncio.sleep(0.001)
     assert len(bed.fake.calls) == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from common.registry import file
 from common.registry.file import FileRegistry
 from common.registry.folder_changes import FolderChanges
 from common.registry.instances import Instance
+from tests.kit.waiting import WAIT_S, until
 
-WAIT_S = 20.0
 OWNER = """
 import asyncio, sys
 from pathlib import Path
@@ -50,6 +49,7 @@ async def test_each_change_ends_a_wait(tmp_path: Path) -> None:
             count = changes.count
             asyncio.get_running_loop().call_later(0.01, change, tmp_path)
             assert await changes.wait(count, WAIT_S)
+            # Sleep: later reports of the same change must not end the next wait.
             await asyncio.sleep(0.01)
 
 
@@ -58,7 +58,7 @@ async def test_a_change_before_the_wait_ends_it(tmp_path: Path) -> None:
         assert changes.observe(tmp_path)
         count = changes.count
         write(tmp_path)
-        await asyncio.sleep(0.01)
+        await until(lambda: changes.count > count, "the change is reported")
         assert await changes.wait(count, WAIT_S)
 
 
@@ -89,17 +89,17 @@ async def test_members_are_seen_without_polls(
     registry = FileRegistry(tmp_path)
     async with asyncio.timeout(WAIT_S), registry.watch("ns") as watch:
 
-        async def until(holds: Callable[[], bool]) -> None:
-            while not holds():
+        async def shows(*worker_ids: int) -> None:
+            while set(watch.current.instances) != set(worker_ids):
                 await watch.next()
 
         lease = await registry.register(Instance(8, "ns", "worker", "other", address="127.0.0.1:2"))
-        await until(lambda: set(watch.current.instances) == {8})
+        await shows(8)
         owner = await asyncio.create_subprocess_exec(sys.executable, "-c", OWNER, tmp_path)
-        await until(lambda: set(watch.current.instances) == {7, 8})
+        await shows(7, 8)
         owner.kill()
-        await until(lambda: set(watch.current.instances) == {8})
+        await shows(8)
         await owner.wait()
         await lease.close()
-        await until(lambda: not watch.current.instances)
+        await shows()
     await registry.close()

@@ -59,9 +59,10 @@ async def test_an_error_ends_the_other_tasks_and_the_body() -> None:
 
 
 async def test_a_cancelled_group_cancels_its_tasks() -> None:
-    has_ended = asyncio.Event()
+    has_begun, has_ended = asyncio.Event(), asyncio.Event()
 
     async def child() -> None:
+        has_begun.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -72,7 +73,7 @@ async def test_a_cancelled_group_cancels_its_tasks() -> None:
             tasks.create_task(child())
 
     task = asyncio.create_task(parent())
-    await asyncio.sleep(0.01)
+    await asyncio.wait_for(has_begun.wait(), 20.0)
     task.cancel()
     await asyncio.wait({task}, timeout=20.0)
     assert task.cancelled()

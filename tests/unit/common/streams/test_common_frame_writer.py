@@ -182,4 +182,5 @@ async def test_a_failed_write_ends_the_writer_and_the_reader() -> None:
         raise Unavailable("the peer has left")
 
     with pytest.raises(Unavailable, match="the peer has left"):
+        # Sleep: a stream that does not end by itself.
         await asyncio.wait_for(queue.writer.serve(asyncio.sleep(60), write), 1.0)

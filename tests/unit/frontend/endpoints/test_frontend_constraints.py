@@ -64,6 +64,7 @@ async def test_the_functions_of_a_request_share_one_time_limit(
 
     def compile_slowly(guided: GuidedDecoding) -> None:
         compiled.append(guided)
+        # Sleep: the compilation takes time.
         time.sleep(0.03)
 
     monkeypatch.setattr(constraints, "check_constraint", compile_slowly)

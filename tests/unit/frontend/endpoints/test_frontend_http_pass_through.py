@@ -339,6 +339,7 @@ async def garbage_of(requests: Callable[[], Awaitable[None]]) -> set[str]:
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         await requests()
+        # Sleep: the tasks of the requests end meanwhile.
         await asyncio.sleep(0.1)
         gc.collect()
         return {type(one).__name__ for one in gc.garbage if is_of_product(type(one))}
