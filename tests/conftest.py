@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.known_reruns import without_cause
 from tests.row_report import RowReport
 from tests.service_traffic import ServiceTraffic
 
@@ -17,8 +18,8 @@ pytest.register_assert_rewrite("tests.kit")
 ROW = re.compile(r"\bS[0-4]-\d{2,3}\b")
 ROWS_A_TEST_MAX = 5
 # Tests of real processes and sockets depend on a shared machine. One that fails runs up to
-# twice more (`--reruns 0`: it does not), and the summary names it. All other tests must pass at
-# once.
+# twice more (`--reruns 0`: it does not), and the summary names it (`tests/known_reruns.py`). All
+# other tests must pass at once.
 RERUN_FOLDERS = {"contract", "integration", "e2e", "chaos", "sglang"}
 # Long tests take many times longer on a busy machine; up to 48 s were measured.
 LONG_TIMEOUT_S = 240
@@ -62,6 +63,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     finally:
         if TRAFFIC.is_through_service:
             item.user_properties.append(("service", True))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names the reruns without a noted cause."""
+    reruns = [report.nodeid for report in terminalreporter.stats.get("rerun", ())]
+    for test in without_cause(reruns):
+        terminalreporter.write_line(
+            f"rerun without a noted cause: {test}; mend it, or note its cause in "
+            "tests/known_reruns.py"
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -145,8 +145,9 @@ class Service:
                 raise AssertionError(f"{self.name} ended before it was ready\n{self.tail()}")
             line += part
         ready_message = json.loads(line)
-        if "error" in ready_message:
-            raise AssertionError(f"{self.name} ended before it was ready\n{self.tail()}")
+        if "error" in ready_message:  # its log line may still be in the queue of the log
+            error = ready_message["error"]
+            raise AssertionError(f"{self.name} ended before it was ready: {error}\n{self.tail()}")
         self.instance_id, self.addresses = (
             int(ready_message["instance_id"]),
             ready_message["addresses"],
