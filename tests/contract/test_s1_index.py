@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -25,7 +26,6 @@ from common.kv.hashing import hashes_to_bytes
 from common.kv.index_feed import IndexFeed, run_all_steps
 from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
-from common.registry.instances import Instance, Snapshot
 from common.request.placement import Placement, Query
 from common.runtime.config import ConfigError, read_config
 from indexer_svc.core.history import BatchHistory
@@ -35,28 +35,17 @@ from router_svc.core.overlap import Index, IndexSettings, IndexStatus, NoIndex, 
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS, Selection
 from router_svc.core.types import BookingKey, Candidate
+from tests.kit import instances
+from tests.kit.instances import snapshot_of
 
 PART = Partition("m", 16, 1)
 ONE, TWO = Source(1), Source(2, 3)
 BLOCKS = np.arange(1, 9, dtype=np.uint64)
+worker = partial(instances.worker, kv_index="events")
 
 
 def query(count: int = 8) -> Query:
     return Query("m", 16 * count, hashes_to_bytes(BLOCKS[:count]), 1, 16)
-
-
-def worker(worker_id: int, *, ranks: int = 1, kv_index: str = "events") -> Instance:
-    return Instance(
-        worker_id,
-        "mesh",
-        "worker",
-        "",
-        "127.0.0.1:1",
-        model="m",
-        block_size=16,
-        dp_size=ranks,
-        kv_index=kv_index,  # type: ignore[arg-type]  # One of its literals, in every caller.
-    )
 
 
 def stored(source: Source, sequence: int, *keys: int) -> EventBatch:
@@ -99,7 +88,7 @@ def replica() -> Index:
 
 def overlaps(choice: IndexSettings, index: Index | None = None) -> Overlaps:
     one = Overlaps(replica() if index is None else index, choice)
-    one.update_workers([worker(1), worker(2, ranks=4)])
+    one.update_workers([worker(1), worker(2, dp_size=4)])
     return one
 
 
@@ -139,11 +128,11 @@ def test_no_index_gives_empty_scores_and_never_an_error() -> None:
 
 @pytest.mark.row("S1-37")
 def test_a_selection_has_the_candidate_its_rank_and_the_reason() -> None:
-    chosen = Candidate(Placement(2, 3), worker(2, ranks=4))
+    chosen = Candidate(Placement(2, 3), worker(2, dp_size=4))
     choice = Selection(chosen, "chosen by the test")
     assert (choice.candidate.placement, choice.reason) == (Placement(2, 3), "chosen by the test")
     router = Router(SELECTORS["kv"](), index=replica())
-    router.update(Snapshot(1, {w.id: w for w in (worker(1), worker(2, ranks=4))}), 0.0)
+    router.update(snapshot_of(worker(1), worker(2, dp_size=4)), 0.0)
     decision = router.decide(query(), None, 0.0, Random(0))
     assert isinstance(decision.decision.worker, Placement)
     assert decision.decision.overlap_blocks == 5
@@ -362,7 +351,7 @@ class Failing:
 @pytest.mark.row("S1-78", "S1-108")
 def test_an_error_of_the_index_reaches_the_caller_and_leaves_no_booking() -> None:
     router = Router(SELECTORS["kv"](), index=Failing())
-    router.update(Snapshot(1, {1: worker(1)}), 0.0)
+    router.update(snapshot_of(worker(1)), 0.0)
     for query_index in (
         lambda: router.match(query()),
         lambda: router.decide(query(), BookingKey(7, "r", 0), 0.0, Random(0)),

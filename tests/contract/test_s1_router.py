@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -51,6 +52,7 @@ from kvmesh.types.v1 import load_pb2
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
 from router_svc.tracing import SPANS, DecisionSpans
+from tests.kit import instances
 from tests.kit.apps import end, living
 from tests.kit.waiting import WAIT_S, until
 
@@ -61,6 +63,7 @@ MESH_KEY = "secret"
 PART = Partition("m", B, HASH_SCHEME_ID)
 HASHER = PrefixHasher(mesh_key=MESH_KEY.encode(), model="m", block_size=B)
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+worker = partial(instances.worker, namespace=NS, kv_index="events")
 
 
 class Running:
@@ -111,12 +114,6 @@ async def router(store: MemoryStore, **settings: Any) -> AsyncIterator[Running]:
         running = Running(app, lifecycle)
         async with running.channel:
             yield running
-
-
-def worker(worker_id: int, **facts: Any) -> Instance:
-    given: dict[str, Any] = {"model": "m", "block_size": B, "kv_index": "events", **facts}
-    # No server listens there: a router that forwards anything fails.
-    return Instance(worker_id, NS, "worker", "", "127.0.0.1:1", **given)
 
 
 class Bed:

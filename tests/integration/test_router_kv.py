@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +30,7 @@ from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.types.v1 import load_pb2
 from router_svc.tracing import SPANS, DecisionSpans
+from tests.kit import instances
 from tests.kit.apps import living
 from tests.kit.local_router import NS, LocalRouter, key, local_router
 from tests.kit.waiting import until
@@ -38,6 +40,7 @@ MESH_KEY = "secret"
 PART = Partition("m", B, HASH_SCHEME_ID)
 HASHER = PrefixHasher(mesh_key=MESH_KEY.encode(), model="m", block_size=B)
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+worker = partial(instances.worker, namespace=NS, kv_index="events")
 
 
 class FakeIndexer(indexer_pb2_grpc.IndexerServiceServicer):
@@ -107,11 +110,6 @@ async def explain(bed: LocalRouter, query: pb.Query) -> pb.ExplainResponse:
 def depth(bed: LocalRouter, worker_id: int, hashes: Hashes) -> int:
     rows = bed.app.index.feed.match(PART, hashes)
     return next((r.device_blocks for r in rows if r.source.worker_id == worker_id), 0)
-
-
-def worker(worker_id: int, **fields: Any) -> Instance:
-    given: dict[str, Any] = {"model": "m", "block_size": B, "kv_index": "events", **fields}
-    return Instance(worker_id, NS, "worker", "", "127.0.0.1:1", **given)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 
 from common.errors import Unavailable
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
-from common.registry.instances import Instance
 from common.request.placement import Query
 from kvmesh.router.v1 import router_pb2 as pb
 from router_svc.core.selectors import RoundRobinSelector, Selection
 from router_svc.core.types import Candidate
+from tests.kit import instances
 from tests.kit.local_router import FRONTEND, NS, LocalRouter, error_of, key, local_router
 from tests.kit.waiting import WAIT_S, until
 
@@ -28,6 +29,7 @@ APPROX: dict[str, Any] = {
     "recent_miss_weight": 0.0,
     "worker": {"kv_index": "events"},
 }
+instance = partial(instances.worker, namespace=NS)
 
 
 def prompt(blocks: int, seed: int = 0) -> dict[str, Any]:
@@ -40,11 +42,6 @@ def prompt(blocks: int, seed: int = 0) -> dict[str, Any]:
         "hash_scheme": HASH_SCHEME_ID,
         "block_size": B,
     }
-
-
-def instance(worker_id: int, **fields: Any) -> Instance:
-    given: dict[str, Any] = {"model": "m", "block_size": B, **fields}
-    return Instance(worker_id, NS, "worker", "", "127.0.0.1:1", **given)
 
 
 async def explain(bed: LocalRouter, **query: Any) -> pb.ExplainResponse:

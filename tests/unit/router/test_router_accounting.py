@@ -24,7 +24,7 @@ from common.kv.hashing import (
 )
 from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import BlockExtraInfo, MmObject, RouterConfigOverride, RoutingHints
 from kvmesh.router.v1 import router_pb2
@@ -38,6 +38,7 @@ from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import Booking, BookingKey, LoadTotals
 from router_svc.proto import booking_from_proto, booking_to_proto, decision_to_proto
+from tests.kit.instances import snapshot_of
 
 FRONTEND = 7
 W1, W2 = Placement(1, 0), Placement(2, 0)
@@ -196,7 +197,7 @@ def router_of(*workers: int, **options: Any) -> Router:
         )
         for at in workers
     ]
-    router.update(Snapshot(1, {i.id: i for i in instances}), 0.0)
+    router.update(snapshot_of(*instances), 0.0)
     return router
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from random import Random
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from common.errors import InternalError, InvalidRequest, MeshError, Overloaded, 
 from common.kv.events import Source
 from common.kv.load import LOAD_MAX_AGE_S, Load
 from common.kv.prefix_index import SourceMatch
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import (
     RouterConfigOverride,
@@ -40,23 +41,12 @@ from router_svc.core.router import Router
 from router_svc.core.scoring import View
 from router_svc.core.selectors import SELECTORS, Selection, WorkerSelector
 from router_svc.core.types import BookingKey, Candidate, LoadTotals
+from tests.kit import instances
+from tests.kit.instances import snapshot_of
 
 FRONTEND = 7
 BATCH = 1000
-
-
-def worker(worker_id: int, **fields: Any) -> Instance:
-    given: dict[str, Any] = {
-        "model": "m",
-        "block_size": 16,
-        "max_num_batched_tokens": BATCH,
-        **fields,
-    }
-    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
-
-
-def seen(*instances: Instance) -> Snapshot:
-    return Snapshot(1, {i.id: i for i in instances})
+worker = partial(instances.worker, max_num_batched_tokens=BATCH)
 
 
 def key(name: str) -> BookingKey:
@@ -90,7 +80,7 @@ class Bed:
         self.session = self.router.load_tracker.open_session(FRONTEND)
 
     def see(self, *workers: Instance) -> None:
-        self.router.update(seen(*workers), self.now)
+        self.router.update(snapshot_of(*workers), self.now)
 
     def admit(
         self, name: str, tokens: int = 2 * BATCH, *, level: int = 0, **hints: Any

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from common.kv.events import Source
 from common.kv.hashing import hashes_to_bytes
 from common.kv.prefix_index import SourceMatch
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RouterConfigOverride
 from router_svc.config import RouterConfig
@@ -33,6 +33,7 @@ from router_svc.core.overlap import (
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey
+from tests.kit.instances import snapshot_of
 
 B = 16
 TTL_S = 120.0
@@ -358,7 +359,7 @@ class Bed:
         self.see(*self.workers)
 
     def see(self, *workers: Instance) -> None:
-        self.router.update(Snapshot(1, {w.id: w for w in workers}), self.now)
+        self.router.update(snapshot_of(*workers), self.now)
 
     def send(self, query: Query) -> DecisionRecord:
         """Place a request and end it at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from common.errors import Overloaded, Unavailable
 from common.kv.load import Load
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingHints, SessionControl
 from router_svc.core.decision import DecisionRecord
@@ -18,24 +19,16 @@ from router_svc.core.policy import Policy
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey, Candidate, LoadTotals
+from tests.kit import instances
+from tests.kit.instances import snapshot_of
 
 FRONTEND = 7
-
-
-def worker(worker_id: int, **fields: Any) -> Instance:
-    given: dict[str, Any] = {
-        "model": "m",
-        "block_size": 16,
-        "total_kv_blocks": 100,
-        "max_num_batched_tokens": 1000,
-        **fields,
-    }
-    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
+worker = partial(instances.worker, total_kv_blocks=100, max_num_batched_tokens=1000)
 
 
 def router_of(limits: BusyLimits, *workers: Instance, **policy: Any) -> Router:
     router = Router(SELECTORS["least_loaded"](), policy=Policy(busy=limits, **policy))
-    router.update(Snapshot(1, {w.id: w for w in workers}), 0.0)
+    router.update(snapshot_of(*workers), 0.0)
     return router
 
 

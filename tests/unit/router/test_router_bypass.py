@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -14,7 +15,7 @@ from common.errors import Unavailable
 from common.kv.events import Source
 from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingConstraints, RoutingHints, SessionControl
 from router_svc.core.decision import DecisionRecord
@@ -24,9 +25,14 @@ from router_svc.core.policy import Policy
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey
+from tests.kit import instances
+from tests.kit.instances import snapshot_of
 
 B = 16
 SHORT = Bypass(policy="isl_bounding")
+worker = partial(
+    instances.worker, kv_index="events", total_kv_blocks=1000, max_num_batched_tokens=2048
+)
 
 
 def isl(prompt: int, cached: int, **fields: Any) -> str:
@@ -129,19 +135,6 @@ class Depths:
         return IndexStatus("exact")
 
 
-def worker(worker_id: int, role: str, **fields: Any) -> Instance:
-    given: dict[str, Any] = {
-        "model": "m",
-        "block_size": B,
-        "kv_index": "events",
-        "role": role,
-        "total_kv_blocks": 1000,
-        "max_num_batched_tokens": 2048,
-        **fields,
-    }
-    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
-
-
 P1, P2 = worker(1, "prefill", local_prefill=False), worker(2, "prefill", local_prefill=False)
 D11, D12 = worker(11, "decode"), worker(12, "decode")
 REMOTE = worker(13, "decode", local_prefill=False)
@@ -160,7 +153,7 @@ class Bed:
     ):
         policy = Policy(bypass=Bypass(**{"policy": "isl_bounding", **bypass}))
         self.router = Router(SELECTORS[selector](), index=Depths(cached or {}), policy=policy)
-        self.router.update(Snapshot(1, {i.id: i for i in members}), 0.0)
+        self.router.update(snapshot_of(*members), 0.0)
         self.number = 0
 
     def place(self, query: Query = QUERY, **hints: Any) -> DecisionRecord:
@@ -328,6 +321,6 @@ def test_without_a_pair_there_is_no_bypass() -> None:
 def test_every_selector_bypasses(selector: str) -> None:
     policy = Policy(bypass=Bypass(policy="prefill_load", prefill_busy_threshold=0.0))
     router = Router(SELECTORS[selector](), policy=policy)
-    router.update(Snapshot(1, {i.id: i for i in (P1, D11)}), 0.0)
+    router.update(snapshot_of(P1, D11), 0.0)
     router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=1), 0.0)
     assert router.decide(QUERY, None, 0.0, Random(0)).bypass == "prefill_busy"

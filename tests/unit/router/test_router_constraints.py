@@ -26,26 +26,21 @@ from router_svc.core.policy import Policy
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey
+from tests.kit import instances
+from tests.kit.instances import snapshot_of
 
 QUERY = Query("m", 160, bytes(range(80)), 1, 16)
 SEEDS = range(30)
 
 
 def worker(worker_id: int, role: str = "aggregated", *taints: str, **fields: Any) -> Instance:
-    given: dict[str, Any] = {
-        "model": "m",
-        "block_size": 16,
-        "role": role,
-        "taints": frozenset(taints),
-        "local_prefill": role != "decode",
-        **fields,
-    }
-    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
+    given = {"taints": frozenset(taints), "local_prefill": role != "decode", **fields}
+    return instances.worker(worker_id, role, **given)
 
 
 def router_of(*workers: Instance, selector: str = "kv", **policy: Any) -> Router:
     router = Router(SELECTORS[selector](), policy=Policy(**policy))
-    router.update(Snapshot(1, {i.id: i for i in workers}), 0.0)
+    router.update(snapshot_of(*workers), 0.0)
     return router
 
 
@@ -405,7 +400,7 @@ class Stale:
 def test_a_worker_that_disappears_between_match_and_decision_is_never_selected() -> None:
     members = [worker(n, kv_index="events") for n in (1, 2, 3)]
     router = Router(SELECTORS["kv"](), index=Stale())
-    router.update(Snapshot(1, {i.id: i for i in members}), 0.0)
+    router.update(snapshot_of(*members), 0.0)
     matches = router.match(QUERY)
     assert (
         router.decide(QUERY, None, 0.0, Random(0), matches=matches).decision.worker.worker_id == 2

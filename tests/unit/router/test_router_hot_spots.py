@@ -22,6 +22,7 @@ from router_svc.core.overlap import IndexStatus
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey
+from tests.kit.instances import snapshot_of
 
 B = 16
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=B)
@@ -64,7 +65,7 @@ class Fleet:
             )
             for n in range(1, workers + 1)
         ]
-        self.router.update(Snapshot(1, {i.id: i for i in members}), 0.0)
+        self.router.update(snapshot_of(*members), 0.0)
         self.rng = Random(3)
         self.now = 0.0
         self.count = 0

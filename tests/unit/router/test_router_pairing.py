@@ -24,6 +24,8 @@ from router_svc.core.pairing import BOOTSTRAP_ROOM_MAX, bootstrap_room
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import Booking, BookingKey, LoadTotals
+from tests.kit import instances
+from tests.kit.instances import snapshot_of
 
 FRONTEND = 7
 QUERY = Query("m", 160, bytes(range(80)), 1, 16)
@@ -44,17 +46,10 @@ class Depths:
 
 
 def worker(worker_id: int, role: str, **fields: Any) -> Instance:
-    given: dict[str, Any] = {
-        "model": "m",
-        "block_size": 16,
-        "kv_index": "events",
-        "role": role,
-        "local_prefill": role != "decode",
-        **fields,
-    }
+    given = {"kv_index": "events", "local_prefill": role != "decode", **fields}
     if role == "prefill" and "bootstrap_port" not in fields:
         given |= {"bootstrap_host": f"host{worker_id}", "bootstrap_port": 8998}
-    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
+    return instances.worker(worker_id, role, **given)
 
 
 TWO_PAIRS = (worker(1, "prefill"), worker(2, "prefill"), worker(11, "decode"), worker(12, "decode"))
@@ -63,7 +58,7 @@ TWO_PAIRS = (worker(1, "prefill"), worker(2, "prefill"), worker(11, "decode"), w
 def router_of(*instances: Instance, depths: dict[int, int] | None = None, **options: Any) -> Router:
     selector = SELECTORS[options.pop("selector", "kv")]()
     router = Router(selector, index=Depths(depths or {}), **options)
-    router.update(Snapshot(1, {i.id: i for i in instances or TWO_PAIRS}), 0.0)
+    router.update(snapshot_of(*(instances or TWO_PAIRS)), 0.0)
     return router
 
 

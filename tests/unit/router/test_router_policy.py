@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
 
 from common.errors import InternalError
 from common.kv.load import Load
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Snapshot
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.request.placement import Query
 from common.request.preprocessed import RouterConfigOverride, RoutingHints, SessionControl
@@ -27,6 +26,7 @@ from router_svc.core.scoring import View
 from router_svc.core.selectors import SELECTORS, Selection
 from router_svc.core.types import BookingKey, Candidate
 from router_svc.metrics import Metrics
+from tests.kit.instances import snapshot_of, worker
 
 PLUGIN = '''
 class OnlyTwo:
@@ -47,11 +47,6 @@ class OnlyTwo:
 
 def read(*flags: str) -> RouterConfig:
     return read_config(RouterConfig, "ROUTER", {}, flags)[0]
-
-
-def worker(worker_id: int, **fields: Any) -> Instance:
-    given: dict[str, Any] = {"model": "m", "block_size": 16, **fields}
-    return Instance(worker_id, "default", "worker", "", "127.0.0.1:1", **given)
 
 
 # Configured.
@@ -233,7 +228,7 @@ def test_bypasses_and_sessions_are_counted() -> None:
         worker(1, role="prefill", local_prefill=False, max_num_batched_tokens=10),
         worker(11, role="decode"),
     )
-    router.update(Snapshot(1, {i.id: i for i in members}), 0.0)
+    router.update(snapshot_of(*members), 0.0)
     router.load_tracker.report(1, 0, Load(waiting=1, waiting_tokens=1000), 0.0)
     metrics = Metrics(router)
     query = Query("m", 100, routing=RoutingHints(session_control=SessionControl("s")))

@@ -23,7 +23,7 @@ from common.errors import (
 )
 from common.kv.events import Source
 from common.kv.prefix_index import SourceMatch
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RouterConfigOverride, RoutingHints
 from router_svc.core.cost import CostSettings
@@ -35,6 +35,7 @@ from router_svc.core.router import Router
 from router_svc.core.scoring import View, score_candidates
 from router_svc.core.selectors import SELECTORS, Selection, WorkerSelector
 from router_svc.core.types import BookingKey, Candidate, LoadTotals
+from tests.kit.instances import snapshot_of, worker
 
 FRONTEND = 7
 # A compiled module checks the type of what it receives.
@@ -46,21 +47,12 @@ NO_SELECTION_ERROR = (
 QUERY = Query("m", total_tokens=100)
 
 
-def worker(worker_id: int, **fields: Any) -> Instance:
-    given: dict[str, Any] = {"model": "m", "block_size": 16, **fields}
-    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
-
-
-def seen(*instances: Instance) -> Snapshot:
-    return Snapshot(1, {i.id: i for i in instances})
-
-
 def router_of(
     *instances: Instance, selector: str | WorkerSelector = "least_loaded", **options: Any
 ) -> Router:
     chooser = SELECTORS[selector]() if isinstance(selector, str) else selector
     router = Router(chooser, **options)
-    router.update(seen(*(instances or (worker(1), worker(2), worker(3), worker(4)))), 0.0)
+    router.update(snapshot_of(*(instances or (worker(1), worker(2), worker(3), worker(4)))), 0.0)
     return router
 
 
@@ -224,7 +216,7 @@ def test_the_same_key_gets_the_same_decision_and_one_booking() -> None:
 def test_the_same_key_gets_another_worker_if_its_own_left() -> None:
     router = router_of(worker(1), worker(2))
     first = book(router, 0)
-    router.update(seen(worker(3 - first)), 1.0)
+    router.update(snapshot_of(worker(3 - first)), 1.0)
     assert book(router, 0) == 3 - first
     assert total(router) == LoadTotals(100, 7, 1)
 
@@ -272,7 +264,7 @@ def test_a_model_that_was_never_served_is_unknown() -> None:
 
 def test_a_model_whose_last_worker_left_is_unavailable_and_retryable() -> None:
     router = router_of(worker(1))
-    router.update(seen(), 1.0)
+    router.update(snapshot_of(), 1.0)
     with pytest.raises(Unavailable) as refused:
         router.decide(QUERY, key(), 1.0, Random(0))
     assert refused.value.reason == "NO_WORKER"
@@ -365,14 +357,14 @@ def _any_booking() -> Any:
 @pytest.mark.row("S1-107")
 def test_a_worker_that_left_is_never_selected_again() -> None:
     router = router_of()
-    router.update(seen(worker(2), worker(3), worker(4)), 1.0)
+    router.update(snapshot_of(worker(2), worker(3), worker(4)), 1.0)
     assert 1 not in {book(router, n) for n in range(50)}
 
 
 def test_bookings_of_a_worker_that_left_affect_no_other_worker() -> None:
     router = router_of(worker(1))
     book(router, 0)
-    router.update(seen(worker(2)), 1.0)
+    router.update(snapshot_of(worker(2)), 1.0)
     assert total(router) == LoadTotals()
     assert router.load_tracker.free(key(0)), "its frontend still ends it"
 
@@ -403,7 +395,7 @@ def test_a_frontend_that_left_discovery_frees_its_orphans() -> None:
     session = router.load_tracker.open_session(FRONTEND)
     router.decide(QUERY, key(), 0.0, Random(0), session)
     router.load_tracker.end_session(session, 1.0)
-    router.update(seen(worker(1)), 1.1)
+    router.update(snapshot_of(worker(1)), 1.1)
     assert total(router, 1.1) == LoadTotals()
 
 

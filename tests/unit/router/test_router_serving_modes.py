@@ -27,6 +27,8 @@ from router_svc.core.policy import Policy
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey
+from tests.kit import instances
+from tests.kit.instances import snapshot_of
 
 BATCH = 1000
 LIMITS = BusyLimits(active_prefill_tokens=500)
@@ -34,17 +36,14 @@ QUEUE = QueueSettings(threshold=1.0)
 
 
 def worker(worker_id: int, role: str, **fields: Any) -> Instance:
-    given: dict[str, Any] = {
-        "model": "m",
-        "block_size": 16,
-        "role": role,
+    given = {
         "transfer_group": "g",
         "local_prefill": role != "prefill",
         "max_num_batched_tokens": BATCH,
         "total_kv_blocks": 1000,
         **fields,
     }
-    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
+    return instances.worker(worker_id, role, **given)
 
 
 PREFILL, DECODE, WHOLE = worker(1, "prefill"), worker(2, "decode"), worker(3, "aggregated")
@@ -63,7 +62,7 @@ class Bed:
     ) -> None:
         policy = Policy(busy=busy, queue=queue, bypass=bypass)
         self.router = Router(SELECTORS["kv"](), policy=policy)
-        self.router.update(Snapshot(1, {w.id: w for w in workers}), 0.0)
+        self.router.update(snapshot_of(*workers), 0.0)
         self.count = 0
 
     def report(self, worker_id: int, **load: int) -> None:

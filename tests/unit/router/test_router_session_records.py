@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.errors import InvalidRequest, Unavailable, UnknownModel, Unsupported
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import (
     RoutingConstraints,
@@ -34,15 +34,11 @@ from router_svc.core.sessions import (
     SessionUpdate,
 )
 from router_svc.core.types import Booking, BookingKey, SessionName
+from tests.kit.instances import snapshot_of, worker
 
 FRONTEND = 7
 TTL_S = 60.0
 TICK_S = 0.5
-
-
-def worker(worker_id: int, role: str = "aggregated", **facts: Any) -> Instance:
-    given: dict[str, Any] = {"model": "m", "block_size": 16, "role": role, **facts}
-    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
 
 FOUR = tuple(worker(n) for n in (1, 2, 3, 4))
@@ -65,7 +61,7 @@ class Bed:
         self.see(*(workers or FOUR))
 
     def see(self, *workers: Instance) -> None:
-        self.router.update(Snapshot(1, {i.id: i for i in workers}), self.now)
+        self.router.update(snapshot_of(*workers), self.now)
 
     @property
     def key(self) -> BookingKey:

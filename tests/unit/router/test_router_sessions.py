@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
 from kvmesh.router.v1 import router_pb2 as pb
@@ -35,6 +35,7 @@ from router_svc.proto import (
     session_record_to_proto,
     snapshot_from_proto,
 )
+from tests.kit.instances import snapshot_of
 
 TTL_S = 60.0
 FRONTEND = 7
@@ -61,7 +62,7 @@ class Peer:
         self.out: dict[int, Link] = {}
 
     def see(self, *workers: Instance) -> None:
-        self.router.update(Snapshot(1, {w.id: w for w in workers}), 0.0)
+        self.router.update(snapshot_of(*workers), 0.0)
 
     def place(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -12,7 +13,7 @@ import structlog
 from common.errors import Unsupported
 from common.kv.events import Source
 from common.kv.prefix_index import SourceMatch
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RouterConfigOverride
@@ -26,7 +27,9 @@ from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey
 from router_svc.unused_settings import settings_without_effect
+from tests.kit import instances
 from tests.kit.apps import living
+from tests.kit.instances import snapshot_of
 
 B = 16
 COST_SETTINGS: dict[str, Any] = {
@@ -71,6 +74,7 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"overlap_score_credit": 0.0, "overlap_score_credit_decay": 1.0},
      "overlap_score_credit_decay"),
 ]  # fmt: skip
+worker = partial(instances.worker, kv_index="events", max_num_batched_tokens=1000)
 
 
 @pytest.mark.parametrize(("settings", "name"), WITHOUT_EFFECT)
@@ -182,17 +186,6 @@ class FixedIndex:
         return IndexStatus("exact", "", 0.0)
 
 
-def worker(worker_id: int, **facts: Any) -> Instance:
-    given: dict[str, Any] = {
-        "model": "m",
-        "block_size": B,
-        "kv_index": "events",
-        "max_num_batched_tokens": 1000,
-        **facts,
-    }
-    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
-
-
 def built(held: FixedIndex, *workers: Instance, **cost_settings: Any) -> Router:
     config = RouterConfig(**cost_settings)
     assert config.problems() == []
@@ -203,7 +196,7 @@ def built(held: FixedIndex, *workers: Instance, **cost_settings: Any) -> Router:
         cost_settings=config.cost_settings,
         policy=config.policy,
     )
-    router.update(Snapshot(1, {w.id: w for w in workers or (worker(1), worker(2))}), 0.0)
+    router.update(snapshot_of(*(workers or (worker(1), worker(2)))), 0.0)
     return router
 
 
