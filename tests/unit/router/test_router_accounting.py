@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -36,31 +37,19 @@ from router_svc.core.policy import Policy
 from router_svc.core.query import bookable_decode_blocks, bookable_prefill_tokens
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import Booking, BookingKey, LoadTotals
+from router_svc.core.types import Booking, LoadTotals
 from router_svc.proto import booking_from_proto, booking_to_proto, decision_to_proto
+from tests.kit import bookings
+from tests.kit.bookings import FRONTEND, key, tracker_with_session
 from tests.kit.instances import snapshot_of
 
-FRONTEND = 7
 W1, W2 = Placement(1, 0), Placement(2, 0)
-
-
-def key(number: int = 0) -> BookingKey:
-    return BookingKey(FRONTEND, f"r{number}", 0)
-
-
-def booking(number: int = 0, **fields: Any) -> Booking:
-    given: dict[str, Any] = {"prefill_tokens": 0, "decode_blocks": 4, **fields}
-    return Booking(key(number), "m", W1, **given)
-
-
-def owned() -> tuple[LoadTracker, int]:
-    load_tracker = LoadTracker()
-    return load_tracker, load_tracker.open_session(FRONTEND)
+booking = partial(bookings.booking, prefill_tokens=0, decode_blocks=4)
 
 
 @pytest.mark.row("S1-24", "S1-83")
 def test_fractions_of_blocks_are_summed_and_then_rounded() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     for number in range(3):
         load_tracker.book(booking(number, decode_blocks=1), session, 0.0)
         load_tracker.add_output_blocks(key(number), 1, 0.2)
@@ -72,7 +61,7 @@ def test_fractions_of_blocks_are_summed_and_then_rounded() -> None:
 
 
 def test_a_request_longer_than_expected_has_weight_zero_but_counts_as_a_request() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(), session, 0.0)
     load_tracker.add_output_blocks(key(), 3, 0.0)
     assert load_tracker.load(W1, 0.0) == LoadTotals(0, 0, 1)
@@ -81,7 +70,7 @@ def test_a_request_longer_than_expected_has_weight_zero_but_counts_as_a_request(
 
 
 def test_weighted_blocks_newer_than_a_report_are_added_to_it() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.report(1, 0, Load(kv_used_blocks=10), 0.0)
     load_tracker.book(booking(decode_blocks=4), session, 0.0)
     load_tracker.add_output_blocks(key(), 1, 0.5)
@@ -97,7 +86,7 @@ def test_weighted_blocks_newer_than_a_report_are_added_to_it() -> None:
 def test_weights_are_summed_exactly_and_return_to_zero(
     steps: list[tuple[int, int, float | None]],
 ) -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     blocks: dict[int, int] = {}
     weight: dict[int, float] = {}
     for number, grown, decay in steps:
@@ -117,7 +106,7 @@ def test_weights_are_summed_exactly_and_return_to_zero(
 
 
 def test_a_reregistered_booking_keeps_its_weight() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(decode_blocks=7), session, 0.0)
     load_tracker.add_output_blocks(key(), 1, 0.25)
     held = load_tracker.get(key())
@@ -148,7 +137,7 @@ def test_a_reregistered_weight_out_of_range_is_rejected_with_its_field(decay: fl
 
 
 def test_a_booking_that_is_not_renewed_ends_after_five_minutes() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(), session, 0.0)
     load_tracker.expire(BOOKING_EXPIRY_S - 1.0)
     assert len(load_tracker) == 1
@@ -158,7 +147,7 @@ def test_a_booking_that_is_not_renewed_ends_after_five_minutes() -> None:
 
 
 def test_a_booking_that_is_renewed_does_not_expire() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(), session, 0.0)
     now = 0.0
     for _ in range(10):

@@ -42,15 +42,11 @@ from router_svc.core.scoring import View
 from router_svc.core.selectors import SELECTORS, Selection, WorkerSelector
 from router_svc.core.types import BookingKey, Candidate, LoadTotals
 from tests.kit import instances
+from tests.kit.bookings import FRONTEND, key
 from tests.kit.instances import snapshot_of
 
-FRONTEND = 7
 BATCH = 1000
 worker = partial(instances.worker, max_num_batched_tokens=BATCH)
-
-
-def key(name: str) -> BookingKey:
-    return BookingKey(FRONTEND, name, 0)
 
 
 class Bed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -17,28 +16,14 @@ from common.kv.load import LOAD_MAX_AGE_S, Load
 from common.request.placement import Placement
 from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
 from router_svc.core.types import Booking, BookingKey, LoadTotals
+from tests.kit.bookings import FRONTEND, booking, key, tracker_with_session
 
 W1, W2 = Placement(1, 0), Placement(2, 0)
-FRONTEND = 7
-
-
-def key(name: str = "r", attempt: int = 0, frontend_id: int = FRONTEND) -> BookingKey:
-    return BookingKey(frontend_id, name, attempt)
-
-
-def booking(name: str = "r", worker: Placement = W1, **facts: Any) -> Booking:
-    given: dict[str, Any] = {"prefill_tokens": 100, "decode_blocks": 7, **facts}
-    return Booking(key(name), "m", worker, None, **given)
-
-
-def owned() -> tuple[LoadTracker, int]:
-    load_tracker = LoadTracker()
-    return load_tracker, load_tracker.open_session(FRONTEND)
 
 
 @pytest.mark.row("S1-79")
 def test_a_booking_loads_only_its_worker_and_rank() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     assert load_tracker.book(booking(), session, 0.0)
     assert load_tracker.load(W1, 0.0) == LoadTotals(100, 7, 1)
     assert load_tracker.load(Placement(1, 1), 0.0) == LoadTotals()
@@ -46,7 +31,7 @@ def test_a_booking_loads_only_its_worker_and_rank() -> None:
 
 
 def test_the_same_key_is_booked_once() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(), session, 0.0)
     assert not load_tracker.book(booking(worker=W2), session, 0.0)
     assert len(load_tracker) == 1
@@ -54,7 +39,7 @@ def test_the_same_key_is_booked_once() -> None:
 
 
 def test_attempts_and_frontends_have_separate_bookings() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     for one in (key(), key(attempt=1), key(frontend_id=8)):
         assert load_tracker.book(replace(booking(), key=one), None, 0.0)
     assert load_tracker.load(W1, 0.0).requests == 3
@@ -63,7 +48,7 @@ def test_attempts_and_frontends_have_separate_bookings() -> None:
 
 @pytest.mark.row("S1-81")
 def test_prefill_done_removes_its_tokens_exactly_once() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking("a"), session, 0.0)
     load_tracker.book(booking("b"), session, 0.0)
     assert load_tracker.mark_prefill_done(key("a"))
@@ -77,7 +62,7 @@ def test_prefill_done_removes_its_tokens_exactly_once() -> None:
 
 @pytest.mark.row("S1-82", "S1-92")
 def test_free_removes_all_load_and_a_second_free_returns_false() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(), session, 0.0)
     assert load_tracker.free(key())
     assert not load_tracker.free(key())
@@ -87,7 +72,7 @@ def test_free_removes_all_load_and_a_second_free_returns_false() -> None:
 
 @pytest.mark.row("S1-83")
 def test_output_blocks_add_up_and_decay_scales_the_load_of_the_booking() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(prefill_tokens=0, decode_blocks=6), session, 0.0)
     load_tracker.add_output_blocks(key(), 1)
     assert load_tracker.load(W1, 0.0).decode_blocks == 7
@@ -104,7 +89,7 @@ def test_output_blocks_add_up_and_decay_scales_the_load_of_the_booking() -> None
 
 
 def test_capacity_freed_is_published_once_per_decrease_and_never_else() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     freed: list[Placement] = []
     load_tracker.events.capacity_freed.subscribe(freed.append)
     split = replace(booking(), prefill=W2)
@@ -124,7 +109,7 @@ def test_capacity_freed_is_published_once_per_decrease_and_never_else() -> None:
 
 @pytest.mark.parametrize(("blocks", "decay"), [(0, None), (1, -0.1), (1, 1.1), (1, float("nan"))])
 def test_invalid_output_reports_are_refused(blocks: int, decay: float | None) -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(), session, 0.0)
     with pytest.raises(InvalidRequest):
         load_tracker.add_output_blocks(key(), blocks, decay)
@@ -132,7 +117,7 @@ def test_invalid_output_reports_are_refused(blocks: int, decay: float | None) ->
 
 
 def test_a_split_request_loads_both_ranks_until_prefill_is_done() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(replace(booking(), prefill=W2), session, 0.0)
     assert load_tracker.load(W1, 0.0) == LoadTotals(0, 7, 1)
     assert load_tracker.load(W2, 0.0) == LoadTotals(100, 0, 1)
@@ -143,7 +128,7 @@ def test_a_split_request_loads_both_ranks_until_prefill_is_done() -> None:
 
 
 def test_the_highest_revision_wins_when_bookings_are_registered_again() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(), session, 0.0)
     assert not load_tracker.reregister(booking(worker=W2), session, 0.0), "the same version"
     assert load_tracker.reregister(booking(worker=W2, prefill_tokens=0, revision=2), session, 0.0)
@@ -154,7 +139,7 @@ def test_the_highest_revision_wins_when_bookings_are_registered_again() -> None:
 
 
 def test_a_reregistered_booking_without_prefill_tokens_has_finished_prefill() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.reregister(replace(booking(prefill_tokens=0), prefill=W2), session, 0.0)
     assert load_tracker.load(W2, 0.0) == LoadTotals()
     load_tracker.mark_prefill_done(key())
@@ -164,7 +149,7 @@ def test_a_reregistered_booking_without_prefill_tokens_has_finished_prefill() ->
 
 
 def test_bookings_of_an_ended_session_count_for_three_more_seconds() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking("a"), session, 0.0)
     load_tracker.book(booking("b"), session, 0.0)
     assert load_tracker.end_session(session, 10.0) == 2
@@ -177,7 +162,7 @@ def test_bookings_of_an_ended_session_count_for_three_more_seconds() -> None:
 
 
 def test_a_reregistration_adopts_an_orphan() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking("a"), session, 0.0)
     load_tracker.book(booking("b"), session, 0.0)
     load_tracker.end_session(session, 10.0)
@@ -188,7 +173,7 @@ def test_a_reregistration_adopts_an_orphan() -> None:
 
 
 def test_a_repeated_new_adopts_an_orphan_too() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(), session, 0.0)
     load_tracker.end_session(session, 10.0)
     assert not load_tracker.book(booking(), load_tracker.open_session(FRONTEND), 10.2)
@@ -197,7 +182,7 @@ def test_a_repeated_new_adopts_an_orphan_too() -> None:
 
 
 def test_the_end_of_an_older_session_keeps_bookings_adopted_by_a_newer_one() -> None:
-    load_tracker, old = owned()
+    load_tracker, old = tracker_with_session()
     load_tracker.book(booking("a"), old, 0.0)
     load_tracker.book(booking("b"), old, 0.0)
     new = load_tracker.open_session(FRONTEND)
@@ -208,7 +193,7 @@ def test_the_end_of_an_older_session_keeps_bookings_adopted_by_a_newer_one() -> 
 
 
 def test_an_orphan_adopted_and_orphaned_again_gets_a_new_deadline() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(), session, 0.0)
     load_tracker.end_session(session, 10.0)
     again = load_tracker.open_session(FRONTEND)
@@ -219,7 +204,7 @@ def test_an_orphan_adopted_and_orphaned_again_gets_a_new_deadline() -> None:
 
 
 def test_a_frontend_gone_from_discovery_frees_its_orphans_at_once() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(), session, 0.0)
     load_tracker.end_session(session, 1.0)
     assert load_tracker.frontend_left(FRONTEND) == 1
@@ -227,7 +212,7 @@ def test_a_frontend_gone_from_discovery_frees_its_orphans_at_once() -> None:
 
 
 def test_bookings_of_a_frontend_gone_from_discovery_are_freed_when_its_session_ends() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(), session, 0.0)
     assert load_tracker.frontend_left(FRONTEND) == 0, "the stream is more reliable evidence"
     assert load_tracker.load(W1, 1.0).requests == 1
@@ -236,7 +221,7 @@ def test_bookings_of_a_frontend_gone_from_discovery_are_freed_when_its_session_e
 
 
 def test_a_frontend_that_returned_keeps_its_orphans() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(), session, 0.0)
     load_tracker.frontend_left(FRONTEND)
     load_tracker.frontend_joined(FRONTEND)
@@ -276,7 +261,7 @@ def test_an_invalid_booking_is_refused_and_its_field_named(facts: dict[str, int]
 
 
 def test_a_report_counts_together_with_newer_bookings() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking("old"), session, 0.0)
     load_tracker.report(
         1, 0, Load(running=3, waiting=1, waiting_tokens=500, kv_used_blocks=50), 1.0
@@ -293,14 +278,14 @@ def test_a_report_counts_together_with_newer_bookings() -> None:
 
 
 def test_the_estimate_is_never_below_the_bookings() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(), session, 0.0)
     load_tracker.report(1, 0, Load(), 1.0)
     assert load_tracker.load(W1, 1.0) == LoadTotals(100, 7, 1)
 
 
 def test_a_dropped_report_leaves_the_bookings() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.report(1, 0, Load(running=9, waiting_tokens=900, kv_used_blocks=90), 1.0)
     load_tracker.book(booking(), session, 1.0)
     load_tracker.report(1, 0, None, 1.0)
@@ -309,7 +294,7 @@ def test_a_dropped_report_leaves_the_bookings() -> None:
 
 
 def test_an_old_report_is_ignored() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.report(1, 0, Load(running=9, waiting_tokens=900, kv_used_blocks=90), 1.0)
     load_tracker.book(booking(), session, 1.0)
     assert load_tracker.load(W1, 1.0 + LOAD_MAX_AGE_S).requests == 10
@@ -319,7 +304,7 @@ def test_an_old_report_is_ignored() -> None:
 
 
 def test_reports_of_a_worker_that_left_are_discarded() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.report(1, 0, Load(running=9), 1.0)
     load_tracker.report(2, 0, Load(running=9), 1.0)
     load_tracker.book(booking(worker=W2), session, 1.0)
@@ -332,7 +317,7 @@ def test_reports_of_a_worker_that_left_are_discarded() -> None:
 
 
 def test_a_booking_of_a_worker_missing_for_a_moment_still_counts() -> None:
-    load_tracker, session = owned()
+    load_tracker, session = tracker_with_session()
     load_tracker.book(booking(), session, 0.0)
     load_tracker.ranks.worker_left(1)
     assert load_tracker.load(W1, 1.0) == LoadTotals(100, 7, 1)
@@ -443,8 +428,8 @@ class LoadTrackerMachine(RuleBasedStateMachine):
             assert self.load_tracker.orphan_count == len(self.load_tracker)
 
     def teardown(self) -> None:
-        for key in KEYS:
-            self.load_tracker.free(key)
+        for booking_key in KEYS:
+            self.load_tracker.free(booking_key)
         assert len(self.load_tracker) == self.load_tracker.orphan_count == 0
         for place in PLACES:
             assert self.load_tracker.load(place, self.now + 100) == LoadTotals()

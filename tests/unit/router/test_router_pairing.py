@@ -23,11 +23,11 @@ from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import BOOTSTRAP_ROOM_MAX, bootstrap_room
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import Booking, BookingKey, LoadTotals
+from router_svc.core.types import Booking, LoadTotals
 from tests.kit import instances
+from tests.kit.bookings import FRONTEND, key
 from tests.kit.instances import snapshot_of
 
-FRONTEND = 7
 QUERY = Query("m", 160, bytes(range(80)), 1, 16)
 P1, P2, D1, D2 = (Placement(n, 0) for n in (1, 2, 11, 12))
 
@@ -60,10 +60,6 @@ def router_of(*instances: Instance, depths: dict[int, int] | None = None, **opti
     router = Router(selector, index=Depths(depths or {}), **options)
     router.update(snapshot_of(*(instances or TWO_PAIRS)), 0.0)
     return router
-
-
-def key(number: int = 0, attempt: int = 0) -> BookingKey:
-    return BookingKey(FRONTEND, f"r{number}", attempt)
 
 
 def place(router: Router, number: int = 0, **changes: Any) -> DecisionRecord:

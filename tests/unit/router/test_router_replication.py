@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -28,17 +28,11 @@ from router_svc.core.replication import (
     fingerprint,
 )
 from router_svc.core.types import Booking, BookingKey, LoadTotals
+from tests.kit import bookings
+from tests.kit.bookings import FRONTEND, key
 
 W1, W2 = Placement(1, 0), Placement(2, 0)
-FRONTEND = 7
-
-
-def key(name: str = "r", frontend_id: int = FRONTEND) -> BookingKey:
-    return BookingKey(frontend_id, name, 0)
-
-
-def booking(name: str = "r", worker: Placement = W1, **facts: Any) -> Booking:
-    return Booking(key(name), "m", worker, None, **{"prefill_tokens": 100, **facts})
+booking = partial(bookings.booking, decode_blocks=0)
 
 
 class Peer:
@@ -819,7 +813,7 @@ class RoutersMachine(RuleBasedStateMachine):
         client = self.clients[frontend]
         if client.router is not None and client.router.is_alive:
             self.last_name += 1
-            new = Booking(key(f"{self.last_name}", frontend), "m", worker, None, 10, 2)
+            new = Booking(key(f"{self.last_name}", frontend_id=frontend), "m", worker, None, 10, 2)
             client.router.load_tracker.book(new, client.session, self.now)
             client.requested.append(new.key)
 
@@ -837,7 +831,7 @@ class RoutersMachine(RuleBasedStateMachine):
         client = self.clients[frontend]
         if client.router is not None and client.router.is_alive:
             self.last_name += 1
-            new = Booking(key(f"{self.last_name}", frontend), "m", worker, None, 10, 2)
+            new = Booking(key(f"{self.last_name}", frontend_id=frontend), "m", worker, None, 10, 2)
             client.router.load_tracker.book(new, client.session, self.now)
             client.held[new.key] = new
 

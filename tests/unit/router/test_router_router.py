@@ -34,10 +34,10 @@ from router_svc.core.placement import SELECTOR_FAILED
 from router_svc.core.router import Router
 from router_svc.core.scoring import View, score_candidates
 from router_svc.core.selectors import SELECTORS, Selection, WorkerSelector
-from router_svc.core.types import BookingKey, Candidate, LoadTotals
+from router_svc.core.types import Candidate, LoadTotals
+from tests.kit.bookings import FRONTEND, key
 from tests.kit.instances import snapshot_of, worker
 
-FRONTEND = 7
 # A compiled module checks the type of what it receives.
 NO_SELECTION_ERROR = (
     "TypeError"
@@ -54,10 +54,6 @@ def router_of(
     router = Router(chooser, **options)
     router.update(snapshot_of(*(instances or (worker(1), worker(2), worker(3), worker(4)))), 0.0)
     return router
-
-
-def key(number: int = 0, attempt: int = 0) -> BookingKey:
-    return BookingKey(FRONTEND, f"r{number}", attempt)
 
 
 def book(router: Router, number: int, query: Query = QUERY, now: float = 0.0) -> int:
