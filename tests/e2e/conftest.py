@@ -1,17 +1,20 @@
-"""Prints the logs of a mesh when its test fails."""
+"""Fixtures of tests of a mesh; prints its logs when a test fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from meshctl.commands.demo import SpanReceiver, run_span_receiver
 from tests.kit.logs import HAS_FAILED, logs_on_failure
+from tests.kit.oracle import Oracle
 from tests.kit.processes import Mesh
+from tests.kit.sdk import open_sdk_client
 
 
 @pytest.hookimpl(wrapper=True)
@@ -63,3 +66,16 @@ def start(
     for mesh in meshes:
         with logs_on_failure(mesh, request):
             pass
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    """The expected responses of sim workers."""
+    return Oracle()
+
+
+@pytest.fixture
+async def client(mesh: Mesh) -> AsyncIterator[openai.AsyncOpenAI]:
+    """A client of the module's mesh."""
+    async with open_sdk_client(mesh) as client:
+        yield client

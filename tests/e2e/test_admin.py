@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from kvmesh.engine.v1 import admin_pb2 as pb
 from kvmesh.engine.v1 import admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from tests.kit.oracle import Oracle
-from tests.kit.processes import MODEL, Mesh, Service, mesh_error
+from tests.kit.processes import MODEL, Mesh, Service, mesh_error, mesh_fixture
 from tests.kit.waiting import WAIT_S, wait_for
 from worker_svc.engines.sim.config import SIM_MODEL_DIR, load_sim_model
 from worker_svc.engines.sim.token_oracle import TokenOracle
@@ -37,12 +36,7 @@ OPERATIONS = [method.name for method in pb.DESCRIPTOR.services_by_name["AdminSer
 ENGINE_OPERATIONS = [one for one in OPERATIONS if one not in ("Drain", "Resume")]
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    folder = tmp_path_factory.mktemp("mesh")
-    flags = ["--speedup=20", f"--admin-token={TOKEN}"]
-    with Mesh(folder, workers=2, indexers=1, worker_flags=flags) as mesh:
-        yield mesh
+mesh = mesh_fixture(workers=2, indexers=1, worker_flags=["--speedup=20", f"--admin-token={TOKEN}"])
 
 
 def call(worker: Service, operation: str, token: str | None = TOKEN, **fields: Any) -> Any:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from tests.kit.logs import logs_on_failure
-from tests.kit.processes import MODEL, Mesh
+from tests.kit.processes import MODEL, Mesh, mesh_fixture
 from tests.kit.waiting import WAIT_S
 
 CHAT_COMPLETIONS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -200,17 +199,7 @@ GOOD = {
 }
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    folder = tmp_path_factory.mktemp("mesh")
-    with Mesh(folder, workers=1, worker_flags=["--speedup=0"]) as mesh:
-        yield mesh
-
-
-@pytest.fixture(autouse=True)
-def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
-    with logs_on_failure(mesh, request):
-        yield
+mesh = mesh_fixture(workers=1, worker_flags=["--speedup=0"])
 
 
 def send(

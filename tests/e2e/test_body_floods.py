@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from frontend_svc.openai.body.body_size import CONTAINERS_MAX
 from tests.e2e.paced_streams import GAP_MAX_S, MESSAGE, paced_streams, post_beside
-from tests.kit.processes import MODEL, Mesh
+from tests.kit.processes import MODEL, Mesh, mesh_fixture
 
 pytestmark = pytest.mark.slow
 
@@ -108,11 +107,8 @@ FLOODS: dict[str, tuple[str, Json, str | None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    # Without an explicit speed, the sim paces its tokens as a GPU does.
-    with Mesh(tmp_path_factory.mktemp("mesh"), workers=1) as mesh:
-        yield mesh
+# Without an explicit speed, the sim paces its tokens as a GPU does.
+mesh = mesh_fixture(workers=1)
 
 
 def test_streams_go_on_while_bodies_of_many_small_values_are_refused(mesh: Mesh) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.processes import MODEL, Mesh
+from tests.kit.processes import MODEL, Mesh, mesh_fixture
 from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
@@ -16,10 +16,7 @@ pytestmark = pytest.mark.slow
 PROMPTS = ["One fish", "Two fish", "Red fish"]
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with Mesh(tmp_path_factory.mktemp("mesh"), workers=2, worker_flags=["--speedup=5"]) as mesh:
-        yield mesh
+mesh = mesh_fixture(workers=2, worker_flags=["--speedup=5"])
 
 
 # Any, here and below: JSON.

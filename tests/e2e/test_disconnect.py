@@ -14,7 +14,7 @@ from http.client import HTTPConnection
 
 import pytest
 
-from tests.kit.processes import MODEL, Mesh
+from tests.kit.processes import MODEL, Mesh, mesh_fixture
 from tests.kit.waiting import WAIT_S, wait_for
 
 FREE_TIMEOUT_S = 0.25
@@ -25,11 +25,7 @@ FLAGS = [f"--speedup={SPEEDUP}", "--max-num-batched-tokens=1024"]
 LONG_PROMPT = "able about above accept " * 600
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    folder = tmp_path_factory.mktemp("mesh")
-    with Mesh(folder, worker_flags=FLAGS) as mesh:
-        yield mesh
+mesh = mesh_fixture(worker_flags=FLAGS)
 
 
 @pytest.fixture(autouse=True)

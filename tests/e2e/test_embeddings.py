@@ -14,7 +14,7 @@ import pytest
 
 from common.request.embedding import Vector
 from tests.kit.oracle import Oracle
-from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.processes import MODEL, Mesh, Service, mesh_fixture
 from tests.kit.sdk import open_sdk_client
 from tests.kit.waiting import WAIT_S, wait_for
 from worker_svc.engines.sim.config import SIM_MODEL_DIR, load_sim_model
@@ -29,10 +29,7 @@ _MODEL = load_sim_model(SIM_MODEL_DIR)
 VECTORS = TokenOracle(_MODEL.word_ids, _MODEL.eos_ids[0])
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with Mesh(tmp_path_factory.mktemp("mesh"), worker_flags=["--speedup=20"]) as mesh:
-        yield mesh
+mesh = mesh_fixture(worker_flags=["--speedup=20"])
 
 
 def expected(text: str | list[int]) -> Vector:

@@ -10,17 +10,14 @@ from dataclasses import dataclass
 import pytest
 
 from tests.e2e.extensions import NUMBERS, ORACLE, Json, explain, unique_prompt
-from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.processes import MODEL, Mesh, Service, mesh_fixture
 
 pytestmark = pytest.mark.slow
 
 TOKENS = 150
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with Mesh(tmp_path_factory.mktemp("mesh"), workers=4, worker_flags=["--speedup=1"]) as mesh:
-        yield mesh
+mesh = mesh_fixture(workers=4, worker_flags=["--speedup=1"])
 
 
 @pytest.fixture(scope="module")

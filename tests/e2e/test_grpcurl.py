@@ -6,14 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.kit.oracle import Oracle
-from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.processes import MODEL, Mesh, Service, mesh_fixture
 from tests.kit.waiting import WAIT_S, wait_for
 
 # Scripts of an environment are in the folder of its python.
@@ -26,11 +25,7 @@ PROMPT = [5, 6, 7]
 pytestmark = pytest.mark.skipif(not GRPCURL.exists(), reason="grpcurl is not installed")
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    folder = tmp_path_factory.mktemp("mesh")
-    with Mesh(folder, workers=1, indexers=1, worker_flags=["--speedup=0"]) as mesh:
-        yield mesh
+mesh = mesh_fixture(workers=1, indexers=1, worker_flags=["--speedup=0"])
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.kit.processes import MODEL, Mesh
+from tests.kit.processes import MODEL, Mesh, mesh_fixture
 from tests.kit.waiting import WAIT_S, wait_for
 
 # Slow enough for overtaking; the steps are too short to look like a hang.
@@ -22,11 +22,7 @@ LONG_PROMPT_TOKENS = 20_000  # 40 s of prefill, unless the client disconnects
 UNIQUE_NUMBERS = count(1)
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    folder = tmp_path_factory.mktemp("mesh")
-    with Mesh(folder, workers=2, worker_flags=WORKER_FLAGS, router_flags=ROUTER_FLAGS) as mesh:
-        yield mesh
+mesh = mesh_fixture(workers=2, worker_flags=WORKER_FLAGS, router_flags=ROUTER_FLAGS)
 
 
 def unique_prompt(tokens: int) -> list[int]:

@@ -7,12 +7,11 @@ import json
 import re
 import socket
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from frontend_svc.edge.server import HEAD_BYTES_MAX, HEADERS_MAX, BoundedProtocol
-from tests.kit.processes import MODEL, Mesh
+from tests.kit.processes import MODEL, Mesh, mesh_fixture
 from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
@@ -27,12 +26,9 @@ HIDDEN = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    flags = [f"--connections-max={CONNECTIONS_MAX}"]
-    folder = tmp_path_factory.mktemp("mesh")
-    with Mesh(folder, workers=1, worker_flags=["--speedup=0"], frontend_flags=flags) as mesh:
-        yield mesh
+mesh = mesh_fixture(
+    workers=1, worker_flags=["--speedup=0"], frontend_flags=[f"--connections-max={CONNECTIONS_MAX}"]
+)
 
 
 def connect(mesh: Mesh) -> socket.socket:

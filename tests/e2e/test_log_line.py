@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
-from tests.kit.processes import MODEL, Mesh
+from tests.kit.processes import MODEL, Mesh, mesh_fixture
 from tests.kit.waiting import WAIT_S, wait_for
 from worker_svc.engines.sim.timing import Timing
 
@@ -18,11 +17,7 @@ SPEEDUP = 0.5
 TOKENS = 40
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    folder = tmp_path_factory.mktemp("mesh")
-    with Mesh(folder, worker_flags=[f"--speedup={SPEEDUP}"]) as mesh:
-        yield mesh
+mesh = mesh_fixture(worker_flags=[f"--speedup={SPEEDUP}"])
 
 
 def post(mesh: Mesh, client_id: str, **body: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,17 +10,14 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from tests.e2e.test_choices import events, post
-from tests.kit.processes import MODEL, Mesh
+from tests.kit.processes import MODEL, Mesh, mesh_fixture
 
 pytestmark = pytest.mark.slow
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Say it"}]}
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with Mesh(tmp_path_factory.mktemp("mesh"), workers=2, worker_flags=["--speedup=5"]) as mesh:
-        yield mesh
+mesh = mesh_fixture(workers=2, worker_flags=["--speedup=5"])
 
 
 # Any, here and below: JSON.

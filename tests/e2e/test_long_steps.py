@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from tests.kit.oracle import Oracle
-from tests.kit.processes import Mesh
+from tests.kit.processes import Mesh, mesh_fixture
 from tests.kit.waiting import wait_for
 
 PREFILL_TOKENS_PER_S = 1000
 STEPS_S = (0.1, 2.0, 5.0, 20.0)
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    """One worker: a second one would hide a refusal."""
-    folder = tmp_path_factory.mktemp("mesh")
-    flags = [
+mesh = mesh_fixture(
+    workers=1,
+    worker_flags=[
         f"--prefill-tokens-per-s={PREFILL_TOKENS_PER_S}",
         f"--max-num-batched-tokens={round(STEPS_S[-1] * PREFILL_TOKENS_PER_S)}",
-    ]
-    with Mesh(folder, workers=1, worker_flags=flags) as mesh:
-        yield mesh
+    ],
+)
 
 
 def prompt_of(step_s: float, first: int) -> list[int]:

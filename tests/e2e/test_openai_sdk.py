@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from tests.kit.logs import logs_on_failure
 from tests.kit.oracle import ExpectedResponse, Oracle
-from tests.kit.processes import MODEL, Mesh
-from tests.kit.sdk import open_sdk_client
+from tests.kit.processes import MODEL, Mesh, mesh_fixture
 from tests.kit.waiting import WAIT_S
 
 MULTI_BYTE = "naïve café, 日本語のテキスト 🎉👩‍👩‍👧 שלום \U0001f9ff and back"
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with Mesh(tmp_path_factory.mktemp("mesh"), worker_flags=["--speedup=20"]) as mesh:
-        yield mesh
-
-
-@pytest.fixture(autouse=True)
-def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
-    with logs_on_failure(mesh, request):
-        yield
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle()
-
-
-@pytest.fixture
-async def client(mesh: Mesh) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with open_sdk_client(mesh) as client:
-        yield client
+mesh = mesh_fixture(worker_flags=["--speedup=20"])
 
 
 @pytest.fixture

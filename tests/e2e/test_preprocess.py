@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -12,7 +11,7 @@ from common.kv.hashing import compute_block_hash_for_seq, compute_seq_hashes
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
 from tests.kit.oracle import Oracle
-from tests.kit.processes import MODEL, Mesh
+from tests.kit.processes import MODEL, Mesh, mesh_fixture
 from tests.kit.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
@@ -26,11 +25,9 @@ PROMPT = [301, 302, 303]
 Json = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    flags = ["--speedup=0", "--loras=french", "--model-aliases=other"]
-    with Mesh(tmp_path_factory.mktemp("mesh"), workers=1, worker_flags=flags) as mesh:
-        yield mesh
+mesh = mesh_fixture(
+    workers=1, worker_flags=["--speedup=0", "--loras=french", "--model-aliases=other"]
+)
 
 
 def preprocess(mesh: Mesh, **body: Any) -> list[Json]:

@@ -7,14 +7,13 @@ import os
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.processes import MODEL, Mesh, Service, mesh_fixture
 from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
@@ -25,15 +24,9 @@ OUTPUT_TOKENS = 4
 REQUESTS = 32
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with Mesh(
-        tmp_path_factory.mktemp("mesh"),
-        workers=1,
-        frontend_flags=["--processes=2", "--notice-s=0.2"],
-        worker_flags=["--speedup=2"],
-    ) as mesh:
-        yield mesh
+mesh = mesh_fixture(
+    workers=1, frontend_flags=["--processes=2", "--notice-s=0.2"], worker_flags=["--speedup=2"]
+)
 
 
 def complete(mesh: Mesh, max_tokens: int = OUTPUT_TOKENS) -> int:

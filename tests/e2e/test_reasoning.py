@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import openai
 import pytest
 
-from tests.kit.processes import MODEL, Mesh
+from tests.kit.processes import MODEL, Mesh, mesh_fixture
 from tests.kit.sdk import open_sdk_client
 
 pytestmark = pytest.mark.slow
@@ -17,17 +17,7 @@ pytestmark = pytest.mark.slow
 FORM = "<think>( [a-z]{2,5}){3}</think>( [a-z]{2,5}){2}"
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    flags = ["--speedup=20", "--reasoning-parser=qwen3"]
-    with Mesh(tmp_path_factory.mktemp("mesh"), worker_flags=flags) as mesh:
-        yield mesh
-
-
-@pytest.fixture
-async def client(mesh: Mesh) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with open_sdk_client(mesh) as client:
-        yield client
+mesh = mesh_fixture(worker_flags=["--speedup=20", "--reasoning-parser=qwen3"])
 
 
 # Any, here and below: fields of a body.

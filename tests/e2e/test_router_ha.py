@@ -42,11 +42,6 @@ RESTARTS = 3
 SLOWEST_S = 10.0
 
 
-@pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle()
-
-
 @pytest.fixture
 def start_pairs(
     start: Callable[..., AbstractContextManager[Mesh]],

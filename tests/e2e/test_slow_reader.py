@@ -6,11 +6,10 @@ import json
 import re
 import socket
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from tests.kit.processes import MODEL, Mesh
+from tests.kit.processes import MODEL, Mesh, mesh_fixture
 from tests.kit.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
@@ -30,10 +29,7 @@ BODY = {
 PAUSE_S = 2.0
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with Mesh(tmp_path_factory.mktemp("mesh"), worker_flags=["--speedup=1000000"]) as mesh:
-        yield mesh
+mesh = mesh_fixture(worker_flags=["--speedup=1000000"])
 
 
 def send_request(url: str) -> socket.socket:

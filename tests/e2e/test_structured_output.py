@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from tests.e2e.schemas import SCHEMAS
-from tests.kit.processes import MODEL, Mesh
+from tests.kit.processes import MODEL, Mesh, mesh_fixture
 from tests.kit.sdk import open_sdk_client
 
 pytestmark = pytest.mark.slow
@@ -22,16 +22,7 @@ pytestmark = pytest.mark.slow
 LONG_LIST = {"type": "array", "items": {"type": "string"}, "minItems": 150, "maxItems": 150}
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with Mesh(tmp_path_factory.mktemp("mesh"), worker_flags=["--speedup=20"]) as mesh:
-        yield mesh
-
-
-@pytest.fixture
-async def client(mesh: Mesh) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with open_sdk_client(mesh) as client:
-        yield client
+mesh = mesh_fixture(worker_flags=["--speedup=20"])
 
 
 # Any, here and below: bodies and JSON.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.kit.oracle import Oracle
-from tests.kit.processes import MODEL, Mesh
+from tests.kit.processes import MODEL, Mesh, mesh_fixture
 
 pytestmark = pytest.mark.slow
 
@@ -22,11 +21,7 @@ MESSAGES = [
 TOOL = {"type": "function", "function": {"name": "now", "description": "The time."}}
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    flags = ["--speedup=0"]
-    with Mesh(tmp_path_factory.mktemp("mesh"), workers=1, worker_flags=flags) as mesh:
-        yield mesh
+mesh = mesh_fixture(workers=1, worker_flags=["--speedup=0"])
 
 
 # Any, here and below: JSON.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.kit.processes import MODEL, Mesh, Service
+from tests.kit.processes import MODEL, Mesh, Service, mesh_fixture
 from tests.kit.sdk import open_sdk_client
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
@@ -68,22 +68,13 @@ class Reply:
         return [(call["name"], call["arguments"]) for call in self.calls]
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with Mesh(tmp_path_factory.mktemp("mesh"), worker_flags=["--speedup=20"]) as mesh:
-        yield mesh
+mesh = mesh_fixture(worker_flags=["--speedup=20"])
 
 
 @pytest.fixture
 def sim_model_copy(tmp_path: Path) -> Path:
     """A folder with the sim's model; the name of its parser belongs to the built-in one."""
     return shutil.copytree(SIM_MODEL_DIR, tmp_path / "model")
-
-
-@pytest.fixture
-async def client(mesh: Mesh) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with open_sdk_client(mesh) as client:
-        yield client
 
 
 def user(content: str) -> list[Any]:

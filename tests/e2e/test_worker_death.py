@@ -38,11 +38,6 @@ STOPPED_S = 5.0
 LONG_STREAM_TOKENS = 2000
 
 
-@pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle()
-
-
 @dataclass(slots=True)
 class Stream:
     """What a client has received of a stream."""

@@ -20,11 +20,6 @@ KEEP_ALIVE = b": keep-alive"
 TOKENS = 150
 
 
-@pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle()
-
-
 def waiting(mesh: Mesh) -> float:
     lines = mesh.http.get(f"{mesh.url}/metrics").text.splitlines()
     name = "kvmesh_frontend_awaiting_worker_requests "

@@ -17,13 +17,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import grpc
 import grpc.aio
 import httpx
+import pytest
 
 from common.errors import MeshError
 from common.rpc.status import mesh_error_from_rpc
@@ -379,3 +380,15 @@ def _environment() -> dict[str, str]:
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
     return {**inherited, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
+
+
+# Any: arguments of `Mesh`; a fixture.
+def mesh_fixture(**shape: Any) -> Any:
+    """Returns a fixture: one mesh for all tests of a module. shape: arguments of `Mesh`."""
+
+    @pytest.fixture(scope="module")
+    def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+        with Mesh(tmp_path_factory.mktemp("mesh"), **shape) as running:
+            yield running
+
+    return mesh
