@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias
@@ -20,8 +21,6 @@ from common.request.preprocessed import (
     BootstrapInfo,
     PrefillResult,
     PreprocessedRequest,
-    StopConditions,
-    TokenIds,
 )
 from common.rpc import channel as rpc
 from common.rpc.status import mesh_error_from_rpc
@@ -30,6 +29,7 @@ from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import load_pb2
 from tests.kit.processes import Service
+from tests.kit.requests import preprocessed_request
 from tests.kit.waiting import WAIT_S, until
 from worker_svc.engines.contract import (
     EngineConfig,
@@ -59,12 +59,7 @@ Messages: TypeAlias = list[pb.GenerateResponse] | MeshError
 TOKENS = 24
 
 pytestmark = pytest.mark.slow
-
-
-def request(prompt: Sequence[int], n: int = TOKENS, **more: Any) -> PreprocessedRequest:
-    return PreprocessedRequest(
-        token_ids=TokenIds.of(prompt), stop_conditions=StopConditions(max_tokens=n), **more
-    )
+request = partial(preprocessed_request, max_tokens=TOKENS)
 
 
 def prompt_of(number: int) -> list[int]:
@@ -165,7 +160,7 @@ async def test_a_hundred_completed_prefills_decode_to_the_output_of_an_aggregate
 
         async def one(number: int) -> None:
             prompt = prompt_of(number)
-            prefill = await run(them.prefill, request(prompt, 1))
+            prefill = await run(them.prefill, request(prompt, max_tokens=1))
             oracle = TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
             assert isinstance(prefill, list)
             assert tokens_of(prefill) == oracle[:1]
@@ -232,7 +227,7 @@ async def test_an_engine_that_ends_in_any_phase_frees_the_other_side(role: str, 
     # The prompt takes 50 ms, the transfer 160, and then every token 6.
     async with engines(SimConfig(eos_one_in=0), gb_per_s=0.5, chunk_pages=1) as them:
         prompt = [1] * 600
-        preprocessed = request(prompt, 200, bootstrap_info=them.bootstrap(1))
+        preprocessed = request(prompt, max_tokens=200, bootstrap_info=them.bootstrap(1))
         victim, other = (
             (them.prefill, them.decode) if role == "prefill" else (them.decode, them.prefill)
         )
@@ -370,7 +365,9 @@ class Pair:
     async def output(
         self, room: int, prompt: Sequence[int], n: int = TOKENS
     ) -> tuple[Messages, Messages]:
-        preprocessed = request(prompt, n, bootstrap_info=BootstrapInfo(self.host, self.port, room))
+        preprocessed = request(
+            prompt, max_tokens=n, bootstrap_info=BootstrapInfo(self.host, self.port, room)
+        )
         return await asyncio.gather(
             self.prefill.generate(f"p{room}", preprocessed),
             self.decode.generate(f"d{room}", preprocessed),
@@ -435,7 +432,7 @@ async def test_a_completed_prefill_crosses_processes_as_plain_json(tmp_path: Pat
         prompt = next(
             p for p in prompts if len(SHIPPED_TOKEN_ORACLE.continue_tokens(p, TOKENS)) > 1
         )
-        messages = await both.prefill.generate("p", request(prompt, 1))
+        messages = await both.prefill.generate("p", request(prompt, max_tokens=1))
         assert isinstance(messages, list)
         result = dataclass_from_proto(PrefillResult, messages[-1].prefill_result)
         decode = await both.decode.generate("d", request(prompt, prefill_result=result))

@@ -28,8 +28,8 @@ from common.errors import (
 from common.kv.load import Load
 from common.registry.instances import Instance
 from common.registry.registry import Lease, MemoryRegistry, MemoryStore
-from common.request.preprocessed import FinishReason, StopConditions, TokenIds, TokenLogprob
-from common.request.token_stream import Hello, LegRequest, RequestFrame, Submit, Terminal
+from common.request.preprocessed import FinishReason, StopConditions, TokenLogprob
+from common.request.token_stream import Hello, RequestFrame, Submit, Terminal
 from common.rpc import channel as rpc
 from common.rpc.status import mesh_error_from_rpc
 from common.service.lifecycle import Lifecycle, ServiceInfo
@@ -42,6 +42,7 @@ from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
 from tests.kit.apps import living
+from tests.kit.requests import leg_request, preprocessed_request
 from tests.kit.waiting import WAIT_S, until
 from worker_svc.app import SERVICE_NAME, WorkerApp
 from worker_svc.config import WorkerConfig
@@ -149,14 +150,6 @@ class FakeEngine:
         return (Load(engine_step=1),)
 
 
-def request(**parts: Any) -> PreprocessedRequest:
-    return PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]), **parts)
-
-
-def leg_request(request_id: str, **parts: Any) -> LegRequest:
-    return LegRequest(request_id, **{"request": request(), **parts})
-
-
 class Worker:
     """A running worker and a channel to it."""
 
@@ -175,7 +168,7 @@ class Worker:
         timeout_s: float = WAIT_S,
     ) -> Any:
         message = pb.GenerateRequest(
-            request=to_proto(request() if preprocessed is None else preprocessed),
+            request=to_proto(preprocessed_request() if preprocessed is None else preprocessed),
             request_id=request_id,
         )
         return self.stub.Generate(message, timeout=timeout_s)
@@ -290,7 +283,9 @@ async def test_generate_returns_the_engines_output() -> None:
     model = load_sim_model(SIM_MODEL_DIR)
     truth = TokenOracle(model.word_ids, model.eos_ids[0])
     async with working(speedup=0.0) as worker:
-        preprocessed = request(stop_conditions=StopConditions(max_tokens=40, ignore_eos=True))
+        preprocessed = preprocessed_request(
+            stop_conditions=StopConditions(max_tokens=40, ignore_eos=True)
+        )
         messages = await read_all(worker.generate("r", preprocessed))
         found = [token for message in messages for token in message.token_ids]
         assert found == truth.continue_tokens([1, 2, 3], 40, ignore_eos=True)
@@ -368,7 +363,9 @@ async def test_generate_without_a_deadline_ends_at_the_workers_default() -> None
     await server.start()
     async with rpc.channel(f"127.0.0.1:{port}") as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
-        call = stub.Generate(pb.GenerateRequest(request=to_proto(request()), request_id="wait"))
+        call = stub.Generate(
+            pb.GenerateRequest(request=to_proto(preprocessed_request()), request_id="wait")
+        )
         with pytest.raises(DeadlineExceeded):
             await asyncio.wait_for(read_all(call), WAIT_S)
     await server.stop(None)
@@ -589,7 +586,9 @@ async def test_a_request_that_arrives_as_its_stream_fails_leaves_no_state() -> N
     # In this order in one loop turn, the slot's task is cancelled before its first step.
     failed.set_exception(WorkerLost("the wire broke", retryable=True))
     came.set_result(
-        RequestFrame(submits=[Submit(1, leg_request("good"), request().token_ids.little_endian)])
+        RequestFrame(
+            submits=[Submit(1, leg_request("good"), preprocessed_request().token_ids.little_endian)]
+        )
     )
     with pytest.raises(WorkerLost):
         await asyncio.wait_for(serving, WAIT_S)
@@ -665,7 +664,9 @@ async def test_the_worker_enforces_the_deadline_of_a_submit() -> None:
 async def test_rejections_over_attach_carry_whether_another_worker_may_be_tried() -> None:
     async with working(FakeEngine()) as worker, worker.attached() as frontend:
         mismatched, late = Sink(), Sink()
-        frontend.submit(leg_request("good", request=request(card_checksum="other")), mismatched)
+        frontend.submit(
+            leg_request("good", request=preprocessed_request(card_checksum="other")), mismatched
+        )
         await mismatched.over()
         worker.app.runner.is_draining = True
         frontend.submit(leg_request("good"), late)
@@ -902,7 +903,9 @@ async def test_shutdown_closes_running_requests_without_abort() -> None:
         await app.lifecycle.ready()
         async with rpc.channel(app.address) as channel:
             stub = engine_pb2_grpc.EngineServiceStub(channel)
-            call = stub.Generate(pb.GenerateRequest(request=to_proto(request()), request_id="deaf"))
+            call = stub.Generate(
+                pb.GenerateRequest(request=to_proto(preprocessed_request()), request_id="deaf")
+            )
             await call.read()
             app.lifecycle.drain("test")
             assert await asyncio.wait_for(task, WAIT_S) == 0

@@ -20,6 +20,7 @@ from common.request.preprocessed import (
     StopConditions,
     TokenIds,
 )
+from tests.kit.requests import context
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import (
     GenerateContext,
@@ -39,10 +40,6 @@ async def engine() -> EchoEngine:
 def request(*tokens: int, stop: StopConditions | None = None, **more: Any) -> PreprocessedRequest:
     stop = stop or StopConditions()
     return PreprocessedRequest(token_ids=TokenIds.of(tokens), stop_conditions=stop, **more)
-
-
-def context(request_id: str = "r1") -> GenerateContext:
-    return GenerateContext(request_id)
 
 
 async def run(engine: EchoEngine, asked: PreprocessedRequest) -> list[LLMEngineOutput]:

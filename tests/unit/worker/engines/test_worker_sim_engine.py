@@ -39,6 +39,7 @@ from common.request.preprocessed import (
     TokenIds,
     TopLogprob,
 )
+from tests.kit.requests import context
 from tests.kit.waiting import until
 from worker_svc.engines.contract import (
     GenerateContext,
@@ -114,10 +115,6 @@ def request(
 ) -> PreprocessedRequest:
     stop = stop or StopConditions(max_tokens=8)
     return PreprocessedRequest(token_ids=TokenIds.of(tokens), stop_conditions=stop, **more)
-
-
-def context(request_id: str = "r", priority: int | None = None) -> GenerateContext:
-    return GenerateContext(request_id, priority=priority)
 
 
 async def outputs_of(
@@ -670,7 +667,7 @@ async def test_the_larger_priority_goes_first_and_the_hint_outweighs_the_context
 
         async def ask(name: str, priority: int | None, hint: int | None) -> None:
             asked = request(routing=RoutingHints(priority=hint))
-            await outputs_of(engine, asked, context(name, priority))
+            await outputs_of(engine, asked, context(name, priority=priority))
             order.append(name)
 
         async with asyncio.TaskGroup() as group:

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
@@ -27,9 +28,8 @@ from common.request.preprocessed import (
     PrefillResult,
     PreprocessedRequest,
     RoutingHints,
-    StopConditions,
-    TokenIds,
 )
+from tests.kit.requests import context, preprocessed_request
 from tests.sim.loop import run_virtually
 from worker_svc.engines.contract import (
     EngineConfig,
@@ -66,6 +66,7 @@ PROMPT = list(range(1, 65))
 
 T = TypeVar("T")
 Result = tuple[list[int], LLMEngineOutput]
+request = partial(preprocessed_request, max_tokens=8)
 
 
 class MemoryConnection:
@@ -186,7 +187,7 @@ class Legs:
             await asyncio.sleep(0.01)
 
     async def pair(self, prompt: list[int], n: int, room: int = 1) -> tuple[Result, Result]:
-        asked = request(prompt, n, **self.bootstrap(room))
+        asked = request(prompt, max_tokens=n, **self.bootstrap(room))
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(run(self.prefill, asked, f"p{room}"))
             second = tasks.create_task(run(self.decode, asked, f"d{room}"))
@@ -218,15 +219,6 @@ async def legs(
     finally:
         await both.prefill.cleanup()
         await both.decode.cleanup()
-
-
-def request(prompt: list[int], n: int = 8, **more: Any) -> PreprocessedRequest:
-    stop = StopConditions(max_tokens=n)
-    return PreprocessedRequest(token_ids=TokenIds.of(prompt), stop_conditions=stop, **more)
-
-
-def context(request_id: str = "r") -> GenerateContext:
-    return GenerateContext(request_id)
 
 
 async def run(
@@ -309,7 +301,7 @@ def test_each_role_rejects_legs_of_another() -> None:
 def test_a_decode_engine_may_compute_plain_requests_itself() -> None:
     async def work() -> None:
         async with legs() as both:
-            tokens, last = await run(both.decode, request(PROMPT, 20))
+            tokens, last = await run(both.decode, request(PROMPT, max_tokens=20))
             assert tokens == TOKEN_ORACLE.continue_tokens(PROMPT, 20)
             assert last.disaggregated_params is None
             assert both.decode.counters["rooms_opened"] == 0
@@ -321,7 +313,7 @@ def test_probes_run_locally_in_every_role() -> None:
     async def work() -> None:
         async with legs(local_prefill=False) as both:
             for engine in (both.prefill, both.decode):
-                asked = request([1], 1, is_probe=True, **both.bootstrap())
+                asked = request([1], max_tokens=1, is_probe=True, **both.bootstrap())
                 tokens, last = await run(engine, asked)
                 assert (len(tokens), last.finish_reason) == (1, FinishReason.LENGTH)
                 assert engine.counters["rooms_opened"] == 0
@@ -379,7 +371,7 @@ def test_invalid_handoff_settings_are_rejected(wrong: dict[str, Any]) -> None:
 def test_the_legs_of_a_room_meet_in_either_order(first: str, lead_s: float) -> None:
     async def work() -> None:
         async with legs() as both:
-            asked = request(PROMPT, 20, **both.bootstrap(2**64 - 1))
+            asked = request(PROMPT, max_tokens=20, **both.bootstrap(2**64 - 1))
             engines = [both.prefill, both.decode]
             if first == "decode":
                 engines.reverse()
@@ -519,7 +511,9 @@ def test_wrong_page_content_is_counted_and_changes_the_output() -> None:
             other = [9, *PROMPT[1:]]
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(run(both.prefill, request(other, **both.bootstrap())))
-                leg = tasks.create_task(run(both.decode, request(PROMPT, 20, **both.bootstrap())))
+                leg = tasks.create_task(
+                    run(both.decode, request(PROMPT, max_tokens=20, **both.bootstrap()))
+                )
             assert both.decode.counters["corrupt_pages"] == 4
             assert leg.result()[0] != TOKEN_ORACLE.continue_tokens(PROMPT, 20)
 
@@ -578,7 +572,7 @@ def test_the_kv_of_an_adapter_is_not_that_of_the_base_model() -> None:
         config = SimConfig(timing=TIMING, loras=frozenset({"a"}))
         async with legs(prefill=config, decode=config) as both:
             with_lora = request(PROMPT, routing=RoutingHints(lora_name="a"), **both.bootstrap())
-            base = request(PROMPT, 20, **both.bootstrap())
+            base = request(PROMPT, max_tokens=20, **both.bootstrap())
             await asyncio.gather(run(both.prefill, with_lora), run(both.decode, base))
             assert both.decode.counters["corrupt_pages"] == 4
 
@@ -620,9 +614,9 @@ def test_a_decode_leg_without_blocks_does_not_wait_longer_than_its_partner() -> 
         decode = SimConfig(timing=TIMING, total_kv_blocks=8, eos_one_in=0)
         async with legs(decode=decode, timeout_s=0.3) as both:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(run(both.decode, request([5] * 60, 60)))
+                tasks.create_task(run(both.decode, request([5] * 60, max_tokens=60)))
                 await asyncio.sleep(0.02)
-                slow = tasks.create_task(run(both.decode, request([6] * 60, 60)))
+                slow = tasks.create_task(run(both.decode, request([6] * 60, max_tokens=60)))
                 await asyncio.sleep(0.01)
                 late = tasks.create_task(
                     error_of(run(both.decode, request([7] * 100, **both.bootstrap())))
@@ -664,7 +658,7 @@ def test_a_leg_that_leaves_at_any_time_ends_the_other_and_frees_everything(
 ) -> None:
     async def work(after_s: float) -> None:
         async with legs() as both:
-            asked = request(PROMPT, 20, **both.bootstrap())
+            asked = request(PROMPT, max_tokens=20, **both.bootstrap())
             leaver, other = (
                 (both.prefill, both.decode) if role == "prefill" else (both.decode, both.prefill)
             )
@@ -715,7 +709,7 @@ def reason_of(end: list[LLMEngineOutput] | MeshError) -> FinishReason | None:
 def test_a_worker_or_link_lost_at_any_time_ends_both_legs(cause: str) -> None:
     async def work(after_s: float) -> None:
         async with legs() as both:
-            asked = request(PROMPT, 20, **both.bootstrap())
+            asked = request(PROMPT, max_tokens=20, **both.bootstrap())
             tasks = [
                 asyncio.ensure_future(collect(engine, asked, context()))
                 for engine in (both.prefill, both.decode)
@@ -740,7 +734,7 @@ def test_a_worker_or_link_lost_at_any_time_ends_both_legs(cause: str) -> None:
 def test_a_network_that_drops_everything_only_causes_timeouts() -> None:
     async def work(after_s: float) -> None:
         async with legs(timeout_s=3.0) as both:
-            asked = request(PROMPT, 20, **both.bootstrap())
+            asked = request(PROMPT, max_tokens=20, **both.bootstrap())
             tasks = [
                 asyncio.ensure_future(collect(engine, asked, context()))
                 for engine in (both.prefill, both.decode)
@@ -761,7 +755,7 @@ def test_pages_of_an_aborted_leg_wait_for_the_peers_confirmation() -> None:
     async def work() -> None:
         network = MemoryNetwork(delay_s=0.3)
         async with legs(network=network, abort_s=2.0) as both:
-            asked = request([1] * 1600, 4, **both.bootstrap())
+            asked = request([1] * 1600, max_tokens=4, **both.bootstrap())
             ctx = context()
             prefill = asyncio.ensure_future(collect(both.prefill, asked, context()))
             decode = asyncio.ensure_future(collect(both.decode, asked, ctx))
@@ -785,7 +779,7 @@ def test_pages_of_an_aborted_leg_wait_for_the_peers_confirmation() -> None:
 def test_the_connection_to_a_peer_that_ignores_an_abort_is_closed() -> None:
     async def work() -> None:
         async with legs(abort_s=2.0) as both:
-            asked = request([1] * 1600, 4, **both.bootstrap())
+            asked = request([1] * 1600, max_tokens=4, **both.bootstrap())
             ctx = context()
             prefill = asyncio.ensure_future(collect(both.prefill, asked, context()))
             decode = asyncio.ensure_future(collect(both.decode, asked, ctx))
@@ -805,7 +799,7 @@ def test_the_connection_to_a_peer_that_ignores_an_abort_is_closed() -> None:
 def test_a_failed_engine_ends_its_rooms() -> None:
     async def work() -> None:
         async with legs() as both:
-            asked = request(PROMPT, 20, **both.bootstrap())
+            asked = request(PROMPT, max_tokens=20, **both.bootstrap())
             prefill = asyncio.ensure_future(error_of(run(both.prefill, asked)))
             decode = asyncio.ensure_future(error_of(run(both.decode, asked)))
             await asyncio.sleep(0.1)
@@ -824,17 +818,19 @@ def test_a_failed_engine_ends_its_rooms() -> None:
 def test_a_completed_prefill_is_fetched_by_its_decode_leg() -> None:
     async def work() -> None:
         async with legs(mode="completed") as both:
-            tokens, last = await run(both.prefill, request(PROMPT, 1))
+            tokens, last = await run(both.prefill, request(PROMPT, max_tokens=1))
             oracle = TOKEN_ORACLE.continue_tokens(PROMPT, 20)
             assert (tokens, last.finish_reason) == (oracle[:1], FinishReason.LENGTH)
             assert both.prefill.loads()[0].rooms_open == 1
             assert both.prefill.loads()[0].kv_used_blocks == 4
             await asyncio.sleep(20)
             result = PrefillResult(last.disaggregated_params)
-            tokens, _ = await run(both.decode, request(PROMPT, 20, prefill_result=result))
+            tokens, _ = await run(
+                both.decode, request(PROMPT, max_tokens=20, prefill_result=result)
+            )
             assert tokens == oracle
             await both.rest(within_s=0.1)
-            again = request(PROMPT, 20, prefill_result=result)
+            again = request(PROMPT, max_tokens=20, prefill_result=result)
             assert (await error_of(run(both.decode, again))).reason == ROOM_TAKEN
 
     virtually(work)
@@ -843,7 +839,7 @@ def test_a_completed_prefill_is_fetched_by_its_decode_leg() -> None:
 def test_a_completed_prefill_without_a_decode_leg_expires() -> None:
     async def work() -> None:
         async with legs(mode="completed", lease_s=5.0) as both:
-            _, last = await run(both.prefill, request(PROMPT, 1))
+            _, last = await run(both.prefill, request(PROMPT, max_tokens=1))
             assert await until(both.is_idle, "the lease ends", 6.0) == pytest.approx(5.0, abs=0.1)
             assert both.prefill.counters["leases_expired"] == 1
             asked = request(PROMPT, prefill_result=PrefillResult(last.disaggregated_params))
@@ -857,7 +853,9 @@ def test_a_completed_prefill_without_a_decode_leg_expires() -> None:
 def test_a_prefill_that_ended_with_its_first_token_leases_no_kv() -> None:
     async def work() -> None:
         async with legs(mode="completed") as both:
-            tokens, last = await run(both.prefill, request(prompt_that_ends_at_once(), 1))
+            tokens, last = await run(
+                both.prefill, request(prompt_that_ends_at_once(), max_tokens=1)
+            )
             assert (tokens, last.finish_reason) == ([], FinishReason.EOS)
             assert last.disaggregated_params is None
             assert both.is_idle()
@@ -869,7 +867,7 @@ def test_a_decode_leg_that_leaves_before_its_pull_ends_the_lease() -> None:
     async def work() -> None:
         decode = SimConfig(timing=TIMING, total_kv_blocks=8)
         async with legs(mode="completed", decode=decode) as both:
-            _, last = await run(both.prefill, request(PROMPT, 1))
+            _, last = await run(both.prefill, request(PROMPT, max_tokens=1))
             result = PrefillResult(last.disaggregated_params)
             both.decode.freeze()
             ctx = context()
@@ -887,7 +885,7 @@ def test_a_completed_prefill_is_not_kept_if_its_leg_left() -> None:
     async def work(after_s: float) -> None:
         async with legs(mode="completed") as both:
             ctx = context()
-            leg = asyncio.ensure_future(collect(both.prefill, request(PROMPT, 1), ctx))
+            leg = asyncio.ensure_future(collect(both.prefill, request(PROMPT, max_tokens=1), ctx))
             await asyncio.sleep(after_s)
             ctx.stop_generating("test")
             if reason_of(await leg) is FinishReason.CANCELLED:
@@ -902,8 +900,8 @@ def test_a_completed_prefill_is_not_kept_if_its_leg_left() -> None:
 def test_a_completed_prefill_that_cannot_be_leased_fails_and_is_freed() -> None:
     async def work() -> None:
         async with legs(mode="completed", rooms_max=1) as both:
-            await run(both.prefill, request(PROMPT, 1))
-            refusal = await error_of(run(both.prefill, request([5] * 64, 1)))
+            await run(both.prefill, request(PROMPT, max_tokens=1))
+            refusal = await error_of(run(both.prefill, request([5] * 64, max_tokens=1)))
             assert isinstance(refusal, Overloaded)
             assert both.prefill.loads()[0].kv_used_blocks == 4
 
@@ -944,7 +942,7 @@ def test_drain_of_an_idle_engine_returns_at_once() -> None:
 def test_drain_waits_for_leases_for_a_limited_time() -> None:
     async def work() -> None:
         async with legs(mode="completed", lease_s=5.0) as both:
-            _, last = await run(both.prefill, request(PROMPT, 1))
+            _, last = await run(both.prefill, request(PROMPT, max_tokens=1))
             drain = asyncio.ensure_future(both.prefill.drain())
             await asyncio.sleep(1.0)
             assert not drain.done()
@@ -952,7 +950,7 @@ def test_drain_waits_for_leases_for_a_limited_time() -> None:
             await run(both.decode, asked)
             await asyncio.sleep(0.01)
             assert drain.done()
-            await run(both.prefill, request([5] * 20, 1))
+            await run(both.prefill, request([5] * 20, max_tokens=1))
             start = now()
             await both.prefill.drain()
             assert now() - start < 5.1
@@ -1026,9 +1024,12 @@ async def chaos(seed: int, engine: type[SimEngine]) -> Counter[str]:
         prompt = [rng.randrange(3)] * rng.randrange(1, 120)
         n = rng.randrange(1, 40)
         contexts = [context(), context()]
-        asked, engines = request(prompt, n, **both.bootstrap(room)), (both.prefill, both.decode)
+        asked, engines = (
+            request(prompt, max_tokens=n, **both.bootstrap(room)),
+            (both.prefill, both.decode),
+        )
         if rng.random() < 0.3:  # without a handoff
-            asked, engines = request(prompt, n), (both.decode, both.decode)
+            asked, engines = request(prompt, max_tokens=n), (both.decode, both.decode)
         work = [
             asyncio.ensure_future(collect(leg, asked, ctx))
             for leg, ctx in zip(engines, contexts, strict=True)
@@ -1091,13 +1092,13 @@ def test_the_next_owner_of_an_aborted_legs_pages_is_safe_only_with_the_guard(
         plenty = SimConfig(timing=TIMING)
         async with legs(network=network, prefill=plenty, decode=few, engine=engine) as both:
             ctx = context()
-            asked = request([1] * 300, 4, **both.bootstrap())
+            asked = request([1] * 300, max_tokens=4, **both.bootstrap())
             prefill = asyncio.ensure_future(collect(both.prefill, asked, context()))
             decode = asyncio.ensure_future(collect(both.decode, asked, ctx))
             await until(lambda: both.decode.counters["pages_received"] > 0, "a page arrives")
             ctx.stop_generating("test")
             victim = [5] * 40
-            tokens, _ = await run(both.decode, request(victim, 200))
+            tokens, _ = await run(both.decode, request(victim, max_tokens=200))
             await asyncio.wait([prefill, decode])
 
             oracle = TokenOracle(MODEL.word_ids, 2, eos_one_in=0).continue_tokens(victim, 200)

@@ -24,6 +24,7 @@ from common.errors import (
 from common.kv.load import Load
 from common.request.preprocessed import BootstrapInfo, TokenIds, usage
 from common.request.token_stream import LegRequest
+from tests.kit.requests import leg_request, preprocessed_request
 from tests.sim.loop import run_virtually
 from worker_svc.engines.contract import (
     EngineConfig,
@@ -105,11 +106,6 @@ def raising(error: BaseException) -> Script:
         raise error
 
     return script
-
-
-def leg_request(request_id: str, *, card_checksum: str | None = None, **parts: Any) -> LegRequest:
-    request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]), card_checksum=card_checksum)
-    return LegRequest(request_id, request=request, **parts)
 
 
 class Emitted:
@@ -453,13 +449,16 @@ async def test_abort_by_request_id_stops_exactly_its_legs() -> None:
 async def test_a_prompt_tokenized_for_another_card_is_rejected() -> None:
     runner = Runner(ScriptedEngine(a=two_tokens), card_checksum="ours")
     with pytest.raises(InvalidRequest) as caught:
-        runner.admit(leg_request("a", card_checksum="theirs"))
+        runner.admit(leg_request("a", request=preprocessed_request(card_checksum="theirs")))
     assert (caught.value.field, caught.value.reason) == ("mdc_sum", "CARD_MISMATCH")
     assert "theirs" in caught.value.message
     assert "ours" in caught.value.message
     assert not caught.value.retryable
     for same in ("ours", None):
-        await runner.run(runner.admit(leg_request("a", card_checksum=same)), Emitted())
+        await runner.run(
+            runner.admit(leg_request("a", request=preprocessed_request(card_checksum=same))),
+            Emitted(),
+        )
     assert dict(runner.counters) == {"rejected": 1, "accepted": 2, "finished": 2}
 
 
