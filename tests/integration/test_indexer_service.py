@@ -58,6 +58,7 @@ from tests.integration.service_process import check_life
 from tests.integration.subscription import apply_subscription_message
 from tests.kit.apps import living
 from tests.kit.clock import Clock
+from tests.kit.kv_events import advertised_blocks, path
 from tests.kit.waiting import WAIT_S, until
 
 NS = "default"
@@ -67,19 +68,6 @@ STORED, REMOVED, CLEARED = pb.EVENT_KIND_STORED, pb.EVENT_KIND_REMOVED, pb.EVENT
 
 def wire(keys: Iterable[int]) -> bytes:
     return np.array(list(keys), dtype="<u8").tobytes()
-
-
-def path(block: int) -> list[int]:
-    """Blocks form a binary tree: the parent of n is n // 2, the root is 1."""
-    blocks = [block]
-    while blocks[-1] > 1:
-        blocks.append(blocks[-1] // 2)
-    return blocks[::-1]
-
-
-def advertised_blocks(feed: IndexFeed, source: Source) -> set[int]:
-    index, advertised = feed.advertised(source)
-    return {key for _, part in index.chunks(advertised) for key in part.tolist()}
 
 
 class Mesh:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
-from hpack import Encoder
 
 from common import errors
 from common.rpc import channel as rpc
@@ -19,6 +18,7 @@ from common.rpc import message_stream
 from common.rpc.http2.frames import WINDOW_BYTES
 from common.rpc.stream import GrpcStream, open_stream
 from tests.integration.rpc_bed import RunningServer, echo, serving, serving_streams
+from tests.kit.http2_frames import frame, headers, prefixed
 from tests.kit.waiting import WAIT_S, until
 
 Stream = GrpcStream[Any, BytesValue]
@@ -350,17 +350,11 @@ async def test_a_peer_without_the_token_receives_no_message(serve: Serve) -> Non
 
 @pytest.mark.parametrize("ends_in_one_segment", [False, True])
 async def test_no_message_of_a_peer_without_the_token_is_read(ends_in_one_segment: bool) -> None:
-    def frame(kind: int, flags: int, payload: bytes) -> bytes:
-        return len(payload).to_bytes(3, "big") + bytes((kind, flags, 0, 0, 0, 1)) + payload
-
-    def headers(flags: int, *pairs: tuple[str, str]) -> bytes:
-        return frame(1, flags, Encoder().encode(pairs))
-
     message = BytesValue(value=b"forged").SerializeToString()
-    response = headers(4, (":status", "200"), ("content-type", "application/grpc"))
-    response += frame(0, 0, b"\0" + len(message).to_bytes(4, "big") + message)
+    response = headers((":status", "200"), ("content-type", "application/grpc"))
+    response += frame(0, 0, prefixed(message))
     if ends_in_one_segment:
-        response += headers(5, ("grpc-status", "0"))
+        response += headers(("grpc-status", "0"), flags=5)
     token = rpc.Security(token="a token of the mesh")
     async with (
         listening(lambda writer: writer.write(response)) as port,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from common.kv.events import (
     SNAPSHOT_CHUNK_BLOCKS,
     EventBatch,
     EventKind,
-    Hashes,
     KvEvent,
     Partition,
     SnapshotChunk,
@@ -49,6 +47,7 @@ from indexer_svc.tools.recording_file import (
 )
 from kvmesh.indexer.v1.indexer_pb2 import RecordedMessage, SubscribeResponse
 from kvmesh.types.v1 import load_pb2
+from tests.kit.kv_events import array, stored
 from tests.kit.recordings import recorded, update_of
 
 SOURCE = Source(2**63 - 1, 3)
@@ -56,16 +55,8 @@ PARTITION = Partition("m", 16, 1, 2)
 EXACT = StatusUpdate(SOURCE, PARTITION, SourceStatus("exact"))
 
 
-def array(values: Iterable[int]) -> Hashes:
-    return np.array(list(values), dtype=np.uint64)
-
-
 def batch(sequence: int, *events: KvEvent, epoch: int = 1) -> EventBatch:
     return EventBatch(SOURCE, epoch, sequence, events)
-
-
-def stored(*values: int, tier: Tier = Tier.DEVICE) -> KvEvent:
-    return KvEvent(EventKind.STORED, array(values), tier)
 
 
 def chunk(sequence: int, *values: int, first: bool = True, last: bool = True) -> SnapshotChunk:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from random import Random
 
-import numpy as np
 import pytest
 
 from common.kv.events import (
     SNAPSHOT_CHUNK_BLOCKS,
     EventBatch,
     EventKind,
-    Hashes,
     KvEvent,
     Partition,
     SnapshotChunk,
@@ -38,14 +36,11 @@ from indexer_svc.core.subscriber import (
     StatusUpdate,
     Subscriber,
 )
+from tests.kit.kv_events import advertised_blocks, array
 
 PARTITION, OTHER = Partition("m", 16, 1), Partition("n", 16, 1)
 A, B, C = Source(1), Source(2), Source(3)
 CAP = 10**7
-
-
-def array(keys: Iterable[int]) -> Hashes:
-    return np.array(list(keys), dtype=np.uint64)
 
 
 class Index:
@@ -117,11 +112,6 @@ def everything(subscriber: Subscriber) -> list[Outbound]:
     return updates
 
 
-def held(feed: IndexFeed, source: Source) -> set[int]:
-    index, advertised = feed.advertised(source)
-    return {key for _, part in index.chunks(advertised) for key in part.tolist()}
-
-
 def demands(copy: IndexFeed) -> list[ResendRequest]:
     return [event for event in copy.take_events() if isinstance(event, ResendRequest)]
 
@@ -158,7 +148,9 @@ def test_the_first_chunk_of_a_snapshot_precedes_every_batch_of_its_source() -> N
         for source in (A, B, C):
             index.store(source, 10**6 + n)
     give(copy, everything(subscriber))
-    assert [held(copy, one) for one in (A, B, C)] == [held(index.feed, one) for one in (A, B, C)]
+    assert [advertised_blocks(copy, one) for one in (A, B, C)] == [
+        advertised_blocks(index.feed, one) for one in (A, B, C)
+    ]
     assert demands(copy) == []
 
 
@@ -207,7 +199,7 @@ def test_the_first_status_of_a_source_precedes_its_live_batches() -> None:
     index.store(A, 2)
     give(copy, everything(subscriber))
     assert copy.status(A).state == "exact"
-    assert held(copy, A) == {2}
+    assert advertised_blocks(copy, A) == {2}
 
 
 @pytest.mark.parametrize("cap", [1000, 3344, 3400])
@@ -277,7 +269,7 @@ def test_a_subscriber_at_the_position_of_a_load_only_source_gets_it_reported_gon
     index.add(A, 1, 2, 3)
     subscriber = index.subscribe()
     give(copy, everything(subscriber))
-    assert held(copy, A) == {1, 2, 3}
+    assert advertised_blocks(copy, A) == {1, 2, 3}
     index.subscribers.clear()
     copy.mark_all_disconnected(0.0, "the stream was cut")
     index.feed.make_load_only(A, 0.0)
@@ -285,7 +277,7 @@ def test_a_subscriber_at_the_position_of_a_load_only_source_gets_it_reported_gon
     updates = everything(index.subscribe(*copy.positions()))
     assert states(updates) == ["gone", "degraded"]
     give(copy, updates)
-    assert held(copy, A) == set()
+    assert advertised_blocks(copy, A) == set()
     assert copy.position(A) == SourcePosition(A, 0, 0)
 
 
@@ -301,7 +293,7 @@ def test_a_copy_of_a_load_only_source_resumes_from_nothing_at_another_index() ->
     copy.mark_all_disconnected(0.0, "it died")
     give(copy, everything(other.subscribe(*copy.positions())))
     assert copy.status(A) == SourceStatus("exact")
-    assert held(copy, A) == {1, 2, 3}
+    assert advertised_blocks(copy, A) == {1, 2, 3}
 
 
 def test_a_source_made_load_only_is_reported_once_and_sent_again_when_readmitted() -> None:
@@ -316,7 +308,7 @@ def test_a_source_made_load_only_is_reported_once_and_sent_again_when_readmitted
     assert states(updates)[0] == "gone"
     assert states(updates).count("gone") == 1
     give(copy, updates)
-    assert held(copy, A) == set()
+    assert advertised_blocks(copy, A) == set()
     index.change(A, KvEvent(EventKind.REMOVED, array([1])))
     index.feed.end_load_only(A, 0.0)
     at = index.feed.position(A)
@@ -327,7 +319,7 @@ def test_a_source_made_load_only_is_reported_once_and_sent_again_when_readmitted
     assert "gone" not in states(updates)
     give(copy, updates)
     assert copy.status(A) == SourceStatus("exact")
-    assert held(copy, A) == {2, 3}
+    assert advertised_blocks(copy, A) == {2, 3}
 
 
 def test_a_source_that_restarts_empty_is_empty_in_the_copy() -> None:
@@ -340,7 +332,7 @@ def test_a_source_that_restarts_empty_is_empty_in_the_copy() -> None:
     index.dispatch()
     give(copy, everything(subscriber))
     assert copy.status(A) == SourceStatus("exact")
-    assert held(copy, A) == set()
+    assert advertised_blocks(copy, A) == set()
 
 
 def test_a_source_reported_gone_is_sent_in_full_when_it_returns() -> None:
@@ -355,7 +347,7 @@ def test_a_source_reported_gone_is_sent_in_full_when_it_returns() -> None:
     restarted.add(A, 1)
     give(copy, everything(subscriber))
     assert copy.status(A) == SourceStatus("exact")
-    assert held(copy, A) == {1}
+    assert advertised_blocks(copy, A) == {1}
     assert demands(copy) == []
 
 
@@ -406,7 +398,7 @@ def test_the_first_statuses_do_not_count_against_the_queue_limit() -> None:
     subscriber = index.subscribe(cap=100)
     give(copy, everything(subscriber))
     assert not subscriber.is_overflowed
-    assert {frozenset(held(copy, one)) for one in sources} == {
+    assert {frozenset(advertised_blocks(copy, one)) for one in sources} == {
         frozenset([one.worker_id]) for one in sources
     }
     copy.mark_all_disconnected(0.0, "it died")
@@ -504,13 +496,13 @@ def test_a_copy_is_never_wrong_and_ends_equal(seed: int, monkeypatch: pytest.Mon
         for mine in copy.positions():
             if copy.is_matchable(mine.source):
                 expected = pair.past[mine.source, mine.epoch, mine.sequence]
-                assert held(copy, mine.source) == expected
+                assert advertised_blocks(copy, mine.source) == expected
         for feed in (*(one.feed for one in pair.indexes), copy):
             feed.sweep(256)
     give(copy, everything(subscriber))
     for source in sources:
         assert copy.status(source) == index.feed.status(source)
-        assert held(copy, source) == held(index.feed, source)
+        assert advertised_blocks(copy, source) == advertised_blocks(index.feed, source)
         is_here = not index.feed.is_load_only(source)
-        assert held(copy, source) == (pair.truth[source] if is_here else set())
+        assert advertised_blocks(copy, source) == (pair.truth[source] if is_here else set())
     assert demands(copy) == [], "no further subscription is needed"

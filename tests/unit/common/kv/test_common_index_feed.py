@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,14 +14,12 @@ from common.errors import InvalidRequest
 from common.kv.events import (
     EventBatch,
     EventKind,
-    Hashes,
     KvEvent,
     Partition,
     SnapshotChunk,
     Source,
     SourcePosition,
     SourceStatus,
-    Tier,
 )
 from common.kv.index_feed import (
     RETRY_S,
@@ -35,31 +32,12 @@ from common.kv.index_feed import (
     run_all_steps,
 )
 from common.kv.source_entry import LOAD_ONLY
+from tests.kit.kv_events import advertised_blocks, array, path, removed, stored
 
 PARTITION = Partition("m", 16, 1)
 SOURCE = Source(7, 0)
 EPOCH = 3
 LEAVES = 64
-
-
-def array(keys: Iterable[int]) -> Hashes:
-    return np.array(list(keys), dtype=np.uint64)
-
-
-def path(block: int) -> list[int]:
-    """Blocks form a binary tree: the parent of n is n // 2, the root is 1."""
-    blocks = [block]
-    while blocks[-1] > 1:
-        blocks.append(blocks[-1] // 2)
-    return blocks[::-1]
-
-
-def stored(*keys: int, tier: Tier = Tier.DEVICE) -> KvEvent:
-    return KvEvent(EventKind.STORED, array(keys), tier)
-
-
-def removed(*keys: int) -> KvEvent:
-    return KvEvent(EventKind.REMOVED, array(keys))
 
 
 def batch(
@@ -72,11 +50,6 @@ def chunk(
     sequence: int, *keys: int, epoch: int = EPOCH, first: bool = False, last: bool = False
 ) -> SnapshotChunk:
     return SnapshotChunk(SOURCE, epoch, sequence, array(keys), first=first, last=last)
-
-
-def advertised_blocks(feed: IndexFeed, source: Source = SOURCE) -> set[int]:
-    index, advertised = feed.advertised(source)
-    return {key for _, part in index.chunks(advertised) for key in part.tolist()}
 
 
 def depth(feed: IndexFeed, *chain: int) -> int:
@@ -118,7 +91,7 @@ def test_a_new_source_is_exact_with_its_first_batch_and_its_blocks_match() -> No
 def test_a_duplicate_changes_nothing() -> None:
     feed = registered_feed()
     give(feed, batch(1, stored(1)), batch(2, removed(1)), batch(1, stored(1)))
-    assert advertised_blocks(feed) == set()
+    assert advertised_blocks(feed, SOURCE) == set()
     assert feed.position(SOURCE).sequence == 2
     assert feed.counters.duplicates == 1
 
@@ -159,7 +132,7 @@ def test_a_returning_publisher_resends_only_the_missed_batches() -> None:
     feed.register_source(PARTITION, SourcePosition(SOURCE, EPOCH, 3), 2.0)
     assert demands(feed) == [(EPOCH, 2)]
     give(feed, batch(2, stored(2)), batch(3, stored(4)))
-    assert advertised_blocks(feed) == {1, 2, 4}
+    assert advertised_blocks(feed, SOURCE) == {1, 2, 4}
     assert feed.status(SOURCE).state == "exact"
 
 
@@ -167,21 +140,21 @@ def test_a_publisher_with_an_earlier_position_is_read_again() -> None:
     feed = registered_feed()
     give(feed, batch(1, stored(1)), batch(2, stored(2)))
     feed.register_source(PARTITION, SourcePosition(SOURCE, EPOCH, 1), 0.0)
-    assert advertised_blocks(feed) == set()
+    assert advertised_blocks(feed, SOURCE) == set()
     assert demands(feed) == [(EPOCH, 1)]
 
 
 def test_clearing_is_a_barrier_inside_a_batch() -> None:
     feed = registered_feed()
     give(feed, batch(1, stored(1, 2), KvEvent(EventKind.CLEARED), stored(1)))
-    assert advertised_blocks(feed) == {1}
+    assert advertised_blocks(feed, SOURCE) == {1}
     assert depth(feed, 1, 2) == 1
 
 
 def test_an_absent_block_does_not_stop_the_rest_of_a_removal() -> None:
     feed = registered_feed()
     give(feed, batch(1, stored(1, 2, 3)), batch(2, removed(9, 3, 2)))
-    assert advertised_blocks(feed) == {1}
+    assert advertised_blocks(feed, SOURCE) == {1}
 
 
 @pytest.mark.row("S1-28")
@@ -200,10 +173,10 @@ def test_an_unregistered_source_is_rejected_by_name() -> None:
 def test_a_snapshot_is_installed_at_once_and_buffered_batches_are_applied() -> None:
     feed = registered_feed(10)
     give(feed, chunk(10, 1, 2, first=True), batch(11, stored(5)), batch(12, removed(4)))
-    assert advertised_blocks(feed) == set()
+    assert advertised_blocks(feed, SOURCE) == set()
     assert depth(feed, 1) == 0
     give(feed, chunk(10, 4, last=True))
-    assert advertised_blocks(feed) == {1, 2, 5}
+    assert advertised_blocks(feed, SOURCE) == {1, 2, 5}
     assert feed.position(SOURCE).sequence == 12
     assert feed.status(SOURCE).state == "exact"
     kinds = [type(n) for n in feed.take_events() if isinstance(n, BatchApplied | SourceReplaced)]
@@ -216,7 +189,7 @@ def test_a_snapshot_read_while_its_source_changes_ends_correct() -> None:
     give(feed, chunk(10, 1, first=True))
     give(feed, batch(11, removed(4)), batch(12, stored(5)), batch(13, stored(3)))
     give(feed, chunk(10, 2, 5, last=True))  # 4 is missing, 5 is early, 3 is late
-    assert advertised_blocks(feed) == {1, 2, 5, 3}
+    assert advertised_blocks(feed, SOURCE) == {1, 2, 5, 3}
 
 
 def test_the_old_set_matches_until_an_unrequested_snapshot_is_complete() -> None:
@@ -231,14 +204,14 @@ def test_a_snapshot_older_than_the_set_is_ignored() -> None:
     feed = registered_feed()
     give(feed, batch(1, stored(1)), batch(2, stored(2)))
     give(feed, chunk(1, 1, first=True, last=True))
-    assert advertised_blocks(feed) == {1, 2}
+    assert advertised_blocks(feed, SOURCE) == {1, 2}
 
 
 def test_a_restarted_snapshot_discards_its_first_chunks() -> None:
     feed = registered_feed(5)
     give(feed, chunk(5, 1, 2, first=True), chunk(6, 1, 3, first=True), chunk(5, 9, last=True))
     give(feed, chunk(6, 7, last=True))
-    assert advertised_blocks(feed) == {1, 3, 7}
+    assert advertised_blocks(feed, SOURCE) == {1, 3, 7}
 
 
 def test_an_empty_snapshot_installs_an_empty_set() -> None:
@@ -263,7 +236,7 @@ def test_a_buffer_overflow_drops_the_pending_snapshot() -> None:
     assert demands(feed) == [(EPOCH, 1)]
     give(feed, chunk(1, 1, first=True), batch(2, stored(*range(100))), chunk(1, 2, last=True))
     assert demands(feed) == [(EPOCH, 1)]
-    assert advertised_blocks(feed) == set()
+    assert advertised_blocks(feed, SOURCE) == set()
 
 
 # Status.
@@ -333,7 +306,7 @@ def test_a_load_only_source_advertises_and_requests_nothing_until_readmitted() -
     feed.make_load_only(SOURCE, 0.0)
     feed.take_events()
     give(feed, batch(2, stored(2)), chunk(2, 1, 2, first=True, last=True))
-    assert advertised_blocks(feed) == set()
+    assert advertised_blocks(feed, SOURCE) == set()
     assert feed.status(SOURCE) == LOAD_ONLY
     assert feed.position(SOURCE).sequence == 2
     assert feed.take_events() == [], "no advertised blocks, so none to copy"
@@ -358,7 +331,7 @@ def test_a_load_only_source_accepts_any_newer_position_without_requests() -> Non
         feed.tick(float(now))
     assert feed.status(SOURCE) == LOAD_ONLY
     assert feed.take_events() == []
-    assert advertised_blocks(feed) == set()
+    assert advertised_blocks(feed, SOURCE) == set()
 
 
 def test_the_blocks_of_a_load_only_source_are_estimated() -> None:
@@ -421,7 +394,7 @@ def test_a_copy_behind_the_announced_position_is_gapped_and_requests_the_rest() 
     assert copy.status(SOURCE) == exact, "a copy may be ahead of the index: the index lags"
     copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH + 1, 0))
     assert copy.status(SOURCE) == exact
-    assert advertised_blocks(copy) == set(), "of an older epoch"
+    assert advertised_blocks(copy, SOURCE) == set(), "of an older epoch"
 
 
 def test_every_message_of_a_publisher_is_a_sign_of_life() -> None:
@@ -496,7 +469,7 @@ def test_a_replica_that_loses_its_index_during_a_snapshot_resumes_from_its_posit
     give(feed, batch(2, stored(2)), batch(3, stored(4)), batch(4, stored(8)))
     feed.apply_status(None, SOURCE, SourceStatus("exact"), 0.0)
     assert feed.status(SOURCE).state == "exact"
-    assert advertised_blocks(feed) == {1, 2, 4, 8}
+    assert advertised_blocks(feed, SOURCE) == {1, 2, 4, 8}
     assert demands(feed) == []
 
 
@@ -512,7 +485,7 @@ def test_a_replica_with_a_snapshot_announced_again_requests_nothing() -> None:
     give(feed, chunk(4, 1, 8, first=True, last=True))
     feed.apply_status(None, SOURCE, SourceStatus("exact"), 0.0)
     assert feed.status(SOURCE).state == "exact"
-    assert advertised_blocks(feed) == {1, 8}
+    assert advertised_blocks(feed, SOURCE) == {1, 8}
     assert demands(feed) == []
 
 
@@ -559,10 +532,10 @@ def test_an_engine_restart_that_resets_the_sequence_is_detected() -> None:
     feed = registered_feed()
     give(feed, *(batch(n, stored(n)) for n in range(1, 20)))
     give(feed, batch(1, stored(1, 2), epoch=EPOCH + 1))
-    assert advertised_blocks(feed) == {1, 2}
+    assert advertised_blocks(feed, SOURCE) == {1, 2}
     assert feed.position(SOURCE) == SourcePosition(SOURCE, EPOCH + 1, 1)
     give(feed, batch(20, stored(77)))
-    assert advertised_blocks(feed) == {1, 2}, "batches of the old epoch are ignored"
+    assert advertised_blocks(feed, SOURCE) == {1, 2}, "batches of the old epoch are ignored"
 
 
 def test_a_gap_that_is_never_filled_never_serves_a_wrong_index() -> None:
@@ -742,7 +715,10 @@ class FeedMachine(RuleBasedStateMachine):
         self.stood = (at.epoch, at.sequence)
         if self.feed.is_matchable(SOURCE):
             assert self.feed.status(SOURCE).state in ("exact", "stale")
-            assert advertised_blocks(self.feed) == self.publisher.history[at.epoch, at.sequence]
+            assert (
+                advertised_blocks(self.feed, SOURCE)
+                == self.publisher.history[at.epoch, at.sequence]
+            )
         else:
             assert self.feed.match(PARTITION, array([1])) == []
 
@@ -751,7 +727,7 @@ class FeedMachine(RuleBasedStateMachine):
         while self.wire:
             self.delivers(1)
         assert self.feed.status(SOURCE).state == "exact"
-        assert advertised_blocks(self.feed) == self.publisher.held
+        assert advertised_blocks(self.feed, SOURCE) == self.publisher.held
         for block in range(LEAVES // 2, LEAVES):
             chain = path(block)
             held = sum(b in self.publisher.held for b in chain)

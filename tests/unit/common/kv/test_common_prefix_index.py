@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from random import Random
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.kv.events import EMPTY_HASHES, SNAPSHOT_CHUNK_BLOCKS, Hashes, Source, Tier
+from common.kv.events import EMPTY_HASHES, SNAPSHOT_CHUNK_BLOCKS, Source, Tier
 from common.kv.prefix_index import (
     LARGE_BATCH_BLOCKS,
     LOG_SLACK_ENTRIES,
@@ -19,12 +18,9 @@ from common.kv.prefix_index import (
     PrefixIndex,
     SourceMatch,
 )
+from tests.kit.kv_events import array
 
 A, B, C = Source(1), Source(2), Source(2, 1)
-
-
-def array(keys: Iterable[int]) -> Hashes:
-    return np.array(list(keys), dtype=np.uint64)
 
 
 def shown(

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 from grpc import StatusCode
-from hpack import Encoder
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.rpc.http2.call import CallStatus
 from common.rpc.http2.ends import ClientCall
 from common.rpc.http2.frames import FRAME_BYTES_MAX, WINDOW_BYTES
+from tests.kit.http2_frames import frame, headers, prefixed
 
 MESSAGE_BYTES_MAX, HEADER_BYTES_MAX = 100_000, 4096
 REQUEST = ((":method", "POST"), (":path", "/a/B"))
@@ -24,24 +24,8 @@ DATA, HEAD, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = 0, 1, 3,
 END_STREAM, ACK, END_HEADERS, PADDED = 1, 1, 4, 8
 
 
-def frame(kind: int, flags: int = 0, payload: bytes = b"", stream: int = 1) -> bytes:
-    return (
-        len(payload).to_bytes(3, "big") + bytes((kind, flags)) + struct.pack(">L", stream) + payload
-    )
-
-
-def headers(*pairs: tuple[str, str], flags: int = END_HEADERS) -> bytes:
-    encoder = Encoder()
-    encoder.header_table_size = 0
-    return frame(HEAD, flags, encoder.encode(pairs))
-
-
 def trailers(*pairs: tuple[str, str]) -> bytes:
     return headers(*pairs, flags=END_HEADERS | END_STREAM)
-
-
-def prefixed(message: bytes) -> bytes:
-    return struct.pack(">BL", 0, len(message)) + message
 
 
 def setting(name: int, value: int) -> bytes:

@@ -6,34 +6,18 @@ import struct
 
 import pytest
 from grpc import StatusCode
-from hpack import Encoder
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.rpc.http2.call import CallStatus, Http2Call
 from common.rpc.http2.ends import ClientCall, ServerCall
 from common.rpc.http2.frames import PREFACE, WINDOW_BYTES, WINDOW_DEFAULT
+from tests.kit.http2_frames import frame, headers, prefixed
 
 LIMITS = {"message_bytes_max": 100_000, "header_bytes_max": 4096}
 REQUEST = ((":method", "POST"), (":path", "/a/B"), ("content-type", "application/grpc"))
 DATA, HEAD, RESET, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
 END_STREAM, END_HEADERS = 1, 4
-
-
-def frame(kind: int, flags: int = 0, payload: bytes = b"", stream: int = 1) -> bytes:
-    return (
-        len(payload).to_bytes(3, "big") + bytes((kind, flags)) + struct.pack(">L", stream) + payload
-    )
-
-
-def headers(*pairs: tuple[str, str], flags: int = END_HEADERS, stream: int = 1) -> bytes:
-    encoder = Encoder()
-    encoder.header_table_size = 0
-    return frame(HEAD, flags, encoder.encode(pairs), stream)
-
-
-def prefixed(message: bytes) -> bytes:
-    return struct.pack(">BL", 0, len(message)) + message
 
 
 def server() -> ServerCall:
