@@ -69,10 +69,6 @@ def indexed_blocks(mesh: Mesh, worker: Service) -> int:
     )
 
 
-def listed_models(mesh: Mesh) -> set[str]:
-    return {one["id"] for one in mesh.http.get(f"{mesh.url}/v1/models").json()["data"]}
-
-
 def ask(
     mesh: Mesh, prompt: list[int], *, model: str = MODEL, worker: Service | None = None
 ) -> dict[str, Any]:
@@ -152,14 +148,14 @@ def test_an_adapter_is_a_model_from_its_load_to_its_unload(mesh: Mesh) -> None:
     assert list(call(worker, "ListLoras").names) == []
     assert call(worker, "LoadLora", name="basque").lora_id == 1
     assert list(call(worker, "ListLoras").names) == ["basque"]
-    wait_for(lambda: "basque" in listed_models(mesh), "the adapter is a model")
+    wait_for(lambda: "basque" in mesh.model_names(), "the adapter is a model")
     model = load_sim_model(SIM_MODEL_DIR)
     oracle = TokenOracle(model.word_ids, model.eos_ids[0])
     tokens = oracle.continue_tokens(prompt, 8, ignore_eos=True, lora_name="basque")
     text = Oracle().decode(tokens)
     assert ask(mesh, prompt, model="basque")["choices"][0]["text"] == text
     call(worker, "UnloadLora", name="basque")
-    wait_for(lambda: "basque" not in listed_models(mesh), "the adapter left")
+    wait_for(lambda: "basque" not in mesh.model_names(), "the adapter left")
     assert list(call(worker, "ListLoras").names) == []
     assert ask(mesh, prompt)["choices"][0]["text"] != text
 

@@ -166,17 +166,13 @@ def other_models(mesh: Mesh) -> Iterator[None]:
     for worker in workers:
         worker.wait_ready()
     wait_for(
-        lambda: {"talk", "vectors", "fr", "embedder"} <= _served_models(mesh),
+        lambda: {"talk", "vectors", "fr", "embedder"} <= mesh.model_names(),
         "the new models are served",
     )
     yield
     for worker in workers:
         worker.kill()
     wait_for(mesh.is_complete, "the new workers have left")
-
-
-def _served_models(mesh: Mesh) -> set[str]:
-    return {one["id"] for one in mesh.http.get(f"{mesh.url}/v1/models").json()["data"]}
 
 
 def test_the_card_of_a_model_decides_what_it_serves(mesh: Mesh, other_models: None) -> None:

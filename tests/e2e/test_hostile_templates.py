@@ -35,7 +35,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     folder = tmp_path_factory.mktemp("mesh")
     with Mesh(folder, workers=1) as mesh:
         mesh.spawn("worker", *model_flags(folder, "hidden", HIDDEN)).wait_ready()
-        wait_for(lambda: models(mesh) == {MODEL, "hidden"}, "both models are served")
+        wait_for(lambda: mesh.model_names() == {MODEL, "hidden"}, "both models are served")
         yield mesh
 
 
@@ -45,11 +45,6 @@ def model_flags(folder: Path, name: str, template: str) -> tuple[str, str]:
     path = folder / name / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     return f"--model-name={name}", f"--model-path={folder / name}"
-
-
-def models(mesh: Mesh) -> set[str]:
-    entries = mesh.http.get(f"{mesh.url}/v1/models").json()["data"]
-    return {entry["id"] for entry in entries}
 
 
 def chat(content: str) -> bytes:
@@ -98,4 +93,4 @@ def test_a_card_whose_template_cannot_be_loaded_disables_its_model_only(
         print(f"refused: {reason()}; gap {gap_s:.3f} s")
         assert "limits of time" in reason()
         assert gap_s < LOAD_GAP_MAX_S
-    assert models(mesh) == {MODEL, "hidden"}
+    assert mesh.model_names() == {MODEL, "hidden"}

@@ -52,7 +52,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
         for worker in others:
             worker.wait_ready()
         wait_for(mesh.is_complete, "the frontend sees all workers")
-        wait_for(lambda: len(model_ids(mesh)) == 6, "all models are served")
+        wait_for(lambda: len(mesh.model_names()) == 6, "all models are served")
         yield mesh
 
 
@@ -62,10 +62,6 @@ def write_model(folder: Path, template: str) -> Path:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
     return folder
-
-
-def model_ids(mesh: Mesh) -> set[str]:
-    return {one["id"] for one in mesh.http.get(f"{mesh.url}/v1/models").json()["data"]}
 
 
 def post(mesh: Mesh, path: str, body: Mapping[str, Any]) -> httpx.Response:

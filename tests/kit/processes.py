@@ -321,6 +321,10 @@ class Mesh:
         """URLs of all frontends, oldest first."""
         return [frontend.addresses["http"] for frontend in self.running("frontend")]
 
+    def model_names(self) -> set[str]:
+        """Returns the models that the oldest frontend lists."""
+        return {model["id"] for model in self.http.get(f"{self.url}/v1/models").json()["data"]}
+
     def known_instance_ids(self, service_name: str, url: str = "") -> set[int]:
         """Returns the instance ids of a service in discovery, as the frontend at `url` sees it."""
         instances = self.http.get(f"{url or self.url}/health").json()["instances"]
