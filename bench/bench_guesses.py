@@ -24,10 +24,10 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.placement import Placement, Query
 from router_svc.config import RouterConfig
+from router_svc.core.booking import BookingKey
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey
 
 BLOCK_SIZE = 16
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCK_SIZE)

@@ -54,10 +54,10 @@ from kvmesh.indexer.v1 import indexer_pb2
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from kvmesh.types.v1 import load_pb2
 from router_svc.config import RouterConfig, load_selector
+from router_svc.core.booking import BookingKey
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.router import Router
-from router_svc.core.types import BookingKey
 
 MODEL = "bench"
 FRONTEND = 1 << 40

@@ -20,7 +20,7 @@ from common.kv.events import Hashes
 from common.kv.hashing import ChainState, PrefixHasher
 from common.kv.load import Load
 from replay.trace import PRIVATE_NAMES, TraceRequest
-from router_svc.core.types import Leg
+from router_svc.core.candidate import Leg
 from worker_svc.engines.sim.block_manager import BlockManager
 from worker_svc.engines.sim.config import SimHandoffConfig
 from worker_svc.engines.sim.scheduler import Job, SimScheduler, SimSequence, Step

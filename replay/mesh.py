@@ -26,12 +26,13 @@ from replay.engine import KvChange, ReplayWorker, WorkerSettings, prompt_hashes
 from replay.policies import ReplayPolicy
 from replay.trace import TraceRequest
 from router_svc.core.admission import QueuedRequest
+from router_svc.core.booking import BookingKey
+from router_svc.core.candidate import Leg
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.replication import Frame, OutboundSync, Replica
 from router_svc.core.router import Router
-from router_svc.core.types import BookingKey, Leg
 from worker_svc.engines.sim.scheduler import SimSequence
 from worker_svc.kv_events.external_events import PagesStored
 

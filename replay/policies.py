@@ -23,12 +23,12 @@ from types import MappingProxyType
 from common.kv.load import Load
 from common.request.placement import Placement, Query
 from router_svc.core.approx_index import ApproxLimits
+from router_svc.core.candidate import Candidates
 from router_svc.core.candidate_costs import ScoredCandidate
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
 from router_svc.core.overlap import EVENT_INDEX_SETTINGS, IndexSettings, derive_index_settings
 from router_svc.core.scoring import View
 from router_svc.core.selectors import SELECTORS, Selection, WorkerSelector, select_cheapest
-from router_svc.core.types import Candidates
 
 Reports = Mapping[Placement, Load]
 

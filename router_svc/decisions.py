@@ -21,10 +21,10 @@ from common.request.placement import Query
 from common.request.preprocessed import RoutingHints
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, queue_timeout_error
+from router_svc.core.booking import BookingKey
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.query import block_size_of
 from router_svc.core.router import Router
-from router_svc.core.types import BookingKey
 from router_svc.hashing import HasherCache
 from router_svc.metrics import Metrics
 from router_svc.proto import query_from_proto

@@ -10,6 +10,8 @@ from common.errors import InvalidRequest
 from common.request.placement import Decision, Placement, Query
 from common.wire.preprocessed import dataclass_from_proto, dataclass_to_proto
 from kvmesh.router.v1 import router_pb2
+from router_svc.core.booking import Booking, BookingKey, SessionHello, SessionName
+from router_svc.core.candidate import LoadTotals
 from router_svc.core.explain import CandidateRow
 from router_svc.core.fleet import Fleet
 from router_svc.core.load_tracker import COUNTER_MAX
@@ -21,7 +23,6 @@ from router_svc.core.sessions import (
     SessionRecord,
     SessionUpdate,
 )
-from router_svc.core.types import Booking, BookingKey, LoadTotals, SessionHello, SessionName
 
 REQUEST_ID_CHARS_MAX = 256
 

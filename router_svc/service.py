@@ -32,9 +32,9 @@ from common.streams.writer import FrameWriter
 from common.wire.errors import error_to_proto
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from router_svc.core.admission import QueuedRequest
+from router_svc.core.booking import BookingKey
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.router import RECENT_MAX, Router
-from router_svc.core.types import BookingKey
 from router_svc.decisions import DRAINING_REASON, Decisions
 from router_svc.hashing import HasherCache
 from router_svc.metrics import Metrics

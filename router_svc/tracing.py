@@ -15,8 +15,8 @@ from opentelemetry.util.types import AttributeValue
 from common.errors import MeshError
 from common.request.placement import Query
 from common.runtime import telemetry
+from router_svc.core.booking import BookingKey
 from router_svc.core.decision import DecisionRecord
-from router_svc.core.types import BookingKey
 
 # In order of execution.
 SPANS = ("kv_router.compute_block_hashes", "kv_router.find_matches", "kv_router.schedule")

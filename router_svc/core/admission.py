@@ -45,7 +45,7 @@ from typing import Literal, NamedTuple
 from common.errors import Overloaded
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingHints
-from router_svc.core.types import BookingKey, SessionName
+from router_svc.core.booking import BookingKey, SessionName
 
 QueuePolicy = Literal["fcfs", "wspt", "lcfs"]
 

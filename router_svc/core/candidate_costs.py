@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from router_svc.core.candidate import Candidate, Candidates, LoadTotals
 from router_svc.core.cost import Terms
-from router_svc.core.types import Candidate, Candidates, LoadTotals
 
 
 class ScoredCandidate(NamedTuple):

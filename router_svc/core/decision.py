@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.request.placement import Decision, Query
+from router_svc.core.booking import Booking, BookingKey
 from router_svc.core.explain import CandidateRow, LegRecord, record_leg
 from router_svc.core.overlap import Overlaps
 from router_svc.core.pairing import make_bootstrap_info
 from router_svc.core.placement import PlacementAttempt, ServingPlan, cached_tokens
 from router_svc.core.query import block_size_of, bookable_decode_blocks, bookable_prefill_tokens
-from router_svc.core.types import Booking, BookingKey
 
 # Candidates per leg that a stored decision keeps, cheapest first; a preview keeps all.
 CONSIDERED_MAX = 8

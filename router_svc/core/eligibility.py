@@ -17,8 +17,8 @@ from common.errors import InvalidRequest, MeshError, NotFound, Overloaded, Unava
 from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingHints
+from router_svc.core.candidate import AffinityConstraint, Candidate, Candidates, Leg, LoadTotals
 from router_svc.core.fleet import GONE_MODEL_TTL_S, drop_gone
-from router_svc.core.types import AffinityConstraint, Candidate, Candidates, Leg, LoadTotals
 
 # required: a request for an adapter runs on workers that have it resident. preferred: there if one
 # of them may serve it, else anywhere, since engines may load adapters on demand.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Generic, ParamSpec
 
 from common.request.placement import Placement, Query
-from router_svc.core.types import Booking, BookingKey, SessionName
+from router_svc.core.booking import Booking, BookingKey, SessionName
 
 P = ParamSpec("P")
 

@@ -8,13 +8,13 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from common.request.placement import Placement
+from router_svc.core.candidate import Candidate, Candidates, Leg, LoadTotals
 from router_svc.core.candidate_costs import CandidateCosts
 from router_svc.core.cost import Terms
 from router_svc.core.eligibility import Excluded
 from router_svc.core.overlap import UNKNOWN_STATUS, IndexStatus, IndexStatusProvider
 from router_svc.core.scoring import View
 from router_svc.core.selectors import Selection
-from router_svc.core.types import Candidate, Candidates, Leg, LoadTotals
 
 
 class CandidateRow(NamedTuple):

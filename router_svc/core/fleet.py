@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from common.registry.instances import Instance, Role, Snapshot, SnapshotDiff, diff_snapshots
 from common.request.placement import Placement
-from router_svc.core.types import Candidate
+from router_svc.core.candidate import Candidate
 
 # A model without workers is unavailable (503), not unknown (404), for this long: its running
 # requests need another worker at that moment.

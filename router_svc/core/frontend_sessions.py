@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router_svc.core.types import SessionHello
+from router_svc.core.booking import SessionHello
 
 
 class FrontendSessions:

@@ -25,10 +25,11 @@ from dataclasses import dataclass, replace
 from common.errors import InvalidRequest, Overloaded
 from common.kv.load import Load
 from common.request.placement import Placement
+from router_svc.core.booking import Booking, BookingKey, SessionHello
+from router_svc.core.candidate import LoadTotals
 from router_svc.core.events import RouterEvents
 from router_svc.core.frontend_sessions import FrontendSessions
 from router_svc.core.rank_load import RankLoads, block_weight
-from router_svc.core.types import Booking, BookingKey, LoadTotals, SessionHello
 
 # An orphan counts this long; a live frontend registers it again within 200 ms.
 ORPHAN_S = 3.0

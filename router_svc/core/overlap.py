@@ -26,8 +26,8 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from router_svc.core.approx_index import ApproxIndex, ApproxLimits
+from router_svc.core.candidate import NO_MATCHES, Candidates, Matches
 from router_svc.core.query import block_size_of
-from router_svc.core.types import NO_MATCHES, Candidates, Matches
 
 IndexKind = Literal["none", "approx", "events"]
 

@@ -20,7 +20,7 @@ from typing import Literal
 from common.registry.instances import Instance
 from common.request.placement import Query
 from common.request.preprocessed import BootstrapInfo, RoutingConstraints, RoutingHints
-from router_svc.core.types import Candidate, Candidates
+from router_svc.core.candidate import Candidate, Candidates
 
 BOOTSTRAP_ROOM_MAX = 2**63 - 1
 

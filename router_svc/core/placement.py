@@ -39,6 +39,7 @@ from common.errors import (
 )
 from common.registry.instances import Instance
 from common.request.placement import Placement, Query
+from router_svc.core.candidate import AffinityConstraint, Candidate, Candidates, Leg, Matches
 from router_svc.core.cost import CostSettings, RecentPrefill
 from router_svc.core.eligibility import (
     RETRY_AFTER_S,
@@ -59,7 +60,6 @@ from router_svc.core.query import block_size_of, bookable_decode_blocks, predict
 from router_svc.core.scoring import View
 from router_svc.core.selectors import WorkerSelector
 from router_svc.core.sessions import SessionConstraint
-from router_svc.core.types import AffinityConstraint, Candidate, Candidates, Leg, Matches
 
 # Why a request of a model with prefill or decode workers was not split.
 FALLBACK_REASONS = (

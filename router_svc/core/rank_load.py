@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from common.kv.load import LOAD_MAX_AGE_S, Load
 from common.request.placement import Placement
-from router_svc.core.types import LoadTotals
+from router_svc.core.candidate import LoadTotals
 
 # Block weights are integers in units of 1 / 2^16 blocks, so that sums stay exact.
 _WEIGHT_BITS = 16

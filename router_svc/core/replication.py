@@ -37,11 +37,11 @@ from typing import NamedTuple
 
 from common.errors import InvalidRequest, Overloaded
 from common.request.placement import Placement, Query
+from router_svc.core.booking import Booking, BookingKey, SessionHello, SessionName
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.overlap import Overlaps
 from router_svc.core.query import HASH_BYTES
 from router_svc.core.sessions import SessionAffinity, SessionUpdate
-from router_svc.core.types import Booking, BookingKey, SessionHello, SessionName
 
 # Bookings, and client sessions, in one frame: a peer applies them in a few milliseconds.
 FRAME_ENTRIES_MAX = 512

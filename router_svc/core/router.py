@@ -18,6 +18,8 @@ from common.errors import InternalError, MeshError, Overloaded
 from common.registry.instances import Snapshot, SnapshotDiff
 from common.request.placement import Decision, Placement, Query
 from router_svc.core.admission import AdmissionQueue, QueuedRequest, constraint_class_of
+from router_svc.core.booking import Booking, BookingKey, SessionName
+from router_svc.core.candidate import Candidate, LoadTotals, Matches
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, RecentPrefill
 from router_svc.core.decision import CONSIDERED_MAX, DecisionRecord, booking_of, make_decision
 from router_svc.core.explain import CandidateRow, LegPlan, candidate_row
@@ -37,7 +39,6 @@ from router_svc.core.query import (
 from router_svc.core.scoring import View
 from router_svc.core.selectors import COST_SELECTORS, SELECTORS, WorkerSelector
 from router_svc.core.sessions import SessionAffinity
-from router_svc.core.types import Booking, BookingKey, Candidate, LoadTotals, Matches, SessionName
 
 RECENT_MAX = 4096
 

@@ -10,6 +10,7 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingConstraints
+from router_svc.core.candidate import NO_MATCHES, Candidates, Leg, LoadTotals, Matches
 from router_svc.core.candidate_costs import CandidateCosts, TermValues
 from router_svc.core.cost import (
     DEFAULT_COST_SETTINGS,
@@ -18,7 +19,6 @@ from router_svc.core.cost import (
 )
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import block_size_of, bookable_decode_blocks
-from router_svc.core.types import NO_MATCHES, Candidates, Leg, LoadTotals, Matches
 
 # Of more candidates, only the costs are stored; the parts are computed when they are read.
 PRICED_AT_ONCE_MAX = 8

@@ -18,16 +18,13 @@ from mypy_extensions import mypyc_attr
 
 from common.errors import InvalidRequest
 from common.request.placement import Query
+from router_svc.core.candidate import Candidate, Candidates
 from router_svc.core.candidate_costs import CandidateCosts, Scored
 from router_svc.core.cost import (
     draw_index,
 )
 from router_svc.core.eligibility import pinned_worker_id
 from router_svc.core.scoring import View, load_costs, score_candidates
-from router_svc.core.types import (
-    Candidate,
-    Candidates,
-)
 
 
 @dataclass(slots=True)

@@ -31,8 +31,9 @@ from typing import Literal, NamedTuple
 from common.errors import InvalidRequest, Unsupported
 from common.request.placement import Placement, Query
 from common.request.preprocessed import SessionAction, SessionControl
+from router_svc.core.booking import Booking, BookingKey, SessionName
+from router_svc.core.candidate import AffinityConstraint, Leg
 from router_svc.core.events import RouterEvents
-from router_svc.core.types import AffinityConstraint, Booking, BookingKey, Leg, SessionName
 
 # hard: while its worker is present, a session's requests run only there; soft: they run there if it
 # is eligible and has capacity, else on another worker.

@@ -31,10 +31,11 @@ from common.runtime.config import ConfigError, read_config
 from indexer_svc.core.history import BatchHistory
 from indexer_svc.core.subscriber import BatchUpdate, LoadUpdate, StatusUpdate, Subscriber
 from router_svc.config import RouterConfig
+from router_svc.core.booking import BookingKey
+from router_svc.core.candidate import Candidate
 from router_svc.core.overlap import Index, IndexSettings, IndexStatus, NoIndex, Overlaps
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS, Selection
-from router_svc.core.types import BookingKey, Candidate
 from tests.kit import instances
 from tests.kit.instances import snapshot_of
 

@@ -13,7 +13,7 @@ from common.request.preprocessed import RoutingHints, SessionAction, SessionCont
 from common.wire.preprocessed import dataclass_to_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.types.v1 import request_pb2
-from router_svc.core.types import SessionName
+from router_svc.core.booking import SessionName
 from tests.kit.local_router import FRONTEND, LocalRouter, key, local_router, query_of
 from tests.kit.waiting import until
 

@@ -22,7 +22,7 @@ from common.rpc import channel as rpc
 from common.wire.preprocessed import dataclass_to_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.types.v1 import request_pb2
-from router_svc.core.types import LoadTotals
+from router_svc.core.candidate import LoadTotals
 from tests.kit.local_router import LocalRouter, Session, error_of, key, local_router, new, query_of
 from tests.kit.waiting import WAIT_S, until
 

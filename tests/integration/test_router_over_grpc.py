@@ -16,8 +16,8 @@ from common.errors import Unavailable
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
 from common.request.placement import Query
 from kvmesh.router.v1 import router_pb2 as pb
+from router_svc.core.candidate import Candidate
 from router_svc.core.selectors import RoundRobinSelector, Selection
-from router_svc.core.types import Candidate
 from tests.kit import instances
 from tests.kit.local_router import FRONTEND, NS, LocalRouter, error_of, key, local_router
 from tests.kit.waiting import WAIT_S, until

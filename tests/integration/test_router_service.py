@@ -39,8 +39,8 @@ from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
+from router_svc.core.candidate import Candidate
 from router_svc.core.selectors import RoundRobinSelector, Selection
-from router_svc.core.types import Candidate
 from router_svc.service import SERVICE_NAME
 from tests.integration.service_process import check_life
 from tests.kit.local_router import (

@@ -21,9 +21,9 @@ from common.rpc.status import mesh_error_from_rpc
 from common.streams.silence import SYNC
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
+from router_svc.core.booking import BookingKey
 from router_svc.core.load_tracker import ORPHAN_S
 from router_svc.core.replication import Replica
-from router_svc.core.types import BookingKey
 from tests.kit.local_router import FRONTEND, NS, LocalRouter, key, local_router, new
 from tests.kit.waiting import WAIT_S, until
 

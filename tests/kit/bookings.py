@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from common.request.placement import Placement
+from router_svc.core.booking import Booking, BookingKey
 from router_svc.core.load_tracker import LoadTracker
-from router_svc.core.types import Booking, BookingKey
 
 FRONTEND = 7
 WORKER = Placement(1, 0)

@@ -52,6 +52,8 @@ from kvmesh.router.v1 import router_pb2
 from router_svc.app import EXPIRE_BLOCKS_PER_STEP, STARTUP_TIMEOUT_S
 from router_svc.app import TICK_S as ROUTER_TICK_S
 from router_svc.core.admission import QueuedRequest
+from router_svc.core.booking import BookingKey
+from router_svc.core.candidate import Matches
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.overlap import EVENT_INDEX_SETTINGS, IndexSettings
@@ -59,7 +61,6 @@ from router_svc.core.placement import PlacementAttempt, ServingPlan
 from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey, Matches
 from router_svc.fleet_watch import FleetWatch
 from router_svc.index_replica import IndexReplica, Subscription
 from router_svc.metrics import Metrics

@@ -21,13 +21,13 @@ from common.request.placement import Decision, Placement, Query
 from common.request.preprocessed import RoutingHints, SessionAction
 from router_svc.app import TICK_S
 from router_svc.core.admission import ConstraintClass, QueuedRequest
+from router_svc.core.booking import BookingKey
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.eligibility import BusyLimits
 from router_svc.core.fleet import GONE_MODEL_TTL_S
 from router_svc.core.overlap import IndexSettings
 from router_svc.core.policy import Policy
 from router_svc.core.router import Router
-from router_svc.core.types import BookingKey
 
 # Approximate entries expire by the latest tick, and are dropped at one of the next.
 APPROX_SLACK_S = TICK_S + 0.01

@@ -21,7 +21,7 @@ from frontend_svc.request.placement_request import PlacementKey, PlacementReques
 from frontend_svc.request.ports import ResponseSink
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.workers.client import Submission
-from router_svc.core.types import BookingKey
+from router_svc.core.booking import BookingKey
 from tests.sim.checks import Checks
 from tests.sim.clients import draw_client_specs
 from tests.sim.faults import Fault, FaultKind

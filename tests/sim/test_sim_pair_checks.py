@@ -17,8 +17,8 @@ from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.request.placement_request import PlacementCallback, PlacementKey, PlacementRequest
 from frontend_svc.workers.client import Submission
+from router_svc.core.candidate import Matches
 from router_svc.core.decision import DecisionRecord
-from router_svc.core.types import Matches
 from tests.sim.clients import ClientSpec, draw_conversations
 from tests.sim.faults import Fault, FaultKind
 from tests.sim.fleet import ObservedEngineClient, ObservedRouter, ObservedRouterClient, Parts

@@ -30,6 +30,8 @@ from common.request.placement import Placement, Query
 from common.request.preprocessed import BlockExtraInfo, MmObject, RouterConfigOverride, RoutingHints
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, QueueSettings
+from router_svc.core.booking import Booking
+from router_svc.core.candidate import LoadTotals
 from router_svc.core.cost import CostSettings
 from router_svc.core.load_tracker import BOOKING_EXPIRY_S, EXPIRY_SCAN_INTERVAL_S, LoadTracker
 from router_svc.core.overlap import IndexStatus
@@ -37,7 +39,6 @@ from router_svc.core.policy import Policy
 from router_svc.core.query import bookable_decode_blocks, bookable_prefill_tokens
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import Booking, LoadTotals
 from router_svc.proto import booking_from_proto, booking_to_proto, decision_to_proto
 from tests.kit import bookings
 from tests.kit.bookings import FRONTEND, key, tracker_with_session

@@ -32,6 +32,8 @@ from router_svc.core.admission import (
     QueueSettings,
     queue_timeout_error,
 )
+from router_svc.core.booking import BookingKey
+from router_svc.core.candidate import Candidate, LoadTotals
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.eligibility import BusyLimits
 from router_svc.core.overlap import IndexStatus
@@ -40,7 +42,6 @@ from router_svc.core.policy import Policy
 from router_svc.core.router import Router
 from router_svc.core.scoring import View
 from router_svc.core.selectors import SELECTORS, Selection, WorkerSelector
-from router_svc.core.types import BookingKey, Candidate, LoadTotals
 from tests.kit import instances
 from tests.kit.bookings import FRONTEND, key
 from tests.kit.instances import snapshot_of

@@ -22,6 +22,7 @@ from common.request.placement import Placement, Query
 from common.request.preprocessed import RouterConfigOverride
 from router_svc.config import RouterConfig
 from router_svc.core.approx_index import ApproxIndex, ApproxLimits
+from router_svc.core.booking import BookingKey
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.overlap import (
     EVENT_INDEX_SETTINGS,
@@ -32,7 +33,6 @@ from router_svc.core.overlap import (
 )
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey
 from tests.kit.instances import snapshot_of
 
 B = 16

@@ -13,12 +13,13 @@ from common.kv.load import Load
 from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingHints, SessionControl
+from router_svc.core.booking import BookingKey
+from router_svc.core.candidate import Candidate, LoadTotals
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.eligibility import BusyLimits, busy_worker_ids
 from router_svc.core.policy import Policy
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey, Candidate, LoadTotals
 from tests.kit import instances
 from tests.kit.instances import snapshot_of
 

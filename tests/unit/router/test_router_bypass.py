@@ -18,13 +18,13 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingConstraints, RoutingHints, SessionControl
+from router_svc.core.booking import BookingKey
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import BYPASS_REASONS, NO_BYPASS, Bypass
 from router_svc.core.policy import Policy
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey
 from tests.kit import instances
 from tests.kit.instances import snapshot_of
 

@@ -17,6 +17,7 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingConstraints, RoutingHints
+from router_svc.core.booking import BookingKey
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.eligibility import RECENTLY_REMOVED_MAX, AdapterResidency
 from router_svc.core.fleet import GONE_MODEL_TTL_S
@@ -25,7 +26,6 @@ from router_svc.core.pairing import TransferDomain
 from router_svc.core.policy import Policy
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey
 from tests.kit import instances
 from tests.kit.instances import snapshot_of
 

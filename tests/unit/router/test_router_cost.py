@@ -18,13 +18,13 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RouterConfigOverride, RoutingConstraints, RoutingHints
+from router_svc.core.candidate import Candidate, Leg, Matches
 from router_svc.core.candidate_costs import CandidateCosts
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, RecentPrefill, draw_index
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import predicted_cached_tokens
 from router_svc.core.scoring import View, score_candidates
 from router_svc.core.selectors import DynamoSelector
-from router_svc.core.types import Candidate, Leg, Matches
 
 B = 16
 PLAIN = CostSettings(decode_active_request_weight=0.0, recent_miss_weight=0.0)

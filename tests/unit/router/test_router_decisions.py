@@ -16,6 +16,7 @@ from common.registry.instances import Instance, Snapshot
 from common.request.placement import Placement
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, QueueSettings
+from router_svc.core.booking import BookingKey, SessionHello, SessionName
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.load_tracker import ORPHAN_S
 from router_svc.core.placement import SELECTOR_FAILED
@@ -23,7 +24,6 @@ from router_svc.core.policy import Policy
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS, LeastLoadedSelector, Selection, WorkerSelector
 from router_svc.core.sessions import SessionPlacement, SessionRecord, SessionUpdate
-from router_svc.core.types import BookingKey, SessionHello, SessionName
 from router_svc.decisions import LOOP_TIME_DIVISOR, REQUESTS_PER_SLICE, Decisions
 from router_svc.hashing import HasherCache
 from router_svc.metrics import Metrics

@@ -18,12 +18,12 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RouterConfigOverride
+from router_svc.core.candidate import Candidate
 from router_svc.core.candidate_costs import CandidateCosts
 from router_svc.core.cost import CostSettings, draw_index
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.scoring import View, score_candidates
 from router_svc.core.selectors import DynamoSelector
-from router_svc.core.types import Candidate
 
 B = 16
 PLAIN = CostSettings(decode_active_request_weight=0.0, recent_miss_weight=0.0)

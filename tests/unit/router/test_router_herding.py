@@ -9,11 +9,11 @@ import pytest
 
 from common.registry.instances import Instance, Snapshot
 from common.request.placement import Query
+from router_svc.core.booking import BookingKey
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.replication import OutboundSync, Replica
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey
 
 WORKERS = range(1, 9)
 FRONTEND = 7

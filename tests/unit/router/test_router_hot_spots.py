@@ -17,11 +17,11 @@ from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.placement import Placement, Query
+from router_svc.core.booking import BookingKey
 from router_svc.core.cost import CostSettings
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey
 from tests.kit.instances import snapshot_of
 
 B = 16

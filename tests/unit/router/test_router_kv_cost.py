@@ -13,11 +13,12 @@ from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.placement import Placement, Query
+from router_svc.core.booking import Booking, BookingKey
+from router_svc.core.candidate import Candidate
 from router_svc.core.cost import CostSettings
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.rank_load import PACE_PRIOR_S
 from router_svc.core.scoring import View, score_candidates
-from router_svc.core.types import Booking, BookingKey, Candidate
 
 B = 16
 RATE = 1000

@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from common.errors import InvalidRequest, Overloaded
 from common.kv.load import LOAD_MAX_AGE_S, Load
 from common.request.placement import Placement
+from router_svc.core.booking import Booking, BookingKey
+from router_svc.core.candidate import LoadTotals
 from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
-from router_svc.core.types import Booking, BookingKey, LoadTotals
 from tests.kit.bookings import FRONTEND, booking, key, tracker_with_session
 
 W1, W2 = Placement(1, 0), Placement(2, 0)

@@ -17,13 +17,14 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingConstraints, RoutingHints
+from router_svc.core.booking import Booking
+from router_svc.core.candidate import LoadTotals
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import BOOTSTRAP_ROOM_MAX, bootstrap_room
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import Booking, LoadTotals
 from tests.kit import instances
 from tests.kit.bookings import FRONTEND, key
 from tests.kit.instances import snapshot_of

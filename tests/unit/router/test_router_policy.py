@@ -18,13 +18,14 @@ from common.request.preprocessed import RouterConfigOverride, RoutingHints, Sess
 from common.runtime.config import ConfigError, read_config
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
+from router_svc.core.booking import BookingKey
+from router_svc.core.candidate import Candidate
 from router_svc.core.cost import CostSettings
 from router_svc.core.pairing import Bypass, TransferDomain
 from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.router import Router
 from router_svc.core.scoring import View
 from router_svc.core.selectors import SELECTORS, Selection
-from router_svc.core.types import BookingKey, Candidate
 from router_svc.metrics import Metrics
 from tests.kit.instances import snapshot_of, worker
 

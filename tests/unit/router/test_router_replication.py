@@ -14,6 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from common.errors import Overloaded
 from common.kv.hashing import hashes_from_bytes, hashes_to_bytes
 from common.request.placement import Placement, Query
+from router_svc.core.booking import Booking, BookingKey
+from router_svc.core.candidate import LoadTotals
 from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
 from router_svc.core.replication import (
     BACKLOG_BLOCKS_MAX,
@@ -27,7 +29,6 @@ from router_svc.core.replication import (
     Replica,
     fingerprint,
 )
-from router_svc.core.types import Booking, BookingKey, LoadTotals
 from tests.kit import bookings
 from tests.kit.bookings import FRONTEND, key
 

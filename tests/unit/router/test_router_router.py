@@ -26,6 +26,7 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RouterConfigOverride, RoutingHints
+from router_svc.core.candidate import Candidate, LoadTotals
 from router_svc.core.cost import CostSettings
 from router_svc.core.decision import CONSIDERED_MAX
 from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
@@ -34,7 +35,6 @@ from router_svc.core.placement import SELECTOR_FAILED
 from router_svc.core.router import Router
 from router_svc.core.scoring import View, score_candidates
 from router_svc.core.selectors import SELECTORS, Selection, WorkerSelector
-from router_svc.core.types import Candidate, LoadTotals
 from tests.kit.bookings import FRONTEND, key
 from tests.kit.instances import snapshot_of, worker
 

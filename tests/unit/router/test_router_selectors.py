@@ -15,11 +15,12 @@ from common.errors import InvalidRequest, Unavailable
 from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingConstraints, RoutingHints
+from router_svc.core.booking import Booking, BookingKey
+from router_svc.core.candidate import Candidate, LoadTotals
 from router_svc.core.eligibility import eligible
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.scoring import View, load_cost, preferred_taint_factor
 from router_svc.core.selectors import SELECTORS, WorkerSelector
-from router_svc.core.types import Booking, BookingKey, Candidate, LoadTotals
 
 
 def candidate(worker_id: int, dp_rank: int = 0, taints: frozenset[str] = frozenset()) -> Candidate:

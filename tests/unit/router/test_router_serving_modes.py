@@ -20,13 +20,13 @@ from common.registry.instances import Instance, Snapshot
 from common.request.placement import Query
 from common.request.preprocessed import RoutingHints
 from router_svc.core.admission import NO_QUEUE, QueuedRequest, QueueSettings
+from router_svc.core.booking import BookingKey
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.eligibility import NO_LIMITS, BusyLimits
 from router_svc.core.pairing import NO_BYPASS, Bypass
 from router_svc.core.policy import Policy
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey
 from tests.kit import instances
 from tests.kit.instances import snapshot_of
 

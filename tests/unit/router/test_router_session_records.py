@@ -20,6 +20,7 @@ from common.request.preprocessed import (
     SessionAction,
     SessionControl,
 )
+from router_svc.core.booking import Booking, BookingKey, SessionName
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.events import RouterEvents
 from router_svc.core.policy import Policy
@@ -33,7 +34,6 @@ from router_svc.core.sessions import (
     SessionRecord,
     SessionUpdate,
 )
-from router_svc.core.types import Booking, BookingKey, SessionName
 from tests.kit.instances import snapshot_of, worker
 
 FRONTEND = 7

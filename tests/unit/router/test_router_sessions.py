@@ -14,6 +14,7 @@ from common.registry.instances import Instance
 from common.request.placement import Placement, Query
 from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
 from kvmesh.router.v1 import router_pb2 as pb
+from router_svc.core.booking import BookingKey, SessionName
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.policy import Policy
 from router_svc.core.replication import BACKLOG_MAX, FRAME_ENTRIES_MAX, OutboundSync, Replica
@@ -26,7 +27,6 @@ from router_svc.core.sessions import (
     SessionRecord,
     SessionUpdate,
 )
-from router_svc.core.types import BookingKey, SessionName
 from router_svc.proto import (
     booking_from_proto,
     booking_to_proto,

@@ -21,11 +21,11 @@ from common.runtime.config import ConfigError, read_config
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
 from router_svc.core.admission import QueuedRequest
+from router_svc.core.booking import BookingKey
 from router_svc.core.cost import CostSettings
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey
 from router_svc.unused_settings import settings_without_effect
 from tests.kit import instances
 from tests.kit.apps import living

@@ -29,8 +29,8 @@ from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.routers.bookings import RENEW_INTERVAL_S
 from frontend_svc.routers.client import RouterClient
 from kvmesh.router.v1 import router_pb2 as pb
+from router_svc.core.booking import BookingKey
 from router_svc.core.load_tracker import LoadTracker
-from router_svc.core.types import BookingKey
 from router_svc.proto import booking_from_proto
 from tests.kit.placements import placement_request
 from tests.sim.loop import run_virtually

@@ -1,42 +1,16 @@
-"""Plain values that the parts of the router core exchange (pure).
+"""A booking, and the sessions that it belongs to. Plain values (pure).
 
-No value is changed once it is made. Those that every decision makes are not declared frozen, since
-a frozen one takes twice as long to make.
+No value is changed once it is made. A booking is not declared frozen, since every decision makes
+one and a frozen one takes twice as long to make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from common.errors import InvalidRequest
-from common.kv.prefix_index import SourceMatch
-from common.registry.instances import Instance
 from common.request.placement import Placement
-
-# The part of a request that a worker serves: all of it, or one leg of a pair.
-Leg = Literal["whole", "prefill", "decode"]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A rank that could serve a request, with the instance that its worker advertises."""
-
-    placement: Placement
-    instance: Instance
-
-
-Candidates = Sequence[Candidate]
-
-
-@dataclass(frozen=True, slots=True)
-class AffinityConstraint:
-    """The rank that a session requires (is_hard) or prefers for one leg."""
-
-    placement: Placement
-    is_hard: bool
 
 
 class BookingKey(NamedTuple):
@@ -114,16 +88,3 @@ class SessionHello(NamedTuple):
 
     frontend_id: int
     generation: int
-
-
-class LoadTotals(NamedTuple):
-    """Prompt tokens to compute, KV blocks held, requests. A tuple: decisions read one per rank."""
-
-    prefill_tokens: int = 0
-    decode_blocks: int = 0
-    requests: int = 0
-
-
-# By worker id and rank: a Placement and a Source are equal tuples.
-Matches = Mapping[tuple[int, int], SourceMatch]
-NO_MATCHES: Matches = MappingProxyType({})
