@@ -51,7 +51,7 @@ GROUPS = {
         "frontend_svc/text/output_text.py",
         "frontend_svc/text/stop_strings.py",
         "frontend_svc/edge/connection.py",
-        "frontend_svc/endpoints/streaming.py",
+        "frontend_svc/generation/streaming.py",
         "frontend_svc/request/handle.py",
         "frontend_svc/request/buffer.py",
     ),

@@ -8,10 +8,10 @@ from frontend_svc.access.caller import Caller
 from frontend_svc.anthropic.message_format import MessageFormat
 from frontend_svc.anthropic.translation import MessagesChat, parse_count, parse_messages
 from frontend_svc.endpoints.endpoint import PostEndpoint
-from frontend_svc.endpoints.generation_api import ParsedBody, ResponseInfo, off_loop
 from frontend_svc.endpoints.request_context import HttpRequest
-from frontend_svc.endpoints.streaming import send_json
-from frontend_svc.endpoints.tokenization import encode_chat
+from frontend_svc.generation.api import ParsedBody, ResponseInfo, off_loop
+from frontend_svc.generation.streaming import send_json
+from frontend_svc.generation.tokenization import encode_chat
 from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.text.response_format import ResponseFormat
 

@@ -20,8 +20,8 @@ from frontend_svc.embeddings.body import (
     parse_embedding,
 )
 from frontend_svc.endpoints.endpoint import PostEndpoint
-from frontend_svc.endpoints.generation_api import off_loop
 from frontend_svc.endpoints.request_context import HttpRequest
+from frontend_svc.generation.api import off_loop
 from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.headers import read_headers

@@ -1,1 +1,1 @@
-"""What all APIs share between a body and its response: dispatch, generation, streams, records."""
+"""What all APIs share between a body and its response: admission, context, log, records."""

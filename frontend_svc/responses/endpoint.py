@@ -10,12 +10,12 @@ import orjson
 from common.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from frontend_svc.access.caller import Caller
 from frontend_svc.endpoints.endpoint import EndpointParts, PostEndpoint
-from frontend_svc.endpoints.generation_api import ParsedBody, ResponseInfo, off_loop
 from frontend_svc.endpoints.plain import PlainRequest, PlainResponse
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.endpoints.route import Route
-from frontend_svc.endpoints.streaming import send_json
-from frontend_svc.endpoints.tokenization import encode_chat
+from frontend_svc.generation.api import ParsedBody, ResponseInfo, off_loop
+from frontend_svc.generation.streaming import send_json
+from frontend_svc.generation.tokenization import encode_chat
 from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.openai.body.schema import ChatRequest
 from frontend_svc.openai.body.validation_errors import INVALID_VALUE

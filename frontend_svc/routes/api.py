@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from frontend_svc.endpoints.constraints import ConstraintChecks
 from frontend_svc.endpoints.endpoint import EndpointParts
-from frontend_svc.endpoints.generation import GenerationEndpoint
-from frontend_svc.endpoints.generation_api import CompletionApi, GenerationApi
-from frontend_svc.endpoints.pass_through_endpoint import CompletionEndpoint, PassThroughEndpoint
 from frontend_svc.endpoints.route import Route
+from frontend_svc.generation.api import CompletionApi, GenerationApi
+from frontend_svc.generation.constraints import ConstraintChecks
+from frontend_svc.generation.endpoint import GenerationEndpoint
+from frontend_svc.generation.pass_through_endpoint import CompletionEndpoint, PassThroughEndpoint
 from frontend_svc.media.fetcher import MediaFetcher
 from frontend_svc.media.loader import MediaLoader
 from frontend_svc.readiness import Readiness

@@ -14,9 +14,9 @@ from frontend_svc.anthropic.schema import MessagesRequest, PromptRequest
 from frontend_svc.edge.asgi import AsgiApp
 from frontend_svc.embeddings.body import EmbeddingRequest
 from frontend_svc.embeddings.endpoint import EmbeddingEndpoint
-from frontend_svc.endpoints.generation_api import CHAT_COMPLETIONS, COMPLETIONS, GenerationApi
 from frontend_svc.endpoints.plain import PlainEndpoint, Respond
 from frontend_svc.endpoints.route import Operation, Route
+from frontend_svc.generation.api import CHAT_COMPLETIONS, COMPLETIONS, GenerationApi
 from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
 from frontend_svc.responses.endpoint import InputTokensEndpoint
 from frontend_svc.responses.errors import RESPONSES_ERRORS

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 from frontend_svc.endpoints.endpoint import PostEndpoint
-from frontend_svc.endpoints.generation_api import off_loop
 from frontend_svc.endpoints.request_context import HttpRequest
-from frontend_svc.endpoints.streaming import send_json
-from frontend_svc.endpoints.tokenization import encode_chat
+from frontend_svc.generation.api import off_loop
+from frontend_svc.generation.streaming import send_json
+from frontend_svc.generation.tokenization import encode_chat
 from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.tokenizing.bodies import (

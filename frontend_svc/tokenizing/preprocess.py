@@ -7,15 +7,15 @@ import orjson
 from common.kv.hashing import TokensWithHashes
 from common.request.preprocessed import JsonValue, PreprocessedRequest, to_json_value
 from frontend_svc.access.caller import Caller
-from frontend_svc.endpoints.generation import GenerationEndpoint
-from frontend_svc.endpoints.generation_api import (
+from frontend_svc.endpoints.request_context import HttpRequest
+from frontend_svc.generation.api import (
     CHAT_COMPLETIONS,
     COMPLETIONS,
     ParsedBody,
     off_loop,
 )
-from frontend_svc.endpoints.request_context import HttpRequest
-from frontend_svc.endpoints.streaming import send_json
+from frontend_svc.generation.endpoint import GenerationEndpoint
+from frontend_svc.generation.streaming import send_json
 from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.parsing import parse_json_object

@@ -12,7 +12,7 @@ import pytest
 from common.request.preprocessed import FinishReason, TokenLogprob, usage
 from frontend_svc.access.caller import ANONYMOUS
 from frontend_svc.endpoints.request_context import Progress
-from frontend_svc.endpoints.streaming import PART_TOKENS, OpenChoice, ResponseWriter
+from frontend_svc.generation.streaming import PART_TOKENS, OpenChoice, ResponseWriter
 from frontend_svc.metrics.families import DeploymentState
 from frontend_svc.request.buffer import Backlog, ResponseBuffer
 from frontend_svc.request.types import RequestOutcome

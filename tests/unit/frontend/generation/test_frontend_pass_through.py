@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest, WorkerLost
 from common.request.preprocessed import usage
-from frontend_svc.endpoints.pass_through import merge_chunks, read_body, without_hits
+from frontend_svc.generation.pass_through import merge_chunks, read_body, without_hits
 from frontend_svc.openai.output.sse import ChunkKind
 
 # Any: JSON.

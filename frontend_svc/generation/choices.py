@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from common.request.preprocessed import PreprocessedRequest
-from frontend_svc.endpoints.generation_api import PreparedBody
+from frontend_svc.generation.api import PreparedBody
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
 from frontend_svc.openai.body.tool_calls import ToolPlan

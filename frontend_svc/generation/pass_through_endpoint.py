@@ -10,14 +10,14 @@ from common.errors import InvalidRequest, MeshError
 from common.request.preprocessed import PreprocessedRequest, TokenIds
 from frontend_svc.access.permissions import check_permissions
 from frontend_svc.endpoints.endpoint import EndpointParts, PostEndpoint
-from frontend_svc.endpoints.generation import GenerationEndpoint
-from frontend_svc.endpoints.generation_api import ParsedBody, off_loop
-from frontend_svc.endpoints.pass_through import PassThroughRequest, read_body
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.endpoints.route import Route
-from frontend_svc.endpoints.streaming import relay_chunks, send_merged_chunks
-from frontend_svc.endpoints.worker_requests import count_outcome, open_requests
 from frontend_svc.errors import HEADER_FIELDS
+from frontend_svc.generation.api import ParsedBody, off_loop
+from frontend_svc.generation.endpoint import GenerationEndpoint
+from frontend_svc.generation.pass_through import PassThroughRequest, read_body
+from frontend_svc.generation.streaming import relay_chunks, send_merged_chunks
+from frontend_svc.generation.worker_requests import count_outcome, open_requests
 from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.models.model_watch import Table
 from frontend_svc.openai.body.headers import read_headers

@@ -12,8 +12,8 @@ import pytest
 
 from common.errors import InvalidRequest, Overloaded
 from common.request.preprocessed import GuidedDecoding
-from frontend_svc.endpoints import constraints
-from frontend_svc.endpoints.constraints import ConstraintChecks
+from frontend_svc.generation import constraints
+from frontend_svc.generation.constraints import ConstraintChecks
 from frontend_svc.openai.body.guided import Constraint
 from frontend_svc.openai.body.parsing import parse_chat
 from frontend_svc.openai.body.tool_calls import plan_tools

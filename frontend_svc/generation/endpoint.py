@@ -9,20 +9,20 @@ from functools import partial
 
 from common.request.preprocessed import GuidedDecoding, PreprocessedRequest
 from frontend_svc.access.permissions import check_permissions
-from frontend_svc.endpoints.choices import make_choices
-from frontend_svc.endpoints.constraints import ConstraintChecks
 from frontend_svc.endpoints.endpoint import EndpointParts, PostEndpoint
-from frontend_svc.endpoints.generation_api import (
+from frontend_svc.endpoints.request_context import HttpRequest
+from frontend_svc.endpoints.route import Route
+from frontend_svc.generation.api import (
     GenerationApi,
     ParsedBody,
     PreparedBody,
     ResponseInfo,
 )
-from frontend_svc.endpoints.request_context import HttpRequest
-from frontend_svc.endpoints.route import Route
-from frontend_svc.endpoints.streaming import OpenChoice, ResponseWriter
-from frontend_svc.endpoints.tokenization import tokenize
-from frontend_svc.endpoints.worker_requests import count_outcome, open_requests
+from frontend_svc.generation.choices import make_choices
+from frontend_svc.generation.constraints import ConstraintChecks
+from frontend_svc.generation.streaming import OpenChoice, ResponseWriter
+from frontend_svc.generation.tokenization import tokenize
+from frontend_svc.generation.worker_requests import count_outcome, open_requests
 from frontend_svc.media.loader import MediaLoader
 from frontend_svc.media.prompt import add_media, media_parts
 from frontend_svc.metrics.families import RequestMeter

@@ -19,9 +19,9 @@ from frontend_svc.edge.asgi import (
     response_start,
     send_response,
 )
-from frontend_svc.endpoints.pass_through import merge_chunks, without_hits
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.errors import error_event
+from frontend_svc.generation.pass_through import merge_chunks, without_hits
 from frontend_svc.openai.output.extension import ResponseExtension
 from frontend_svc.openai.output.sse import DONE, KEEP_ALIVE, ChunkKind, event
 from frontend_svc.request.buffer import Backlog, ResponseBuffer

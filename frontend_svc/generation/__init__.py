@@ -1,0 +1,1 @@
+"""From a body to one generated response: checks, tokenization, choices, the written stream."""
