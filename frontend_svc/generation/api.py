@@ -31,14 +31,21 @@ async def off_loop(body_bytes: int, parse: Callable[P, R], *args: P.args, **kwar
 
 @dataclass(frozen=True, slots=True)
 class ResponseInfo:
-    """What a format needs of a response. request_id: 32 hex digits, unique. created: Unix seconds.
-    choices: how many. prompt_tokens: of all prompts."""
+    """What a format needs of a response."""
 
     request_id: str
+    """32 hex digits, unique."""
+
     model: str
+
     created: int
+    """Unix seconds."""
+
     choices: int
+    """Number of choices."""
+
     prompt_tokens: int
+    """Tokens of all prompts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,16 +29,24 @@ Source = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class DriftStats:
-    """Predictions and results of one source. predicted, actual, requests: tokens and requests since
-    the first one. ratio: drift of the window. is_degraded: the drift is above the limit, with at
-    least REQUESTS_MIN requests."""
+    """Predictions and results of one source."""
 
     source: Source
+
     predicted: int
+    """Predicted cached tokens since the first request."""
+
     actual: int
+    """Actual cached tokens since the first request."""
+
     requests: int
+    """Requests since the first one."""
+
     ratio: float
+    """Drift of the window."""
+
     is_degraded: bool
+    """Whether the drift is above the limit, with at least REQUESTS_MIN requests."""
 
 
 @dataclass(slots=True)

@@ -24,9 +24,13 @@ from frontend_svc.tools.response import ResponseParser
 
 
 class Choice:
-    """Writes the output of one choice. parser: None if the whole text is content. is_complete:
-    whether the response is complete although the model may continue. echo: written first.
-    token_bytes: of an id, for log probabilities; None: the client requested none."""
+    """Writes the output of one choice.
+
+    parser: None if the whole text is content.
+    echo: text that is written first.
+    token_bytes: returns the bytes of an id, for log probabilities; None: the client requested none.
+    is_complete: whether the response is complete although the model may continue.
+    """
 
     def __init__(
         self,

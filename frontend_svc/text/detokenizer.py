@@ -52,21 +52,28 @@ class _Decoder:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Bytes and texts of all token ids, shared by all requests of a model.
-
-    is_byte_level: else byte-fallback. raw: id -> bytes. texts: id -> str for tokens that are
-    complete characters, "" for special tokens; missing ids depend on their neighbours, or are
-    unknown. fallback_bytes: ids that are one byte of a byte-fallback tokenizer. strip: character
-    removed from the start of a text, at most strip_count times.
-    """
+    """Bytes and texts of all token ids, shared by all requests of a model."""
 
     is_byte_level: bool
+    """Whether the tokenizer is byte-level, else byte-fallback."""
+
     raw: Mapping[int, bytes]
+    """Bytes of each id."""
+
     texts: Mapping[int, str]
+    """Texts of the ids that are complete characters; "" for special tokens. The text of a missing
+    id depends on its neighbours, or the id is unknown."""
+
     special_ids: frozenset[int]
+
     fallback_bytes: frozenset[int]
+    """Ids that are one byte of a byte-fallback tokenizer."""
+
     strip: str
+    """Character removed from the start of a text."""
+
     strip_count: int
+    """How often `strip` is removed at most."""
 
     @classmethod
     def from_tokenizer_json(cls, raw: str | bytes) -> Vocabulary:

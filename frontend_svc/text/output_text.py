@@ -16,10 +16,13 @@ class DetokenizerLike(Protocol):
 
 
 class TextStream:
-    """The text of one response. min_tokens: stop strings in the text of so many tokens do not end
-    it. includes_stop: whether its text includes the stop string. consumed: tokens of the response,
-    without those after a stop string. matched_stop: the stop string that ended the response, or
-    None."""
+    """The text of one response.
+
+    min_tokens: stop strings in the text of the first `min_tokens` tokens do not end the response.
+    includes_stop: whether the text includes the stop string.
+    consumed: tokens of the response, without those after a stop string.
+    matched_stop: the stop string that ended the response, or None.
+    """
 
     def __init__(
         self,

@@ -36,25 +36,32 @@ _TOOL_CALL: Final = ("<tool_call>", "</tool_call>")
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes tool calls.
-
-    begin, end: markers of a block; end None: the block is the rest of the response.
-    at_start: a block begins the response, and `begin` is part of the block.
-    header: see the module. read_block: returns the calls of a block, None if it is not complete.
-    tag: text before and after the JSON arguments of a call of this name, with which the constraint
-    of guided decoding forces a call; None if the arguments are not JSON.
-    id_chars: length of the ids that the model's template requires; 0: any.
-    markers: texts that may be special tokens of the model, which would have no text otherwise.
-    """
+    """How a model writes tool calls."""
 
     begin: str
+    """Marker at the start of a block."""
+
     end: str | None
+    """Marker at the end of a block; None: the block is the rest of the response."""
+
     read_block: Callable[[str, ParameterTypes], list[Call] | None]
+    """Returns the calls of a block; None if it is not complete."""
+
     header: re.Pattern[str] | None = None
+    """See the module."""
+
     at_start: bool = False
+    """Whether a block begins the response; `begin` is then part of the block."""
+
     tag: Callable[[str], tuple[str, str]] | None = None
+    """Returns the text before and after the JSON arguments of a call of this name, with which
+    guided decoding forces a call; None if the arguments are not JSON."""
+
     id_chars: int = 0
+    """Length of the ids that the model's template requires; 0: any."""
+
     markers: tuple[str, ...] = ()
+    """Texts that may be special tokens of the model, which would have no text otherwise."""
 
 
 def _json_tag(before: str, key: str, after: str) -> Callable[[str], tuple[str, str]]:

@@ -21,8 +21,13 @@ def call_id(response_id: str, index: int, chars: int) -> str:
 
 
 class ResponseParser:
-    """Parses the text of one choice. tools, reasoning: None if it has no calls, no reasoning.
-    response_id: unique for the choice. id_chars: see `CallFormat`."""
+    """Parses the text of one choice.
+
+    tools: parser of tool calls; None if the choice has none.
+    reasoning: parser of the reasoning; None if the choice has none.
+    response_id: unique for the choice.
+    id_chars: see `CallFormat`.
+    """
 
     def __init__(
         self,

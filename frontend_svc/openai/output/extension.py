@@ -36,15 +36,21 @@ Json: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ResponseExtension:
-    """The extensions of a response with one choice. fields: the extra fields. opening: values of
-    annotations by name. block_size: tokens per block of the router's counts; 0: unknown.
-    is_query_only: the response is the placement."""
+    """The extensions of a response with one choice."""
 
     request: PreprocessedRequest
+
     fields: frozenset[ExtraField] = frozenset()
+    """Extra fields that the client requested, or that a placement query implies."""
+
     opening: Mapping[str, object] = field(default_factory=dict)
+    """Values of annotations by name."""
+
     block_size: int = 0
+    """Tokens per block of the router's counts; 0: unknown."""
+
     is_query_only: bool = False
+    """Whether the response is the placement."""
 
     def comments(self) -> bytes:
         """Returns the events before the response."""
