@@ -183,7 +183,7 @@ async def _measure_calls(
         await stream.write(indexer_pb2.PublishRequest(batch=message))
     await _await_applied(stub, sum(map(len, frames.values())) + len(streams), len(streams))
     queries = data.queries(data.shared)
-    times = [one async for one in _match_times(indexer, queries, len(streams))]
+    times = [match_time async for match_time in _match_times(indexer, queries, len(streams))]
     for stream in streams.values():
         stream.cancel()
     return {

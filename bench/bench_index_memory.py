@@ -100,8 +100,8 @@ async def _compare_dump(
         "advertised": sum(map(len, advertised_blocks)),
         "held": sum(map(len, held_by_worker)),
         "false": sum(
-            len(one - held_hashes)
-            for one, held_hashes in zip(advertised_blocks, held_by_worker, strict=True)
+            len(blocks - held_hashes)
+            for blocks, held_hashes in zip(advertised_blocks, held_by_worker, strict=True)
         ),
     }
 

@@ -136,14 +136,14 @@ def run_mesh(policy: str, requests: Sequence[TraceRequest], speedup: float) -> d
     with mesh(sim_flags, frontend_flags, "agg", policy, workers=WORKERS) as (port, pids):
         answers = asyncio.run(play(port, requests, speedup))
         used_s = {name: cpu_s(pid) for name, pid in pids.items()}
-    ttfts = sorted(one.ttft_s for one in answers if one.ttft_s is not None)
-    prompt_tokens = sum(one.prompt_tokens for one in answers)
+    ttfts = sorted(answer.ttft_s for answer in answers if answer.ttft_s is not None)
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
     return {
         "ttft_s": round(fmean(ttfts), 3),
         "p99_s": round(percentile(ttfts, 0.99), 3),
-        "hit_rate": round(sum(one.cached_tokens for one in answers) / prompt_tokens, 3),
+        "hit_rate": round(sum(answer.cached_tokens for answer in answers) / prompt_tokens, 3),
         "failed": len(answers) - len(ttfts),
-        "error": next((one.error for one in answers if one.error), ""),
+        "error": next((answer.error for answer in answers if answer.error), ""),
         "cpu_s": round(sum(used_s.values()), 1),
     }
 
@@ -165,7 +165,9 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=2.0, help="multiple of the arrival rate")
     parser.add_argument("--speedup", type=float, default=2.5, help="of workers and arrivals")
     args = parser.parse_args()
-    trace = [one for one in load_trace(TRACES / CONVERSATION) if one.at_s < 60 * args.minutes]
+    trace = [
+        request for request in load_trace(TRACES / CONVERSATION) if request.at_s < 60 * args.minutes
+    ]
     requests = at_speed(spread_arrivals(trace), args.speed)
     figures: dict[str, Any] = {"requests": len(requests), "load_1m": [], "mesh_failed": {}}
     for policy in args.policies.split(","):

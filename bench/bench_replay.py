@@ -163,9 +163,9 @@ def _figures(found: dict[object, Summary]) -> dict[str, float]:
     }
     one_router = {"routers4": "one", "routers8": "one", "routers4_late": "one", "approx4": "approx"}
     for name, single in one_router.items():
-        one = found[single]
-        figures[f"{name}_hit"] = found[name].hit_rate / one.hit_rate
-        figures[f"{name}_ttft"] = found[name].ttft_mean_s / one.ttft_mean_s
+        reference = found[single]
+        figures[f"{name}_hit"] = found[name].hit_rate / reference.hit_rate
+        figures[f"{name}_ttft"] = found[name].ttft_mean_s / reference.ttft_mean_s
     return {name: round(value, 3) for name, value in figures.items()}
 
 

@@ -137,7 +137,7 @@ def measure_decisions(data: Data, selector: str) -> tuple[float, float]:
         cost_settings=config.cost_settings,
     )
     freeze_startup_objects()
-    router.update(Snapshot(2, {one.id: one for one in data.instances()}), 0.0)
+    router.update(Snapshot(2, {instance.id: instance for instance in data.instances()}), 0.0)
     session = router.load_tracker.open_session(FRONTEND, 1, 0.0)
     rng, now, running = Random(1), 0.0, deque[BookingKey]()
     decide_s, free_s = [], []

@@ -51,10 +51,10 @@ def processes_ratios(
     write_bodies(bodies, isl=ISL, osl=OSL)
     loads = {"processes2_ratio": (PREPROCESS_PATH, 32), "processes2_burst_ratio": (CHAT_PATH, 64)}
     ratios: dict[str, list[float]] = {name: [] for name in loads}
-    with mesh(sim_flags, []) as one, mesh(sim_flags, ["--processes", "2"]) as two:
+    with mesh(sim_flags, []) as first, mesh(sim_flags, ["--processes", "2"]) as two:
 
         def rate(which: int, name: str, turn: int) -> float:
-            (port, pids), (_, others) = (one, two) if which == 1 else (two, one)
+            (port, pids), (_, others) = (first, two) if which == 1 else (two, first)
             path, connections = loads[name]
             with suspended(list(others.values())):
                 run = run_load(
@@ -87,10 +87,10 @@ def keys_ratio(
     keys.write_text(document.model_dump_json())
     os.environ[API_KEY_VARIABLE] = text
     ratios: dict[str, list[float]] = {"keys_tok_s_ratio": [], "keys_cpu_ratio": []}
-    with mesh(sim_flags, []) as one, mesh(sim_flags, ["--api-keys", str(keys)]) as two:
+    with mesh(sim_flags, []) as first, mesh(sim_flags, ["--api-keys", str(keys)]) as two:
 
         def run(which: int, turn: int) -> tuple[float, float]:
-            (port, pids), (_, others) = (one, two) if which == 1 else (two, one)
+            (port, pids), (_, others) = (first, two) if which == 1 else (two, first)
             with suspended(list(others.values())):
                 result = run_load(
                     *(loadgen, port, bodies, 64, seconds, pids),
@@ -210,14 +210,14 @@ def _slow_reader(port: int) -> socket.socket:
 
 def _read_all(clients: Sequence[socket.socket]) -> None:
     with selectors.DefaultSelector() as selector:
-        for one in clients:
-            selector.register(one, selectors.EVENT_READ, one)
+        for client in clients:
+            selector.register(client, selectors.EVENT_READ, client)
         while selector.get_map():
             for key, _ in selector.select():
-                client: socket.socket = key.data
-                if not client.recv(1 << 20):
-                    selector.unregister(client)
-                    client.close()
+                readable: socket.socket = key.data
+                if not readable.recv(1 << 20):
+                    selector.unregister(readable)
+                    readable.close()
 
 
 def _is_idle_in_time(pids: Mapping[str, int]) -> bool:

@@ -165,7 +165,7 @@ AGAINST = (Load("burst", (64,)), Load("paced", (32,)))
 
 def _figures(run: dict[str, Any]) -> dict[str, float]:
     flat = dict(flatten(run))
-    return {name: flat[one.key] for name, one in FIGURES.items() if flat.get(one.key)}
+    return {name: flat[figure.key] for name, figure in FIGURES.items() if flat.get(figure.key)}
 
 
 def compare(
@@ -326,8 +326,8 @@ def _run(
             # A Dynamo that is stopped for long loses its workers for good; it uses 1 % of a core.
             others = [
                 pids.values()
-                for one, (_, pids) in enumerate(opened)
-                if one != which and not stacks[one].name.startswith("dynamo")
+                for at, (_, pids) in enumerate(opened)
+                if at != which and not stacks[at].name.startswith("dynamo")
             ]
             with suspended([pid for pids in others for pid in pids]):
                 await_response(opened[which][0], first_body)
@@ -357,8 +357,8 @@ def _row(
     if dynamos := [name for name in others if name.startswith("dynamo")]:
         rivals["dynamo"] = dynamos
     ratios = {name: compare(runs, names[0], rival) for name, rival in rivals.items()}
-    for name, one in ratios.items():
-        _print_ratios(name, one)
+    for name, ratio in ratios.items():
+        _print_ratios(name, ratio)
     facts = {"mode": plan.mode, "concurrency": concurrency, "isl": plan.isl, "shape": plan.shape}
     return {**facts, "medians": rows, "ratios": ratios}
 

@@ -176,7 +176,10 @@ class Workers:
                 if row.status.state == "exact"
             }
             ledgers = {p.publication.worker_id: p.sources[0].event_log for p in self.publishers}
-            if all(at.get(n, (0, 0)) == (one.epoch, one.sequence) for n, one in ledgers.items()):
+            if all(
+                at.get(n, (0, 0)) == (ledger.epoch, ledger.sequence)
+                for n, ledger in ledgers.items()
+            ):
                 return int(stats.blocks)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the index is not exact after {WAIT_S} s: {at}")
@@ -226,13 +229,13 @@ async def running_mesh(
         try:
             async with TaskGroup() as tasks:
                 await workers.register()
-                running = [tasks.create_task(one.run()) for one in workers.publishers]
+                running = [tasks.create_task(publisher.run()) for publisher in workers.publishers]
                 try:
                     await indexer.start()
                     yield workers, indexer, lambda work: running.append(tasks.create_task(work))
                 finally:
-                    for one in running:
-                        one.cancel()
+                    for task in running:
+                        task.cancel()
         finally:
             await indexer.kill()
             await registry.close()

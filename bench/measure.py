@@ -54,8 +54,8 @@ def build_loadgen() -> Path:
 def with_descendants(pid: int) -> list[int]:
     """A process, its children, and theirs. Each thread has its own list of children."""
     threads = Path(f"/proc/{pid}/task").iterdir()
-    children = [one for thread in threads for one in (thread / "children").read_text().split()]
-    return [pid, *(one for child in children for one in with_descendants(int(child)))]
+    children = [child for thread in threads for child in (thread / "children").read_text().split()]
+    return [pid, *(descendant for child in children for descendant in with_descendants(int(child)))]
 
 
 def cpu_s(pid: int) -> float:
@@ -71,7 +71,10 @@ def _own_cpu_s(pid: int) -> float:
 def rss_mb(pid: int) -> float:
     """Memory of a process and its descendants; a page that they share counts in each."""
     found = with_descendants(pid)
-    return sum(int(Path(f"/proc/{one}/statm").read_text().split()[1]) * PAGE for one in found) / 1e6
+    return (
+        sum(int(Path(f"/proc/{number}/statm").read_text().split()[1]) * PAGE for number in found)
+        / 1e6
+    )
 
 
 def _core_sha256_mb_s() -> int:

@@ -79,7 +79,7 @@ def compare(ports: Sequence[int], bodies: Sequence[bytes], seconds: float) -> di
             all_ms[which] += found[BLOCK_WARM_UP:]
             medians[which] = statistics.median(found[BLOCK_WARM_UP:])
         block_ratios.append(medians[0] / medians[1])
-    quantiles = [[percentile(sorted(one), q) for q in QUANTILES] for one in all_ms]
+    quantiles = [[percentile(sorted(sample_ms), q) for q in QUANTILES] for sample_ms in all_ms]
     return {
         "requests": len(all_ms[0]),
         "ttft_ms": dict(zip(map(str, QUANTILES), (round(q, 3) for q in quantiles[0]), strict=True)),

@@ -76,15 +76,15 @@ def _named(report: Report) -> Iterator[Sequence[str]]:
 
 def _rows(report: Report) -> Iterator[Sequence[str]]:
     for row in report["rows"]:
-        for server, one in row["medians"].items():
-            errors = one["non200"] + one["broken"] + one["no_done"]
+        for server, medians in row["medians"].items():
+            errors = medians["non200"] + medians["broken"] + medians["no_done"]
             yield (
                 *(row["mode"], str(row["isl"]), row["shape"], str(row["concurrency"]), server),
-                *(f"{one['window_rps']:.1f}", f"{one['tokens_per_s']:.0f}"),
-                *(f"{one[key]:.1f}" for key in ("ttft_ms.p50", "ttft_ms.p99")),
-                *(f"{one[key]:.2f}" for key in ("gap_ms.p50", "gap_ms.p99")),
-                *(f"{one[key]:.1f}" for key in ("gateway_cpu", "mesh_cpu")),
-                f"{one['cpu.frontend.rss_mb']:.0f}",
+                *(f"{medians['window_rps']:.1f}", f"{medians['tokens_per_s']:.0f}"),
+                *(f"{medians[key]:.1f}" for key in ("ttft_ms.p50", "ttft_ms.p99")),
+                *(f"{medians[key]:.2f}" for key in ("gap_ms.p50", "gap_ms.p99")),
+                *(f"{medians[key]:.1f}" for key in ("gateway_cpu", "mesh_cpu")),
+                f"{medians['cpu.frontend.rss_mb']:.0f}",
                 f"{errors:.0f}",
             )
 
@@ -92,9 +92,9 @@ def _rows(report: Report) -> Iterator[Sequence[str]]:
 def _ratios(report: Report) -> Iterator[Sequence[str]]:
     for row in report["rows"]:
         for rival, figures in row["ratios"].items():
-            for name, one in figures.items():
+            for name, ratio in figures.items():
                 load = f"{row['mode']} {row['shape']} {row['isl']} c={row['concurrency']}"
-                yield load, rival, name, f"{one['median']}", f"{one['min']} to {one['max']}"
+                yield load, rival, name, f"{ratio['median']}", f"{ratio['min']} to {ratio['max']}"
 
 
 def _plot(report: Report, path: Path) -> bool:
@@ -111,10 +111,10 @@ def _plot(report: Report, path: Path) -> bool:
     for axes, (name, title) in zip(panels, PLOT_FIGURES.items(), strict=True):
         found = [row for row in rows if name in row["ratios"]["dynamo"]]
         ratios = [row["ratios"]["dynamo"][name] for row in found]
-        medians = [one["median"] for one in ratios]
+        medians = [ratio["median"] for ratio in ratios]
         ends = [
-            [max(0.0, one["median"] - one["min"]) for one in ratios],
-            [max(0.0, one["max"] - one["median"]) for one in ratios],
+            [max(0.0, ratio["median"] - ratio["min"]) for ratio in ratios],
+            [max(0.0, ratio["max"] - ratio["median"]) for ratio in ratios],
         ]
         labels = [f"{row['mode']} {row['concurrency']}" for row in found]
         # From 1, on a logarithmic axis: twice and half are equally far from it.
@@ -136,11 +136,11 @@ def _plot(report: Report, path: Path) -> bool:
 
 
 def _load(report: Report) -> str:
-    one = report["machine"]
+    machine = report["machine"]
     return (
-        f"{one['cores']} cores ({one['cpu']}, {one['arch']}), Python {one['python']}, load"
-        f" {one['load_1m_before']:.1f} before and {one['load_1m']:.1f} after the run (its own load"
-        " included)"
+        f"{machine['cores']} cores ({machine['cpu']}, {machine['arch']}),"
+        f" Python {machine['python']}, load {machine['load_1m_before']:.1f} before"
+        f" and {machine['load_1m']:.1f} after the run (its own load included)"
     )
 
 

@@ -149,7 +149,7 @@ def _await_model(port: int, workers: int) -> None:
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=2) as response:
             instances = json.load(response)["instances"]
-            if sum(one["service"] == "worker" for one in instances) == workers:
+            if sum(instance["service"] == "worker" for instance in instances) == workers:
                 return
         time.sleep(0.05)
     raise RuntimeError(f"the mesh was not ready within {READY_S:g} s")
@@ -279,7 +279,7 @@ def _await_dynamo(port: int) -> None:
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
             instances = json.load(response).get("instances", [])
-            if sum(one.get("endpoint") == "generate" for one in instances) == 2:
+            if sum(instance.get("endpoint") == "generate" for instance in instances) == 2:
                 time.sleep(1)  # the model follows its workers
                 return
         time.sleep(0.2)
@@ -289,7 +289,7 @@ def _await_dynamo(port: int) -> None:
 @contextlib.contextmanager
 def suspended(pids: Sequence[int]) -> Iterator[None]:
     """Stops processes and their descendants for the time of the block."""
-    found = [one for pid in pids for one in with_descendants(pid)]
+    found = [descendant for pid in pids for descendant in with_descendants(pid)]
     for pid in found:
         os.kill(pid, signal.SIGSTOP)
     try:

@@ -159,8 +159,8 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         self, frame: indexer_pb2.PublishRequest, hello: _Hello, outbox: PublisherOutbox
     ) -> None:
         ingest, now = self._ingest, self._clock()
-        for one in hello.states:
-            ingest.feed.mark_received(one.source, now)
+        for state in hello.states:
+            ingest.feed.mark_received(state.source, now)
         for message in frame.states:
             state = source_state_from_proto(message, "states")
             _require_own(state.source, hello, "states.source")

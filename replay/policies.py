@@ -128,8 +128,8 @@ _TREE = ApproxLimits(ttl_s=1e9, blocks_max=1 << 18)
 
 POLICIES: Mapping[str, ReplayPolicy] = MappingProxyType(
     {
-        one.name: one
-        for one in (
+        policy.name: policy
+        for policy in (
             ReplayPolicy("kv", _built_in("kv"), index_settings=_PREDICTED),
             ReplayPolicy("kv_approx", _built_in("kv"), index_settings=_APPROXIMATE),
             ReplayPolicy("least_loaded", _built_in("least_loaded")),

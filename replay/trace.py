@@ -59,7 +59,7 @@ def load_trace(path: Path) -> list[TraceRequest]:
         raise TraceError(f"{path}: request {len(requests) + 1}: {reason}") from None
     if not requests:
         raise TraceError(f"{path}: it has no requests")
-    requests.sort(key=lambda one: one.at_s)
+    requests.sort(key=lambda request: request.at_s)
     first_s = requests[0].at_s
     return [replace(request, at_s=request.at_s - first_s) for request in requests]
 
@@ -72,7 +72,7 @@ def _read_jsonl(lines: Iterable[str]) -> Iterator[TraceRequest]:
                 float(row["timestamp"]) / 1000.0,
                 max(1, int(row["input_length"])),
                 max(1, int(row["output_length"])),
-                tuple(int(one) for one in row.get("hash_ids", ())),
+                tuple(int(hash_id) for hash_id in row.get("hash_ids", ())),
             )
 
 
@@ -92,12 +92,14 @@ def at_speed(requests: Sequence[TraceRequest], speed: float) -> list[TraceReques
 
 def largest_batch(requests: Sequence[TraceRequest]) -> int:
     """Returns the greatest number of requests with one arrival time."""
-    return max(sum(1 for _ in group) for _, group in groupby(requests, lambda one: one.at_s))
+    return max(
+        sum(1 for _ in group) for _, group in groupby(requests, lambda request: request.at_s)
+    )
 
 
 def spread_arrivals(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """Returns requests with batches of equal arrival times spread evenly until the next batch."""
-    batches = [list(group) for _, group in groupby(requests, lambda one: one.at_s)]
+    batches = [list(group) for _, group in groupby(requests, lambda request: request.at_s)]
     spread: list[TraceRequest] = []
     gap_s = 0.0
     for number, batch in enumerate(batches):
@@ -105,5 +107,5 @@ def spread_arrivals(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
         if number + 1 < len(batches):
             gap_s = batches[number + 1][0].at_s - start_s
         step_s = gap_s / len(batch)
-        spread += [replace(one, at_s=start_s + at * step_s) for at, one in enumerate(batch)]
+        spread += [replace(request, at_s=start_s + at * step_s) for at, request in enumerate(batch)]
     return spread

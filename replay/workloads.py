@@ -86,7 +86,7 @@ def sessions(
             requests.append(request)
             prefix = request.hash_ids
             at_s += output * 0.012 + draws.rng.expovariate(1 / pause_s)
-    return sorted(requests, key=lambda one: one.at_s)[:number]
+    return sorted(requests, key=lambda request: request.at_s)[:number]
 
 
 def tool_agents(draws: _Draws, number: int, rate: float = 21.0) -> list[TraceRequest]:
@@ -105,7 +105,7 @@ def bursts(draws: _Draws, number: int, rate: float = 11.0) -> list[TraceRequest]
             )
             for _ in range(16)
         ]
-    return sorted(requests, key=lambda one: one.at_s)
+    return sorted(requests, key=lambda request: request.at_s)
 
 
 GENERATORS: Mapping[str, Callable[[_Draws, int], list[TraceRequest]]] = MappingProxyType(

@@ -80,12 +80,12 @@ def with_native_init(source: str) -> str:
     lines = source.splitlines()
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     for node in reversed(classes):  # so that the numbers of earlier lines hold
-        decorators = [ast.unparse(one) for one in node.decorator_list]
+        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
         if node.bases or len(decorators) != 1 or not decorators[0].startswith("dataclass("):
             continue
         if "frozen=True" in decorators[0]:
             continue
-        fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+        fields = [statement for statement in node.body if isinstance(statement, ast.AnnAssign)]
         at = fields[-1].end_lineno
         lines[at:at] = _init_of(node, fields, is_kw_only="kw_only=True" in decorators[0])
         at = node.decorator_list[0].lineno - 1
@@ -102,7 +102,7 @@ def _init_of(
         name, annotation = ast.unparse(field.target), ast.unparse(field.annotation)
         value, default = name, field.value and ast.unparse(field.value)
         if isinstance(field.value, ast.Call) and default and default.startswith("field("):
-            options = {one.arg: ast.unparse(one.value) for one in field.value.keywords}
+            options = {keyword.arg: ast.unparse(keyword.value) for keyword in field.value.keywords}
             default = options.get("default")
             if (factory := options.get("default_factory")) is not None:
                 annotation, default = f"{annotation} | None", "None"
@@ -111,7 +111,10 @@ def _init_of(
         assignments.append(f"        self.{name} = {value}")
     yield f"    def __init__({', '.join(parameters)}) -> None:"
     yield from assignments
-    if any(isinstance(one, ast.FunctionDef) and one.name == "__post_init__" for one in node.body):
+    if any(
+        isinstance(statement, ast.FunctionDef) and statement.name == "__post_init__"
+        for statement in node.body
+    ):
         yield "        self.__post_init__()"
 
 

@@ -119,7 +119,7 @@ def card_differences(card: ModelCard, other: ModelCard) -> list[str]:
         ours, theirs = getattr(card, spec.name), getattr(other, spec.name)
         if spec.name == "artifacts":
             digests = [
-                {name: one.sha256 for name, one in files.items()} for files in (ours, theirs)
+                {name: file.sha256 for name, file in files.items()} for files in (ours, theirs)
             ]
             names = sorted({name for name, _ in digests[0].items() ^ digests[1].items()})
             found += [f"another {name} (--model-path)" for name in names]

@@ -273,7 +273,7 @@ def _card_to_json(card: ModelCard) -> dict[str, Any]:
     if "artifacts" in raw:
         raw["artifacts"] = {name: _artifact_to_json(a) for name, a in card.artifacts.items()}
     if "media" in raw:
-        raw["media"] = {kind: asdict(one) for kind, one in card.media.items()}
+        raw["media"] = {kind: asdict(media_input) for kind, media_input in card.media.items()}
     if "user_data" in raw:
         raw["user_data"] = dict(card.user_data)
     return raw

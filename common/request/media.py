@@ -87,8 +87,8 @@ def expand_placeholders(token_ids: TokenIds, inputs: Iterable[MediaInput]) -> To
     """Returns the prompt in which each placeholder has its copies."""
     ids = token_ids.array
     repeats = np.ones(len(ids), dtype=np.int64)
-    for one in inputs:
-        repeats[ids == one.token_id] = one.tokens
+    for media_input in inputs:
+        repeats[ids == media_input.token_id] = media_input.tokens
     return TokenIds.of(np.repeat(ids, repeats))
 
 
@@ -96,9 +96,9 @@ def with_media(token_ids: TokenIds, media: Iterable[MediaHashes]) -> TokenIds:
     """Returns an expanded prompt with the content of its media; see the module. Placeholders after
     those of the media stay. Raises InvalidRequest if a medium has no placeholders."""
     ids = token_ids.array.copy()
-    for one in media:
-        ids[_positions(token_ids, one)] = np.concatenate(
-            [media_words(mm_hash, one.input.tokens) for mm_hash in one.hashes]
+    for medium in media:
+        ids[_positions(token_ids, medium)] = np.concatenate(
+            [media_words(mm_hash, medium.input.tokens) for mm_hash in medium.hashes]
         )
     return TokenIds.of(ids)
 
@@ -109,9 +109,9 @@ def block_media(
     """Returns the media of each started block of an expanded prompt, with their token ranges inside
     of the block."""
     objects: list[dict[int, list[int]]] = [{} for _ in range(-(-len(token_ids) // block_size))]
-    for one in media:
-        runs = _positions(token_ids, one).reshape(len(one.hashes), one.input.tokens)
-        for mm_hash, run in zip(one.hashes, runs.tolist(), strict=True):
+    for medium in media:
+        runs = _positions(token_ids, medium).reshape(len(medium.hashes), medium.input.tokens)
+        for mm_hash, run in zip(medium.hashes, runs.tolist(), strict=True):
             for position in run:
                 block, offset = divmod(position, block_size)
                 objects[block].setdefault(mm_hash, []).append(offset)

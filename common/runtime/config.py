@@ -248,19 +248,19 @@ def read_config(
     else:
         missing = [setting for setting in settings if setting.field.is_required()]
         problems += [
-            f"{' or '.join((one.flag, *one.variables[:1]))}: required and not given"
-            for one in missing
-            if one not in [item.setting for item in given]
+            f"{' or '.join((setting.flag, *setting.variables[:1]))}: required and not given"
+            for setting in missing
+            if setting not in [item.setting for item in given]
         ]
     # A bad value is a problem even if a source of higher precedence replaces it.
-    problems += [problem for one in given for problem in _find_problems(cls, one)]
+    problems += [problem for item in given for problem in _find_problems(cls, item)]
     if problems:
         raise ConfigError(problems)
-    winners = {one.setting.name: one for one in reversed(given)}
-    config = cls.model_validate({name: one.value for name, one in winners.items()})
+    winners = {item.setting.name: item for item in reversed(given)}
+    config = cls.model_validate({name: item.value for name, item in winners.items()})
     if contradictions := config.problems():
         found = [problem.partition(":") for problem in contradictions]
-        sources = {name: one.source for name, one in winners.items()}
+        sources = {name: item.source for name, item in winners.items()}
         raise ConfigError(
             [f"{sources.get(field, flag_name(field))}:{text}" for field, _, text in found]
         )
@@ -297,7 +297,11 @@ def suggest(name: str, known: Iterable[str]) -> str:
     # Common beginnings are not a similarity.
     beginnings = (*(f"{PREFIX}{service}_" for service in SERVICES), PREFIX, "--", "")
     beginning = next(beginning for beginning in beginnings if name.startswith(beginning))
-    tails = {one.removeprefix(beginning): one for one in known if one.startswith(beginning)}
+    tails = {
+        known_name.removeprefix(beginning): known_name
+        for known_name in known
+        if known_name.startswith(beginning)
+    }
     near = difflib.get_close_matches(name.removeprefix(beginning), tails, n=1, cutoff=0.75)
     return f"; did you mean {tails[near[0]]}?" if near else ""
 
@@ -394,23 +398,25 @@ def _build_parser(name: str, description: str, settings: Iterable[_Setting]) -> 
     )
     own = parser.add_argument_group("settings")
     common = parser.add_argument_group("settings of every service")
-    for one in settings:
-        group = common if one.name in ServiceConfig.model_fields else own
-        if one.is_secret:
-            variables = " or ".join(name + FILE_SUFFIX.upper() for name in one.variables)
+    for setting in settings:
+        group = common if setting.name in ServiceConfig.model_fields else own
+        if setting.is_secret:
+            variables = " or ".join(name + FILE_SUFFIX.upper() for name in setting.variables)
             group.add_argument(
-                flag_name(one.name + FILE_SUFFIX),
+                flag_name(setting.name + FILE_SUFFIX),
                 action="append",
                 metavar="PATH",
-                help=f"File that contains {one.flag}.\n{variables}",
+                help=f"File that contains {setting.flag}.\n{variables}",
             )
-        if one.kind is not bool:
-            group.add_argument(one.flag, action="append", metavar=one.metavar, help=one.help_text)
+        if setting.kind is not bool:
+            group.add_argument(
+                setting.flag, action="append", metavar=setting.metavar, help=setting.help_text
+            )
             continue
         options: dict[str, Any] = {"nargs": "?", "const": "on", "metavar": "on|off"}
-        group.add_argument(one.flag, action="append", help=one.help_text, **options)
-        options = {"dest": one.name, "const": "off", "help": f"the same as {one.flag}=off"}
-        group.add_argument(flag_name(f"no_{one.name}"), action="append_const", **options)
+        group.add_argument(setting.flag, action="append", help=setting.help_text, **options)
+        options = {"dest": setting.name, "const": "off", "help": f"the same as {setting.flag}=off"}
+        group.add_argument(flag_name(f"no_{setting.name}"), action="append_const", **options)
     return parser
 
 
@@ -454,7 +460,7 @@ def _read_environ(
     )
     others = tuple(f"{PREFIX}{other}_" for other in SERVICES if other != service)
     injected = set()
-    for name in sorted(one for one in environ if one.startswith(PREFIX)):
+    for name in sorted(variable for variable in environ if variable.startswith(PREFIX)):
         is_url = name.endswith("_PORT") and _KUBERNETES_URL.match(environ[name])
         if is_url or (name not in known and _KUBERNETES_NAME.search(name)):
             injected.add(name)
@@ -491,7 +497,7 @@ def _find_problems(cls: type[ServiceConfig], given: _Given) -> Iterator[str]:
         cls.model_validate({given.setting.name: given.value})
     except ValidationError as error:
         shown = f" {given.text!r}:" if given.setting.field.repr else ""
-        for one in error.errors():
-            if one["loc"][0] == given.setting.name:
-                message = one["msg"].removeprefix("Value error, ")
+        for detail in error.errors():
+            if detail["loc"][0] == given.setting.name:
+                message = detail["msg"].removeprefix("Value error, ")
                 yield f"{given.source}:{shown} {message[:1].lower()}{message[1:]}"

@@ -40,6 +40,6 @@ def _needs(nvext: Nvext) -> Iterator[tuple[Scope, str]]:
             yield Scope.ROUTING, f"agent_hints.{name}"
     if not _EXPLAIN_FIELDS.isdisjoint(nvext.extra_fields or ()):
         yield Scope.EXPLAIN, "extra_fields"
-    names = {one.partition(":")[0] for one in nvext.annotations or ()}
+    names = {annotation.partition(":")[0] for annotation in nvext.annotations or ()}
     if not _EXPLAIN_ANNOTATIONS.isdisjoint(names):
         yield Scope.EXPLAIN, "annotations"

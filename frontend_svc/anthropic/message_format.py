@@ -53,7 +53,7 @@ class MessageFormat:
 
     def output(self, choice: int, deltas: Sequence[Delta], tokens: Sequence[TokenText]) -> bytes:
         return b"".join(
-            event(one) for delta in self._shown(deltas) for one in self._blocks.feed(delta)
+            event(message) for delta in self._shown(deltas) for message in self._blocks.feed(delta)
         )
 
     def finish(self, choice: int, end: ChoiceEnd) -> bytes:

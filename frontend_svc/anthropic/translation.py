@@ -253,9 +253,9 @@ def _user_messages(role: Any, blocks: Iterable[Block]) -> Iterator[openai.ChatMe
     """Yields the messages of a turn: results of calls are messages of their own in a chat."""
     for is_result, group in groupby(blocks, lambda block: isinstance(block, ToolResultBlock)):
         if is_result:
-            yield from (_result(one) for one in group if isinstance(one, ToolResultBlock))
+            yield from (_result(block) for block in group if isinstance(block, ToolResultBlock))
         else:
-            parts = [one for one in group if isinstance(one, TextBlock | ImageBlock)]
+            parts = [block for block in group if isinstance(block, TextBlock | ImageBlock)]
             yield openai.ChatMessage(role=role, content=_content(parts))
 
 

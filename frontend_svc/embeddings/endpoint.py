@@ -101,9 +101,9 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
         placement = self.make_placement(context, model.base, request, body.hints)
         plan = replace(self.make_plan(context, request), is_embedding=True)
         for index, token_ids in enumerate(inputs):
-            one = replace(request, token_ids=token_ids)
+            input_request = replace(request, token_ids=token_ids)
             yield (
-                replace(plan, request_id=f"{context.request_id}-{index}", request=one),
+                replace(plan, request_id=f"{context.request_id}-{index}", request=input_request),
                 replace(placement, query=replace(placement.query, total_tokens=len(token_ids))),
             )
 

@@ -34,11 +34,11 @@ class RequestRecords:
         self.has_response = audit is not None and content == "all"
 
         files = {"audit": audit, "request_trace": trace}
-        self._files = {name: one for name, one in files.items() if one is not None}
+        self._files = {name: file for name, file in files.items() if file is not None}
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
         """Returns written and dropped records by file."""
-        return {name: (one.written, one.dropped) for name, one in self._files.items()}
+        return {name: (file.written, file.dropped) for name, file in self._files.items()}
 
     def close(self, timeout_s: float) -> None:
         """Writes what is queued, for at most `timeout_s` a file."""

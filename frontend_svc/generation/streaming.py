@@ -76,9 +76,9 @@ class ResponseWriter:
         as fast as tokens arrive, callbacks write them, without a step of this task."""
         self._reader.wake_when_idle(self._keep_alive_s)
         has_output = await self._reader.wait()
-        for one in self._choices:
-            if one.buffer.outcome is not None and one.buffer.first_token_at is None:
-                _raise_error(one.buffer)
+        for open_choice in self._choices:
+            if open_choice.buffer.outcome is not None and open_choice.buffer.first_token_at is None:
+                _raise_error(open_choice.buffer)
         await _start_stream(self._context)
         self._context.progress.stream_format = response_format
         extension = self._choices[0].extension
@@ -108,13 +108,14 @@ class ResponseWriter:
     @property
     def _is_behind(self) -> bool:
         return any(
-            choice.buffer.has_unread and not choice.choice.is_complete for choice in self._choices
+            open_choice.buffer.has_unread and not open_choice.choice.is_complete
+            for open_choice in self._choices
         )
 
     async def _catch_up(self, sink: ChoiceSink) -> bytes:
         """Writes what has arrived. If that is much, because the client has not read, it writes a
         part, and other responses go on before the next part of any response."""
-        if sum(choice.buffer.unread for choice in self._choices) <= PART_TOKENS:
+        if sum(open_choice.buffer.unread for open_choice in self._choices) <= PART_TOKENS:
             return self._advance(sink)
         async with self._backlog.write_lock:
             events = self._advance(sink, max(1, PART_TOKENS // len(self._choices)))
@@ -141,18 +142,18 @@ class ResponseWriter:
         await send_json(self._context, response_format.body(recorder.results, self._usage()))
 
     def _begin(self, sink: ChoiceSink) -> bytes:
-        return b"".join([choice.choice.begin(sink) for choice in self._choices])
+        return b"".join([open_choice.choice.begin(sink) for open_choice in self._choices])
 
     def _advance(self, sink: ChoiceSink, most: int | None = None) -> bytes:
         """Writes what has arrived, or about `most` tokens of each choice; sets `_error` if a choice
         failed."""
         events = self._feed(sink, most)
-        for one in self._choices:
-            if one.choice.is_complete:
-                one.handle.stop()
-            is_read = one.choice.is_complete or not one.buffer.has_unread
-            if one.buffer.outcome is not None and is_read and not one.is_finished:
-                events += self._finish(one, one.buffer.outcome, sink)
+        for open_choice in self._choices:
+            if open_choice.choice.is_complete:
+                open_choice.handle.stop()
+            is_read = open_choice.choice.is_complete or not open_choice.buffer.has_unread
+            if open_choice.buffer.outcome is not None and is_read and not open_choice.is_finished:
+                events += self._finish(open_choice, open_choice.buffer.outcome, sink)
         return events
 
     def _feed(self, sink: ChoiceSink, most: int | None = None) -> bytes:
@@ -160,33 +161,37 @@ class ResponseWriter:
         ends."""
         events = b""
         self._is_ending = False
-        for one in self._choices:
-            choice, buffer = one.choice, one.buffer
+        for open_choice in self._choices:
+            choice, buffer = open_choice.choice, open_choice.buffer
             token_ids, logprobs = buffer.take() if most is None else buffer.take_part(most)
             if token_ids and not choice.is_complete:
                 events += choice.feed(token_ids, logprobs, sink)
             if choice.is_complete or buffer.outcome is not None:
-                self._is_ending = self._is_ending or not one.is_finished
+                self._is_ending = self._is_ending or not open_choice.is_finished
         return events
 
-    def _finish(self, one: OpenChoice, outcome: RequestOutcome, sink: ChoiceSink) -> bytes:
-        one.is_finished = True
+    def _finish(self, open_choice: OpenChoice, outcome: RequestOutcome, sink: ChoiceSink) -> bytes:
+        open_choice.is_finished = True
         self._unfinished -= 1
-        if outcome.error is not None and not one.choice.is_complete:
+        if outcome.error is not None and not open_choice.choice.is_complete:
             self._error = self._error or outcome.error
             return b""
-        nvext = None if one.extension is None else self._nvext(one, one.extension, outcome)
-        return one.choice.finish(outcome.finish_reason, sink, nvext)
+        nvext = (
+            None
+            if open_choice.extension is None
+            else self._nvext(open_choice, open_choice.extension, outcome)
+        )
+        return open_choice.choice.finish(outcome.finish_reason, sink, nvext)
 
     def _nvext(
-        self, one: OpenChoice, extension: ResponseExtension, outcome: RequestOutcome
+        self, open_choice: OpenChoice, extension: ResponseExtension, outcome: RequestOutcome
     ) -> dict[str, object]:
         context, tracker = self._context, self._context.tracker
         if context.ttft_s is not None:
             tracker.mark("first_token", tracker.received_s + max(0.0, context.ttft_s))
         tracker.mark("finished", time.monotonic())
-        usage = one.choice.usage(outcome.usage)
-        values = extension.extra_fields(outcome, usage, one.handle.machine.generated)
+        usage = open_choice.choice.usage(outcome.usage)
+        values = extension.extra_fields(outcome, usage, open_choice.handle.machine.generated)
         is_stream = context.progress.stream_format is not None
         if not is_stream and (annotations := extension.annotations(usage)):
             values["annotations"] = annotations
@@ -194,10 +199,10 @@ class ResponseWriter:
 
     def _usage(self) -> CompletionUsage:
         outcomes = []
-        for one in self._choices:
-            assert one.buffer.outcome is not None, "every choice has finished"
-            usage = one.choice.usage(one.buffer.outcome.usage)
-            outcomes.append(replace(one.buffer.outcome, usage=usage))
+        for open_choice in self._choices:
+            assert open_choice.buffer.outcome is not None, "every choice has finished"
+            usage = open_choice.choice.usage(open_choice.buffer.outcome.usage)
+            outcomes.append(replace(open_choice.buffer.outcome, usage=usage))
         usage = merge_outcomes(outcomes, self._context.progress.choices_per_prompt).usage
         return _permitted(self._context, usage)
 

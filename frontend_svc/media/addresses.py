@@ -23,7 +23,7 @@ def is_public(address: str) -> bool:
     return (
         ip.is_global
         and not ip.is_multicast
-        and not any(ip.version == one.version and ip in one for one in _EXCEPTIONS)
+        and not any(ip.version == network.version and ip in network for network in _EXCEPTIONS)
     )
 
 

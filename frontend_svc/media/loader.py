@@ -29,7 +29,10 @@ class MediaLoader:
     ) -> list[Medium]:
         """Returns the media of the parts, in their order. Raises InvalidRequest with the field of
         the part that cannot be loaded."""
-        limits = {kind: min(self._bytes_max, one.bytes_max) for kind, one in inputs.items()}
+        limits = {
+            kind: min(self._bytes_max, media_input.bytes_max)
+            for kind, media_input in inputs.items()
+        }
         async with TaskGroup() as group:
             tasks = [group.create_task(self._load(part, limits[part.kind])) for part in parts]
         media, total = [], 0

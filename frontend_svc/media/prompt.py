@@ -96,11 +96,11 @@ def expand_media(
         return token_ids
     counts, ids = Counter(part.kind for part in parts), TokenIds.of(token_ids)
     compact: list[MediaInput] = []
-    for kind, one in inputs.items():
-        found = int((ids.array == one.token_id).sum())
+    for kind, media_input in inputs.items():
+        found = int((ids.array == media_input.token_id).sum())
         if found == counts[kind]:
-            compact.append(one)
-        elif found != counts[kind] * one.tokens:
+            compact.append(media_input)
+        elif found != counts[kind] * media_input.tokens:
             text = f"{found} placeholders for {counts[kind]} parts of kind {kind}"
             raise InvalidRequest(f"Invalid 'messages': the prompt has {text}.", "messages")
     return expand_placeholders(ids, compact)

@@ -72,7 +72,7 @@ def parse_responses(body: bytes) -> ResponsesRequest:
 def references(request: ResponsesRequest) -> Mapping[int, str]:
     """Returns the ids of stored items in the input, by their index."""
     items = () if isinstance(request.input, str) else request.input
-    return {index: one.id for index, one in enumerate(items) if isinstance(one, ItemReference)}
+    return {index: item.id for index, item in enumerate(items) if isinstance(item, ItemReference)}
 
 
 def input_items(request: ResponsesRequest, referenced: Mapping[int, Item]) -> list[Item]:
@@ -81,8 +81,8 @@ def input_items(request: ResponsesRequest, referenced: Mapping[int, Item]) -> li
     if isinstance(request.input, str):
         return [MessageItem(role="user", content=request.input)]
     return [
-        referenced[index] if isinstance(one, ItemReference) else one
-        for index, one in enumerate(request.input)
+        referenced[index] if isinstance(item, ItemReference) else item
+        for index, item in enumerate(request.input)
     ]
 
 
@@ -243,7 +243,7 @@ def _continues(answer: Json, item: Item) -> bool:
 def _extend(answer: Json, item: Item) -> Json:
     match item:
         case ReasoningItem(content=parts):
-            return _append(answer, "reasoning_content", "".join(one.text for one in parts or ()))
+            return _append(answer, "reasoning_content", "".join(part.text for part in parts or ()))
         case MessageItem(content=content):
             return _append(answer, "content", "".join(_texts(content)))
         case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):

@@ -113,5 +113,5 @@ def _clean(schema: Any) -> Any:
                 cleaned.pop("discriminator", None)
             return cleaned
         case list():
-            return [_clean(one) for one in schema]
+            return [_clean(item) for item in schema]
     return schema

@@ -113,7 +113,8 @@ class Choice:
     def _entry(self, logprob: TokenLogprob, offset: int) -> TokenText:
         assert self._token_bytes is not None, "the client requested log probabilities"
         alternatives = [
-            TokenText(self._token_bytes(one.token_id), one.logprob) for one in logprob.top
+            TokenText(self._token_bytes(alternative.token_id), alternative.logprob)
+            for alternative in logprob.top
         ]
         raw = self._token_bytes(logprob.token_id)
         return TokenText(raw, logprob.logprob, alternatives, offset)

@@ -102,7 +102,7 @@ class Vocabulary:
         shown = {
             token_id: self.raw[token_id].decode(errors="replace") for token_id in self.special_ids
         }
-        shown = {one: text for one, text in shown.items() if text in markers}
+        shown = {token_id: text for token_id, text in shown.items() if text in markers}
         if not shown:
             return self
         special_ids = self.special_ids.difference(shown)

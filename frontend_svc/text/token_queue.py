@@ -36,11 +36,11 @@ class TokenQueue(Generic[T]):
     def send(self, characters: int) -> list[T]:
         """Returns the tokens that are complete after so many more characters were sent."""
         self._sent += characters
-        return self._release(lambda one: one.end <= self._sent)
+        return self._release(lambda entry: entry.end <= self._sent)
 
     def stop(self) -> list[T]:
         """Returns the tokens of the text that was sent, after a stop string."""
-        return self._release(lambda one: one.start < self._sent)
+        return self._release(lambda entry: entry.start < self._sent)
 
     def finish(self) -> list[T]:
         """Returns all remaining tokens, at the end of the text."""

@@ -143,7 +143,7 @@ def _interruptible() -> Iterator[None]:
     Signals stay ignored, so the process must exit afterwards.
     """
     # Under `nohup` the process outlives its terminal.
-    numbers = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+    numbers = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
     def ignore() -> None:
         for number in numbers:
@@ -259,12 +259,14 @@ def _report(turns: list[dict[str, Any]], received: list[ReceivedSpan]) -> int:
     return 0 if is_complete else 1
 
 
-def _print_tree(one: ReceivedSpan, spans: list[ReceivedSpan], depth: int) -> None:
-    span = one.span
+def _print_tree(received: ReceivedSpan, spans: list[ReceivedSpan], depth: int) -> None:
+    span = received.span
     ms = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
-    notes = [one.attribute(n) for n in ("disagg_role", "finish_reason") if one.attribute(n)]
+    notes = [
+        received.attribute(n) for n in ("disagg_role", "finish_reason") if received.attribute(n)
+    ]
     notes += [f"linked to {link.span_id.hex()}" for link in span.links]
-    print(f"  {'   ' * depth}{one.service:9s} {span.name}  {one.span_id}  {ms:.1f} ms  "
+    print(f"  {'   ' * depth}{received.service:9s} {span.name}  {received.span_id}  {ms:.1f} ms  "
           + ", ".join(notes))  # fmt: skip
     children = [r for r in spans if r.span.parent_span_id == span.span_id]
     for child in sorted(children, key=lambda r: r.span.start_time_unix_nano):

@@ -92,7 +92,7 @@ def _removed(tenants: dict[str, Tenant], key_id: str) -> tuple[str, ApiKey]:
     for name, tenant in tenants.items():
         for key in tenant.keys:
             if key.id == key_id:
-                others = tuple(one for one in tenant.keys if one is not key)
+                others = tuple(other for other in tenant.keys if other is not key)
                 tenants[name] = tenant.model_copy(update={"keys": others})
                 return name, key
     raise NotFound(f"no key has the id {key_id!r}")

@@ -56,14 +56,14 @@ class Row:
     def fields(self) -> dict[str, str | int | float | None]:
         """Returns the row for programs: None for absent values; the id as text, since it exceeds
         2^53."""
-        one = self.instance
+        instance = self.instance
         return {
-            "service": one.service,
-            "name": one.stable_name or None,
-            "id": str(one.id),
-            "address": one.address,
-            "model": one.model or None,
-            "role": one.role if one.service == "worker" else None,
+            "service": instance.service,
+            "name": instance.stable_name or None,
+            "id": str(instance.id),
+            "address": instance.address,
+            "model": instance.model or None,
+            "role": instance.role if instance.service == "worker" else None,
             "health": self.health,
             "running": sum(load.running for load in self.loads) if self.loads else None,
             "waiting": sum(load.waiting for load in self.loads) if self.loads else None,
@@ -87,12 +87,12 @@ async def gather(config: ServiceConfig) -> list[Row]:
     return list(await asyncio.gather(*(_query_instance(i, security) for i in instances)))
 
 
-def _sort_key(one: Instance) -> tuple[int, int, list[str | int]]:
+def _sort_key(instance: Instance) -> tuple[int, int, list[str | int]]:
     """Returns the sort key in the table; instances without a name keep the order of
     registration."""
-    parts = re.split(r"([0-9]+)", one.stable_name)
+    parts = re.split(r"([0-9]+)", instance.stable_name)
     natural = [int(part) if n % 2 else part for n, part in enumerate(parts)]
-    return _SERVICES.index(one.service), _ROLES.index(one.role), natural
+    return _SERVICES.index(instance.service), _ROLES.index(instance.role), natural
 
 
 async def _query_instance(instance: Instance, security: rpc.Security) -> Row:

@@ -143,7 +143,9 @@ async def describe_existing_services(registry: Registry, config: ServiceConfig) 
         )
     if not found:
         return ""
-    names = ", ".join(sorted(one.stable_name or one.service for one in found)[:NAMES_SHOWN_MAX])
+    names = ", ".join(
+        sorted(instance.stable_name or instance.service for instance in found)[:NAMES_SHOWN_MAX]
+    )
     names += ", ..." if len(found) > NAMES_SHOWN_MAX else ""
     return (
         f"namespace {config.namespace!r} already has {_pluralize(len(found), 'service')} ({names}):"

@@ -303,8 +303,8 @@ class AdmissionQueue:
             self._dirty_classes.discard(queued.constraint_class)
 
     def _withdraw_all(self, queued: list[QueuedRequest]) -> list[QueuedRequest]:
-        for one in queued:
-            self.withdraw(one.key)
+        for request in queued:
+            self.withdraw(request.key)
         return queued
 
     def _check_limits(self, model: str) -> None:

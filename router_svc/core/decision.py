@@ -61,7 +61,7 @@ def make_decision(
     predicted_cached = cached_tokens(query, plan.prompt_leg)
     session = attempt.session_constraint
     affinity = "" if session is None else session.outcome(worker.placement)
-    legs = [one for one in (prefill, plan.worker) if one is not None]
+    legs = [leg for leg in (prefill, plan.worker) if leg is not None]
     reasons = _reasons(query, plan, overlaps, selector)
     if affinity:
         reasons.append(f"session {affinity}")

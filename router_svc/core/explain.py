@@ -117,12 +117,16 @@ def record_leg(leg_plan: LegPlan, index: IndexStatusProvider, rows_max: int | No
     others: Sequence[tuple[Candidate, str, LoadTotals]] = ()
     if (leg_plan.excluded or not are_all_scored) and len(scored) != rows_max:
         unscored = chain(
-            ((one, "") for one in _without_cost(scored.candidates, leg_plan)), leg_plan.excluded
+            ((candidate, "") for candidate in _without_cost(scored.candidates, leg_plan)),
+            leg_plan.excluded,
         )
         remaining = None if rows_max is None else rows_max - len(scored)
-        others = [(one, why, view.load(one.placement)) for one, why in islice(unscored, remaining)]
+        others = [
+            (candidate, why, view.load(candidate.placement))
+            for candidate, why in islice(unscored, remaining)
+        ]
     placements = [candidate.placement for candidate in scored.candidates]
-    placements += [one.placement for one, _, _ in others]
+    placements += [candidate.placement for candidate, _, _ in others]
     matches = view.matches
     return LegRecord(
         view.leg,
@@ -153,11 +157,11 @@ def _without_cost(scored: Candidates, leg_plan: LegPlan) -> Iterator[Candidate]:
     """Yields the eligible candidates without a cost, the chosen one first."""
     if len(scored) == len(leg_plan.kept):
         return
-    with_cost, chosen = {one.placement for one in scored}, leg_plan.chosen
+    with_cost, chosen = {candidate.placement for candidate in scored}, leg_plan.chosen
     if chosen.placement not in with_cost:
         yield chosen
         with_cost.add(chosen.placement)
-    yield from (one for one in leg_plan.kept if one.placement not in with_cost)
+    yield from (candidate for candidate in leg_plan.kept if candidate.placement not in with_cost)
 
 
 def candidate_row(candidate: Candidate, view: View, index: IndexStatusProvider) -> CandidateRow:

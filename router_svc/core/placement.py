@@ -470,7 +470,7 @@ class PlacementAttempt:
             failure = _selector_error(planner.selector.name, query.model, cause)
             failure.__cause__ = error  # compiled code ignores `from`
             raise failure from error
-        if not any(one is chosen for one in kept):
+        if not any(candidate is chosen for candidate in kept):
             raise _selector_error(planner.selector.name, query.model, "it chose no candidate")
         return LegPlan(choice, view, kept, excluded)
 

@@ -373,7 +373,7 @@ class SessionAffinity:
         """Evicts one record; `protected`, the new one, only if there is no other."""
         closed, oldest = next(iter(self._closed_sessions), None), next(iter(self._records))
         eviction_order = (closed, self._longest_idle(), oldest)
-        victim = next((one for one in eviction_order if one not in (None, protected)), protected)
+        victim = next((name for name in eviction_order if name not in (None, protected)), protected)
         assert victim is not None, "no record to evict"
         self._remove(victim)
         self.evicted += 1

@@ -119,7 +119,7 @@ async def generate(harness: EngineHarness) -> str:
     stream_result = await harness.expect_success(harness.request(harness.prompt(24), ANSWER_TOKENS))
     tokens = stream_result.token_ids
     require(tokens, "the stream has no tokens")
-    require(all(0 <= one < 2**32 for one in tokens), f"not all are token ids: {tokens}")
+    require(all(0 <= token < 2**32 for token in tokens), f"not all are token ids: {tokens}")
     return f"{len(tokens)} tokens in {len(stream_result.chunks)} chunks"
 
 
@@ -158,10 +158,15 @@ async def concurrent(harness: EngineHarness) -> None:
         harness.request(harness.prompt(16 + at, seed=at), 1 + at % ANSWER_TOKENS)
         for at in range(CONCURRENT)
     ]
-    stream_result = await asyncio.gather(*(harness.expect_success(one) for one in requests))
-    for request, one in zip(requests, stream_result, strict=True):
+    stream_results = await asyncio.gather(
+        *(harness.expect_success(request) for request in requests)
+    )
+    for request, stream_result in zip(requests, stream_results, strict=True):
         limit = request.stop_conditions.max_tokens
-        require(len(one.token_ids) == limit, f"{len(one.token_ids)} tokens, expected {limit}")
+        require(
+            len(stream_result.token_ids) == limit,
+            f"{len(stream_result.token_ids)} tokens, expected {limit}",
+        )
 
 
 async def refuses_empty_prompt(harness: EngineHarness) -> None:
@@ -363,23 +368,23 @@ def _covers_prompt(page_checker: PageEventChecker, prompt_bytes: bytes) -> bool:
     for event in page_checker.events:
         if isinstance(event, PagesStored):
             parent, size = event.parent, event.page_size * 4
-            for at, one in enumerate(event.hashes):
+            for at, page in enumerate(event.hashes):
                 content.setdefault(parent, []).append(
-                    (one, event.token_ids[at * size : (at + 1) * size])
+                    (page, event.token_ids[at * size : (at + 1) * size])
                 )
-                parent = one
+                parent = page
     ends: set[int | None] = {None}
     rest: dict[int | None, bytes] = {None: prompt_bytes}
     while ends:
         end = ends.pop()
-        for one, part in content.get(end, ()):
+        for page, part in content.get(end, ()):
             left = rest[end]
             if left.startswith(part):
                 if len(left) == len(part):
                     return True
-                if one not in rest:
-                    rest[one] = left[len(part) :]
-                    ends.add(one)
+                if page not in rest:
+                    rest[page] = left[len(part) :]
+                    ends.add(page)
     return False
 
 

@@ -98,7 +98,7 @@ class PageEventChecker:
                 case PagesRemoved():
                     self._remove(event)
                 case PagesCleared(rank):
-                    self.held = {one for one in self.held if one[0] != rank}
+                    self.held = {page for page in self.held if page[0] != rank}
 
     def record_loss(self, rank: int, reason: str) -> None:
         self.violations.append(f"events of rank {rank} were lost: {reason}")
@@ -261,7 +261,7 @@ def check_success(stream_result: StreamResult) -> None:
     """Raises CheckFailed unless the stream ended with exactly one terminal chunk without error."""
     error = stream_result.error
     require(error is None, f"it failed with {type(error).__name__}: {error}")
-    ends = [at for at, one in enumerate(stream_result.chunks) if one.finish_reason is not None]
+    ends = [at for at, chunk in enumerate(stream_result.chunks) if chunk.finish_reason is not None]
     require(ends, "the stream ended without a terminal chunk")
     require(len(ends) == 1, f"the stream had {len(ends)} terminal chunks")
     require(ends[0] == len(stream_result.chunks) - 1, "a chunk arrived after the terminal chunk")

@@ -333,7 +333,7 @@ class Runner:
     async def abort_request(self, request_id: str, reason: str) -> int:
         """Aborts all requests with this id. Returns how many."""
         active = self._active_requests.items()
-        keys = [key for key, one in active if one.leg_request.request_id == request_id]
+        keys = [key for key, request in active if request.leg_request.request_id == request_id]
         for key in keys:
             await self.abort(key, reason)
         return len(keys)

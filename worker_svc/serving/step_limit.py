@@ -115,7 +115,10 @@ class StepLimits:
     def measured_s(self) -> float:
         """Returns the largest limit of a rank with a measured step; 0 without any."""
         expected = (rank.expected_s for rank in self._ranks.values())
-        return max((self._bounded(one) for one in expected if one < math.inf), default=0.0)
+        return max(
+            (self._bounded(expected_s) for expected_s in expected if expected_s < math.inf),
+            default=0.0,
+        )
 
     def _bounded(self, expected_s: float) -> float:
         return min(max(FACTOR * expected_s, self._settings.min_s), self._settings.max_s)

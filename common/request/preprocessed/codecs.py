@@ -223,10 +223,10 @@ class ListCodec:
     def read(self, value: JsonValue, path: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
             raise invalid_value(path, "a list", value)
-        return tuple(self.item.read(one, f"{path}[{index}]") for index, one in enumerate(value))
+        return tuple(self.item.read(item, f"{path}[{index}]") for index, item in enumerate(value))
 
     def write(self, value: tuple[Any, ...]) -> JsonValue:
-        return [self.item.write(one) for one in value]
+        return [self.item.write(item) for item in value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class SetCodec:
         return frozenset(ListCodec(self.item).read(value, path))
 
     def write(self, value: frozenset[Any]) -> JsonValue:
-        return [self.item.write(one) for one in sorted(value)]
+        return [self.item.write(item) for item in sorted(value)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +253,8 @@ class MapCodec:
         if not isinstance(value, dict):
             raise invalid_value(path, "an object", value)
         return {
-            self._read_key(key, path): self.item.read(one, f"{path}.{key}")
-            for key, one in value.items()
+            self._read_key(key, path): self.item.read(item, f"{path}.{key}")
+            for key, item in value.items()
         }
 
     def _read_key(self, key: str, path: str) -> str | int:
@@ -265,7 +265,7 @@ class MapCodec:
         return int(key)
 
     def write(self, value: Mapping[Any, Any]) -> JsonValue:
-        return {str(key): self.item.write(one) for key, one in value.items()}
+        return {str(key): self.item.write(item) for key, item in value.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,13 +415,13 @@ def from_json_value(cls: type[P], value: JsonValue, path: str = "") -> P:
     if not isinstance(value, dict):
         raise invalid_value(path, "an object", value)
     fields: dict[str, object] = {}
-    for one in wire_fields(cls):
-        field_path = f"{path}.{one.key}" if path else one.key
-        if one.key in value:
-            raw_value = value[one.key]
-            if raw_value is not None or not one.nullable:
-                fields[one.name] = one.kind.read(raw_value, field_path)
-        elif one.required:
+    for field in wire_fields(cls):
+        field_path = f"{path}.{field.key}" if path else field.key
+        if field.key in value:
+            raw_value = value[field.key]
+            if raw_value is not None or not field.nullable:
+                fields[field.name] = field.kind.read(raw_value, field_path)
+        elif field.required:
             raise InvalidRequest(f"{field_path} is required", field_path)
     return cls(**fields)
 
@@ -429,11 +429,11 @@ def from_json_value(cls: type[P], value: JsonValue, path: str = "") -> P:
 def to_json_value(obj: object) -> JsonValue:
     """Returns the JSON object of a wire dataclass, for `json.dumps`."""
     json_object: dict[str, JsonValue] = {}
-    for one in wire_fields(type(obj)):
-        value = getattr(obj, one.name)
-        if one.rule == "skip" and value == one.default:
+    for field in wire_fields(type(obj)):
+        value = getattr(obj, field.name)
+        if field.rule == "skip" and value == field.default:
             continue
-        json_object[one.key] = None if value is None else one.kind.write(value)
+        json_object[field.key] = None if value is None else field.kind.write(value)
     return json_object
 
 

@@ -42,7 +42,7 @@ class GuidedDecoding:
 
     def __post_init__(self) -> None:
         constraints = (self.json, self.regex, self.choice, self.grammar, self.structural_tag)
-        if sum(one is not None for one in constraints) != 1:
+        if sum(constraint is not None for constraint in constraints) != 1:
             raise InvalidRequest(
                 "guided decoding needs exactly one of json, regex, choice, grammar, structural_tag",
                 "sampling_options.guided_decoding",

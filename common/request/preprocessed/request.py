@@ -181,16 +181,16 @@ def unsupported_fields(request: PreprocessedRequest, supported: frozenset[str]) 
     # Most fields are None, so each call that they do not need counts.
     return [
         name
-        for one in _refusable_fields()
-        if (value := getattr(request, one.name)) is not None
-        for name in _unsupported_names(one, value, one.name, supported)
+        for wire_field in _refusable_fields()
+        if (value := getattr(request, wire_field.name)) is not None
+        for name in _unsupported_names(wire_field, value, wire_field.name, supported)
     ]
 
 
 @functools.cache
 def _refusable_fields() -> tuple[WireField, ...]:
     fields = wire_fields(PreprocessedRequest)
-    return tuple(one for one in fields if one.name not in _ALWAYS_SUPPORTED)
+    return tuple(wire_field for wire_field in fields if wire_field.name not in _ALWAYS_SUPPORTED)
 
 
 @functools.cache
@@ -199,9 +199,9 @@ def option_names() -> frozenset[str]:
     sampling and output, the cache salt and the engine's own arguments."""
     names = (
         name
-        for one in wire_fields(PreprocessedRequest)
-        if one.name in _OPTION_FIELDS
-        for name in _leaf_names(one, one.name)
+        for wire_field in wire_fields(PreprocessedRequest)
+        if wire_field.name in _OPTION_FIELDS
+        for name in _leaf_names(wire_field, wire_field.name)
     )
     options = (n for n in names if not n.startswith("routing.") or n == "routing.cache_salt")
     return frozenset({*options, "extra_args"})
@@ -212,31 +212,31 @@ def unsupported_options(supported: frozenset[str]) -> frozenset[str]:
     return frozenset(
         name
         for name in option_names()
-        if not any(name == one or name.startswith(f"{one}.") for one in supported)
+        if not any(name == prefix or name.startswith(f"{prefix}.") for prefix in supported)
     )
 
 
-def _leaf_names(one: WireField, name: str) -> Iterator[str]:
+def _leaf_names(wire_field: WireField, name: str) -> Iterator[str]:
     if name not in _OPTION_FIELDS and name not in _NESTED_OPTIONS:
         yield name
         return
-    assert isinstance(one.kind, ObjectCodec), "options are objects"
-    for inner in wire_fields(one.kind.cls):
+    assert isinstance(wire_field.kind, ObjectCodec), "options are objects"
+    for inner in wire_fields(wire_field.kind.cls):
         yield from _leaf_names(inner, f"{name}.{inner.name}")
 
 
 def _unsupported_names(
-    one: WireField, value: object, name: str, supported: frozenset[str]
+    wire_field: WireField, value: object, name: str, supported: frozenset[str]
 ) -> list[str]:
     """Returns the names of a field and below that are unsupported. value: of the field, not
     None."""
-    if value == one.default or value in one.no_op_values or name in supported:
+    if value == wire_field.default or value in wire_field.no_op_values or name in supported:
         return []
     if name in _ALWAYS_SUPPORTED:
         return []
     if isinstance(value, GuidedDecoding) and value.best_effort:
         return []
-    if not isinstance(one.kind, ObjectCodec):
+    if not isinstance(wire_field.kind, ObjectCodec):
         return [name]
     if name in _OPTION_FIELDS or any(other.startswith(f"{name}.") for other in supported):
         return [

@@ -61,7 +61,9 @@ class Refusal:
 
     def check(self, value: object) -> None:
         accepted = self.no_op_values
-        if value is None or any(type(value) is type(one) and value == one for one in accepted):
+        if value is None or any(
+            type(value) is type(no_op) and value == no_op for no_op in accepted
+        ):
             return
         raise unsupported(self.message)
 

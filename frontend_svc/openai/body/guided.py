@@ -36,7 +36,7 @@ def requested_constraint(request: GenerationRequest) -> Constraint | None:
     if len(found) > 1:
         raise not_combined(found[1].field, f"'{found[0].field}'; set only one")
     whitespace = top_level_or_nvext(request, "guided_whitespace_pattern")
-    if whitespace is not None and not any(one.guided.json for one in found):
+    if whitespace is not None and not any(constraint.guided.json for constraint in found):
         text = "'guided_whitespace_pattern' needs a JSON constraint."
         raise InvalidRequest(text, "guided_whitespace_pattern", reason=INVALID_VALUE)
     if not found:

@@ -35,11 +35,11 @@ def completion_json(
             "choices": [
                 {
                     "index": index,
-                    **({"message": message(one.deltas)} if is_chat else {"text": _text(one)}),
-                    "logprobs": logprobs_object(one.tokens, is_chat=is_chat),
-                    "finish_reason": one.end.reason,
+                    **({"message": message(choice.deltas)} if is_chat else {"text": _text(choice)}),
+                    "logprobs": logprobs_object(choice.tokens, is_chat=is_chat),
+                    "finish_reason": choice.end.reason,
                 }
-                for index, one in enumerate(choices)
+                for index, choice in enumerate(choices)
             ],
             "usage": usage_object(usage),
             **({"nvext": choices[0].end.nvext} if choices[0].end.nvext else {}),

@@ -130,7 +130,7 @@ def make_extension(
                 opening[name] = request.token_ids.tolist()
     fields = set(extra_fields)
     if has_query := is_query_only(request):
-        fields |= {one for one in _QUERY_FIELDS if one != "token_ids" or not has_token_data}
+        fields |= {name for name in _QUERY_FIELDS if name != "token_ids" or not has_token_data}
     if not (fields or opening or has_query or request.has_annotation(METRICS)):
         return None
     if choices > 1:

@@ -28,7 +28,7 @@ def read_properties(
         context_length=model.context_len,
         max_input_tokens=min(model.context_len, manager.max_req_input_len),
         eos_ids=frozenset(model.hf_eos_token_id or ()),
-        loras=frozenset(one.lora_name for one in resolved.get("lora_paths") or ()),
+        loras=frozenset(adapter.lora_name for adapter in resolved.get("lora_paths") or ()),
         dp_size=resolved["dp_size"],
         is_deterministic=bool(resolved["enable_deterministic_inference"]),
         is_embedding=not model.is_generation,

@@ -349,10 +349,10 @@ def parse_events(
 
     Raises LookupError, TypeError or ValueError if malformed.
     """
-    for one in events:
-        event = one
-        if not isinstance(one, Mapping):
-            event_type, *values = one
+    for raw_event in events:
+        event = raw_event
+        if not isinstance(raw_event, Mapping):
+            event_type, *values = raw_event
             # Omitted trailing fields have their defaults; unknown trailing fields are ignored.
             event = {"type": event_type, **dict(zip(_FIELDS[event_type], values, strict=False))}
         match event["type"]:

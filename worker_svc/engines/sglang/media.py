@@ -79,7 +79,7 @@ def read_image_model(folder: Path, engine_args: Mapping[str, Any], role: Role) -
         raise Unsupported(_ARGUMENT, f"images need the role aggregated, not {role}")
     start, placeholder, end = (config[f"{name}_token_index"] for name in ("boi", "image", "eoi"))
     tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
-    texts = {one["id"]: one["content"] for one in tokenizer["added_tokens"]}
+    texts = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     # As Gemma3Processor prints it, with the line ends as they are written in a template's string.
     text = f"\\n\\n{texts[start]}{texts[placeholder]}{texts[end]}\\n\\n"
     limits = engine_args.get("limit_mm_data_per_request") or {}
@@ -122,7 +122,7 @@ def _find_ranges(
     and blocks of different images would be equal."""
     ids = request.token_ids.array
     length = model.input.tokens
-    starts, ends = (np.flatnonzero(ids == one) for one in (model.start_id, model.end_id))
+    starts, ends = (np.flatnonzero(ids == token_id) for token_id in (model.start_id, model.end_id))
     placeholders = np.flatnonzero(ids == model.input.token_id)
     expected = starts[:, None] + 1 + np.arange(length)
     if (
@@ -142,7 +142,7 @@ def image_arguments(images: Images, image_processor: Any) -> dict[str, Any]:
     Raises InvalidRequest for a content that is not an image.
     """
     pixels = image_processor(
-        [_decode(one, index) for index, one in enumerate(images.contents)],
+        [_decode(content, index) for index, content in enumerate(images.contents)],
         return_tensors="pt",
         do_pan_and_scan=False,
     )["pixel_values"]

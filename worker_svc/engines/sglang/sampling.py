@@ -252,7 +252,9 @@ def _sampling(
     if options.seed is not None and properties.is_deterministic:
         sampling["sampling_seed"] = options.seed
     if options.logit_bias:
-        sampling["logit_bias"] = {str(one): bias for one, bias in options.logit_bias.items()}
+        sampling["logit_bias"] = {
+            str(token_id): bias for token_id, bias in options.logit_bias.items()
+        }
     if options.guided_decoding is not None and not options.guided_decoding.best_effort:
         sampling |= _grammar(options.guided_decoding)
     stop = request.stop_conditions
@@ -313,9 +315,9 @@ class MinTokens:
 
     def __call__(self, logits: Any, params: Sequence[Mapping[str, Any]]) -> Any:
         """Changes the logits in place. logits: a tensor of shape [requests, vocabulary]."""
-        for row, one in enumerate(params):
-            if len(one["__req__"].output_ids) < one["min_tokens"]:
-                logits[row, one["stop_ids"]] = -math.inf
+        for row, parameters in enumerate(params):
+            if len(parameters["__req__"].output_ids) < parameters["min_tokens"]:
+                logits[row, parameters["stop_ids"]] = -math.inf
         return logits
 
 

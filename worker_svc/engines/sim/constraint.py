@@ -106,7 +106,7 @@ class Constraint:
         if can_end and (draw % 2 == 0 or not allowed.any()):
             return self._eos_id, all_allowed
         preferred = self._classes[:-1] if (draw >> 2) % 2 == 0 else self._classes[-1:]
-        pools = (np.flatnonzero(allowed & one) for one in preferred)
+        pools = (np.flatnonzero(allowed & token_class) for token_class in preferred)
         pool = next((pool for pool in pools if len(pool)), np.flatnonzero(allowed))
         if not len(pool):
             return None

@@ -174,7 +174,7 @@ class JobBuilder:
         The content comes from the bytes, not from `mm_routing_info`, so the output shows which
         media arrived.
         """
-        inputs = {PART_NAMES[kind]: one for kind, one in self.media.items()}
+        inputs = {PART_NAMES[kind]: media_input for kind, media_input in self.media.items()}
         media = []
         for part, items in request.multi_modal_data.items():
             name = f"multi_modal_data.{part}"

@@ -60,11 +60,11 @@ class LogitModel:
         highest = logits.max()
         log_sum = highest + np.log(np.exp(logits - highest).sum())
         order = np.argsort(-logits, kind="stable")[:alternatives]
-        top = [TopLogprob(int(one), float(logits[one] - log_sum)) for one in order]
+        top = [TopLogprob(int(token_id), float(logits[token_id] - log_sum)) for token_id in order]
         return TokenLogprob(
             token,
             float(logits[token] - log_sum),
-            tuple(one for one in top if np.isfinite(one.logprob)),
+            tuple(alternative for alternative in top if np.isfinite(alternative.logprob)),
         )
 
     def logits(
