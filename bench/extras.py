@@ -18,7 +18,7 @@ from typing import Any
 from bench.bodies import write_bodies
 from bench.measure import cpu_s, rss_mb, run_load
 from bench.stacks import API_KEY_VARIABLE, MODEL, demo_mesh, mesh, suspended
-from common.api_keys import ApiKey, KeyDocument, Limits, Scope, Tenant, hash_of
+from common.api_keys import ApiKey, KeyDocument, Limits, Permission, Tenant, hash_of
 
 IDLE_SETTLE_S, IDLE_S = 5.0, 15.0
 CHAT_PATH, PREPROCESS_PATH = "/v1/chat/completions", "/v1/internal/preprocess"
@@ -81,7 +81,9 @@ def keys_ratio(
     bodies, keys = folder / "keys-bodies.jsonl", folder / "keys.json"
     write_bodies(bodies, isl=ISL, osl=OSL)
     text, now = "a key of the benchmark", datetime.now(UTC)
-    key = ApiKey(id="bench", sha256=hash_of(text.encode()), scopes=frozenset(Scope), created=now)
+    key = ApiKey(
+        id="bench", sha256=hash_of(text.encode()), scopes=frozenset(Permission), created=now
+    )
     limits = Limits(requests_per_s=1e6, tokens_per_min=10**12, concurrency=10**6)
     document = KeyDocument(tenants={"bench": Tenant(keys=(key,), limits=limits)})
     keys.write_text(document.model_dump_json())

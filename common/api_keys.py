@@ -24,7 +24,7 @@ from pydantic import (
 from common.errors import InvalidRequest
 
 
-class Scope(StrEnum):
+class Permission(StrEnum):
     """What a key permits.
 
     INFER: generation, stored responses, token counts and tokenizing. EMBEDDINGS: `/v1/embeddings`.
@@ -40,7 +40,7 @@ class Scope(StrEnum):
 
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-Scopes = Annotated[frozenset[Scope], Field(min_length=1), PlainSerializer(sorted)]
+Scopes = Annotated[frozenset[Permission], Field(min_length=1), PlainSerializer(sorted)]
 
 
 class _Part(BaseModel):

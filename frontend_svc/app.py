@@ -31,7 +31,7 @@ from frontend_svc.edge.asgi import AsgiApp
 from frontend_svc.edge.browsers import with_browser_policy
 from frontend_svc.edge.server import FINAL_WRITE_TIMEOUT_S, HttpServer
 from frontend_svc.edge.sockets import listen
-from frontend_svc.endpoints.endpoint import EndpointParts
+from frontend_svc.endpoints.endpoint import EndpointDependencies
 from frontend_svc.endpoints.record_file import RecordFile
 from frontend_svc.endpoints.request_records import RequestRecords
 from frontend_svc.members import Members
@@ -56,7 +56,7 @@ from frontend_svc.responses.stored import (
 )
 from frontend_svc.routers.client import RouterClient
 from frontend_svc.routers.session import grpc_session_opener
-from frontend_svc.routes.api import ApiParts
+from frontend_svc.routes.api import ApiDependencies
 from frontend_svc.routes.dispatch import with_metrics_key
 from frontend_svc.routes.table import dispatcher, routes
 from frontend_svc.workers.client import EngineClient
@@ -199,11 +199,11 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         """Returns the servers of the API, and of its routes of administrators if they have a
         listener of their own."""
         config = self._config
-        parts = self._api_parts(metrics)
+        dependencies = self._api_dependencies(metrics)
         entries = routes(config.metrics_path)
         admin = None
         if config.metrics_port is not None:
-            admin_api = dispatcher((entry for entry in entries if entry.is_admin), parts)
+            admin_api = dispatcher((entry for entry in entries if entry.is_admin), dependencies)
             entries = tuple(entry for entry in entries if not entry.is_admin)
             admin = HttpServer(
                 with_metrics_key(admin_api, config.metrics_key),
@@ -212,7 +212,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
                 ADMIN_CONNECTIONS_MAX,
                 self._certificates or self._security.files,
             )
-        served: AsgiApp = dispatcher(entries, parts)
+        served: AsgiApp = dispatcher(entries, dependencies)
         if self._config.api_keys is not None:
             keys = KeyFile(self._config.api_keys)
             lifecycle.spawn(keys.follow(), name="api keys")
@@ -227,10 +227,10 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         )
         return server, admin
 
-    def _api_parts(self, metrics: CollectorRegistry) -> ApiParts:
+    def _api_dependencies(self, metrics: CollectorRegistry) -> ApiDependencies:
         siblings = self._siblings
-        return ApiParts(
-            EndpointParts(
+        return ApiDependencies(
+            EndpointDependencies(
                 self.gateway,
                 self._models,
                 self._state,

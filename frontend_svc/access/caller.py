@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Self
 
-from common.api_keys import NO_LIMITS, ApiKey, KeyDocument, Limits, Scope, hash_of
+from common.api_keys import NO_LIMITS, ApiKey, KeyDocument, Limits, Permission, hash_of
 from common.errors import PermissionDenied, Unauthenticated
 from common.request.preprocessed import PreprocessedRequest, RoutingHints
 
@@ -21,10 +21,10 @@ class Caller:
 
     tenant: str
     key_id: str
-    scopes: frozenset[Scope]
+    scopes: frozenset[Permission]
     limits: Limits = NO_LIMITS
 
-    def require(self, scope: Scope, field: str | None = None) -> None:
+    def require(self, scope: Permission, field: str | None = None) -> None:
         """Raises PermissionDenied, which names the scope, if the key does not have it. field: of
         the body, the part of the request that needs it."""
         if scope not in self.scopes:
@@ -48,7 +48,7 @@ class Caller:
         return sha256(f"{self.tenant}\0{name}".encode()).hexdigest()
 
 
-ANONYMOUS = Caller("", "", frozenset(Scope))
+ANONYMOUS = Caller("", "", frozenset(Permission))
 """Every client of a frontend without keys."""
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from common.api_keys import KeyDocument, parse_keys
-from common.api_keys import Scope as Permission
+from common.api_keys import KeyDocument, Permission, parse_keys
 from common.errors import MeshError
 from frontend_svc.access.caller import ANONYMOUS, Caller, KeyTable
 from frontend_svc.access.quotas import Quota, TenantQuotas

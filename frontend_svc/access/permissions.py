@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from common.api_keys import Scope
+from common.api_keys import Permission
 from frontend_svc.access.caller import Caller
 from frontend_svc.openai.body.nvext import AgentHints, Nvext
 from frontend_svc.openai.output.extension import METRICS, QUERY_ONLY
@@ -22,24 +22,24 @@ _EXPLAIN_ANNOTATIONS: Final = frozenset({QUERY_ONLY, METRICS})
 def check_permissions(caller: Caller, nvext: Nvext | None, priority: int | None = None) -> None:
     """Raises PermissionDenied for the first part of a request that its key does not permit. nvext:
     with the hints of the headers. priority: the field of that name in the body."""
-    if caller.scopes >= {Scope.ROUTING, Scope.EXPLAIN}:
+    if caller.scopes >= {Permission.ROUTING, Permission.EXPLAIN}:
         return
     if priority is not None:
-        caller.require(Scope.ROUTING, "priority")
+        caller.require(Permission.ROUTING, "priority")
     for scope, field in () if nvext is None else _needs(nvext):
         caller.require(scope, f"nvext.{field}")
 
 
-def _needs(nvext: Nvext) -> Iterator[tuple[Scope, str]]:
+def _needs(nvext: Nvext) -> Iterator[tuple[Permission, str]]:
     for name in _ROUTING_FIELDS:
         if getattr(nvext, name) is not None:
-            yield Scope.ROUTING, name
+            yield Permission.ROUTING, name
     hints = nvext.agent_hints or AgentHints()
     for name in AgentHints.model_fields:
         if getattr(hints, name) is not None:
-            yield Scope.ROUTING, f"agent_hints.{name}"
+            yield Permission.ROUTING, f"agent_hints.{name}"
     if not _EXPLAIN_FIELDS.isdisjoint(nvext.extra_fields or ()):
-        yield Scope.EXPLAIN, "extra_fields"
+        yield Permission.EXPLAIN, "extra_fields"
     names = {annotation.partition(":")[0] for annotation in nvext.annotations or ()}
     if not _EXPLAIN_ANNOTATIONS.isdisjoint(names):
-        yield Scope.EXPLAIN, "annotations"
+        yield Permission.EXPLAIN, "annotations"

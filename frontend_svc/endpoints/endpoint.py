@@ -69,7 +69,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointParts:
+class EndpointDependencies:
     """What the endpoints of one API share. on_request_end: called once for each request that was
     sent to workers."""
 
@@ -84,14 +84,14 @@ class EndpointParts:
 class PostEndpoint(ABC, Generic[P]):
     """The ASGI application of one endpoint. A subclass reads bodies (P) and serves them."""
 
-    def __init__(self, route: Route, parts: EndpointParts) -> None:
+    def __init__(self, route: Route, dependencies: EndpointDependencies) -> None:
         self.route = route
-        self._parts = parts
-        self._gateway = parts.gateway
-        self._models = parts.models
-        self._state = parts.state
-        self._config = parts.config
-        self._records = parts.records
+        self._dependencies = dependencies
+        self._gateway = dependencies.gateway
+        self._models = dependencies.models
+        self._state = dependencies.state
+        self._config = dependencies.config
+        self._records = dependencies.records
         self._active_requests = 0
 
     @abstractmethod

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from common.api_keys import Scope as Permission
+from common.api_keys import Permission
 from frontend_svc.errors import OPENAI_ERRORS, ErrorForm
 
 

@@ -12,10 +12,10 @@ from frontend_svc.openai.body.tool_calls import ToolPlan
 from frontend_svc.openai.output.logprobs import token_id_text
 from frontend_svc.text.choice import Choice
 from frontend_svc.text.output_text import TextStream
+from frontend_svc.tools.choice_parser import ChoiceParser
 from frontend_svc.tools.formats import HERMES
 from frontend_svc.tools.harmony import HarmonyParser
 from frontend_svc.tools.parser import ToolCallParser
-from frontend_svc.tools.response import ResponseParser
 
 
 def make_choices(prepared: PreparedBody, request_ids: Sequence[str]) -> list[Choice]:
@@ -46,18 +46,18 @@ def _echoed_text(body: ChatRequest | CompletionRequest, model: ServedModel, prom
 
 def _response_parser(
     response_id: str, model: ServedModel, plan: ToolPlan | None, request: PreprocessedRequest
-) -> ResponseParser | None:
+) -> ChoiceParser | None:
     if model.is_harmony and (plan is None or plan.call_format is not HERMES):
         messages = HarmonyParser(is_single=plan is not None and plan.is_single)
-        return ResponseParser(messages, None, response_id)
+        return ChoiceParser(messages, None, response_id)
     guided = request.sampling_options.guided_decoding
     is_guided = guided is not None and not guided.best_effort
     reasoning = model.reasoning_parser(request.token_ids, is_guided=is_guided)
     if plan is None:
-        return None if reasoning is None else ResponseParser(None, reasoning, response_id)
+        return None if reasoning is None else ChoiceParser(None, reasoning, response_id)
     tools = ToolCallParser(plan.call_format, plan.types, is_single=plan.is_single)
     id_chars = plan.call_format.id_chars
-    return ResponseParser(tools, reasoning, response_id, id_chars=id_chars)
+    return ChoiceParser(tools, reasoning, response_id, id_chars=id_chars)
 
 
 def _token_bytes(

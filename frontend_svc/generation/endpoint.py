@@ -9,7 +9,7 @@ from functools import partial
 
 from common.request.preprocessed import GuidedDecoding, PreprocessedRequest
 from frontend_svc.access.permissions import check_permissions
-from frontend_svc.endpoints.endpoint import EndpointParts, PostEndpoint
+from frontend_svc.endpoints.endpoint import EndpointDependencies, PostEndpoint
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.endpoints.route import Route
 from frontend_svc.generation.api import (
@@ -52,11 +52,11 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         self,
         route: Route,
         api: GenerationApi,
-        parts: EndpointParts,
+        dependencies: EndpointDependencies,
         constraints: ConstraintChecks,
         media: MediaLoader,
     ) -> None:
-        super().__init__(route, parts)
+        super().__init__(route, dependencies)
         self._api = api
         self._constraints = constraints
         self._media = media
@@ -78,7 +78,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         plans = self._plans(context, prepared, is_query_only=is_query_only)
         choices = make_choices(prepared, [plan.request_id for plan, _ in plans])
         context.progress.choices_per_prompt = prepared.body.choices_per_prompt
-        with open_requests(self._parts, context, plans, meter) as opened:
+        with open_requests(self._dependencies, context, plans, meter) as opened:
             open_choices = [
                 OpenChoice(choice, handle, buffer, extension)
                 for choice, (handle, buffer) in zip(choices, opened, strict=True)
@@ -92,7 +92,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
                 await writer.stream(response_format)
             else:
                 await writer.send(response_format)
-        count_outcome(self._parts, context, meter)
+        count_outcome(self._dependencies, context, meter)
 
     async def prepare(
         self, context: HttpRequest, parsed: ChatRequest | CompletionRequest, meter: RequestMeter

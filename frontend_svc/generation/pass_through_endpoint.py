@@ -9,7 +9,7 @@ from typing import Any
 from common.errors import InvalidRequest, MeshError
 from common.request.preprocessed import PreprocessedRequest, TokenIds
 from frontend_svc.access.permissions import check_permissions
-from frontend_svc.endpoints.endpoint import EndpointParts, PostEndpoint
+from frontend_svc.endpoints.endpoint import EndpointDependencies, PostEndpoint
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.endpoints.route import Route
 from frontend_svc.errors import HEADER_FIELDS
@@ -32,11 +32,11 @@ _RANK_HEADERS = ("x-kvmesh-dp-rank", "x-kvmesh-prefill-dp-rank")
 class PassThroughEndpoint(PostEndpoint[PassThroughRequest]):
     """Sends bodies to workers unchanged, and their chunks to the client."""
 
-    def __init__(self, route: Route, table: Table, parts: EndpointParts) -> None:
+    def __init__(self, route: Route, table: Table, dependencies: EndpointDependencies) -> None:
         """
         - table: the engines that serve the route.
         """
-        super().__init__(route, parts)
+        super().__init__(route, dependencies)
         self._table = table
 
     def serves(self, model: str) -> bool:
@@ -68,13 +68,14 @@ class PassThroughEndpoint(PostEndpoint[PassThroughRequest]):
         plan = replace(self.make_plan(context, empty_request), body=payload)
         # The frontend has no token count, so the router balances these requests by number.
         placement = self.make_placement(context, body.model, empty_request, body.nvext)
-        with open_requests(self._parts, context, [(plan, placement)], meter) as ((_, buffer),):
+        plans = [(plan, placement)]
+        with open_requests(self._dependencies, context, plans, meter) as ((_, buffer),):
             if body.is_stream:
                 await relay_chunks(context, buffer, self._config.keep_alive_s)
             else:
                 kind = ChunkKind.CHAT if is_chat else ChunkKind.COMPLETION
                 await send_merged_chunks(context, buffer, kind)
-        count_outcome(self._parts, context, meter)
+        count_outcome(self._dependencies, context, meter)
 
 
 class CompletionEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
@@ -84,9 +85,9 @@ class CompletionEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
         self,
         generation: GenerationEndpoint,
         pass_through: PassThroughEndpoint,
-        parts: EndpointParts,
+        dependencies: EndpointDependencies,
     ) -> None:
-        super().__init__(generation.route, parts)
+        super().__init__(generation.route, dependencies)
         self._generation = generation
         self._pass_through = pass_through
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from common.api_keys import Scope
+from common.api_keys import Permission
 from common.errors import MeshError
 from common.request.preprocessed import CompletionUsage
 from frontend_svc.edge.asgi import (
@@ -126,7 +126,7 @@ class ResponseWriter:
         """Writes the tokens that have arrived; False if there is more to do than that."""
         if not self._connection.can_write:
             return False
-        if events := self._feed(response_format):
+        if events := self._take_tokens(response_format):
             self._connection.write(events)
         return not self._is_ending
 
@@ -147,7 +147,7 @@ class ResponseWriter:
     def _advance(self, sink: ChoiceSink, most: int | None = None) -> bytes:
         """Writes what has arrived, or about `most` tokens of each choice; sets `_error` if a choice
         failed."""
-        events = self._feed(sink, most)
+        events = self._take_tokens(sink, most)
         for open_choice in self._choices:
             if open_choice.choice.is_complete:
                 open_choice.handle.stop()
@@ -156,7 +156,7 @@ class ResponseWriter:
                 events += self._finish(open_choice, open_choice.buffer.outcome, sink)
         return events
 
-    def _feed(self, sink: ChoiceSink, most: int | None = None) -> bytes:
+    def _take_tokens(self, sink: ChoiceSink, most: int | None = None) -> bytes:
         """Writes the tokens that have arrived, as `_advance`; sets `_is_ending` if a choice
         ends."""
         events = b""
@@ -165,7 +165,7 @@ class ResponseWriter:
             choice, buffer = open_choice.choice, open_choice.buffer
             token_ids, logprobs = buffer.take() if most is None else buffer.take_part(most)
             if token_ids and not choice.is_complete:
-                events += choice.feed(token_ids, logprobs, sink)
+                events += choice.write_tokens(token_ids, logprobs, sink)
             if choice.is_complete or buffer.outcome is not None:
                 self._is_ending = self._is_ending or not open_choice.is_finished
         return events
@@ -209,14 +209,14 @@ class ResponseWriter:
 
 def _permitted(context: HttpRequest, usage: CompletionUsage) -> CompletionUsage:
     """Returns the counts; cache hits only if the client's key permits them."""
-    if Scope.EXPLAIN in context.caller.scopes:
+    if Permission.EXPLAIN in context.caller.scopes:
         return usage
     return replace(usage, prompt_tokens_details=None)
 
 
 async def _next_chunks(context: HttpRequest, buffer: ResponseBuffer) -> Sequence[bytes]:
     chunks = await buffer.next_chunks()
-    return chunks if Scope.EXPLAIN in context.caller.scopes else [*map(without_hits, chunks)]
+    return chunks if Permission.EXPLAIN in context.caller.scopes else [*map(without_hits, chunks)]
 
 
 async def relay_chunks(context: HttpRequest, buffer: ResponseBuffer, keep_alive_s: float) -> None:

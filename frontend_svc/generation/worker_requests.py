@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from common.errors import MeshError
-from frontend_svc.endpoints.endpoint import EndpointParts
+from frontend_svc.endpoints.endpoint import EndpointDependencies
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.errors import error_type
 from frontend_svc.metrics.families import RequestMeter
@@ -19,14 +19,14 @@ from frontend_svc.request.types import RequestPlan
 
 @contextmanager
 def open_requests(
-    parts: EndpointParts,
+    dependencies: EndpointDependencies,
     context: HttpRequest,
     plans: Sequence[tuple[RequestPlan, PlacementRequest]],
     meter: RequestMeter,
 ) -> Iterator[list[tuple[RequestHandle, ResponseBuffer]]]:
     """Runs requests, whose responses the progress has, while their client is connected; leaving
     ends what still runs."""
-    reader, backlog = Reader(), parts.gateway.backlog
+    reader, backlog = Reader(), dependencies.gateway.backlog
     handles: list[RequestHandle] = []
 
     def fail(index: int, error: MeshError, reason: str) -> None:
@@ -35,12 +35,12 @@ def open_requests(
     context.progress.placements = [placement for _, placement in plans]
     context.progress.responses = buffers = [
         ResponseBuffer(
-            meter, parts.state.clock, partial(fail, index), reader=reader, backlog=backlog
+            meter, dependencies.state.clock, partial(fail, index), reader=reader, backlog=backlog
         )
         for index in range(len(plans))
     ]
     for (plan, placement), response in zip(plans, buffers, strict=True):
-        handles.append(parts.gateway.open(plan, placement, response))
+        handles.append(dependencies.gateway.open(plan, placement, response))
 
     def client_gone() -> None:
         if not all(handle.machine.is_finished for handle in handles):
@@ -59,11 +59,13 @@ def open_requests(
             reader.close()
 
 
-def count_outcome(parts: EndpointParts, context: HttpRequest, meter: RequestMeter) -> None:
+def count_outcome(
+    dependencies: EndpointDependencies, context: HttpRequest, meter: RequestMeter
+) -> None:
     """Reports the ended requests, and marks the meter with their common outcome."""
     for response in context.progress.responses:
         if response.outcome is not None:
-            parts.on_request_end(response.outcome)
+            dependencies.on_request_end(response.outcome)
     outcome = context.progress.outcome
     assert outcome is not None, "the response waits for the outcome"
     details = outcome.usage.prompt_tokens_details

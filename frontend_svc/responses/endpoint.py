@@ -9,7 +9,7 @@ import orjson
 
 from common.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from frontend_svc.access.caller import Caller
-from frontend_svc.endpoints.endpoint import EndpointParts, PostEndpoint
+from frontend_svc.endpoints.endpoint import EndpointDependencies, PostEndpoint
 from frontend_svc.endpoints.plain import PlainRequest, PlainResponse
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.endpoints.route import Route
@@ -137,8 +137,8 @@ class InputTokensEndpoint(PostEndpoint[ChatRequest]):
     """`POST /v1/responses/input_tokens`: the number of prompt tokens of a body of
     `/v1/responses`, without a worker."""
 
-    def __init__(self, route: Route, api: ResponsesApi, parts: EndpointParts) -> None:
-        super().__init__(route, parts)
+    def __init__(self, route: Route, api: ResponsesApi, dependencies: EndpointDependencies) -> None:
+        super().__init__(route, dependencies)
         self._api = api
 
     async def parse(self, context: HttpRequest, raw: bytes) -> ChatRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from frontend_svc.endpoints.endpoint import EndpointParts
+from frontend_svc.endpoints.endpoint import EndpointDependencies
 from frontend_svc.endpoints.route import Route
 from frontend_svc.generation.api import CompletionApi, GenerationApi
 from frontend_svc.generation.constraints import ConstraintChecks
@@ -18,7 +18,7 @@ from frontend_svc.responses.stored import StoredResponses
 from frontend_svc.routes.handlers import HealthHandlers, ModelHandlers
 
 
-class ApiParts:
+class ApiDependencies:
     """The objects from which `table.py` makes the handlers of one API.
 
     - endpoints: what endpoints with a body share.
@@ -27,7 +27,7 @@ class ApiParts:
 
     def __init__(
         self,
-        endpoints: EndpointParts,
+        endpoints: EndpointDependencies,
         stored: StoredResponses | None,
         readiness: Callable[[], Readiness],
         combine: Callable[[Readiness], Awaitable[Readiness]],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-from common.api_keys import Scope as Permission
+from common.api_keys import Permission
 from frontend_svc.anthropic.endpoint import CountTokensEndpoint, MessagesApi
 from frontend_svc.anthropic.errors import MESSAGES_ERRORS
 from frontend_svc.anthropic.schema import MessagesRequest, PromptRequest
@@ -22,14 +22,14 @@ from frontend_svc.responses.endpoint import InputTokensEndpoint
 from frontend_svc.responses.errors import RESPONSES_ERRORS
 from frontend_svc.responses.queries import ItemsQuery, ResponseQuery
 from frontend_svc.responses.schema import ResponsesRequest
-from frontend_svc.routes.api import ApiParts
+from frontend_svc.routes.api import ApiDependencies
 from frontend_svc.routes.dispatch import Dispatcher
 from frontend_svc.routes.handlers import DocumentHandler, MetricsHandler, refuse_rank
 from frontend_svc.tokenizing.bodies import DetokenizeRequest, TokenizePromptRequest
 from frontend_svc.tokenizing.endpoints import DetokenizeEndpoint, TokenizeEndpoint
 from frontend_svc.tokenizing.preprocess import PreprocessApi, PreprocessEndpoint
 
-Handler: TypeAlias = Callable[[Route, ApiParts], AsgiApp]
+Handler: TypeAlias = Callable[[Route, ApiDependencies], AsgiApp]
 
 _MESSAGES: Final = [{"role": "user", "content": "Hi"}]
 
@@ -48,12 +48,12 @@ class TokenizeChatRequest(ChatRequest):
     return_token_strs: bool | None = None
 
 
-def _generation(api: Callable[[ApiParts], GenerationApi]) -> Handler:
-    return lambda route, parts: parts.generation(route, api(parts))
+def _generation(api: Callable[[ApiDependencies], GenerationApi]) -> Handler:
+    return lambda route, dependencies: dependencies.generation(route, api(dependencies))
 
 
-def _plain(respond: Callable[[ApiParts], Respond]) -> Handler:
-    return lambda route, parts: PlainEndpoint(route, respond(parts))
+def _plain(respond: Callable[[ApiDependencies], Respond]) -> Handler:
+    return lambda route, dependencies: PlainEndpoint(route, respond(dependencies))
 
 
 def _text_tools(prefix: str) -> tuple[RouteEntry, ...]:
@@ -61,7 +61,7 @@ def _text_tools(prefix: str) -> tuple[RouteEntry, ...]:
         RouteEntry(
             method="POST",
             path=f"{prefix}/tokenize",
-            handler=lambda route, parts: TokenizeEndpoint(route, parts.endpoints),
+            handler=lambda route, dependencies: TokenizeEndpoint(route, dependencies.endpoints),
             permission=Permission.INFER,
             label="tokenize",
             span_operation="tokenize",
@@ -74,7 +74,7 @@ def _text_tools(prefix: str) -> tuple[RouteEntry, ...]:
         RouteEntry(
             method="POST",
             path=f"{prefix}/detokenize",
-            handler=lambda route, parts: DetokenizeEndpoint(route, parts.endpoints),
+            handler=lambda route, dependencies: DetokenizeEndpoint(route, dependencies.endpoints),
             permission=Permission.INFER,
             label="detokenize",
             span_operation="detokenize",
@@ -99,8 +99,8 @@ def _text_tools(prefix: str) -> tuple[RouteEntry, ...]:
 METRICS: Final = RouteEntry(
     method="GET",
     path="/metrics",
-    handler=lambda route, parts: PlainEndpoint(
-        route, MetricsHandler(parts.encode_metrics, route.path).scrape
+    handler=lambda route, dependencies: PlainEndpoint(
+        route, MetricsHandler(dependencies.encode_metrics, route.path).scrape
     ),
     permission=Permission.ADMIN,
     serves_head=False,
@@ -112,7 +112,7 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
     RouteEntry(
         method="POST",
         path="/v1/chat/completions",
-        handler=lambda route, parts: parts.completions(route, CHAT_COMPLETIONS),
+        handler=lambda route, dependencies: dependencies.completions(route, CHAT_COMPLETIONS),
         permission=Permission.INFER,
         label="chat_completions",
         span_operation="chat",
@@ -127,7 +127,7 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
     RouteEntry(
         method="POST",
         path="/v1/completions",
-        handler=lambda route, parts: parts.completions(route, COMPLETIONS),
+        handler=lambda route, dependencies: dependencies.completions(route, COMPLETIONS),
         permission=Permission.INFER,
         label="completions",
         span_operation="text_completion",
@@ -158,7 +158,7 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
     RouteEntry(
         method="POST",
         path="/v1/messages/count_tokens",
-        handler=lambda route, parts: CountTokensEndpoint(route, parts.endpoints),
+        handler=lambda route, dependencies: CountTokensEndpoint(route, dependencies.endpoints),
         permission=Permission.INFER,
         label="count_tokens",
         span_operation="count_tokens",
@@ -173,7 +173,7 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
     RouteEntry(
         method="POST",
         path="/v1/embeddings",
-        handler=lambda route, parts: EmbeddingEndpoint(route, parts.endpoints),
+        handler=lambda route, dependencies: EmbeddingEndpoint(route, dependencies.endpoints),
         permission=Permission.EMBEDDINGS,
         label="embeddings",
         span_operation="embeddings",
@@ -187,7 +187,7 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
     RouteEntry(
         method="POST",
         path="/v1/responses",
-        handler=_generation(lambda parts: parts.responses),
+        handler=_generation(lambda dependencies: dependencies.responses),
         permission=Permission.INFER,
         label="responses",
         span_operation="chat",
@@ -203,7 +203,9 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
     RouteEntry(
         method="POST",
         path="/v1/responses/input_tokens",
-        handler=lambda route, parts: InputTokensEndpoint(route, parts.responses, parts.endpoints),
+        handler=lambda route, dependencies: InputTokensEndpoint(
+            route, dependencies.responses, dependencies.endpoints
+        ),
         permission=Permission.INFER,
         label="count_tokens",
         span_operation="count_tokens",
@@ -218,33 +220,33 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
     RouteEntry(
         method="GET",
         path="/v1/responses/{id}",
-        handler=_plain(lambda parts: parts.stored_responses.get),
+        handler=_plain(lambda dependencies: dependencies.stored_responses.get),
         permission=Permission.INFER,
         operation=Operation(summary="Returns a stored response", query=ResponseQuery),
     ),
     RouteEntry(
         method="DELETE",
         path="/v1/responses/{id}",
-        handler=_plain(lambda parts: parts.stored_responses.delete),
+        handler=_plain(lambda dependencies: dependencies.stored_responses.delete),
         permission=Permission.INFER,
         operation=Operation(summary="Deletes a stored response"),
     ),
     RouteEntry(
         method="GET",
         path="/v1/responses/{id}/input_items",
-        handler=_plain(lambda parts: parts.stored_responses.list_items),
+        handler=_plain(lambda dependencies: dependencies.stored_responses.list_items),
         permission=Permission.INFER,
         operation=Operation(summary="Lists the input of a stored response", query=ItemsQuery),
     ),
     RouteEntry(
         method="POST",
         path="/v1/internal/preprocess",
-        handler=lambda route, parts: PreprocessEndpoint(
+        handler=lambda route, dependencies: PreprocessEndpoint(
             route,
-            PreprocessApi(parts.responses),
-            parts.endpoints,
-            parts.constraints,
-            parts.no_media,
+            PreprocessApi(dependencies.responses),
+            dependencies.endpoints,
+            dependencies.constraints,
+            dependencies.no_media,
         ),
         permission=Permission.EXPLAIN,
         label="preprocess",
@@ -261,33 +263,33 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
     RouteEntry(
         method="GET",
         path="/v1/models",
-        handler=_plain(lambda parts: parts.models.list),
+        handler=_plain(lambda dependencies: dependencies.models.list),
         operation=Operation(summary="Lists the models that can be served now"),
     ),
     RouteEntry(
         method="GET",
         path="/v1/models/{name:path}",
-        handler=_plain(lambda parts: parts.models.get),
+        handler=_plain(lambda dependencies: dependencies.models.get),
         operation=Operation(summary="Describes a model, an adapter or an alias"),
     ),
     RouteEntry(
         method="GET",
         path="/health",
-        handler=_plain(lambda parts: parts.health.health),
+        handler=_plain(lambda dependencies: dependencies.health.health),
         permission=Permission.ADMIN,
         operation=Operation(summary="Reports models, members and problems", failure=503),
     ),
     RouteEntry(
         method="GET",
         path="/ready",
-        handler=_plain(lambda parts: parts.health.ready),
+        handler=_plain(lambda dependencies: dependencies.health.ready),
         is_open=True,
         operation=Operation(summary="Reports whether requests can be served", failure=503),
     ),
     RouteEntry(
         method="GET",
         path="/live",
-        handler=_plain(lambda parts: parts.health.live),
+        handler=_plain(lambda dependencies: dependencies.health.live),
         is_open=True,
         operation=Operation(summary="Reports that the process runs"),
     ),
@@ -296,7 +298,9 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
         method="GET",
         path="/openapi.json",
         handler=_plain(
-            lambda parts: DocumentHandler(routes(parts.endpoints.config.metrics_path)).get
+            lambda dependencies: (
+                DocumentHandler(routes(dependencies.endpoints.config.metrics_path)).get
+            )
         ),
         operation=Operation(summary="This document"),
     ),
@@ -312,6 +316,6 @@ def routes(metrics_path: str) -> tuple[RouteEntry, ...]:
     return tuple(metrics if route is METRICS else route for route in ROUTES)
 
 
-def dispatcher(entries: Iterable[RouteEntry], parts: ApiParts) -> Dispatcher:
+def dispatcher(entries: Iterable[RouteEntry], dependencies: ApiDependencies) -> Dispatcher:
     """Returns the application of these routes."""
-    return Dispatcher((route, route.handler(route, parts)) for route in entries)
+    return Dispatcher((route, route.handler(route, dependencies)) for route in entries)

@@ -19,8 +19,8 @@ from frontend_svc.text.response_format import (
     TokenText,
 )
 from frontend_svc.text.token_queue import TokenQueue
+from frontend_svc.tools.choice_parser import ChoiceParser
 from frontend_svc.tools.deltas import Content, Delta, Reasoning
-from frontend_svc.tools.response import ResponseParser
 
 
 class Choice:
@@ -36,7 +36,7 @@ class Choice:
         self,
         index: int,
         text: TextStream,
-        parser: ResponseParser | None,
+        parser: ChoiceParser | None,
         *,
         echo: str = "",
         token_bytes: Callable[[int], bytes] | None = None,
@@ -56,13 +56,13 @@ class Choice:
         """Writes what comes before the first token."""
         return sink.text(self._index, [self._echo]) if self._echo else b""
 
-    def feed(
+    def write_tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], sink: ChoiceSink
     ) -> bytes:
         """Writes the text that the next tokens complete. logprobs: of each token."""
         if self._token_bytes is not None:
             entries = zip(token_ids, logprobs, strict=True)
-            return b"".join([self._feed_token(*entry, sink) for entry in entries])
+            return b"".join([self._write_token(*entry, sink) for entry in entries])
         parser = self._parser
         if parser is None:
             pieces = self._text.feed(token_ids)
@@ -78,7 +78,7 @@ class Choice:
         self.is_complete = self._text.matched_stop is not None or parser.is_done
         return sink.output(self._index, deltas, ()) if deltas else b""
 
-    def _count_token(self, token_id: int, parser: ResponseParser) -> Sequence[Delta]:
+    def _count_token(self, token_id: int, parser: ChoiceParser) -> Sequence[Delta]:
         """Returns the deltas that one token completes, which may be one of the reasoning."""
         if self._text.matched_stop is not None:
             return ()
@@ -94,7 +94,7 @@ class Choice:
             self._pending_tokens = 0
         return deltas
 
-    def _feed_token(self, token_id: int, logprob: TokenLogprob, sink: ChoiceSink) -> bytes:
+    def _write_token(self, token_id: int, logprob: TokenLogprob, sink: ChoiceSink) -> bytes:
         if self.is_complete:
             return b""
         queue = self._queue

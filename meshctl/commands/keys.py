@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from common.api_keys import ApiKey, KeyDocument, Limits, Scope, Tenant, hash_of, parse_keys
+from common.api_keys import ApiKey, KeyDocument, Limits, Permission, Tenant, hash_of, parse_keys
 from common.errors import MeshError, NotFound
 from meshctl.view.screen import align
 
 VARIABLE = "KVMESH_FRONTEND_API_KEYS"
-_DEFAULT_SCOPES = f"{Scope.INFER},{Scope.EMBEDDINGS}"
+_DEFAULT_SCOPES = f"{Permission.INFER},{Permission.EMBEDDINGS}"
 _KEY_BYTES = 32
 
 
@@ -29,7 +29,7 @@ def keys(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     try:
         match options.command:
             case "create":
-                scopes = frozenset(map(Scope, options.scopes.split(",")))
+                scopes = _read_scopes(options.scopes)
                 key, text = _new_key(scopes, now, options.days)
                 with _edited(path) as tenants:
                     _add(tenants, options.tenant, key)
@@ -66,7 +66,17 @@ def keys(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _new_key(scopes: frozenset[Scope], now: datetime, days: float | None) -> tuple[ApiKey, str]:
+def _read_scopes(text: str) -> frozenset[Permission]:
+    """Returns the permissions that `--scopes` names. Raises ValueError for an unknown one."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in frozenset(Permission)]:
+        raise ValueError(f"{unknown[0]!r} is not a valid Scope")
+    return frozenset(map(Permission, names))
+
+
+def _new_key(
+    scopes: frozenset[Permission], now: datetime, days: float | None
+) -> tuple[ApiKey, str]:
     """Returns a key, and its text. days: until it expires; None: never."""
     text = f"kvmesh_{secrets.token_urlsafe(_KEY_BYTES)}"
     expires = None if days is None else now + timedelta(days=days)
@@ -155,7 +165,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     create = commands.add_parser("create", help="add a key, and print it")
     create.add_argument("tenant", help="name of the client: letters, digits, '.', '_', '-'")
-    scopes = ", ".join(Scope)
+    scopes = ", ".join(Permission)
     create.add_argument(
         "--scopes", default=_DEFAULT_SCOPES, help=f"of {scopes}; default {_DEFAULT_SCOPES}"
     )

@@ -19,7 +19,7 @@ import httpx
 import openai
 import pytest
 
-from common.api_keys import Scope
+from common.api_keys import Permission
 from meshctl.commands.keys import VARIABLE
 from meshctl.commands.keys import keys as meshctl_keys
 from tests.kit.processes import MODEL, ROOT, Mesh
@@ -30,14 +30,17 @@ pytestmark = pytest.mark.slow
 BLOCK = 16
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 COMPLETION = {"model": MODEL, "prompt": "Hi", "max_tokens": 2}
-ALL = ",".join(Scope)
+ALL = ",".join(Permission)
 # Scopes of a key by its name, which is also that of its tenant up to the digit.
 SCOPES = {
     "ops0": ALL,
     "acme1": "infer,embeddings",
     "acme2": "infer,explain",
     "bravo1": "infer,explain,routing",
-    **{f"no-{one}0": ",".join(other for other in Scope if other is not one) for one in Scope},
+    **{
+        f"no-{one}0": ",".join(other for other in Permission if other is not one)
+        for one in Permission
+    },
 }
 
 # Any: JSON.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from common.api_keys import KeyDocument, Scope, Tenant, hash_of, parse_keys
+from common.api_keys import KeyDocument, Permission, Tenant, hash_of, parse_keys
 from common.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from common.request.preprocessed import (
     PreprocessedRequest,
@@ -46,7 +46,7 @@ VALUES = {
 }
 
 
-def caller(tenant: str, *scopes: Scope) -> Caller:
+def caller(tenant: str, *scopes: Permission) -> Caller:
     return Caller(tenant, "k", frozenset(scopes))
 
 
@@ -82,13 +82,13 @@ def test_each_field_of_nvext_needs_a_scope_or_is_free_on_purpose() -> None:
     for name in Nvext.model_fields.keys() - FREE:
         nvext = Nvext.model_validate({name: VALUES.get(name, 1)})
         with pytest.raises(PermissionDenied) as raised:
-            check_permissions(caller("a", Scope.INFER), nvext)
+            check_permissions(caller("a", Permission.INFER), nvext)
         assert (raised.value.field or "").startswith(f"nvext.{name}")
-        check_permissions(caller("a", *Scope), nvext)
+        check_permissions(caller("a", *Permission), nvext)
     assert Nvext.model_fields.keys() > FREE
     harmless = Nvext(annotations=["mark"], extra_fields=["token_ids", "completion_token_ids"])
-    check_permissions(caller("a", Scope.INFER), harmless)
-    check_permissions(caller("a", Scope.INFER), None)
+    check_permissions(caller("a", Permission.INFER), harmless)
+    check_permissions(caller("a", Permission.INFER), None)
 
 
 def document(**expires: str | None) -> bytes:

@@ -17,11 +17,11 @@ from common.errors import Overloaded
 from common.request.preprocessed import CompletionUsage, PromptTokensDetails
 from frontend_svc.anthropic.message_format import MessageFormat
 from frontend_svc.text.response_format import ChoiceEnd, ChoiceResult
+from frontend_svc.tools.choice_parser import ChoiceParser
 from frontend_svc.tools.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from frontend_svc.tools.formats import FORMATS
 from frontend_svc.tools.parser import ToolCallParser
 from frontend_svc.tools.reasoning import REASONING_FORMATS, ReasoningParser
-from frontend_svc.tools.response import ResponseParser
 from tests.unit.frontend.tools.outputs import CASES, TYPES
 
 USAGE = CompletionUsage(7, 3, 10, PromptTokensDetails(cached_tokens=4))
@@ -86,7 +86,7 @@ def unary(deltas: Sequence[Delta], **options: Any) -> dict[str, Any]:
 def deltas_of(name: str, pieces: Sequence[str]) -> list[list[Delta]]:
     tools = ToolCallParser(FORMATS[name], TYPES)
     reasoning = ReasoningParser(REASONING_FORMATS["qwen3"], starts_inside=False)
-    parser = ResponseParser(tools, reasoning, "r")
+    parser = ChoiceParser(tools, reasoning, "r")
     batches = [*(parser.feed(piece) for piece in pieces), parser.finish()]
     return [[with_id(delta) for delta in batch] for batch in batches]
 

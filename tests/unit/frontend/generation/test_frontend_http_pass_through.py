@@ -17,8 +17,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from common.api_keys import ApiKey, KeyDocument, Tenant, hash_of
-from common.api_keys import Scope as Permission
+from common.api_keys import ApiKey, KeyDocument, Permission, Tenant, hash_of
 from common.errors import MeshError, NotFound
 from common.registry.card import Artifact, ModelCard, ModelType
 from common.registry.instances import Instance, Snapshot
@@ -31,7 +30,7 @@ from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.asgi import AsgiApp
 from frontend_svc.edge.server import HttpServer
 from frontend_svc.edge.sockets import listen
-from frontend_svc.endpoints.endpoint import EndpointParts
+from frontend_svc.endpoints.endpoint import EndpointDependencies
 from frontend_svc.endpoints.request_records import RequestRecords
 from frontend_svc.members import Members
 from frontend_svc.metrics.families import DeploymentState
@@ -42,7 +41,7 @@ from frontend_svc.readiness import Readiness
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.placement_request import PlacementKey, PlacementRequest
 from frontend_svc.request.types import RequestOutcome
-from frontend_svc.routes.api import ApiParts
+from frontend_svc.routes.api import ApiDependencies
 from frontend_svc.routes.table import dispatcher, routes
 from frontend_svc.workers.client import EngineClient
 from tests.kit.catalogs import follow_and_load
@@ -164,7 +163,7 @@ async def served(
     async with EngineClient(1, wire, Random(1)) as engines:
         gateway = Gateway(router, engines, Members(snapshot))
         ended: list[RequestOutcome] = []
-        parts = EndpointParts(
+        dependencies = EndpointDependencies(
             gateway,
             models,
             DeploymentState(models.names),
@@ -172,7 +171,7 @@ async def served(
             RequestRecords(None, None, "none"),
             ended.append,
         )
-        api = ApiParts(parts, None, lambda: ready, alone, lambda: b"")
+        api = ApiDependencies(dependencies, None, lambda: ready, alone, lambda: b"")
         public: AsgiApp = dispatcher(routes("/metrics"), api)
         if keys is not None:
             public = with_keys(public, KeyFile(keys), TenantQuotas(Members()))

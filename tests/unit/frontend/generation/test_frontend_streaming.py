@@ -34,7 +34,7 @@ class RecordedChoice:
     def begin(self, _sink: object) -> bytes:
         return b""
 
-    def feed(self, token_ids: list[int], _: Sequence[TokenLogprob], _sink: object) -> bytes:
+    def write_tokens(self, token_ids: list[int], _: Sequence[TokenLogprob], _sink: object) -> bytes:
         self._calls.append((self._turns[0], token_ids))
         return b"x" * len(token_ids)
 

@@ -20,7 +20,7 @@ def call_id(response_id: str, index: int, chars: int) -> str:
     return digest[:chars] if chars else f"call_{digest[:_ID_CHARS]}"
 
 
-class ResponseParser:
+class ChoiceParser:
     """Parses the text of one choice.
 
     tools: parser of tool calls; None if the choice has none.
