@@ -245,7 +245,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         )
 
     def _instance(self) -> Instance:
-        """With this entry routers free a frontend's bookings as soon as it leaves."""
+        """Returns the entry by which routers free the bookings of a frontend that leaves."""
         return self._build_instance(
             stable_name=self._config.stable_name, http_address=self.http_address
         )

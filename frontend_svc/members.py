@@ -22,7 +22,7 @@ class Members:
     snapshot: Snapshot
 
     def __init__(self, snapshot: Snapshot | None = None) -> None:
-        """snapshot: None: no member is known."""
+        """Starts with a snapshot; None: no member is known."""
         self.snapshot = Snapshot() if snapshot is None else snapshot
         self._left: dict[int, None] = {}  # oldest first
 

@@ -40,7 +40,8 @@ def assess_readiness(
     *,
     is_draining: bool,
 ) -> Readiness:
-    """Ready: not draining, and one model has all the workers that it needs."""
+    """Returns the readiness: ready if the frontend does not drain and one model has all the
+    workers that it needs."""
     reasons = ["draining"] if is_draining else []
     if not models.names():
         reasons.append("no model is served: no worker is registered")

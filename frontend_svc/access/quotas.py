@@ -92,7 +92,7 @@ class Quota:
         self._reserved = wanted
 
     def close(self, used_tokens: int) -> None:
-        """The request has ended. used_tokens: of its prompts and its output."""
+        """Ends the request. used_tokens: of its prompts and its output."""
         if not self._has_begun:
             return
         self._use.running -= 1

@@ -300,14 +300,14 @@ class RequestMeter(_Closing):
         self._guard.mark_ok()
 
     def mark_failed(self, error_type: ErrorType, refusal: str | None = None) -> None:
-        """The request fails; without this call its error type is `internal`. refusal: the code of a
-        refused body; None for other failures."""
+        """Sets the error type of a failed request, which is `internal` without this call. refusal:
+        the code of a refused body; None for other failures."""
         self._error_type = error_type
         if refusal is not None:
             self._frontend.refused(self._guard.model, self._guard.endpoint, refusal).inc()
 
     def mark_disconnected(self) -> None:
-        """The client disconnected before the end of its response; once a request."""
+        """Counts a client that disconnected before the end of its response; once a request."""
         self._error_type = ErrorType.CANCELLED
         self._model.disconnected.inc()
 

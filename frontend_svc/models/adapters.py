@@ -28,7 +28,7 @@ class Adapters:
 
 
 def find_adapters(workers: Iterable[Instance], pass_through_models: Container[str]) -> Adapters:
-    """The adapters of `workers`. pass_through_models: models with pass-through workers."""
+    """Returns the adapters of `workers`. pass_through_models: models with pass-through workers."""
     workers = tuple(workers)
     model_names = {worker.model for worker in workers}
     adapter_model_pairs = {(lora, w.model) for w in workers if w.model for lora in w.loras if lora}
@@ -47,5 +47,5 @@ def find_adapters(workers: Iterable[Instance], pass_through_models: Container[st
 
 
 def serving(workers: tuple[Instance, ...], adapter: str) -> tuple[Instance, ...]:
-    """The workers of a model that serve `adapter`; "" is the model itself."""
-    return tuple(one for one in workers if adapter in one.loras) if adapter else workers
+    """Returns the workers of a model that serve `adapter`; "" is the model itself."""
+    return tuple(worker for worker in workers if adapter in worker.loras) if adapter else workers

@@ -91,11 +91,13 @@ class ArtifactFetcher:
         self._partial_artifacts: dict[tuple[str, str], _PartialArtifact] = {}
 
     async def complete_card(self, card: ModelCard) -> ModelCard:
-        """The card with all artifacts inline. Raises InvalidRequest with reason ARTIFACT_MISMATCH
-        for content that differs from the card, InvalidRequest for a card above the limits,
-        Unavailable without workers, DeadlineExceeded after card_timeout_s, and otherwise the error
-        of the last worker."""
-        missing = {name: one for name, one in card.artifacts.items() if one.inline is None}
+        """Returns the card with all artifacts inline. Raises InvalidRequest with reason
+        ARTIFACT_MISMATCH for content that differs from the card, InvalidRequest for a card above
+        the limits, Unavailable without workers, DeadlineExceeded after card_timeout_s, and
+        otherwise the error of the last worker."""
+        missing = {
+            name: artifact for name, artifact in card.artifacts.items() if artifact.inline is None
+        }
         if not missing:
             return card
         _check_bounds(card)
@@ -112,9 +114,11 @@ class ArtifactFetcher:
     async def _fetch_all(
         self, card: ModelCard, missing: Mapping[str, Artifact]
     ) -> dict[str, Artifact]:
-        if sum(len(one) for one in self._partial_artifacts.values()) > CARD_BYTES_MAX:
+        if sum(len(partial) for partial in self._partial_artifacts.values()) > CARD_BYTES_MAX:
             self._partial_artifacts = {
-                key: one for key, one in self._partial_artifacts.items() if key[0] == card.checksum
+                key: partial
+                for key, partial in self._partial_artifacts.items()
+                if key[0] == card.checksum
             }
         deadline = asyncio.get_running_loop().time() + self._card_timeout_s
         completed: dict[str, Artifact] = {}
@@ -170,7 +174,7 @@ class ArtifactFetcher:
     async def _fetch_from(
         self, worker: Instance, name: str, artifact: Artifact, partial: _PartialArtifact
     ) -> bytes:
-        """The whole artifact, its missing part from this worker."""
+        """Returns the whole artifact, its missing part from this worker."""
         if partial.is_resume_disabled or len(partial.data) > artifact.size:
             partial.reset()
         self.counters["resumed"] += bool(partial.data)
@@ -206,7 +210,7 @@ class ArtifactFetcher:
     def _record_mismatch(
         self, partial: _PartialArtifact, source_ids: set[int], message: str
     ) -> InvalidRequest:
-        """The error to raise. source_ids: workers with possibly wrong content."""
+        """Returns the error to raise. source_ids: workers with possibly wrong content."""
         self.counters["mismatches"] += 1
         if len(source_ids) == 1:
             partial.mismatched_workers |= source_ids
@@ -218,16 +222,23 @@ class ArtifactFetcher:
 
 @dataclass(slots=True)
 class _PartialArtifact:
-    """The received part of one artifact. lock: held during an attempt. source_ids: workers that
-    sent `data`. mismatched_workers: workers with content other than the card's. is_resume_disabled:
-    each worker has to send the whole."""
+    """The received part of one artifact."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held during an attempt."""
+
     data: bytearray = field(default_factory=bytearray)
     completed: bytes | None = None
+
     source_ids: set[int] = field(default_factory=set)
+    """Workers that sent `data`."""
+
     mismatched_workers: set[int] = field(default_factory=set)
+    """Workers with content other than the card's."""
+
     is_resume_disabled: bool = False
+    """Whether each worker has to send the whole artifact."""
+
     last_mismatch: InvalidRequest | None = None
 
     def __len__(self) -> int:
@@ -239,7 +250,8 @@ class _PartialArtifact:
 
 
 def _attempt_deadline(deadline: float, attempts: int) -> float | None:
-    """Deadline of the next of `attempts` calls; None for the last one: the deadline of all."""
+    """Returns the deadline of the next of `attempts` calls; None for the last one: the deadline of
+    all."""
     now = asyncio.get_running_loop().time()
     return None if attempts == 1 else now + (deadline - now) / attempts
 
@@ -255,7 +267,8 @@ def _check_bounds(card: ModelCard) -> None:
 
 
 async def _with_chunk_timeout(chunks: Chunks, name: str, timeout_s: float) -> Chunks:
-    """The chunks. Raises Unavailable if one takes too long, the MeshError of a failed call."""
+    """Yields the chunks. Raises Unavailable if one takes too long, the MeshError of a failed
+    call."""
     while True:
         try:
             with map_rpc_errors():

@@ -139,7 +139,7 @@ class ModelCatalog:
         return self._aliases.get(name, name)
 
     def refused_options(self, name: str) -> frozenset[str]:
-        """See `models/engine_options.py`. name: of a model or an adapter."""
+        """Returns the options that all workers of a model or an adapter refuse."""
         refused = self._refused_options.get(name)
         if refused is None:
             refused = self._refused_options[name] = refused_options(self.workers(name))
@@ -174,9 +174,9 @@ class ModelCatalog:
         return model.adapter_model(name, created=int(self._now_s()), mesh_key=self._mesh_key)
 
     def get(self, name: str) -> ServedModel:
-        """The tokenized model or adapter of that name or alias. Raises UnknownModel, Unavailable if
-        it was served recently or is being loaded, Unsupported if only pass-through workers serve
-        it."""
+        """Returns the tokenized model or adapter of that name or alias. Raises UnknownModel,
+        Unavailable if it was served recently or is being loaded, Unsupported if only
+        pass-through workers serve it."""
         name = self.resolve(name)
         served = self._watch.served.get(name)
         if served is None:
@@ -190,8 +190,9 @@ class ModelCatalog:
         raise Unsupported("model", f"{name!r} is served by pass-through workers only")
 
     def engine(self, name: str, table: Table) -> Engine:
-        """The engine of a name for one kind of request. Raises UnknownModel, Unavailable if it was
-        served recently or is being loaded, Unsupported if it is served for the other kind only."""
+        """Returns the engine of a name for one kind of request. Raises UnknownModel, Unavailable
+        if it was served recently or is being loaded, Unsupported if it is served for the other
+        kind only."""
         served = self._watch.served.get(name)
         if served is None:
             raise self._missing_model_error(name)
@@ -200,7 +201,7 @@ class ModelCatalog:
         return served.engines[table]
 
     def all(self) -> list[ServedModel]:
-        """Tokenized models in order of addition, then adapters."""
+        """Returns the tokenized models in order of addition, then adapters."""
         return [*self._tokenized_models().values(), *self._adapters.values()]
 
     @property
@@ -273,7 +274,7 @@ class ModelCatalog:
         }
 
     def _evict_builds(self) -> None:
-        """Keep the builds of served models and of the last few that left recently."""
+        """Keeps the builds of served models and of the last few that left recently."""
         cutoff_s = self._now_s() - RECENTLY_SERVED_S
         unserved = self._build_cache.keys() - self._watch.served.keys()
         removed_at = {name: self._removed_at.get(name, -math.inf) for name in unserved}
@@ -287,10 +288,14 @@ class ModelCatalog:
             yield next(iter(self._watch.served[name].engines.values()))
 
     def _tokenized_models(self) -> dict[str, ServedModel]:
-        return {one.name: one.model for one in self._first_engines() if one.model is not None}
+        return {
+            engine.name: engine.model
+            for engine in self._first_engines()
+            if engine.model is not None
+        }
 
     def _follow_adapters(self) -> None:
-        self._pass_through = [one for one in self._first_engines() if one.model is None]
+        self._pass_through = [engine for engine in self._first_engines() if engine.model is None]
         pass_through_names = {engine.name for engine in self._pass_through}
         found = find_adapters(self._snapshot.of("worker"), pass_through_names)
         self._adapter_bases = found.models
@@ -347,7 +352,7 @@ class ModelCatalog:
                 getattr(log, level)(event, **fields)
 
     async def _run_build(self, build: Build) -> None:
-        """Build, and build again while the entries have changed during the build."""
+        """Builds, and builds again while the entries have changed during the build."""
         builds = [build]
         while builds:
             for action in await self._build_once(builds.pop()):
@@ -374,7 +379,7 @@ class ModelCatalog:
             return self._watch.build_failed(build, rejection)
 
     async def _build_engines(self, entry: ModelEntry) -> dict[Table, Engine]:
-        """One engine per table, all with the same immutable model."""
+        """Returns one engine per table, all with the same immutable model."""
         card, no_card_reason = await self._card(entry)
         tables = plan_tables(entry, card, no_card_reason)
         created = int(self._now_s())

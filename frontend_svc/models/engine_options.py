@@ -17,7 +17,7 @@ LOCAL_FIELDS = (
 
 
 def refused_options(workers: Iterable[Instance]) -> frozenset[str]:
-    """The options that every worker refuses; empty if a worker does not report its own."""
+    """Returns the options that every worker refuses; empty if a worker does not report its own."""
     sets = [
         frozenset(worker.meta.get(UNSUPPORTED_OPTIONS_META_KEY, "").split(","))
         for worker in workers

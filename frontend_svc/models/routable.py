@@ -8,9 +8,9 @@ from common.registry.instances import Instance
 
 
 def missing_role(workers: Sequence[Instance]) -> str:
-    """The missing role as text, "" if some worker or pair can serve. An aggregated worker serves
-    alone, and so does a decode worker with local_prefill. Otherwise a prefill and a decode worker
-    of one transfer group are needed."""
+    """Returns the missing role as text, "" if some worker or pair can serve. An aggregated
+    worker serves alone, and so does a decode worker with local_prefill. Otherwise a prefill and
+    a decode worker of one transfer group are needed."""
     for worker in workers:
         if worker.role == "aggregated" or (worker.role == "decode" and worker.local_prefill):
             return ""
@@ -18,15 +18,15 @@ def missing_role(workers: Sequence[Instance]) -> str:
 
 
 def missing_pair_role(workers: Sequence[Instance]) -> str:
-    """Why a model with prefill or decode workers is served by aggregated requests only. "" if pairs
-    can serve, if it has no such workers, or if it is not served at all."""
+    """Returns why a model with prefill or decode workers is served by aggregated requests only.
+    "" if pairs can serve, if it has no such workers, or if it is not served at all."""
     if missing_role(workers) or all(worker.role == "aggregated" for worker in workers):
         return ""
     return _missing_in_pair(workers)
 
 
 def _missing_in_pair(workers: Iterable[Instance]) -> str:
-    """Why no pair exists, "" if one does."""
+    """Returns why no pair exists, "" if one does."""
     groups_by_role: dict[str, set[str]] = {"prefill": set(), "decode": set(), "aggregated": set()}
     for worker in workers:
         groups_by_role[worker.role].add(worker.transfer_group)

@@ -55,33 +55,58 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Everything that requests for one model or adapter need. checksum: of the card. created: Unix
-    time. encode_text, piece_encoder: see `encoder.py`. encodes_fast: whether encode_text is
-    fastokens. control_tokens: those that are ordinary text in messages. vocabulary: None for
-    tokenizers that need the slow detokenizer. vocab_size: token ids are below it.
-    max_bytes_per_token: see `prompts/token_bound.py`. template: None if the card has none.
-    call_format, reasoning_format: None if the card names none. parser_vocabulary: as vocabulary,
-    with a text for the markers of both formats. is_harmony: whether it writes harmony messages.
-    adapter: "" for the model itself; an adapter differs from its model only in name and hasher."""
+    """Everything that requests for one model or adapter need."""
 
     card: ModelCard
+
     checksum: str
+    """Of the card."""
+
     created: int
+    """Unix time, in seconds."""
+
     tokenizer: Tokenizer
+
     encode_text: Encode
+    """See `encoder.py`."""
+
     encodes_fast: bool
+    """Whether `encode_text` is fastokens."""
+
     control_tokens: ControlTokens
+    """Control tokens that are ordinary text in messages."""
+
     piece_encoder: PieceEncoder
+    """See `encoder.py`."""
+
     vocabulary: Vocabulary | None
+    """None for tokenizers that need the slow detokenizer."""
+
     vocab_size: int
+    """Token ids are below it."""
+
     max_bytes_per_token: int | None
+    """See `prompts/token_bound.py`."""
+
     template: TemplateProcess | None
+    """None if the card has none."""
+
     hasher: PrefixHasher
+
     call_format: CallFormat | None
+    """Form of tool calls; None if the card names none."""
+
     reasoning_format: ReasoningFormat | None
+    """Form of the reasoning; None if the card names none."""
+
     parser_vocabulary: Vocabulary | None
+    """As `vocabulary`, with a text for the markers of both formats."""
+
     is_harmony: bool
+    """Whether the model writes harmony messages."""
+
     adapter: str = ""
+    """Empty for the model itself; an adapter differs from its model only in name and hasher."""
 
     @property
     def name(self) -> str:
@@ -92,17 +117,17 @@ class ServedModel:
         return self.card.name
 
     def adapter_model(self, adapter: str, *, created: int, mesh_key: bytes) -> ServedModel:
-        """The model under an adapter, with hashes of its own."""
+        """Returns the model under an adapter, with hashes of its own."""
         hasher = _hasher(self.card, mesh_key, adapter)
         return replace(self, adapter=adapter, created=created, hasher=hasher)
 
     def hasher_for(self, routing: RoutingHints | None) -> PrefixHasher:
-        """The hasher of a request's prompt."""
+        """Returns the hasher of a request's prompt."""
         salt = None if routing is None else routing.cache_salt
         return self.hasher.salted(salt) if salt else self.hasher
 
     def token_count_min(self, *texts: str) -> int:
-        """A lower bound of the token count of all texts, without tokenizing them."""
+        """Returns a lower bound of the token count of all texts, without tokenizing them."""
         bytes_max = self.max_bytes_per_token
         return (
             0 if bytes_max is None else -(-sum(len(text.encode()) for text in texts) // bytes_max)
@@ -114,14 +139,14 @@ class ServedModel:
         return self.is_harmony or self.reasoning_format is not None
 
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """Token ids of a text; long texts are encoded in a thread."""
+        """Returns the token ids of a text; long texts are encoded in a thread."""
         if len(text) <= ENCODE_INLINE_CHARS:
             return self.encode_text(text, special_tokens)
         return await self._in_thread(lambda: self.encode_text(text, special_tokens))
 
     async def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of several texts, with special tokens; together long ones are encoded in a
-        thread."""
+        """Returns the token ids of several texts, with special tokens; together long ones are
+        encoded in a thread."""
 
         def encode_all() -> list[list[int]]:
             return [self.encode_text(text, True) for text in texts]
@@ -131,7 +156,8 @@ class ServedModel:
         return await self._in_thread(encode_all)
 
     async def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Token ids of a rendered prompt; the chat template writes the special tokens itself."""
+        """Returns the token ids of a rendered prompt; the chat template writes the special tokens
+        itself."""
         if prompt.pieces is None:
             return await self.encode(prompt.text, special_tokens=False)
         return await asyncio.to_thread(self.piece_encoder.encode, prompt.pieces)
@@ -143,8 +169,8 @@ class ServedModel:
     def detokenizer(
         self, *, for_parser: bool = False, skips_special: bool = True
     ) -> Detokenizer | StreamDetokenizer:
-        """The detokenizer of a response. for_parser: whether markers of calls and reasoning have a
-        text. skips_special: False if all special tokens have one."""
+        """Returns the detokenizer of a response. for_parser: whether markers of calls and
+        reasoning have a text. skips_special: False if all special tokens have one."""
         if not skips_special:
             return StreamDetokenizer(self.tokenizer, skip_special_tokens=False)
         vocabulary = self.parser_vocabulary if for_parser else self.vocabulary
@@ -153,13 +179,13 @@ class ServedModel:
         return Detokenizer(vocabulary)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, also of a special one; none for an unknown id."""
+        """Returns the bytes of a token, also of a special one; none for an unknown id."""
         if self.vocabulary is None:
             return self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
         return self.vocabulary.raw.get(token_id, b"")
 
     def reasoning_parser(self, prompt: TokenIds, *, is_guided: bool) -> ReasoningParser | None:
-        """The parser of a response to a prompt; None if the card names none. is_guided: a
+        """Returns the parser of a response to a prompt; None if the card names none. is_guided: a
         constraint on the text excludes reasoning that the prompt implies."""
         if self.reasoning_format is None:
             return None
@@ -171,7 +197,7 @@ class ServedModel:
 
 
 def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedModel:
-    """The model of a card. Raises InvalidRequest with the unusable artifact as field."""
+    """Returns the model of a card. Raises InvalidRequest with the unusable artifact as field."""
     config = _json_artifact(card, "tokenizer_config.json")
     raw = _artifact(card, "tokenizer.json")
     try:

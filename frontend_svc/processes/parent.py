@@ -144,7 +144,7 @@ class _Parent:
         return self._status
 
     def _next_restart_in_s(self) -> float | None:
-        """None: no process waits for its restart."""
+        """Returns the seconds until the next restart; None if no process waits for one."""
         due = [process.restart_at for process in self._processes if not process.pid]
         return None if self._is_stopping or not due else max(0.0, min(due) - time.monotonic())
 

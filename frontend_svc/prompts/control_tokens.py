@@ -26,8 +26,8 @@ _MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 
 
 def is_control_token(content: str, *, is_special: bool) -> bool:
-    """Whether an added token of a tokenizer controls the model. is_special: as its tokenizer.json
-    declares it."""
+    """Returns whether an added token of a tokenizer controls the model. is_special: as its
+    tokenizer.json declares it."""
     # A mark needs two characters around it.
     return len(content) > 1 and (is_special or _MARKER.fullmatch(content) is not None)
 
@@ -37,7 +37,7 @@ class ControlTokens:
 
     def __init__(self, contents: Iterable[str]) -> None:
         # Longest first, as tokenizers match them.
-        self.contents = tuple(sorted(set(contents), key=lambda one: (-len(one), one)))
+        self.contents = tuple(sorted(set(contents), key=lambda content: (-len(content), content)))
         any_token = "|".join(map(re.escape, self.contents))
         self._split = re.compile(f"({any_token})")
         self._start = re.compile(f"(?={any_token})")
@@ -47,8 +47,8 @@ class ControlTokens:
         self._prefixes = tuple({content[:2] for content in in_json})
 
     def are_in(self, messages: Sequence[Any], *others: object) -> bool:
-        """Whether a string of a client contains or could form a control token. messages: with
-        content as text or as text parts, which templates join. others: more JSON values."""
+        """Returns whether a string of a client contains or could form a control token. messages:
+        with content as text or as text parts, which templates join. others: more JSON values."""
         if not self.contents:
             return False
         joined = ["".join(part.strip() for part in texts) for texts in map(_part_texts, messages)]
@@ -66,7 +66,7 @@ class ControlTokens:
         return [self._mark_parts(self.mark_value(message, mark), mark) for message in messages]
 
     def mark_value(self, value: Any, mark: str) -> Any:
-        """The JSON value with a mark in each control token, also in keys."""
+        """Returns the JSON value with a mark in each control token, also in keys."""
         match value:
             case str():
                 return self._mark_text(value, mark)
@@ -80,8 +80,8 @@ class ControlTokens:
         return value
 
     def split(self, prompt: str, mark: str) -> tuple[str, ...]:
-        """The prompt of marked strings without its marks: text and control token by turns, from
-        text to text."""
+        """Returns the prompt of marked strings without its marks: text and control token by
+        turns, from text to text."""
         # A template may escape characters that are not ASCII.
         marks = re.compile(f"{mark}|{re.escape(_escape(mark))}")
         return tuple(marks.sub("", piece) for piece in self._split.split(prompt))
@@ -107,7 +107,7 @@ class ControlTokens:
 
 
 def unused_mark(*values: object) -> str | None:
-    """A mark that the values do not contain; None if they contain all."""
+    """Returns a mark that the values do not contain; None if they contain all."""
     text = repr(values)
     return next((mark for mark in _MARKS if mark not in text and _escape(mark) not in text), None)
 

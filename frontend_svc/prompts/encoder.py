@@ -46,8 +46,8 @@ CORPUS = (
 
 
 def build_encoder(tokenizer_json: bytes, reference: Tokenizer) -> tuple[Encode, str]:
-    """The encoder of a model, and why it is not fastokens ("": it is). reference: the Hugging Face
-    tokenizer of the same file, without truncation and padding."""
+    """Returns the encoder of a model, and why it is not fastokens ("": it is). reference: the
+    Hugging Face tokenizer of the same file, without truncation and padding."""
 
     def encode_by_reference(text: str, special_tokens: bool) -> list[int]:
         batch = reference.encode_batch_fast([text], add_special_tokens=special_tokens)
@@ -74,10 +74,12 @@ def build_encoder(tokenizer_json: bytes, reference: Tokenizer) -> tuple[Encode, 
 
 
 def find_control_tokens(tokenizer: Tokenizer) -> ControlTokens:
-    """The control tokens of a tokenizer."""
+    """Returns the control tokens of a tokenizer."""
     added = tokenizer.get_added_tokens_decoder().values()
     return ControlTokens(
-        one.content for one in added if is_control_token(one.content, is_special=one.special)
+        token.content
+        for token in added
+        if is_control_token(token.content, is_special=token.special)
     )
 
 
@@ -104,9 +106,9 @@ class PieceEncoder:
         self._ids: dict[int, int] = {}
 
     def encode(self, pieces: Sequence[str]) -> list[int]:
-        """Token ids of text and control token by turns, from text to text. Takes a second the first
-        time, and may run in any thread. Raises InvalidRequest if the tokenizer has no other tokens
-        for the text of a control token."""
+        """Returns the token ids of text and control token by turns, from text to text. Takes a
+        second the first time, and may run in any thread. Raises InvalidRequest if the tokenizer
+        has no other tokens for the text of a control token."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._build()
@@ -128,7 +130,7 @@ class PieceEncoder:
         tokenizer = Tokenizer.from_str(json.dumps(spec))
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        flags = {one.content: one for one in tokenizer.get_added_tokens_decoder().values()}
+        flags = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
         tokenizer.add_tokens(
             [
                 AddedToken(

@@ -103,7 +103,7 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         now: datetime,
     ) -> str:
-        """The prompt text; see `prompt`."""
+        """Returns the prompt text; see `prompt`."""
         variables = _variables(tools, template_kwargs)
         return self._render(normalise_messages(messages, self.shape), variables, now)
 
@@ -117,12 +117,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         now: datetime,
     ) -> Prompt:
-        """The prompt, in which control tokens in strings of the client are text. tools: as in the
-        OpenAI API; None: the response calls none. template_kwargs: more variables of the template
-        (for example `enable_thinking`). add_generation_prompt: whether it ends with the beginning
-        of the response. now: the time that `strftime_now` formats. Raises
-        TemplateError if the template refuses the messages (`raise_exception`) or fails, for content
-        that is not text, and for `template_kwargs` that would replace an argument."""
+        """Returns the prompt, in which control tokens in strings of the client are text.
+
+        tools: as in the OpenAI API; None: the response calls none.
+        template_kwargs: more variables of the template (for example `enable_thinking`).
+        add_generation_prompt: whether it ends with the beginning of the response.
+        now: the time that `strftime_now` formats.
+
+        Raises TemplateError if the template refuses the messages (`raise_exception`) or fails, for
+        content that is not text, and for `template_kwargs` that would replace an argument.
+        """
         variables = _variables(tools, template_kwargs)
         variables["add_generation_prompt"] = add_generation_prompt
         normalised = normalise_messages(messages, self.shape)

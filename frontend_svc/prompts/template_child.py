@@ -33,7 +33,7 @@ def frame(json: bytes) -> bytes:
 
 
 def receive(source: socket.socket) -> Json:
-    """The next frame. Raises OSError at the end."""
+    """Returns the next frame. Raises OSError at the end."""
     size = int.from_bytes(_receive_bytes(source, LENGTH_BYTES), "big")
     value: Json = orjson.loads(_receive_bytes(source, size))
     return value
@@ -50,7 +50,7 @@ def _receive_bytes(source: socket.socket, count: int) -> bytearray:
 
 
 def _serve(connection: socket.socket) -> None:
-    """The process: loads one template and renders prompts until the frontend ends."""
+    """Runs the process: loads one template and renders prompts until the frontend ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     load = receive(connection)

@@ -84,8 +84,8 @@ class TemplateProcess:
         add_generation_prompt: bool,
         now: datetime,
     ) -> Prompt:
-        """See `ChatTemplate.prompt`. Raises TemplateError also if the template exceeds a limit, and
-        Unavailable if the process does not respond in time."""
+        """Returns the prompt, as `ChatTemplate.prompt`. Raises TemplateError also if the template
+        exceeds a limit, and Unavailable if the process does not respond in time."""
         request = orjson.dumps(
             {
                 "messages": messages,
@@ -146,7 +146,7 @@ class TemplateProcess:
             self._send_batch()
 
     def _on_reply(self, reply: Json | None) -> None:
-        """reply: of the batch; None: the process was ended."""
+        """Handles the reply to the batch; None: the process was ended."""
         if reply is not None:
             batch, self._batch = self._batch, []
             for (_, future), rendered in zip(batch, reply["replies"], strict=True):
@@ -169,8 +169,8 @@ class TemplateProcess:
 
 
 def _open(waiting: list[_Waiting]) -> list[_Waiting]:
-    """Those whose requests have not ended."""
-    return [one for one in waiting if not one[1].done()]
+    """Returns the prompts whose requests have not ended."""
+    return [prompt for prompt in waiting if not prompt[1].done()]
 
 
 def _expire(future: asyncio.Future[Json]) -> None:

@@ -20,8 +20,8 @@ _BYTE_VALUES = 256
 
 
 def max_bytes_per_token(tokenizer_json: str | bytes) -> int | None:
-    """Maximum number of bytes of a text per token; None if unknown. Raises ValueError if the text
-    is not JSON."""
+    """Returns the maximum number of bytes of a text per token; None if unknown. Raises ValueError
+    if the text is not JSON."""
     spec = json.loads(tokenizer_json)
     try:
         return _max_bytes_per_token(spec)
@@ -58,7 +58,8 @@ def _steps(spec: Any, list_key: str) -> list[Any]:
 
 
 def _shrink_factor(normalizer: Any) -> int | None:
-    """Maximum ratio of the text before to the text after normalization; None if unbounded."""
+    """Returns the maximum ratio of the text before to the text after normalization; None if
+    unbounded."""
     shrink_factor = 1
     for step in _steps(normalizer, "normalizers"):
         match step:
@@ -84,14 +85,14 @@ def _is_lossless(step: Any) -> bool:
 
 
 def _has_byte_alphabet(vocab: Mapping[str, int]) -> bool:
-    """Whether each byte has its own token, written as one character."""
+    """Returns whether each byte has its own token, written as one character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = range(0x100, 0x100 + _BYTE_VALUES - len(printable))
     return all(chr(point) in vocab for point in (*printable, *others))
 
 
 def _has_byte_fallback(model: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
-    """Whether unknown text becomes one token per byte."""
+    """Returns whether unknown text becomes one token per byte."""
     return bool(model["byte_fallback"]) and all(
         f"<0x{b:02X}>" in vocab for b in range(_BYTE_VALUES)
     )

@@ -26,9 +26,13 @@ WORKER_WAIT_S = 30.0
 
 
 class Gateway:
-    """Opens requests and keeps track of them. stalled_s: seconds for which this process has stalled
-    so far, see `StallClock`. silent_s: seconds since the last frame of a worker. rng: also makes
-    span ids. worker_wait_s: how long a request waits while its model has no worker."""
+    """Opens requests and keeps track of them.
+
+    stalled_s: seconds for which this process has stalled so far, see `StallClock`.
+    silent_s: seconds since the last frame of a worker.
+    rng: also makes span ids.
+    worker_wait_s: how long a request waits while its model has no worker.
+    """
 
     def __init__(
         self,

@@ -20,34 +20,36 @@ def merge_outcomes(outcomes: Sequence[RequestOutcome], choices_per_prompt: int) 
     first = outcomes[0]
     if len(outcomes) == 1:
         return first
-    workers = dict.fromkeys(worker for one in outcomes for worker in one.worker_ids)
+    workers = dict.fromkeys(worker for outcome in outcomes for worker in outcome.worker_ids)
     return replace(
         first,
         error=_first_error(outcomes),
-        usage=_sum_usage([one.usage for one in outcomes], choices_per_prompt),
-        attempts=sum(one.attempts for one in outcomes),
+        usage=_sum_usage([outcome.usage for outcome in outcomes], choices_per_prompt),
+        attempts=sum(outcome.attempts for outcome in outcomes),
         worker_ids=tuple(workers),
     )
 
 
 def _first_error(outcomes: Sequence[RequestOutcome]) -> MeshError | None:
-    errors = [one.error for one in outcomes if one.error is not None]
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     # If one choice fails, the others are cancelled.
     return min(errors, key=lambda error: isinstance(error, RequestCancelled), default=None)
 
 
 def _sum_usage(usages: Sequence[CompletionUsage], choices_per_prompt: int) -> CompletionUsage:
     prompts = usages[::choices_per_prompt]
-    prompt_tokens = sum(one.prompt_tokens for one in prompts)
-    completion_tokens = sum(one.completion_tokens for one in usages)
+    prompt_tokens = sum(prompt.prompt_tokens for prompt in prompts)
+    completion_tokens = sum(usage.completion_tokens for usage in usages)
     cached = [
-        one.prompt_tokens_details.cached_tokens if one.prompt_tokens_details is not None else None
-        for one in prompts
+        prompt.prompt_tokens_details.cached_tokens
+        if prompt.prompt_tokens_details is not None
+        else None
+        for prompt in prompts
     ]
     reported = [count for count in cached if count is not None]
     details = PromptTokensDetails(cached_tokens=sum(reported))
-    counts = [one.completion_tokens_details for one in usages]
-    reasoning = [one.reasoning_tokens or 0 for one in counts if one is not None]
+    counts = [usage.completion_tokens_details for usage in usages]
+    reasoning = [count.reasoning_tokens or 0 for count in counts if count is not None]
     return CompletionUsage(
         prompt_tokens,
         completion_tokens,

@@ -23,33 +23,45 @@ class PassThroughPayload:
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """What is fixed for a request's whole life.
-
-    deadline: seconds, on the clock of the machine's `now` arguments. migratable: whether a started
-    response may continue on another worker; `migration_blockers` may still forbid it. attempts_max:
-    attempts that may fail; those whose worker left as planned do not count. accept_timeout_s: how
-    long a worker may take to accept the request before another attempt starts;
-    pair_accept_timeout_s: the same for a silent worker of a prefill and decode pair. trace_id: 32
-    hex digits, "" when not sampled. body: sent in place of the request; the response then consists
-    of chunks, and token counts are unknown. is_embedding: the response is one chunk with the
-    prompt's vector, which a retry sends again. is_query_only: the outcome is
-    the placement; it is not booked, and no worker receives the request.
-    """
+    """What is fixed for a request's whole life."""
 
     request_id: str
     request: PreprocessedRequest
+
     deadline: float
+    """Seconds, on the clock of the machine's `now` arguments."""
+
     migratable: bool = True
+    """Whether a started response may continue on another worker; `migration_blockers` may still
+    forbid it."""
+
     attempts_max: int = 4
+    """Attempts that may fail; those whose worker left as planned do not count."""
+
     accept_timeout_s: float = 3.0
+    """How long a worker may take to accept the request before another attempt starts."""
+
     pair_accept_timeout_s: float = 1.0
+    """As `accept_timeout_s`, for a silent worker of a prefill and decode pair."""
+
     traceparent: str = ""
+
     trace_id: str = ""
+    """32 hex digits; empty if the trace is not sampled."""
+
     tenant: str = ""
     priority: int | None = None
+
     body: PassThroughPayload | None = None
+    """Sent in place of `request`; the response then consists of chunks, and token counts are
+    unknown."""
+
     is_embedding: bool = False
+    """Whether the response is one chunk with the prompt's vector, which a retry sends again."""
+
     is_query_only: bool = False
+    """Whether the outcome is the placement; it is not booked, and no worker receives the request.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class WorkerPool:
             self._pools, self._pools_snapshot = {}, snapshot
         pool = self._pools.get((model, adapter))
         if pool is None:
-            pool = frozenset(one.id for one in serving(snapshot.serving(model), adapter))
+            pool = frozenset(instance.id for instance in serving(snapshot.serving(model), adapter))
             self._pools[model, adapter] = pool
         return pool
 

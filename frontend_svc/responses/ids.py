@@ -26,7 +26,8 @@ def frontend_of(response_id: str) -> int | None:
 
 
 def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) -> str:
-    """kind: prefix, for example `msg`. index: in the output, or in the input."""
+    """Returns the id of an item. kind: prefix, for example `msg`. index: in the output, or in the
+    input."""
     return f"{kind}_{response_id.removeprefix('resp_')}_{'in' if is_input else ''}{index}"
 
 

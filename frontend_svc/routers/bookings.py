@@ -65,7 +65,7 @@ class HeldBookings:
             self._record(self._unsent_prefills_done, key)
 
     def output(self, key: PlacementKey, blocks: int, decay_fraction: float | None) -> None:
-        """The output grew by `blocks`; ignored if the router does not track output. decay_fraction:
+        """Records that the output grew by `blocks`, if the router tracks output. decay_fraction:
         share of the expected output still to come, 0..1; None: unknown."""
         booking = self._bookings.get(key)
         if booking is None or not self.is_output_tracked:
@@ -83,7 +83,7 @@ class HeldBookings:
         self._on_change()
 
     def free(self, key: PlacementKey) -> None:
-        """The booking, if any, has ended. The router frees it even if it is unknown here."""
+        """Ends the booking, if any. The router frees it even if it is unknown here."""
         self._bookings.pop(key, None)
         self._renewed_at.pop(key, None)
         self._unsent_outputs.pop(key, None)

@@ -93,13 +93,13 @@ class RouterMonitor:
         self.is_stale = False
 
     def hello_received(self, now: RunningTime, queue_wait_s: float | None) -> None:
-        """The router acknowledged the session. queue_wait_s: how long it may queue a query; 0: it
-        has no queue; None: unknown."""
+        """Records that the router acknowledged the session. queue_wait_s: how long it may queue a
+        query; 0: it has no queue; None: unknown."""
         self.is_connected, self._session_opened_at = True, now
         self._queue_wait_s = queue_wait_s
 
     def frame_received(self, now: RunningTime, *, is_hello: bool, has_results: bool) -> None:
-        """A frame arrived; call it after `hello_received`."""
+        """Records that a frame arrived; for a hello, called after `hello_received`."""
         if self._queue_wait_s != 0 and (has_results or not is_hello):
             self._last_responsive_at = now
 

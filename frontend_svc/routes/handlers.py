@@ -143,7 +143,7 @@ async def refuse_rank(_: PlainRequest) -> NoReturn:
 
 
 def _model_entry(model: ServedModel, name: str = "") -> dict[str, object]:
-    """name: an alias, or that of the model."""
+    """Returns the entry of a model. name: an alias; empty: the name of the model."""
     return model_object(
         name or model.name,
         model.created,

@@ -122,7 +122,7 @@ class EngineClient:
             log.warning("worker_circuit_opened", worker_id=worker_id, reason=reason)
 
     def progressed(self, worker_id: int) -> None:
-        """See ConnectionObserver. Closes only a circuit that a hang opened."""
+        """Closes the circuit if a hang opened it; see ConnectionObserver."""
         if worker_id in self._hung_workers:
             self._hung_workers.discard(worker_id)
             if self._breaker.close_circuit(worker_id):

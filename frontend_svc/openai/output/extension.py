@@ -72,7 +72,8 @@ class ResponseExtension:
     def extra_fields(
         self, outcome: RequestOutcome, usage: CompletionUsage, output: Sequence[int]
     ) -> Json:
-        """output: the generated token ids, at least those that `usage` counts."""
+        """Returns the values of the extra fields. output: the generated token ids, at least those
+        that `usage` counts."""
         values: Json = {}
         for name in (arg for arg in get_args(ExtraField) if arg in self.fields):
             match name:
