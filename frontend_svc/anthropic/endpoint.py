@@ -13,7 +13,7 @@ from frontend_svc.generation.api import ParsedBody, ResponseInfo, off_loop
 from frontend_svc.generation.streaming import send_json
 from frontend_svc.generation.tokenization import encode_chat
 from frontend_svc.metrics.families import RequestMeter
-from frontend_svc.text.response_format import ResponseFormat
+from frontend_svc.text.api_format import ApiFormat
 
 
 class MessagesApi:
@@ -22,7 +22,7 @@ class MessagesApi:
     async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
         request = await off_loop(len(raw), parse_messages, raw)
 
-        def make_format(info: ResponseInfo) -> ResponseFormat:
+        def make_format(info: ResponseInfo) -> ApiFormat:
             return MessageFormat(
                 f"msg_{info.request_id}",
                 info.model,

@@ -11,7 +11,7 @@ from common.errors import MeshError
 from common.request.preprocessed import CompletionUsage
 from frontend_svc.anthropic.content import BlockEvents, Json, content_blocks
 from frontend_svc.anthropic.errors import http_error
-from frontend_svc.text.response_format import ChoiceEnd, ChoiceResult, TokenText
+from frontend_svc.text.api_format import ChoiceEnd, ChoiceResult, TokenText
 from frontend_svc.tools.deltas import Content, Delta, Reasoning
 
 _STOP_REASONS: Final = {

@@ -17,7 +17,7 @@ from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.request.outcomes import merge_outcomes
 from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.types import RequestOutcome
-from frontend_svc.text.response_format import ResponseFormat
+from frontend_svc.text.api_format import ApiFormat
 from frontend_svc.tracing import RequestSpan
 
 MODEL_OWNER = "kvmesh"
@@ -76,7 +76,7 @@ class Progress:
     status: int = 0
     """HTTP status sent to the client; 0 before it is sent."""
 
-    stream_format: ResponseFormat | None = None
+    stream_format: ApiFormat | None = None
     """Of the stream that has begun."""
 
     response_json: bytes = b""

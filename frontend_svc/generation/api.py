@@ -16,7 +16,7 @@ from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
 from frontend_svc.openai.body.tool_calls import ToolPlan
 from frontend_svc.openai.output.completion_format import CompletionFormat
 from frontend_svc.openai.output.sse import ChunkKind
-from frontend_svc.text.response_format import ResponseFormat
+from frontend_svc.text.api_format import ApiFormat
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,7 +53,7 @@ class ParsedBody:
     """A body as the request it stands for. make_format: called once, after all checks."""
 
     request: ChatRequest | CompletionRequest
-    make_format: Callable[[ResponseInfo], ResponseFormat]
+    make_format: Callable[[ResponseInfo], ApiFormat]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class CompletionApi:
     async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
         request = await off_loop(len(raw), self.parse_body, raw)
 
-        def make_format(info: ResponseInfo) -> ResponseFormat:
+        def make_format(info: ResponseInfo) -> ApiFormat:
             return CompletionFormat(
                 self.kind,
                 f"{self.id_prefix}-{info.request_id}",

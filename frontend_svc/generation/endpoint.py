@@ -42,7 +42,7 @@ from frontend_svc.openai.output.completion_objects import completion_json
 from frontend_svc.openai.output.extension import ResponseExtension, make_extension
 from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.types import RequestPlan
-from frontend_svc.text.response_format import ChoiceRecorder, RecordedFormat, ResponseFormat
+from frontend_svc.text.api_format import ApiFormat, ChoiceRecorder, RecordedFormat
 
 
 class GenerationEndpoint(PostEndpoint[ParsedBody]):
@@ -73,7 +73,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         prepared = await self.prepare(context, body.request, meter)
         info = _response_info(context, prepared)
         extension = _extension(prepared, info)
-        response_format = body.make_format(info)
+        api_format = body.make_format(info)
         is_query_only = extension is not None and extension.is_query_only
         plans = self._plans(context, prepared, is_query_only=is_query_only)
         choices = make_choices(prepared, [plan.request_id for plan, _ in plans])
@@ -88,10 +88,10 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
             )
             if prepared.body.is_stream:
                 if self._records.has_response:
-                    response_format = _recorded(context, prepared, info, response_format)
-                await writer.stream(response_format)
+                    api_format = _recorded(context, prepared, info, api_format)
+                await writer.stream(api_format)
             else:
-                await writer.send(response_format)
+                await writer.send(api_format)
         count_outcome(self._dependencies, context, meter)
 
     async def prepare(
@@ -214,14 +214,14 @@ def _recorded(
     context: HttpRequest,
     prepared: PreparedBody,
     info: ResponseInfo,
-    response_format: ResponseFormat,
-) -> ResponseFormat:
+    api_format: ApiFormat,
+) -> ApiFormat:
     """Returns the same format; the progress receives the whole response."""
     recorder = ChoiceRecorder(info.choices)
     is_chat = isinstance(prepared.body, ChatRequest)
     whole = partial(completion_json, info.request_id, info.model, info.created, is_chat=is_chat)
     context.progress.render_stream = partial(whole, recorder.results)
-    return RecordedFormat(response_format, recorder)
+    return RecordedFormat(api_format, recorder)
 
 
 def _extension(prepared: PreparedBody, info: ResponseInfo) -> ResponseExtension | None:

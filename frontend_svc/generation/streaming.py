@@ -28,8 +28,8 @@ from frontend_svc.request.buffer import Backlog, ResponseBuffer
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.outcomes import merge_outcomes
 from frontend_svc.request.types import RequestOutcome
+from frontend_svc.text.api_format import ApiFormat, ChoiceRecorder, ChoiceSink
 from frontend_svc.text.choice import Choice
-from frontend_svc.text.response_format import ChoiceRecorder, ChoiceSink, ResponseFormat
 
 # Of a response that is behind, written before others are served: 1 to 2 ms of work.
 PART_TOKENS = 256
@@ -71,7 +71,7 @@ class ResponseWriter:
         # Of the first choice that failed.
         self._error: MeshError | None = None
 
-    async def stream(self, response_format: ResponseFormat) -> None:
+    async def stream(self, api_format: ApiFormat) -> None:
         """Sends the events of the tokens that have arrived, in one write. While the client reads
         as fast as tokens arrive, callbacks write them, without a step of this task."""
         self._reader.wake_when_idle(self._keep_alive_s)
@@ -80,28 +80,28 @@ class ResponseWriter:
             if open_choice.buffer.outcome is not None and open_choice.buffer.first_token_at is None:
                 _raise_error(open_choice.buffer)
         await _start_stream(self._context)
-        self._context.progress.stream_format = response_format
+        self._context.progress.stream_format = api_format
         extension = self._choices[0].extension
         events = b"" if extension is None else extension.comments()
-        events += response_format.begin() + self._begin(response_format)
+        events += api_format.begin() + self._begin(api_format)
         while True:
-            events += await self._catch_up(response_format)
+            events += await self._catch_up(api_format)
             if self._error is not None:
-                events += response_format.error(self._error)
+                events += api_format.error(self._error)
                 break
             if not self._unfinished:
                 usage = self._usage()
                 if extension is not None:
                     events += extension.last_comments(usage)
-                events += response_format.end(usage)
+                events += api_format.end(usage)
                 break
             if not has_output:
-                events += response_format.keep_alive
+                events += api_format.keep_alive
             if events:
                 await self._send(body_part(events))
             events = b""
             if not (has_output := self._is_behind):
-                self._reader.call_on_output(partial(self._write_tokens, response_format))
+                self._reader.call_on_output(partial(self._write_tokens, api_format))
                 has_output = await self._reader.wait()
         await _end_stream(self._context, events)
 
@@ -122,15 +122,15 @@ class ResponseWriter:
             await asyncio.sleep(0)
         return events
 
-    def _write_tokens(self, response_format: ResponseFormat) -> bool:
+    def _write_tokens(self, api_format: ApiFormat) -> bool:
         """Writes the tokens that have arrived; False if there is more to do than that."""
         if not self._connection.can_write:
             return False
-        if events := self._take_tokens(response_format):
+        if events := self._take_tokens(api_format):
             self._connection.write(events)
         return not self._is_ending
 
-    async def send(self, response_format: ResponseFormat) -> None:
+    async def send(self, api_format: ApiFormat) -> None:
         """Sends the whole response as one body."""
         recorder = ChoiceRecorder(len(self._choices))
         self._begin(recorder)
@@ -139,7 +139,7 @@ class ResponseWriter:
             self._advance(recorder)
             if self._error is not None:
                 raise self._error
-        await send_json(self._context, response_format.body(recorder.results, self._usage()))
+        await send_json(self._context, api_format.body(recorder.results, self._usage()))
 
     def _begin(self, sink: ChoiceSink) -> bytes:
         return b"".join([open_choice.choice.begin(sink) for open_choice in self._choices])

@@ -40,7 +40,7 @@ from frontend_svc.responses.translation import (
     stored_items,
     to_chat,
 )
-from frontend_svc.text.response_format import ResponseFormat
+from frontend_svc.text.api_format import ApiFormat
 
 # `code` of the error, in upper case.
 PREVIOUS_NOT_FOUND = "PREVIOUS_RESPONSE_NOT_FOUND"
@@ -66,7 +66,7 @@ class ResponsesApi:
 
         chat = await off_loop(len(raw) + sum(map(len, earlier)), make_chat)
 
-        def make_format(info: ResponseInfo) -> ResponseFormat:
+        def make_format(info: ResponseInfo) -> ApiFormat:
             return self._format(request, info, earlier, new_items, tenant)
 
         return ParsedBody(chat, make_format)

@@ -14,7 +14,7 @@ from frontend_svc.openai.output.json_bytes import compact_json
 from frontend_svc.openai.output.sse import KEEP_ALIVE
 from frontend_svc.responses.output import Json, OutputItems
 from frontend_svc.responses.response_object import usage_object
-from frontend_svc.text.response_format import ChoiceEnd, ChoiceResult, TokenText
+from frontend_svc.text.api_format import ChoiceEnd, ChoiceResult, TokenText
 from frontend_svc.tools.deltas import Content, Delta
 
 # Why a response is incomplete; other finish reasons are complete.

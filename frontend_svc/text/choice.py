@@ -11,13 +11,13 @@ from common.request.preprocessed import (
     FinishReason,
     TokenLogprob,
 )
-from frontend_svc.text.output_text import TextStream
-from frontend_svc.text.response_format import (
+from frontend_svc.text.api_format import (
     ChoiceEnd,
     ChoiceSink,
     OpenAIFinishReason,
     TokenText,
 )
+from frontend_svc.text.output_text import TextStream
 from frontend_svc.text.token_queue import TokenQueue
 from frontend_svc.tools.choice_parser import ChoiceParser
 from frontend_svc.tools.deltas import Content, Delta, Reasoning

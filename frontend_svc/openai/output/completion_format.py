@@ -1,4 +1,4 @@
-"""The ResponseFormat of chat completions and completions (pure)."""
+"""The ApiFormat of chat completions and completions (pure)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from frontend_svc.openai.output.chat_message import chunk_delta
 from frontend_svc.openai.output.completion_objects import completion_json
 from frontend_svc.openai.output.logprobs import logprobs_object
 from frontend_svc.openai.output.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter
-from frontend_svc.text.response_format import ChoiceEnd, ChoiceResult, TokenText
+from frontend_svc.text.api_format import ChoiceEnd, ChoiceResult, TokenText
 from frontend_svc.tools.deltas import Content, Delta
 
 

@@ -9,7 +9,7 @@ import orjson
 from common.request.preprocessed import CompletionUsage, to_json_value
 from frontend_svc.openai.output.chat_message import message
 from frontend_svc.openai.output.logprobs import logprobs_object
-from frontend_svc.text.response_format import ChoiceResult
+from frontend_svc.text.api_format import ChoiceResult
 from frontend_svc.tools.deltas import Content
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from frontend_svc.text.response_format import TokenText
+from frontend_svc.text.api_format import TokenText
 
 
 # Any: JSON.

@@ -21,7 +21,7 @@ import orjson
 from common.request.preprocessed import CompletionUsage
 from frontend_svc.errors import error_event
 from frontend_svc.openai.output.completion_objects import usage_object
-from frontend_svc.text.response_format import OpenAIFinishReason
+from frontend_svc.text.api_format import OpenAIFinishReason
 
 DONE = b"data: [DONE]\n\n"
 # A comment, ignored by clients: keeps proxies from closing a stream during a long prefill.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from common.errors import Overloaded
 from common.request.preprocessed import CompletionUsage, PromptTokensDetails
 from frontend_svc.anthropic.message_format import MessageFormat
-from frontend_svc.text.response_format import ChoiceEnd, ChoiceResult
+from frontend_svc.text.api_format import ChoiceEnd, ChoiceResult
 from frontend_svc.tools.choice_parser import ChoiceParser
 from frontend_svc.tools.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from frontend_svc.tools.formats import FORMATS

@@ -32,7 +32,7 @@ from frontend_svc.openai.output.completion_objects import (
     model_list,
     model_object,
 )
-from frontend_svc.text.response_format import ChoiceEnd, ChoiceResult, OpenAIFinishReason
+from frontend_svc.text.api_format import ChoiceEnd, ChoiceResult, OpenAIFinishReason
 from frontend_svc.tools.deltas import Content
 
 

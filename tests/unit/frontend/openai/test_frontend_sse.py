@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionChunk
 from common.errors import Overloaded
 from common.request.preprocessed import CompletionUsage, PromptTokensDetails
 from frontend_svc.openai.output.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter
-from frontend_svc.text.response_format import OpenAIFinishReason
+from frontend_svc.text.api_format import OpenAIFinishReason
 
 CREATED = 1_700_000_000
 USAGE = CompletionUsage(7, 3, 10, PromptTokensDetails(cached_tokens=4))

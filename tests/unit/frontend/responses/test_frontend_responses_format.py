@@ -17,7 +17,7 @@ from frontend_svc.responses.events import ResponsesFormat
 from frontend_svc.responses.ids import response_id
 from frontend_svc.responses.response_object import new_response
 from frontend_svc.responses.schema import ResponsesRequest
-from frontend_svc.text.response_format import ChoiceEnd, ChoiceResult, OpenAIFinishReason
+from frontend_svc.text.api_format import ChoiceEnd, ChoiceResult, OpenAIFinishReason
 from frontend_svc.tools.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 
 ID = response_id("0" * 32, 7)

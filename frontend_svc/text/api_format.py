@@ -64,7 +64,7 @@ class ChoiceSink(Protocol):
     def finish(self, choice: int, end: ChoiceEnd) -> bytes: ...
 
 
-class ResponseFormat(ChoiceSink, Protocol):
+class ApiFormat(ChoiceSink, Protocol):
     """Writes one response as an API defines it. keep_alive: sent while a stream is idle."""
 
     @property
@@ -108,9 +108,9 @@ class ChoiceRecorder:
 
 
 class RecordedFormat:
-    """A ResponseFormat; `recorder` receives the output of a stream too."""
+    """An ApiFormat; `recorder` receives the output of a stream too."""
 
-    def __init__(self, inner: ResponseFormat, recorder: ChoiceRecorder) -> None:
+    def __init__(self, inner: ApiFormat, recorder: ChoiceRecorder) -> None:
         self.keep_alive = inner.keep_alive
         self.begin, self.end = inner.begin, inner.end
         self.error, self.body = inner.error, inner.body
