@@ -70,8 +70,8 @@ def _submit_to_proto(submit: Submit, message: engine_pb2.Submit) -> None:
         message.timeout_ms = max(1, round(min(leg_request.timeout_s * 1000, _TIMEOUT_MS_MAX)))
     if leg_request.priority is not None:
         message.priority = leg_request.priority
-    if leg_request.request is not None:
-        dataclass_to_proto(leg_request.request, message.preprocessed)
+    if (request := leg_request.changed_request()) is not None:
+        dataclass_to_proto(request, message.preprocessed)
         message.preprocessed.token_ids_le = submit.prompt
     elif leg_request.chat_json is not None:
         message.chat_json = leg_request.chat_json

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Literal, get_args
 
 from common.errors import Unsupported
 from common.registry.instances import UNSUPPORTED_OPTIONS_META_KEY, Instance
 from common.request.preprocessed import PreprocessedRequest, option_names, unsupported_fields
 
+LocalField = Literal[
+    "router_config_override", "agent_context", "request_timestamp_ms", "mm_routing_info"
+]
 # Fields for frontends and routers, which workers refuse.
-LOCAL_FIELDS = (
-    *("router_config_override", "agent_context", "request_timestamp_ms"),
-    "mm_routing_info",
-)
+LOCAL_FIELDS: tuple[LocalField, ...] = get_args(LocalField)
 
 
 def refused_options(workers: Iterable[Instance]) -> frozenset[str]:

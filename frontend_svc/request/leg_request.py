@@ -1,67 +1,65 @@
-"""Builds the requests that legs send to workers (pure)."""
+"""What one leg changes of a request, and whether a later leg can continue it (pure)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from common.request.preprocessed import PreprocessedRequest, RoutingHints
+from common.request.preprocessed import PreprocessedRequest, RoutingHints, StopConditions
+from common.request.token_stream import LegChanges
 from frontend_svc.models.engine_options import LOCAL_FIELDS
 from frontend_svc.request.types import RequestPlan
 
 
-def continued_request(
-    request: PreprocessedRequest, generated: Sequence[int]
-) -> PreprocessedRequest:
-    """The request with the generated tokens in its prompt, and smaller limits."""
-    if not generated:
-        return request
-    sampling = request.sampling_options
-    if (guided := sampling.guided_decoding) is not None:
-        guided = replace(guided, prefix_tokens=len(generated))
-        sampling = replace(sampling, guided_decoding=guided)
-    stop = request.stop_conditions
-    reduced = replace(
-        stop,
-        max_tokens=remaining_tokens(request, len(generated)),
-        min_tokens=None if stop.min_tokens is None else max(0, stop.min_tokens - len(generated)),
-    )
-    return replace(
-        request,
-        token_ids=request.token_ids.extended(generated),
-        stop_conditions=reduced,
-        sampling_options=sampling,
-        prefill_result=None,
-        bootstrap_info=None,
-    )
+def leg_changes(
+    request: PreprocessedRequest,
+    generated: Sequence[int] = (),
+    dp_rank: int = 0,
+    *,
+    is_prefill: bool = False,
+) -> LegChanges:
+    """Returns what one leg changes of a request.
+
+    generated: tokens of earlier attempts. They become part of the prompt, with smaller limits.
+    dp_rank: of the leg's worker.
+    is_prefill: whether the leg only computes the prompt.
+    """
+    changes: LegChanges = {}
+    for name in LOCAL_FIELDS:
+        if getattr(request, name) is not None:
+            changes[name] = None
+    if request.routing is not None or dp_rank:
+        routing = worker_hints(request.routing, dp_rank)
+        if routing != request.routing:
+            changes["routing"] = routing
+    if generated:
+        changes["token_ids"] = request.token_ids.extended(generated)
+        sampling = request.sampling_options
+        if (guided := sampling.guided_decoding) is not None:
+            guided = replace(guided, prefix_tokens=len(generated))
+            changes["sampling_options"] = replace(sampling, guided_decoding=guided)
+        changes["prefill_result"] = changes["bootstrap_info"] = None
+    if generated or is_prefill:
+        changes["stop_conditions"] = _stop_conditions_left(request, len(generated), is_prefill)
+    return changes
+
+
+def _stop_conditions_left(
+    request: PreprocessedRequest, generated: int, is_prefill: bool
+) -> StopConditions:
+    """The stop conditions after `generated` tokens. A prefill leg has one token, which may be EOS
+    exactly if decode may end so."""
+    stop, max_tokens = request.stop_conditions, remaining_tokens(request, generated)
+    min_tokens = None if stop.min_tokens is None else max(0, stop.min_tokens - generated)
+    if is_prefill:
+        max_tokens, min_tokens = 1, None if min_tokens is None else min(1, min_tokens)
+    return replace(stop, max_tokens=max_tokens, min_tokens=min_tokens)
 
 
 def remaining_tokens(request: PreprocessedRequest, generated: int) -> int | None:
     """Output tokens left after `generated` ones; None without a limit."""
     limit = request.stop_conditions.max_tokens
     return None if limit is None else max(0, limit - generated)
-
-
-def prefill_request(request: PreprocessedRequest) -> PreprocessedRequest:
-    """The request for a prefill leg: one token, which may be EOS exactly if decode may end so."""
-    stop = request.stop_conditions
-    min_tokens = None if stop.min_tokens is None else min(1, stop.min_tokens)
-    return replace(request, stop_conditions=replace(stop, max_tokens=1, min_tokens=min_tokens))
-
-
-def worker_request(request: PreprocessedRequest, dp_rank: int) -> PreprocessedRequest:
-    """The request without the fields for frontends and routers, for the rank of its leg."""
-    # Any: the types of the fields.
-    unset: dict[str, Any] = {
-        name: None for name in LOCAL_FIELDS if getattr(request, name) is not None
-    }
-    routing = None
-    if request.routing is not None or dp_rank:
-        routing = worker_hints(request.routing, dp_rank)
-    if routing == request.routing and not unset:  # a copy is slow
-        return request
-    return replace(request, routing=routing, **unset)
 
 
 def worker_hints(routing: RoutingHints | None, dp_rank: int) -> RoutingHints | None:

@@ -38,22 +38,15 @@ from common.request.preprocessed import (
     CompletionUsage,
     FinishReason,
     PrefillResult,
-    PreprocessedRequest,
     PromptTokensDetails,
     TokenLogprob,
     TraceLink,
     usage,
 )
-from common.request.token_stream import LegRequest, Terminal
+from common.request.token_stream import LegChanges, LegRequest, Terminal
 from frontend_svc.errors import NOT_MIGRATABLE
 from frontend_svc.request.leg import Leg, RequestPorts
-from frontend_svc.request.leg_request import (
-    continued_request,
-    migration_blockers,
-    prefill_request,
-    remaining_tokens,
-    worker_request,
-)
+from frontend_svc.request.leg_request import leg_changes, migration_blockers, remaining_tokens
 from frontend_svc.request.retry_policy import DRAINING
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 
@@ -377,32 +370,33 @@ class RequestMachine:
         self._ports.wake_at(min(now + accept_timeout_s, self.plan.deadline))
 
     def _submit_prefill(self, place: Placement, now: float) -> None:
-        request = prefill_request(continued_request(self.plan.request, self.generated))
-        request = self._placed_request(request, place.dp_rank)
+        changes = self._leg_changes(place.dp_rank, is_prefill=True)
         leg = self._prefill_leg = self._new_leg(place.worker_id, "prefill")
         self._linked_span_id = leg.span_id  # decode's span links to it
-        self._submit(leg, request, now)
+        self._submit(leg, changes, now)
 
     def _submit_main(self, phase: str, now: float) -> None:
         placed = self._placed
         assert placed is not None, "a leg follows a placement"
-        request = continued_request(self.plan.request, self.generated)
-        request = self._placed_request(request, placed.worker.dp_rank)
+        changes = self._leg_changes(placed.worker.dp_rank)
         if self._prefill_result is not None:
-            request = replace(request, prefill_result=self._prefill_result)
+            changes["prefill_result"] = self._prefill_result
         leg = self._main_leg = self._new_leg(placed.worker.worker_id, phase)
-        self._submit(leg, request, now)
+        self._submit(leg, changes, now)
 
-    def _placed_request(self, request: PreprocessedRequest, dp_rank: int) -> PreprocessedRequest:
-        """The request with the rank, the bootstrap and the trace link of its placement."""
+    def _leg_changes(self, dp_rank: int, *, is_prefill: bool = False) -> LegChanges:
+        """What the next leg changes of the request, with the bootstrap and the trace link."""
         assert self._placed is not None, "a leg follows a placement"
-        request = worker_request(request, dp_rank)
+        if self.plan.body is not None:
+            return {}
+        changes = leg_changes(self.plan.request, self.generated, dp_rank, is_prefill=is_prefill)
         if self._placed.bootstrap is not None:
-            request = replace(request, bootstrap_info=self._placed.bootstrap)
-        if not self._linked_span_id:
-            return request
-        link = TraceLink(trace_id=self.plan.trace_id, span_id=self._linked_span_id)
-        return replace(request, migration_link=link)
+            changes["bootstrap_info"] = self._placed.bootstrap
+        if self._linked_span_id:
+            changes["migration_link"] = TraceLink(
+                trace_id=self.plan.trace_id, span_id=self._linked_span_id
+            )
+        return changes
 
     def _new_leg(self, worker_id: int, phase: str) -> Leg:
         span_id = ""
@@ -412,7 +406,7 @@ class RequestMachine:
         self._worker_ids.append(worker_id)
         return Leg(self, self.attempt, worker_id, phase, span_id)
 
-    def _submit(self, leg: Leg, request: PreprocessedRequest, now: float) -> None:
+    def _submit(self, leg: Leg, changes: LegChanges, now: float) -> None:
         plan, body = self.plan, self.plan.body
         message = LegRequest(
             request_id=plan.request_id,
@@ -422,10 +416,11 @@ class RequestMachine:
             span_id=leg.span_id,
             tenant=plan.tenant,
             priority=plan.priority,
-            request=request if body is None else None,
+            request=plan.request if body is None else None,
             chat_json=body.json if body is not None and body.is_chat else None,
             completion_json=body.json if body is not None and not body.is_chat else None,
             phase=leg.phase,
+            changes=changes,
         )
         self._ports.submit(leg.worker_id, message, leg)
 

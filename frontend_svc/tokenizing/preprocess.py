@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import orjson
 
 from common.kv.hashing import TokensWithHashes
@@ -19,7 +21,7 @@ from frontend_svc.generation.streaming import send_json
 from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.parsing import parse_json_object
-from frontend_svc.request.leg_request import worker_request
+from frontend_svc.request.leg_request import leg_changes
 from frontend_svc.responses.endpoint import ResponsesApi
 
 
@@ -47,7 +49,9 @@ class PreprocessEndpoint(GenerationEndpoint):
         prepared = await self.prepare(context, body.request, meter)
         requests = prepared.requests
         value = {
-            "requests": [to_json_value(worker_request(request, dp_rank=0)) for request in requests],
+            "requests": [
+                to_json_value(replace(request, **leg_changes(request))) for request in requests
+            ],
             "hashes": [_hashes(request, prepared.model) for request in requests],
         }
         await send_json(context, orjson.dumps(value))

@@ -168,9 +168,10 @@ class ForgetsOneTokenInMigration(ObservedEngineClient):
     def submit(
         self, worker_id: int, address: str, leg_request: LegRequest, sink: LegSink
     ) -> Submission:
-        if leg_request.attempt and leg_request.request is not None:
-            short = replace(leg_request.request, token_ids=leg_request.request.token_ids[:-1])
-            leg_request = replace(leg_request, request=short)
+        request = leg_request.changed_request()
+        if leg_request.attempt and request is not None:
+            short = replace(request, token_ids=request.token_ids[:-1])
+            leg_request = replace(leg_request, request=short, changes={})
         return super().submit(worker_id, address, leg_request, sink)
 
 

@@ -314,8 +314,10 @@ class ForgetsTheAdapterInMigration(ObservedEngineClient):
     def submit(
         self, worker_id: int, address: str, leg_request: LegRequest, sink: LegSink
     ) -> Submission:
-        if leg_request.attempt and leg_request.request is not None:
-            leg_request = replace(leg_request, request=replace(leg_request.request, routing=None))
+        request = leg_request.changed_request()
+        if leg_request.attempt and request is not None:
+            without = replace(request, routing=None)
+            leg_request = replace(leg_request, request=without, changes={})
         return super().submit(worker_id, address, leg_request, sink)
 
 

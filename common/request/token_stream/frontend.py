@@ -102,7 +102,7 @@ class FrontendLink:
         self._last_slot += 1
         slot = self._last_slot
         self._open_legs[slot] = _OpenLeg(sink)
-        prompt = b"" if leg_request.request is None else leg_request.request.token_ids.little_endian
+        prompt = leg_request.prompt
         prompt_bytes = len(prompt) if len(prompt) > PROMPT_PART_BYTES else 0
         self._submits.append(Submit(slot, leg_request, prompt[:PROMPT_PART_BYTES], prompt_bytes))
         return slot
@@ -257,8 +257,7 @@ class FrontendLink:
             self._last_framed_slot = submit.slot
             frame.submits.append(self._submits.popleft())
             if submit.prompt_bytes:
-                assert submit.leg_request.request is not None, "only token ids come in parts"
-                prompt = memoryview(submit.leg_request.request.token_ids.little_endian)
+                prompt = memoryview(submit.leg_request.prompt)
                 self._prompt_parts.append((submit.slot, prompt, len(submit.prompt)))
         return used
 

@@ -241,7 +241,8 @@ def test_a_request_is_placed_submitted_streamed_and_finished() -> None:
         traceparent="00-trace",
         tenant="t",
         priority=3,
-        request=replace(one.request, routing=RoutingHints(dp_rank=1)),
+        request=one.request,
+        changes={"routing": RoutingHints(dp_rank=1)},
     )
     ports.leg.accepted()
     logprobs = [TokenLogprob(5, -0.1)]
@@ -401,7 +402,7 @@ def test_a_leg_that_fails_before_a_token_is_retried_on_another_worker(
     assert not fixture.ports.outcomes
     leg = fixture.run(12, [5], now=1.0)
     assert fixture.ports.leg_request.attempt == 1
-    assert fixture.ports.leg_request.request == one.request, (
+    assert fixture.ports.leg_request.changed_request() == one.request, (
         "without generated tokens the request is unchanged"
     )
     leg.terminal(end_of())
@@ -520,7 +521,7 @@ def test_a_stream_continues_on_another_worker_after_its_last_token() -> None:
     first = fixture.run(11, [5, 6, 7])
     first.lost(LOST)
     second = fixture.run(12, now=30.0)
-    migrated = fixture.ports.leg_request.request
+    migrated = fixture.ports.leg_request.changed_request()
     assert migrated is not None
     assert migrated.token_ids.tolist() == [*PROMPT, 5, 6, 7]
     assert migrated.stop_conditions == replace(
@@ -542,7 +543,7 @@ def test_a_stream_continues_on_another_worker_after_its_last_token() -> None:
     second.tokens([8, 9], ())
     second.lost(LOST)
     third = fixture.run(13)
-    migrated = fixture.ports.leg_request.request
+    migrated = fixture.ports.leg_request.changed_request()
     assert migrated is not None
     assert migrated.token_ids.tolist() == [*PROMPT, 5, 6, 7, 8, 9]
     assert migrated.stop_conditions.max_tokens == 5
@@ -561,7 +562,7 @@ def test_a_response_without_limits_migrates_without_limits() -> None:
     fixture = begin(plan(max_tokens=None))
     fixture.run(11, [5]).lost(LOST)
     fixture.run(12)
-    migrated = fixture.ports.leg_request.request
+    migrated = fixture.ports.leg_request.changed_request()
     assert migrated is not None
     assert migrated.stop_conditions.max_tokens is None
     assert migrated.stop_conditions.min_tokens is None
@@ -672,7 +673,7 @@ def test_a_migration_reduces_min_tokens_by_the_generated_tokens() -> None:
     fixture = begin(plan(min_tokens=3))
     fixture.run(11, [5, 6]).lost(LOST)
     fixture.run(12)
-    migrated = fixture.ports.leg_request.request
+    migrated = fixture.ports.leg_request.changed_request()
     assert migrated is not None
     assert migrated.stop_conditions.min_tokens == 1
 
@@ -1074,7 +1075,8 @@ class MachineModel(RuleBasedStateMachine):
             self.check_leg_request(self.ports.leg_request)
 
     def check_leg_request(self, one: LegRequest) -> None:
-        request, original = one.request, self.one.request
+        request, original = one.changed_request(), self.one.request
+        assert one.request is original, "all legs share the request"
         assert request is not None
         assert request.token_ids.tolist() == PROMPT + self.delivered
         done, limit = len(self.delivered), original.stop_conditions.max_tokens
@@ -1264,8 +1266,7 @@ def test_of_a_pair_only_the_prefill_worker_computes_an_embedding() -> None:
     fixture.machine.placed(0, pair, 0.0)
     ((worker_id, leg_request, leg),) = fixture.ports.submitted
     assert (worker_id, leg_request.phase) == (2, "embedding")
-    assert leg_request.request is not None
-    assert leg_request.request.routing == RoutingHints(dp_rank=1)
+    assert leg_request.changes == {"routing": RoutingHints(dp_rank=1)}
     leg.chunk(b"vector")
     leg.terminal(Terminal(1, FinishReason.STOP))
     assert fixture.ports.freed == [0]

@@ -136,7 +136,7 @@ def end(reason: FinishReason = FinishReason.LENGTH, cached: int | None = None) -
 def test_with_a_bootstrap_both_legs_start_at_once_and_prefill_generates_one_token() -> None:
     _, ports = begin(PAIR)
     assert [leg.phase for leg, _ in ports.legs] == ["prefill", "decode"]
-    prefill, decode = (leg_request.request for _, leg_request in ports.legs)
+    prefill, decode = (leg_request.changed_request() for _, leg_request in ports.legs)
     assert prefill is not None
     assert decode is not None
     assert prefill.bootstrap_info == decode.bootstrap_info == ROOM
@@ -293,8 +293,7 @@ def test_without_a_bootstrap_decode_starts_with_the_result_of_prefill() -> None:
     prefill.terminal(replace(end(), prefill_result=HANDLE))
     decode, leg_request = ports.legs[1]
     assert decode.phase == "decode"
-    assert leg_request.request is not None
-    assert leg_request.request.prefill_result == HANDLE
+    assert leg_request.changes.get("prefill_result") == HANDLE
     assert leg_request.timeout_s == 93.0
     assert ports.wake == 10.0, "decode has the whole acceptance timeout"
     decode.tokens([5, 6], ())
@@ -320,8 +319,9 @@ def test_a_response_of_one_token_still_uses_decode_or_its_handoff_would_wait() -
     prefill.terminal(replace(end(), prefill_result=HANDLE))
     assert ports.emitted == []
     decode, leg_request = ports.legs[1]
-    assert leg_request.request is not None
-    assert leg_request.request.stop_conditions.max_tokens == 1
+    request = leg_request.changed_request()
+    assert request is not None
+    assert request.stop_conditions.max_tokens == 1
     decode.tokens([5], ())
     decode.terminal(end())
     assert ports.emitted == [5]
@@ -426,23 +426,20 @@ def test_decodes_span_links_to_prefill_and_a_retrys_to_the_failed_decode() -> No
     (prefill, first), (decode, second) = ports.legs
     assert first.span_id == prefill.span_id
     assert len(prefill.span_id) == 16
-    assert first.request is not None
-    assert second.request is not None
-    assert first.request.migration_link is None
-    link = second.request.migration_link
+    assert "migration_link" not in first.changes
+    link = second.changes.get("migration_link")
     assert link is not None
     assert (link.trace_id, link.span_id) == (TRACE, prefill.span_id)
     decode.tokens([5], ())
     decode.lost(WorkerLost("gone", retryable=True))
     machine.placed(1, PAIR, 3.0)
     retried, leg_request = ports.last("prefill")
-    assert leg_request.request is not None
-    assert leg_request.request.migration_link is not None
-    assert leg_request.request.migration_link.span_id == decode.span_id
-    again = ports.last("decode")[1].request
+    link = leg_request.changes.get("migration_link")
+    assert link is not None
+    assert link.span_id == decode.span_id
+    again = ports.last("decode")[1].changes.get("migration_link")
     assert again is not None
-    assert again.migration_link is not None
-    assert again.migration_link.span_id == retried.span_id
+    assert again.span_id == retried.span_id
 
 
 def test_a_lost_decode_continues_with_prompt_and_generated_tokens() -> None:
@@ -450,7 +447,7 @@ def test_a_lost_decode_continues_with_prompt_and_generated_tokens() -> None:
     ports.legs[1][0].tokens([5, 6], ())
     ports.legs[1][0].lost(WorkerLost("gone", retryable=True))
     machine.placed(1, decided(30), 3.0)
-    request = ports.last("")[1].request
+    request = ports.last("")[1].changed_request()
     assert request is not None
     assert list(request.token_ids) == [1, 2, 3, 5, 6]
     assert request.stop_conditions.max_tokens == 6
