@@ -17,12 +17,10 @@ from frontend_svc.request.buffer import Backlog
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.ports import ResponseSink, RouterPort, WorkerPort
-from frontend_svc.request.retry_policy import MigrationLimiter, RetryBudget
+from frontend_svc.request.retry_policy import WORKER_WAIT_S, MigrationLimiter, RetryBudget
 from frontend_svc.request.types import RequestPlan
 from frontend_svc.request.worker_pool import WorkerPool
 from frontend_svc.request.worker_waits import WorkerWaits
-
-WORKER_WAIT_S = 30.0
 
 
 class Gateway:

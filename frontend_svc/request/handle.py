@@ -21,19 +21,10 @@ from frontend_svc.request.machine import RequestMachine
 from frontend_svc.request.output_blocks import OutputBlockCounter
 from frontend_svc.request.placement_request import UNKNOWN_ADAPTER, PlacementKey, PlacementRequest
 from frontend_svc.request.ports import AbortHandle, ChunkSink, ResponseSink, RouterPort, WorkerPort
-from frontend_svc.request.retry_policy import (
-    ExclusionPolicy,
-    MigrationLimiter,
-    RetryBudget,
-)
+from frontend_svc.request.retry_policy import MigrationLimiter, RetryBudget
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.request.worker_pool import WorkerPool
 from frontend_svc.request.worker_waits import WorkerWaits
-
-# Interval at which a waiting request asks the router again; it doubles up to the maximum. A router
-# may see a worker later, or earlier, than this frontend.
-ASK_AGAIN_MIN_S = 0.1
-ASK_AGAIN_MAX_S = 3.0
 
 
 class SharedParts(Protocol):
@@ -74,17 +65,12 @@ class RequestHandle:
         self._tracker = plan.request.tracker
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._exclusions = ExclusionPolicy()
-        # Loop time until which the request waits for a worker, since it lacks one; None: it has.
-        self._wait_until: float | None = None
-        self._ask_again_s = ASK_AGAIN_MIN_S
-        self._waiting_attempt = 0
         self._submitted: dict[Leg, AbortHandle] = {}
         # Addresses from routing decisions: a router may see a new worker before this frontend.
         self._decision_addresses: dict[int, str] = {}
-        # The retried attempt that has or waits for a permit of the migration limiter.
-        self._migrating_attempt: int | None = None
-        self.machine = RequestMachine(plan, self, gateway.rng)
+        # Whether the request has or waits for a permit of the migration limiter.
+        self._has_permit_request = False
+        self.machine = RequestMachine(plan, self, gateway.rng, worker_wait_s=gateway.worker_wait_s)
 
     @property
     def _query(self) -> Query:
@@ -103,65 +89,44 @@ class RequestHandle:
 
     # -- RequestPorts ---------------------------------------------------------------------------
 
-    def place(self, attempt: int, excluded: frozenset[int]) -> None:
-        self._exclusions.start_attempt(excluded)
-        self._place(attempt)
+    def members(self) -> tuple[frozenset[int], frozenset[int]]:
+        return self._gateway.pool.members(self._query.model, adapter_of(self._query))
 
-    def _place(self, attempt: int) -> None:
-        if not self.machine.is_awaiting_placement(attempt):
-            return  # the request ended during a wait
-        query, gateway = self._query, self._gateway
-        members = gateway.pool.members(query.model, adapter_of(query))
-        if self._exclusions.must_wait(*members) and self._wait_for_worker(attempt):
-            return
-        if attempt and not self._acquire_permit(attempt):
-            return
+    def wait_for_worker(self, until: float) -> None:
+        self._release_permit()
+        query = self._query
+        self._gateway.worker_waits.add(self, query.model, adapter_of(query), until)
+
+    def worker_available(self) -> None:
+        """Ends a wait; see WorkerWaits."""
+        self.machine.place_again()
+
+    def place(self, attempt: int, excluded: frozenset[int]) -> None:
         self._append_generated_to_query()
         placement = self._placement
-        if excluded := self._exclusions.excluded():
+        if excluded:
             placement = placement.excluding(excluded)
-        gateway.router.place(self._key(attempt), placement, partial(self._on_decision, attempt))
+        reply = partial(self._on_decision, attempt)
+        self._gateway.router.place(self._key(attempt), placement, reply)
 
     def _on_decision(self, attempt: int, reply: Decision | MeshError) -> None:
         is_unknown = isinstance(reply, NotFound) and reply.reason == UNKNOWN_ADAPTER
         if is_unknown or isinstance(reply, UnknownModel):
             # This frontend has seen it: its last worker has just left.
             reply = no_worker_error(adapter_of(self._query) or self._query.model)
-        if not isinstance(reply, MeshError):
-            self._wait_until = None
-            self._record_hit(reply)
-            self._decision_addresses[reply.worker.worker_id] = reply.worker_address
-            if reply.prefill is not None:
-                self._decision_addresses[reply.prefill.worker_id] = reply.prefill_address
-            self.machine.placed(attempt, reply, self._loop.time())
-        elif self._exclusions.readmits_after(reply):
-            if not self._wait_for_worker(attempt):
-                self._loop.call_soon(self._place, attempt)
-        elif not (self._exclusions.waits_after(reply) and self._wait_for_worker(attempt)):
+        if isinstance(reply, MeshError):
             self.machine.placement_failed(attempt, reply)
+            return
+        self._record_hit(reply)
+        self._decision_addresses[reply.worker.worker_id] = reply.worker_address
+        if reply.prefill is not None:
+            self._decision_addresses[reply.prefill.worker_id] = reply.prefill_address
+        self.machine.placed(attempt, reply, self._loop.time())
 
     def _record_hit(self, placed: Decision) -> None:
         if self._tracker is not None and self._query.block_size:
             self._tracker.prompt_blocks = self._query.total_tokens // self._query.block_size
             self._tracker.cached_blocks = placed.overlap_blocks
-
-    def _wait_for_worker(self, attempt: int) -> bool:
-        """Whether the attempt waits for a worker: not if it has waited long enough."""
-        now, gateway, query = self._loop.time(), self._gateway, self._query
-        if self._wait_until is None:
-            self._wait_until = now + gateway.worker_wait_s
-        if now >= self._wait_until:
-            return False
-        self._release_permit()
-        self._waiting_attempt = attempt
-        until = min(now + self._ask_again_s, self._wait_until)
-        self._ask_again_s = min(2 * self._ask_again_s, ASK_AGAIN_MAX_S)
-        gateway.worker_waits.add(self, query.model, adapter_of(query), until)
-        return True
-
-    def worker_available(self) -> None:
-        """Ends a wait; see WorkerWaits."""
-        self._place(self._waiting_attempt)
 
     def _append_generated_to_query(self) -> None:
         """Adds the generated tokens to the prompt: the next worker computes and holds them too."""
@@ -173,11 +138,10 @@ class RequestHandle:
             self._block_counter = _block_counter_of(self._query)
             self._generated_in_prompt += new
 
-    def _acquire_permit(self, attempt: int) -> bool:
-        """Whether the attempt may be placed now; else `permit_granted` places it."""
-        query, migrations = self._query, self._gateway.migrations
-        self._migrating_attempt = attempt
-        return migrations.request_permit(
+    def take_permit(self) -> bool:
+        query = self._query
+        self._has_permit_request = True
+        return self._gateway.migrations.request_permit(
             query.model,
             self,
             self._placement.arrived_at,
@@ -186,12 +150,12 @@ class RequestHandle:
         )
 
     def permit_granted(self) -> None:
-        if self._migrating_attempt is not None:
-            self._loop.call_soon(self._place, self._migrating_attempt)
+        if self._has_permit_request:
+            self._loop.call_soon(self.machine.place_again)
 
     def _release_permit(self) -> None:
-        if self._migrating_attempt is not None:
-            self._migrating_attempt = None
+        if self._has_permit_request:
+            self._has_permit_request = False
             model = self._query.model
             migrations = self._gateway.migrations
             for admitted in migrations.release(model, self, self._count_available):
@@ -217,7 +181,6 @@ class RequestHandle:
             submitted.abort(reason)
 
     def prefill_done(self, attempt: int) -> None:
-        self._ask_again_s = ASK_AGAIN_MIN_S
         if self._tracker is not None:
             self._tracker.mark("prefill_finished", time.monotonic())
         self._release_permit()

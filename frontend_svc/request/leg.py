@@ -65,7 +65,11 @@ class Leg:
 class RequestPorts(Protocol):
     """Actions of the machine. No call blocks; results arrive as events.
 
-    place: the result is `placed` or `placement_failed` of this attempt. submit: `leg` is the sink,
+    members: workers that serve the request's model and adapter, and those of them with an open
+    circuit. take_permit: of the migration limiter, for a retried attempt; if it returns False,
+    `place_again` follows. wait_for_worker: `place_again` follows when a worker appears or recovers,
+    at the latest at `until`; the permit is given back. place: the result is `placed` or
+    `placement_failed` of this attempt. submit: `leg` is the sink,
     never called from within `submit`. prefill_done: the first token is there. free: of the
     attempt's booking. emit_chunk: of the response to a pass-through body. wake_at: schedules
     `on_timer`, in place of the time set before. now: seconds, on the deadline's clock. take_retry:
@@ -75,6 +79,9 @@ class RequestPorts(Protocol):
     without an open stream.
     """
 
+    def members(self) -> tuple[frozenset[int], frozenset[int]]: ...
+    def take_permit(self) -> bool: ...
+    def wait_for_worker(self, until: float) -> None: ...
     def place(self, attempt: int, excluded: frozenset[int]) -> None: ...
     def submit(self, worker_id: int, leg_request: LegRequest, leg: Leg) -> None: ...
     def abort_leg(self, leg: Leg, reason: str) -> None: ...

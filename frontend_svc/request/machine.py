@@ -10,6 +10,11 @@ of prefill. The two are one transaction: if either fails, both end and the whole
 After the first token of decode this no longer holds: the prompt's KV has arrived, and a failure of
 prefill is ignored.
 
+A request that lacks a worker waits: if every worker of its model has an open circuit or failed it,
+or if the router refuses it for lack of one. It asks the router again when a worker appears or
+recovers, and at growing intervals, until it has waited `worker_wait_s`. A retried attempt also
+needs a permit of the migration limiter.
+
 The leg that computed the prompt reports `cached_tokens` when it ends. A response that is complete
 earlier (by decode, or by a stop string) waits USAGE_WAIT_S for this report.
 
@@ -47,7 +52,12 @@ from common.request.token_stream import LegChanges, LegRequest, Terminal
 from frontend_svc.errors import NOT_MIGRATABLE
 from frontend_svc.request.leg import Leg, RequestPorts
 from frontend_svc.request.leg_request import leg_changes, migration_blockers, remaining_tokens
-from frontend_svc.request.retry_policy import DRAINING
+from frontend_svc.request.retry_policy import (
+    DRAINING,
+    WORKER_WAIT_S,
+    ExclusionPolicy,
+    WorkerWait,
+)
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 
 # Failures of a leg that are the fault of the other leg's worker.
@@ -64,12 +74,23 @@ USAGE_WAIT_S = 0.2
 
 
 class RequestMachine:
-    """The state machine; see the module. rng: makes span ids, required when the plan is traced."""
+    """The state machine; see the module.
+
+    rng: makes span ids, required when the plan is traced.
+    worker_wait_s: how long the request waits while its model has no worker.
+    """
 
     # For mypyc: `_finish` deletes it.
     __deletable__ = ("_ports",)
 
-    def __init__(self, plan: RequestPlan, ports: RequestPorts, rng: Random | None = None) -> None:
+    def __init__(
+        self,
+        plan: RequestPlan,
+        ports: RequestPorts,
+        rng: Random | None = None,
+        *,
+        worker_wait_s: float = WORKER_WAIT_S,
+    ) -> None:
         self.plan = plan
         self.generated: list[int] = []
         self._chunks = 0
@@ -94,7 +115,12 @@ class RequestMachine:
         # Finish reason of a complete response that waits for the report of `cached_tokens`.
         self._pending_finish_reason: FinishReason | None = None
         self._usage_wait_until = 0.0
+        # Workers that failed the request, and those that the current attempt avoids.
         self._excluded: frozenset[int] = frozenset()
+        self._exclusions = ExclusionPolicy()
+        self._worker_wait_s = worker_wait_s
+        # None: the request has never waited.
+        self._worker_wait: WorkerWait | None = None
         self._worker_ids: list[int] = []
         self._cached_tokens: int | None = None
         self._decode_cached_tokens: int | None = None
@@ -108,8 +134,10 @@ class RequestMachine:
             self._start_attempt()
 
     def placed(self, attempt: int, placed: Decision, now: float) -> None:
-        if not self.is_awaiting_placement(attempt):
+        if not self._is_awaiting_placement(attempt):
             return  # freed when the attempt was abandoned
+        if self._worker_wait is not None:
+            self._worker_wait.end()
         if self.plan.is_embedding:
             placed = _prefill_only(placed)
         self._placed = placed
@@ -130,11 +158,21 @@ class RequestMachine:
                 self._submit_main("decode", now)
 
     def placement_failed(self, attempt: int, error: MeshError) -> None:
-        """Handles the router's refusal; nothing is booked."""
-        if not self.is_awaiting_placement(attempt):
+        """Handles the router's refusal; nothing is booked. If a worker may appear or recover, the
+        request waits."""
+        if not self._is_awaiting_placement(attempt):
             return
-        self._booked = False
-        self._finish(FinishReason.ERROR, error)
+        if self._exclusions.readmits_after(error):
+            if not self._wait_for_worker():
+                self._place()
+        elif not (self._exclusions.waits_after(error) and self._wait_for_worker()):
+            self._booked = False
+            self._finish(FinishReason.ERROR, error)
+
+    def place_again(self) -> None:
+        """Handles the end of a wait for a worker, or for a permit."""
+        if self._is_awaiting_placement(self.attempt):
+            self._place()
 
     def abort(self, reason: str = "client_gone") -> None:
         """Ends the request because the client does not need its result."""
@@ -347,7 +385,7 @@ class RequestMachine:
 
     # -- actions --------------------------------------------------------------------------------
 
-    def is_awaiting_placement(self, attempt: int) -> bool:
+    def _is_awaiting_placement(self, attempt: int) -> bool:
         is_placed = self._main_leg is not None or self._prefill_leg is not None
         return not self.is_finished and attempt == self.attempt and not is_placed
 
@@ -362,7 +400,27 @@ class RequestMachine:
         self._prefill_tokens, self._prefill_logprobs = [], []
         self._prefill_result, self._prefill_reported = None, False
         self._ports.wake_at(self.plan.deadline)
-        self._ports.place(self.attempt, self._excluded)
+        self._exclusions.start_attempt(self._excluded)
+        self._place()
+
+    def _place(self) -> None:
+        """Requests a placement, unless the attempt waits for a worker or for a permit."""
+        pool, open_circuits = self._ports.members()
+        if self._exclusions.must_wait(pool, open_circuits) and self._wait_for_worker():
+            return
+        if self.attempt and not self._ports.take_permit():
+            return
+        self._ports.place(self.attempt, self._exclusions.excluded())
+
+    def _wait_for_worker(self) -> bool:
+        """Whether the request waits for a worker: not if it has waited long enough."""
+        if self._worker_wait is None:
+            self._worker_wait = WorkerWait(self._worker_wait_s)
+        ask_again_at = self._worker_wait.ask_again_at(self._ports.now())
+        if ask_again_at is None:
+            return False
+        self._ports.wait_for_worker(ask_again_at)
+        return True
 
     def _await_acceptance(self, now: float, accept_timeout_s: float) -> None:
         self._submitted_at, self._accept_timeout_s = now, accept_timeout_s
@@ -427,6 +485,8 @@ class RequestMachine:
     def _report_prefill_done(self, attempt: int) -> None:
         if not self._prefill_reported:
             self._prefill_reported = True
+            if self._worker_wait is not None:
+                self._worker_wait.prefill_done()
             self._ports.prefill_done(attempt)
 
     def _abort_attempt(self, reason: str) -> None:

@@ -7,6 +7,7 @@ have a budget.
 - `RetryBudget`: retries after overload as a fraction of recent requests, per frontend.
 - `MigrationLimiter`: retried requests that compute their prompt at the same time, per worker.
 - `ExclusionPolicy`: which workers one request avoids, and whether it waits for a worker.
+- `WorkerWait`: when a waiting request asks the router again, and when its wait ends.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
 from common.errors import MeshError, Unavailable, WorkerLost
+from common.streams.backoff import Backoff
 
 K = TypeVar("K", bound=Hashable)
 
@@ -29,6 +31,12 @@ DRAINING = "DRAINING"
 # The router's reason if all workers that could serve the request are excluded.
 ALL_EXCLUDED = "ALL_EXCLUDED"
 NO_ROUTER = "NO_ROUTER"
+# How long a request waits for a worker, unless configured.
+WORKER_WAIT_S = 30.0
+# Interval at which a waiting request asks the router again; it doubles up to the maximum. A router
+# may see a worker later, or earlier, than this frontend.
+ASK_AGAIN_MIN_S = 0.1
+ASK_AGAIN_MAX_S = 3.0
 
 # Adapter -> available workers of a model that compute prompts and have it; "" counts all of them.
 WorkerCount = Callable[[str], int]
@@ -234,3 +242,31 @@ class ExclusionPolicy:
         if not isinstance(error, Unavailable) or error.field is not None:
             return False
         return error.reason != NO_ROUTER or bool(self._open_circuits)
+
+
+class WorkerWait:
+    """The waits of one request for a worker. longest_s: limit of one wait, which may consist of
+    several queries."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._ask_again = Backoff(ASK_AGAIN_MIN_S, ASK_AGAIN_MAX_S, None)
+        # None: the request does not wait.
+        self._until: float | None = None
+
+    def ask_again_at(self, now: float) -> float | None:
+        """Returns when to ask the router again, even if no worker appears before; None: the request
+        has waited long enough."""
+        if self._until is None:
+            self._until = now + self._longest_s
+        if now >= self._until:
+            return None
+        return min(now + self._ask_again.next_s(), self._until)
+
+    def end(self) -> None:
+        """Records a placement. A later wait has the whole time."""
+        self._until = None
+
+    def prefill_done(self) -> None:
+        """Records that a worker computed the prompt: the next interval is the shortest one."""
+        self._ask_again.reset()

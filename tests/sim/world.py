@@ -24,8 +24,8 @@ from common.request.placement import Decision
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest
 from common.runtime.tasks import TaskGroup
-from frontend_svc.request.gateway import WORKER_WAIT_S
 from frontend_svc.request.placement_request import PlacementKey
+from frontend_svc.request.retry_policy import WORKER_WAIT_S
 from frontend_svc.request.types import RequestOutcome
 from frontend_svc.workers.connection import IDLE_TIMEOUT_S
 from router_svc.app import TICK_S

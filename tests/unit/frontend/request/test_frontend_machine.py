@@ -51,6 +51,7 @@ from frontend_svc.errors import NOT_MIGRATABLE, http_error
 from frontend_svc.request.leg import Leg
 from frontend_svc.request.leg_request import migration_blockers
 from frontend_svc.request.machine import USAGE_WAIT_S, RequestMachine
+from frontend_svc.request.retry_policy import ALL_EXCLUDED, NO_ROUTER
 from frontend_svc.request.types import PassThroughPayload, RequestOutcome, RequestPlan
 from tests.kit.placements import decided
 
@@ -106,6 +107,24 @@ class Ports:
     lost: float = 0.0
     chunks: list[bytes] = field(default_factory=list)
     on_emit: Callable[[], None] | None = None
+    pool: frozenset[int] = frozenset()
+    open_circuits: frozenset[int] = frozenset()
+    has_permit: bool = True
+    permits: int = 0
+    waits: list[float] = field(default_factory=list)
+
+    def members(self) -> tuple[frozenset[int], frozenset[int]]:
+        self._check_open()
+        return self.pool, self.open_circuits
+
+    def take_permit(self) -> bool:
+        self._check_open()
+        self.permits += 1
+        return self.has_permit
+
+    def wait_for_worker(self, until: float) -> None:
+        self._check_open()
+        self.waits.append(until)
 
     def place(self, attempt: int, excluded: frozenset[int]) -> None:
         self._check_open()
@@ -202,9 +221,9 @@ class Fixture:
         return leg
 
 
-def begin(one: RequestPlan | None = None) -> Fixture:
+def begin(one: RequestPlan | None = None, worker_wait_s: float = 0.0) -> Fixture:
     ports = Ports()
-    fixture = Fixture(RequestMachine(one or plan(), ports), ports)
+    fixture = Fixture(RequestMachine(one or plan(), ports, worker_wait_s=worker_wait_s), ports)
     fixture.machine.start()
     return fixture
 
@@ -512,6 +531,125 @@ def test_a_retry_that_cannot_be_placed_ends_with_the_routers_error() -> None:
     assert fixture.ports.freed == [0]
 
 
+# Waiting for a worker; see also test_frontend_retry_policy.py
+
+NO_WORKER = Unavailable("no worker", 1.0)
+OTHERS_EXCLUDED = Unavailable("no other worker", reason=ALL_EXCLUDED)
+
+
+def test_a_request_without_a_worker_asks_again_at_growing_intervals_until_its_wait_ends() -> None:
+    fixture = begin(worker_wait_s=10.0)
+    machine, ports = fixture.machine, fixture.ports
+    for number in range(20):
+        machine.placement_failed(0, NO_WORKER)
+        if ports.outcomes:
+            break
+        assert len(ports.waits) == number + 1
+        ports.time = ports.waits[-1]
+        machine.place_again()
+        assert len(ports.places) == number + 2
+    assert ports.waits == pytest.approx([0.1, 0.3, 0.7, 1.5, 3.1, 6.1, 9.1, 10.0])
+    assert ports.outcome.error is NO_WORKER
+    assert ports.outcome.attempts == 1
+    assert ports.freed == []
+
+
+def test_while_every_worker_has_an_open_circuit_the_router_is_not_asked() -> None:
+    ports = Ports(pool=frozenset({1, 2}), open_circuits=frozenset({1, 2}))
+    machine = RequestMachine(plan(), ports, worker_wait_s=10.0)
+    machine.start()
+    assert (ports.places, ports.waits) == ([], [0.1])
+    ports.open_circuits = frozenset({2})
+    machine.place_again()
+    assert ports.places == [(0, frozenset({2}))]
+
+
+def test_after_its_wait_a_request_asks_the_router_whatever_the_circuits() -> None:
+    ports = Ports(pool=frozenset({1}), open_circuits=frozenset({1}))
+    machine = RequestMachine(plan(), ports, worker_wait_s=5.0)
+    machine.start()
+    ports.time = 5.0
+    machine.place_again()
+    assert ports.places == [(0, frozenset({1}))]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unavailable("no router", reason=NO_ROUTER),
+        Unavailable("no such worker", field="query.routing.worker"),
+        Overloaded(1.0),
+        InternalError("router"),
+    ],
+    ids=["no router", "a constraint of the request", "overload", "internal"],
+)
+def test_a_request_does_not_wait_if_no_new_worker_could_serve_it(error: MeshError) -> None:
+    fixture = begin(worker_wait_s=10.0)
+    fixture.machine.placement_failed(0, error)
+    assert fixture.ports.outcome.error is error
+    assert fixture.ports.waits == []
+
+
+def test_the_worker_that_failed_a_request_is_used_again_if_no_other_is_left() -> None:
+    fixture = begin(worker_wait_s=10.0)
+    ports = fixture.ports
+    ports.pool = frozenset({11, 12})
+    fixture.place(11).lost(LOST)
+    assert ports.places[-1] == (1, frozenset({11}))
+    fixture.machine.placement_failed(1, OTHERS_EXCLUDED)
+    assert ports.waits == [0.1]
+    fixture.machine.place_again()
+    assert ports.places[-1] == (1, frozenset())
+
+
+def test_after_its_wait_a_request_asks_at_once_for_a_worker_that_failed_it() -> None:
+    fixture = begin(worker_wait_s=0.0)
+    ports = fixture.ports
+    ports.pool = frozenset({11, 12})
+    fixture.place(11).lost(LOST)
+    fixture.machine.placement_failed(1, OTHERS_EXCLUDED)
+    assert ports.waits == []
+    assert ports.places[-1] == (1, frozenset())
+    fixture.machine.placement_failed(1, OTHERS_EXCLUDED)
+    assert ports.outcome.error is OTHERS_EXCLUDED
+
+
+def test_a_placement_ends_a_wait_and_a_computed_prompt_its_growth() -> None:
+    fixture = begin(worker_wait_s=1.0)
+    machine, ports = fixture.machine, fixture.ports
+    machine.placement_failed(0, NO_WORKER)
+    machine.place_again()
+    leg = fixture.place(11, now=0.9)
+    leg.lost(LOST)
+    machine.placement_failed(1, NO_WORKER)
+    assert ports.waits[-1] == pytest.approx(1.1), "the second interval, and a new wait"
+    machine.place_again()
+    fixture.run(12, [5], now=2.0).lost(LOST)
+    machine.placement_failed(2, NO_WORKER)
+    assert ports.waits[-1] == pytest.approx(2.1), "the first interval again"
+
+
+def test_a_retried_attempt_is_placed_only_with_a_permit() -> None:
+    fixture = begin()
+    ports = fixture.ports
+    assert ports.permits == 0, "a first attempt needs none"
+    ports.has_permit = False
+    fixture.place(11).lost(LOST)
+    assert [attempt for attempt, _ in ports.places] == [0]
+    ports.has_permit = True
+    fixture.machine.place_again()
+    assert [attempt for attempt, _ in ports.places] == [0, 1]
+
+
+def test_the_deadline_ends_a_wait_for_a_worker() -> None:
+    fixture = begin(worker_wait_s=1000.0)
+    fixture.machine.placement_failed(0, NO_WORKER)
+    fixture.machine.on_timer(DEADLINE)
+    assert isinstance(fixture.ports.outcome.error, DeadlineExceeded)
+    fixture.machine.place_again()
+    assert len(fixture.ports.places) == 1
+
+
 # Migration
 
 
@@ -747,7 +885,7 @@ def test_a_decode_leg_cancelled_at_its_worker_aborts_only_prefill() -> None:
 
 def unplaced() -> Fixture:
     ports = Ports()
-    return Fixture(RequestMachine(plan(), ports), ports)
+    return Fixture(RequestMachine(plan(), ports, worker_wait_s=0.0), ports)
 
 
 def submitted() -> Fixture:
@@ -814,6 +952,7 @@ def ends(
         machine.placed(attempt, decided(77), 1.0)
         machine.placement_failed(attempt, Unavailable("late"))
     machine.start()
+    machine.place_again()
     machine.abort()
     machine.stop()
     machine.fail(InternalError("late"), "late")

@@ -57,6 +57,15 @@ class Ports:
     may_retry: bool = True
     silent: dict[int, float] = field(default_factory=dict)
 
+    def members(self) -> tuple[frozenset[int], frozenset[int]]:
+        return frozenset(), frozenset()
+
+    def take_permit(self) -> bool:
+        return True
+
+    def wait_for_worker(self, until: float) -> None:
+        raise AssertionError("no request waits here")
+
     def place(self, attempt: int, excluded: frozenset[int]) -> None:
         assert not self.outcomes
         self.places.append((attempt, excluded))
