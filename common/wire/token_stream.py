@@ -19,7 +19,6 @@ from common.request.token_stream import (
     Rejected,
     RequestFrame,
     ResponseFrame,
-    Submit,
     Terminal,
 )
 from common.wire.errors import error_from_proto, error_to_proto
@@ -50,8 +49,8 @@ def request_frame_to_proto(frame: RequestFrame) -> engine_pb2.AttachRequest:
         message.hello.frontend_id = frame.hello.frontend_id
         message.hello.expected_worker_id = frame.hello.expected_worker_id
         message.hello.stream_seq = frame.hello.stream_seq
-    for submit in frame.submits:
-        _submit_to_proto(submit, message.submits.add())
+    for slot, leg_request in frame.submits:
+        _submit_to_proto(slot, leg_request, message.submits.add())
     for part in frame.prompt_parts:
         message.prompt_parts.add(slot=part.slot, offset=part.offset, token_ids_le=part.data)
     for abort in frame.aborts:
@@ -59,20 +58,18 @@ def request_frame_to_proto(frame: RequestFrame) -> engine_pb2.AttachRequest:
     return message
 
 
-def _submit_to_proto(submit: Submit, message: engine_pb2.Submit) -> None:
-    leg_request = submit.leg_request
-    message.slot = submit.slot
+def _submit_to_proto(slot: int, leg_request: LegRequest, message: engine_pb2.Submit) -> None:
+    message.slot = slot
     for name in ("request_id", "attempt", "traceparent", "span_id", "tenant"):
         setattr(message, name, getattr(leg_request, name))
     message.phase = _PHASE_TO_PROTO[leg_request.phase]
-    message.prompt_bytes = submit.prompt_bytes
+    message.prompt_bytes = leg_request.prompt_bytes
     if leg_request.timeout_s is not None:
         message.timeout_ms = max(1, round(min(leg_request.timeout_s * 1000, _TIMEOUT_MS_MAX)))
     if leg_request.priority is not None:
         message.priority = leg_request.priority
     if (request := leg_request.changed_request()) is not None:
         dataclass_to_proto(request, message.preprocessed)
-        message.preprocessed.token_ids_le = submit.prompt
     elif leg_request.chat_json is not None:
         message.chat_json = leg_request.chat_json
     elif leg_request.completion_json is not None:
@@ -80,7 +77,7 @@ def _submit_to_proto(submit: Submit, message: engine_pb2.Submit) -> None:
 
 
 def request_frame_from_proto(message: engine_pb2.AttachRequest) -> RequestFrame:
-    """Returns a frame from frontend to worker; `error` is set in a Submit that cannot be read."""
+    """Returns a frame from frontend to worker; `error` is set in a leg that cannot be read."""
     frame = RequestFrame(acked_bytes=message.acked_bytes, heartbeat=message.heartbeat)
     if message.HasField("hello"):
         hello = message.hello
@@ -93,15 +90,14 @@ def request_frame_from_proto(message: engine_pb2.AttachRequest) -> RequestFrame:
     return frame
 
 
-def _submit_from_proto(message: engine_pb2.Submit) -> Submit:
+def _submit_from_proto(message: engine_pb2.Submit) -> tuple[int, LegRequest]:
     try:
-        leg_request = _leg_request_from_proto(message)
+        return message.slot, _leg_request_from_proto(message)
     except InvalidRequest as error:
         # One invalid request must not end the stream of all others.
-        placeholder = LegRequest(message.request_id, message.attempt)
-        return Submit(message.slot, placeholder, prompt_bytes=message.prompt_bytes, error=error)
-    prompt = b"" if leg_request.request is None else leg_request.request.token_ids.little_endian
-    return Submit(message.slot, leg_request, prompt, message.prompt_bytes)
+        size = message.prompt_bytes
+        unreadable = LegRequest(message.request_id, message.attempt, prompt_bytes=size, error=error)
+        return message.slot, unreadable
 
 
 def _leg_request_from_proto(message: engine_pb2.Submit) -> LegRequest:
@@ -124,6 +120,7 @@ def _leg_request_from_proto(message: engine_pb2.Submit) -> LegRequest:
         chat_json=message.chat_json if payload == "chat_json" else None,
         completion_json=message.completion_json if payload == "completion_json" else None,
         phase=_PHASE_FROM_PROTO[message.phase],
+        prompt_bytes=message.prompt_bytes,
     )
 
 

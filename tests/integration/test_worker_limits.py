@@ -23,7 +23,6 @@ from common.request.token_stream import (
     LegRequest,
     PromptPart,
     RequestFrame,
-    Submit,
 )
 from common.rpc import channel as rpc
 from common.rpc.interceptors import OPEN_CALLS_MAX
@@ -97,10 +96,10 @@ class Attach:
         raise AssertionError("the stream ended without an error")
 
 
-def submit(slot: int, *token_ids: int, prompt_bytes: int = 0) -> Submit:
-    request = PreprocessedRequest(model="sim", token_ids=TokenIds.of(()))
-    prompt = PART if prompt_bytes else TokenIds.of(token_ids).little_endian
-    return Submit(slot, LegRequest(f"r{slot}", request=request), prompt, prompt_bytes)
+def submit(slot: int, *token_ids: int, prompt_bytes: int = 0) -> tuple[int, LegRequest]:
+    prompt = TokenIds(PART) if prompt_bytes else TokenIds.of(token_ids)
+    request = PreprocessedRequest(model="sim", token_ids=prompt)
+    return slot, LegRequest(f"r{slot}", request=request, prompt_bytes=prompt_bytes)
 
 
 @pytest.mark.slow

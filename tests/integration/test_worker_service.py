@@ -29,7 +29,7 @@ from common.kv.load import Load
 from common.registry.instances import Instance
 from common.registry.registry import Lease, MemoryRegistry, MemoryStore
 from common.request.preprocessed import FinishReason, StopConditions, TokenLogprob
-from common.request.token_stream import Hello, RequestFrame, Submit, Terminal
+from common.request.token_stream import Hello, RequestFrame, Terminal
 from common.rpc import channel as rpc
 from common.rpc.status import mesh_error_from_rpc
 from common.service.lifecycle import Lifecycle, ServiceInfo
@@ -585,11 +585,7 @@ async def test_a_request_that_arrives_as_its_stream_fails_leaves_no_state() -> N
     await until(lambda: len(reading) == 2, "the hello is read")
     # In this order in one loop turn, the slot's task is cancelled before its first step.
     failed.set_exception(WorkerLost("the wire broke", retryable=True))
-    came.set_result(
-        RequestFrame(
-            submits=[Submit(1, leg_request("good"), preprocessed_request().token_ids.little_endian)]
-        )
-    )
+    came.set_result(RequestFrame(submits=[(1, leg_request("good"))]))
     with pytest.raises(WorkerLost):
         await asyncio.wait_for(serving, WAIT_S)
     assert dict(runner.counters) == {"accepted": 1, "closed": 1}

@@ -15,6 +15,6 @@ from common.request.token_stream.frames import PROMPT_BYTES_MAX
 from common.request.token_stream.frames import PROMPT_PART_BYTES, AbortSlot, Hello, HelloAck
 from common.request.token_stream.frames import JsonChunk, LegChanges, LegRequest, LegSink
 from common.request.token_stream.frames import PromptPart, Rejected
-from common.request.token_stream.frames import RequestFrame, ResponseFrame, Submit, Terminal
+from common.request.token_stream.frames import RequestFrame, ResponseFrame, Terminal
 from common.request.token_stream.frontend import FrontendLink
 from common.request.token_stream.worker import ArrivingPrompts, StartSlot, WorkerLink

@@ -78,7 +78,7 @@ class LegChanges(TypedDict, total=False):
     mm_routing_info: None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LegRequest:
     """The work of one leg. Exactly one of `request`, `chat_json`, `completion_json` is set."""
 
@@ -96,9 +96,13 @@ class LegRequest:
     chat_json: bytes | None = None
     completion_json: bytes | None = None
     phase: str = ""
-    """"prefill", "decode", "embedding" (the prompt's vector is its one chunk), or ""."""
+    """One of "prefill", "decode", "embedding" (the prompt's vector is its one chunk) and ""."""
     changes: LegChanges = field(default_factory=LegChanges)
     """What differs from `request` in this leg. At a worker, `request` contains the changes."""
+    prompt_bytes: int = 0
+    """Size of the whole prompt if the token ids are its first part. 0: they are the whole."""
+    error: InvalidRequest | None = None
+    """Set if the request cannot be read: the worker rejects its slot, the stream goes on."""
 
     @property
     def prompt(self) -> bytes:
@@ -114,20 +118,11 @@ class LegRequest:
             return self.request
         return replace(self.request, **self.changes)
 
-
-@dataclass(slots=True)
-class Submit:
-    """A leg request with its slot and the first part of its prompt (u32 LE).
-
-    prompt_bytes: size of the whole prompt, 0 if `prompt` is the whole.
-    error: set if the request cannot be read; the worker rejects the slot, the stream goes on.
-    """
-
-    slot: int
-    leg_request: LegRequest
-    prompt: bytes = b""
-    prompt_bytes: int = 0
-    error: InvalidRequest | None = None
+    def with_first_part(self, size: int) -> LegRequest:
+        """Returns the leg with the first `size` bytes of its prompt."""
+        prompt = self.prompt
+        changes: LegChanges = {**self.changes, "token_ids": TokenIds(prompt[:size])}
+        return replace(self, changes=changes, prompt_bytes=len(prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +169,10 @@ class Terminal:
 
 @dataclass(slots=True)
 class RequestFrame:
-    """One frame from frontend to worker."""
+    """One frame from frontend to worker. submits: with the slot of each leg."""
 
     hello: Hello | None = None
-    submits: list[Submit] = field(default_factory=list)
+    submits: list[tuple[int, LegRequest]] = field(default_factory=list)
     prompt_parts: list[PromptPart] = field(default_factory=list)
     aborts: list[AbortSlot] = field(default_factory=list)
     acked_bytes: int = 0

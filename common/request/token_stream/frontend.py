@@ -21,7 +21,6 @@ from common.request.token_stream.frames import (
     PromptPart,
     RequestFrame,
     ResponseFrame,
-    Submit,
     protocol_violation,
     wrong_worker_error,
 )
@@ -79,7 +78,7 @@ class FrontendLink:
         self._open_legs: dict[int, _OpenLeg] = {}
         self._hello_pending = True
         self._last_framed_slot = 0
-        self._submits: deque[Submit] = deque()
+        self._submits: deque[tuple[int, LegRequest]] = deque()
         self._prompt_parts: deque[tuple[int, memoryview, int]] = deque()
         self._aborts: list[AbortSlot] = []
         self._consumed_bytes = self._acked_bytes = 0
@@ -102,9 +101,7 @@ class FrontendLink:
         self._last_slot += 1
         slot = self._last_slot
         self._open_legs[slot] = _OpenLeg(sink)
-        prompt = leg_request.prompt
-        prompt_bytes = len(prompt) if len(prompt) > PROMPT_PART_BYTES else 0
-        self._submits.append(Submit(slot, leg_request, prompt[:PROMPT_PART_BYTES], prompt_bytes))
+        self._submits.append((slot, leg_request))
         return slot
 
     def abort(self, slot: int, reason: str) -> None:
@@ -249,16 +246,18 @@ class FrontendLink:
         """Moves the submits that fit, at least one, to the frame; returns their bytes."""
         used = 0
         while self._submits:
-            submit = self._submits[0]
-            size = _submit_size(submit)
+            slot, leg_request = self._submits[0]
+            prompt = leg_request.prompt
+            size = _submit_size(leg_request, min(len(prompt), PROMPT_PART_BYTES))
             if used and used + size > FRAME_BYTES:
                 break
             used += size
-            self._last_framed_slot = submit.slot
-            frame.submits.append(self._submits.popleft())
-            if submit.prompt_bytes:
-                prompt = memoryview(submit.leg_request.prompt)
-                self._prompt_parts.append((submit.slot, prompt, len(submit.prompt)))
+            self._submits.popleft()
+            self._last_framed_slot = slot
+            if len(prompt) > PROMPT_PART_BYTES:
+                leg_request = leg_request.with_first_part(PROMPT_PART_BYTES)
+                self._prompt_parts.append((slot, memoryview(prompt), PROMPT_PART_BYTES))
+            frame.submits.append((slot, leg_request))
         return used
 
     def _frame_prompt_part(self, frame: RequestFrame) -> int:
@@ -285,7 +284,6 @@ class FrontendLink:
             leg.sink.lost(error)
 
 
-def _submit_size(submit: Submit) -> int:
-    leg_request = submit.leg_request
+def _submit_size(leg_request: LegRequest, prompt_bytes: int) -> int:
     passed_through = leg_request.chat_json or leg_request.completion_json or b""
-    return _SUBMIT_BYTES + len(submit.prompt) + len(passed_through)
+    return _SUBMIT_BYTES + prompt_bytes + len(passed_through)

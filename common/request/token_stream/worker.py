@@ -33,7 +33,6 @@ from common.request.token_stream.frames import (
     Rejected,
     RequestFrame,
     ResponseFrame,
-    Submit,
     Terminal,
     protocol_violation,
     wrong_worker_error,
@@ -152,8 +151,8 @@ class WorkerLink:
                 "b", f"{len(frame.submits)}/{SUBMITS_PER_FRAME_MAX} submits in one frame"
             )
         commands: list[StartSlot | AbortSlot] = []
-        for submit in frame.submits:
-            self._handle_submit(submit, now, commands)
+        for number, leg_request in frame.submits:
+            self._handle_submit(number, leg_request, now, commands)
         for part in frame.prompt_parts:
             self._handle_prompt_part(part, commands)
         for abort in frame.aborts:
@@ -168,38 +167,43 @@ class WorkerLink:
         self.hello, self._hello_ack_pending = hello, True
 
     def _handle_submit(
-        self, submit: Submit, now: float, commands: list[StartSlot | AbortSlot]
+        self,
+        number: int,
+        leg_request: LegRequest,
+        now: float,
+        commands: list[StartSlot | AbortSlot],
     ) -> None:
-        if submit.slot <= self._last_slot:
+        if number <= self._last_slot:
             raise protocol_violation(
-                "b", f"slot {submit.slot} is not above {self._last_slot}: never reuse one"
+                "b", f"slot {number} is not above {self._last_slot}: never reuse one"
             )
-        self._last_slot = submit.slot
-        error = submit.error
-        if submit.prompt_bytes > PROMPT_BYTES_MAX:
+        self._last_slot = number
+        prompt, prompt_bytes = leg_request.prompt, leg_request.prompt_bytes
+        error: MeshError | None = leg_request.error
+        if prompt_bytes > PROMPT_BYTES_MAX:
             error = PromptTooLong(
-                f"prompt too long: {submit.prompt_bytes // 4}/{PROMPT_BYTES_MAX // 4} tokens"
+                f"prompt too long: {prompt_bytes // 4}/{PROMPT_BYTES_MAX // 4} tokens"
             )
         if error is not None:
-            self._rejected.append(Rejected(submit.slot, error))
+            self._rejected.append(Rejected(number, error))
             return
-        is_in_parts = submit.prompt_bytes > len(submit.prompt) and submit.prompt_bytes % 4 == 0
-        if submit.prompt_bytes and not is_in_parts:
+        is_in_parts = prompt_bytes > len(prompt) and prompt_bytes % 4 == 0
+        if prompt_bytes and not is_in_parts:
             raise protocol_violation(
-                "g", f"slot {submit.slot}: prompt_bytes does not fit its first part"
+                "g", f"slot {number}: prompt_bytes does not fit its first part"
             )
-        timeout_s = submit.leg_request.timeout_s
+        timeout_s = leg_request.timeout_s
         slot = _Slot(
-            leg_request=submit.leg_request,
-            prompt_bytes=submit.prompt_bytes or len(submit.prompt),
+            leg_request=leg_request,
+            prompt_bytes=prompt_bytes or len(prompt),
             deadline=None if timeout_s is None else now + timeout_s,
         )
-        self._slots[submit.slot] = slot
-        if not submit.prompt_bytes:
+        self._slots[number] = slot
+        if not prompt_bytes:
             slot.state = _SlotState.STARTED
-            commands.append(StartSlot(submit.slot, submit.leg_request, submit.prompt))
+            commands.append(StartSlot(number, leg_request, prompt))
             return
-        self._keep_part(submit.slot, slot, submit.prompt)
+        self._keep_part(number, slot, prompt)
 
     def _handle_prompt_part(self, part: PromptPart, commands: list[StartSlot | AbortSlot]) -> None:
         if part.slot > self._last_slot:

@@ -16,7 +16,6 @@ from common.request.token_stream import (
     PromptPart,
     RequestFrame,
     StartSlot,
-    Submit,
     WorkerLink,
     worker,
 )
@@ -31,11 +30,10 @@ def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "ARRIVING_BYTES_MAX", OF_WORKER)
 
 
-def begun(slot: int, parts: int = 2) -> Submit:
+def begun(slot: int, parts: int = 2) -> tuple[int, LegRequest]:
     """A submit with the first of `parts` parts."""
-    request = PreprocessedRequest(model="m", token_ids=TokenIds.of(()))
-    leg_request = LegRequest("r", request=request)
-    return Submit(slot, leg_request, PART, prompt_bytes=parts * PROMPT_PART_BYTES)
+    request = PreprocessedRequest(model="m", token_ids=TokenIds(PART))
+    return slot, LegRequest("r", request=request, prompt_bytes=parts * PROMPT_PART_BYTES)
 
 
 def stream(arriving: ArrivingPrompts | None = None) -> WorkerLink:
@@ -71,7 +69,7 @@ def test_a_part_above_the_limit_rejects_its_prompt_and_later_parts_are_ignored()
         commands = link.receive(RequestFrame(prompt_parts=[part]), 0.0)
         if offset == 1:
             link.receive(RequestFrame(aborts=[AbortSlot(4, "test")]), 0.0)
-    assert commands == [StartSlot(2, begun(2).leg_request, 3 * PART)]
+    assert commands == [StartSlot(2, begun(2, 3)[1], 3 * PART)]
 
 
 @pytest.mark.parametrize("end", ["close", "abort", "deadline", "complete"])
@@ -102,7 +100,7 @@ def test_streams_share_the_limit_of_the_worker_until_their_prompts_end(end: str)
 
 def test_a_frame_of_too_many_submits_ends_the_stream() -> None:
     request = PreprocessedRequest(model="m", token_ids=TokenIds.of(()))
-    submits = [Submit(slot, LegRequest("r", request=request)) for slot in range(1, 2000)]
+    submits = [(slot, LegRequest("r", request=request)) for slot in range(1, 2000)]
     link = stream()
     link.receive(RequestFrame(submits=submits[:SUBMITS_PER_FRAME_MAX]), 0.0)
     with pytest.raises(MeshError, match="1025/1024 submits in one frame"):

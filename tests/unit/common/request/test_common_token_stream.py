@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -46,7 +46,6 @@ from common.request.token_stream import (
     RequestFrame,
     ResponseFrame,
     StartSlot,
-    Submit,
     Terminal,
     WorkerLink,
 )
@@ -269,7 +268,7 @@ def test_rule_b_slots_count_from_one_and_are_never_reused() -> None:
     assert pair.frontend.open_slots == 0
     assert pair.start()[0] == 3
     for reused in (0, 1, 3):
-        again = RequestFrame(submits=[Submit(reused, leg_request())])
+        again = RequestFrame(submits=[(reused, leg_request())])
         violation_of("b", functools.partial(pair.worker.receive, again, 0.0))
 
 
@@ -433,7 +432,7 @@ def test_rule_c_an_abort_never_overtakes_its_submit() -> None:
         pair.frontend.abort(slot, "client_gone")
     seen: set[int] = set()
     while (frame := pair.frontend.next_frame(0.0)) is not None:
-        seen |= {submit.slot for submit in frame.submits}
+        seen |= {slot for slot, _ in frame.submits}
         assert {abort.slot for abort in frame.aborts} <= seen
         commands = pair.worker.receive(frame, 0.0)
         for slot in [command.slot for command in commands if isinstance(command, AbortSlot)]:
@@ -469,7 +468,8 @@ def test_rule_c_an_abort_while_the_prompt_arrives_ends_the_slot_and_its_parts() 
 def test_rule_c_only_the_unreadable_submit_is_rejected() -> None:
     pair = open_pair()
     running, sink = pair.start()
-    submit = Submit(2, leg_request(), prompt_bytes=400_000, error=InvalidRequest("no", "payload"))
+    error = InvalidRequest("no", "payload")
+    submit = 2, replace(leg_request(), prompt_bytes=400_000, error=error)
     part = PromptPart(2, PROMPT_PART_BYTES, b"abcd")
     assert pair.worker.receive(RequestFrame(submits=[submit], prompt_parts=[part]), 0.0) == []
     frame = pair.worker.next_frame(0.0)
@@ -611,7 +611,7 @@ def test_rule_f_output_after_the_loss_of_the_stream_is_ignored() -> None:
     pair.worker.end(slot, FinishReason.CANCELLED)
     pair.worker.accept(2)
     pair.worker.reject(2, Overloaded())
-    assert pair.worker.receive(RequestFrame(submits=[Submit(3, leg_request())]), 0.0) == []
+    assert pair.worker.receive(RequestFrame(submits=[(3, leg_request())]), 0.0) == []
     assert pair.worker.next_frame(5.0) is None
     assert pair.worker.open_slots == 0
     pair.frontend.close(WorkerLost(retryable=True))
@@ -644,12 +644,12 @@ def test_rule_g_prompts_are_sent_in_parts_between_other_submits() -> None:
     pair.frontend.submit(leg_request(2, "short"), RecordingSink())
     first = pair.frontend.next_frame(0.0)
     assert first is not None
-    assert [submit.slot for submit in first.submits] == [1, 2]
-    assert len(first.submits[0].prompt) == PROMPT_PART_BYTES
+    assert [slot for slot, _ in first.submits] == [1, 2]
+    assert len(first.submits[0][1].prompt) == PROMPT_PART_BYTES
     commands = pair.worker.receive(first, 0.0)
     assert [command.slot for command in commands] == [2], "the short prompt does not wait"
     starts = pair.to_worker()
-    assert starts == [StartSlot(1, long, prompt_of(long))]
+    assert starts == [StartSlot(1, long.with_first_part(PROMPT_PART_BYTES), prompt_of(long))]
     assert all(len(part.data) <= PROMPT_PART_BYTES for part in first.prompt_parts)
     assert not pair.frontend._prompt_parts
 
@@ -669,8 +669,11 @@ def test_rule_g_long_prompts_take_turns() -> None:
 )
 def test_rule_g_a_prompt_of_any_length_arrives_whole(tokens: int) -> None:
     pair = open_pair()
-    pair.frontend.submit(leg_request(tokens), RecordingSink())
-    assert pair.to_worker() == [StartSlot(1, leg_request(tokens), prompt_of(leg_request(tokens)))]
+    whole = leg_request(tokens)
+    pair.frontend.submit(whole, RecordingSink())
+    is_in_parts = len(prompt_of(whole)) > PROMPT_PART_BYTES
+    framed = whole.with_first_part(PROMPT_PART_BYTES) if is_in_parts else whole
+    assert pair.to_worker() == [StartSlot(1, framed, prompt_of(whole))]
 
 
 def test_rule_g_frames_to_the_worker_respect_the_size_limit() -> None:
@@ -695,7 +698,7 @@ def test_rule_g_a_submit_larger_than_a_frame_is_sent_alone() -> None:
         pair.frontend.submit(LegRequest("r", chat_json=chat_json), RecordingSink())
     frames = []
     while (frame := pair.frontend.next_frame(0.0)) is not None:
-        frames.append([submit.slot for submit in frame.submits])
+        frames.append([slot for slot, _ in frame.submits])
     assert frames == [[1], [2], [3]]
 
 
@@ -735,7 +738,7 @@ def test_rule_g_a_worker_detects_invalid_prompt_parts(
 
 @pytest.mark.parametrize("prompt_bytes", [4, 8, 13])
 def test_rule_g_a_submit_with_contradicting_sizes_is_a_violation(prompt_bytes: int) -> None:
-    submit = Submit(1, leg_request(), b"a" * 8, prompt_bytes)
+    submit = 1, replace(leg_request(2), prompt_bytes=prompt_bytes)
     worker = open_pair().worker
     violation_of("g", lambda: worker.receive(RequestFrame(submits=[submit]), 0.0))
 
@@ -743,7 +746,7 @@ def test_rule_g_a_submit_with_contradicting_sizes_is_a_violation(prompt_bytes: i
 def test_rule_g_a_prompt_above_the_size_limit_is_rejected_before_it_is_read() -> None:
     pair = open_pair()
     pair.frontend.submit(leg_request(), RecordingSink())
-    submit = Submit(1, leg_request(), b"a" * 8, PROMPT_BYTES_MAX + 4)
+    submit = 1, replace(leg_request(2), prompt_bytes=PROMPT_BYTES_MAX + 4)
     more = PromptPart(1, 8, b"a" * 8)
     assert pair.worker.receive(RequestFrame(submits=[submit], prompt_parts=[more]), 0.0) == []
     frame = pair.worker.next_frame(0.0)

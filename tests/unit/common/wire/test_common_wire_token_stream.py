@@ -50,7 +50,6 @@ from common.request.token_stream import (
     RequestFrame,
     ResponseFrame,
     StartSlot,
-    Submit,
     Terminal,
     WorkerLink,
 )
@@ -135,10 +134,8 @@ def orders(draw: st.DrawFn) -> LegRequest:
 
 
 @st.composite
-def submits(draw: st.DrawFn) -> Submit:
-    one = draw(orders())
-    prompt = b"" if one.request is None else one.request.token_ids.little_endian
-    return Submit(draw(U64), one, prompt, draw(U64))
+def submits(draw: st.DrawFn) -> tuple[int, LegRequest]:
+    return draw(U64), replace(draw(orders()), prompt_bytes=draw(U64))
 
 
 TO_WORKER = st.builds(
@@ -311,11 +308,11 @@ def test_a_timeout_is_limited_to_the_range_of_the_wire_field(
     timeout_s: float, arrives: float
 ) -> None:
     one = LegRequest("r", timeout_s=timeout_s, chat_json=b"{}")
-    frame = to_worker_over_the_wire(RequestFrame(submits=[Submit(1, one)]))
-    assert frame.submits[0].leg_request.timeout_s == arrives
+    frame = to_worker_over_the_wire(RequestFrame(submits=[(1, one)]))
+    assert frame.submits[0][1].timeout_s == arrives
     endless = LegRequest("r", timeout_s=float("inf"), chat_json=b"{}")
-    frame = to_worker_over_the_wire(RequestFrame(submits=[Submit(1, endless)]))
-    assert frame.submits[0].leg_request.timeout_s == 4294967.295
+    frame = to_worker_over_the_wire(RequestFrame(submits=[(1, endless)]))
+    assert frame.submits[0][1].timeout_s == 4294967.295
 
 
 def readable(slot: int = 1) -> engine_pb2.Submit:
@@ -326,9 +323,7 @@ def readable(slot: int = 1) -> engine_pb2.Submit:
         sampling_options=SamplingOptions(),
         output_options=OutputOptions(),
     )
-    frame = RequestFrame(
-        submits=[Submit(slot, LegRequest("r", request=request), request.token_ids.little_endian)]
-    )
+    frame = RequestFrame(submits=[(slot, LegRequest("r", request=request))])
     return request_frame_to_proto(frame).submits[0]
 
 
@@ -346,7 +341,7 @@ def test_one_unreadable_submit_does_not_affect_the_others(field: str) -> None:
     message = engine_pb2.AttachRequest(submits=[unreadable()[field], readable(2)])
     message.hello.expected_worker_id = 7
     frame = request_frame_from_proto(message)
-    bad, good = frame.submits
+    (_, bad), (_, good) = frame.submits
     assert bad.error is not None
     assert bad.error.field == field
     assert good.error is None

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import WorkerLost
 from common.request.preprocessed import PreprocessedRequest, StopConditions, TokenIds
-from common.request.token_stream import Hello, LegRequest, RequestFrame, ResponseFrame, Submit
+from common.request.token_stream import Hello, LegRequest, RequestFrame, ResponseFrame
 from common.streams.silence import ATTACH
 from tests.sim.loop import run_virtually
 from worker_svc.engines.sim.config import SimConfig, SimModel
@@ -35,7 +35,7 @@ def frames_of_one_request(
         request = PreprocessedRequest(
             token_ids=PROMPT, stop_conditions=StopConditions(max_tokens=2, ignore_eos=True)
         )
-        submit = Submit(1, LegRequest("r", request=request), PROMPT.little_endian)
+        submit = 1, LegRequest("r", request=request)
         reads = iter([RequestFrame(hello=Hello(1, WORKER, 1)), RequestFrame(submits=[submit])])
         frames: list[tuple[float, ResponseFrame]] = []
         arrived_at = 0.0
