@@ -38,7 +38,8 @@ class Backlog:
         self.write_lock = asyncio.Lock()
 
     def is_too_large_by(self, unread: int) -> bool:
-        """Whether a client with `unread` tokens has more than its share of a full backlog."""
+        """Returns whether a client with `unread` tokens has more than its share of a full
+        backlog."""
         return self.tokens > self._tokens_max and unread * self.clients > self._tokens_max
 
 
@@ -211,7 +212,7 @@ class ResponseBuffer:
         self._in_backlog = unread
 
     def take(self) -> tuple[list[int], list[TokenLogprob]]:
-        """The unread tokens, and their log probabilities, if there are any."""
+        """Returns the unread tokens, and their log probabilities, if there are any."""
         unread, self._unread = self._unread, []
         logprobs = self._logprobs
         if logprobs:

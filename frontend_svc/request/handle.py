@@ -244,7 +244,8 @@ def _block_counter_of(query: Query) -> OutputBlockCounter:
 def _with_request_hints(
     placement: PlacementRequest, request: PreprocessedRequest
 ) -> PlacementRequest:
-    """The placement request with the request's hints for the router, where it has none itself."""
+    """Returns the placement request with the request's hints for the router, where it has none
+    itself."""
     query = placement.query
     override, expected = request.router_config_override, query.expected_output_tokens
     if query.routing is not None and expected is None:

@@ -47,8 +47,8 @@ def leg_changes(
 def _stop_conditions_left(
     request: PreprocessedRequest, generated: int, is_prefill: bool
 ) -> StopConditions:
-    """The stop conditions after `generated` tokens. A prefill leg has one token, which may be EOS
-    exactly if decode may end so."""
+    """Returns the stop conditions after `generated` tokens. A prefill leg has one token, which
+    may be EOS exactly if decode may end so."""
     stop, max_tokens = request.stop_conditions, remaining_tokens(request, generated)
     min_tokens = None if stop.min_tokens is None else max(0, stop.min_tokens - generated)
     if is_prefill:
@@ -57,13 +57,13 @@ def _stop_conditions_left(
 
 
 def remaining_tokens(request: PreprocessedRequest, generated: int) -> int | None:
-    """Output tokens left after `generated` ones; None without a limit."""
+    """Returns the output tokens left after `generated` ones; None without a limit."""
     limit = request.stop_conditions.max_tokens
     return None if limit is None else max(0, limit - generated)
 
 
 def worker_hints(routing: RoutingHints | None, dp_rank: int) -> RoutingHints | None:
-    """The hints that a worker reads, for the rank of its leg; None if there are none.
+    """Returns the hints that a worker reads, for the rank of its leg; None if there are none.
 
     The other hints chose the worker, which refuses them.
     """
@@ -78,12 +78,19 @@ def worker_hints(routing: RoutingHints | None, dp_rank: int) -> RoutingHints | N
 
 
 def migration_blockers(plan: RequestPlan) -> str:
-    """Why a started response cannot continue on another worker, "" if it can. It cannot if prompt
-    and generated tokens are not the whole state: several choices or beams, penalties (they count
-    output apart from the prompt; no engine takes an output prefix for them yet), custom logits
-    processors (their state), and prompt_embeds (a prompt that ids cannot extend). min_tokens is no
-    obstacle: it is reduced by the tokens generated. Nor is guided decoding: an engine that cannot
-    continue a constraint refuses its `prefix_tokens`."""
+    """Returns why a started response cannot continue on another worker, "" if it can.
+
+    It cannot if prompt and generated tokens are not the whole state:
+
+    - several choices or beams;
+    - penalties: they count output apart from the prompt, and no engine takes an output prefix for
+      them yet;
+    - custom logits processors, for their state;
+    - prompt_embeds, a prompt that ids cannot extend.
+
+    min_tokens is no obstacle: it is reduced by the tokens generated. Nor is guided decoding: an
+    engine that cannot continue a constraint refuses its `prefix_tokens`.
+    """
     if plan.body is not None:
         return "its pass-through body"
     if not plan.migratable:

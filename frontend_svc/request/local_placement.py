@@ -53,13 +53,13 @@ def has_workers(snapshot: Snapshot, query: Query) -> bool:
 
 
 def adapter_of(query: Query) -> str:
-    """The adapter that a query names, "" if none."""
+    """Returns the adapter that a query names, "" if none."""
     return (query.routing.lora_name or "") if query.routing is not None else ""
 
 
 def _restricts_workers(routing: RoutingHints) -> bool:
-    """Whether the hints exclude workers, other than those without the adapter. Priorities, expected
-    length, sessions and preferences exclude none."""
+    """Returns whether the hints exclude workers, other than those without the adapter.
+    Priorities, expected length, sessions and preferences exclude none."""
     constraints = routing.routing_constraints
     if constraints is not None and constraints.required_taints:
         return True

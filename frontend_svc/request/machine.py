@@ -200,7 +200,7 @@ class RequestMachine:
         self._await_usage(FinishReason.STOP)
 
     def _leg_reporting_usage(self) -> Leg | None:
-        """Leg expected to report `cached_tokens`, or None."""
+        """Returns the leg expected to report `cached_tokens`, or None."""
         leg = self._prefill_leg or self._main_leg
         if leg is None or self.plan.body is not None or self._cached_tokens is not None:
             return None
@@ -352,7 +352,7 @@ class RequestMachine:
         self._retry(error, "peer_failed")
 
     def _failed_worker(self, leg: Leg, error: MeshError) -> int:
-        """The worker to exclude from further attempts."""
+        """Returns the worker to exclude from further attempts."""
         placed = self._placed
         if error.reason not in PEER_FAULT_REASONS or placed is None or placed.prefill is None:
             return leg.worker_id
@@ -390,7 +390,7 @@ class RequestMachine:
         return not self.is_finished and attempt == self.attempt and not is_placed
 
     def _live_legs(self) -> list[Leg]:
-        """Live legs, prefill first: the order in which they are aborted."""
+        """Returns the live legs, prefill first: the order in which they are aborted."""
         legs = (self._prefill_leg, self._main_leg)
         return [leg for leg in legs if leg is not None and leg.is_live]
 
@@ -413,7 +413,7 @@ class RequestMachine:
         self._ports.place(self.attempt, self._exclusions.excluded())
 
     def _wait_for_worker(self) -> bool:
-        """Whether the request waits for a worker: not if it has waited long enough."""
+        """Returns whether the request waits for a worker: not if it has waited long enough."""
         if self._worker_wait is None:
             self._worker_wait = WorkerWait(self._worker_wait_s)
         ask_again_at = self._worker_wait.ask_again_at(self._ports.now())
@@ -443,7 +443,8 @@ class RequestMachine:
         self._submit(leg, changes, now)
 
     def _leg_changes(self, dp_rank: int, *, is_prefill: bool = False) -> LegChanges:
-        """What the next leg changes of the request, with the bootstrap and the trace link."""
+        """Returns what the next leg changes of the request, with the bootstrap and the trace
+        link."""
         assert self._placed is not None, "a leg follows a placement"
         if self.plan.body is not None:
             return {}
@@ -540,7 +541,8 @@ class RequestMachine:
 
 
 def _prefill_only(placed: Decision) -> Decision:
-    """The placement of an embedding: of a pair, the prefill worker, which computes the prompt."""
+    """Returns the placement of an embedding: of a pair, the prefill worker, which computes the
+    prompt."""
     prefill = placed.prefill
     if prefill is None:
         return placed

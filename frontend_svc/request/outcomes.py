@@ -15,8 +15,8 @@ from frontend_svc.request.types import RequestOutcome
 
 
 def merge_outcomes(outcomes: Sequence[RequestOutcome], choices_per_prompt: int) -> RequestOutcome:
-    """The sum of at least one outcome, in the order of the choices. A prompt counts once for its
-    consecutive choices; its first choice reports its cached tokens."""
+    """Returns the sum of at least one outcome, in the order of the choices. A prompt counts once
+    for its consecutive choices; its first choice reports its cached tokens."""
     first = outcomes[0]
     if len(outcomes) == 1:
         return first

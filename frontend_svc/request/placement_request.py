@@ -63,7 +63,8 @@ class PlacementRequest:
 def next_hashes(
     hasher: PrefixHasher | None, chain: ChainState, token_ids: TokenIds
 ) -> tuple[bytes, ChainState]:
-    """The hashes of the full blocks of a prompt after `chain`, and the state of the chain then.
+    """Returns the hashes of the full blocks of a prompt after `chain`, and the state of the
+    chain then.
     hasher: None: no hashes are added."""
     if hasher is None:
         return b"", chain

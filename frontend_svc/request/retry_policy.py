@@ -43,7 +43,8 @@ WorkerCount = Callable[[str], int]
 
 
 def is_worker_loss(error: MeshError) -> bool:
-    """Whether an attempt ended because its worker was lost or is draining, not by overload."""
+    """Returns whether an attempt ended because its worker was lost or is draining, not by
+    overload."""
     return isinstance(error, WorkerLost) or error.reason == DRAINING
 
 
@@ -69,7 +70,7 @@ class RetryBudget:
         self._requests[1] += 1
 
     def take(self, now: float, error: MeshError) -> bool:
-        """Whether a retry after `error` is allowed; if so, counts it."""
+        """Returns whether a retry after `error` is allowed; if so, counts it."""
         if is_worker_loss(error):
             self.granted += 1
             return True
@@ -151,7 +152,8 @@ class MigrationLimiter(Generic[K]):
     def request_permit(
         self, model: str, request: K, arrived_at: float, workers: WorkerCount, adapter: str = ""
     ) -> bool:
-        """Whether the request has a permit; if not, it is queued, and `release` grants it later.
+        """Returns whether the request has a permit; if not, it is queued, and `release` grants
+        it later.
         arrived_at: when the client sent the request, seconds."""
         queue = self._queues.setdefault(model, _ModelQueue())
         if request in queue.computing:
@@ -214,7 +216,8 @@ class ExclusionPolicy:
         self._failed = failed
 
     def must_wait(self, pool: frozenset[int], open_circuits: frozenset[int]) -> bool:
-        """Whether every worker that could serve the request has an open circuit, or has failed it.
+        """Returns whether every worker that could serve the request has an open circuit, or has
+        failed it.
         pool: workers that serve the request's model and adapter; open_circuits: a subset of it."""
         self._failed -= (self._open_circuits - open_circuits) & pool
         self._pool, self._open_circuits = pool, open_circuits
@@ -228,8 +231,8 @@ class ExclusionPolicy:
         return self._failed | self._open_circuits
 
     def readmits_after(self, error: MeshError) -> bool:
-        """Whether to ask the router again, after a wait, because workers that failed the request
-        are excluded and have a closed circuit: no other worker of their role is left."""
+        """Returns whether to ask the router again, after a wait, because workers that failed the
+        request are excluded and have a closed circuit: no other worker of their role is left."""
         readmitted = (self._failed & self._pool) - self._open_circuits
         if error.reason != ALL_EXCLUDED or not readmitted:
             return False
@@ -237,7 +240,7 @@ class ExclusionPolicy:
         return True
 
     def waits_after(self, error: MeshError) -> bool:
-        """Whether a worker that appears or recovers could serve the request that the router
+        """Returns whether a worker that appears or recovers could serve the request that the router
         refused with `error`. An error with a field is one of the request's own constraints."""
         if not isinstance(error, Unavailable) or error.field is not None:
             return False

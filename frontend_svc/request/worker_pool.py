@@ -40,19 +40,20 @@ class WorkerPool:
         return pool - open_circuits
 
     def count_available(self, model: str, adapter: str = "") -> int:
-        """Number of workers that compute prompts and have a closed circuit; see `members`."""
+        """Returns the number of workers that compute prompts and have a closed circuit; see
+        `members`."""
         serving_workers = serving(self._members.snapshot.serving(model), adapter)
         eligible = [i.id for i in serving_workers if i.role != "decode"]
         return len(eligible) - len(self._workers.excluded_workers(eligible))
 
     def address(self, worker_id: int, routers_address: str) -> str:
-        """Address of a worker, "" if it has left. routers_address: used for a worker that discovery
-        does not show yet; the router may see a new worker first."""
+        """Returns the address of a worker, "" if it has left. routers_address: used for a worker
+        that discovery does not show yet; the router may see a new worker first."""
         instance = self._members.snapshot.instances.get(worker_id)
         if instance is not None:
             return instance.stream_address
         return "" if self._members.has_left(worker_id) else routers_address
 
     def has_left(self, worker_id: int) -> bool:
-        """Whether a worker was in the mesh and is not any more."""
+        """Returns whether a worker was in the mesh and is not any more."""
         return self._members.has_left(worker_id)
