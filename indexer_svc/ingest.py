@@ -77,7 +77,7 @@ class Ingest:
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """Hold the lock; changes made inside are reported at the end."""
+        """Holds the lock; changes made inside are reported at the end."""
         async with self._lock:
             try:
                 yield
@@ -97,7 +97,7 @@ class Ingest:
                     self._begin_turn()
 
     async def tick(self, presence: WorkerPresence) -> None:
-        """Removes absent workers, update stale sources, enforce the budget, do deferred work."""
+        """Removes absent workers, updates stale sources, keeps the budget, does deferred work."""
         now = self._clock()
         async with self.exclusive():
             self._forget_gone(presence, now)

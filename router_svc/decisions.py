@@ -262,7 +262,7 @@ class Decisions:
         traceparent: str,
         laps_s: Sequence[float],
     ) -> None:
-        """Measures and trace a decision. laps_s: as `Metrics.placed` takes them."""
+        """Measures and traces a decision. laps_s: as `Metrics.placed` takes them."""
         try:
             self._metrics.decided("placed", laps_s[-1])
             self._metrics.placed(query, record, laps_s)

@@ -32,7 +32,7 @@ class FrameWriter(Generic[FrameT]):
         self._frame_taken: asyncio.Event | None = None
 
     def wake(self) -> None:
-        """Calls it when a frame may be due."""
+        """Makes `run` request a frame: call it when one may be due."""
         self._is_awake = True
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
