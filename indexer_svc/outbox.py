@@ -6,7 +6,7 @@ import asyncio
 
 from common.kv.events import Source, SourcePosition
 from common.kv.index_feed import ResendRequest
-from common.streams.writer import FrameWriter
+from common.streams.writer import TIMER_RESOLUTION_S, FrameWriter
 from common.wire.kv import source_state_to_proto
 from kvmesh.indexer.v1 import indexer_pb2
 
@@ -51,7 +51,8 @@ class PublisherOutbox:
         if not (self._resends or self._shrink_blocks):
             if not self._acked:
                 return None
-            if self._now() < self._acks_due_at and not self.writer.is_closed:
+            is_due = self._now() > self._acks_due_at - TIMER_RESOLUTION_S
+            if not is_due and not self.writer.is_closed:
                 self.writer.wake_at(self._acks_due_at)
                 return None
         frame = indexer_pb2.PublishResponse(

@@ -94,5 +94,5 @@ class SilenceWatch:
         """Raises as `check`, while `is_due` returns that a message of the peer is due."""
         while True:
             await asyncio.sleep(TICK_S)
-            if is_due():
+            if self.silent_s > self.limit_s and is_due():
                 self.check()

@@ -7,12 +7,16 @@ consists of is queued by its user, which calls `wake` after each change.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from common.runtime.tasks import TaskGroup
 
 FrameT = TypeVar("FrameT")
+
+# Event loops round the delays of timers to milliseconds, so that one may fire this much early.
+TIMER_RESOLUTION_S = 0.001
 
 
 class FrameWriter(Generic[FrameT]):
@@ -26,7 +30,10 @@ class FrameWriter(Generic[FrameT]):
         self.error = None
         self._next_frame = next_frame
         self._is_closed = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        # Of the timer. It is kept here, since uvloop returns a handle without a time for a delay
+        # below a millisecond.
+        self._timer_at = math.inf
         self._is_awake = False
         self._waiter: asyncio.Future[None] | None = None
         self._frame_taken: asyncio.Event | None = None
@@ -39,12 +46,14 @@ class FrameWriter(Generic[FrameT]):
             waiter.set_result(None)
 
     def wake_at(self, at: float) -> None:
-        """Calls `wake` at a loop time, or at an earlier one set before, unless a frame is built
-        first."""
-        if self._timer is not None:
-            if self._timer.when() <= at:
-                return
-            self._timer.cancel()
+        """Calls `wake` at a loop time, or at an earlier one set before.
+
+        The next call of `next_frame` cancels it: one that returns None sets it again.
+        """
+        if at >= self._timer_at:
+            return
+        self._cancel_timer()
+        self._timer_at = at
         self._timer = asyncio.get_running_loop().call_at(at, self.wake)
 
     @property
@@ -106,4 +115,4 @@ class FrameWriter(Generic[FrameT]):
     def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+            self._timer, self._timer_at = None, math.inf

@@ -25,7 +25,7 @@ from common.streams.backoff import Backoff
 from common.streams.peer import SilenceWatch, keep_connected
 from common.streams.silence import SESSION
 from common.streams.stall_clock import never_stalled
-from common.streams.writer import FrameWriter
+from common.streams.writer import TIMER_RESOLUTION_S, FrameWriter
 from common.wire.errors import error_from_proto
 from common.wire.preprocessed import dataclass_from_proto
 from frontend_svc.request.placement_request import PlacementCallback, PlacementKey, PlacementRequest
@@ -58,8 +58,6 @@ HOME_RETURN_JITTER_S = 1.0
 HOME_PROBE_TIMEOUT_S = 1.0
 # Between frames with nothing but changes of bookings.
 CHANGE_SPACING_S = 0.01
-# Of timers: one may end earlier by as much.
-TIMER_RESOLUTION_S = 0.001
 _HOME_ROUTER_REACHABLE = "HOME"
 
 log = structlog.get_logger()
@@ -279,8 +277,9 @@ class RouterClient:
             self._remove_pending(result.id, pending)
             pending.callback(error)
             return
-        self._remove_pending(result.id, pending)
+        # Read first: if it is invalid, the query stays for the next session.
         decision = dataclass_from_proto(Decision, result.decision)
+        self._remove_pending(result.id, pending)
         if not pending.request.is_query_only:
             self._held_bookings.add(pending.key, pending.request.query, decision)
         pending.callback(decision)

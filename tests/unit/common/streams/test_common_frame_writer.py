@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+import uvloop
 
 from common.errors import Conflict, Unavailable
 from common.streams.writer import FrameWriter
@@ -184,3 +185,23 @@ async def test_a_failed_write_ends_the_writer_and_the_reader() -> None:
     with pytest.raises(Unavailable, match="the peer has left"):
         # Sleep: a stream that does not end by itself.
         await asyncio.wait_for(queue.writer.serve(asyncio.sleep(60), write), 1.0)
+
+
+def test_wake_ups_that_are_due_already_work_on_the_loop_of_the_services() -> None:
+    """uvloop calls back at once instead of setting a timer for a delay below a millisecond."""
+
+    async def script() -> list[list[int]]:
+        queue = Queue()
+        running = asyncio.create_task(queue.writer.run(queue.write))
+        await run_tasks()
+        queue.numbers.append(1)
+        now = asyncio.get_running_loop().time()
+        for at in (now - 0.1, now - 0.2, now - 0.1, now + 60.0):
+            queue.writer.wake_at(at)
+        await run_tasks()
+        queue.writer.close()
+        await running
+        return queue.written
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(script()) == [[1]]
