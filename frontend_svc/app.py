@@ -241,7 +241,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._stored_responses,
             self._readiness,
             _unchanged if siblings is None else siblings.combine,
-            partial(generate_latest if siblings is None else siblings.encode, metrics),
+            partial(generate_latest, metrics) if siblings is None else siblings.encode,
         )
 
     def _instance(self) -> Instance:

@@ -269,7 +269,7 @@ def check_open_host(host: str, security: Security) -> None:
 
 
 def _server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
-    """Returns they require a certificate of clients, and follow the files."""
+    """Returns credentials that require a certificate of clients, and follow the files."""
     used = files.newest()
 
     # In each handshake, in a thread of grpc.

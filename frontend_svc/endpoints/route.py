@@ -6,14 +6,18 @@ spans, errors and the OpenAPI document derive from it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel
 
 from common.api_keys import Permission
 from frontend_svc.errors import OPENAI_ERRORS, ErrorForm
+
+# A parameter in a path: `{name}` is one segment, `{name:path}` the rest.
+PATH_PARAMETER: Final = re.compile(r"\{(\w+)(:path)?\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

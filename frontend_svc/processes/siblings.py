@@ -69,7 +69,7 @@ class Siblings:
             self._server.close()
             await asyncio.to_thread(self._write_counts)
 
-    def encode(self, _: CollectorRegistry) -> bytes:
+    def encode(self) -> bytes:
         """Returns the metrics of all processes as Prometheus text. Blocks for ANSWER_TIMEOUT_S
         if a process hangs; then its counts are those of the scrape before."""
         processes: list[list[Family]] = [json.loads(self._write_counts())]

@@ -63,36 +63,60 @@ class Leg:
 
 
 class RequestPorts(Protocol):
-    """Actions of the machine. No call blocks; results arrive as events.
+    """Actions of the machine. No call blocks; results arrive as events."""
 
-    members: workers that serve the request's model and adapter, and those of them with an open
-    circuit. take_permit: of the migration limiter, for a retried attempt; if it returns False,
-    `place_again` follows. wait_for_worker: `place_again` follows when a worker appears or recovers,
-    at the latest at `until`; the permit is given back. place: the result is `placed` or
-    `placement_failed` of this attempt. submit: `leg` is the sink,
-    never called from within `submit`. prefill_done: the first token is there. free: of the
-    attempt's booking. emit_chunk: of the response to a pass-through body. wake_at: schedules
-    `on_timer`, in place of the time set before. now: seconds, on the deadline's clock. take_retry:
-    whether the retry budget allows a retry after this error; if so, counts it. has_left: whether
-    the worker has left the mesh. stalled_s: seconds for which this process has stalled, see
-    `common/streams/stall_clock.py`. silent_s: seconds since the last frame of the worker; infinite
-    without an open stream.
-    """
+    def members(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Returns the workers that serve the request's model and adapter, and those of them with
+        an open circuit."""
 
-    def members(self) -> tuple[frozenset[int], frozenset[int]]: ...
-    def take_permit(self) -> bool: ...
-    def wait_for_worker(self, until: float) -> None: ...
-    def place(self, attempt: int, excluded: frozenset[int]) -> None: ...
-    def submit(self, worker_id: int, leg_request: LegRequest, leg: Leg) -> None: ...
-    def abort_leg(self, leg: Leg, reason: str) -> None: ...
-    def prefill_done(self, attempt: int) -> None: ...
-    def free(self, attempt: int) -> None: ...
-    def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None: ...
-    def emit_chunk(self, json: bytes) -> None: ...
-    def finish(self, outcome: RequestOutcome) -> None: ...
-    def wake_at(self, at: float) -> None: ...
-    def now(self) -> float: ...
-    def take_retry(self, error: MeshError) -> bool: ...
-    def has_left(self, worker_id: int) -> bool: ...
-    def stalled_s(self) -> float: ...
-    def silent_s(self, worker_id: int) -> float: ...
+    def take_permit(self) -> bool:
+        """Takes a permit of the migration limiter, for a retried attempt; if it returns False,
+        `place_again` follows."""
+
+    def wait_for_worker(self, until: float) -> None:
+        """Gives the permit back; `place_again` follows when a worker appears or recovers, at the
+        latest at `until`."""
+
+    def place(self, attempt: int, excluded: frozenset[int]) -> None:
+        """Requests a placement: `placed` or `placement_failed` of this attempt follows."""
+
+    def submit(self, worker_id: int, leg_request: LegRequest, leg: Leg) -> None:
+        """Sends the leg to its worker. `leg` is the sink, never called from within `submit`."""
+
+    def abort_leg(self, leg: Leg, reason: str) -> None:
+        """Ends a leg whose result is not needed."""
+
+    def prefill_done(self, attempt: int) -> None:
+        """Reports to the router that the first token is there."""
+
+    def free(self, attempt: int) -> None:
+        """Frees the attempt's booking."""
+
+    def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        """Passes tokens on to the client."""
+
+    def emit_chunk(self, json: bytes) -> None:
+        """Passes on a chunk of the response to a pass-through body."""
+
+    def finish(self, outcome: RequestOutcome) -> None:
+        """Ends the request for its client, once."""
+
+    def wake_at(self, at: float) -> None:
+        """Schedules `on_timer`, in place of the time set before."""
+
+    def now(self) -> float:
+        """Returns seconds on the deadline's clock."""
+
+    def take_retry(self, error: MeshError) -> bool:
+        """Returns whether the retry budget allows a retry after this error; if so, counts it."""
+
+    def has_left(self, worker_id: int) -> bool:
+        """Returns whether the worker has left the mesh."""
+
+    def stalled_s(self) -> float:
+        """Returns the seconds for which this process has stalled; see
+        `common/streams/stall_clock.py`."""
+
+    def silent_s(self, worker_id: int) -> float:
+        """Returns the seconds since the last frame of the worker; infinite without an open
+        stream."""

@@ -157,7 +157,7 @@ class InputTokensEndpoint(PostEndpoint[ChatRequest]):
 
 
 class StoredResponseHandlers:
-    """Read and delete stored responses."""
+    """The handlers that read and delete stored responses."""
 
     def __init__(self, stored: StoredResponses | None) -> None:
         """

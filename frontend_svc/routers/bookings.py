@@ -90,7 +90,7 @@ class HeldBookings:
         self._record(self._unsent_frees, key)
 
     def begin_session(self) -> Iterable[router_pb2.Booking]:
-        """Returns a session opens; returns all bookings, the first thing to send."""
+        """Records that a session opens; returns all bookings, the first thing to send."""
         self._unsent_prefills_done, self._unsent_frees = [], []
         self._unsent_outputs.clear()
         self._renewed_at = dict.fromkeys(self._bookings, self._now())

@@ -121,8 +121,8 @@ class RouterMonitor:
     def unknown_reported(
         self, pending: PendingPlacement, now: RunningTime, *, has_other_router: bool, rng: Random
     ) -> float:
-        """Returns the router reported a served model as unknown; returns when to repeat the
-        query. The result is a loop time. The router may see the workers at any moment, or
+        """Records that the router reported a served model as unknown; returns when to repeat the
+        query, a loop time. The router may see the workers at any moment, or
         another router may have seen them."""
         if pending.unknown_since is None or not pending.is_reported_unknown(now):
             pending.unknown_since = now

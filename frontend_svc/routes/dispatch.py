@@ -20,13 +20,12 @@ from frontend_svc.edge.asgi import (
 )
 from frontend_svc.edge.error_response import send_error
 from frontend_svc.endpoints.plain import PATH_PARAMETERS
-from frontend_svc.endpoints.route import Route
+from frontend_svc.endpoints.route import PATH_PARAMETER, Route
 from frontend_svc.errors import OPENAI_ERRORS, ErrorForm
 
 _METRICS_KEY_REFUSAL = (
     b'{"error": {"message": "the metrics key is required: authorization: Bearer ..."}}'
 )
-_PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
 
 
 class Dispatcher:
@@ -88,7 +87,7 @@ class Dispatcher:
 def path_pattern(path: str) -> re.Pattern[str]:
     """Returns the pattern of a route's path, whose groups are its parameters."""
     pattern, end = "", 0
-    for match in _PARAMETER.finditer(path):
+    for match in PATH_PARAMETER.finditer(path):
         pattern += re.escape(path[end : match.start()])
         pattern += f"(?P<{match[1]}>{'(?s:.*)' if match[2] else '[^/]+'})"
         end = match.end()

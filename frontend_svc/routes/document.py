@@ -6,14 +6,13 @@ the server accepts. Rules that no schema can state (combinations of fields) are 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from frontend_svc.endpoints.route import Operation, Route
+from frontend_svc.endpoints.route import PATH_PARAMETER, Operation, Route
 
 # Any, here and below: JSON.
 Json = Mapping[str, Any]
@@ -23,7 +22,6 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 _EMPTY_BRANCHES: Final[tuple[Json, ...]] = ({}, {"enum": [None]})
 _COMPONENT: Final = "#/components/schemas/{model}"
-_PATH_PARAMETER: Final = re.compile(r"\{(\w+)(:path)?\}")
 
 
 def api_document(routes: Iterable[Route], *, version: str) -> dict[str, Any]:
@@ -36,7 +34,7 @@ def api_document(routes: Iterable[Route], *, version: str) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         schemas = [references[body, "validation"] for body in route.operation.bodies]
-        path = _PATH_PARAMETER.sub(r"{\1}", route.path)
+        path = PATH_PARAMETER.sub(r"{\1}", route.path)
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, schemas)
     return {
         "openapi": OPENAPI_VERSION,
@@ -81,7 +79,7 @@ def _operation(route: Route, path: str, body_schemas: Sequence[Json]) -> dict[st
 
 
 def _path_parameters(path: str) -> Iterator[Json]:
-    for name, _ in _PATH_PARAMETER.findall(path):
+    for name, _ in PATH_PARAMETER.findall(path):
         schema = {"type": "string"}
         yield {"name": name, "in": "path", "required": True, "schema": schema}
 

@@ -418,7 +418,7 @@ class LoadTracker:
         return len(unrenewed)
 
     def _drop_and_notify(self, entry: _BookingEntry) -> None:
-        """Drops a booking; peers notice its end themselves, except for bookings owned here."""
+        """Drops a booking; peers detect its end, except for bookings owned here."""
         self._drop(entry)
         self._notify_peers(entry)
 

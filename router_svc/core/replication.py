@@ -422,8 +422,8 @@ class Replica:
         self._snapshot_bookings.pop(router_id, None)
 
     def stream_closed(self, router_id: int, stream: int, now: float) -> int:
-        """Returns a peer's stream ended; returns how many bookings it reported. 0 for a replaced
-        stream."""
+        """Records the end of a peer's stream; returns how many bookings it reported. 0 for a
+        replaced stream."""
         if not self.is_current(router_id, stream):
             return 0
         peer_state = self._peer_states.pop(router_id)

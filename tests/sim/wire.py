@@ -183,9 +183,6 @@ class _PublishCall:
     async def done_writing(self) -> None:
         self._end.half_close()
 
-    def done(self) -> bool:
-        return not self._end.is_open
-
     async def __aiter__(self) -> AsyncIterator[indexer_pb2.PublishResponse]:
         while (message := await self._end.read()) is not None:
             yield indexer_pb2.PublishResponse.FromString(message)

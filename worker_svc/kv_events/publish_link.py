@@ -67,9 +67,6 @@ class PublishCall(Protocol):
     async def done_writing(self) -> None:
         """Half-closes the stream."""
 
-    def done(self) -> bool:
-        """Returns whether the call has ended."""
-
     def __aiter__(self) -> AsyncIterator[indexer_pb2.PublishResponse]:
         """Yields the indexer's responses until it ends the stream."""
 

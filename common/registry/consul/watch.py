@@ -93,6 +93,7 @@ class NamespaceView:
         if self._follow_task is not None and self._follow_task.done():
             self._follow_task.result()
 
+    # Not keep_connected: each query continues the one before, and also idle ones are spaced.
     async def _follow(self) -> None:
         index = self._index
         backoff = Backoff(BACKOFF_S, BACKOFF_MAX_S, self._rng)

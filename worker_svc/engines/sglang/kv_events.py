@@ -61,9 +61,10 @@ BUFFERED_BATCHES: Final = 10_000
 SOCKET_QUEUE_MIN: Final = 1_000
 # Idle time after which the latest batches are requested.
 IDLE_S: Final = 1.0
-# Time between two connections; it grows to the longer one while reading fails.
+# Time between two connections.
 RECONNECT_INTERVAL_S: Final = 0.1
-RECONNECT_INTERVAL_MAX_S: Final = 1.0
+# After a failure of the reader, which counts as a loss of events.
+FAILURE_PAUSE_S: Final = 1.0
 # Time without a message after which a replay is abandoned. SGLang serves replay requests between
 # batches, at least every 0.1 s.
 REPLAY_TIMEOUT_S: Final = 5.0
@@ -189,7 +190,7 @@ class KvEventReader:
         self._now = asyncio.get_running_loop().time
         self._slice_started_at = self._now()
         self._decode = msgspec.msgpack.Decoder().decode
-        self._backoff = Backoff(RECONNECT_INTERVAL_S, RECONNECT_INTERVAL_MAX_S, None)
+        self._backoff = Backoff(FAILURE_PAUSE_S, FAILURE_PAUSE_S, None)
 
     async def run(self) -> None:
         """Reads until cancelled; a failure counts as a loss, after which it starts over."""
@@ -203,8 +204,8 @@ class KvEventReader:
     async def _connect(self, context: zmq.asyncio.Context) -> bool:
         with suppress(_Reconnect):
             await self._read_connection(context)
-        self._backoff.reset()
-        return False
+        await asyncio.sleep(RECONNECT_INTERVAL_S)
+        return True
 
     async def _read_connection(self, context: zmq.asyncio.Context) -> None:
         """Reads one connection until it ends. Batches that still wait then are discarded."""
