@@ -62,8 +62,10 @@ class EngineWatch:
         self._ranks: dict[int, _RankWatch] = {}
 
     def received(self, loads: Sequence[Load], now: float) -> EngineProgress:
-        """Returns a heartbeat came; returns the most urgent progress of its ranks. now: loop
-        time without stalls, seconds."""
+        """Records a heartbeat; returns the most urgent progress of its ranks.
+
+        now: loop time without stalls, seconds.
+        """
         return max(
             (
                 self._ranks.setdefault(load.dp_rank, _RankWatch()).received(load, now)
