@@ -93,9 +93,8 @@ bench-router: compiled ## Router: decisions in process, sessions through the ser
 bench-mesh: $(VENV)/.dev ## Routing policies on a real mesh of 8 sim workers and in replay, 7 minutes; last line is JSON
 	$(BIN)/python -m bench.bench_mesh $(ARGS)
 
-# Two commits are compared as they are.
 bench-gateway: compiled ## Token path figures: DYNAMO_PYTHON=..., ARGS='--full', '--against COMMIT'; last line is JSON
-	cd $(if $(findstring --against,$(ARGS)),.,build/compiled) && PYTHONPATH=protos:. python -m bench.gateway $(ARGS)
+	cd build/compiled && PYTHONPATH=protos:. python -m bench.gateway $(ARGS)
 
 bench-replay: $(VENV)/.runtime ## Routing policies on ten workloads in virtual time, six to ten minutes; last line is JSON
 	$(BIN)/python -m bench.bench_replay $(ARGS)

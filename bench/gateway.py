@@ -1,6 +1,7 @@
 """The token path under load: frontend, router, indexer and two sim workers against bench/loadgen.c.
 
-usage: python -m bench.gateway [--full] [--seconds 4] [--repeat 3] [--out FILE] [--against COMMIT]
+usage: python -m bench.gateway [--full] [--seconds 4] [--repeat 3] [--out FILE]
+                               [--against COMMIT [--self]]
                                [--concurrency 1,16,64,256] [--modes burst,paced,burst-unary,real]
                                [--shape agg|pd] [--selector kv|round_robin|...] [--isl N] [--osl N]
                                [--shared N]
@@ -17,7 +18,8 @@ its own model. agg: two aggregated workers; pd: one prefill and one decode worke
 --against also starts a mesh of that commit, from a folder of its own and with the same Python
 environment, and loads the two meshes in turns (A B, B A, ...). It reports the median ratio, this
 tree to COMMIT, of throughput, of TTFT and of the CPU time per token. The default load is then
-burst at 64 connections and paced at 32.
+burst at 64 connections and paced at 32. The commit is compiled if this tree is. --self starts
+COMMIT a second time: the ratios of COMMIT to itself show how much of a difference is noise.
 
 With DYNAMO_PYTHON, the Python of an environment with ai-dynamo, it also starts Dynamo (KV router,
 mocker with two workers) with its default tokenizer and with fastokens, and loads the three in
@@ -57,7 +59,7 @@ from bench.measure import (
     spread,
 )
 from bench.stacks import ROLES, await_response, dynamo, mesh, suspended
-from bench.trees import commit_tree
+from bench.trees import commit_tree, is_compiled
 
 ISL, OSL = 512, 128
 # name: (flags of the sim, streaming)
@@ -122,6 +124,8 @@ FIGURES = {
     "gateway_cpu": Figure("gateway_cpu"),
     "mesh_cpu": Figure("mesh_cpu"),
 }
+# After the name of a commit: its second mesh.
+AGAIN = " again"
 MESH_GATEWAY = ("frontend", "router", "indexer")
 DYNAMO_RATIOS = {
     "burst_c64_tok_s_ratio": ("burst", 64, "tokens_per_s"),
@@ -199,6 +203,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--isl", type=int, default=ISL)
     parser.add_argument("--osl", type=int, default=OSL)
     parser.add_argument("--against", metavar="COMMIT", help="also run COMMIT and report ratios")
+    parser.add_argument("--self", action="store_true", help="also COMMIT against itself")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.repeat is None:
@@ -243,8 +248,11 @@ def main() -> None:
         )
         stacks = [_mesh_stack(args, "kvmesh", ROOT)]
         if args.against:
-            root = exit_stack.enter_context(commit_tree(args.against))
-            stacks.append(_mesh_stack(args, args.against[:12], root))
+            compiled = is_compiled(ROOT)
+            root = exit_stack.enter_context(commit_tree(args.against, compiled=compiled))
+            commit = args.against[:12]
+            names = [commit, f"{commit}{AGAIN}"] if args.self else [commit]
+            stacks += [_mesh_stack(args, name, root) for name in names]
         if dynamo_python:
             # Without it, the client's delayed acknowledgements hold back Dynamo's first tokens.
             os.environ["QUICKACK"] = "1"
@@ -353,12 +361,18 @@ def _row(
     for name, median in rows.items():
         _print_row(plan.mode if name == names[0] else name, median)
     others = names[1:]
-    rivals = {name: [name] for name in others if not name.startswith("dynamo")}
+    commits = [name for name in others if not name.startswith("dynamo")]
+    rivals = {name: [name] for name in commits if not name.endswith(AGAIN)}
     if dynamos := [name for name in others if name.startswith("dynamo")]:
         rivals["dynamo"] = dynamos
     ratios = {name: compare(runs, names[0], rival) for name, rival in rivals.items()}
+    ratios |= {
+        name: compare(runs, name, [name.removesuffix(AGAIN)])
+        for name in commits
+        if name.endswith(AGAIN)
+    }
     for name, ratio in ratios.items():
-        _print_ratios(name, ratio)
+        _print_ratios(f"{name} to itself" if name.endswith(AGAIN) else f"to {name}", ratio)
     facts = {"mode": plan.mode, "concurrency": concurrency, "isl": plan.isl, "shape": plan.shape}
     return {**facts, "medians": rows, "ratios": ratios}
 
@@ -367,7 +381,7 @@ def _print_ratios(rival: str, ratios: dict[str, dict[str, float]]) -> None:
     for name, ratio in ratios.items():
         better = "higher" if FIGURES[name].is_higher_better else "lower"
         print(
-            f"  to {rival}: {name:12s} {ratio['median']:.3f}"
+            f"  {rival}: {name:12s} {ratio['median']:.3f}"
             f"  ({ratio['min']:.3f}-{ratio['max']:.3f}; {better} is better)",
             flush=True,
         )
