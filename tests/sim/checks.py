@@ -90,8 +90,6 @@ ROOM_OUTCOMES = (
 EXPECTED_COROUTINES = frozenset(
     {
         "_run",
-        "RouterClient._write",
-        "RouterClient._ping",
         "RouterClient._return_to_home_router",
         "RouterService._read_session",
         "EngineClient._run_connection",
@@ -105,7 +103,7 @@ EXPECTED_COROUTINES = frozenset(
         "IndexerLink._read_responses",
         "PeerSync._keep_outbound_stream",
         "_InboundStream.read",
-        "_InboundStream.end_when_silent",
+        "_OutboundStream.end_when_silent",
         "SilenceWatch.run",
         "IndexerService._read_publisher",
         "Event.wait",  # of an outbox, which waits with a timeout
