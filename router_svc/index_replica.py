@@ -331,6 +331,7 @@ def grpc_subscriptions(security: rpc.Security = rpc.PLAINTEXT) -> Subscribe:
             indexer_pb2.SubscribeResponse,
             security,
             request,
+            peer_id=indexer.id,
         )
 
     return subscribe

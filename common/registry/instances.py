@@ -22,6 +22,7 @@ from typing import Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from common.errors import InvalidRequest
+from common.instance_ids import INSTANCE_ID_LIMIT, MEMBER_IDS
 from common.namespace import check_namespace
 
 Service = Literal["frontend", "router", "indexer", "worker"]
@@ -30,7 +31,6 @@ KvIndex = Literal["events", "approx", "none"]
 
 T = TypeVar("T")
 
-INSTANCE_ID_LIMIT = 2**63
 # The endpoint name in the key of an instance: a service has one.
 ENDPOINT_NAME = "serve"
 # In meta: the host:port of the process for streams between services; optional.
@@ -64,7 +64,8 @@ class Instance:
     """
 
     id: int
-    """1 … 2^63-1, random, new at each process start (`new_instance_id`): worker id = lease id."""
+    """1 … 2^63-1, new at each process start: worker id = lease id. Random (`new_instance_id`), or a
+    hash of the key of the instance (`common/runtime/member_key.py`)."""
 
     namespace: str
     service: Service
@@ -197,9 +198,9 @@ def parse_json(adapter: TypeAdapter[T], raw: bytes | str, subject: str) -> T:
 
 
 def new_instance_id(rng: Random) -> int:
-    """Returns a random id in 2^53 … 2^63-1, which logs write as text. `rng` is seeded by the
-    system."""
-    return rng.randrange(2**53, INSTANCE_ID_LIMIT)
+    """Returns a random id, which logs write as text, for an instance without a key. `rng` is seeded
+    by the system."""
+    return rng.randrange(MEMBER_IDS.stop, INSTANCE_ID_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)

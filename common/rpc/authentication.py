@@ -1,7 +1,9 @@
-"""Permissions of callers, and the proof that both ends of a call have the mesh token.
+"""Permissions of callers, and the proofs that both ends of a call give.
 
 A caller sends a credential for each call; a server checks it and replies with a proof of its own
-(`common/runtime/mesh_auth.py`). Certificates bind callers to roles (`roles.py`).
+that it has the mesh token (`common/runtime/mesh_auth.py`). On streams between members, both ends
+prove their ids too (`common/runtime/member_key.py`). Certificates bind callers to roles
+(`roles.py`).
 """
 
 from __future__ import annotations
@@ -10,22 +12,28 @@ import hmac
 import time
 import urllib.parse
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc.aio
 import structlog
 
 from common import errors
+from common.instance_ids import MEMBER_IDS
 from common.rpc.call_context import AUTHORIZATION_KEY
 from common.rpc.roles import check_caller
 from common.runtime.hosts import is_loopback
-from common.runtime.mesh_auth import CALL_SCHEME, CallVerifier, MeshSecret
+from common.runtime.member_key import REPLY_USE, MemberKeys
+from common.runtime.mesh_auth import CALL_SCHEME, FreshCalls, MeshSecret
 
 LOG = structlog.get_logger(__name__)
 
 # In the metadata of a server, initial of streams and trailing of unary calls: it has the mesh token
 # too.
 REPLY_KEY = "x-kvmesh-proof"
+
+# In the metadata of a stream: the caller's proof of its id, and the server's reply to it.
+MEMBER_KEY = "x-kvmesh-member"
 
 # Open to callers on this host even if a token is required: they expose nothing confidential.
 _UNAUTHENTICATED_SERVICES = (
@@ -59,6 +67,71 @@ def sign_call(
     return credential, None if is_open_on_loopback(method) else secret.reply_to(credential)
 
 
+@dataclass(frozen=True, slots=True)
+class PeerCheck:
+    """What the server of a stream must prove before it receives a message."""
+
+    reply: str | None
+    """The proof of the mesh token; None: not required."""
+
+    challenge: str | None
+    """The caller's proof of its id, which the server's key must have signed; None: it need not."""
+
+    peer_id: int
+    """The instance that the caller dialled."""
+
+    members: MemberKeys
+
+    def error(self, headers: Mapping[str, str] | None) -> errors.Unauthenticated | None:
+        """Returns why the initial metadata of a server does not prove what it must, or None."""
+        headers = headers or {}
+        if self.reply is not None and headers.get(REPLY_KEY) != self.reply:
+            return errors.Unauthenticated("the peer does not prove that it has the mesh token")
+        if self.challenge is None:
+            return None
+        try:
+            proof = headers.get(MEMBER_KEY, "")
+            peer_id = self.members.check(REPLY_USE, self.challenge.encode(), proof)
+        except errors.Unauthenticated as error:
+            text = f"the peer does not prove that it is instance {self.peer_id}: {error.message}"
+            return errors.Unauthenticated(text)
+        if peer_id != self.peer_id:
+            return errors.Unauthenticated(f"the peer is instance {peer_id}, not {self.peer_id}")
+        return None
+
+
+def prove_stream(
+    secret: MeshSecret | None, members: MemberKeys, method: str, address: str, peer_id: int
+) -> tuple[list[tuple[str, str]], PeerCheck | None]:
+    """Returns the metadata that proves the caller of a stream, and what its peer must prove.
+
+    secret: None: without the mesh token.
+    address: that the caller dials, `host:port`.
+    peer_id: of the instance that it dials; 0: unknown.
+    """
+    credential, reply = sign_call(secret, method, address)
+    metadata = [] if credential is None else [(AUTHORIZATION_KEY, credential)]
+    challenge = None
+    if members.own is not None:
+        proof = members.own.sign_call(method, address, time.time())
+        metadata.append((MEMBER_KEY, proof))
+        if peer_id in MEMBER_IDS:
+            challenge = proof
+    if reply is None and challenge is None:
+        return metadata, None
+    return metadata, PeerCheck(reply, challenge, peer_id, members)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a caller has proved, and the metadata with which the server proves itself."""
+
+    caller_id: int | None = None
+    """As in `bind_caller_id`."""
+
+    metadata: tuple[tuple[str, str], ...] = ()
+
+
 class CallerCheck:
     """Checks the callers of one server."""
 
@@ -68,6 +141,7 @@ class CallerCheck:
         token: str | None,
         admin_token: str | None,
         role_domain: str | None,
+        members: MemberKeys,
         addresses: Collection[str],
     ) -> None:
         """Creates it with the server's credentials.
@@ -76,18 +150,19 @@ class CallerCheck:
         admin_token: callers of AdminService send it in place of a proof; None: they are refused.
         role_domain: of the names that bind the certificates of callers to roles; None: any
             certificate.
+        members: checks and makes proofs of ids.
         addresses: under which callers dial; read at each call.
         """
-        self._verifier = None if token is None else CallVerifier(MeshSecret(token), addresses)
+        self._secret = None if token is None else MeshSecret(token)
+        self._members = members
+        # Of the token, and of the keys of members.
+        self._token_calls, self._member_calls = FreshCalls(addresses), FreshCalls(addresses)
         self._mesh_bearer = _authorization(token)
         self._admin_authorization = _authorization(admin_token)
         self._role_domain = role_domain
 
-    def check(
-        self, method: str, headers: Mapping[str, str | bytes], context: Context
-    ) -> str | None:
-        """Returns the reply that proves this process to the caller; None if no proof is required.
-        Raises Unauthenticated, PermissionDenied, Overloaded."""
+    def check(self, method: str, headers: Mapping[str, str | bytes], context: Context) -> Admission:
+        """Admits a caller. Raises Unauthenticated, PermissionDenied, Overloaded."""
         is_open = is_open_on_loopback(method)
         if self._role_domain is not None and not is_open:
             check_caller(method, _certificate_names(context), self._role_domain)
@@ -95,10 +170,26 @@ class CallerCheck:
         if method.startswith(_ADMIN_SERVICE):
             self._authorize_admin(header.encode() if isinstance(header, str) else header)
             LOG.info("admin_call", method=method, peer=context.peer())
-            return None
-        if self._verifier is None or (is_open and is_local_peer(context.peer())):
-            return None
-        return self._verifier.check(method, header if isinstance(header, str) else "", time.time())
+            return Admission()
+        metadata: list[tuple[str, str]] = []
+        if self._secret is not None and not (is_open and is_local_peer(context.peer())):
+            credential = header if isinstance(header, str) else ""
+            metadata.append((REPLY_KEY, self._check_credential(self._secret, method, credential)))
+        if not self._members.is_required:
+            return Admission(None, tuple(metadata))
+        proof = headers.get(MEMBER_KEY)
+        if not isinstance(proof, str):
+            return Admission(0, tuple(metadata))
+        caller_id, stamp = self._members.check_call(method, proof)
+        self._member_calls.check(stamp, time.time())
+        if (own := self._members.own) is not None:
+            metadata.append((MEMBER_KEY, own.sign(REPLY_USE, proof.encode())))
+        return Admission(caller_id, tuple(metadata))
+
+    def _check_credential(self, secret: MeshSecret, method: str, credential: str) -> str:
+        """Returns the reply to the credential of a call."""
+        self._token_calls.check(secret.check_call(method, credential), time.time())
+        return secret.reply_to(credential)
 
     def _authorize_admin(self, header: bytes | None) -> None:
         if self._admin_authorization is None:

@@ -7,7 +7,8 @@ Messages may have MESSAGE_BYTES_MAX in both directions. A call continues if its 
 
 Security: plaintext on loopback by default; a mesh token, which both sides of every call prove and
 never send (`common/runtime/mesh_auth.py`); mutual TLS if certificates are given, and roles that
-they name (`roles.py`). `bind` rejects an open port without token or mutual TLS.
+they name (`roles.py`); with either of them, keys of members, which both sides of a stream prove
+(`common/runtime/member_key.py`). `bind` rejects an open port without token or mutual TLS.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from common.rpc.status import map_rpc_errors
 from common.runtime.certificates import CertificateFiles, Pem
 from common.runtime.config import ServiceConfig, flag_name
 from common.runtime.hosts import WILDCARD_HOSTS, is_loopback
+from common.runtime.member_key import MemberKey, MemberKeys
 from common.runtime.mesh_auth import MeshSecret
 from common.runtime.tasks import TaskGroup
 
@@ -71,6 +73,9 @@ class Security:
     insecure: bool = False
     """Permits an open bind without token or mutual TLS."""
 
+    members: MemberKeys = field(default_factory=MemberKeys, repr=False, compare=False)
+    """The key of this process, and the keys that its peers have proved."""
+
     def peer_name(self, role: str) -> str | None:
         """Returns the name in the certificate of a peer; None: its address. role: required if roles
         are bound to certificates."""
@@ -87,9 +92,12 @@ class Security:
 PLAINTEXT = Security()
 
 
-def security_from_config(config: ServiceConfig) -> Security:
+def security_from_config(config: ServiceConfig, member_key: MemberKey | None = None) -> Security:
     """Returns the security of a configuration. Raises InvalidRequest with an unreadable file's
-    setting."""
+    setting.
+
+    member_key: of this process; None: it is no member, or one without a key.
+    """
     settings = ("tls_cert_path", "tls_key_path", "tls_ca_path")
     paths = {setting: getattr(config, setting) for setting in settings}
     return Security(
@@ -99,6 +107,7 @@ def security_from_config(config: ServiceConfig) -> Security:
         server_name=config.tls_server_name,
         role_domain=config.tls_role_domain,
         insecure=config.insecure,
+        members=MemberKeys(member_key, is_required=config.has_mesh_secret),
     )
 
 
@@ -236,6 +245,7 @@ def mesh_interceptor(
         token=security.token,
         admin_token=security.admin_token,
         role_domain=security.role_domain,
+        members=security.members,
         addresses=addresses,
     )
     return MeshInterceptor(callers=callers, calls=calls, tracer=tracer)

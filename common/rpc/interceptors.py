@@ -26,13 +26,14 @@ from opentelemetry import trace
 
 from common import errors
 from common.errors import MeshError
-from common.rpc.authentication import REPLY_KEY, CallerCheck, Context, is_open_on_loopback
+from common.rpc.authentication import CallerCheck, Context, is_open_on_loopback
 from common.rpc.call_context import (
     TRACEPARENT_KEY,
     bind_incoming_deadline,
     bind_incoming_request_id,
     request_id,
 )
+from common.rpc.claimed_id import bind_caller_id
 from common.rpc.status import STATUS_DETAILS_KEY, mesh_error_to_status
 from common.runtime import telemetry
 
@@ -200,8 +201,8 @@ class _ServedMethod:
         headers = dict(context.invocation_metadata() or ())
         with self._count(headers):
             try:
-                if proof := self._admit(headers, context):
-                    await self._send_proof(proof, context)
+                if proofs := self._admit(headers, context):
+                    await self._send_proofs(proofs, context)
                 with self._trace(headers):
                     return await self._run_in_time(request, context)
             except Exception as error:
@@ -214,20 +215,23 @@ class _ServedMethod:
             name = f"{name} {bind_incoming_request_id(headers)}"
         return self.calls.track(name) if self.open_calls is None else self.open_calls.count()
 
-    def _admit(self, headers: Headers, context: Context) -> str | None:
-        """Returns the proof of this process for the caller, or None. Raises MeshError for a caller
-        that may not call the method."""
+    def _admit(self, headers: Headers, context: Context) -> tuple[tuple[str, str], ...]:
+        """Returns metadata with the proofs of this process for the caller. Raises MeshError for a
+        caller that may not call the method."""
         if self.open_calls is not None:
             self.open_calls.check()
-        return self.callers.check(self.name, headers, context)
+        admission = self.callers.check(self.name, headers, context)
+        bind_caller_id(admission.caller_id)
+        return admission.metadata
 
-    async def _send_proof(self, proof: str, context: Context) -> None:
-        """Sends the proof of this process. The response of a unary call takes it along: on its own
-        it would cost a third of the call, and the caller has sent its only message already."""
+    async def _send_proofs(self, proofs: tuple[tuple[str, str], ...], context: Context) -> None:
+        """Sends the proofs of this process. The response of a unary call takes them along: on their
+        own they would cost a third of the call, and the caller has sent its only message
+        already."""
         if self.is_unary:
-            context.set_trailing_metadata(((REPLY_KEY, proof),))
+            context.set_trailing_metadata(proofs)
         else:
-            await context.send_initial_metadata(((REPLY_KEY, proof),))
+            await context.send_initial_metadata(proofs)
 
     def _trace(self, headers: Headers) -> AbstractContextManager[None]:
         """Runs `with` in the caller's trace."""

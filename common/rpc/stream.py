@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 from google.protobuf.message import Message
 from grpc import StatusCode
 
-from common.errors import MeshError, Unauthenticated, Unavailable
-from common.rpc.authentication import REPLY_KEY, sign_call
+from common.errors import MeshError, Unavailable
+from common.rpc.authentication import PeerCheck, prove_stream
 from common.rpc.call_context import outgoing_metadata
 from common.rpc.channel import (
     CONNECT_TIMEOUT_S,
@@ -35,21 +35,20 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 class GrpcStream(MessageStream[ClientCall, ResponseT], Generic[RequestT, ResponseT]):
     """The messages of one streaming call. One task reads or delivers, one writes.
 
-    expected_reply: the proof of the mesh token that the peer must give before it receives a
-    message; None: none is required.
+    peer: what the peer must prove before it receives a message; None: nothing.
     """
 
     def __init__(
         self,
         headers: list[tuple[str, str]],
         response_type: type[ResponseT],
-        expected_reply: str | None,
+        peer: PeerCheck | None,
     ) -> None:
         call = ClientCall(
             headers, message_bytes_max=MESSAGE_BYTES_MAX, header_bytes_max=METADATA_BYTES_MAX
         )
         super().__init__(call, response_type.FromString)
-        self._expected_reply = expected_reply
+        self._peer = peer
         self._refusal: MeshError | None = None
         self._receiver: Callable[[ResponseT], None] | None = None
 
@@ -102,8 +101,8 @@ class GrpcStream(MessageStream[ClientCall, ResponseT], Generic[RequestT, Respons
         await self._drained()
 
     async def confirmed(self) -> None:
-        """Returns once the peer has proved the mesh token. Raises MeshError if it does not."""
-        while self._expected_reply is not None and self._call.status is None:
+        """Returns once the peer has proved what it must. Raises MeshError if it does not."""
+        while self._peer is not None and self._call.status is None:
             await self._wait_to_write()
         if self._call.status is not None:
             self._raise_failure()
@@ -126,15 +125,14 @@ class GrpcStream(MessageStream[ClientCall, ResponseT], Generic[RequestT, Respons
 
     def _on_received(self) -> None:
         call = self._call
-        if self._expected_reply is not None and (call.headers or call.status):
-            if call.headers is not None and call.headers.get(REPLY_KEY) == self._expected_reply:
-                self._expected_reply = None
+        if self._peer is not None and (call.headers or call.status):
+            error = self._peer.error(call.headers)
+            if error is None:
+                self._peer = None
             else:
                 call.messages.clear()
                 if call.status is None or call.status.code is StatusCode.OK:
-                    self._refusal = Unauthenticated(
-                        "the peer does not prove that it has the mesh token"
-                    )
+                    self._refusal = error
                 call.cancel()
         self._deliver()
 
@@ -158,13 +156,17 @@ async def open_stream(
     response_type: type[ResponseT],
     security: Security,
     request: Message | None = None,
+    *,
+    peer_id: int = 0,
 ) -> AsyncIterator[GrpcStream[Message, ResponseT]]:
     """A call on a new connection; the context ends both. Raises MeshError without a connection.
 
-    address: `host:port`. method: `/package.Service/Method`. request: the only one, of a method that
-    streams its responses alone.
+    address: `host:port`.
+    method: `/package.Service/Method`.
+    request: the only one, of a method that streams its responses alone.
+    peer_id: of the instance at the address, which proves it if its id has a key; 0: unknown.
     """
-    stream = await connect(address, method, response_type, security)
+    stream = await connect(address, method, response_type, security, peer_id=peer_id)
     try:
         if request is not None:
             await stream.write(request)
@@ -175,11 +177,16 @@ async def open_stream(
 
 
 async def connect(
-    address: str, method: str, response_type: type[ResponseT], security: Security
+    address: str,
+    method: str,
+    response_type: type[ResponseT],
+    security: Security,
+    *,
+    peer_id: int = 0,
 ) -> GrpcStream[Message, ResponseT]:
     """Returns a stream as `open_stream` does; the caller closes it."""
     secret = None if security.token is None else MeshSecret(security.token)
-    credential, expected_reply = sign_call(secret, method, address)
+    proofs, peer = prove_stream(secret, security.members, method, address, peer_id)
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     name = security.peer_name(server_role(method))
@@ -191,13 +198,14 @@ async def connect(
         ("te", "trailers"),
         ("content-type", "application/grpc"),
         ("user-agent", "kvmesh"),
-        *outgoing_metadata(credential),
+        *proofs,
+        *outgoing_metadata(),
     ]
     context = None if security.files is None else security.files.newest().client_context
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, stream = await asyncio.get_running_loop().create_connection(
-                lambda: GrpcStream[Message, ResponseT](headers, response_type, expected_reply),
+                lambda: GrpcStream[Message, ResponseT](headers, response_type, peer),
                 host,
                 int(port),
                 ssl=context,

@@ -181,6 +181,11 @@ class ServiceConfig(BaseModel):
     def effective_metrics_host(self) -> str:
         return self.host if self.metrics_host is None else self.metrics_host
 
+    @property
+    def has_mesh_secret(self) -> bool:
+        """Whether processes of the mesh prove the mesh token, or have certificates."""
+        return self.mesh_token is not None or self.tls_cert_path is not None
+
     def problems(self) -> list[str]:
         """Returns contradictions between fields, each as `field: message`.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Collection
@@ -30,6 +31,7 @@ CALL_VALID_S = 60
 NONCES_MAX = 1 << 16
 
 _SALT = b"kvmesh mesh token 1"
+_STAMP = re.compile(r"([0-9]{1,16}) ([0-9a-f]{32}) ([^ ]+)")
 
 
 class MeshSecret:
@@ -58,34 +60,53 @@ class MeshSecret:
 
     def sign_call(self, method: str, address: str, now_s: float) -> str:
         """Returns the credential of one call. address: dialled, `host:port`."""
-        fields = f"{now_s * 1000:.0f} {secrets.token_hex(16)} {address}"
-        mac = _mac(self._call_key, method.encode(), fields.encode())
-        return f"{CALL_SCHEME} {fields} {mac}"
+        stamp = new_call_stamp(address, now_s)
+        mac = _mac(self._call_key, method.encode(), stamp.encode())
+        return f"{CALL_SCHEME} {stamp} {mac}"
 
     def reply_to(self, credential: str) -> str:
         """Returns what a member replies to a credential, and no other process can."""
         return _mac(self._reply_key, credential.encode())
 
-    def check_call(
-        self, method: str, credential: str, addresses: Collection[str], now_s: float
-    ) -> str:
-        """Returns the nonce of a valid credential. Raises Unauthenticated.
-
-        addresses: under which peers dial this process.
-        """
+    def check_call(self, method: str, credential: str) -> str:
+        """Returns the stamp of a credential that a member made. Raises Unauthenticated."""
         scheme, _, rest = credential.partition(" ")
-        parts = rest.split(" ")
-        if scheme != CALL_SCHEME or len(parts) != 4:
+        if scheme != CALL_SCHEME or rest.count(" ") != 3:
             raise Unauthenticated(
                 f"a proof of the mesh token is required: authorization: {CALL_SCHEME} ..."
             )
-        time_ms, nonce, address, mac = parts
-        if not _equal(mac, _mac(self._call_key, method.encode(), rest.rpartition(" ")[0].encode())):
+        stamp, _, mac = rest.rpartition(" ")
+        if not _equal(mac, _mac(self._call_key, method.encode(), stamp.encode())):
             raise Unauthenticated("the caller's mesh token is wrong")
-        if address not in addresses:
+        return stamp
+
+
+def new_call_stamp(address: str, now_s: float) -> str:
+    """Returns what limits a proof to one call: `<Unix ms> <nonce> <address>`. address: dialled,
+    `host:port`."""
+    return f"{now_s * 1000:.0f} {secrets.token_hex(16)} {address}"
+
+
+class FreshCalls:
+    """Accepts the stamp of each call once."""
+
+    def __init__(self, addresses: Collection[str]) -> None:
+        """addresses: under which peers dial this process; read at each call."""
+        self._addresses = addresses
+        # Nonce -> Unix time at which its stamp is invalid; by order of arrival.
+        self._nonces: OrderedDict[str, float] = OrderedDict()
+
+    def check(self, stamp: str, now_s: float) -> None:
+        """Raises Unauthenticated for a stamp of another peer or time, or one that was used before,
+        and Overloaded if NONCES_MAX calls came within 2 * CALL_VALID_S."""
+        parts = _STAMP.fullmatch(stamp)
+        if parts is None:
+            raise Unauthenticated("the proof of the call has no time, nonce and address")
+        time_ms, nonce, address = parts.groups()
+        if address not in self._addresses:
             raise Unauthenticated(
-                f"the call is for {address}, and this process is {', '.join(sorted(addresses))};"
-                " check --advertise-host"
+                f"the call is for {address}, and this process is"
+                f" {', '.join(sorted(self._addresses))}; check --advertise-host"
             )
         age_s = now_s - int(time_ms) / 1000
         if abs(age_s) > CALL_VALID_S:
@@ -93,23 +114,6 @@ class MeshSecret:
                 f"the call's time differs by {age_s:.0f} s, allowed are {CALL_VALID_S} s;"
                 " check the clocks of both hosts"
             )
-        return nonce
-
-
-class CallVerifier:
-    """Checks the calls that a process receives; each credential is accepted once."""
-
-    def __init__(self, secret: MeshSecret, addresses: Collection[str]) -> None:
-        """addresses: under which peers dial this process; read at each call."""
-        self._secret = secret
-        self._addresses = addresses
-        # Nonce -> Unix time at which its credential is invalid; by order of arrival.
-        self._nonces: OrderedDict[str, float] = OrderedDict()
-
-    def check(self, method: str, credential: str, now_s: float) -> str:
-        """Returns the reply to the credential. Raises Unauthenticated, and Overloaded if NONCES_MAX
-        calls came within 2 * CALL_VALID_S."""
-        nonce = self._secret.check_call(method, credential, self._addresses, now_s)
         nonces = self._nonces
         while nonces and next(iter(nonces.values())) < now_s:
             nonces.popitem(last=False)
@@ -118,7 +122,6 @@ class CallVerifier:
         if len(nonces) >= NONCES_MAX:
             raise Overloaded(1.0, f"too many calls: {NONCES_MAX} in {2 * CALL_VALID_S} s")
         nonces[nonce] = now_s + 2 * CALL_VALID_S
-        return self._secret.reply_to(credential)
 
 
 @functools.lru_cache(maxsize=8)

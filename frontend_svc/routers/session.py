@@ -37,6 +37,7 @@ def grpc_session_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenRouterSes
             "/kvmesh.router.v1.RouterService/Session",
             router_pb2.SessionResponse,
             security,
+            peer_id=router.id,
         )
 
     return open_session

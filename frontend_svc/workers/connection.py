@@ -210,7 +210,7 @@ class WorkerConnection:
         return self._loop.time() - self._stalled_s()
 
     async def _serve(self) -> None:
-        transport = await self._dialer.dial(self._address)
+        transport = await self._dialer.dial(self._address, self.link.worker_id)
         self._silence.restart()  # the dial may have taken long
         try:
             async with self._tasks as tasks:

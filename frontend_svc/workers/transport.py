@@ -28,7 +28,7 @@ class Transport(Protocol):
 class Dialer(Protocol):
     """Opens Attach streams to workers. Raises MeshError."""
 
-    async def dial(self, address: str) -> Transport: ...
+    async def dial(self, address: str, worker_id: int) -> Transport: ...
 
 
 class GrpcTransport:
@@ -53,8 +53,10 @@ class GrpcDialer:
     def __init__(self, security: rpc.Security = rpc.PLAINTEXT) -> None:
         self._security = security
 
-    async def dial(self, address: str) -> Transport:
+    async def dial(self, address: str, worker_id: int) -> Transport:
         method = "/kvmesh.engine.v1.EngineService/Attach"
         return GrpcTransport(
-            await connect(address, method, engine_pb2.AttachResponse, self._security)
+            await connect(
+                address, method, engine_pb2.AttachResponse, self._security, peer_id=worker_id
+            )
         )

@@ -15,11 +15,13 @@ from google.protobuf.wrappers_pb2 import BytesValue, StringValue
 from common import errors
 from common.rpc import channel as rpc
 from common.rpc import stream_server
+from common.rpc.claimed_id import check_claimed_id
 from common.rpc.http2.ends import ClientCall
 from common.rpc.message_stream import CLOSE_TIMEOUT_S
 from common.rpc.status import map_rpc_errors
 from common.rpc.stream import open_stream
 from common.rpc.stream_server import StreamServer
+from common.runtime.member_key import MemberKey, MemberKeys
 from common.runtime.mesh_auth import CALL_VALID_S, MeshSecret
 from tests.integration.rpc_bed import RunningServer, echo, serving, serving_streams
 from tests.kit.waiting import WAIT_S, until
@@ -29,11 +31,11 @@ WITH_TOKEN = rpc.Security(token=TOKEN)
 METHOD = "/test.Echo/stream_stream"
 
 
-async def call_with(port: int, credential: str) -> bytes:
+async def call_with(port: int, credential: str, header: str = "authorization") -> bytes:
     """The greeting, to a client of grpc.aio."""
     async with rpc.channel(f"127.0.0.1:{port}") as channel:
         stub: Any = channel.stream_stream(METHOD)
-        call = stub(metadata=(("authorization", credential),), timeout=WAIT_S)
+        call = stub(metadata=((header, credential),), timeout=WAIT_S)
         with map_rpc_errors():
             greeting: bytes = await call.read()
         call.cancel()
@@ -85,6 +87,70 @@ async def test_a_stolen_credential_works_neither_twice_nor_elsewhere_nor_later()
         ):
             with pytest.raises(errors.Unauthenticated, match=reason):
                 await call_with(port, refused)
+
+
+def keyed(key: MemberKey | None, token: str | None = TOKEN) -> rpc.Security:
+    return rpc.Security(token=token, members=MemberKeys(key, is_required=True))
+
+
+@pytest.mark.parametrize("serve", [serving, serving_streams])
+@pytest.mark.parametrize("token", [TOKEN, None])
+async def test_both_ends_of_a_stream_prove_their_ids(serve: Any, token: str | None) -> None:
+    server, client, other = MemberKey(), MemberKey(), MemberKey()
+    claims: list[int] = []
+
+    async def claim(request: bytes, _context: object) -> bytes:
+        claims.append(int(BytesValue.FromString(request).value))
+        check_claimed_id(claims[-1], "id")
+        return request
+
+    async def call(claimed_id: int, peer_id: int, key: MemberKey | None) -> None:
+        address = f"127.0.0.1:{service.port}"
+        security = keyed(key, token)
+        async with open_stream(
+            address, "/test.Echo/stream_stream", BytesValue, security, peer_id=peer_id
+        ) as stream:
+            await stream.write(BytesValue(value=b"%d" % claimed_id))
+            # The server's greeting is no message of this type, its echo is.
+            with contextlib.suppress(errors.InternalError):
+                await stream.read()
+            assert await stream.read() is not None
+
+    async with serve(claim, security=keyed(server, token)) as service, asyncio.timeout(WAIT_S):
+        await call(client.id, server.id, client)
+        await call(client.id, 0, client)
+        await call(5, server.id, None)
+        with pytest.raises(errors.PermissionDenied, match=f"is instance {client.id}, not"):
+            await call(other.id, server.id, client)
+        with pytest.raises(errors.PermissionDenied, match="has not proved"):
+            await call(other.id, server.id, None)
+        claims.clear()
+        with pytest.raises(errors.Unauthenticated, match=f"is instance {server.id}, not"):
+            await call(client.id, other.id, client)
+        assert not claims, "the wrong peer gets no message"
+    async with serve(claim, security=rpc.Security(token=token)) as service:
+        with pytest.raises(errors.Unauthenticated, match="does not prove that it is instance"):
+            await call(client.id, server.id, client)
+        assert not claims, "a peer without a key gets no message"
+
+
+async def test_the_proof_of_a_member_works_neither_twice_nor_elsewhere_nor_later() -> None:
+    key, now = MemberKey(), time.time()
+    async with serving_streams(echo, security=keyed(MemberKey(), None)) as service:
+        port = service.port
+        address = f"127.0.0.1:{port}"
+        proof = key.sign_call(METHOD, address, now)
+        assert await call_with(port, proof, "x-kvmesh-member") == b"first"
+        for refused, reason in (
+            (proof, "used before"),
+            (key.sign_call("/test.Echo/Attach", address, now), "wrong"),
+            (key.sign_call(METHOD, f"127.0.0.1:{port + 1}", now), "the call is for"),
+            (key.sign_call(METHOD, address, now - CALL_VALID_S - 5), "check the clocks"),
+            (key.sign_call(METHOD, "", now), "no time, nonce and address"),
+            ("", "no proof"),
+        ):
+            with pytest.raises(errors.Unauthenticated, match=reason):
+                await call_with(port, refused, "x-kvmesh-member")
 
 
 @pytest.mark.parametrize("serve", [serving, serving_streams])

@@ -569,7 +569,7 @@ class _Dialer:
         self._net = net
         self._process = process
 
-    async def dial(self, address: str) -> Transport:
+    async def dial(self, address: str, worker_id: int) -> Transport:
         return SimTransport(self._net.dial(self._process, address))
 
 

@@ -87,6 +87,7 @@ def grpc_call_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenCall:
             "/kvmesh.indexer.v1.IndexerService/Publish",
             indexer_pb2.PublishResponse,
             security,
+            peer_id=indexer.id,
         ) as call:
             await call.confirmed()
             yield call

@@ -68,7 +68,7 @@ class Wire(PulledTransport):
         self._down: asyncio.Queue[ResponseFrame | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
-    async def dial(self, address: str) -> Wire:
+    async def dial(self, address: str, worker_id: int) -> Wire:
         self._task = asyncio.create_task(self._server.serve(self._up.get, self._down.put))
         return self
 

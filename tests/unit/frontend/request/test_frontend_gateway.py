@@ -110,7 +110,7 @@ class Frozen(PulledTransport):
     async def close(self) -> None:
         pass
 
-    async def dial(self, address: str) -> Frozen:
+    async def dial(self, address: str, worker_id: int) -> Frozen:
         return self
 
 
@@ -176,7 +176,7 @@ class Engine(PulledTransport):
     async def close(self) -> None:
         pass
 
-    async def dial(self, address: str) -> Engine:
+    async def dial(self, address: str, worker_id: int) -> Engine:
         return self
 
 

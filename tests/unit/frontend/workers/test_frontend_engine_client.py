@@ -33,7 +33,7 @@ REQUEST = PreprocessedRequest(model="m", token_ids=TokenIds.of((1, 2, 3)))
 class Unreachable:
     """A Dialer without a reachable worker."""
 
-    async def dial(self, address: str) -> Transport:
+    async def dial(self, address: str, worker_id: int) -> Transport:
         raise Unavailable(f"connection to {address} refused")
 
 
@@ -70,7 +70,7 @@ class SilentWorker(PulledTransport):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_greeted = False
 
-    async def dial(self, address: str) -> Transport:
+    async def dial(self, address: str, worker_id: int) -> Transport:
         return self
 
     async def read(self) -> ResponseFrame | None:
@@ -190,7 +190,7 @@ class WorkerThatFallsSilent(PulledTransport):
         self._ack: HelloAck | None = HelloAck(WORKER, heartbeat_s)
         self._dial_s = dial_s
 
-    async def dial(self, address: str) -> Transport:
+    async def dial(self, address: str, worker_id: int) -> Transport:
         await asyncio.sleep(self._dial_s)
         return self
 

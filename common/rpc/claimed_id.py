@@ -1,0 +1,33 @@
+"""The id that the caller of the current RPC has proved, and the check of an id that it claims."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from common.errors import PermissionDenied
+from common.instance_ids import MEMBER_IDS
+
+# 0: no proof came. None: this process requires none.
+_caller_id: ContextVar[int | None] = ContextVar("kvmesh_caller_id", default=None)
+
+
+def bind_caller_id(caller_id: int | None) -> None:
+    """Sets the proved id for the task of the RPC. 0: no proof came. None: none is required."""
+    _caller_id.set(caller_id)
+
+
+def check_claimed_id(claimed_id: int, field: str) -> None:
+    """Raises PermissionDenied if the caller has not proved the id in a field of its message.
+
+    A caller without a proof may have any id that has no key: the processes of earlier versions have
+    such ids.
+    """
+    caller_id = _caller_id.get()
+    if caller_id is None or caller_id == claimed_id:
+        return
+    if caller_id:
+        text = f"{field}: the caller is instance {caller_id}, not {claimed_id}"
+        raise PermissionDenied(text, field=field, reason="OTHER_MEMBER")
+    if claimed_id in MEMBER_IDS:
+        text = f"{field}: the caller has not proved that it is instance {claimed_id}"
+        raise PermissionDenied(text, field=field, reason="OTHER_MEMBER")
