@@ -19,6 +19,7 @@ from common.request.placement import Decision, Query
 from common.rpc import channel as rpc
 from common.runtime.certificates import CertificateFiles
 from common.runtime.config import ConfigError, flag_name
+from common.runtime.member_key import MemberKey
 from common.runtime.tasks import TaskGroup
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
@@ -79,11 +80,14 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         config: FrontendConfig,
         *,
         instance_id: int | None = None,
+        member_key: MemberKey | None = None,
         registry: Registry | None = None,
         siblings: Siblings | None = None,
     ) -> None:
         """siblings: None if no other process shares the HTTP port."""
-        super().__init__("frontend", config, instance_id=instance_id, registry=registry)
+        super().__init__(
+            "frontend", config, instance_id=instance_id, member_key=member_key, registry=registry
+        )
         self._siblings = siblings
         self._rng = Random()
         self._members = Members()

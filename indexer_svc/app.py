@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from common.kv.index_feed import IndexFeed
 from common.registry.registry import Registry
+from common.runtime.member_key import MemberKey
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from indexer_svc.config import IndexerConfig
@@ -32,11 +33,14 @@ class IndexerApp(ServiceApp[IndexerConfig]):
         config: IndexerConfig,
         *,
         instance_id: int | None = None,
+        member_key: MemberKey | None = None,
         registry: Registry | None = None,
         feed: IndexFeed | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("indexer", config, instance_id=instance_id, registry=registry)
+        super().__init__(
+            "indexer", config, instance_id=instance_id, member_key=member_key, registry=registry
+        )
         self.ingest = Ingest(feed or IndexFeed(), Budget(config.budget_mb * MB), clock)
         self.metrics = Metrics(self.ingest)
         self.presence = WorkerPresence(self._registry, config.namespace, clock)

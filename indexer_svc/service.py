@@ -19,6 +19,7 @@ from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloa
 from common.kv.events import Partition, SnapshotChunk, Source, SourcePosition
 from common.kv.source_entry import EXACT
 from common.rpc import channel as rpc
+from common.rpc.claimed_id import check_claimed_id
 from common.streams.writer import FrameWriter
 from common.wire.kv import (
     batch_from_proto,
@@ -369,7 +370,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
 
 
 class _Hello:
-    """The checked hello of a publisher. Raises Conflict, InvalidRequest."""
+    """The checked hello of a publisher. Raises Conflict, InvalidRequest, PermissionDenied."""
 
     def __init__(self, frame: indexer_pb2.PublishRequest) -> None:
         if not frame.HasField("hello"):
@@ -377,6 +378,7 @@ class _Hello:
         message = frame.hello
         if not message.worker_id:
             raise InvalidRequest("hello.worker_id is required", "hello.worker_id")
+        check_claimed_id(message.worker_id, "hello.worker_id")
         self.worker_id = message.worker_id
         self.partition = partition_from_proto(message.partition, "hello.partition")
         self.states = [

@@ -14,6 +14,7 @@ from common.kv.load import Load
 from common.registry.instances import PREFILL_BYPASS_META_KEY
 from common.registry.registry import Registry
 from common.request.placement import Placement
+from common.runtime.member_key import MemberKey
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from kvmesh.router.v1 import router_pb2_grpc
@@ -46,11 +47,14 @@ class RouterApp(ServiceApp[RouterConfig]):
         config: RouterConfig,
         *,
         instance_id: int | None = None,
+        member_key: MemberKey | None = None,
         registry: Registry | None = None,
         rng: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("router", config, instance_id=instance_id, registry=registry)
+        super().__init__(
+            "router", config, instance_id=instance_id, member_key=member_key, registry=registry
+        )
         self._clock = clock
         rng = rng or Random()
         load_tracker = LoadTracker(expiry_s=config.active_request_expiry_s)

@@ -24,6 +24,7 @@ import structlog
 from common.errors import Conflict, InvalidRequest, MeshError, Unavailable
 from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.rpc import channel as rpc
+from common.rpc.claimed_id import check_claimed_id
 from common.rpc.stream import open_stream
 from common.runtime.tasks import TaskGroup
 from common.streams.backoff import Backoff
@@ -302,6 +303,7 @@ class _InboundStream:
         if peer_id in (0, self._router_id):
             error = f"router_id must be the id of the sender, not {peer_id}"
             raise InvalidRequest(error, "router_id")
+        check_claimed_id(peer_id, "router_id")
         self._peer_id, self._stream = peer_id, self._replica.stream_opened(peer_id)
         LOG.info("peer_joined", router_id=peer_id)
 
@@ -327,6 +329,7 @@ def grpc_syncs(security: rpc.Security = rpc.PLAINTEXT) -> OpenSync:
             "/kvmesh.router.v1.RouterService/Sync",
             router_pb2.SyncResponse,
             security,
+            peer_id=router.id,
         )
 
     return open_sync

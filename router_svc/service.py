@@ -27,6 +27,7 @@ from common.errors import (
     Overloaded,
     Unimplemented,
 )
+from common.rpc.claimed_id import check_claimed_id
 from common.runtime import telemetry
 from common.streams.writer import FrameWriter
 from common.wire.errors import error_to_proto
@@ -377,12 +378,14 @@ def _frontend_id_from_hello(frame: router_pb2.SessionRequest) -> int:
         raise Conflict("the first frame of a session must carry hello", reason="HELLO_REQUIRED")
     if frame.hello.frontend_id == 0:
         raise InvalidRequest("hello.frontend_id is required", "hello.frontend_id")
+    check_claimed_id(frame.hello.frontend_id, "hello.frontend_id")
     return frame.hello.frontend_id
 
 
 def _key_of(request: router_pb2.RouteRequest) -> BookingKey:
     if request.frontend_id == 0:
         raise InvalidRequest("book requires frontend_id, the owner of the booking", "frontend_id")
+    check_claimed_id(request.frontend_id, "frontend_id")
     return key_from_proto(request.key, request.frontend_id, "key")
 
 

@@ -17,6 +17,7 @@ from common.registry.card import ModelCard
 from common.registry.instances import UNSUPPORTED_OPTIONS_META_KEY, Instance
 from common.registry.registry import Registry
 from common.request.preprocessed import unsupported_options
+from common.runtime.member_key import MemberKey
 from common.runtime.plugins import ENGINES
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
@@ -60,10 +61,13 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         config: WorkerConfig,
         *,
         instance_id: int | None = None,
+        member_key: MemberKey | None = None,
         registry: Registry | None = None,
         engine: LLMEngine | None = None,
     ) -> None:
-        super().__init__("worker", config, instance_id=instance_id, registry=registry)
+        super().__init__(
+            "worker", config, instance_id=instance_id, member_key=member_key, registry=registry
+        )
         self.engine = build_engine(config) if engine is None else engine
         is_built_in = engine is None and config.engine in ENGINES
         self._engine_name = config.engine if is_built_in else type(self.engine).__name__

@@ -26,6 +26,7 @@ ABANDONED_AFTER_S = 60.0
 OPEN_ATTEMPTS_MAX = 16
 ENTRY_BYTES_MAX = 1 << 20
 
+_INSTANCE_FIELD = b',"instance":'
 _ENTRY_NAME = re.compile(r"[0-9a-f]{16}\.json")
 
 LOG = structlog.get_logger(__name__)
@@ -50,7 +51,7 @@ def entry_name(instance_id: int) -> str:
 def encode_entry(order: int, instance: Instance, signer: EntrySigner) -> tuple[str, bytes]:
     """Returns the signature and the content of an entry file. Raises InvalidRequest if too
     large."""
-    content = b'{"order":%d,"instance":%s}' % (order, instance.to_json())
+    content = b'{"order":%d%s%s}' % (order, _INSTANCE_FIELD, signer.seal(instance))
     signature = signer.sign(content)
     if signature:
         content += b"\n" + signature.encode()
@@ -189,6 +190,8 @@ class FolderView:
                 raise InvalidRequest(
                     f"it holds instance {instance.id:016x} of {instance.namespace!r}", "id"
                 )
+            sealed = text.partition(_INSTANCE_FIELD)[2].removesuffix(b"}")
+            self._signer.check_seal(sealed, instance.id)
         except Unauthenticated as error:
             LOG.warning("registry_entry_unauthenticated", path=name, error=error.message)
             return _Entry(fd, inode, 0, None)

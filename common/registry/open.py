@@ -8,14 +8,21 @@ from common.registry.instances import HEALTH_META_KEY
 from common.registry.registry import MemoryRegistry, Registry
 from common.registry.signature import EntrySigner
 from common.runtime.config import ServiceConfig
+from common.runtime.member_key import MemberKeys
 
 
-def open_registry(config: ServiceConfig) -> Registry:
+def open_registry(config: ServiceConfig, members: MemberKeys | None = None) -> Registry:
     """Returns the registry that `config.registry` names. Raises InvalidRequest for an unknown
-    one."""
+    one.
+
+    members: the keys that the process knows; None: it is no member.
+    """
+    if members is None:
+        members = MemberKeys(is_required=config.has_mesh_secret)
+    signer = EntrySigner(config.mesh_token, members=members)
     match config.registry:
         case "file":
-            return FileRegistry(config.registry_path, signer=EntrySigner(config.mesh_token))
+            return FileRegistry(config.registry_path, signer=signer)
         case "consul":
             # Imported here: py-consul takes 0.1 s, and most processes do not need it.
             from common.registry.consul.registry import ConsulRegistry
@@ -24,7 +31,7 @@ def open_registry(config: ServiceConfig) -> Registry:
                 config.consul_url,
                 token=config.consul_token,
                 ca_path=config.consul_ca_path,
-                signer=EntrySigner(config.mesh_token),
+                signer=signer,
             )
         case "memory":
             return MemoryRegistry()

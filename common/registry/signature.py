@@ -1,19 +1,44 @@
-"""Signatures of registry entries: whatever can write to the store cannot add a member."""
+"""Signatures of registry entries: whatever can write to the store cannot add a member, and no
+member can write the entry of another one."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
+from common.registry.instances import Instance
+from common.runtime.member_key import MemberKeys
 from common.runtime.mesh_auth import ENTRY_RENEWED_AFTER_S, ENTRY_VALID_S, MeshSecret
 
 
 class EntrySigner:
-    """Signs and checks entries under the mesh token; without one, neither. now_s: Unix time."""
+    """Signs and checks entries under the mesh token and the keys of members; without them, neither.
 
-    def __init__(self, token: str | None, now_s: Callable[[], float] = time.time) -> None:
+    token: the mesh token, or None.
+    now_s: Unix time.
+    members: the key of this process, and those of its peers; None: none.
+    """
+
+    def __init__(
+        self,
+        token: str | None,
+        now_s: Callable[[], float] = time.time,
+        *,
+        members: MemberKeys | None = None,
+    ) -> None:
         self._secret = None if token is None else MeshSecret(token)
         self._now_s = now_s
+        self._members = MemberKeys() if members is None else members
+
+    def seal(self, instance: Instance) -> bytes:
+        """Returns the JSON of an instance; that of this process with the proof of its key."""
+        own = self._members.own
+        raw = instance.to_json()
+        return raw if own is None or own.id != instance.id else own.seal(raw)
+
+    def check_seal(self, raw: bytes, instance_id: int) -> None:
+        """Raises Unauthenticated if the instance has a key and did not make its JSON."""
+        self._members.check_entry(raw, instance_id)
 
     def sign(self, text: bytes) -> str:
         """Returns the signature of an entry's stored text; "" without a token."""

@@ -17,6 +17,7 @@ from common.rpc.interceptors import RunningCalls
 from common.rpc.stream_server import StreamServer
 from common.runtime import env
 from common.runtime.config import ServiceConfig, read_config_or_exit
+from common.runtime.member_key import MemberKey
 from common.service.lifecycle import App, Lifecycle, ServiceInfo, run_service
 from common.service.metrics_server import add_process_metrics, serve_metrics
 
@@ -27,7 +28,9 @@ ConfigT_contra = TypeVar("ConfigT_contra", bound=ServiceConfig, contravariant=Tr
 class BuildApp(Protocol[ConfigT_contra]):
     """Returns the app of a process; usually its class."""
 
-    def __call__(self, config: ConfigT_contra, *, instance_id: int) -> App: ...
+    def __call__(
+        self, config: ConfigT_contra, *, instance_id: int, member_key: MemberKey | None
+    ) -> App: ...
 
 
 def main(service: str, config_class: type[ConfigT], build: BuildApp[ConfigT]) -> NoReturn:
@@ -42,11 +45,12 @@ def serve(
     service: str, config: ConfigT, build: BuildApp[ConfigT], warnings: Sequence[str] = ()
 ) -> NoReturn:
     """Runs a configured service as a new instance until stopped, and exits."""
-    instance_id = new_instance_id(SystemRandom())
+    member_key = _new_member_key(config)
+    instance_id = new_instance_id(SystemRandom()) if member_key is None else member_key.id
     run_service(
         service,
         config,
-        lambda: build(config, instance_id=instance_id),
+        lambda: build(config, instance_id=instance_id, member_key=member_key),
         instance_id=str(instance_id),
         warnings=warnings,
     )
@@ -56,7 +60,10 @@ class ServiceApp(Generic[ConfigT]):
     """Registry, gRPC server, metrics server and registration of one process.
 
     A subclass implements `start`, and overrides `_instance` to advertise more.
-    instance_id: None for a random one. registry: None for the configured one.
+    instance_id: None for a new one.
+    member_key: has the id; None: if the instance id is None too, the configuration decides, else
+        the instance has no key.
+    registry: None for the configured one.
     """
 
     def __init__(
@@ -65,13 +72,19 @@ class ServiceApp(Generic[ConfigT]):
         config: ConfigT,
         *,
         instance_id: int | None,
+        member_key: MemberKey | None,
         registry: Registry | None,
     ) -> None:
         self._service_name = service
         self._config = config
-        self._security = rpc.security_from_config(config)
-        self._registry = open_registry(config) if registry is None else registry
-        self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
+        if instance_id is None:
+            member_key = member_key or _new_member_key(config)
+            instance_id = new_instance_id(SystemRandom()) if member_key is None else member_key.id
+        self.instance_id = instance_id
+        self._security = rpc.security_from_config(config, member_key)
+        if registry is None:
+            registry = open_registry(config, self._security.members)
+        self._registry = registry
         self._calls = RunningCalls()
         self._own_addresses: set[str] = set()
         self._server = rpc.server(
@@ -178,3 +191,8 @@ class ServiceApp(Generic[ConfigT]):
             address=self.address,
             **values,
         )
+
+
+def _new_member_key(config: ServiceConfig) -> MemberKey | None:
+    """Returns the key of a new instance; None in a mesh without token and mutual TLS."""
+    return MemberKey() if config.has_mesh_secret else None

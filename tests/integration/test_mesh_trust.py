@@ -27,6 +27,7 @@ from common.registry.signature import UNSIGNED, EntrySigner
 from common.rpc import channel as rpc
 from common.rpc.status import map_rpc_errors
 from common.rpc.stream import open_stream
+from common.runtime.member_key import MemberKey, MemberKeys
 from common.runtime.mesh_auth import (
     CALL_VALID_S,
     ENTRY_RENEWED_AFTER_S,
@@ -232,6 +233,60 @@ async def test_consul_entries_are_renewed_and_each_is_checked_once(consul: Consu
     await until(is_renewed, "the entry is renewed and checked")
     for one in (owner, rogue, watcher):
         await one.close()
+
+
+# Entries of members with a key
+
+
+def keyed(key: MemberKey | None) -> EntrySigner:
+    """The signer of a process with the token; key: its own."""
+    return EntrySigner(TOKEN, members=MemberKeys(key, is_required=True))
+
+
+class _Forger(EntrySigner):
+    """Writes the entry of any instance: with a proof of its own key, or with none."""
+
+    def __init__(self, key: MemberKey | None) -> None:
+        super().__init__(TOKEN)
+        self._key = key
+
+    def seal(self, instance: Instance) -> bytes:
+        raw = instance.to_json()
+        return raw if self._key is None else self._key.seal(raw)
+
+
+@pytest.mark.parametrize("store", ["file", "consul"])
+@pytest.mark.parametrize("has_key", [True, False])
+async def test_a_member_cannot_write_the_entry_of_another_one(
+    store: str, has_key: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if store == "consul":
+        agent = request.getfixturevalue("consul")
+        agent.wipe()
+        open_store: Any = partial(ConsulRegistry, agent.url)
+    else:
+        open_store = partial(FileRegistry, tmp_path)
+    key, thief = MemberKey(), MemberKey()
+    instance = replace(Rogue(address="127.0.0.1:1").instance("worker"), id=key.id)
+    forger = open_store(signer=_Forger(thief if has_key else None))
+    await forger.register(replace(instance, address="127.0.0.1:2"))
+    assert await members(open_store(signer=keyed(thief))) == set()
+    await forger.close()
+    owner = open_store(signer=keyed(key))
+    await owner.register(instance)
+    assert await members(open_store(signer=keyed(thief))) == {key.id}
+    # A process of an earlier version ignores the proof.
+    assert await members(open_store(signer=EntrySigner(TOKEN))) == {key.id}
+    await owner.close()
+
+
+async def test_an_entry_without_a_key_is_a_member_beside_those_with_keys(tmp_path: Path) -> None:
+    """That of a process of an earlier version."""
+    earlier = file_registry(tmp_path, TOKEN)
+    instance = Rogue(address="127.0.0.1:1").instance("worker")
+    await earlier.register(instance)
+    assert await members(FileRegistry(tmp_path, signer=keyed(MemberKey()))) == {instance.id}
+    await earlier.close()
 
 
 # Calls

@@ -19,6 +19,7 @@ from common.request.token_stream import (
     StartSlot,
     WorkerLink,
 )
+from common.rpc.claimed_id import check_claimed_id
 from common.runtime.tasks import TaskGroup
 from common.streams.peer import SilenceWatch
 from common.streams.silence import ATTACH
@@ -233,6 +234,7 @@ class AttachServer:
     def _register_stream(self, stream: AttachStream) -> None:
         hello = stream.link.hello
         assert hello is not None, "called after the hello"
+        check_claimed_id(hello.frontend_id, "hello.frontend_id")
         previous = self._streams.get(hello.frontend_id)
         if previous is not None:
             assert previous.link.hello is not None

@@ -97,8 +97,9 @@ class ConsulClient:
 
     async def register(self, instance: Instance, ttl_s: float) -> str:
         """Creates or replaces the agent's entry of `instance`; returns its signature."""
-        signature = self._signer.sign(instance.to_json())
-        await self._consul.agent.service.register(**registration(instance, ttl_s, signature))
+        text = self._signer.seal(instance)
+        signature = self._signer.sign(text)
+        await self._consul.agent.service.register(**registration(instance, text, ttl_s, signature))
         return signature
 
     async def is_registered(self, namespace: str, instance_id: int) -> bool:

@@ -76,9 +76,11 @@ def departure_key(namespace: str, instance_id: int | None = None) -> str:
     return f"kvmesh/{namespace}/left/" + ("" if instance_id is None else f"{instance_id:016x}")
 
 
-def registration(instance: Instance, ttl_s: float, signature: str = "") -> dict[str, Any]:
+def registration(
+    instance: Instance, text: bytes, ttl_s: float, signature: str = ""
+) -> dict[str, Any]:
     """Returns arguments of `agent.service.register`. Raises InvalidRequest for an invalid
-    instance."""
+    instance. text: its JSON."""
     host, _, port = instance.address.rpartition(":")
     return {
         "name": service_name(instance.namespace),
@@ -86,7 +88,8 @@ def registration(instance: Instance, ttl_s: float, signature: str = "") -> dict[
         "tags": [instance.service],
         "address": host.strip("[]"),
         "port": int(port),
-        "meta": _meta(instance) | ({SIGNATURE_KEY: signature} if signature else {}),
+        "meta": _meta(instance, text.decode("ascii"))
+        | ({SIGNATURE_KEY: signature} if signature else {}),
         "check": _check(instance, ttl_s),
     }
 
@@ -112,8 +115,7 @@ def _check(instance: Instance, ttl_s: float) -> dict[str, Any]:
     }
 
 
-def _meta(instance: Instance) -> dict[str, str]:
-    text = instance.to_json().decode("ascii")
+def _meta(instance: Instance, text: str) -> dict[str, str]:
     parts = [text[n : n + META_VALUE_CHARS] for n in range(0, len(text), META_VALUE_CHARS)]
     if len(parts) > META_PARTS_MAX:
         limit = META_PARTS_MAX * META_VALUE_CHARS
@@ -149,8 +151,10 @@ class InstanceReader:
         known = self._known.get(key)
         if known is not None and known[:2] == (text, signature):
             return known[2]
-        self._signer.check(text.encode(errors="replace"), signature)
+        raw = text.encode(errors="replace")
+        self._signer.check(raw, signature)
         instance = Instance.from_json(text)
+        self._signer.check_seal(raw, instance.id)
         self._known[key] = (text, signature, instance)
         return instance
 

@@ -100,7 +100,8 @@ class ConsulRegistry:
 
     async def register(self, instance: Instance) -> Lease:
         self._check_open()
-        registration(instance, self._ttl_s)  # Raises for invalid instances before any call.
+        # Raises for invalid instances before any call.
+        registration(instance, self._signer.seal(instance), self._ttl_s)
         if instance.id in self._leases:
             raise instance_exists_error(instance)
         lease = _ConsulLease(self, instance)
