@@ -7,10 +7,13 @@ the processes of a running mesh.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -21,7 +24,10 @@ from google.protobuf.message import Message
 
 from common import errors
 from common.instance_ids import MEMBER_IDS
-from common.registry.instances import Instance, new_instance_id
+from common.registry.file_lock import acquire_lock, write_atomically
+from common.registry.file_view import encode_entry
+from common.registry.instances import STREAM_META_KEY, Instance, new_instance_id
+from common.registry.signature import EntrySigner
 from common.rpc import channel as rpc
 from common.rpc.stream import GrpcStream, open_stream
 from common.runtime.member_key import MemberKey, MemberKeys
@@ -267,9 +273,49 @@ def entry_path(mesh: Mesh, instance_id: int) -> Path:
     return mesh._folder / "registry" / "default" / "instances" / f"{instance_id:016x}.json"
 
 
-def test_the_entry_of_a_running_member_has_its_proof(mesh: Mesh) -> None:
+def sealed_instance(content: bytes) -> bytes:
+    """The JSON of the instance in an entry of the file registry."""
+    text = content.partition(b"\n")[0]
+    return text.partition(b',"instance":')[2].removesuffix(b"}")
+
+
+class Forger(EntrySigner):
+    """Signs entries with the token, without the proof of their instances."""
+
+    def __init__(self) -> None:
+        super().__init__(TOKEN)
+
+    def seal(self, instance: Instance) -> bytes:
+        return instance.to_json()
+
+
+async def test_an_entry_that_another_member_wrote_for_a_worker_leads_no_request_to_its_address(
+    mesh: Mesh,
+) -> None:
+    calls: list[object] = []
+
+    def count(*streams: object) -> None:
+        calls.append(streams)
+
     worker = mesh.workers[0]
-    text = entry_path(mesh, worker.instance_id).read_bytes().partition(b"\n")[0]
-    sealed = text.partition(b',"instance":')[2].removesuffix(b"}")
-    MemberKeys(is_required=True).check_entry(sealed, worker.instance_id)
-    assert Instance.from_json(sealed).id == worker.instance_id
+    path = entry_path(mesh, worker.instance_id)
+    own = sealed_instance(path.read_bytes())
+    MemberKeys(is_required=True).check_entry(own, worker.instance_id)
+    thief = await asyncio.start_server(count, "127.0.0.1", 0)
+    address = f"127.0.0.1:{thief.sockets[0].getsockname()[1]}"
+    forged = replace(Instance.from_json(own), address=address, meta={STREAM_META_KEY: address})
+    _, content = encode_entry(time.monotonic_ns(), forged, Forger())
+    locked: list[int] = []
+    for number in range(10):
+        locked.append(write_atomically(path, content, acquire_lock))
+        response = await asyncio.to_thread(mesh.post_completion, f"forged {number}")
+        assert response.status_code == 200
+        await until(
+            lambda: path.exists() and sealed_instance(path.read_bytes()) == own,
+            "the worker restores its entry",
+        )
+    for fd in locked:
+        os.close(fd)
+    thief.close()
+    assert not calls
+    await asyncio.to_thread(wait_for, mesh.is_complete, "the frontend uses all workers")

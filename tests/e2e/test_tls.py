@@ -8,7 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -19,9 +19,11 @@ from common import errors
 from common.rpc import channel as rpc
 from common.rpc.stream import open_stream
 from common.runtime.certificates import CertificateFiles
+from common.runtime.member_key import MemberKey, MemberKeys
 from frontend_svc.edge import server
 from frontend_svc.edge.asgi import Receive, Scope, Send
 from frontend_svc.edge.sockets import listen
+from kvmesh.indexer.v1 import indexer_pb2
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from tests.kit.certificates import Authority
 from tests.kit.processes import Mesh, Service
@@ -234,6 +236,31 @@ async def test_a_worker_certificate_is_refused_as_a_frontend_and_as_a_router(bed
             await _session(bed.mesh.router.addresses[kind], worker)
         with pytest.raises(errors.Unavailable):
             await _session(bed.mesh.workers[0].addresses[kind], security(bed.authority, "frontend"))
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+async def test_a_worker_certificate_is_refused_as_another_worker(bed: Bed, has_key: bool) -> None:
+    """Without a token, the certificate is that of every worker, and the key that of one."""
+    (indexer,) = bed.mesh.running("indexer")
+    members = MemberKeys(MemberKey() if has_key else None, is_required=True)
+    hello = indexer_pb2.PublishHello(
+        worker_id=bed.mesh.workers[0].instance_id,
+        partition=indexer_pb2.Partition(model="sim", block_size=16, hash_scheme=1),
+    )
+    async with (
+        asyncio.timeout(20.0),
+        open_stream(
+            indexer.addresses["streams"],
+            "/kvmesh.indexer.v1.IndexerService/Publish",
+            indexer_pb2.PublishResponse,
+            replace(security(bed.authority, "worker"), members=members),
+        ) as stream,
+    ):
+        await stream.write(indexer_pb2.PublishRequest(hello=hello))
+        with pytest.raises(errors.PermissionDenied, match=r"the caller (is|has not)"):
+            await stream.read()
+        # The loop of the test ends before the connection is closed in order.
+        stream._transport.abort()
 
 
 async def test_an_operator_may_call_what_no_service_calls(bed: Bed) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 
 from common.errors import MeshError, Unauthenticated
+from common.registry.consul.entries import registration
 from common.registry.consul.registry import ConsulRegistry
 from common.registry.file import FileRegistry
 from common.registry.file_lock import acquire_lock
@@ -278,6 +280,40 @@ async def test_a_member_cannot_write_the_entry_of_another_one(
     # A process of an earlier version ignores the proof.
     assert await members(open_store(signer=EntrySigner(TOKEN))) == {key.id}
     await owner.close()
+
+
+async def test_the_owner_restores_its_entry_in_place_of_a_forged_one(consul: ConsulAgent) -> None:
+    """A process that may write to Consul replaces the entry. The file registry: see
+    `test_member_identity.py`."""
+    consul.wipe()
+    key = MemberKey()
+    instance = replace(Rogue(address="127.0.0.1:1").instance("worker"), id=key.id)
+    owner = ConsulRegistry(consul.url, signer=keyed(key), reconcile_interval_s=0.05)
+    watcher = ConsulRegistry(consul.url, signer=keyed(MemberKey()))
+    await owner.register(instance)
+    async with watcher.watch(NS) as watch:
+        raw = _Forger(None).seal(replace(instance, address="127.0.0.1:2"))
+        forged = registration(instance, raw, 10.0, EntrySigner(TOKEN).sign(raw))
+        body = {
+            "Name": forged["name"],
+            "ID": forged["service_id"],
+            "Meta": forged["meta"],
+            "Port": 2,
+        }
+        async with httpx.AsyncClient(base_url=consul.url, trust_env=False) as http:
+            (await http.put("/v1/agent/service/register", json=body)).raise_for_status()
+            url = f"/v1/agent/service/{forged['service_id']}"
+
+            async def is_restored() -> bool:
+                meta: dict[str, str] = (await http.get(url)).json()["Meta"]
+                return meta == owner._leases[key.id]._meta
+
+            await until(is_restored, "the owner registers again")
+        addresses = {i.address for i in watch.current.instances.values()}
+        addresses |= {i.address for i in (await watcher.snapshot(NS)).instances.values()}
+    assert addresses == {"127.0.0.1:1"}
+    await owner.close()
+    await watcher.close()
 
 
 async def test_an_entry_without_a_key_is_a_member_beside_those_with_keys(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ as long.
 - A card is checked before *and* after registering. Raft puts registrations in one order and each
   instance checks again once it is listed, so of several rivals the oldest stays and the others
   withdraw.
-- Owners check every second that the agent still has their entries, and register again if not.
+- Owners check every second that the agent still has their entries, and register again if it has
+  none or another one.
 - Registering and storing a card wait for an unreachable Consul, as at the start of a whole mesh.
   All other calls fail at once, or continue with the last known state.
 """

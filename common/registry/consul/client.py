@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partialmethod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,16 +95,18 @@ class ConsulClient:
         self._reader.retain({service_id(namespace, e.instance.id) for e in listing.entries})
         return listing
 
-    async def register(self, instance: Instance, ttl_s: float) -> str:
-        """Creates or replaces the agent's entry of `instance`; returns its signature."""
+    async def register(self, instance: Instance, ttl_s: float) -> Mapping[str, str]:
+        """Creates or replaces the agent's entry of `instance`; returns its meta values."""
         text = self._signer.seal(instance)
-        signature = self._signer.sign(text)
-        await self._consul.agent.service.register(**registration(instance, text, ttl_s, signature))
-        return signature
+        entry = registration(instance, text, ttl_s, self._signer.sign(text))
+        await self._consul.agent.service.register(**entry)
+        meta: Mapping[str, str] = entry["meta"]
+        return meta
 
-    async def is_registered(self, namespace: str, instance_id: int) -> bool:
+    async def registered_meta(self, namespace: str, instance_id: int) -> Mapping[str, str] | None:
+        """Returns the meta values of the agent's entry, or None without an entry."""
         found = await self._consul.agent.service_definition(service_id(namespace, instance_id))
-        return found is not None
+        return None if found is None else found["Meta"] or {}
 
     async def renew_ttl(self, namespace: str, instance_id: int) -> None:
         await self._consul.agent.check.ttl_pass(check_id(namespace, instance_id))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from common.namespace import check_namespace
 from common.registry.card import ModelCard
 from common.registry.consul.client import ConsulClient
 from common.registry.consul.entries import (
+    SIGNATURE_KEY,
     Listing,
     card_key,
     departure_key,
@@ -308,7 +309,8 @@ class _ConsulLease:
         self.lock = asyncio.Lock()
         self._is_open = True
         self._is_published = False
-        self._signature = ""
+        # Of the published entry.
+        self._meta: Mapping[str, str] = {}
         self._is_lost = False
 
     async def update(self, instance: Instance) -> None:
@@ -320,7 +322,7 @@ class _ConsulLease:
 
     async def publish(self, instance: Instance) -> None:
         """Replaces the agent's entry. After Unavailable it may be the old or the new one."""
-        self._signature = await self._client.register(instance, self._registry._ttl_s)
+        self._meta = await self._client.register(instance, self._registry._ttl_s)
         self.instance = instance
         self._is_published = True
 
@@ -337,7 +339,8 @@ class _ConsulLease:
                 LOG.warning("registry_entry_left_behind", id=self.instance.id, error=error.message)
 
     async def reconcile(self) -> None:
-        """Registers again if it is lost; renews signature and TTL. Failures are logged."""
+        """Registers again if the entry is lost or another one; renews signature and TTL. Failures
+        are logged."""
         async with self.lock:
             if not (self._is_open and self._is_published):
                 return
@@ -354,11 +357,11 @@ class _ConsulLease:
 
     async def _restore_or_renew(self) -> None:
         namespace, instance_id = self.instance.namespace, self.instance.id
-        if not await self._client.is_registered(namespace, instance_id):
+        if await self._client.registered_meta(namespace, instance_id) != self._meta:
             self._is_lost = True
             await self.publish(self.instance)
             await self._client.delete(departure_key(namespace, instance_id))
-        elif self._registry._signer.is_old(self._signature):
+        elif self._registry._signer.is_old(self._meta.get(SIGNATURE_KEY, "")):
             await self.publish(self.instance)
         if HEALTH_META_KEY not in self.instance.meta:
             await self._client.renew_ttl(namespace, instance_id)
