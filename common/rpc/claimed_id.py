@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
+import structlog
+
 from common.errors import PermissionDenied
 from common.instance_ids import MEMBER_IDS
+
+LOG = structlog.get_logger(__name__)
 
 # 0: no proof came. None: this process requires none.
 _caller_id: ContextVar[int | None] = ContextVar("kvmesh_caller_id", default=None)
@@ -27,7 +31,9 @@ def check_claimed_id(claimed_id: int, field: str) -> None:
         return
     if caller_id:
         text = f"{field}: the caller is instance {caller_id}, not {claimed_id}"
-        raise PermissionDenied(text, field=field, reason="OTHER_MEMBER")
-    if claimed_id in MEMBER_IDS:
+    elif claimed_id in MEMBER_IDS:
         text = f"{field}: the caller has not proved that it is instance {claimed_id}"
-        raise PermissionDenied(text, field=field, reason="OTHER_MEMBER")
+    else:
+        return
+    LOG.warning("member_id_refused", field=field, claimed_id=claimed_id, caller_id=caller_id)
+    raise PermissionDenied(text, field=field, reason="OTHER_MEMBER")

@@ -99,6 +99,7 @@ async def assert_refused(
         with pytest.raises(errors.PermissionDenied, match=r"the caller (is|has not)") as refused:
             await converse(stream)
     assert refused.value.reason == "OTHER_MEMBER"
+    await until(lambda: service.events("member_id_refused"), "the refusal is logged")
 
 
 async def sources(mesh: Mesh) -> dict[int, str]:
