@@ -37,6 +37,8 @@ def read_runner(runner: Runner) -> Iterator[Reading]:
     failed = counters["canaries_failed"]
     probes = {"ok": counters["canaries"] - failed, "failed": failed}
     yield counter("canaries", "Probes of an idle engine, by result", probes, label="result")
+    is_failing = bool(runner.engine_failure)
+    yield gauge("engine_failing", "1 if the engine fails its probes", is_failing)
     yield gauge("open_requests", "Requests admitted and not ended", runner.open_requests)
     engine = {
         name.removeprefix("engine_"): count

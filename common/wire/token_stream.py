@@ -10,6 +10,7 @@ from common.request.preprocessed import (
     TraceLink,
 )
 from common.request.token_stream import (
+    ENGINE_FAILURE_CHARS_MAX,
     AbortSlot,
     Hello,
     HelloAck,
@@ -150,6 +151,7 @@ def response_frame_to_proto(frame: ResponseFrame) -> engine_pb2.AttachResponse:
         _terminal_to_proto(terminal, message.terminals.add())
     if frame.heartbeat:
         message.heartbeat.extend(load_to_proto(load) for load in frame.heartbeat)
+        message.engine_failure = frame.engine_failure
     return message
 
 
@@ -190,6 +192,8 @@ def response_frame_from_proto(message: engine_pb2.AttachResponse) -> ResponseFra
     frame.chunks = [JsonChunk(chunk.slot, chunk.index, chunk.json) for chunk in message.chunks]
     frame.terminals = list(map(_terminal_from_proto, message.terminals))
     frame.heartbeat = tuple(load_from_proto(load) for load in message.heartbeat)
+    if frame.heartbeat:
+        frame.engine_failure = message.engine_failure[:ENGINE_FAILURE_CHARS_MAX]
     return frame
 
 

@@ -2,6 +2,8 @@
 
 The data comes from the registry and from the processes themselves, never from a cache.
 
+A worker of which the engine fails its probes is `failing`; the reason follows the table.
+
 Exit status: 0 if all members serve; 1 if one does not, or there is none; 2 if the registry is
 unreachable.
 """
@@ -32,6 +34,8 @@ from meshctl.view.screen import align
 TIMEOUT_S = 1.0
 EXIT_UNREACHABLE = 2
 UNAUTHENTICATED = "unauthenticated"
+# Health of a worker that responds, but of which the engine fails its probes.
+FAILING = "failing"
 
 # The order in which `meshctl up` starts and shows them.
 _SERVICES = ("frontend", "router", "indexer", "worker")
@@ -40,11 +44,13 @@ _ROLES = ("aggregated", "prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One instance. loads: empty except for workers that responded."""
+    """One instance. loads: empty except for workers that responded. failure: why the engine of a
+    worker fails, by its probe; "" if it does not."""
 
     instance: Instance
     health: str
     loads: tuple[load_pb2.Load, ...] = ()
+    failure: str = ""
 
     @property
     def kv(self) -> float | None:
@@ -54,7 +60,11 @@ class Row:
         return used / total if total else None
 
     def fields(self) -> dict[str, str | int | float | None]:
-        """Returns the row for programs: None for absent values; the id as text, since it exceeds
+        """Returns the row for programs: that of the table, and `failure` if there is one."""
+        return self.columns() | ({"failure": self.failure} if self.failure else {})
+
+    def columns(self) -> dict[str, str | int | float | None]:
+        """Returns the row of the table: None for absent values; the id as text, since it exceeds
         2^53."""
         instance = self.instance
         return {
@@ -71,8 +81,9 @@ class Row:
         }
 
     def cells(self) -> tuple[str, ...]:
-        fields = self.fields() | {"kv": None if self.kv is None else f"{100 * self.kv:.0f} %"}
-        return tuple("-" if value is None else str(value) for value in fields.values())
+        kv = None if self.kv is None else f"{100 * self.kv:.0f} %"
+        columns = self.columns() | {"kv": kv}
+        return tuple("-" if value is None else str(value) for value in columns.values())
 
 
 async def gather(config: ServiceConfig) -> list[Row]:
@@ -108,7 +119,9 @@ async def _query_instance(instance: Instance, security: rpc.Security) -> Row:
             )
         except grpc.aio.AioRpcError as error:
             return Row(instance, error.code().name.lower())
-        return Row(instance, health, tuple(load.loads))
+        if load.engine_failure:
+            health = FAILING
+        return Row(instance, health, tuple(load.loads), load.engine_failure)
 
 
 def describe_token_problem(rows: Iterable[Row], config: ServiceConfig) -> str:
@@ -117,6 +130,15 @@ def describe_token_problem(rows: Iterable[Row], config: ServiceConfig) -> str:
         return ""
     problem = "differs from the mesh's" if config.mesh_token else "is not set"
     return f"meshctl: {UNAUTHENTICATED}: KVMESH_MESH_TOKEN {problem}; set the mesh's token\n"
+
+
+def describe_failures(rows: Iterable[Row]) -> str:
+    """Returns one line for each worker of which the engine fails."""
+    return "".join(
+        f"{row.instance.stable_name or row.instance.id}: its engine fails: {row.failure}\n"
+        for row in rows
+        if row.failure
+    )
 
 
 def status(config: ServiceConfig, *, as_json: bool) -> int:
@@ -131,8 +153,9 @@ def status(config: ServiceConfig, *, as_json: bool) -> int:
         message = f"no instance in namespace {config.namespace!r} of {describe_registry(config)}"
         sys.stdout.write(f"{message}\n")
     else:
-        header = [name.upper() for name in rows[0].fields()]
+        header = [name.upper() for name in rows[0].columns()]
         lines = align([header, *(row.cells() for row in rows)])
         sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.write(describe_failures(rows))
     sys.stderr.write(describe_token_problem(rows, config))
     return 0 if rows and all(row.health == "serving" for row in rows) else 1

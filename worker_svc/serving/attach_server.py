@@ -181,7 +181,8 @@ class AttachStream:
         wake()
 
     def _next_frame(self) -> ResponseFrame | None:
-        frame = self.link.next_frame(self._loop.time(), self._runner.loads)
+        runner = self._runner
+        frame = self.link.next_frame(self._loop.time(), runner.loads, runner.engine_failure)
         if frame is None and self._is_ending and not self.link.open_slots:
             self._writer.close(_StreamClosed())
         return frame

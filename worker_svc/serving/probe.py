@@ -1,12 +1,17 @@
-"""Sends a probe of one token to an idle engine, and reports an engine that does not respond.
+"""Sends probes to an engine that is idle or failed a request, and reports a failing engine.
 
-A probe is due if for `idle_s` the engine neither sent output nor took a step. It goes directly to
-the engine: admission, request counters and request spans do not apply. Overloaded counts as a
-successful response.
+A probe is due if for `idle_s` the engine neither sent output nor took a step, and within
+PROBE_RETRY_S if a request failed. It goes directly to the engine: admission, request counters and
+request spans do not apply. Overloaded counts as a successful response, and so does InvalidRequest,
+as at the frontends: an engine that rejects the probe responds.
 
-A failed probe is repeated every PROBE_RETRY_S. Only a response to a probe or to a request restores
-the engine. Steps do not: engines report them late, and an engine that takes steps may still send no
-output. A probe that times out while the engine responds to requests has not failed.
+The verdict is `Runner.engine_failure`. It reaches the frontends with the heartbeats of the Attach
+streams, and they exclude the worker.
+
+A failed probe is repeated every PROBE_RETRY_S. Only a response to a probe restores the engine, or
+one to a request if no request has failed since the probe. Steps do not: engines report them late,
+and an engine that takes steps may still send no output. A probe that times out while the engine
+responds to requests has not failed.
 
 A probe runs in a task of its own that is waited for but never awaited: an engine that ignores a
 cancellation, or hangs in a `finally`, blocks only that task. After HUNG_PROBES_MAX such tasks no
@@ -24,8 +29,9 @@ from typing import Any, Protocol
 
 import structlog
 
-from common.errors import MeshError, Overloaded
+from common.errors import InvalidRequest, MeshError, Overloaded
 from common.request.preprocessed import TokenIds
+from common.request.token_stream import ENGINE_FAILURE_CHARS_MAX
 from worker_svc.engines.contract import (
     FinishReason,
     GenerateContext,
@@ -73,29 +79,42 @@ class EngineProbe:
     """Limit of one probe, or the measured step limit if that is larger."""
 
     def __post_init__(self) -> None:
-        self.is_alive = True
+        # Failed requests at the last probe.
+        self._failed_requests = 0
         self._last_steps = -1
         self._last_activity_at = -math.inf
         self._last_probe_at = -math.inf
         self._hung_probes: list[asyncio.Task[str]] = []
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine responded to the last probe, or to a request since then."""
+        return not self.runner.engine_failure
+
+    @property
+    def _has_failed_request(self) -> bool:
+        """Whether a request failed since the last probe."""
+        return self.runner.counters["failed"] != self._failed_requests
 
     async def run(self) -> None:
         now = asyncio.get_running_loop().time
         self._last_activity_at = now()
         while True:
             self._update_activity(now())
-            if not self.is_alive and self.runner.last_output_at > self._last_probe_at:
-                await self._set_alive(True, "the engine responded to a request")
+            has_output = self.runner.last_output_at > self._last_probe_at
+            if not self.is_alive and has_output and not self._has_failed_request:
+                await self._set_failure("", "the engine responded to a request")
             wait_s = self._next_probe_at() - now()
             if wait_s > 0:
-                await asyncio.sleep(wait_s)
+                await asyncio.sleep(min(wait_s, PROBE_RETRY_S))
                 continue
-            reason = await self._probe()
+            self._failed_requests = self.runner.counters["failed"]
+            failure = await self._probe()
             self._last_probe_at = now()
-            await self._set_alive(not reason, reason)
+            await self._set_failure(failure, "the engine responded to a probe")
 
     def _next_probe_at(self) -> float:
-        if self.is_alive:
+        if self.is_alive and not self._has_failed_request:
             return max(self._last_activity_at, self._last_probe_at) + self.idle_s
         return self._last_probe_at + min(self.idle_s, PROBE_RETRY_S)
 
@@ -153,7 +172,7 @@ class EngineProbe:
                 async for output in outputs:
                     if output.finish_reason is FinishReason.ERROR:
                         return output.error or "the engine reported an error without a message"
-        except Overloaded:
+        except (Overloaded, InvalidRequest):
             return ""
         except MeshError as error:
             return error.message
@@ -162,15 +181,17 @@ class EngineProbe:
             return repr(error)
         return ""
 
-    async def _set_alive(self, is_alive: bool, reason: str) -> None:
-        if is_alive == self.is_alive:
+    async def _set_failure(self, failure: str, recovery: str) -> None:
+        """Sets the verdict. recovery: why the engine works again, if `failure` is ""."""
+        was_alive = self.is_alive
+        self.runner.engine_failure = failure[:ENGINE_FAILURE_CHARS_MAX]
+        if self.is_alive == was_alive:
             return
-        self.is_alive = is_alive
-        if is_alive:
-            log.info("engine_recovered", reason=reason or "the engine responded to a probe")
+        if self.is_alive:
+            log.info("engine_recovered", reason=recovery)
         else:
-            log.error("engine_probe_failed", reason=reason)
-        await self.set_serving(is_alive)
+            log.error("engine_probe_failed", reason=failure)
+        await self.set_serving(self.is_alive)
 
 
 def probe_request() -> PreprocessedRequest:

@@ -79,6 +79,7 @@ class Runner:
     role: of the engine; used for legs that do not name their phase.
     last_output_at: loop time of the engine's last output; -inf before the first. Cancelled and
         failed ends do not count.
+    engine_failure: why the engine fails, by its probe; "" if it does not.
     step_limits: see `observe_steps`.
     """
 
@@ -99,6 +100,7 @@ class Runner:
         self.is_draining = False
         self.spans: GenerateSpans | None = None
         self.last_output_at = -math.inf
+        self.engine_failure = ""
         self.step_limits = StepLimits(StepLimitSettings())
         self._max_requests = max_requests
         self._role = role

@@ -255,6 +255,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return engine_pb2.GetLoadResponse(
             loads=[load_to_proto(load) for load in self.runner.loads()],
             open_slots=self.runner.open_requests,
+            engine_failure=self.runner.engine_failure,
         )
 
     async def GetArtifact(

@@ -36,6 +36,8 @@ PROMPT_BYTES_MAX = 64 << 20
 # Limits of a worker for prompts that have not arrived completely.
 ARRIVING_BYTES_MAX_PER_STREAM = 2 * PROMPT_BYTES_MAX
 ARRIVING_BYTES_MAX = 4 * PROMPT_BYTES_MAX
+# Longest text of a frame about the engine's failure.
+ENGINE_FAILURE_CHARS_MAX = 256
 # A frontend's frame of FRAME_BYTES has at most 256.
 SUBMITS_PER_FRAME_MAX = 1024
 
@@ -195,6 +197,8 @@ class ResponseFrame:
     terminals: list[Terminal] = field(default_factory=list)
     sent_bytes: int = 0
     heartbeat: Sequence[Load] = ()
+    engine_failure: str = ""
+    """With a heartbeat: why the engine fails; "" if it does not."""
 
 
 class LegSink(Protocol):

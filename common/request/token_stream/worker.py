@@ -343,9 +343,16 @@ class WorkerLink:
             self._send_queue.append(slot)
 
     def next_frame(
-        self, now: float, loads: Callable[[], Sequence[Load]] = lambda: (Load(),)
+        self,
+        now: float,
+        loads: Callable[[], Sequence[Load]] = lambda: (Load(),),
+        engine_failure: str = "",
     ) -> ResponseFrame | None:
-        """Returns the next frame, None without content or credit. loads: one per rank."""
+        """Returns the next frame, None without content or credit.
+
+        loads: returns one load per rank.
+        engine_failure: sent with the next heartbeat.
+        """
         if self.hello is None or self._lost:
             return None
         frame = ResponseFrame()
@@ -359,6 +366,7 @@ class WorkerLink:
             frame.rejected, self._rejected, has_content = self._rejected, [], True
         if now - self._last_heartbeat_at >= self._heartbeat_s:
             self._last_heartbeat_at, frame.heartbeat, has_content = now, loads(), True
+            frame.engine_failure = engine_failure
         if self._send_queue:
             budget = min(FRAME_BYTES, CREDIT_BYTES - self.unacked_bytes)
             has_content = self._fill_frame(frame, budget) or has_content

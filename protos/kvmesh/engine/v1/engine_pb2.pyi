@@ -143,8 +143,13 @@ class AttachResponse(_message.Message):
     TERMINALS_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    ENGINE_FAILURE_FIELD_NUMBER: _builtins.int
     sent_bytes: _builtins.int
     """Token payload bytes sent on this stream, this frame included. Cumulative."""
+    engine_failure: _builtins.str
+    """With a heartbeat: why the engine fails, by the worker's own probe. Empty: it does not fail, or
+    the worker does not report this. At most 256 characters.
+    """
     @_builtins.property
     def hello_ack(self) -> Global___HelloAck:
         """Set in the first frame, and only there."""
@@ -206,10 +211,11 @@ class AttachResponse(_message.Message):
         terminals: _abc.Iterable[Global___Terminal] | None = ...,
         sent_bytes: _builtins.int = ...,
         heartbeat: _abc.Iterable[_load_pb2.Load] | None = ...,
+        engine_failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello_ack", b"hello_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "chunks", b"chunks", "count", b"count", "heartbeat", b"heartbeat", "hello_ack", b"hello_ack", "logprobs", b"logprobs", "rejected", b"rejected", "sent_bytes", b"sent_bytes", "slot", b"slot", "start", b"start", "terminals", b"terminals", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "chunks", b"chunks", "count", b"count", "engine_failure", b"engine_failure", "heartbeat", b"heartbeat", "hello_ack", b"hello_ack", "logprobs", b"logprobs", "rejected", b"rejected", "sent_bytes", b"sent_bytes", "slot", b"slot", "start", b"start", "terminals", b"terminals", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -967,8 +973,11 @@ class GetLoadResponse(_message.Message):
 
     LOADS_FIELD_NUMBER: _builtins.int
     OPEN_SLOTS_FIELD_NUMBER: _builtins.int
+    ENGINE_FAILURE_FIELD_NUMBER: _builtins.int
     open_slots: _builtins.int
     """Slots open now, over all Attach streams and Generate calls."""
+    engine_failure: _builtins.str
+    """See AttachResponse."""
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[_load_pb2.Load]:
         """One row per rank."""
@@ -978,10 +987,11 @@ class GetLoadResponse(_message.Message):
         *,
         loads: _abc.Iterable[_load_pb2.Load] | None = ...,
         open_slots: _builtins.int = ...,
+        engine_failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loads", b"loads", "open_slots", b"open_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_failure", b"engine_failure", "loads", b"loads", "open_slots", b"open_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

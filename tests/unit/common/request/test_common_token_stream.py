@@ -550,6 +550,14 @@ def test_rule_e_both_sides_send_a_heartbeat_each_second() -> None:
     assert pair.frontend.loads == [load]
 
 
+def test_the_failure_of_an_engine_is_sent_with_heartbeats_only() -> None:
+    worker = WorkerLink(WORKER, 0.0)
+    worker.receive(RequestFrame(hello=Hello(1, WORKER, 1)), 0.0)
+    frames = [worker.next_frame(step / 2, engine_failure="CUDA error") for step in range(5)]
+    sent = [frame.engine_failure for frame in frames if frame is not None and frame.heartbeat]
+    assert sent == ["CUDA error"] * 3
+
+
 def test_rule_e_both_sides_use_the_heartbeat_interval_of_the_worker() -> None:
     worker = WorkerLink(WORKER, 0.0, heartbeat_s=0.2)
     pair = Pair(FrontendLink(Hello(1, WORKER, 1), 0.0), worker)

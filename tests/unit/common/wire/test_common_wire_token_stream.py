@@ -38,6 +38,7 @@ from common.request.preprocessed import (
     TraceLink,
 )
 from common.request.token_stream import (
+    ENGINE_FAILURE_CHARS_MAX,
     PROMPT_PART_BYTES,
     AbortSlot,
     FrontendLink,
@@ -389,3 +390,19 @@ def test_a_long_prompt_is_reassembled_at_the_worker() -> None:
     assert start.prompt == ids.little_endian
     assert start.leg_request.request is not None
     assert replace(start.leg_request.request, token_ids=ids) == request
+
+
+def test_the_failure_of_an_engine_travels_with_a_heartbeat_and_has_a_bound() -> None:
+    frame = ResponseFrame(heartbeat=(Load(),), engine_failure="CUDA error")
+    assert response_frame_from_proto(response_frame_to_proto(frame)).engine_failure == "CUDA error"
+    without = ResponseFrame(accepted=[1], engine_failure="CUDA error")
+    assert response_frame_from_proto(response_frame_to_proto(without)).engine_failure == ""
+    long = ResponseFrame(heartbeat=(Load(),), engine_failure="x" * 1000)
+    received = response_frame_from_proto(response_frame_to_proto(long)).engine_failure
+    assert received == "x" * ENGINE_FAILURE_CHARS_MAX
+
+
+def test_a_worker_of_the_version_before_sends_no_failure() -> None:
+    message = engine_pb2.AttachResponse()
+    message.heartbeat.add()
+    assert response_frame_from_proto(message).engine_failure == ""

@@ -13,7 +13,15 @@ from common.registry.file import FileRegistry
 from common.registry.instances import Instance, Role, Service
 from common.runtime.config import ServiceConfig
 from kvmesh.types.v1 import load_pb2
-from meshctl.commands.status import EXIT_UNREACHABLE, Row, describe_token_problem, gather, status
+from meshctl.commands.status import (
+    EXIT_UNREACHABLE,
+    FAILING,
+    Row,
+    describe_failures,
+    describe_token_problem,
+    gather,
+    status,
+)
 from meshctl.options import UpOptions
 from meshctl.services import build_service_specs
 
@@ -121,3 +129,13 @@ def test_an_unauthenticated_call_prints_the_mesh_token_hint() -> None:
     )
     other = describe_token_problem([unknown], ServiceConfig(mesh_token="t"))
     assert "KVMESH_MESH_TOKEN differs from the mesh's" in other
+
+
+def test_a_worker_with_a_failing_engine_is_listed_with_the_reason() -> None:
+    worker = member(BIG_ID, "worker", "worker-0", model="sim")
+    row = Row(worker, FAILING, (load_pb2.Load(),), "CUDA error")
+    assert row.cells()[6] == "failing"
+    assert row.fields()["failure"] == "CUDA error"
+    well = Row(member(2, "worker"), "serving")
+    assert "failure" not in well.fields()
+    assert describe_failures([row, well]) == "worker-0: its engine fails: CUDA error\n"

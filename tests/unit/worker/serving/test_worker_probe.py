@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from common.errors import InternalError, Overloaded, WorkerLost
+from common.errors import InternalError, InvalidRequest, MeshError, Overloaded, WorkerLost
 from common.kv.load import Load
 from common.registry.instances import Role
 from common.request.preprocessed import TokenIds
@@ -374,3 +374,59 @@ async def test_a_frozen_sim_and_its_recovery_are_detected() -> None:
         await until(lambda: not probe.is_alive, "the frozen engine is detected")
         engine.unfreeze()
         await until(lambda: probe.is_alive, "the engine is alive again")
+
+
+async def run_failing(runner: Runner) -> None:
+    """A request that fails."""
+    leg_request = LegRequest("r", request=PreprocessedRequest(token_ids=TokenIds.of([1])))
+    with suppress(MeshError):
+        await runner.run(runner.admit(leg_request), lambda _: None)
+
+
+async def test_a_failed_request_is_followed_by_a_probe_although_the_engine_is_not_idle() -> None:
+    engine = FakeEngine("broken")
+    runner = Runner(engine)
+    async with watched(runner, idle_s=NEVER_S) as (_, reports):
+        await run_failing(runner)
+        await until(lambda: reports == [False], "it fails")
+        assert runner.engine_failure == "RuntimeError('an internal error')"
+        engine.mode = "ok"
+        await until(lambda: reports == [False, True], "the next probe succeeds")
+        assert runner.engine_failure == ""
+
+
+async def test_output_does_not_restore_an_engine_that_then_fails_the_request() -> None:
+    class Breaking(FakeEngine):
+        async def generate(
+            self, request: PreprocessedRequest, ctx: GenerateContext
+        ) -> AsyncGenerator[LLMEngineOutput, None]:
+            if request.is_probe:
+                self.probes.append(request)
+            else:
+                yield chunk.token(7)
+            raise RuntimeError("an internal error")
+
+    engine = Breaking()
+    runner = Runner(engine)
+    async with watched(runner) as (_, reports):
+        await until(lambda: reports == [False], "it fails")
+        await run_failing(runner)
+        failed = runner.counters["canaries_failed"]
+        await until(lambda: runner.counters["canaries_failed"] > failed + 1, "two more probes")
+        assert reports == [False]
+
+
+async def test_an_engine_that_rejects_the_probe_as_invalid_responds() -> None:
+    class Rejecting(FakeEngine):
+        async def generate(
+            self, request: PreprocessedRequest, ctx: GenerateContext
+        ) -> AsyncGenerator[LLMEngineOutput, None]:
+            self.probes.append(request)
+            if self.probes:
+                raise InvalidRequest("token 1 is not in the vocabulary", "token_ids")
+            yield chunk.token(7)
+
+    engine = Rejecting()
+    async with watched(Runner(engine), timeout_s=WAIT_S) as (_, reports):
+        await until(lambda: len(engine.probes) >= 2, "two probes")
+    assert reports == []
