@@ -96,8 +96,12 @@ def sim(**settings: Any) -> SimEngine:
         (lambda: sim(handoff=SimHandoffConfig(role="decode")), set()),
         (lambda: EchoEngine(EchoConfig(context_length=2048)), {"kv-events", "flush-cache"}),
         (lambda: Counter(), {"kv-events", "flush-cache"}),
+        (lambda: SuppliesProbes(), {"kv-events", "flush-cache"}),
     ],
-    ids=["sim", "sim without a cache", "sim for decode", "echo", "the one of the page"],
+    ids=[
+        *("sim", "sim without a cache", "sim for decode", "echo", "the one of the page"),
+        "with its own probes",
+    ],
 )
 async def test_an_engine_that_keeps_the_contract_fails_no_check(
     make: Callable[[], LLMEngine], skipped: set[str]
@@ -246,6 +250,20 @@ class ProbesAreRequests(Counter):  # type: ignore[misc]
             yield chunk.token(1)
         async for one in super().generate(request, ctx):
             yield one
+
+
+class SuppliesProbes(Counter):  # type: ignore[misc]
+    """An engine with probes of its own, of three tokens."""
+
+    max_tokens: int | None = 3
+
+    def probe_request(self) -> PreprocessedRequest:
+        stop = StopConditions(max_tokens=self.max_tokens, ignore_eos=True)
+        return PreprocessedRequest(token_ids=TokenIds.of([4, 5]), stop_conditions=stop)
+
+
+class SuppliesUnlimitedProbes(SuppliesProbes):
+    max_tokens = None
 
 
 class OmitsFirstPage(SimEngine):
@@ -469,6 +487,7 @@ BROKEN: Sequence[tuple[str, Callable[[], LLMEngine], str]] = [
     ("closes-early", Leaky, "not idle"),
     ("cancelled-task", IgnoresCancellation, "still runs"),
     ("probes", ProbesAreRequests, "it got 2 tokens"),
+    ("probes", SuppliesUnlimitedProbes, "its own probe has no max_tokens"),
     ("kv-events", lambda: faulty_sim(OmitsFirstPage), "which is not held"),
     (
         "kv-events",

@@ -33,6 +33,7 @@ from worker_svc.engines.contract import (
     LLMEngineOutput,
     OutputOptions,
     PagedEngine,
+    ProbedEngine,
 )
 from worker_svc.kv_events.external_events import PagesStored
 from worker_svc.serving.probe import probe_request
@@ -296,10 +297,18 @@ async def cancelled_task(harness: EngineHarness) -> None:
 
 
 async def probes(harness: EngineHarness) -> None:
-    """a probe gets one token, in any role and without a partner"""
+    """a probe gets one token (its own probe: tokens), in any role and without a partner"""
     harness.require_started()
-    stream_result = await harness.expect_success(probe_request())
-    require(len(stream_result.token_ids) == 1, f"it got {len(stream_result.token_ids)} tokens")
+    request = probe_request(harness.engine)
+    stream_result = await harness.expect_success(request)
+    tokens = len(stream_result.token_ids)
+    if isinstance(harness.engine, ProbedEngine):
+        limit = request.stop_conditions.max_tokens
+        require(limit is not None, "its own probe has no max_tokens")
+        assert limit is not None
+        require(0 < tokens <= limit, f"it got {tokens} tokens, its own probe permits {limit}")
+    else:
+        require(tokens == 1, f"it got {tokens} tokens")
     await harness.wait_until_idle()
 
 

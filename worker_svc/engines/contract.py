@@ -331,6 +331,18 @@ class FailureReportingEngine(Protocol):
 
 
 @runtime_checkable
+class ProbedEngine(Protocol):
+    """An engine with probes of its own. They replace those of the worker and of the frontends."""
+
+    def probe_request(self) -> PreprocessedRequest:
+        """Returns the request of a probe; it is sent with `is_probe` set.
+
+        It must be short, need no other worker, and show that the engine can serve requests: the
+        worker is excluded while the engine fails at it. Called for each probe.
+        """
+
+
+@runtime_checkable
 class FlushableEngine(Protocol):
     """An engine that can drop its prefix cache."""
 

@@ -25,6 +25,7 @@ from common.streams.peer import SilenceWatch
 from common.streams.silence import ATTACH
 from common.streams.writer import FrameWriter
 from worker_svc.engines.contract import LLMEngineOutput
+from worker_svc.serving.probe import probe_request
 from worker_svc.serving.runner import Runner
 from worker_svc.serving.step_limit import TICK_S
 
@@ -139,6 +140,8 @@ class AttachStream:
         if request is not None and len(request.token_ids.little_endian) != len(start.prompt):
             request.token_ids = TokenIds(start.prompt)
         try:
+            if request is not None and request.is_probe:
+                start.leg_request.request = probe_request(self._runner.engine, request)
             key = self._runner.admit(start.leg_request)
         except MeshError as error:
             self.link.reject(start.slot, error)

@@ -24,18 +24,20 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Protocol
 
 import structlog
 
-from common.errors import InvalidRequest, MeshError, Overloaded
+from common.errors import InternalError, InvalidRequest, MeshError, Overloaded
 from common.request.preprocessed import TokenIds
 from common.request.token_stream import ENGINE_FAILURE_CHARS_MAX
 from worker_svc.engines.contract import (
     FinishReason,
     GenerateContext,
+    LLMEngine,
     PreprocessedRequest,
+    ProbedEngine,
     SamplingOptions,
     StopConditions,
     validate_stream,
@@ -167,7 +169,7 @@ class EngineProbe:
         """Generates one token. Returns the failure, "" for none."""
         ctx = GenerateContext(request_id)
         try:
-            stream = self.runner.engine.generate(probe_request(), ctx)
+            stream = self.runner.engine.generate(probe_request(self.runner.engine), ctx)
             async with aclosing(validate_stream(stream, request_id=ctx.id)) as outputs:
                 async for output in outputs:
                     if output.finish_reason is FinishReason.ERROR:
@@ -194,9 +196,20 @@ class EngineProbe:
         await self.set_serving(self.is_alive)
 
 
-def probe_request() -> PreprocessedRequest:
-    """Returns a request for one token, marked as a probe."""
-    return PreprocessedRequest(
+def probe_request(
+    engine: LLMEngine, default: PreprocessedRequest | None = None
+) -> PreprocessedRequest:
+    """Returns the request of a probe of this engine, marked as a probe: the engine's own, if it has
+    one. Raises InternalError if the engine fails to make it.
+
+    default: for other engines; None: a request for one token.
+    """
+    if isinstance(engine, ProbedEngine):
+        try:
+            return replace(engine.probe_request(), is_probe=True)
+        except Exception as error:
+            raise InternalError(f"probe_request of the engine failed: {error!r}") from error
+    return default or PreprocessedRequest(
         token_ids=TokenIds.of([1]),
         stop_conditions=StopConditions(max_tokens=1, ignore_eos=True),
         sampling_options=SamplingOptions(temperature=0.0),

@@ -94,7 +94,7 @@ class PreprocessedRequest:
     """One request for generation after templating and tokenization. Mutable; compared by value.
 
     tracker: local to the process, not on the wire and not compared.
-    is_probe: set only by the worker's own health check.
+    is_probe: set only by probes of the worker and of frontends.
     """
 
     model: str = ""

@@ -184,7 +184,8 @@ class PreprocessedRequest(_message.Message):
     a fraction. Refused by workers. Set by the client; absent: unknown.
     """
     is_probe: _builtins.bool
-    """True for an engine probe; only the worker's own health check sets it. Such a request runs
+    """True for a probe of the worker or of a frontend, never for a client's request. A worker
+    replaces one that arrives on Attach by its engine's own probe, if there is one. It runs
     locally: no KV transfer, no bootstrap handshake, no prefill result needed.
     JSON key `_HEALTH_CHECK`, omitted when false.
     """

@@ -430,3 +430,20 @@ async def test_an_engine_that_rejects_the_probe_as_invalid_responds() -> None:
     async with watched(Runner(engine), timeout_s=WAIT_S) as (_, reports):
         await until(lambda: len(engine.probes) >= 2, "two probes")
     assert reports == []
+
+
+async def test_an_engine_supplies_its_own_probe() -> None:
+    class Own(FakeEngine):
+        def probe_request(self) -> PreprocessedRequest:
+            if self.mode == "unready":
+                raise RuntimeError("no probe")
+            return PreprocessedRequest(token_ids=TokenIds.of([42, 43]))
+
+    engine = Own()
+    runner = Runner(engine)
+    async with watched(runner, timeout_s=WAIT_S) as (_, reports):
+        await until(lambda: engine.probes, "a probe")
+        assert (engine.probes[0].token_ids.tolist(), engine.probes[0].is_probe) == ([42, 43], True)
+        engine.mode = "unready"
+        await until(lambda: reports == [False], "an engine without a probe fails")
+        assert "no probe" in runner.engine_failure
