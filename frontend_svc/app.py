@@ -37,6 +37,7 @@ from frontend_svc.endpoints.record_file import RecordFile
 from frontend_svc.endpoints.request_records import RequestRecords
 from frontend_svc.members import Members
 from frontend_svc.metrics.collectors import (
+    CircuitCollector,
     HitDriftCollector,
     ModelConfigCollector,
     RecordCollector,
@@ -193,6 +194,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics.register(ArtifactCollector(self._models.artifacts, prefix))
         metrics.register(HitDriftCollector(self._hit_monitor.drift_stats, prefix))
         metrics.register(ResilienceCollector(self._resilience_values, prefix))
+        metrics.register(CircuitCollector(self._engines.open_circuits, prefix))
         metrics.register(RecordCollector(self._records.counts, prefix))
         add_process_metrics(metrics)
         return metrics

@@ -126,6 +126,21 @@ class RecordCollector(Collector):
             yield family
 
 
+class CircuitCollector(Collector):
+    """Open circuits of workers by cause. counts: of each cause."""
+
+    def __init__(self, counts: Callable[[], Mapping[str, int]], prefix: str) -> None:
+        self._counts = counts
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[GaugeFamily]:
+        gauge = _Gauge("open_circuits", "Open circuits of workers, by cause", Across.MAX)
+        family = gauge.family(self._prefix, ("cause",))
+        for cause, count in self._counts().items():
+            family.add_metric((cause,), count)
+        yield family
+
+
 class ResilienceCollector(Collector):
     """What this frontend did to save requests. read_values: one value for each of METRICS."""
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from common.registry.instances import Snapshot
 from frontend_svc.members import Members
 from frontend_svc.models.adapters import serving
 from frontend_svc.request.ports import WorkerPort
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """The workers that serve a model; those of one role can replace each other."""
+
+    workers: frozenset[int]
+    by_role: Mapping[str, frozenset[int]]
 
 
 class WorkerPool:
@@ -15,22 +26,32 @@ class WorkerPool:
         self._members = members
         self._workers = workers
         # (model, adapter) -> its workers, of one snapshot.
-        self._pools: dict[tuple[str, str], frozenset[int]] = {}
+        self._pools: dict[tuple[str, str], _Pool] = {}
         self._pools_snapshot: Snapshot | None = None
 
     def members(self, model: str, adapter: str = "") -> tuple[frozenset[int], frozenset[int]]:
         """Workers that serve a model, and those among them with an open circuit. adapter: only
         workers that have it; "" is the model itself."""
         pool = self._pool(model, adapter)
-        return pool, self._workers.excluded_workers(pool)
+        excluded = map(self._workers.excluded_workers, pool.by_role.values())
+        return pool.workers, frozenset[int]().union(*excluded)
 
-    def _pool(self, model: str, adapter: str) -> frozenset[int]:
+    def peers(self, worker_id: int, model: str, adapter: str = "") -> frozenset[int]:
+        """Returns the workers of the worker's role that serve a model, itself included."""
+        pools = self._pool(model, adapter).by_role.values()
+        return next((workers for workers in pools if worker_id in workers), frozenset())
+
+    def _pool(self, model: str, adapter: str) -> _Pool:
         snapshot = self._members.snapshot
         if snapshot is not self._pools_snapshot:
             self._pools, self._pools_snapshot = {}, snapshot
         pool = self._pools.get((model, adapter))
         if pool is None:
-            pool = frozenset(instance.id for instance in serving(snapshot.serving(model), adapter))
+            ids: dict[str, set[int]] = {}
+            for instance in serving(snapshot.serving(model), adapter):
+                ids.setdefault(instance.role, set()).add(instance.id)
+            by_role = {role: frozenset(workers) for role, workers in ids.items()}
+            pool = _Pool(frozenset[int]().union(*by_role.values()), by_role)
             self._pools[model, adapter] = pool
         return pool
 
@@ -42,9 +63,11 @@ class WorkerPool:
     def count_available(self, model: str, adapter: str = "") -> int:
         """Returns the number of workers that compute prompts and have a closed circuit; see
         `members`."""
-        serving_workers = serving(self._members.snapshot.serving(model), adapter)
-        eligible = [i.id for i in serving_workers if i.role != "decode"]
-        return len(eligible) - len(self._workers.excluded_workers(eligible))
+        return sum(
+            len(workers) - len(self._workers.excluded_workers(workers))
+            for role, workers in self._pool(model, adapter).by_role.items()
+            if role != "decode"
+        )
 
     def address(self, worker_id: int, routers_address: str) -> str:
         """Returns the address of a worker, "" if it has left. routers_address: used for a worker

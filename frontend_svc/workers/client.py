@@ -19,12 +19,13 @@ from common.registry.instances import Snapshot, SnapshotDiff
 from common.request.token_stream import HEARTBEAT_S, Hello, LegRequest, LegSink
 from common.runtime.tasks import TaskGroup
 from common.streams.stall_clock import never_stalled
-from frontend_svc.workers.breaker import CircuitBreaker
+from frontend_svc.workers.breaker import Cause, CircuitBreaker
 from frontend_svc.workers.connection import (
     TICK_S,
     ProbeResult,
     WorkerConnection,
 )
+from frontend_svc.workers.outliers import OutlierDetector
 from frontend_svc.workers.transport import Dialer
 
 DIALS_PER_S_MAX = 50
@@ -63,7 +64,9 @@ class EngineClient:
         self._dialer = dialer
         self._loop = asyncio.get_running_loop()
         self._breaker = CircuitBreaker(Random() if rng is None else rng)
-        self._hung_workers: set[int] = set()
+        self._outliers = OutlierDetector()
+        # Workers of which the engine must respond before the circuit closes: HUNG or FAILING.
+        self._suspect_engines: dict[int, Cause] = {}
         self._addresses: dict[int, str] = {}
         self._members: frozenset[int] | None = None  # of the last snapshot
         self._probe_task: asyncio.Task[None] | None = None
@@ -91,6 +94,7 @@ class EngineClient:
     ) -> Submission:
         """Submits a request to a worker. `sink` receives all its events, the loss included."""
         self._addresses[worker_id] = address
+        self._outliers.count_request(worker_id, self._loop.time())
         connection = self._connection(worker_id, address)
         return Submission(connection, connection.submit(leg_request, sink))
 
@@ -101,6 +105,10 @@ class EngineClient:
     def exclusion_reasons(self) -> dict[int, str]:
         return self._breaker.reasons()
 
+    def open_circuits(self) -> dict[str, int]:
+        """Returns the number of open circuits of each cause."""
+        return {cause.value: count for cause, count in self._breaker.count_by_cause().items()}
+
     def on_snapshot(self, snapshot: Snapshot, _: SnapshotDiff) -> None:
         """Drops the state of workers that are not in the mesh; their streams end by themselves.
 
@@ -108,25 +116,43 @@ class EngineClient:
         """
         self._members = members = frozenset(snapshot.instances)
         self._breaker.retain(members)
-        self._hung_workers &= members
+        for worker_id in self._suspect_engines.keys() - members:
+            del self._suspect_engines[worker_id]
         for worker_id in [w for w in self._addresses if w not in members]:
             del self._addresses[worker_id]
         for worker_id in [w for w in self._stream_seq if w not in members]:
             if worker_id not in self._connections:  # its next incarnation has another id
                 del self._stream_seq[worker_id]
 
-    def failed(self, worker_id: int, reason: str, *, is_hung: bool = False) -> None:
-        if is_hung:
-            self._hung_workers.add(worker_id)
-        if self._breaker.open_circuit(worker_id, reason, self._loop.time(), is_hung=is_hung):
-            log.warning("worker_circuit_opened", worker_id=worker_id, reason=reason)
+    def failed(self, worker_id: int, reason: str, cause: Cause = Cause.LOST) -> None:
+        """Opens the circuit of a worker; see ConnectionObserver."""
+        if cause is not Cause.LOST and self._suspect_engines.get(worker_id) is not Cause.FAILING:
+            self._suspect_engines[worker_id] = cause
+        if self._breaker.open_circuit(worker_id, reason, self._loop.time(), cause):
+            log.warning(
+                "worker_circuit_opened", worker_id=worker_id, cause=cause.value, reason=reason
+            )
+
+    def request_failed(self, worker_id: int, peers: Iterable[int]) -> None:
+        """Counts a failed request against a worker. peers: workers of the same model."""
+        reason = self._outliers.count_failure(worker_id, peers, self._loop.time())
+        if reason:
+            self.failed(worker_id, reason, Cause.FAILING)
 
     def progressed(self, worker_id: int) -> None:
         """Closes the circuit if a hang opened it; see ConnectionObserver."""
-        if worker_id in self._hung_workers:
-            self._hung_workers.discard(worker_id)
-            if self._breaker.close_circuit(worker_id):
-                log.info("worker_circuit_closed", worker_id=worker_id)
+        if self._suspect_engines.get(worker_id) is Cause.HUNG:
+            self._close_circuit(worker_id)
+
+    def engine_recovered(self, worker_id: int) -> None:
+        """Probes the worker soon; see ConnectionObserver."""
+        self._breaker.probe_early(worker_id, self._loop.time())
+
+    def _close_circuit(self, worker_id: int) -> None:
+        self._suspect_engines.pop(worker_id, None)
+        self._outliers.forget(worker_id)
+        if self._breaker.close_circuit(worker_id, self._loop.time()):
+            log.info("worker_circuit_closed", worker_id=worker_id)
 
     def silent_s(self, worker_id: int) -> float:
         """Returns the seconds since the worker's last frame; infinite without an open stream."""
@@ -146,32 +172,34 @@ class EngineClient:
                 self._tasks.create_task(self._probe(worker_id))
 
     async def _probe(self, worker_id: int) -> None:
-        """Probes a hung engine; of another worker it awaits a frame, on a new stream if needed."""
+        """Probes a suspect engine; of another worker it awaits a frame, on a new stream if
+        needed."""
         if self._members is not None and worker_id not in self._members:
             # A router placed on it before discovery showed it. If it left before that, no snapshot
             # reports its departure; if it is about to appear, routers place on it anyway.
-            self._hung_workers.discard(worker_id)
+            self._suspect_engines.pop(worker_id, None)
             self._addresses.pop(worker_id, None)
         address = self._addresses.get(worker_id)
         if address is None:
             self._breaker.retain(self._addresses)  # no request is going to use it
             return
         connection = self._connection(worker_id, address)
-        if worker_id in self._hung_workers:
+        if worker_id in self._suspect_engines:
             # Without requests the engine makes no step, so its heartbeats prove nothing.
-            if await connection.probe() is ProbeResult.ANSWERED:
-                self.progressed(worker_id)
-            is_healthy = worker_id not in self._hung_workers
-            self._breaker.record_probe(worker_id, is_healthy, self._loop.time())
-            return
-        connection.received.clear()
-        # On an open stream the next heartbeat is due within HEARTBEAT_S.
-        timeout_s = REPLY_TIMEOUT_S + HEARTBEAT_S
-        received = await connection.wait_for_event(connection.received, timeout_s)
-        is_healthy = received and not connection.is_closed and worker_id not in self._hung_workers
-        self._breaker.record_probe(worker_id, is_healthy, self._loop.time())
+            is_healthy = await connection.probe() is ProbeResult.ANSWERED
+            # A worker that is then silent, or reports a failure, has not recovered.
+            is_healthy = is_healthy and not connection.engine_failure
+        else:
+            connection.received.clear()
+            # On an open stream the next heartbeat is due within HEARTBEAT_S.
+            timeout_s = REPLY_TIMEOUT_S + HEARTBEAT_S
+            received = await connection.wait_for_event(connection.received, timeout_s)
+            is_healthy = received and not connection.is_closed
+            is_healthy = is_healthy and worker_id not in self._suspect_engines
         if is_healthy:
-            log.info("worker_circuit_closed", worker_id=worker_id)
+            self._close_circuit(worker_id)
+        else:
+            self._breaker.record_probe(worker_id, False, self._loop.time())
 
     def _connection(self, worker_id: int, address: str) -> WorkerConnection:
         entry = self._connections.get(worker_id)

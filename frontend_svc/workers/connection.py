@@ -16,6 +16,7 @@ from common.errors import InvalidRequest, MeshError, WorkerLost
 from common.kv.load import Load
 from common.request.preprocessed import PreprocessedRequest, StopConditions, TokenIds, TokenLogprob
 from common.request.token_stream import (
+    ATTACH_BREACH,
     FrontendLink,
     Hello,
     LegRequest,
@@ -29,6 +30,7 @@ from common.streams.peer import SilenceWatch
 from common.streams.silence import ATTACH
 from common.streams.stall_clock import never_stalled
 from common.streams.writer import FrameWriter
+from frontend_svc.workers.breaker import Cause
 from frontend_svc.workers.rank_watch import EngineProgress, EngineWatch, step_limit_s
 from frontend_svc.workers.transport import Dialer
 
@@ -50,11 +52,13 @@ log = structlog.get_logger()
 
 class ConnectionObserver(Protocol):
     """Receives what a connection observes of its worker. failed: the stream was lost, a request was
-    not accepted, or the engine hangs. is_hung: the worker is silent or its engine hangs; it may
-    recover soon. progressed: the engine makes steps."""
+    not accepted, the engine hangs, or the worker reports that its engine fails. progressed: the
+    engine makes steps. engine_recovered: the worker reports that its engine does not fail any
+    more."""
 
-    def failed(self, worker_id: int, reason: str, *, is_hung: bool = False) -> None: ...
+    def failed(self, worker_id: int, reason: str, cause: Cause = Cause.LOST) -> None: ...
     def progressed(self, worker_id: int) -> None: ...
+    def engine_recovered(self, worker_id: int) -> None: ...
 
 
 class ProbeResult(Enum):
@@ -98,7 +102,8 @@ class _ProbeSink:
 class WorkerConnection:
     """One Attach stream from its first request to its end. stalled_s: seconds the event loop has
     stalled so far; they do not count against the worker. received: set when a frame arrives, and at
-    the end."""
+    the end. engine_failure: why the worker's engine fails, by its last heartbeat; "" if it does
+    not."""
 
     def __init__(
         self,
@@ -118,6 +123,7 @@ class WorkerConnection:
         self._dialer = dialer
         self._observer = observer
         self._engine_watch = EngineWatch()
+        self.engine_failure = ""
         self._tasks = TaskGroup()
         self._hang_probe: asyncio.Task[None] | None = None
         self._writer = FrameWriter(self._next_frame)
@@ -175,7 +181,10 @@ class WorkerConnection:
             self.is_closed = True
             self.received.set()
             if reason not in _BENIGN_CLOSE_REASONS:
-                self._observer.failed(worker_id, message, is_hung=self._is_unresponsive)
+                cause = Cause.HUNG if self._is_unresponsive else Cause.LOST
+                if reason == ATTACH_BREACH:  # its process is well, and a new stream proves nothing
+                    cause = Cause.FAILING
+                self._observer.failed(worker_id, message, cause)
             message = f"worker {worker_id} was lost: {message}"
             self.link.close(WorkerLost(message, retryable=True, reason=reason))
 
@@ -228,6 +237,18 @@ class WorkerConnection:
         self.received.set()
         if frame.heartbeat:
             self._check_progress(frame.heartbeat)
+            self._check_engine(frame.engine_failure)
+
+    def _check_engine(self, failure: str) -> None:
+        """Handles the worker's own verdict on its engine; "": it does not fail."""
+        worker_id = self.link.worker_id
+        last_failure, self.engine_failure = self.engine_failure, failure
+        if failure and failure != last_failure:
+            log.warning("worker_engine_fails", worker_id=worker_id, failure=failure)
+        if failure:
+            self._observer.failed(worker_id, "its engine fails", Cause.FAILING)
+        elif last_failure:
+            self._observer.engine_recovered(worker_id)
 
     def _check_progress(self, loads: Sequence[Load]) -> None:
         match self._engine_watch.received(loads, self._running_time()):
@@ -249,7 +270,7 @@ class WorkerConnection:
     def _declare_hung(self) -> None:
         """Ends all slots, so that their requests go to other workers."""
         worker_id = self.link.worker_id
-        self._observer.failed(worker_id, "its engine makes no progress", is_hung=True)
+        self._observer.failed(worker_id, "its engine makes no progress", Cause.HUNG)
         message = f"the engine of worker {worker_id} makes no progress"
         self.link.abort_all(WorkerLost(message, retryable=True, reason="HUNG"))
         self._writer.wake()

@@ -128,7 +128,7 @@ def _candidate_filters(
         requirements.append(
             _CandidateFilter(
                 lambda c: c.placement.worker_id not in failed_worker_ids,
-                "excluded: it failed this request before",
+                "excluded by the frontend: it failed this request, or its circuit is open",
                 lambda: _no_worker_error(
                     query.model, leg, "ALL_EXCLUDED", "worker is left: all failed it"
                 ),

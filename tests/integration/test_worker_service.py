@@ -36,6 +36,7 @@ from common.service.lifecycle import Lifecycle, ServiceInfo
 from common.service.lifecycle import run as run_lifecycle
 from common.wire.preprocessed import to_proto
 from common.wire.token_stream import request_frame_to_proto
+from frontend_svc.workers.breaker import Cause
 from frontend_svc.workers.connection import WorkerConnection
 from frontend_svc.workers.transport import GrpcDialer
 from kvmesh.engine.v1 import engine_pb2 as pb
@@ -72,10 +73,13 @@ FRONTEND = 99
 class Unmoved:
     """An engine that ignores stops."""
 
-    def failed(self, worker_id: int, reason: str, *, is_hung: bool = False) -> None:
+    def failed(self, worker_id: int, reason: str, cause: Cause = Cause.LOST) -> None:
         pass
 
     def progressed(self, worker_id: int) -> None:
+        pass
+
+    def engine_recovered(self, worker_id: int) -> None:
         pass
 
 

@@ -11,7 +11,7 @@ once; queued output belongs to an open slot or is its end; a lost stream sends n
 from common.request.token_stream.frames import ARRIVING_BYTES_MAX, ARRIVING_BYTES_MAX_PER_STREAM
 from common.request.token_stream.frames import SUBMITS_PER_FRAME_MAX
 from common.request.token_stream.frames import CREDIT_BYTES, FRAME_BYTES, HEARTBEAT_S
-from common.request.token_stream.frames import ENGINE_FAILURE_CHARS_MAX
+from common.request.token_stream.frames import ATTACH_BREACH, ENGINE_FAILURE_CHARS_MAX
 from common.request.token_stream.frames import PROMPT_BYTES_MAX
 from common.request.token_stream.frames import PROMPT_PART_BYTES, AbortSlot, Hello, HelloAck
 from common.request.token_stream.frames import JsonChunk, LegChanges, LegRequest, LegSink

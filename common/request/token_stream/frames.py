@@ -36,6 +36,8 @@ PROMPT_BYTES_MAX = 64 << 20
 # Limits of a worker for prompts that have not arrived completely.
 ARRIVING_BYTES_MAX_PER_STREAM = 2 * PROMPT_BYTES_MAX
 ARRIVING_BYTES_MAX = 4 * PROMPT_BYTES_MAX
+# Reason of the error that ends a stream after a violation of a rule.
+ATTACH_BREACH = "ATTACH_BREACH"
 # Longest text of a frame about the engine's failure.
 ENGINE_FAILURE_CHARS_MAX = 256
 # A frontend's frame of FRAME_BYTES has at most 256.
@@ -226,7 +228,7 @@ class LegSink(Protocol):
 def protocol_violation(rule: str, message: str) -> InvalidRequest:
     """Returns the error that ends a stream after a violation of the rule of that letter."""
     return InvalidRequest(
-        f"Attach rule ({rule}): {message}", reason="ATTACH_BREACH", metadata={"rule": rule}
+        f"Attach rule ({rule}): {message}", reason=ATTACH_BREACH, metadata={"rule": rule}
     )
 
 

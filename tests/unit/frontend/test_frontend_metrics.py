@@ -21,6 +21,7 @@ from frontend_svc.errors import ErrorType
 from frontend_svc.members import Members
 from frontend_svc.metrics import families
 from frontend_svc.metrics.collectors import (
+    CircuitCollector,
     ModelConfigCollector,
     ResilienceCollector,
 )
@@ -630,3 +631,10 @@ def test_resilience_stats_are_read_at_each_scrape() -> None:
         assert registry.get_sample_value("p_unrouted_total") == unrouted
         assert registry.get_sample_value("p_excluded_workers") == 1
         assert registry.get_sample_value("p_awaiting_worker_requests") == 2
+
+
+def test_open_circuits_are_counted_by_cause() -> None:
+    registry = CollectorRegistry()
+    registry.register(CircuitCollector(lambda: {"lost": 2, "failing": 1}, "p"))
+    assert registry.get_sample_value("p_open_circuits", {"cause": "lost"}) == 2
+    assert registry.get_sample_value("p_open_circuits", {"cause": "failing"}) == 1

@@ -368,7 +368,7 @@ class Query(_message.Message):
 
     @_builtins.property
     def excluded_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Excluded workers, which failed this request before."""
+        """Workers that failed this request before, or have an open circuit at the frontend."""
 
     def __init__(
         self,
