@@ -123,6 +123,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._rng,
             stalled_s=stalled_s,
             silent_s=self._engines.silent_s,
+            request_failed=self._engines.request_failed,
             worker_wait_s=config.worker_wait_s,
         )
         self._stored_responses: StoredResponses | None = None

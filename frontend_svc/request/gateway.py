@@ -28,6 +28,7 @@ class Gateway:
 
     stalled_s: seconds for which this process has stalled so far, see `StallClock`.
     silent_s: seconds since the last frame of a worker.
+    request_failed: counts a failed request against a worker; second argument: its peers.
     rng: also makes span ids.
     worker_wait_s: how long a request waits while its model has no worker.
     """
@@ -41,6 +42,7 @@ class Gateway:
         *,
         stalled_s: Callable[[], float] = never_stalled,
         silent_s: Callable[[int], float] = lambda worker_id: math.inf,
+        request_failed: Callable[[int, frozenset[int]], None] = lambda worker_id, peers: None,
         migrations: MigrationLimiter[RequestHandle] | None = None,
         worker_wait_s: float = WORKER_WAIT_S,
     ) -> None:
@@ -50,6 +52,7 @@ class Gateway:
         self.rng = Random() if rng is None else rng
         self.stalled_s = stalled_s
         self.silent_s = silent_s
+        self.request_failed = request_failed
         self.retries = RetryBudget()
         self.migrations = MigrationLimiter[RequestHandle]() if migrations is None else migrations
         self.worker_waits = WorkerWaits(self.pool)

@@ -41,6 +41,8 @@ class SharedParts(Protocol):
 
     def stalled_s(self) -> float: ...
 
+    def request_failed(self, worker_id: int, peers: frozenset[int], /) -> None: ...
+
     def silent_s(self, worker_id: int, /) -> float: ...
 
     def closed(self, handle: RequestHandle) -> None: ...
@@ -223,6 +225,10 @@ class RequestHandle:
 
     def has_left(self, worker_id: int) -> bool:
         return self._gateway.pool.has_left(worker_id)
+
+    def worker_failed(self, worker_id: int) -> None:
+        peers = self._gateway.pool.peers(worker_id, self._query.model, adapter_of(self._query))
+        self._gateway.request_failed(worker_id, peers)
 
     def stalled_s(self) -> float:
         return self._gateway.stalled_s()

@@ -113,6 +113,9 @@ class RequestPorts(Protocol):
     def has_left(self, worker_id: int) -> bool:
         """Returns whether the worker has left the mesh."""
 
+    def worker_failed(self, worker_id: int) -> None:
+        """Counts a failure of the request against a worker."""
+
     def stalled_s(self) -> float:
         """Returns the seconds for which this process has stalled; see
         `common/streams/stall_clock.py`."""

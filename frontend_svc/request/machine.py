@@ -15,6 +15,11 @@ or if the router refuses it for lack of one. It asks the router again when a wor
 recovers, and at growing intervals, until it has waited `worker_wait_s`. A retried attempt also
 needs a permit of the migration limiter.
 
+An internal error of an engine is retried once, if another worker is left: a started response then
+continues like after the loss of a worker. A failure of an engine counts against its worker
+(`worker_failed`) when another worker sends output for the request, or at once if the request is not
+retried. So a request counts once at most, and not if it fails on two workers.
+
 The leg that computed the prompt reports `cached_tokens` when it ends. A response that is complete
 earlier (by decode, or by a stop string) waits USAGE_WAIT_S for this report.
 
@@ -32,6 +37,7 @@ from random import Random
 
 from common.errors import (
     DeadlineExceeded,
+    InternalError,
     MeshError,
     RequestCancelled,
     Unavailable,
@@ -57,6 +63,7 @@ from frontend_svc.request.retry_policy import (
     WORKER_WAIT_S,
     ExclusionPolicy,
     WorkerWait,
+    is_engine_failure,
 )
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 
@@ -118,6 +125,10 @@ class RequestMachine:
         # Workers that failed the request, and those that the current attempt avoids.
         self._excluded: frozenset[int] = frozenset()
         self._exclusions = ExclusionPolicy()
+        self._engine_failures = 0
+        # Worker of the first engine failure, and its attempt, until it counts.
+        self._suspect: int | None = None
+        self._suspect_attempt = 0
         self._worker_wait_s = worker_wait_s
         # None: the request has never waited.
         self._worker_wait: WorkerWait | None = None
@@ -266,6 +277,8 @@ class RequestMachine:
             return
         if self._pending_finish_reason is not None:
             return  # tokens after the stop string
+        if self._suspect is not None:
+            self._count_engine_failure(self._suspect)
         self.generated += token_ids
         self._ports.emit(token_ids, logprobs)
 
@@ -273,6 +286,8 @@ class RequestMachine:
         assert self.plan.body is not None or self.plan.is_embedding, "tokens are no chunks"
         leg.delivered += 1
         self._report_prefill_done(leg.attempt)
+        if self._suspect is not None:
+            self._count_engine_failure(self._suspect)
         self._chunks += 1
         self._ports.emit_chunk(json)
 
@@ -281,6 +296,10 @@ class RequestMachine:
         if error is None and terminal.finish_reason in (None, FinishReason.ERROR):
             error = WorkerLost("the worker reported a failure without an error", retryable=False)
         if error is not None:
+            if is_engine_failure(error):
+                self._engine_failures += 1
+                if self._engine_failures == 1:
+                    self._suspect, self._suspect_attempt = leg.worker_id, leg.attempt
             self.leg_failed(leg, error)
             return
         if self.plan.body is not None:
@@ -364,24 +383,38 @@ class RequestMachine:
         if last is not None:
             self._linked_span_id = last.span_id
         self._abort_attempt(reason)
+        is_retryable = error.retryable or self._retries_internal_error(error)
         if (
-            error.retryable
+            is_retryable
             and self.generated
             and remaining_tokens(self.plan.request, len(self.generated)) == 0
         ):
             self._finish(FinishReason.LENGTH, None)  # only the terminal was lost
-        elif not error.retryable or self._failures >= self.plan.attempts_max:
+        elif not is_retryable or self._failures >= self.plan.attempts_max:
             self._finish(FinishReason.ERROR, error)
         elif (self.generated or self._chunks) and (blockers := migration_blockers(self.plan)):
             message = f"{error.message}; the response had started and cannot continue on another "
             message += f"worker because of {blockers}"
             lost = WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)
-            self._finish(FinishReason.ERROR, lost)
+            self._finish(FinishReason.ERROR, lost if error.retryable else error)
         elif self._ports.take_retry(error):
             self._start_attempt()
         else:
             message = f"retry budget exhausted after: {error.message}; retry after 1 s"
-            self._finish(FinishReason.ERROR, Unavailable(message, 1.0, reason="RETRY_BUDGET"))
+            exhausted = Unavailable(message, 1.0, reason="RETRY_BUDGET")
+            self._finish(FinishReason.ERROR, exhausted if error.retryable else error)
+
+    def _retries_internal_error(self, error: MeshError) -> bool:
+        """Returns whether the error is the request's first failure of an engine, is internal, and
+        another worker is left."""
+        if not isinstance(error, InternalError) or self._engine_failures != 1:
+            return False
+        pool, open_circuits = self._ports.members()
+        return not pool or not pool <= self._excluded | open_circuits
+
+    def _count_engine_failure(self, worker_id: int) -> None:
+        self._suspect = None
+        self._ports.worker_failed(worker_id)
 
     # -- actions --------------------------------------------------------------------------------
 
@@ -509,6 +542,9 @@ class RequestMachine:
         for leg in self._live_legs():
             leg.is_live = False
         self._free_booking()
+        is_retried = self._suspect_attempt != self.attempt
+        if self._suspect is not None and (error is None or not is_retried):
+            self._count_engine_failure(self._suspect)
         self.is_finished = True
         self._ports.finish(
             RequestOutcome(

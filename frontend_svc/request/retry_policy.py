@@ -1,10 +1,11 @@
 """Limits of retries and migrations; the machine beside it decides each retry (pure).
 
 The cause of a failure decides what limits the retry. If a worker was lost or is draining, every
-request of it moves, and only the pace is limited. If the request or overload is the cause, retries
-have a budget.
+request of it moves, and only the pace is limited. If the request or overload may be the cause,
+retries have a budget.
 
-- `RetryBudget`: retries after overload as a fraction of recent requests, per frontend.
+- `RetryBudget`: retries after overload and internal errors as a fraction of recent requests, per
+  frontend.
 - `MigrationLimiter`: retried requests that compute their prompt at the same time, per worker.
 - `ExclusionPolicy`: which workers one request avoids, and whether it waits for a worker.
 - `WorkerWait`: when a waiting request asks the router again, and when its wait ends.
@@ -19,7 +20,7 @@ from functools import cache
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-from common.errors import MeshError, Unavailable, WorkerLost
+from common.errors import InternalError, MeshError, Unavailable, WorkerLost
 from common.streams.backoff import Backoff
 
 K = TypeVar("K", bound=Hashable)
@@ -28,6 +29,8 @@ K = TypeVar("K", bound=Hashable)
 PERMITS_PER_WORKER = 32
 # The worker's reason if it refuses a request because it is about to stop.
 DRAINING = "DRAINING"
+# The worker's reason if the engine takes steps, but sends no output for the request.
+REQUEST_STALLED = "REQUEST_STALLED"
 # The router's reason if all workers that could serve the request are excluded.
 ALL_EXCLUDED = "ALL_EXCLUDED"
 NO_ROUTER = "NO_ROUTER"
@@ -48,9 +51,18 @@ def is_worker_loss(error: MeshError) -> bool:
     return isinstance(error, WorkerLost) or error.reason == DRAINING
 
 
+def is_engine_failure(error: MeshError) -> bool:
+    """Returns whether a leg ended because its engine failed at the request. Bad input, overload,
+    a drain, a deadline, and failures of a handoff, which has two ends, are none."""
+    if isinstance(error, WorkerLost):
+        return error.reason in (WorkerLost.kind, REQUEST_STALLED)
+    return isinstance(error, InternalError)
+
+
 class RetryBudget:
-    """Limits the retries of a frontend after overload to RETRY_FRACTION of its requests of the last
-    WINDOW_S; RETRIES_MIN are allowed in any case. Retries after the loss of a worker have no limit.
+    """Limits the retries of a frontend after overload and internal errors of engines to
+    RETRY_FRACTION of its requests of the last WINDOW_S; RETRIES_MIN are allowed in any case.
+    Retries after the loss of a worker have no limit.
     granted, refused: totals of all retries since the start."""
 
     RETRY_FRACTION = 0.1

@@ -86,6 +86,9 @@ class RecordingPorts:
     def stalled_s(self) -> float:
         return 0.0
 
+    def worker_failed(self, worker_id: int) -> None:
+        pass
+
     def silent_s(self, worker_id: int) -> float:
         return 0.0
 

@@ -112,6 +112,7 @@ class Ports:
     has_permit: bool = True
     permits: int = 0
     waits: list[float] = field(default_factory=list)
+    failed_workers: list[int] = field(default_factory=list)
 
     def members(self) -> tuple[frozenset[int], frozenset[int]]:
         self._check_open()
@@ -175,6 +176,10 @@ class Ports:
 
     def take_retry(self, error: MeshError) -> bool:
         return self.may_retry
+
+    def worker_failed(self, worker_id: int) -> None:
+        self._check_open()
+        self.failed_workers.append(worker_id)
 
     def stalled_s(self) -> float:
         return self.lost
@@ -482,9 +487,14 @@ def test_a_deadline_before_the_acceptance_timeout_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [InvalidRequest("no", "f"), InternalError("oops"), WorkerLost(retryable=False)]
+    ("error", "how"),
+    [
+        *((InvalidRequest("no", "f"), how) for how in ("rejected", "terminal", "lost")),
+        # With a terminal it is a failure of the engine, which is retried once: see below.
+        *((InternalError("oops"), how) for how in ("rejected", "lost")),
+        *((WorkerLost(retryable=False), how) for how in ("rejected", "terminal", "lost")),
+    ],
 )
-@pytest.mark.parametrize("how", ["rejected", "terminal", "lost"])
 def test_an_error_that_is_not_retryable_ends_the_request(error: MeshError, how: str) -> None:
     fixture = begin()
     leg = fixture.place(11)
@@ -1409,3 +1419,125 @@ def test_of_a_pair_only_the_prefill_worker_computes_an_embedding() -> None:
     leg.chunk(b"vector")
     leg.terminal(Terminal(1, FinishReason.STOP))
     assert fixture.ports.freed == [0]
+
+
+# Failures of engines
+
+BROKEN = InternalError("the engine failed; the worker's log has the traceback")
+
+
+def fail_in_engine(leg: Leg, error: MeshError = BROKEN) -> None:
+    if not leg.is_accepted:
+        leg.accepted()
+    leg.terminal(end_of(None, error))
+
+
+def test_an_internal_error_before_a_token_is_retried_once_on_another_worker() -> None:
+    fixture = begin()
+    fail_in_engine(fixture.run(1))
+    assert fixture.ports.places[-1] == (1, frozenset({1}))
+    fixture.run(2, [5])
+    assert fixture.ports.failed_workers == [1], "another worker answers the request"
+    fixture.ports.leg.terminal(end_of())
+    assert fixture.ports.outcome.error is None
+    assert fixture.ports.emitted == [5]
+    assert fixture.ports.failed_workers == [1]
+
+
+def test_a_request_that_fails_in_two_engines_ends_with_its_error_and_counts_against_none() -> None:
+    fixture = begin()
+    fail_in_engine(fixture.run(1))
+    fail_in_engine(fixture.run(2))
+    assert fixture.ports.outcome.error is BROKEN
+    assert fixture.ports.outcome.worker_ids == (1, 2)
+    assert fixture.ports.failed_workers == []
+
+
+def test_a_started_response_continues_once_after_an_internal_error() -> None:
+    fixture = begin()
+    fail_in_engine(fixture.run(1, [5, 6]))
+    assert fixture.ports.failed_workers == []
+    leg = fixture.run(2, [7])
+    assert fixture.ports.leg_request.prompt == TokenIds.of([*PROMPT, 5, 6]).little_endian
+    assert fixture.ports.failed_workers == [1]
+    fail_in_engine(leg)
+    assert fixture.ports.outcome.error is BROKEN
+    assert fixture.ports.emitted == [5, 6, 7]
+    assert fixture.ports.failed_workers == [1], "a request counts once"
+
+
+def test_a_started_response_that_cannot_continue_ends_with_the_internal_error() -> None:
+    fixture = begin(plan(migratable=False))
+    fail_in_engine(fixture.run(1, [5]))
+    assert fixture.ports.outcome.error is BROKEN
+    assert fixture.ports.failed_workers == [1], "no other worker can confirm it"
+
+
+def test_without_another_worker_an_internal_error_is_not_retried() -> None:
+    ports = Ports(pool=frozenset({1, 2}), open_circuits=frozenset({2}))
+    fixture = Fixture(RequestMachine(plan(), ports), ports)
+    fixture.machine.start()
+    fail_in_engine(fixture.run(1))
+    assert ports.outcome.error is BROKEN
+    assert ports.failed_workers == [1]
+
+
+def test_without_a_retry_budget_an_internal_error_is_the_error_of_the_request() -> None:
+    fixture = begin()
+    fixture.ports.may_retry = False
+    fail_in_engine(fixture.run(1))
+    assert fixture.ports.outcome.error is BROKEN
+    assert fixture.ports.failed_workers == [1]
+
+
+def test_an_internal_error_after_the_last_token_ends_the_response() -> None:
+    fixture = begin(plan(max_tokens=2))
+    fail_in_engine(fixture.run(1, [5, 6]))
+    assert fixture.ports.outcome.finish_reason is FinishReason.LENGTH
+    assert fixture.ports.failed_workers == [1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("bad", "token_ids"),
+        Overloaded(1.0),
+        Unavailable("draining", reason="DRAINING"),
+        DeadlineExceeded("late"),
+        WorkerLost("no KV", retryable=True, reason="HANDOFF_PEER_LOST"),
+        WorkerLost("hung", retryable=True, reason="HUNG"),
+    ],
+    ids=lambda error: error.reason,
+)
+def test_other_errors_count_against_no_worker(error: MeshError) -> None:
+    fixture = begin()
+    fail_in_engine(fixture.run(1), error)
+    if not fixture.ports.outcomes:
+        fixture.run(2, [5]).terminal(end_of())
+    assert fixture.ports.failed_workers == []
+
+
+def test_a_lost_stream_counts_against_no_worker_again() -> None:
+    """Its circuit is open by then."""
+    fixture = begin()
+    fixture.run(1).lost(LOST)
+    fixture.run(2, [5]).terminal(end_of())
+    assert fixture.ports.failed_workers == []
+
+
+def test_a_stalled_request_counts_against_the_first_worker_only() -> None:
+    stalled = WorkerLost("no output", retryable=True, reason="REQUEST_STALLED")
+    fixture = begin()
+    fail_in_engine(fixture.run(1), stalled)
+    fail_in_engine(fixture.run(2), stalled)
+    assert fixture.ports.failed_workers == []
+    fixture.run(3, [5]).terminal(end_of())
+    assert fixture.ports.failed_workers == [1]
+
+
+def test_an_internal_error_after_a_stalled_request_is_not_retried() -> None:
+    fixture = begin()
+    stalled = WorkerLost("no output", retryable=True, reason="REQUEST_STALLED")
+    fail_in_engine(fixture.run(1), stalled)
+    fail_in_engine(fixture.run(2))
+    assert fixture.ports.outcome.error is BROKEN, "two engines failed"

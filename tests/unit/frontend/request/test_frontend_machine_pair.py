@@ -112,6 +112,9 @@ class Ports:
     def stalled_s(self) -> float:
         return 0.0
 
+    def worker_failed(self, worker_id: int) -> None:
+        pass
+
     def silent_s(self, worker_id: int) -> float:
         return self.silent.get(worker_id, math.inf)
 
