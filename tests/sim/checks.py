@@ -31,6 +31,7 @@ import numpy as np
 
 from common.errors import (
     DeadlineExceeded,
+    InternalError,
     MeshError,
     Overloaded,
     RequestCancelled,
@@ -378,9 +379,14 @@ class Checks:
             return
         if isinstance(error, Overloaded) and self._may_refuse(client, error):
             return
-        if not isinstance(error, WorkerLost | Unavailable) and error.reason != NO_BLOCKS:
+        known = WorkerLost | Unavailable | InternalError
+        if not isinstance(error, known) and error.reason != NO_BLOCKS:
             self.violation("errors", f"{name}: {error!r} is unexpected")
             return
+        if isinstance(error, InternalError) and (
+            outcome.attempts > 1 or self.retries > RETRIES_MANY
+        ):
+            return  # an internal error is retried once
         if isinstance(error, Unavailable) and not error.retry_after_s:
             self.violation("errors", f"{name}: {error!r} has no retry_after_s")
         if outcome.attempts >= ATTEMPTS_MAX or not self._attempts_explained:

@@ -63,8 +63,11 @@ class FaultKind(StrEnum):
     REGISTRY_FLAP = auto()
     SUBSCRIBER_SLOW = auto()
     WORKERS_GONE = auto()
+    WORKER_FAIL = auto()
 
 
+# The kinds that profiles draw from; `features.py` draws the others apart.
+PROFILE_FAULTS = tuple(kind for kind in FaultKind if kind is not FaultKind.WORKER_FAIL)
 LINK_FAULTS = (
     FaultKind.ATTACH_CUT,
     FaultKind.ATTACH_HOLD,
@@ -155,13 +158,13 @@ DISAGGREGATED_PROFILES: tuple[tuple[FaultKind, ...], ...] = (
     (*FLAPS, FaultKind.INDEXER_KILL, FaultKind.WORKER_KILL),
     FAILOVERS,
     (*HANDOFF_FAULTS, *INDEX_FAULTS, *FLAPS),
-    tuple(FaultKind),
+    PROFILE_FAULTS,
 )
 DISAGGREGATED_STORMS: tuple[tuple[FaultKind, ...], ...] = (
     HANDOFF_FAULTS,
     (*INDEX_FAULTS, *FLAPS, *WORKER_FAULTS),
     FAILOVERS,
-    tuple(FaultKind),
+    PROFILE_FAULTS,
 )
 # Faults that affect neither routers nor the messages that they receive from each other and from the
 # registry.

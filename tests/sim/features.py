@@ -46,6 +46,7 @@ def with_features(scenario: Scenario, rng: Random) -> Scenario:
         (0.1, _all_workers_killed),
         (0.2, _slow_subscribers),
         (0.1, _long_steps),
+        (0.15, _failing_worker),
     )
     for chance, feature in chances:
         if rng.random() < chance:
@@ -247,6 +248,11 @@ def _long_steps(scenario: Scenario, rng: Random) -> Scenario:
         batched_tokens=rng.choice((600, 8192)),
         client_specs=client_specs,
     )
+
+
+def _failing_worker(scenario: Scenario, rng: Random) -> Scenario:
+    """The engine of a worker fails its requests for a while, and does not die."""
+    return _with_faults(scenario, rng, FaultKind.WORKER_FAIL, 1)
 
 
 def _with_faults(scenario: Scenario, rng: Random, kind: FaultKind, count: int) -> Scenario:

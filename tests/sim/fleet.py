@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol, cast
 
-from common.errors import MeshError
+from common.errors import InternalError, MeshError
 from common.kv.events import Partition, Source
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher
 from common.kv.index_feed import IndexFeed
@@ -81,14 +81,14 @@ from tests.sim.wire import (
     make_subscribe_opener,
     make_sync_opener,
 )
-from worker_svc.engines.contract import EngineConfig
+from worker_svc.engines.contract import EngineConfig, LLMEngineOutput
 from worker_svc.engines.sim.config import SimConfig, SimModel
 from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.kv_events.event_log import PublishedSource
 from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publisher import Publisher
 from worker_svc.serving.attach_server import AttachServer
-from worker_svc.serving.runner import Runner
+from worker_svc.serving.runner import Runner, _ActiveRequest
 from worker_svc.serving.step_limit import StepLimits, StepLimitSettings
 
 NAMESPACE = "sim"
@@ -293,15 +293,44 @@ class ObservedRouterClient(RouterClient):
 
 
 class ObservedRunner(Runner):
-    """A Runner that reports every admitted request to the checkers."""
+    """A Runner that reports every admitted request to the checkers.
+
+    fails_after: tokens after which the engine fails a request; None: it does not fail.
+    fails_probes: whether it then fails probes too.
+    """
 
     admitted: Callable[[], None]
+    fails_after: int | None = None
+    fails_probes = False
 
     def admit(self, leg_request: LegRequest) -> int:
         """See Runner."""
         key = super().admit(leg_request)
         self.admitted()
         return key
+
+    def _stream(self, active_request: _ActiveRequest) -> AsyncGenerator[LLMEngineOutput, None]:
+        stream, request = super()._stream(active_request), active_request.leg_request.request
+        is_spared = request is not None and request.is_probe and not self.fails_probes
+        if self.fails_after is None or is_spared:
+            return stream
+        return _failing(stream, self.fails_after)
+
+
+async def _failing(
+    stream: AsyncGenerator[LLMEngineOutput, None], tokens: int
+) -> AsyncGenerator[LLMEngineOutput, None]:
+    """Yields at least so many tokens, then fails. A stream that ends before does not fail."""
+    async with aclosing(stream):
+        if tokens:
+            async for output in stream:
+                yield output
+                tokens -= len(output.token_ids)
+                if output.finish_reason is not None:
+                    return
+                if tokens <= 0:
+                    break
+        raise InternalError("the engine failed")
 
 
 # The time of day at which every simulation begins, seconds since 1970.
@@ -636,6 +665,7 @@ class SimFrontend:
             rng,
             stalled_s=self.stalled_s,
             silent_s=self.engines.silent_s,
+            request_failed=self.engines.request_failed,
         )
 
     @property

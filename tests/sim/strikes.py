@@ -246,6 +246,19 @@ class FaultInjector:
             await self._crash(worker, fault)
             await self._world.start_worker(worker.stable_name, self._next_address(worker, fault))
 
+    async def worker_fail(self, fault: Fault) -> None:
+        """The engine of a worker fails its requests, at once or after two tokens; sometimes it
+        responds to probes. Its process and its steps are healthy."""
+        worker = self._select_worker(fault)
+        if worker is None:
+            return
+        self._record(fault, worker.stable_name, f"{fault.duration_s:.3f}")
+        self._world.checks.record_fault(worker, fault.duration_s)
+        worker.runner.fails_after = 0 if fault.second_draw < 0.5 else 2
+        worker.runner.fails_probes = fault.far_s > 0.3
+        await asyncio.sleep(fault.duration_s)
+        worker.runner.fails_after = None
+
     async def worker_drain(self, fault: Fault) -> None:
         """A worker is replaced like in a rollout; its successor starts before or after its end."""
         worker = self._select_worker(fault)

@@ -33,6 +33,7 @@ MINIMUM_COUNTS = {
     # Features; see `features.py`.
     str(FaultKind.SUBSCRIBER_SLOW): 30,
     str(FaultKind.WORKERS_GONE): 8,
+    str(FaultKind.WORKER_FAIL): 8,
     "subscribers cut": 5,
     "clients cut": 30,
     "session kept": 400,

@@ -26,6 +26,7 @@ MINIMUM_COUNTS = {
     "cached_tokens": 100_000,
     # Features; see `features.py`.
     str(FaultKind.WORKERS_GONE): 10,
+    str(FaultKind.WORKER_FAIL): 15,
     "clients cut": 100,
     "session kept": 800,
     "session moved": 50,

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from common.errors import InternalError, MeshError
+from frontend_svc.request.gateway import Gateway
 from router_svc.core.events import Event
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.replication import Frame
@@ -39,6 +41,7 @@ NO_FAULTS = Scenario(
     ),
 )
 FREEZE = replace(NO_FAULTS, faults=(fault(FaultKind.WORKER_FREEZE, 4.0, duration_s=6.0),))
+FAIL = replace(NO_FAULTS, faults=(fault(FaultKind.WORKER_FAIL, 3.0, duration_s=6.0),))
 KILL = replace(NO_FAULTS, faults=(fault(FaultKind.ROUTERS_KILL, 4.0),))
 LOSS = replace(NO_FAULTS, faults=tuple(fault(FaultKind.SYNC_GARBLED, 1.0) for _ in range(3)))
 STALE_REGISTRY = replace(
@@ -54,7 +57,7 @@ STALE_REGISTRY = replace(
 )
 
 
-@pytest.mark.parametrize("scenario", [NO_FAULTS, FREEZE, KILL, LOSS, STALE_REGISTRY])
+@pytest.mark.parametrize("scenario", [NO_FAULTS, FREEZE, FAIL, KILL, LOSS, STALE_REGISTRY])
 def test_the_real_parts_recover_in_these_scenarios(scenario: Scenario) -> None:
     report = run_scenario(scenario)
     assert not report.violations, str(report)
@@ -68,6 +71,19 @@ class NeverProbes(ObservedEngineClient):
 
     def progressed(self, worker_id: int) -> None:
         pass
+
+
+class NeverRetriesInternalErrors(Gateway):
+    """Has no retry budget for them."""
+
+    def __init__(self, *args: Any, **others: Any) -> None:
+        super().__init__(*args, **others)
+        take = self.retries.take
+
+        def take_for_others(now: float, error: MeshError) -> bool:
+            return not isinstance(error, InternalError) and take(now, error)
+
+        self.retries.take = take_for_others  # type: ignore[method-assign]
 
 
 class NeverReconnectsToRouters(ObservedRouterClient):
@@ -116,6 +132,8 @@ class IgnoresDigests(PeerSync):
     ("rule", "scenario", "parts"),
     [
         ("known", FREEZE, Parts(engines=NeverProbes)),
+        ("known", FAIL, Parts(engines=NeverProbes)),
+        ("errors", FAIL, Parts(gateway=NeverRetriesInternalErrors)),
         ("known", KILL, Parts(router_port=NeverReconnectsToRouters)),
         ("known", NO_FAULTS, Parts(peers=NeverSendsUpdates)),
         ("bookings", NO_FAULTS, Parts(peers=SendsNoBookings)),
