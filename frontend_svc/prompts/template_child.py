@@ -1,11 +1,10 @@
 """The process that renders the prompts of one chat template: see `template_process.py`.
 
-A frame is a JSON value behind its length (u32, big endian). The first request loads the template.
+Frames are JSON values. The first request loads the template.
 """
 
 from __future__ import annotations
 
-import resource
 import signal
 import socket
 import sys
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 import orjson
 
+from common.trials.child_process import frame, limit_memory, receive
 from frontend_svc.prompts.control_tokens import ControlTokens
 from frontend_svc.prompts.prompt import ChatTemplate, TemplateError
 
@@ -22,38 +22,15 @@ RENDER_CPU_S: Final = 2.0
 LOAD_CPU_S: Final = 4.0
 MEMORY_BYTES_MAX: Final = 1 << 30
 PROMPT_CHARS_MAX: Final = 64 << 20
-LENGTH_BYTES: Final = 4
 
 # Any: JSON.
 Json = dict[str, Any]
 
 
-def frame(json: bytes) -> bytes:
-    return len(json).to_bytes(LENGTH_BYTES, "big") + json
-
-
-def receive(source: socket.socket) -> Json:
-    """Returns the next frame. Raises OSError at the end."""
-    size = int.from_bytes(_receive_bytes(source, LENGTH_BYTES), "big")
-    value: Json = orjson.loads(_receive_bytes(source, size))
-    return value
-
-
-def _receive_bytes(source: socket.socket, count: int) -> bytearray:
-    received = bytearray()
-    while len(received) < count:
-        part = source.recv(min(count - len(received), 1 << 20))
-        if not part:
-            raise ConnectionResetError("the connection ended")
-        received += part
-    return received
-
-
 def _serve(connection: socket.socket) -> None:
     """Runs the process: loads one template and renders prompts until the frontend ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    load = receive(connection)
+    limit_memory(MEMORY_BYTES_MAX)
+    load = orjson.loads(receive(connection))
     signal.setitimer(signal.ITIMER_PROF, LOAD_CPU_S)  # its signal ends the process
     try:
         template = ChatTemplate(
@@ -68,7 +45,7 @@ def _serve(connection: socket.socket) -> None:
     while True:
         connection.sendall(frame(orjson.dumps(reply)))
         replies = []
-        for request in receive(connection)["requests"]:
+        for request in orjson.loads(receive(connection))["requests"]:
             signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_S)
             replies.append(_render(template, control, request))
         signal.setitimer(signal.ITIMER_PROF, 0)

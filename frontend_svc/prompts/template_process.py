@@ -8,10 +8,8 @@ the kernel ends it if it exceeds them.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -21,17 +19,11 @@ import orjson
 import structlog
 
 from common.errors import Unavailable
+from common.trials.child_process import LENGTH_BYTES, end_child, frame, receive, start_child
 from frontend_svc.prompts import template_child
 from frontend_svc.prompts.control_tokens import ControlTokens
 from frontend_svc.prompts.prompt import Prompt, TemplateError
-from frontend_svc.prompts.template_child import (
-    LENGTH_BYTES,
-    MEMORY_BYTES_MAX,
-    RENDER_CPU_S,
-    Json,
-    frame,
-    receive,
-)
+from frontend_svc.prompts.template_child import MEMORY_BYTES_MAX, RENDER_CPU_S, Json
 
 REPLY_BYTES_MAX: Final = 512 << 20
 # Prompts of one exchange with the process.
@@ -204,22 +196,12 @@ class _Process(asyncio.Protocol):
     def start(self) -> Json:
         """Starts the process with its first request, and returns the reply. Raises
         TemplateError."""
-        ours, theirs = socket.socketpair()
+        self._process, ours = start_child(template_child.__name__)
         with ours:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", template_child.__name__, str(theirs.fileno())],
-                    env={"PYTHONPATH": os.pathsep.join(sys.path)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # without the signals of a terminal
-                )
             ours.settimeout(LOAD_TIMEOUT_S)
             try:
                 ours.sendall(self._load)
-                reply = receive(ours)
+                reply: Json = orjson.loads(receive(ours))
                 if "error" in reply:
                     raise TemplateError(reply["error"])
             except OSError as error:
@@ -295,8 +277,7 @@ class _Process(asyncio.Protocol):
         """Ends the process, if it runs. The event loop reads the end of its connection then."""
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.wait()
+            end_child(process)
         own_socket, self._socket = self._socket, None
         if own_socket is not None:
             own_socket.close()

@@ -1,0 +1,73 @@
+"""A Python process with a socket to this one, and the frames between both.
+
+A frame is its content behind its length (u32, big endian).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+LENGTH_BYTES: Final = 4
+
+
+def frame(content: bytes) -> bytes:
+    return len(content).to_bytes(LENGTH_BYTES, "big") + content
+
+
+def receive(source: socket.socket) -> bytearray:
+    """Returns the content of the next frame. Raises OSError at the end."""
+    size = int.from_bytes(_receive_bytes(source, LENGTH_BYTES), "big")
+    return _receive_bytes(source, size)
+
+
+def _receive_bytes(source: socket.socket, count: int) -> bytearray:
+    received = bytearray()
+    while len(received) < count:
+        part = source.recv(min(count - len(received), 1 << 20))
+        if not part:
+            raise ConnectionResetError("the connection ended")
+        received += part
+    return received
+
+
+def start_child(
+    module: str, arguments: Sequence[str] = ()
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Starts a module as a process; its first argument is the number of its socket. Returns the
+    process and this end of the socket. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
+                # Without threads of numpy, which a fork does not copy.
+                env={"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # Without the signals of a terminal, but in the session: Linux compares the
+                # priorities (`nice`) of processes of one session only.
+                process_group=0,
+            )
+    except BaseException:
+        ours.close()
+        raise
+    return process, ours
+
+
+def end_child(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def limit_memory(memory_bytes: int) -> None:
+    """Limits the address space of this process, and writes no core files when it is ended."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
